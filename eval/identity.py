@@ -1,0 +1,143 @@
+"""``python -m eval.identity``: a sparse server whose budget covers the context must equal a dense one.
+
+Gate A of the evaluation: greedy text equal at concurrency 1, mean KL(dense, sparse) below .003. A different token is
+excused only where the dense server's two best tokens lie closer than the noise between two numerically equal kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from eval.record import Record, server_facts
+from eval.text import FORMS, Haystack, hide, prompt_text, random_key, random_number, read_books
+
+TOP = 50
+MAX_MEAN_KL = 0.003
+LENGTHS = (100, 300, 1000, 3000, 8000)
+
+
+def make_prompts(count: int, seed: int) -> list[str]:
+    """Needle questions about stretches of the shipped book, the lengths of ``LENGTHS`` in turn (rough tokens)."""
+    rng = random.Random(seed)
+    (book,) = read_books(Path(__file__).parent / "data").values()
+    haystack = Haystack(book)
+    form = FORMS["needle"]
+    prompts = []
+    for i in range(count):
+        key = random_key(rng)
+        text = hide(
+            haystack.draw(rng, LENGTHS[i % len(LENGTHS)]),
+            form.records(key, value=random_number(rng)),
+            [rng.random()],
+        )
+        prompts.append(prompt_text(form, text, form.question(key)))
+    return prompts
+
+
+def generate(client: httpx.Client, text: str, tokens: int) -> dict[str, Any]:
+    """Greedy decode with the ``TOP`` best log-probabilities of every output position."""
+    request = {
+        "text": text,
+        "sampling_params": {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": TOP,
+    }
+    return client.post("/generate", json=request).raise_for_status().json()
+
+
+def kl(dense: list[list[Any]], sparse: list[list[Any]]) -> float:
+    """KL(dense, sparse) of one position in nats, all tokens outside both top lists taken as one.
+
+    Args:
+        dense: ``[log-probability, token id, text]`` of the best tokens.
+        sparse: the same from the other server.
+    """
+    p = {token: math.exp(logprob) for logprob, token, _ in dense}
+    q = {token: math.exp(logprob) for logprob, token, _ in sparse}
+    common = [token for token in p if token in q]
+    total = sum(p[token] * math.log(p[token] / q[token]) for token in common)
+    rest_p = max(1.0 - sum(p[token] for token in common), 1e-9)
+    rest_q = max(1.0 - sum(q[token] for token in common), 1e-9)
+    return max(0.0, total + rest_p * math.log(rest_p / rest_q))
+
+
+def compare(dense: dict[str, Any], sparse: dict[str, Any]) -> dict[str, Any]:
+    """Compare two answers up to and including the first position where they differ."""
+    ids = dense["output_ids"], sparse["output_ids"]
+    differing = [i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a != b]
+    compared = differing[0] + 1 if differing else len(ids[0])
+    top = dense["meta_info"]["output_top_logprobs"], sparse["meta_info"]["output_top_logprobs"]
+    row: dict[str, Any] = {
+        "prompt_tokens": dense["meta_info"]["prompt_tokens"],
+        "equal": not differing,
+        "kl": [kl(top[0][i], top[1][i]) for i in range(compared)],
+    }
+    if differing:
+        best, second = top[0][differing[0]][:2]
+        row["first_difference"] = differing[0]
+        row["dense_gap"] = best[0] - second[0]
+    return row
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison; exit status 0 when the gate holds."""
+    parser = argparse.ArgumentParser(prog="eval.identity", description=__doc__)
+    parser.add_argument("--base-url", required=True, help="the sparse server, started with dense_fallback: never")
+    parser.add_argument("--compare-url", required=True, help="the dense server")
+    parser.add_argument("--out", required=True, type=Path, help="JSONL file to write")
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--noise", type=float, default=0.0, help="excuse dense top-2 gaps below this, in nats")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    with (
+        httpx.Client(base_url=args.base_url, timeout=600, trust_env=False) as sparse,
+        httpx.Client(base_url=args.compare_url, timeout=600, trust_env=False) as dense,
+    ):
+        before = server_facts(sparse)["sparse"]
+        if before is None:
+            parser.error(f"{args.base_url} does not run a sparse method")
+        rows = []
+        with Record(args.out, "eval.identity", sparse=server_facts(sparse), dense=server_facts(dense)) as record:
+            for text in tqdm(make_prompts(args.prompts, args.seed)):
+                rows.append(compare(generate(dense, text, args.tokens), generate(sparse, text, args.tokens)))
+                record.add("prompt", **rows[-1])
+            summary = summarise(rows, before, server_facts(sparse)["sparse"], args.noise)
+            record.add("summary", prompts=args.prompts, tokens=args.tokens, noise=args.noise, **summary)
+    print(summary)
+    return 0 if summary["passed"] else 1
+
+
+def summarise(
+    rows: list[dict[str, Any]], before: dict[str, Any], after: dict[str, Any], noise: float
+) -> dict[str, Any]:
+    """Judge the gate; without counters that prove the sparse path ran, the result is void."""
+    divergences = [value for row in rows for value in row["kl"]]
+    unequal = [row for row in rows if not row["equal"]]
+    decode_rows = after["decode_rows"] - before["decode_rows"]
+    sparse_rows = after["sparse_layer_rows"] - before["sparse_layer_rows"]
+    proven = sparse_rows == decode_rows * after["sparse_layers"] > 0 and after["dense_fallback_rows"] == 0
+    mean_kl = sum(divergences) / len(divergences)
+    excused = all(row["dense_gap"] <= noise for row in unequal)
+    return {
+        "equal": len(rows) - len(unequal),
+        "mean_kl": mean_kl,
+        "max_kl": max(divergences),
+        "decode_rows": decode_rows,
+        "sparse_layer_rows": sparse_rows,
+        "dense_fallback_rows": after["dense_fallback_rows"],
+        "sparse_path_proven": proven,
+        "passed": proven and excused and mean_kl < MAX_MEAN_KL,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Trains the tiny models of the evaluation: tokenizer, model, accuracy, model card."""

@@ -1,0 +1,83 @@
+"""Page scores: an upper bound of the attention logit that any key of a page can reach.
+
+Source: Quest (arXiv:2406.10774, section 3.3), with the group query of ReSA (arXiv:2506.04108, section 3.1).
+"""
+
+import torch
+
+from .. import dispatch
+from . import reference
+
+
+def page_score(
+    q: torch.Tensor,
+    summary: torch.Tensor,
+    page_table: torch.Tensor,
+    n_pages: torch.Tensor,
+    out: torch.Tensor | None = None,
+    local_pages: int = 1,
+) -> torch.Tensor:
+    """Score every page of every row against the mean query of each KV head's group.
+
+    With ``q`` the mean over the group's query heads, the score of a page is
+    ``sum_j max(q_j * k_max_j, q_j * k_min_j)``, in logits before the softmax scale. The newest ``local_pages`` pages
+    of a row score +inf, and so does a page whose summary holds NaN.
+
+    Args:
+        q: ``[B, Hq, d]``, float32, float16 or bfloat16; ``d`` is contiguous.
+        summary: ``[num_pages, Hkv, 2, d]`` from ``update_page_summary``, contiguous.
+        page_table: ``[B, M]`` int32, the physical page of each logical page; only the first ``n_pages[b]`` are read.
+        n_pages: ``[B]`` int32, pages of each row, at most ``M``.
+        out: optional ``[B, Hkv, M]`` float32, contiguous.
+        local_pages: newest pages that always score +inf.
+
+    Returns:
+        ``[B, Hkv, M]`` float32. Entries at or beyond ``n_pages[b]`` are -inf from the reference and *left unwritten*
+        by the GPU kernel: ``page_topk`` does not read them.
+
+    Raises:
+        ValueError: a wrong dimension, dtype or head count.
+
+    Example:
+        >>> import torch
+        >>> from sglang_sparse_kernels.page_score import page_score
+        >>> q = torch.ones(1, 2, 64)
+        >>> summary = torch.stack([torch.full((3, 1, 64), 2.0), torch.full((3, 1, 64), -1.0)], dim=2)
+        >>> page_table = torch.tensor([[1, 2]], dtype=torch.int32)
+        >>> page_score(q, summary, page_table, torch.tensor([2], dtype=torch.int32)).tolist()
+        [[[128.0, inf]]]
+    """
+    if out is None:
+        out = torch.empty(q.shape[0], summary.shape[1], page_table.shape[1], dtype=torch.float32, device=q.device)
+    _check_arguments(q, summary, page_table, n_pages, out, local_pages)
+    if dispatch.use_reference(q):
+        return reference.page_score(q, summary, page_table, n_pages, out, local_pages)
+    from . import triton
+
+    return triton.page_score(q, summary, page_table, n_pages, out, local_pages)
+
+
+def _check_arguments(
+    q: torch.Tensor,
+    summary: torch.Tensor,
+    page_table: torch.Tensor,
+    n_pages: torch.Tensor,
+    out: torch.Tensor,
+    local_pages: int,
+) -> None:
+    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    dispatch.check_tensor("summary", summary, 4, dispatch.KV_DTYPES)
+    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
+    dispatch.check_tensor("n_pages", n_pages, 1, (torch.int32,))
+    dispatch.check_tensor("out", out, 3, (torch.float32,))
+    batch, num_q_heads, head_dim = q.shape
+    num_pages, num_kv_heads = summary.shape[:2]
+    dispatch.check_heads(num_q_heads, num_kv_heads)
+    dispatch.check_shape("summary", summary, (num_pages, num_kv_heads, 2, head_dim))
+    dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
+    dispatch.check_shape("n_pages", n_pages, (batch,))
+    dispatch.check_shape("out", out, (batch, num_kv_heads, page_table.shape[1]))
+    dispatch.check_contiguous("summary", summary)
+    dispatch.check_contiguous("out", out)
+    if local_pages < 0:
+        raise ValueError(f"local_pages must be at least 0, got {local_pages}")

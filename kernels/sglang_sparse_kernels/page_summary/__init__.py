@@ -1,0 +1,72 @@
+"""Page summaries: the element-wise maximum and minimum of each page's keys, kept beside the KV cache.
+
+Source: the block representation of ReSA (arXiv:2506.04108, section 3.1), which is that of Quest (arXiv:2406.10774).
+"""
+
+import torch
+
+from .. import dispatch
+from . import reference
+
+
+def update_page_summary(
+    k_cache: torch.Tensor,
+    summary: torch.Tensor,
+    last_slots: torch.Tensor,
+    page_size: int,
+    overflow: torch.Tensor | None = None,
+) -> None:
+    """Recompute the summaries of the pages that were just written, in place.
+
+    For every ``last_slots[n] >= 0`` the page ``p = last_slots[n] // page_size`` gets the maximum (index 0) and minimum
+    (index 1) over the slots ``p * page_size .. last_slots[n]``, both ends included. Nothing is patched: a summary is
+    a pure function of the page's written keys. Entries of -1 are skipped, and no page may occur twice.
+
+    A summary dtype coarser than the KV dtype keeps the bound: maxima are rounded up and minima down. In
+    ``float8_e4m3fn`` a value outside +-448 is stored as NaN, which ``page_score`` reads as "always select".
+
+    Args:
+        k_cache: ``[S, Hkv, d]``, float32, float16, bfloat16 or float8_e4m3fn (stored values, unscaled); finite.
+            ``d`` is contiguous, the other strides are free.
+        summary: ``[num_pages, Hkv, 2, d]``, contiguous; the KV dtype, bfloat16, or float8_e4m3fn. Overwritten in
+            the touched pages.
+        last_slots: ``[N]`` int64, the last written slot of a touched page, or -1.
+        page_size: slots per page, a power of two from 1 to 64.
+        overflow: optional ``[1]`` int32 counter, incremented by the number of values stored as NaN.
+
+    Raises:
+        ValueError: a wrong dimension, dtype or page size.
+
+    Example:
+        >>> import torch
+        >>> from sglang_sparse_kernels.page_summary import update_page_summary
+        >>> k_cache = torch.arange(8.0).view(8, 1, 1).expand(8, 1, 64).contiguous()
+        >>> summary = torch.zeros(2, 1, 2, 64)
+        >>> update_page_summary(k_cache, summary, torch.tensor([6, -1]), page_size=4)
+        >>> summary[1, 0, :, 0].tolist()
+        [6.0, 4.0]
+    """
+    _check_arguments(k_cache, summary, last_slots, page_size, overflow)
+    if dispatch.use_reference(k_cache):
+        reference.update_page_summary(k_cache, summary, last_slots, page_size, overflow)
+    else:
+        from . import triton
+
+        triton.update_page_summary(k_cache, summary, last_slots, page_size, overflow)
+
+
+def _check_arguments(
+    k_cache: torch.Tensor,
+    summary: torch.Tensor,
+    last_slots: torch.Tensor,
+    page_size: int,
+    overflow: torch.Tensor | None,
+) -> None:
+    dispatch.check_tensor("k_cache", k_cache, 3, dispatch.KV_DTYPES)
+    dispatch.check_tensor("summary", summary, 4, (k_cache.dtype, torch.bfloat16, torch.float8_e4m3fn))
+    dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
+    dispatch.check_page_size(page_size)
+    dispatch.check_shape("summary", summary, (summary.shape[0], k_cache.shape[1], 2, k_cache.shape[2]))
+    dispatch.check_contiguous("summary", summary)
+    if overflow is not None:
+        dispatch.check_tensor("overflow", overflow, 1, (torch.int32,))

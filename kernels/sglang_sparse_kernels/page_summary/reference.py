@@ -1,0 +1,47 @@
+"""The definition of a page summary in plain torch."""
+
+import torch
+
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+def update_page_summary(
+    k_cache: torch.Tensor,
+    summary: torch.Tensor,
+    last_slots: torch.Tensor,
+    page_size: int,
+    overflow: torch.Tensor | None = None,
+) -> None:
+    """See ``page_summary.update_page_summary``."""
+    last_slots = last_slots[last_slots >= 0]
+    pages = last_slots // page_size
+    slots = pages[:, None] * page_size + torch.arange(page_size, device=k_cache.device)
+    keys = k_cache[slots].float()  # [touched, P, Hkv, d]
+    unwritten = (slots > last_slots[:, None])[:, :, None, None]
+    k_max = keys.masked_fill(unwritten, float("-inf")).amax(dim=1)
+    k_min = keys.masked_fill(unwritten, float("inf")).amin(dim=1)
+    bounds = torch.stack([round_up(k_max, summary.dtype), round_down(k_min, summary.dtype)], dim=2)
+    # Index assignment is not implemented for float8 on every device: move the bytes instead.
+    summary.view(torch.uint8)[pages] = bounds.view(torch.uint8)
+    if overflow is not None:
+        overflow += bounds.float().isnan().sum()
+
+
+def round_up(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Smallest value of ``dtype`` that is at least ``x`` (float32); NaN outside the range of float8."""
+    nearest = x.to(dtype)
+    if dtype == torch.float32:
+        return nearest
+    integer = torch.int8 if dtype == torch.float8_e4m3fn else torch.int16
+    bits = nearest.view(integer)
+    # The bits are sign and magnitude: one step up adds to a positive magnitude and takes from a negative one.
+    one_step_up = torch.where(bits >= 0, bits + 1, bits - 1)
+    rounded = torch.where(nearest.float() < x, one_step_up, bits)
+    if dtype == torch.float8_e4m3fn:
+        rounded = rounded.masked_fill(x.abs() > FP8_MAX, 0x7F)
+    return rounded.view(dtype)
+
+
+def round_down(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Largest value of ``dtype`` that is at most ``x`` (float32); NaN outside the range of float8."""
+    return (-round_up(-x, dtype).float()).to(dtype)

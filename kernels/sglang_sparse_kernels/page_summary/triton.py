@@ -1,0 +1,131 @@
+"""Triton kernel of the page summary: one program per touched page and KV head."""
+
+# Type checkers know neither the launch options of a kernel nor its compile-time values.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import await_inputs, dependent_launch
+
+# Above this many entries (an extend batch, where most entries are -1) a program takes all heads of its entry.
+_MANY_ENTRIES = 1024
+
+_EXACT, _BFLOAT16, _FLOAT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def _directed_bfloat16(x, away):
+    """Round float32 to bfloat16: away from zero where ``away``, else towards zero."""
+    bits = x.to(tl.int32, bitcast=True)
+    grow = away & ((bits & 0xFFFF) != 0)
+    # The bits are sign and magnitude: adding one to the kept half grows the magnitude of either sign.
+    return ((bits >> 16) + grow.to(tl.int32)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _directed_float8(x, away):
+    """Round float32 to float8_e4m3fn: away from zero where ``away``, else towards zero; NaN outside +-448."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = tl.abs(x)
+    # Normal numbers keep 3 of 23 mantissa bits; the exponent bias goes from 127 to 7.
+    normal = ((bits & 0x7FFFFFFF) >> 20) - ((127 - 7) << 3) + (away & ((bits & 0xFFFFF) != 0)).to(tl.int32)
+    # Subnormal numbers, below 2^-6, are multiples of 2^-9.
+    steps = magnitude * 512.0
+    whole = steps.to(tl.int32)
+    subnormal = whole + (away & (whole.to(tl.float32) != steps)).to(tl.int32)
+    code = tl.where(magnitude < 0.015625, subnormal, normal)
+    code = tl.where(magnitude > _FP8_MAX, 0x7F, code) | ((bits >> 24) & 0x80)
+    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _store_bound(pointers, bound, away, mask, ROUNDING: tl.constexpr):
+    if ROUNDING == _FLOAT8:
+        tl.store(pointers, _directed_float8(bound, away), mask=mask)
+    elif ROUNDING == _BFLOAT16:
+        tl.store(pointers, _directed_bfloat16(bound, away), mask=mask)
+    else:
+        tl.store(pointers, bound.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _page_summary_kernel(
+    k_ptr,
+    summary_ptr,
+    last_slots_ptr,
+    overflow_ptr,
+    k_stride_slot,
+    k_stride_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    COUNT_OVERFLOW: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    await_inputs(DEPENDENT)
+    last_slot = tl.load(last_slots_ptr + tl.program_id(0))
+    if last_slot >= 0:
+        page = last_slot // PAGE
+        slots = page * PAGE + tl.arange(0, PAGE)
+        dims = tl.arange(0, BLOCK_DIM)
+        in_dim = dims < DIM
+        written = (slots <= last_slot)[:, None] & in_dim[None, :]
+        for head in range(tl.program_id(1), HEADS, tl.num_programs(1)):
+            pointers = k_ptr + slots[:, None] * k_stride_slot + head * k_stride_head + dims[None, :]
+            keys = tl.load(pointers, mask=written, other=0.0).to(tl.float32)
+            k_max = tl.max(tl.where(written, keys, float("-inf")), axis=0)
+            k_min = tl.min(tl.where(written, keys, float("inf")), axis=0)
+            out = summary_ptr + (page * HEADS + head) * (2 * DIM) + dims
+            _store_bound(out, k_max, k_max > 0, in_dim, ROUNDING)
+            _store_bound(out + DIM, k_min, k_min < 0, in_dim, ROUNDING)
+            if COUNT_OVERFLOW:
+                outside = (tl.abs(k_max) > _FP8_MAX).to(tl.int32) + (tl.abs(k_min) > _FP8_MAX).to(tl.int32)
+                count = tl.sum(tl.where(in_dim, outside, 0), axis=0)
+                if count > 0:
+                    tl.atomic_add(overflow_ptr, count, sem="relaxed")
+
+
+def update_page_summary(
+    k_cache: torch.Tensor,
+    summary: torch.Tensor,
+    last_slots: torch.Tensor,
+    page_size: int,
+    overflow: torch.Tensor | None = None,
+) -> None:
+    """See ``page_summary.update_page_summary``."""
+    entries = last_slots.shape[0]
+    if entries == 0:
+        return
+    _, heads, dim = k_cache.shape
+    block_dim = triton.next_power_of_2(dim)
+    rounding = _rounding(k_cache.dtype, summary.dtype)
+    dependent = dependent_launch(k_cache.device)
+    _page_summary_kernel[(entries, heads if entries <= _MANY_ENTRIES else 1)](
+        k_cache,
+        summary,
+        last_slots.contiguous(),
+        overflow if overflow is not None else last_slots,
+        k_cache.stride(0),
+        k_cache.stride(1),
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_DIM=block_dim,
+        PAGE=page_size,
+        ROUNDING=rounding,
+        COUNT_OVERFLOW=overflow is not None and rounding == _FLOAT8.value,
+        DEPENDENT=dependent,
+        num_warps=4 if page_size * block_dim <= 8192 else 8,
+        launch_pdl=dependent,
+    )
+
+
+def _rounding(kv_dtype: torch.dtype, summary_dtype: torch.dtype) -> int:
+    """How a summary is rounded; a wider or equal dtype takes every key as it is."""
+    if kv_dtype in (summary_dtype, torch.float8_e4m3fn):
+        return _EXACT.value
+    return _BFLOAT16.value if summary_dtype == torch.bfloat16 else _FLOAT8.value

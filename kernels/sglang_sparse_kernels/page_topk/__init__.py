@@ -1,0 +1,96 @@
+"""Page selection: the highest pages of each row, exact, deterministic, without a sort.
+
+Source: the block selection of ReSA (arXiv:2506.04108, section 3.1). Ties go to the lowest logical page, so that every
+implementation selects the same pages.
+"""
+
+import torch
+
+from .. import dispatch
+from . import reference
+
+
+def page_topk(
+    scores: torch.Tensor,
+    page_table: torch.Tensor,
+    n_pages: torch.Tensor,
+    n_select: torch.Tensor,
+    max_select: int,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    stats: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the ``n_select[b]`` highest-scored pages of each row and KV head.
+
+    The count is clamped to ``n_pages[b]`` and ``max_select``. Where it reaches ``n_pages[b]`` the row is dense and
+    its scores are not read. NaN counts as +inf; 0.0 and -0.0 are equal; ties go to the lowest logical page.
+
+    Args:
+        scores: ``[B, Hkv, M]`` float32, contiguous; only the first ``n_pages[b]`` entries of a row are read.
+        page_table: ``[B, M]`` int32, the physical page of each logical page.
+        n_pages: ``[B]`` int32, pages of each row, at most ``M``.
+        n_select: ``[B]`` int32, pages wanted; 0 marks a padded row.
+        max_select: width of the result, at least 1.
+        out: optional ``(indices, counts)``, contiguous, shaped and typed as the result.
+        stats: optional ``[3]`` int64 counters, incremented by the number of (row, KV head) pairs with a selection,
+            the pages they selected, and the pages they hold.
+
+    Returns:
+        ``indices`` ``[B, Hkv, max_select]`` int32, physical pages in ascending logical order, padded with -1, and
+        ``counts`` ``[B, Hkv]`` int32.
+
+    Raises:
+        ValueError: a wrong dimension, dtype or size.
+
+    Example:
+        >>> import torch
+        >>> from sglang_sparse_kernels.page_topk import page_topk
+        >>> scores = torch.tensor([[[0.5, 3.0, 0.5, 2.0]]])
+        >>> page_table = torch.tensor([[7, 5, 9, 8]], dtype=torch.int32)
+        >>> as_int32 = lambda value: torch.tensor([value], dtype=torch.int32)
+        >>> indices, counts = page_topk(scores, page_table, as_int32(4), as_int32(3), max_select=4)
+        >>> indices.tolist(), counts.tolist()
+        ([[[7, 5, 8, -1]]], [[3]])
+    """
+    batch, num_kv_heads = scores.shape[:2]
+    if out is None:
+        out = (
+            torch.empty(batch, num_kv_heads, max_select, dtype=torch.int32, device=scores.device),
+            torch.empty(batch, num_kv_heads, dtype=torch.int32, device=scores.device),
+        )
+    _check_arguments(scores, page_table, n_pages, n_select, max_select, out, stats)
+    if dispatch.use_reference(scores):
+        return reference.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats)
+    from . import triton
+
+    return triton.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats)
+
+
+def _check_arguments(
+    scores: torch.Tensor,
+    page_table: torch.Tensor,
+    n_pages: torch.Tensor,
+    n_select: torch.Tensor,
+    max_select: int,
+    out: tuple[torch.Tensor, torch.Tensor],
+    stats: torch.Tensor | None,
+) -> None:
+    dispatch.check_tensor("scores", scores, 3, (torch.float32,))
+    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
+    dispatch.check_tensor("n_pages", n_pages, 1, (torch.int32,))
+    dispatch.check_tensor("n_select", n_select, 1, (torch.int32,))
+    batch, num_kv_heads, width = scores.shape
+    dispatch.check_shape("page_table", page_table, (batch, width))
+    dispatch.check_shape("n_pages", n_pages, (batch,))
+    dispatch.check_shape("n_select", n_select, (batch,))
+    if max_select < 1:
+        raise ValueError(f"max_select must be at least 1, got {max_select}")
+    indices, counts = out
+    dispatch.check_tensor("indices", indices, 3, (torch.int32,))
+    dispatch.check_tensor("counts", counts, 2, (torch.int32,))
+    dispatch.check_shape("indices", indices, (batch, num_kv_heads, max_select))
+    dispatch.check_shape("counts", counts, (batch, num_kv_heads))
+    for name, tensor in (("scores", scores), ("indices", indices), ("counts", counts)):
+        dispatch.check_contiguous(name, tensor)
+    if stats is not None:
+        dispatch.check_tensor("stats", stats, 1, (torch.int64,))
+        dispatch.check_shape("stats", stats, (3,))

@@ -1,0 +1,98 @@
+"""Decode attention over the selected pages of each KV head, for GQA and MHA.
+
+Source: group block sparse attention of ReSA (arXiv:2506.04108, section 3.1), split over the selected pages as in
+Flash-Decoding.
+"""
+
+import torch
+
+from .. import dispatch
+from . import reference
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    last_slots: torch.Tensor,
+    page_size: int,
+    sm_scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Exact softmax attention of every query head over the tokens of its KV head's selected pages.
+
+    In the page that holds ``last_slots[b]`` only the slots up to it count. With ``page_size=1`` the indices are token
+    slots. A row with a count of 0 gives zeros.
+
+    Args:
+        q: ``[B, Hq, d]``, float32 (CPU only), float16 or bfloat16; ``d`` is contiguous.
+        k_cache: ``[S, Hkv, d]``, the dtype of ``q`` or float8_e4m3fn; ``d`` is contiguous.
+        v_cache: ``[S, Hkv, dv]``, the dtype of ``k_cache``; ``dv`` is contiguous.
+        indices: ``[B, Hkv, K]`` int32, contiguous: physical pages, of which the first ``counts`` are read.
+        counts: ``[B, Hkv]`` int32, contiguous.
+        last_slots: ``[B]`` int64, the slot of each row's newest token.
+        page_size: slots per page, a power of two from 1 to 64.
+        sm_scale: softmax scale, usually ``d ** -0.5``.
+        k_scale: factor of the stored keys (float8 caches).
+        v_scale: factor of the stored values (float8 caches).
+        out: optional ``[B, Hq, dv]`` in the dtype of ``q``, contiguous.
+
+    Returns:
+        ``[B, Hq, dv]`` in the dtype of ``q``.
+
+    Raises:
+        ValueError: a wrong dimension, dtype, head count or page size.
+
+    Example:
+        >>> import torch
+        >>> from sglang_sparse_kernels.sparse_decode import sparse_decode
+        >>> q, k_cache = torch.zeros(1, 2, 64), torch.zeros(8, 1, 64)
+        >>> v_cache = torch.arange(8.0).view(8, 1, 1).expand(8, 1, 64).contiguous()
+        >>> indices, counts = torch.tensor([[[1, -1]]], dtype=torch.int32), torch.tensor([[1]], dtype=torch.int32)
+        >>> out = sparse_decode(q, k_cache, v_cache, indices, counts, torch.tensor([6]), page_size=4, sm_scale=0.125)
+        >>> out[0, :, 0].tolist()
+        [5.0, 5.0]
+    """
+    if out is None:
+        out = torch.empty(*q.shape[:2], v_cache.shape[2], dtype=q.dtype, device=q.device)
+    _check_arguments(q, k_cache, v_cache, indices, counts, last_slots, page_size, out)
+    arguments = (q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale, out)
+    if dispatch.use_reference(q):
+        return reference.sparse_decode(*arguments)
+    from . import triton
+
+    return triton.sparse_decode(*arguments)
+
+
+def _check_arguments(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    last_slots: torch.Tensor,
+    page_size: int,
+    out: torch.Tensor,
+) -> None:
+    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    dispatch.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
+    dispatch.check_tensor("v_cache", v_cache, 3, (k_cache.dtype,))
+    dispatch.check_tensor("indices", indices, 3, (torch.int32,))
+    dispatch.check_tensor("counts", counts, 2, (torch.int32,))
+    dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
+    dispatch.check_tensor("out", out, 3, (q.dtype,))
+    dispatch.check_page_size(page_size)
+    batch, num_q_heads, head_dim = q.shape
+    num_slots, num_kv_heads, v_head_dim = v_cache.shape
+    dispatch.check_heads(num_q_heads, num_kv_heads)
+    dispatch.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
+    dispatch.check_shape("indices", indices, (batch, num_kv_heads, indices.shape[2]))
+    dispatch.check_shape("counts", counts, (batch, num_kv_heads))
+    dispatch.check_shape("last_slots", last_slots, (batch,))
+    dispatch.check_shape("out", out, (batch, num_q_heads, v_head_dim))
+    for name, tensor in (("indices", indices), ("counts", counts), ("out", out)):
+        dispatch.check_contiguous(name, tensor)

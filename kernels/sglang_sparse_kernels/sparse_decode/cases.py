@@ -1,0 +1,105 @@
+"""Shapes on which sparse decode attention is tested and measured."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..testing import PagedBatch, paged_batch, random_cache, seeded
+
+FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of ``lengths`` tokens (0 is a padded row) that attend to ``ratio`` of their pages, at least one."""
+
+    lengths: tuple[int, ...]
+    page_size: int
+    heads: int
+    group: int
+    dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    ratio: float = 0.5
+    v_dim: int = 0
+    max_select: int = 0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    gpu_only: bool = False
+
+
+CASES = [
+    Case((150, 0, 33, 1), 16, 2, 4, 128, BF16, BF16),
+    Case((90,), 16, 1, 1, 64, FP32, FP32),
+    Case((200, 77), 8, 1, 7, 96, FP16, FP16),
+    Case((130,), 32, 1, 2, 256, BF16, BF16),
+    Case((140, 20), 64, 2, 4, 64, FP16, FP16),
+    Case((70, 40), 1, 2, 4, 64, BF16, BF16, ratio=0.6),
+    Case((50,), 2, 1, 8, 128, BF16, BF16, ratio=1.0),
+    Case((100, 64), 4, 2, 2, 64, FP16, FP16, max_select=40),
+    Case((150, 31), 16, 2, 4, 128, BF16, FP8, k_scale=0.5, v_scale=2.0),
+    Case((60,), 16, 1, 7, 96, FP16, FP8, k_scale=1.5),
+    Case((120,), 16, 2, 4, 128, BF16, BF16, v_dim=64),
+    Case((65536,) * 4, 16, 8, 4, 128, BF16, BF16, ratio=0.1, max_select=820, gpu_only=True),
+    Case((131072,), 16, 8, 4, 128, BF16, BF16, ratio=0.1, gpu_only=True),
+    Case((40000, 17, 3001, 0, 9000), 16, 4, 7, 128, FP16, FP16, ratio=0.1, gpu_only=True),
+    Case((40000, 1700), 64, 4, 8, 256, BF16, BF16, ratio=0.1, gpu_only=True),
+    Case((20000, 1700), 1, 8, 2, 128, BF16, BF16, ratio=0.1, gpu_only=True),
+    Case((20000, 1700), 16, 32, 1, 96, BF16, FP8, ratio=0.2, gpu_only=True),
+    Case((16,) * 200, 16, 8, 4, 128, BF16, BF16, gpu_only=True),
+]
+
+
+def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
+    """Arguments of ``sparse_decode``; unwritten slots of the cache hold NaN."""
+    generator = seeded(device, seed)
+    batch = paged_batch(case.lengths, case.page_size, device, generator)
+    caches = []
+    for dim in (case.dim, case.v_dim or case.dim):
+        shape = (batch.num_pages * case.page_size, case.heads, dim)
+        caches.append(_poisoned(random_cache(shape, case.kv_dtype, device, generator), batch, case.page_size))
+    indices, counts = _selection(case, batch, generator)
+    shape = (len(case.lengths), case.heads * case.group, case.dim)
+    return {
+        "q": torch.randn(shape, device=device, generator=generator).to(case.dtype),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "indices": indices,
+        "counts": counts,
+        "last_slots": batch.last_slots,
+        "page_size": case.page_size,
+        "sm_scale": case.dim**-0.5,
+        "k_scale": case.k_scale,
+        "v_scale": case.v_scale,
+    }
+
+
+def _poisoned(cache: torch.Tensor, batch: PagedBatch, page_size: int) -> torch.Tensor:
+    """NaN in the dummy page and in the unwritten slots of each row's last page."""
+    unwritten = [torch.arange(page_size, device=cache.device)]
+    for last_slot in batch.last_slots.tolist():
+        if last_slot >= 0:
+            page_end = (last_slot // page_size + 1) * page_size
+            unwritten.append(torch.arange(last_slot + 1, page_end, device=cache.device))
+    # 0x7F is NaN in float8, and 0x7F7F or 0x7F7F7F7F are huge in the wider dtypes: fill those by value.
+    if cache.dtype == FP8:
+        cache.view(torch.uint8)[torch.cat(unwritten)] = 0x7F
+    else:
+        cache[torch.cat(unwritten)] = float("nan")
+    return cache
+
+
+def _selection(case: Case, batch: PagedBatch, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random pages in logical order, for every other KV head with the newest page among them."""
+    rows, width = batch.page_table.shape
+    device = batch.page_table.device
+    counts = (batch.n_pages * case.ratio).ceil().int()[:, None].expand(rows, case.heads).contiguous()
+    indices = torch.full((rows, case.heads, max(case.max_select, int(counts.max()))), -1, device=device).int()
+    priority = torch.rand(rows, case.heads, width, device=device, generator=generator)
+    for row, pages in enumerate(batch.n_pages.tolist()):
+        if pages:
+            priority[row, ::2, pages - 1] = 2.0
+            picked = priority[row, :, :pages].topk(int(counts[row, 0])).indices.sort().values
+            indices[row, :, : picked.shape[1]] = batch.page_table[row][picked]
+    return indices, counts

@@ -1,0 +1,326 @@
+"""Triton kernels of sparse decode attention: split over the selected pages, then combine."""
+
+# Type checkers know neither the launch options of a kernel nor its compile-time values.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from ..launch import await_inputs, dependent_launch, num_processors
+
+_LOG2_E = 1.4426950408889634
+_MIN_DOT = 16
+# Partial results that one program of the combination holds.
+_COMBINE_TILE = 4096
+# Selected tokens per multiprocessor below which smaller tiles balance the programs better.
+_FEW_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters: tokens per step, warps, pipeline stages, and programs aimed for per multiprocessor."""
+
+    block_tokens: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_processor: int = 4
+
+
+@triton.jit
+def _token_slots(indices_ptr, first, count, last_slot, tokens, PAGE: tl.constexpr):
+    """Slots of one tile's tokens, and which of them hold a token of a selected page."""
+    position = first + tokens // PAGE
+    page = tl.load(indices_ptr + position, mask=position < count, other=-1)
+    slot = page.to(tl.int64) * PAGE + tokens % PAGE
+    return slot, (page >= 0) & ((page != last_slot // PAGE) | (slot <= last_slot))
+
+
+@triton.jit
+def _load_rows(pointers, valid, dims, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    if DIM == BLOCK_DIM:
+        return tl.load(pointers, mask=valid[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=valid[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _attend(
+    query,
+    k_ptr,
+    v_ptr,
+    indices_ptr,
+    first_page,
+    count,
+    last_slot,
+    k_stride_slot,
+    v_stride_slot,
+    logit_scale,
+    STEP_PAGES: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """Online softmax over one split's tiles: unnormalised output, row sums and row maxima (base 2)."""
+    tokens = tl.arange(0, BLOCK_TOKENS)
+    dims = tl.arange(0, BLOCK_DIM)
+    v_dims = tl.arange(0, BLOCK_V_DIM)
+    maximum = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    total = tl.full([query.shape[0]], 0.0, tl.float32)
+    output = tl.full([query.shape[0], BLOCK_V_DIM], 0.0, tl.float32)
+    for first in range(first_page, count, STEP_PAGES):
+        slot, valid = _token_slots(indices_ptr, first, count, last_slot, tokens, PAGE)
+        keys = _load_rows(k_ptr + slot[:, None] * k_stride_slot + dims[None, :], valid, dims, DIM, BLOCK_DIM)
+        logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * logit_scale
+        logits = tl.where(valid[None, :], logits, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
+        # A tile without a valid token leaves the maximum at -inf, and -inf - -inf would be NaN.
+        finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        decay = tl.exp2(maximum - finite)
+        weights = tl.exp2(logits - finite[:, None])
+        values = _load_rows(v_ptr + slot[:, None] * v_stride_slot + v_dims[None, :], valid, v_dims, V_DIM, BLOCK_V_DIM)
+        total = total * decay + tl.sum(weights, axis=1)
+        output = output * decay[:, None]
+        output = tl.dot(weights.to(query.dtype), values.to(query.dtype), output, input_precision="ieee")
+        maximum = new_maximum
+    return output, total, maximum
+
+
+@triton.jit
+def _split_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    indices_ptr,
+    counts_ptr,
+    last_slots_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    q_stride_row,
+    q_stride_head,
+    k_stride_slot,
+    k_stride_head,
+    v_stride_slot,
+    v_stride_head,
+    max_pages,
+    logit_scale,
+    v_scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    await_inputs(DEPENDENT)
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    pair = (row * HEADS + head).to(tl.int64)
+    count = tl.load(counts_ptr + pair)
+    # Splits take tiles in turn: whatever the count on the device is, they differ by one tile at most.
+    first_page = split * (BLOCK_TOKENS // PAGE)
+    if (first_page < count) | (SPLITS == 1):
+        last_slot = tl.load(last_slots_ptr + row)
+        members = tl.arange(0, BLOCK_GROUP)
+        dims = tl.arange(0, BLOCK_DIM)
+        v_dims = tl.arange(0, BLOCK_V_DIM)
+        q_ptr += row.to(tl.int64) * q_stride_row + head * GROUP * q_stride_head
+        query = tl.load(
+            q_ptr + members[:, None] * q_stride_head + dims[None, :],
+            mask=(members < GROUP)[:, None] & (dims < DIM)[None, :],
+            other=0.0,
+        )
+        if UPCAST:
+            query = query.to(tl.float32)
+        output, total, maximum = _attend(
+            query,
+            k_ptr + head * k_stride_head,
+            v_ptr + head * v_stride_head,
+            indices_ptr + pair * max_pages,
+            first_page,
+            count,
+            last_slot,
+            k_stride_slot,
+            v_stride_slot,
+            logit_scale,
+            SPLITS * BLOCK_TOKENS // PAGE,
+            DIM,
+            BLOCK_DIM,
+            V_DIM,
+            BLOCK_V_DIM,
+            PAGE,
+            BLOCK_TOKENS,
+        )
+        output *= (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+        in_out = (members < GROUP)[:, None] & (v_dims < V_DIM)[None, :]
+        q_heads = pair * GROUP + members
+        if SPLITS == 1:
+            pointers = out_ptr + q_heads[:, None] * V_DIM + v_dims[None, :]
+            tl.store(pointers, output.to(out_ptr.dtype.element_ty), mask=in_out)
+        else:
+            tl.store(lse_ptr + q_heads * SPLITS + split, maximum + tl.log2(total), mask=members < GROUP)
+            pointers = partial_ptr + (q_heads * SPLITS + split)[:, None] * V_DIM + v_dims[None, :]
+            tl.store(pointers, output, mask=in_out)
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr,
+    lse_ptr,
+    counts_ptr,
+    out_ptr,
+    GROUP: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    TILE_PAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    await_inputs(DEPENDENT)
+    q_head = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, BLOCK_SPLITS)
+    v_dims = tl.program_id(1) * BLOCK_V_DIM + tl.arange(0, BLOCK_V_DIM)
+    in_partial = (splits < SPLITS)[:, None] & (v_dims < V_DIM)[None, :]
+    # Splits without pages wrote nothing, so their entries may hold anything. They are loaded all the same: the loads
+    # of the count, the sums and the partial results then run at once instead of one after the other.
+    count = tl.load(counts_ptr + q_head // GROUP)
+    lse = tl.load(lse_ptr + q_head * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
+    pointers = partial_ptr + (q_head * SPLITS + splits)[:, None] * V_DIM + v_dims[None, :]
+    partial = tl.load(pointers, mask=in_partial, other=0.0)
+    used = (splits < SPLITS) & (splits * TILE_PAGES < count)
+    lse = tl.where(used, lse, float("-inf"))
+    partial = tl.where(used[:, None], partial, 0.0)
+    maximum = tl.max(lse, axis=0)
+    weights = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
+    total = tl.sum(weights, axis=0)
+    output = tl.sum(partial * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + q_head * V_DIM + v_dims, output.to(out_ptr.dtype.element_ty), mask=v_dims < V_DIM)
+
+
+def _num_splits(pairs: int, max_pages: int, tile_pages: int, programs: int) -> int:
+    """Splits per row and KV head: at most ``programs`` in all, and the same number of tiles for each.
+
+    Rounded down: a few programs too many would run alone after all others.
+    """
+    tiles = max(1, triton.cdiv(max_pages, tile_pages))
+    tiles_per_split = triton.cdiv(tiles, max(1, programs // pairs))
+    return triton.cdiv(tiles, tiles_per_split)
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    last_slots: torch.Tensor,
+    page_size: int,
+    sm_scale: float,
+    k_scale: float,
+    v_scale: float,
+    out: torch.Tensor,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """See ``sparse_decode.sparse_decode``."""
+    batch, num_q_heads, dim = q.shape
+    heads, v_dim = v_cache.shape[1:]
+    max_pages = indices.shape[2]
+    if batch == 0:
+        return out
+    processors = num_processors(q.device)
+    row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(v_dim)) * k_cache.element_size()
+    config = config or default_config(row_bytes, batch * heads * max_pages * page_size // processors)
+    block_tokens = max(config.block_tokens, page_size)
+    tile_pages = block_tokens // page_size
+    splits = _num_splits(batch * heads, max_pages, tile_pages, config.programs_per_processor * processors)
+    sizes = [batch * num_q_heads * splits * v_dim, batch * num_q_heads * splits]
+    partial, lse = torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes)
+    dependent = dependent_launch(q.device)
+    tensors = (q, k_cache, v_cache, indices, counts, last_slots, out, partial, lse)
+    strides = [stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]]
+    _split_kernel[(splits, heads, batch)](
+        *tensors,
+        *strides,
+        max_pages,
+        sm_scale * k_scale * _LOG2_E,
+        v_scale,
+        **_shape_constants(heads, num_q_heads // heads, dim, v_dim),
+        PAGE=page_size,
+        BLOCK_TOKENS=block_tokens,
+        SPLITS=splits,
+        # The interpreter multiplies the bit patterns of bfloat16.
+        UPCAST=knobs.runtime.interpret,
+        DEPENDENT=dependent,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        launch_pdl=dependent,
+    )
+    if splits > 1:
+        _combine(partial, lse, counts, out, splits, tile_pages, dependent)
+    return out
+
+
+def _shape_constants(heads: int, group: int, dim: int, v_dim: int) -> dict[str, int]:
+    return {
+        "HEADS": heads,
+        "GROUP": group,
+        "BLOCK_GROUP": max(_MIN_DOT, triton.next_power_of_2(group)),
+        "DIM": dim,
+        "BLOCK_DIM": triton.next_power_of_2(dim),
+        "V_DIM": v_dim,
+        "BLOCK_V_DIM": triton.next_power_of_2(v_dim),
+    }
+
+
+def _combine(
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    counts: torch.Tensor,
+    out: torch.Tensor,
+    splits: int,
+    tile_pages: int,
+    dependent: bool,
+) -> None:
+    batch, num_q_heads, v_dim = out.shape
+    block_splits = triton.next_power_of_2(splits)
+    block_v_dim = min(triton.next_power_of_2(v_dim), max(16, _COMBINE_TILE // block_splits))
+    _combine_kernel[(batch * num_q_heads, triton.cdiv(v_dim, block_v_dim))](
+        partial,
+        lse,
+        counts,
+        out,
+        GROUP=num_q_heads // counts.shape[1],
+        V_DIM=v_dim,
+        BLOCK_V_DIM=block_v_dim,
+        SPLITS=splits,
+        BLOCK_SPLITS=block_splits,
+        TILE_PAGES=tile_pages,
+        DEPENDENT=dependent,
+        num_warps=4,
+        launch_pdl=dependent,
+    )
+
+
+def default_config(row_bytes: int, tokens_per_processor: int) -> Config:
+    """Small tiles where a program gets only a few of them, or where a token's key and value (in bytes) are large.
+
+    Either way four or five programs fit a multiprocessor, in registers and in shared memory.
+    """
+    if row_bytes > 512 or tokens_per_processor < _FEW_TOKENS:
+        return Config(block_tokens=32, programs_per_processor=5)
+    return Config()

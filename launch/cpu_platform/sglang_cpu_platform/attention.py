@@ -1,0 +1,101 @@
+"""SGLang's torch_native attention without its redundant work.
+
+The stock backend extends a prompt by computing a query row for every cached token too, so a radix hit or a later chunk
+costs as much as the whole prompt, and it passes MLA's unequal key and value sizes to PyTorch, which then leaves its
+flash kernel: together 3.8 s instead of 18 ms per layer for 16 tokens after 4,000 (8 heads, rank 512, one core).
+Results differ from the stock backend's by rounding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+ROWS = 512  # query rows per kernel call: bounds the mask
+
+
+def extend(
+    original: Callable[..., torch.Tensor],
+    backend: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_prefix_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    encoder_lens: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_extend``; plain causal attention only."""
+    if encoder_lens is None and options["causal"] and options["sliding_window_size"] is None:
+        caches = (k_cache, v_cache, req_to_token)
+        return _attend(query, output, *caches, req_pool_indices, seq_lens, extend_seq_lens, options)
+    cached = (req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
+    return original(backend, query, output, k_cache, v_cache, *cached, **options)
+
+
+def decode(
+    original: Callable[..., torch.Tensor],
+    backend: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    encoder_lens: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Hook around ``TorchNativeAttnBackend._run_sdpa_forward_decode``; unequal key and value sizes only."""
+    if k_cache.shape[-1] != v_cache.shape[-1] and encoder_lens is None and options["sliding_window_size"] is None:
+        caches = (k_cache, v_cache, req_to_token)
+        return _attend(query, output, *caches, req_pool_indices, seq_lens, torch.ones_like(seq_lens), options)
+    cached = (req_to_token, req_pool_indices, seq_lens, encoder_lens)
+    return original(backend, query, output, k_cache, v_cache, *cached, **options)
+
+
+def _attend(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    new_lens: torch.Tensor,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Causal attention of the last ``new_lens[i]`` tokens of every row over all its ``seq_lens[i]`` tokens.
+
+    ``query`` and ``output`` are ``[tokens, heads, dim]``, the caches ``[slots, kv_heads, dim]``.
+    """
+    width = v_cache.shape[-1]
+    start = 0
+    for row, length, new in zip(req_pool_indices.tolist(), seq_lens.tolist(), new_lens.tolist(), strict=True):
+        slots = req_to_token[row, :length]
+        keys = k_cache[slots].to(query.dtype).transpose(0, 1).unsqueeze(0)
+        values = v_cache[slots].to(query.dtype).transpose(0, 1).unsqueeze(0)
+        # The flash kernel wants equal sizes; zeros change nothing and are cut off again.
+        values = pad(values, (0, keys.shape[-1] - width))
+        for first in range(0, new, ROWS):
+            last = min(first + ROWS, new)
+            seen = length - new + last
+            rows = slice(start + first, start + last)
+            attended = scaled_dot_product_attention(
+                query[rows].transpose(0, 1).unsqueeze(0),
+                keys[:, :, :seen],
+                values[:, :, :seen],
+                attn_mask=torch.ones(last - first, seen, dtype=torch.bool).tril(seen - (last - first)),
+                scale=options["scaling"],
+                enable_gqa=options["enable_gqa"],
+            )
+            output[rows] = attended[0, :, :, :width].transpose(0, 1)
+        start += new
+    return output

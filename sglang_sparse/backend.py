@@ -1,0 +1,265 @@
+"""The attention backend: the dense one that SGLang chose, with decode of sparse layers routed to a method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sglang_sparse import hooks, pools
+from sglang_sparse.config import settings_of
+from sglang_sparse.plan import DecodePlan, plan_decode
+from sglang_sparse.stats import Counters
+from sglang_sparse.view import BatchView, allocate_view
+from sglang_sparse_kernels.sparse_decode import sparse_decode
+
+if TYPE_CHECKING:
+    from sglang_sparse.config import Settings
+
+
+def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, dense: Any) -> Any:
+    """Around ``attn_backend_wrapper``: wrap the dense backend of a sparse server.
+
+    Raises:
+        RuntimeError: a seam is not hooked in this process, or the page summaries were never allocated.
+    """
+    backend = original(runner, dense)
+    settings = settings_of(runner.server_args)
+    if settings is None or runner.is_draft_worker:
+        return backend
+    hooks.verify()
+    if not hasattr(runner.token_to_kv_pool, pools.ATTRIBUTE):
+        raise RuntimeError(f"the KV pool {type(runner.token_to_kv_pool).__name__} was built without page summaries")
+    return SparseAttentionBackend(backend, runner, settings)
+
+
+class SparseAttentionBackend(AttentionBackend):
+    """Wrap a dense backend and keep its name and everything it offers.
+
+    Whatever is not defined here, reading and writing, goes to the dense backend; the delegates for names that the
+    base class defines are made below the class, because such names never reach ``__getattr__``.
+
+    Args:
+        dense: the backend that SGLang built.
+        runner: SGLang's ``ModelRunner``.
+        settings: the sparse method and its config.
+    """
+
+    _OWN = frozenset(
+        ("dense", "method", "counters", "_pools", "_config", "_limits")
+        + ("_view", "_graph_view", "_last_slots", "_last_plan")
+    )
+
+    # Dense or sparse is decided on the host.
+    needs_cpu_seq_lens: bool = True
+
+    def __init__(self, dense: Any, runner: Any, settings: Settings):
+        self.dense = dense
+        self.method = settings.method
+        self._config = settings.config
+        self._pools: pools.AuxPools = getattr(runner.token_to_kv_pool, pools.ATTRIBUTE)
+        model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
+        page_size = settings.config.page_size
+        max_pages = -(-runner.req_to_token_pool.req_to_token.shape[1] // page_size)
+        lengths = torch.arange(1, max_pages + 1) * page_size
+        max_select = int(plan_decode(self.method, page_size, lengths).n_select.max())
+        self._limits = (model.num_kv_heads, max_pages, max_select, page_size)
+        device = self._pools.overflow.device
+        self.counters = Counters(settings, self._pools, model, torch.zeros(3, dtype=torch.int64, device=device))
+        self._view: BatchView | None = None
+        self._graph_view: BatchView | None = None
+        self._last_slots: torch.Tensor | None = None
+        self._last_plan: tuple[list[int], DecodePlan] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._OWN:
+            raise AttributeError(name)
+        return getattr(self.dense, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.dense, name, value)
+
+    def plan(self, seq_lens: torch.Tensor) -> DecodePlan:
+        """Decide a decode batch from its KV lengths, ``[rows]`` on the CPU.
+
+        A step asks up to four times: for the exact lengths, for the graph, for the metadata.
+        """
+        lengths = seq_lens.tolist()
+        if self._last_plan is None or self._last_plan[0] != lengths:
+            self._last_plan = lengths, plan_decode(self.method, self._config.page_size, seq_lens)
+        return self._last_plan[1]
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate the static buffers of the decode graphs, the dense backend's and ours."""
+        self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
+        self._graph_view = allocate_view(max_bs, *self._limits, self.counters.select_stats)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare an eager forward pass."""
+        self.dense.init_forward_metadata(forward_batch)
+        self._prepare(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare a graph's capture (the variant is set by then) or a replay."""
+        self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+        self._last_slots = None
+        if not in_capture:
+            self._prepare(forward_batch)
+
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> None:
+        """Prepare the replay of a prefill graph, whose attention runs eagerly between the captured pieces."""
+        self.dense.prepare_forward_metadata_for_breakable_cuda_graph_replay(*args, **kwargs)
+        self._last_slots = None
+
+    def begin_capture(self, rows: int, sparse: bool) -> None:
+        """Choose the path that the next captured decode graph records.
+
+        Args:
+            rows: batch size of the graph.
+            sparse: record the sparse path, over padding rows only.
+        """
+        self._view = None
+        if sparse:
+            assert self._graph_view is not None
+            self._view = self._graph_view.rows(rows)
+            self._view.n_pages.zero_()
+            self._view.n_select.zero_()
+
+    def _prepare(self, forward_batch: Any) -> None:
+        self._view = None
+        self._last_slots = None
+        if not forward_batch.forward_mode.is_decode():
+            return
+        rows = forward_batch.batch_size
+        real = rows - getattr(forward_batch, "num_padding", 0)
+        plan = self.plan(forward_batch.seq_lens_cpu[:real])
+        self.counters.add_decode(plan)
+        if not plan.sparse:
+            return
+        if self._graph_view is not None and rows <= self._graph_view.page_table.shape[0]:
+            view = self._graph_view.rows(rows)
+        else:
+            view = allocate_view(rows, *self._limits, self.counters.select_stats)
+        view.load(plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
+        self._view = view
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend, and refresh the summaries of the pages whose keys this pass wrote.
+
+        Args:
+            q: ``[tokens, q_heads * head_dim]``.
+            k: ``[tokens, kv_heads, head_dim]``.
+            v: ``[tokens, kv_heads, head_dim]``.
+            layer: SGLang's ``RadixAttention``.
+            forward_batch: SGLang's ``ForwardBatch``.
+            save_kv_cache: whether k and v still have to be written to the pool.
+            **kwargs: passed to the dense backend.
+
+        Returns:
+            ``[tokens, q_heads * head_dim]``.
+
+        Raises:
+            RuntimeError: a sparse layer needs attention that is not plain causal GQA.
+        """
+        mode = forward_batch.forward_mode
+        if layer.layer_id not in self._pools.layers or mode.is_idle():
+            return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        _require_plain(layer, k, kwargs)
+        if mode.is_decode() and self._view is not None:
+            return self._decode(q, k, v, layer, forward_batch, self._view, save_kv_cache)
+        output = self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        self._pools.refresh(layer.layer_id, self._key_cache(layer), self._written(forward_batch))
+        return output
+
+    def _written(self, forward_batch: Any) -> torch.Tensor:
+        """The last slot of each page that this pass writes, worked out once a pass."""
+        if forward_batch.forward_mode.is_decode():
+            return forward_batch.out_cache_loc
+        if self._last_slots is None:
+            self._last_slots = pools.page_ends(forward_batch.out_cache_loc, self._config.page_size)
+            self.counters.add_extend(self._last_slots)
+        return self._last_slots
+
+    def _key_cache(self, layer: Any) -> torch.Tensor:
+        return self.dense.token_to_kv_pool.get_key_buffer(layer.layer_id)
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        view: BatchView,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
+        pool = self.dense.token_to_kv_pool
+        slots = forward_batch.out_cache_loc
+        if save_kv_cache:
+            pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, layer.k_scale, layer.v_scale)
+        key_cache = self._key_cache(layer)
+        self._pools.refresh(layer.layer_id, key_cache, slots)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        selected = self.method.select(view, layer.layer_id, query, self._pools)
+        output = sparse_decode(
+            query,
+            key_cache,
+            pool.get_value_buffer(layer.layer_id),
+            selected.indices,
+            selected.counts,
+            slots,
+            view.page_size if selected.unit == "page" else 1,
+            layer.scaling,
+            layer.k_scale_float or 1.0,
+            layer.v_scale_float or 1.0,
+        )
+        return output.reshape(q.shape[0], -1)
+
+
+def _require_plain(layer: Any, k: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Refuse what start-up could not see in the model's config, rather than serve it wrongly."""
+    reasons = {
+        "KV shared with another layer": k is None,
+        "cross attention": layer.is_cross_attention,
+        f"attention type {layer.attn_type.value}": layer.attn_type.value != "decoder",
+        "a sliding window": layer.sliding_window_size > -1,
+        "a soft cap on the logits": bool(layer.logit_cap),
+        f"arguments {sorted(kwargs)}": bool(kwargs),
+    }
+    found = [reason for reason, present in reasons.items() if present]
+    if found:
+        raise RuntimeError(
+            f"layer {layer.layer_id} uses {' and '.join(found)}, which sparse attention does not serve; "
+            'leave the layer dense with the config field "layers"'
+        )
+
+
+def _delegate(name: str, value: Any) -> Any:
+    if callable(value):
+
+        def method(self: SparseAttentionBackend, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self.dense, name)(*args, **kwargs)
+
+        return method
+    return property(lambda self: getattr(self.dense, name))
+
+
+# Made from the base class rather than listed, so that what a later SGLang adds is delegated too.
+for _name, _value in vars(AttentionBackend).items():
+    if not _name.startswith("__") and _name not in vars(SparseAttentionBackend) and _name != "_abc_impl":
+        setattr(SparseAttentionBackend, _name, _delegate(_name, _value))

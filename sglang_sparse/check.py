@@ -1,0 +1,55 @@
+"""``python -m sglang_sparse.check``: what is served and what is refused, without starting a server.
+
+Without arguments it prints the tables of refused flags and models. With the arguments of a server, for example
+``--model-path M --sparse-method resa``, it validates them as the server would and prints the resolved config.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, cast
+
+from sglang_sparse import limits, registry
+from sglang_sparse.versions import SUPPORTED_SGLANG, installed_sglang
+
+if TYPE_CHECKING:
+    from sglang_sparse.config import SparseServerArgs
+
+
+def capability_table() -> str:
+    """Return the table of methods, dense backends and refusals as Markdown."""
+    lines = [
+        f"SGLang: {', '.join(SUPPORTED_SGLANG)} (installed: {installed_sglang()})",
+        f"decode methods: {', '.join(registry.decode_methods())}",
+        f"prefill methods: {', '.join(registry.PREFILL_METHODS) or 'none in this release'}",
+        f"dense attention backends: {', '.join(limits.DENSE_BACKENDS)}",
+        "",
+        "| refused | why |",
+        "| --- | --- |",
+    ]
+    lines += [f"| {limit.name} | {limit.reason} |" for limit in (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS)]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table, or validate a server's arguments. Returns the exit status."""
+    if not arguments:
+        print(capability_table())
+        return 0
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import prepare_server_args
+
+    server_args = cast("SparseServerArgs", prepare_server_args(arguments))
+    if server_args.sparse_method is None:
+        print("these arguments start a dense server: --sparse-method was not given")
+        return 0
+    print(f"--sparse-method {server_args.sparse_method} fits {server_args.model_path}; resolved config:")
+    print(json.dumps(json.loads(str(server_args.sparse_config)), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

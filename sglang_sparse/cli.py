@@ -1,0 +1,130 @@
+"""The flags on SGLang's ``ServerArgs``, and their validation before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Optional
+
+from sglang_sparse import hooks, limits, registry
+from sglang_sparse.config import SparseArgumentError, build, read_config, settings_of
+from sglang_sparse.versions import require_supported_sglang
+
+if TYPE_CHECKING:
+    from sglang_sparse.config import SparseServerArgs
+
+SOURCE = "sglang_sparse"
+
+
+def _help() -> dict[str, str]:
+    decode = ", ".join(registry.decode_methods())
+    prefill = ", ".join(registry.PREFILL_METHODS) or "none in this release"
+    return {
+        "sparse_method": f"Sparse attention method of decode: {decode}.",
+        "sparse_prefill_method": f"Sparse attention method of prefill: {prefill}.",
+        "sparse_config": "Config of the sparse method: inline JSON, or a .json, .toml or .yaml file.",
+    }
+
+
+def add_server_args() -> None:
+    """Add the three fields to SGLang's ``ServerArgs`` dataclass in place.
+
+    In place, because the class is bound by name in many modules and is an attribute of ``Engine``. Decorating a
+    dataclass again loses two things that are put back here: the ``Field`` objects of fields with a default factory,
+    and the generated methods, which ``dataclass`` does not overwrite.
+
+    Raises:
+        RuntimeError: SGLang has fields of these names itself.
+    """
+    from sglang.srt.arg_groups import arg_utils
+    from sglang.srt.server_args import ServerArgs
+
+    existing = dict(ServerArgs.__dataclass_fields__)
+    new = _help()
+    if all(name in existing for name in new):
+        return
+    taken = [name for name in new if name in existing or hasattr(ServerArgs, name)]
+    if taken:
+        raise RuntimeError(f"SGLang's ServerArgs already has {', '.join(taken)}")
+    for field in existing.values():
+        if field.default_factory is not dataclasses.MISSING:
+            setattr(ServerArgs, field.name, field)
+    for name, text in new.items():
+        ServerArgs.__annotations__[name] = arg_utils.A[Optional[str], arg_utils.Arg(help=text)]  # noqa: UP045
+        setattr(ServerArgs, name, None)
+    documentation = ServerArgs.__doc__
+    generated = ("__init__", "__repr__", "__eq__", "__hash__", "__match_args__", "__replace__")
+    for name in (*generated, "__dataclass_fields__", "__dataclass_params__"):
+        if name in ServerArgs.__dict__:
+            delattr(ServerArgs, name)
+    dataclasses.dataclass(ServerArgs)
+    ServerArgs.__doc__ = documentation
+    arg_utils.namespace_of.cache_clear()
+    arg_utils.resolvable_fields.cache_clear()
+    tokenizer_manager: Any = sys.modules.get("sglang.srt.managers.tokenizer_manager")
+    if tokenizer_manager is not None:
+        tokenizer_manager._SERVER_ARGS_FIELDS = frozenset(field.name for field in dataclasses.fields(ServerArgs))
+
+
+def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -> None:
+    """Around ``ServerArgs.__post_init__``: validate what can be before SGLang resolves its own arguments, and the
+    rest after.
+
+    Raises:
+        SparseArgumentError: a sparse flag, config field or combination cannot be served.
+        RuntimeError: the SGLang version is not supported, or one of its seams moved.
+    """
+    if not self.sparse_method:
+        _refuse_orphans(self)
+        return original(self)
+    require_supported_sglang()
+    hooks.verify()
+    if self.sparse_prefill_method:
+        _require_known_prefill(self.sparse_prefill_method)
+    settings = build(self.sparse_method, read_config(self.sparse_config))
+    self.sparse_config = settings.config.model_dump_json()
+    if self.page_size is None:
+        self.page_size = settings.config.page_size
+    limits.require_before(self)
+    original(self)
+    if self.model_path.lower() not in ("none", "dummy"):
+        limits.require_after(self, settings)
+
+
+def refuse_model(_: None, self: SparseServerArgs) -> None:
+    """After ``ServerArgs._handle_model_source_paths``: the model is at hand, and SGLang has not judged it yet.
+
+    Raises:
+        SparseArgumentError: the method does not fit the model.
+    """
+    settings = settings_of(self)
+    if settings is not None:
+        limits.require_model(self, settings)
+
+
+def _refuse_orphans(server_args: SparseServerArgs) -> None:
+    if server_args.sparse_prefill_method:
+        _require_known_prefill(server_args.sparse_prefill_method)
+    if server_args.sparse_config is not None:
+        raise SparseArgumentError("--sparse-config needs --sparse-method, which was not given")
+
+
+def _require_known_prefill(name: str) -> None:
+    try:
+        registry.require_known("--sparse-prefill-method", name, registry.PREFILL_METHODS)
+    except ValueError as error:
+        raise SparseArgumentError(str(error)) from error
+
+
+def prepare_server_args(original: Callable[[list[str]], SparseServerArgs], argv: list[str]) -> SparseServerArgs:
+    """Around ``prepare_server_args``: on the command line a refusal is one message, not a traceback.
+
+    Raises:
+        SystemExit: with status 2, as argparse does for its own errors.
+    """
+    try:
+        return original(argv)
+    except SparseArgumentError as error:
+        print(f"sglang_sparse: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None

@@ -1,0 +1,187 @@
+"""The one table of SGLang's functions that the plugin changes, and the proof that each change took hold."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from sglang_sparse.versions import installed_sglang
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One hooked function of SGLang.
+
+    Attributes:
+        target: dotted path in SGLang.
+        kind: SGLang's hook type.
+        function: ``module:function`` of this package, imported at its first call: a server without a sparse flag
+            loads no more than this table and the flags.
+        process: where it acts.
+        purpose: what it is for.
+    """
+
+    target: str
+    kind: Literal["AFTER", "AROUND"]
+    function: str
+    process: Literal["main", "scheduler", "both"]
+    purpose: str
+
+
+SEAMS = (
+    Seam(
+        "sglang.srt.server_args.ServerArgs.__post_init__",
+        "AROUND",
+        "cli:validated_post_init",
+        "main",
+        "validate flags and refuse what cannot be served, before memory is taken",
+    ),
+    Seam(
+        "sglang.srt.server_args.ServerArgs._handle_model_source_paths",
+        "AFTER",
+        "cli:refuse_model",
+        "main",
+        "refuse a model before SGLang resolves arguments for it",
+    ),
+    Seam(
+        "sglang.srt.server_args.prepare_server_args",
+        "AROUND",
+        "cli:prepare_server_args",
+        "main",
+        "a refusal on the command line is one message and exit status 2",
+    ),
+    Seam(
+        "sglang.srt.server_args.ServerArgs.post_capture_kv_sizing_planned",
+        "AROUND",
+        "pools:no_post_capture_sizing",
+        "both",
+        "post-capture KV sizing would charge the page summaries twice",
+    ),
+    Seam(
+        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+        "AFTER",
+        "pools:charge_aux_bytes",
+        "scheduler",
+        "count the page summaries in SGLang's memory sizing",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
+        "AFTER",
+        "pools:attach_aux_pools",
+        "scheduler",
+        "allocate the page summaries beside the KV pool",
+    ),
+    Seam(
+        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        "AROUND",
+        "backend:wrap_attention_backend",
+        "scheduler",
+        "wrap the dense attention backend",
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape",
+        "AROUND",
+        "graphs:capture_both",
+        "scheduler",
+        "capture a dense and a sparse decode graph for every batch size",
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_lora_variant",
+        "AROUND",
+        "graphs:graph_variant",
+        "scheduler",
+        "choose between the two decode graphs for each batch",
+    ),
+    Seam(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        "AFTER",
+        "rectify:follow_exact_lengths",
+        "scheduler",
+        "know how much of each request's KV is exact",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
+        "AFTER",
+        "rectify:forget_exact_length",
+        "scheduler",
+        "a retracted request is prefilled again, densely",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.effective_kv_committed_len",
+        "AROUND",
+        "rectify:exact_committed_len",
+        "scheduler",
+        "only exact KV enters the radix tree",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.common._release_overallocated_kv_indices",
+        "AROUND",
+        "rectify:release_inexact_tail",
+        "scheduler",
+        "free the approximate tail of a finished request",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+        "AFTER",
+        "stats:report_active",
+        "scheduler",
+        "tell the main process that the scheduler runs sparse",
+    ),
+    Seam(
+        "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
+        "AFTER",
+        "stats:require_active_schedulers",
+        "main",
+        "end the start when a scheduler runs dense",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        "AFTER",
+        "stats:add_internal_state",
+        "scheduler",
+        "counters in /server_info",
+    ),
+)
+
+
+@cache
+def _resolve(function: str) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(f"sglang_sparse.{module}"), name)
+
+
+def _lazy(function: str) -> Callable[..., Any]:
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        return _resolve(function)(*args, **kwargs)
+
+    hook.__name__ = function
+    return hook
+
+
+def register() -> None:
+    """Hand the table to SGLang, which applies it when all plugins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for seam in SEAMS:
+        HookRegistry.register(seam.target, _lazy(seam.function), HookType[seam.kind])
+
+
+def verify() -> None:
+    """Prove that every seam is hooked in this process.
+
+    SGLang only logs a hook that it cannot apply, and a server would then run dense or, worse, half sparse.
+
+    Raises:
+        RuntimeError: a seam is missing; names it and the SGLang version.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [seam.target for seam in SEAMS if seam.target not in HookRegistry._patched]
+    if missing:
+        raise RuntimeError(
+            f"SGLang {installed_sglang()} has moved what sglang_sparse hooks: {', '.join(missing)}; "
+            "see patches/README.md for what each is for"
+        )

@@ -1,0 +1,184 @@
+"""The contracts between a sparse attention method and the rest of the plugin."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_sparse.indices import SparseIndices
+    from sglang_sparse.pools import AuxPools
+    from sglang_sparse.view import BatchView
+
+MAX_PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The attention layers of one tensor-parallel rank, as a method may know them.
+
+    Attributes:
+        num_layers: attention layers of the model.
+        num_q_heads: query heads of this rank.
+        num_kv_heads: KV heads of this rank.
+        head_dim: dimension of a query and key head.
+        kv_dtype: dtype of the KV cache.
+    """
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class AuxSpec:
+    """A buffer that stands beside the KV pool and shares its page ids, one a sparse layer.
+
+    Attributes:
+        name: how ``select`` asks for it.
+        page_shape: shape of one page's entry.
+        dtype: element type.
+        refresh: ``refresh(k_cache, buffer, last_slots, page_size, overflow)`` recomputes from the K cache the entries
+            of the pages whose last written slots are ``last_slots`` (-1: skip), and adds to ``overflow`` (int32
+            ``[1]``) the values that ``dtype`` cannot hold. An entry must be a pure function of its page's keys: then
+            whoever holds the page holds a valid entry, and prefix reuse, forks, retraction and eviction need no code.
+    """
+
+    name: str
+    page_shape: tuple[int, ...]
+    dtype: torch.dtype
+    refresh: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page's entry in one layer."""
+        elements = 1
+        for size in self.page_shape:
+            elements *= size
+        return elements * self.dtype.itemsize
+
+
+class MethodConfig(BaseModel):
+    """Fields that every decode method has; a method adds its own by subclassing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    page_size: int = Field(16, description="Tokens per KV page, which is the block of the selection: 1, 2, 4, … 64.")
+    layers: str | list[int] = Field("all", description='Layers that run sparse: "all", a range "2-", or a list.')
+    min_seq_len: int = Field(4096, ge=0, description="Rows with fewer KV tokens attend to all of them.")
+    crossover_tokens: int = Field(
+        16384, ge=0, description="A batch whose sparse rows hold fewer KV tokens in total runs dense."
+    )
+    dense_fallback: Literal["auto", "never"] = Field(
+        "auto", description='"never" is for tests: no row runs dense, as if both limits above were 0.'
+    )
+
+    @field_validator("page_size")
+    @classmethod
+    def _page_size_is_a_power_of_two(cls, value: int) -> int:
+        if value not in (1, 2, 4, 8, 16, 32, 64):
+            raise ValueError(f"must be a power of two from 1 to {MAX_PAGE_SIZE}")
+        return value
+
+    @field_validator("layers")
+    @classmethod
+    def _layers_parse(cls, value: str | list[int]) -> str | list[int]:
+        parse_layers(value, num_layers=None)
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _never_means_no_limits(cls, data: object) -> object:
+        if isinstance(data, dict) and data.get("dense_fallback") == "never":
+            return {**data, "min_seq_len": 0, "crossover_tokens": 0}
+        return data
+
+
+def parse_layers(spec: str | list[int], num_layers: int | None) -> tuple[int, ...]:
+    """Turn a ``layers`` field into layer ids.
+
+    Args:
+        spec: ``"all"``, comma-separated ids and ranges such as ``"0-3,8,20-"``, or a list of ids.
+        num_layers: layers of the model; None checks the form only.
+
+    Returns:
+        Ascending layer ids (empty when ``num_layers`` is None).
+
+    Raises:
+        ValueError: the form is wrong, or an id is not a layer of the model.
+    """
+    if isinstance(spec, list):
+        spec = ",".join(str(layer) for layer in spec)
+    if spec == "all":
+        spec = "0-"
+    chosen: set[int] = set()
+    for part in spec.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(-\s*(\d*)\s*)?", part)
+        if match is None:
+            raise ValueError(f'must be "all", ids or ranges such as "2-" or "0-3,8", or a list of ids; got {spec!r}')
+        if num_layers is None:
+            continue
+        first = int(match[1])
+        last = first if match[2] is None else int(match[3] or num_layers - 1)
+        if first > last or last >= num_layers:
+            raise ValueError(f"layers {part.strip()!r}: the model has layers 0 to {num_layers - 1}")
+        chosen.update(range(first, last + 1))
+    return tuple(sorted(chosen))
+
+
+class DecodeMethod(ABC):
+    """A decode method: what it keeps for every page, and how it turns a query into indices.
+
+    A method is one file with one subclass of this class; ``registry.py`` or an entry point of group
+    ``sglang_sparse.methods`` names it. Nothing else needs to know it.
+    """
+
+    config_class: ClassVar[type[MethodConfig]] = MethodConfig
+
+    def __init__(self, config: MethodConfig):
+        self.config = config
+
+    def refuse(self, model_config: object) -> str | None:
+        """Say why this method cannot serve a model, or None when it can.
+
+        Args:
+            model_config: SGLang's ``ModelConfig``.
+        """
+        return None
+
+    @abstractmethod
+    def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
+        """Return the buffers to keep beside the KV pool."""
+
+    @abstractmethod
+    def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
+        """Return how many pages a row that holds ``n_pages`` pages attends to.
+
+        Args:
+            n_pages: ``[rows]`` int32, on the CPU or the GPU.
+
+        Returns:
+            ``[rows]`` int32; a value of ``n_pages`` or more means that the row is dense.
+        """
+
+    @abstractmethod
+    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+        """Choose what each KV head of each row attends to.
+
+        Runs inside CUDA graphs: no host synchronisation, no shape that depends on data.
+
+        Args:
+            view: the batch.
+            layer_id: the layer.
+            query: ``[rows, q_heads, head_dim]``, after RoPE.
+            pools: the buffers that ``aux_specs`` asked for.
+        """

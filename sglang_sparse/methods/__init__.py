@@ -1,0 +1,1 @@
+"""The methods: one file a value of ``--sparse-method`` or ``--sparse-prefill-method``."""

@@ -1,0 +1,90 @@
+"""ReSA, the sparse part: group block sparse decode over page summaries.
+
+Source: "Rectified Sparse Attention" (ReSA), sections 2.1 and 2.2; the score is Quest's upper bound. Two differences
+from the paper: what it calls p for both the ratio and the sparsity is ``active_ratio`` here, and the dense
+rectification of section 2.3 is not built yet (``rectify_interval`` must be 0), which makes this Quest with one
+selection a GQA group.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import Field, field_validator
+
+from sglang_sparse.indices import SparseIndices
+from sglang_sparse.method import AuxSpec, DecodeMethod, MethodConfig, ModelShape
+from sglang_sparse_kernels.page_score import page_score
+from sglang_sparse_kernels.page_summary import update_page_summary
+from sglang_sparse_kernels.page_topk import page_topk
+
+if TYPE_CHECKING:
+    from sglang_sparse.pools import AuxPools
+    from sglang_sparse.view import BatchView
+
+SUMMARY = "page_summary"
+SUMMARY_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+class ResaConfig(MethodConfig):
+    """Configuration of ``--sparse-method resa``."""
+
+    active_ratio: float = Field(0.1, gt=0, le=1, description="Share of a row's pages that a decode step attends to.")
+    min_pages: int = Field(16, ge=1, description="Attend to at least this many pages.")
+    local_pages: int = Field(1, ge=1, description="The newest pages that are always attended to.")
+    rectify_interval: int = Field(0, description="Tokens between dense rectifications; only 0 (none) in this release.")
+    summary_dtype: Literal["auto", "bf16", "fp8"] = Field(
+        "auto", description="Element type of the page summaries; auto is the KV cache's."
+    )
+
+    @field_validator("rectify_interval")
+    @classmethod
+    def _not_built_yet(cls, value: int) -> int:
+        if value != 0:
+            raise ValueError("dense rectification is not built yet in this release; the only allowed value is 0")
+        return value
+
+    @field_validator("local_pages")
+    @classmethod
+    def _local_fits(cls, value: int, info: Any) -> int:
+        if value > info.data.get("min_pages", value):
+            raise ValueError(f"must be at most min_pages ({info.data['min_pages']})")
+        return value
+
+
+class Resa(DecodeMethod):
+    """Score every page by the bound on q·k from its min and max of K, attend to the best ones."""
+
+    config_class = ResaConfig
+    config: ResaConfig
+
+    def refuse(self, model_config: Any) -> str | None:
+        """Refuse MLA models: their cache holds latents, not the keys of KV heads."""
+        if model_config.attention_arch.name == "MLA":
+            return "resa needs an MHA or GQA model; this one uses MLA (multi-head latent attention)"
+        return None
+
+    def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
+        """One entry a page: the element-wise maximum and minimum of its keys, ``[kv_heads, 2, head_dim]``."""
+        dtype = SUMMARY_DTYPES.get(self.config.summary_dtype, model.kv_dtype)
+        return (AuxSpec(SUMMARY, (model.num_kv_heads, 2, model.head_dim), dtype, update_page_summary),)
+
+    def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
+        """``max(min_pages, ceil(n_pages * active_ratio))`` (methods of the paper, section 2.2)."""
+        return _count(n_pages, self.config.active_ratio).clamp_min(self.config.min_pages)
+
+    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+        """One selection a KV head, by the mean query of its group."""
+        summary = pools.buffer(SUMMARY, layer_id)
+        scores = page_score(query, summary, view.page_table, view.n_pages, view.scores, self.config.local_pages)
+        indices, counts = page_topk(
+            scores, view.page_table, view.n_pages, view.n_select, view.max_select, view.selected, view.stats
+        )
+        return SparseIndices(indices, counts)
+
+
+def _count(n_pages: torch.Tensor, ratio: float) -> torch.Tensor:
+    # A ratio of 0.1 is not 1/10 in binary: in float64 with a guard below one page of any real length, ceil(30 * 0.1)
+    # stays 3.
+    return torch.ceil(n_pages.to(torch.float64) * ratio - 1e-9).to(torch.int32)

@@ -1,0 +1,175 @@
+"""Buffers that stand beside SGLang's KV pool and share its page ids."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.config import settings_of
+from sglang_sparse.method import AuxSpec, ModelShape, parse_layers
+
+if TYPE_CHECKING:
+    from sglang_sparse.config import Settings
+
+logger = logging.getLogger(__name__)
+
+# The attribute of the stock pool under which the wrapper finds the buffers: the pool's class stays SGLang's own.
+ATTRIBUTE = "sglang_sparse_pools"
+
+
+class AuxPools:
+    """The method's buffers, one a sparse layer and declared ``AuxSpec``, indexed by KV page id.
+
+    An entry is a pure function of its page's keys, so this class has no life cycle: whoever holds a page holds its
+    entries.
+
+    Args:
+        specs: what the method declared.
+        layers: the sparse layers.
+        num_pages: pages of the KV pool with its dummy page 0.
+        page_size: tokens per page.
+        device: device of the KV pool.
+
+    Attributes:
+        accounted_bytes: what SGLang's sizing was charged for these buffers.
+        measured_bytes: what the GPU's allocator really handed out for them; None on the CPU.
+    """
+
+    def __init__(
+        self, specs: tuple[AuxSpec, ...], layers: tuple[int, ...], num_pages: int, page_size: int, device: str
+    ):
+        self.specs = specs
+        self.layers = frozenset(layers)
+        self.page_size = page_size
+        self._buffers = {
+            spec.name: {
+                layer: torch.zeros(num_pages, *spec.page_shape, dtype=spec.dtype, device=device) for layer in layers
+            }
+            for spec in specs
+        }
+        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self.accounted_bytes = 0
+        self.measured_bytes: int | None = None
+
+    def buffer(self, name: str, layer_id: int) -> torch.Tensor:
+        """Return a buffer ``[num_pages, *page_shape]``."""
+        return self._buffers[name][layer_id]
+
+    def refresh(self, layer_id: int, k_cache: torch.Tensor, last_slots: torch.Tensor) -> None:
+        """Recompute the entries of the pages that were just written.
+
+        Args:
+            layer_id: a sparse layer.
+            k_cache: ``[slots, kv_heads, head_dim]``, the layer's K cache.
+            last_slots: ``[n]`` int64, the last written slot of each touched page, or -1.
+        """
+        for spec in self.specs:
+            buffer = self._buffers[spec.name][layer_id]
+            spec.refresh(k_cache, buffer, last_slots, self.page_size, self.overflow)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for layers in self._buffers.values() for buffer in layers.values())
+
+
+def page_ends(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Find the last slot of each page in what an extend pass wrote, without leaving the device.
+
+    Args:
+        slots: ``[tokens]`` int64, the slots written, request after request in the order of positions; slots of page
+            0 pad a graph.
+        page_size: tokens per page.
+
+    Returns:
+        ``[tokens]`` int64, the slots whose successor is not the next slot of the same page, -1 elsewhere. Two
+        requests never write to one page, so this finds the ends of requests too.
+    """
+    successors = torch.roll(slots, -1)
+    successors[-1:] = -1
+    is_end = (successors != slots + 1) | (slots % page_size == page_size - 1)
+    return torch.where(is_end & (slots >= page_size), slots, -1)
+
+
+def model_shape(model_config: Any, kv_dtype: torch.dtype) -> ModelShape:
+    """Describe a model to a method, for this tensor-parallel rank.
+
+    Args:
+        model_config: SGLang's ``ModelConfig``.
+        kv_dtype: dtype of the KV cache.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    tp_size = get_parallel().attn_tp_size
+    return ModelShape(
+        num_layers=model_config.num_hidden_layers,
+        num_q_heads=model_config.get_num_attention_heads(tp_size),
+        num_kv_heads=model_config.get_num_kv_heads(tp_size),
+        head_dim=model_config.head_dim,
+        kv_dtype=kv_dtype,
+    )
+
+
+def aux_bytes_per_token(settings: Settings, model: ModelShape) -> int:
+    """Bytes that the method's buffers take per token of KV cache, over all layers, rounded up."""
+    layers = len(parse_layers(settings.config.layers, model.num_layers))
+    per_page = sum(spec.bytes_per_page for spec in settings.method.aux_specs(model)) * layers
+    return -(-per_page // settings.config.page_size)
+
+
+def charge_aux_bytes(cell_size: int, configurator: Any, kvc: Any, num_layers: int) -> int:
+    """After ``_compute_cell_size``: add the buffers' share to the bytes that SGLang counts per token.
+
+    Called more than once at start, so it must stay pure.
+    """
+    settings = settings_of(kvc.server_args)
+    if settings is None or kvc.is_draft_worker:
+        return cell_size
+    return cell_size + aux_bytes_per_token(settings, model_shape(kvc.model_config, kvc.kv_cache_dtype))
+
+
+def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
+    """After ``_build_token_to_kv_pool``: allocate the buffers and leave them on the stock pool.
+
+    Raises:
+        RuntimeError: the KV pool is not SGLang's plain MHA pool.
+    """
+    settings = settings_of(configurator.server_args)
+    if settings is None or configurator.is_draft_worker:
+        return
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    if type(kv_pool) is not MHATokenToKVPool:
+        raise RuntimeError(f"--sparse-method {settings.name} needs MHATokenToKVPool, got {type(kv_pool).__name__}")
+    model = model_shape(configurator.model_config, kv_pool.dtype)
+    specs = settings.method.aux_specs(model)
+    layers = parse_layers(settings.config.layers, model.num_layers)
+    page_size = settings.config.page_size
+    num_pages = kv_pool.get_key_buffer(layers[0]).shape[0] // page_size
+    on_gpu = torch.device(configurator.device).type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    pools = AuxPools(specs, layers, num_pages, page_size, configurator.device)
+    pools.accounted_bytes = aux_bytes_per_token(settings, model) * kv_pool.size
+    if on_gpu:
+        pools.measured_bytes = torch.cuda.memory_allocated() - before
+    setattr(kv_pool, ATTRIBUTE, pools)
+    logger.info(
+        "sglang_sparse: method %s, %d of %d layers, page size %d, %s; aux memory %d bytes per token, %.1f MiB in all; "
+        "kernels %s",
+        settings.name,
+        len(layers),
+        model.num_layers,
+        page_size,
+        ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs),
+        aux_bytes_per_token(settings, model),
+        pools.nbytes / 2**20,
+        "reference" if pools.overflow.device.type == "cpu" else "triton",
+    )
+
+
+def no_post_capture_sizing(original: Callable[[Any], bool], server_args: Any) -> bool:
+    """Around ``post_capture_kv_sizing_planned``: never with sparsity, whose buffers are sized with the KV pool."""
+    return False if getattr(server_args, "sparse_method", None) else original(server_args)

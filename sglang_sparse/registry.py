@@ -1,0 +1,56 @@
+"""Method names and the modules behind them, listed without importing torch."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from sglang_sparse.method import DecodeMethod
+
+ENTRY_POINT_GROUP = "sglang_sparse.methods"
+
+DECODE_METHODS = {"resa": "sglang_sparse.methods.resa:Resa"}
+PREFILL_METHODS: dict[str, str] = {}
+
+
+def decode_methods() -> dict[str, str]:
+    """Return ``{name: "module:class"}`` of the built-in and the installed third-party decode methods.
+
+    Raises:
+        RuntimeError: a third-party distribution claims a built-in method's name.
+    """
+    methods = dict(DECODE_METHODS)
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        if entry_point.name in DECODE_METHODS:
+            raise RuntimeError(f"entry point {entry_point.value!r} redefines the built-in method {entry_point.name!r}")
+        methods[entry_point.name] = entry_point.value
+    return methods
+
+
+def require_known(flag: str, name: str, known: dict[str, str]) -> None:
+    """Refuse a method name that nobody has registered.
+
+    Raises:
+        ValueError: ``name`` is not in ``known``; the message has the list and the nearest name.
+    """
+    if name in known:
+        return
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    allowed = ", ".join(sorted(known)) or "none in this release"
+    raise ValueError(f"{flag}: got {name!r}, allowed: {allowed}{hint}")
+
+
+def load_decode_method(name: str) -> type[DecodeMethod]:
+    """Import and return the class of a decode method.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    known = decode_methods()
+    require_known("--sparse-method", name, known)
+    module, _, attribute = known[name].partition(":")
+    return cast("type[DecodeMethod]", getattr(importlib.import_module(module), attribute))

@@ -1,0 +1,33 @@
+"""The SGLang versions this release works with."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from sglang_sparse import __version__
+
+SUPPORTED_SGLANG = ("0.5.17",)
+
+
+def installed_sglang() -> str:
+    """Return the installed SGLang version, or ``"not installed"``."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def require_supported_sglang(installed: str | None = None) -> None:
+    """Refuse an SGLang whose internals this release was not written for.
+
+    Args:
+        installed: the version to judge; the installed one by default.
+
+    Raises:
+        RuntimeError: the version is not one of ``SUPPORTED_SGLANG``.
+    """
+    installed = installed or installed_sglang()
+    if installed not in SUPPORTED_SGLANG:
+        raise RuntimeError(
+            f"sglang_sparse {__version__} works with SGLang {', '.join(SUPPORTED_SGLANG)}; got SGLang {installed}"
+        )

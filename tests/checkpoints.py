@@ -1,0 +1,96 @@
+"""Tiny random checkpoints for the server tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def byte_tokenizer(path: Path, vocab_size: int) -> None:
+    """Save a byte-level BPE tokenizer of ``vocab_size`` tokens (300 to 4096), with a chat template, to ``path``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    syllables = [a + b for a in "bcdfghjklmnpqrstvwyz" for b in "aeiou"]
+    bpe.train_from_iterator(["".join(f" {a}{b}" for b in syllables) for a in syllables], trainer)
+    if bpe.get_vocab_size() != vocab_size:
+        raise ValueError(f"vocab_size must be 300 to 4096, got {vocab_size}")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[0], pad_token=special[0])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer.save_pretrained(path)
+
+
+def _save(path: Path, model: Any, vocab_size: int, extra: dict[str, Any]) -> Path:
+    model.float().save_pretrained(path)
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **extra}, indent=2))
+    byte_tokenizer(path, vocab_size)
+    return path
+
+
+def random_qwen3(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, seed: int = 0, **config: Any) -> Path:
+    """Random float32 Qwen3 checkpoint: hidden 256, 8 query and 2 KV heads of 64; ``config`` overrides."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = dict(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=32768,
+        eos_token_id=0,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+        initializer_range=0.06,
+    )
+    return _save(Path(path), Qwen3ForCausalLM(Qwen3Config(**{**sizes, **config})), vocab_size, {})
+
+
+def random_mla(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, seed: int = 0, **config: Any) -> Path:
+    """Random float32 DeepSeek-V3 checkpoint with dense MLPs.
+
+    Hidden 256, 8 heads, latent rank 512, head sizes 64 (no position), 64 (rotary) and 64 (value); ``config``
+    overrides.
+    """
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = dict(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        first_k_dense_replace=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=192,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        max_position_embeddings=32768,
+        eos_token_id=0,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+        initializer_range=0.06,
+    )
+    # SGLang reads these from the config file; transformers 5 no longer writes them.
+    expected = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    return _save(Path(path), DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, **config})), vocab_size, expected)

@@ -1,0 +1,112 @@
+"""Page scores: reference against loops, Triton against the reference, and the bound itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_sparse_kernels.page_score import page_score, reference
+from sglang_sparse_kernels.page_score.cases import CASES, Case, make
+from sglang_sparse_kernels.page_summary import update_page_summary
+from sglang_sparse_kernels.testing import random_cache, seeded
+
+
+def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
+    shape = arguments["q"].shape[0], arguments["summary"].shape[1], arguments["page_table"].shape[1]
+    return reference.page_score(**arguments, out=torch.empty(shape, device=arguments["q"].device))
+
+
+def assert_same_scores(got: torch.Tensor, expected: torch.Tensor, n_pages: torch.Tensor) -> None:
+    """Equal where a row holds pages; the Triton kernel leaves the rest unwritten."""
+    held = (torch.arange(got.shape[2], device=got.device) < n_pages[:, None])[:, None].expand_as(got)
+    torch.testing.assert_close(got[held], expected[held], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.gpu_only], ids=str)
+def test_reference_is_the_bound_summed_over_dimensions(case: Case) -> None:
+    arguments = make(case, "cpu")
+    scores = run_reference(arguments)
+    for row, n_pages in enumerate(case.n_pages):
+        assert (scores[row, :, n_pages:] == float("-inf")).all()
+        for head in range(case.heads):
+            query = arguments["q"][row, head * case.group : (head + 1) * case.group].double().mean(dim=0)
+            for page in range(n_pages):
+                bounds = arguments["summary"][arguments["page_table"][row, page].item(), head].double()
+                expected = torch.maximum(query * bounds[0], query * bounds[1]).sum().item()
+                if page >= n_pages - case.local_pages:
+                    expected = float("inf")
+                assert scores[row, head, page].item() == pytest.approx(expected, rel=1e-4, abs=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_triton_equals_the_reference(case: Case, device: str) -> None:
+    arguments = make(case, device)
+    assert_same_scores(page_score(**arguments), run_reference(arguments), arguments["n_pages"])
+
+
+def test_same_input_gives_the_same_bits(device: str) -> None:
+    arguments = make(CASES[0], device)
+    first, second = page_score(**arguments), page_score(**arguments)
+    held = (torch.arange(first.shape[2], device=device) < arguments["n_pages"][:, None])[:, None].expand_as(first)
+    assert torch.equal(first[held], second[held])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize(
+    "summary_dtype", [torch.bfloat16, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.gpu)], ids=str
+)
+def test_nan_in_a_summary_selects_the_page(summary_dtype: torch.dtype, implementation: str, device: str) -> None:
+    """Triton's interpreter reads the NaN of float8 as a number, hence the marker."""
+    case = Case((6,), 2, 2, 64, torch.bfloat16, summary_dtype)
+    arguments = make(case, device)
+    page = arguments["page_table"][0, 3].item()
+    bounds = arguments["summary"].float()
+    bounds[page, 1, 0, 7] = float("nan")
+    arguments["summary"] = bounds.to(summary_dtype)
+    scores = page_score(**arguments) if implementation == "triton" else run_reference(arguments)
+    assert scores[0, 1].isinf().tolist() == [False, False, False, True, False, True]
+    assert scores[0, 0].isinf().tolist() == [False] * 5 + [True]
+
+
+def test_nan_in_a_float8_summary_selects_the_page_in_the_reference() -> None:
+    arguments = make(Case((6,), 2, 2, 64, torch.bfloat16, torch.float8_e4m3fn, local_pages=0), "cpu")
+    arguments["summary"].view(torch.uint8)[arguments["page_table"][0, 3].item(), 1, 1, 7] = 0x7F
+    assert run_reference(arguments)[0].isinf().nonzero().tolist() == [[1, 3]]
+
+
+def test_strided_queries_and_tables(device: str) -> None:
+    arguments = make(CASES[0], device)
+    expected = run_reference(arguments)
+    q, table = arguments["q"], arguments["page_table"]
+    arguments["q"] = torch.cat([q, torch.randn_like(q)], dim=1)[:, : q.shape[1]]
+    arguments["page_table"] = torch.cat([table, table], dim=1)[:, : table.shape[1]]
+    assert_same_scores(page_score(**arguments), expected, arguments["n_pages"])
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    page_size=st.sampled_from([1, 4, 16, 64]),
+    dim=st.sampled_from([64, 96]),
+    summary_dtype=st.sampled_from([torch.bfloat16, torch.float8_e4m3fn]),
+)
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_score_bounds_every_key_of_the_page(
+    device: str, seed: int, page_size: int, dim: int, summary_dtype: torch.dtype
+) -> None:
+    generator = seeded(device, seed)
+    length = 2 * page_size + 1 + seed % page_size
+    k_cache = random_cache((5 * page_size, 1, dim), torch.bfloat16, device, generator)
+    summary = torch.zeros(5, 1, 2, dim, device=device).to(summary_dtype)
+    pages = torch.tensor([3, 1, 2], device=device)
+    last_slots = torch.tensor([4 * page_size - 1, 2 * page_size - 1, 2 * page_size + (length - 1) % page_size])
+    update_page_summary(k_cache, summary, last_slots.to(device), page_size)
+    q = torch.randn(1, 4, dim, device=device, generator=generator)
+    n_pages = torch.tensor([3], dtype=torch.int32, device=device)
+    scores = page_score(q, summary, pages.int()[None], n_pages, local_pages=0)[0, 0]
+    for logical, last_slot in enumerate(last_slots.tolist()):
+        keys = k_cache[last_slot // page_size * page_size : last_slot + 1, 0].float()
+        logits = keys @ q[0].mean(dim=0)
+        # The two sums round differently: at P=1 the bound is an equality.
+        assert scores[logical] >= logits.max() - 1e-4

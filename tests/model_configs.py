@@ -1,0 +1,91 @@
+"""Small config.json files of the kinds of models that start-up has to tell apart; no weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "float32",
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": {**_SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
+    "mla": {
+        **_SIZES,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 192,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "first_k_dense_replace": 4,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 8,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+    "sliding_window": {
+        **_SIZES,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 1024,
+    },
+    "hybrid_swa": {
+        **_SIZES,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 64,
+        "sliding_window": 1024,
+        "query_pre_attn_scalar": 64,
+    },
+    "hybrid_ssm": {
+        **_SIZES,
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 256,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+    },
+    "encoder_only": {
+        **_SIZES,
+        "architectures": ["BertModel"],
+        "model_type": "bert",
+        "type_vocab_size": 2,
+        "hidden_act": "gelu",
+    },
+    "multimodal": {
+        **_SIZES,
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+        "vision_config": {"depth": 2, "embed_dim": 64, "hidden_size": 256, "num_heads": 2},
+    },
+    "soft_cap": {
+        **_SIZES,
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "head_dim": 64,
+        "sliding_window": None,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 64,
+    },
+}
+
+
+def write_config(folder: Path, name: str) -> str:
+    """Write the config.json of a kind of model and return the folder as a string."""
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    return str(folder)

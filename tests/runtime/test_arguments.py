@@ -1,0 +1,194 @@
+"""Bad input: each case ends with one message that says what was wrong, what was got and what is allowed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from model_configs import CONFIGS, write_config
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+from sglang_sparse import hooks, versions
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_config(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+def resolve(model: str, **kwargs: object) -> ServerArgs:
+    return ServerArgs(model_path=model, **{"sparse_method": "resa", **kwargs})
+
+
+def refused(model: str, **kwargs: object) -> str:
+    with pytest.raises(ValueError) as caught:
+        resolve(model, **kwargs)
+    return str(caught.value)
+
+
+def test_defaults_resolve(qwen3: str) -> None:
+    args = resolve(qwen3)
+    assert args.page_size == 16
+    assert json.loads(args.sparse_config)["active_ratio"] == 0.1
+
+
+def test_unknown_method_names_the_list_and_the_nearest(qwen3: str) -> None:
+    message = refused(qwen3, sparse_method="reza")
+    assert "got 'reza'" in message and "allowed: resa" in message and "did you mean 'resa'" in message
+
+
+def test_unknown_prefill_method(qwen3: str) -> None:
+    for method in ("resa", None):
+        message = refused(qwen3, sparse_method=method, sparse_prefill_method="anchor")
+        assert "--sparse-prefill-method: got 'anchor', allowed: none in this release" in message
+
+
+def test_config_without_method(qwen3: str) -> None:
+    assert "needs --sparse-method" in refused(qwen3, sparse_method=None, sparse_config="{}")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ('{"active_ration": 0.1}', ["unknown field 'active_ration'", "did you mean 'active_ratio'", "min_pages"]),
+        ('{"active_ratio": "a tenth"}', ["active_ratio: got 'a tenth'", "number"]),
+        ('{"active_ratio": 0}', ["active_ratio: got 0", "greater than 0"]),
+        ('{"active_ratio": 1.5}', ["active_ratio: got 1.5", "less than or equal to 1"]),
+        ('{"active_ratio": NaN}', ["active_ratio: got nan"]),
+        ('{"min_pages": true}', ["min_pages: got True", "integer"]),
+        ('{"min_pages": 0}', ["min_pages: got 0"]),
+        ('{"local_pages": 20}', ["local_pages: got 20", "at most min_pages (16)"]),
+        ('{"min_seq_len": -1}', ["min_seq_len: got -1"]),
+        ('{"summary_dtype": "int8"}', ["summary_dtype: got 'int8'", "'auto', 'bf16' or 'fp8'"]),
+        ('{"dense_fallback": "sometimes"}', ["dense_fallback: got 'sometimes'", "'auto' or 'never'"]),
+        ('{"page_size": 24}', ["page_size: got 24", "power of two from 1 to 64"]),
+        ('{"page_size": 128}', ["page_size: got 128", "power of two from 1 to 64"]),
+        ('{"rectify_interval": 32}', ["rectify_interval: got 32", "not built yet", "allowed value is 0"]),
+        ('{"layers": "two"}', ["layers: got 'two'", '"2-"']),
+        ('{"layers": "0-9"}', ["layers '0-9'", "layers 0 to 3"]),
+        ('{"layers": [7]}', ["layers '7'", "layers 0 to 3"]),
+        ('{"active_ratio": 0.1', ["not valid JSON"]),
+        ("[1]", ["inline JSON", ".toml"]),
+        ("resa.ini", ["got 'resa.ini'", ".yaml"]),
+        ("missing.toml", ["cannot read 'missing.toml'"]),
+    ],
+)
+def test_bad_config(qwen3: str, config: str, expected: list[str]) -> None:
+    message = refused(qwen3, sparse_config=config)
+    for part in expected:
+        assert part in message
+
+
+def test_bad_config_files(qwen3: str, tmp_path: Path) -> None:
+    for name, text in (("a.toml", "active_ratio ="), ("a.yaml", "active_ratio: [1"), ("a.json", "{")):
+        path = tmp_path / name
+        path.write_text(text)
+        assert f"not valid {path.suffix[1:].upper()}" in refused(qwen3, sparse_config=str(path))
+    binary = tmp_path / "b.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "cannot read" in refused(qwen3, sparse_config=str(binary))
+    not_a_mapping = tmp_path / "list.yaml"
+    not_a_mapping.write_text("- 1\n")
+    assert "got a list, allowed: a mapping" in refused(qwen3, sparse_config=str(not_a_mapping))
+    assert "got int" in refused(qwen3, sparse_config=7)
+
+
+@pytest.mark.parametrize("suffix", ["json", "toml", "yaml"])
+def test_config_files_and_mappings_say_the_same(qwen3: str, tmp_path: Path, suffix: str) -> None:
+    text = {"json": '{"active_ratio": 0.25}', "toml": "active_ratio = 0.25", "yaml": "active_ratio: 0.25"}[suffix]
+    path = tmp_path / f"config.{suffix}"
+    path.write_text(text)
+    from_file = resolve(qwen3, sparse_config=str(path))
+    from_mapping = resolve(qwen3, sparse_config={"active_ratio": 0.25})
+    assert json.loads(from_file.sparse_config) == json.loads(from_mapping.sparse_config)
+    assert json.loads(from_file.sparse_config)["active_ratio"] == 0.25
+
+
+def test_page_size_conflict(qwen3: str) -> None:
+    message = refused(qwen3, page_size=32)
+    assert "server's page size is 32" in message and "config's is 16" in message and "--page-size 16" in message
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "speculative decoding (got 'EAGLE')"),
+        ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation (got 'prefill')"),
+        ({"enable_hierarchical_cache": True}, "hierarchical cache"),
+        ({"enable_lmcache": True}, "LMCache"),
+        ({"enable_flexkv": True}, "FlexKV"),
+        ({"enable_dp_attention": True}, "data-parallel attention"),
+        ({"enable_two_batch_overlap": True}, "two-batch overlap"),
+        ({"enable_pdmux": True}, "PD multiplexing"),
+        ({"pp_size": 2}, "pipeline parallelism (got 2)"),
+        ({"dcp_size": 2}, "decode context parallelism (got 2)"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"enable_hisparse": True}, "HiSparse"),
+        ({"enable_unified_memory": True}, "unified memory pool"),
+        ({"enable_page_major_kv_layout": True}, "page-major KV layout"),
+        ({"enable_streaming_session": True}, "streaming sessions"),
+        ({"is_embedding": True}, "embedding serving"),
+        ({"radix_cache_backend": "other"}, "radix cache backend (got 'other')"),
+        ({"kv_cache_dtype": "nvfp4"}, "KV cache dtype (got 'nvfp4')"),
+    ],
+)
+def test_refused_flags(qwen3: str, kwargs: dict[str, object], expected: str) -> None:
+    message = refused(qwen3, **kwargs)
+    assert message.startswith("--sparse-method resa cannot run with ") and expected in message
+
+
+def test_gpu_only_flag_without_a_gpu(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    message = refused(qwen3, attention_backend="fa3")
+    assert "--attention-backend fa3 needs a GPU" in message and "torch_native" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mla", "MLA"),
+        ("sliding_window", "sliding-window model"),
+        ("hybrid_swa", "sliding-window model"),
+        ("hybrid_ssm", "hybrid SSM"),
+        ("encoder_only", "encoder-only"),
+        ("multimodal", "multimodal model"),
+        ("soft_cap", "soft cap"),
+    ],
+)
+def test_refused_models(tmp_path: Path, name: str, expected: str) -> None:
+    model = write_config(tmp_path, name)
+    message = refused(model)
+    assert CONFIGS[name]["architectures"][0] in message and expected in message
+
+
+def test_unsupported_sglang_names_both_versions(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_sglang", lambda: "0.5.23")
+    with pytest.raises(RuntimeError, match=r"works with SGLang 0\.5\.17; got SGLang 0\.5\.23"):
+        resolve(qwen3)
+
+
+def test_a_moved_seam_is_named(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = hooks.SEAMS[-1].target
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
+    with pytest.raises(RuntimeError, match=target.replace(".", r"\.")):
+        resolve(qwen3)
+
+
+def test_command_line_prints_one_message(qwen3: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        prepare_server_args(["--model-path", qwen3, "--sparse-method", "reza"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.strip() == (
+        "sglang_sparse: error: --sparse-method: got 'reza', allowed: resa; did you mean 'resa'?"
+    )
+
+
+def test_flags_in_sglangs_own_config_file(qwen3: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(f"model-path: {qwen3}\nsparse-method: resa\nsparse-config: '{{\"active_ratio\": 0.2}}'\n")
+    args = prepare_server_args(["--config", str(path)])
+    assert json.loads(args.sparse_config)["active_ratio"] == 0.2

@@ -1,0 +1,60 @@
+"""Which rows run sparse: the decision is a pure function of lengths, so its cases are a table."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_sparse.config import build
+from sglang_sparse.method import parse_layers
+from sglang_sparse.plan import plan_decode
+
+
+def decide(lengths: list[int], **fields: object):
+    method = build("resa", fields).method
+    return plan_decode(method, method.config.page_size, torch.tensor(lengths))
+
+
+def test_below_the_crossover_the_batch_is_dense() -> None:
+    plan = decide([8000, 8000])
+    assert not plan.sparse and plan.covered.all()
+
+
+def test_short_rows_stay_dense_in_a_sparse_batch() -> None:
+    plan = decide([20000, 1000, 4095, 4096])
+    assert plan.sparse
+    assert plan.n_pages.tolist() == [1250, 63, 256, 256]
+    assert plan.n_select.tolist() == [125, 63, 256, 26]
+    assert plan.covered.tolist() == [False, True, True, False]
+
+
+def test_never_is_sparse_even_when_everything_is_covered() -> None:
+    plan = decide([17, 300], dense_fallback="never")
+    assert plan.sparse
+    assert plan.n_select.tolist() == [2, 16]
+    assert plan.covered.tolist() == [True, False]
+
+
+def test_never_overrides_the_limits() -> None:
+    config = build("resa", {"dense_fallback": "never", "min_seq_len": 5000}).config
+    assert (config.min_seq_len, config.crossover_tokens) == (0, 0)
+
+
+def test_a_ratio_of_one_covers_everything() -> None:
+    plan = decide([100000], active_ratio=1.0)
+    assert not plan.sparse and plan.covered.all()
+
+
+@given(st.integers(1, 10**6), st.integers(1, 100))
+def test_count_is_the_exact_ceiling(n_pages: int, percent: int) -> None:
+    method = build("resa", {"active_ratio": percent / 100, "min_pages": 1}).method
+    exact = -(-n_pages * percent // 100)
+    assert method.n_select(torch.tensor([n_pages], dtype=torch.int32)).tolist() == [exact]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [("all", (0, 1, 2, 3)), ("2-", (2, 3)), ("0-1, 3", (0, 1, 3)), ([3, 1], (1, 3)), ("2", (2,))],
+)
+def test_layers(spec: object, expected: tuple[int, ...]) -> None:
+    assert parse_layers(spec, 4) == expected

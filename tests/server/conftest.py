@@ -1,0 +1,46 @@
+"""Servers and prompts that the server tests share."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from checkpoints import random_qwen3
+
+from launch.server import ServerProcess
+
+STRICT_MEMORY = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_qwen3(tmp_path_factory.mktemp("random-qwen3"))
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[ServerProcess]]:
+    """Start a server: ``serve(checkpoint, *flags, config={...} or None, env={...})``."""
+    logs = tmp_path_factory.mktemp("servers")
+
+    @contextmanager
+    def start(
+        checkpoint: Path, *flags: str, config: dict[str, object] | None = None, env: dict[str, str] | None = None
+    ) -> Iterator[ServerProcess]:
+        sparse = [] if config is None else ["--sparse-method", "resa", "--sparse-config", json.dumps(config)]
+        log = logs / f"{len(list(logs.iterdir()))}.log"
+        with ServerProcess(
+            checkpoint, "--page-size", "16", *flags, *sparse, log_path=log, env={**STRICT_MEMORY, **(env or {})}
+        ) as server:
+            yield server
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Twenty random prompts of 17 to 2000 tokens; lengths at and around page and chunk borders among them."""
+    rng = random.Random(7)
+    lengths = [17, 31, 32, 33, 64, 130, 255, 256, 257, 400, 511, 512, 513, 640, 777, 1024, 1025, 1500, 1999, 2000]
+    return [[rng.randrange(10, 1000) for _ in range(length)] for length in lengths]

@@ -1,0 +1,79 @@
+"""The real command line ends with one message and a non-zero status within a minute."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from model_configs import write_config
+
+
+def launch(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+    import os
+
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **(env or {})},
+    )
+    assert time.monotonic() - began < 60
+    return done.returncode, done.stderr
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_config(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--sparse-method", "robs"], "--sparse-method: got 'robs', allowed: resa"),
+        (["--sparse-method", "resa", "--sparse-config", '{"active_ratio": 2}'], "active_ratio: got 2"),
+        (["--sparse-method", "resa", "--page-size", "64"], "the server's page size is 64 and the config's is 16"),
+        (["--sparse-method", "resa", "--enable-dp-attention"], "cannot run with data-parallel attention"),
+    ],
+)
+def test_one_message(qwen3: str, flags: list[str], expected: str) -> None:
+    status, stderr = launch("--model-path", qwen3, *flags)
+    messages = [line for line in stderr.splitlines() if line.startswith("sglang_sparse: error: ")]
+    assert status == 2
+    assert len(messages) == 1 and expected in messages[0]
+    assert "Traceback" not in stderr
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    status, stderr = launch("--model-path", write_config(tmp_path, "mla"), "--sparse-method", "resa")
+    assert status == 2
+    assert "does not fit DeepseekV3ForCausalLM: resa needs an MHA or GQA model" in stderr
+
+
+def test_help_lists_the_flags() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0
+    for flag in ("--sparse-method", "--sparse-prefill-method", "--sparse-config"):
+        assert flag in done.stdout
+
+
+def test_a_plugin_that_is_left_out_is_not_silently_dense(qwen3: str) -> None:
+    status, stderr = launch("--model-path", qwen3, "--sparse-method", "resa", env={"SGLANG_PLUGINS": "torch_cpu"})
+    assert status == 2
+    assert "unrecognized arguments: --sparse-method resa" in stderr
+
+
+def test_engine_raises_value_error(qwen3: str) -> None:
+    code = (
+        "import sglang\n"
+        "try:\n"
+        f"    sglang.Engine(model_path={qwen3!r}, sparse_method='reza')\n"
+        "except ValueError as error:\n"
+        "    print('ValueError:', error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "ValueError: --sparse-method: got 'reza', allowed: resa; did you mean 'resa'?" in done.stdout

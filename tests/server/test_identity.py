@@ -1,0 +1,60 @@
+"""A budget that covers the context equals dense attention, and the counters prove that the sparse path ran."""
+
+from collections.abc import Iterator
+
+import pytest
+from server_requests import assert_nothing_leaked, greedy, sparse_state
+
+from launch.server import ServerProcess
+
+LAYERS = 4
+EVERYTHING = {"active_ratio": 1.0, "dense_fallback": "never"}
+CHUNKS = ("--chunked-prefill-size", "512")
+
+
+@pytest.fixture(scope="module")
+def dense_outputs(serve, checkpoint, prompts) -> list[list[int]]:
+    with serve(checkpoint, *CHUNKS) as server:
+        assert "sparse" not in server.server_info()["internal_states"][0]
+        return greedy(server, prompts)
+
+
+@pytest.fixture(scope="module")
+def server(serve, checkpoint, dense_outputs) -> Iterator[ServerProcess]:
+    with serve(checkpoint, *CHUNKS, config=EVERYTHING) as server:
+        yield server
+
+
+def test_equal_one_by_one(server, prompts, dense_outputs) -> None:
+    before = sparse_state(server)
+    assert greedy(server, prompts) == dense_outputs
+    after = sparse_state(server)
+    rows = after["decode_rows"] - before["decode_rows"]
+    assert rows >= len(prompts) * 23
+    assert after["sparse_layer_rows"] - before["sparse_layer_rows"] == rows * LAYERS
+    assert after["dense_fallback_rows"] == 0
+    assert after["pages_attended"] == after["pages_held"]
+
+
+def test_equal_with_eight_at_once(server, prompts, dense_outputs) -> None:
+    server.flush_cache()
+    assert greedy(server, prompts, at_once=8) == dense_outputs
+    assert sparse_state(server)["dense_fallback_rows"] == 0
+    assert_nothing_leaked(server)
+
+
+def test_equal_when_prefixes_are_cached(server, prompts, dense_outputs) -> None:
+    server.flush_cache()
+    greedy(server, prompts, tokens=1)
+    before = sparse_state(server)["extend_pages_summarised"]
+    assert greedy(server, prompts) == dense_outputs
+    # A hit covers all whole pages but leaves at least one token to prefill, so one page is made again, if any.
+    assert sparse_state(server)["extend_pages_summarised"] - before <= len(prompts)
+
+
+def test_equal_under_forced_retraction(serve, checkpoint, prompts, dense_outputs) -> None:
+    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    with serve(checkpoint, *CHUNKS, config=EVERYTHING, env=retract) as server:
+        assert greedy(server, prompts, at_once=8) == dense_outputs
+        assert "retract" in server.log().lower()
+        assert_nothing_leaked(server)

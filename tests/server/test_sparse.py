@@ -1,0 +1,157 @@
+"""SGLang's features on a server that attends to a tenth of its pages on every decode step."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from server_requests import assert_nothing_leaked, greedy, sparse_state
+
+from launch.server import ServerProcess
+
+PAGE = 16
+TENTH = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never"}
+
+
+@pytest.fixture(scope="module")
+def server(serve, checkpoint) -> Iterator[ServerProcess]:
+    with serve(checkpoint, "--chunked-prefill-size", "512", config=TENTH) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def solo(server, prompts) -> list[list[int]]:
+    return greedy(server, prompts)
+
+
+def test_a_tenth_is_attended(server, prompts) -> None:
+    before = sparse_state(server)
+    greedy(server, prompts[-2:])
+    after = sparse_state(server)
+    rows = after["decode_rows"] - before["decode_rows"]
+    heads_and_layers = 2 * 4
+    held = (after["pages_held"] - before["pages_held"]) / (rows * heads_and_layers)
+    attended = (after["pages_attended"] - before["pages_attended"]) / (rows * heads_and_layers)
+    assert 125 <= held <= 127
+    assert attended == 13
+
+
+def test_sparse_is_not_dense(server, solo, serve, checkpoint, prompts) -> None:
+    with serve(checkpoint, "--chunked-prefill-size", "512") as dense:
+        assert greedy(dense, prompts[-4:]) != solo[-4:]
+
+
+def test_prefix_hit_summarises_nothing_again(server, prompts) -> None:
+    server.flush_cache()
+    prefix = prompts[-1][:1600]
+    params = {"max_new_tokens": 4, "temperature": 0.0}
+    first = server.generate(input_ids=[*prefix, 5], sampling_params=params)
+    between = sparse_state(server)["extend_pages_summarised"]
+    second = server.generate(input_ids=[*prefix, 6, 7, 8], sampling_params=params)
+    assert first["meta_info"]["cached_tokens"] == 0
+    assert second["meta_info"]["cached_tokens"] == 1600
+    assert sparse_state(server)["extend_pages_summarised"] - between == 1
+
+
+def test_eight_at_once_equal_solo(server, prompts, solo) -> None:
+    server.flush_cache()
+    assert greedy(server, prompts, at_once=8) == solo
+    assert_nothing_leaked(server)
+
+
+def test_chunked_prefill_equals_one_piece(serve, checkpoint, prompts, solo) -> None:
+    with serve(checkpoint, "--chunked-prefill-size", "4096", config=TENTH) as server:
+        assert greedy(server, prompts[-4:]) == solo[-4:]
+
+
+def test_second_turn_hits_the_whole_pages_of_the_first_prompt(server, prompts) -> None:
+    server.flush_cache()
+    prompt = prompts[-2]
+    first = server.generate(
+        input_ids=prompt, sampling_params={"max_new_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+    )
+    second = server.generate(input_ids=[*prompt, *first["output_ids"], 11, 12], sampling_params={"max_new_tokens": 1})
+    assert second["meta_info"]["cached_tokens"] == len(prompt) // PAGE * PAGE
+
+
+def test_streaming_equals_one_answer(server, prompts, solo) -> None:
+    request = {
+        "input_ids": prompts[-1],
+        "sampling_params": {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True},
+        "stream": True,
+    }
+    chunks = []
+    with server.client.stream("POST", "/generate", json=request) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                chunks.append(json.loads(line.removeprefix("data: ")))
+    assert len(chunks) > 1
+    assert chunks[-1]["output_ids"] == solo[-1]
+
+
+def test_n_logprobs_and_stop(server, prompts, solo) -> None:
+    params = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+    several = server.generate(input_ids=prompts[-1], sampling_params={**params, "n": 3}, return_logprob=True)
+    assert [answer["output_ids"] for answer in several] == [solo[-1]] * 3
+    logprobs = several[0]["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in logprobs] == solo[-1]
+    assert all(logprob <= 0.0 for logprob, _, _ in logprobs)
+    stopping = {"max_new_tokens": 24, "temperature": 0.0, "stop_token_ids": [solo[-1][5]]}
+    stopped = server.generate(input_ids=prompts[-1], sampling_params=stopping)
+    assert stopped["output_ids"][-1] == solo[-1][5] and len(stopped["output_ids"]) <= 6
+    text = server.generate(input_ids=prompts[-1], sampling_params=params)["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    by_string = server.generate(input_ids=prompts[-1], sampling_params={**params, "stop": [stop]})
+    assert by_string["text"] == text[: text.index(stop)]
+
+
+def test_abort_frees_everything(server, prompts) -> None:
+    params = {"max_new_tokens": 4000, "temperature": 0.0, "ignore_eos": True}
+    threads = [
+        threading.Thread(
+            target=server.generate, kwargs={"input_ids": prompt, "sampling_params": params, "rid": f"r{i}"}
+        )
+        for i, prompt in enumerate(prompts[-4:])
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(2.0)
+    assert server.client.post("/abort_request", json={"rid": "", "abort_all": True}).status_code == 200
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    assert_nothing_leaked(server)
+
+
+def test_openai_chat_with_a_bad_then_a_good_request(server) -> None:
+    client = server.openai()
+    answer = client.chat.completions.create(
+        model="default", messages=[{"role": "user", "content": "bado cedi"}], max_tokens=8, temperature=0
+    )
+    assert answer.usage is not None and answer.usage.completion_tokens > 0
+
+
+def test_frontend_program_forks_share_the_prefix(server, prompts) -> None:
+    import sglang as sgl
+
+    server.flush_cache()
+
+    @sgl.function
+    def ask(s, text: str):
+        s += text
+        branches = s.fork(3)
+        for i, branch in enumerate(branches):
+            branch += f" question {i}:" + sgl.gen("answer", max_tokens=6, temperature=0)
+        branches.join()
+        s += " ".join(branch["answer"] for branch in branches)
+
+    text = " bada ceci" * 400
+    backend = sgl.RuntimeEndpoint(server.url)
+    backend.cache_prefix(text)
+    before = sparse_state(server)["extend_pages_summarised"]
+    state = ask.run(text=text, backend=backend)
+    assert state.text().startswith(text)
+    made = sparse_state(server)["extend_pages_summarised"] - before
+    # Each of the three forks prefills only its own question, at most three pages, and the shared text nothing.
+    assert made <= 3 * 3, made

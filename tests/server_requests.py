@@ -1,0 +1,32 @@
+"""Requests that the server tests send."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from launch.server import ServerProcess
+
+
+def greedy(server: ServerProcess, prompts: list[list[int]], tokens: int = 24, at_once: int = 1) -> list[list[int]]:
+    """Send prompts, ``at_once`` of them at a time, and return the output ids."""
+    params = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+
+    def send(prompt: list[int]) -> list[int]:
+        return server.generate(input_ids=prompt, sampling_params=params)["output_ids"]
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(send, prompts))
+
+
+def sparse_state(server: ServerProcess) -> dict[str, Any]:
+    """The counters of a sparse server."""
+    return server.server_info()["internal_states"][0]["sparse"]
+
+
+def assert_nothing_leaked(server: ServerProcess) -> None:
+    """Prove that flushing the cache of an idle server gives back every slot of the KV pool."""
+    server.flush_cache()
+    memory = server.server_info()["internal_states"][0]
+    log = server.log()
+    assert "leak" not in log.lower(), server.log_tail()
+    assert "Traceback" not in log, server.log_tail()
+    assert memory

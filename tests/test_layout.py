@@ -1,0 +1,129 @@
+"""The walls of the house, executable: who may import what, how large things get, and what must not exist."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"sglang_sparse", "kernels", "launch", "eval", "tests", "patches"}
+TRACKED = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+)
+FILES = [ROOT / name for name in TRACKED.stdout.split("\n") if name and (ROOT / name).is_file()]
+if TRACKED.returncode != 0:
+    pytest.skip("not a git checkout", allow_module_level=True)
+SOURCES = [path for path in FILES if path.suffix == ".py"]
+MAY_IMPORT_SGLANG = {
+    "plugin.py",
+    "cli.py",
+    "hooks.py",
+    "view.py",
+    "pools.py",
+    "backend.py",
+    "graphs.py",
+    "rectify.py",
+    "stats.py",
+    "limits.py",
+    "check.py",
+}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of all absolute imports, but for those that only type checkers see."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for statement in node.body
+        for child in ast.walk(statement)
+    }
+    names = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def test_top_level_folders_are_the_fixed_ones() -> None:
+    folders = {relative(path).split("/")[0] for path in FILES if "/" in relative(path)}
+    assert {folder for folder in folders if not folder.startswith(".")} == FOLDERS
+
+
+def test_no_package_named_kernels_or_tests() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "would shadow Hugging Face's kernels package"
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_kernels_import_only_torch_and_triton() -> None:
+    allowed = {"torch", "triton", "sglang_sparse_kernels", "__future__"}
+    stdlib = {"collections", "contextlib", "dataclasses", "functools", "math", "os", "typing", "types", "itertools"}
+    for path in SOURCES:
+        if relative(path).startswith("kernels/"):
+            assert imported(path) <= allowed | stdlib, relative(path)
+
+
+def test_methods_import_no_sglang() -> None:
+    for path in SOURCES:
+        if relative(path).startswith("sglang_sparse/methods/"):
+            assert "sglang" not in imported(path), relative(path)
+
+
+def test_only_the_seam_modules_import_sglang() -> None:
+    for path in SOURCES:
+        if path.parent == ROOT / "sglang_sparse" and path.name not in MAY_IMPORT_SGLANG:
+            assert "sglang" not in imported(path), relative(path)
+
+
+def test_eval_and_launch_talk_to_servers_over_http() -> None:
+    for path in SOURCES:
+        name = relative(path)
+        if name.startswith(("eval/", "launch/")) and not name.startswith("launch/cpu_platform/"):
+            assert not imported(path) & {"sglang", "sglang_sparse"}, name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_sizes(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= (500 if relative(path).startswith("kernels/") else 300)
+    # Triton kernels are one function by nature.
+    limit = 120 if relative(path).startswith(("kernels/", "tests/")) else 60
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            documentation = ast.get_docstring(node, clean=False)
+            lines = node.end_lineno - node.lineno + 1 - (documentation.count("\n") + 1 if documentation else 0)
+            assert lines <= limit, f"{node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_no_net_too_wide(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"bare except at line {node.lineno}"
+            assert not (isinstance(node.type, ast.Name) and node.type.id == "Exception"), f"line {node.lineno}"
+
+
+def test_one_environment_variable() -> None:
+    found = set()
+    for path in SOURCES:
+        if relative(path).startswith(("sglang_sparse/", "kernels/")):
+            found |= set(re.findall(r"SGLANG_SPARSE_[A-Z_]+", path.read_text()))
+    assert found <= {"SGLANG_SPARSE_REFERENCE"}
+
+
+def test_no_addresses_in_dependency_files() -> None:
+    for name in ("pyproject.toml", "constraints.txt", "launch/cpu_platform/pyproject.toml"):
+        assert not re.search(r"https?://", (ROOT / name).read_text()), name
+    assert not any(path.name == "uv.lock" for path in FILES)
