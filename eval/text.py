@@ -85,6 +85,7 @@ class Form:
         return text
 
     def question(self, key: str = "") -> str:
+        """What is asked; for a completion form the text that the answer continues."""
         return self.question_template.format(key0=key)
 
     def answer(self, *keys: str, value: str) -> str:

@@ -53,6 +53,7 @@ class Task:
 
     @property
     def value_digits(self) -> int:
+        """Passkeys and variables are shorter than other numbers."""
         return 5 if self.form.keys == "none" or self.form.link else 7
 
 
@@ -79,6 +80,8 @@ SPARSE_TASKS = ("needle", "multikey_2%", "multikey_2%_ruler", "multikey_60%", "p
 
 @dataclass(frozen=True)
 class Sample:
+    """A prompt as text, chat template included, and the whole right answer."""
+
     prompt: str
     answer: str
 
@@ -91,9 +94,11 @@ class Sampler:
         self.haystacks = [Haystack(text, self.sizes) for text in books.values()]
 
     def sizes(self, texts: list[str]) -> list[int]:
+        """Tokens of each text."""
         return [len(e.ids) for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def samples(self, task: Task, length: int, n: int) -> list[Sample]:
+        """`n` prompts, the same for the same seed, task and length."""
         rng = random.Random(f"{self.seed} {task.name} {length}")
         return [self.sample(task, length, rng) for _ in range(n)]
 
@@ -159,6 +164,7 @@ def judge(model: TinyGQA, tokenizer: Tokenizer, samples: list[Sample], rows: tup
 
 
 def chunks(samples: list[Sample], size: int) -> Iterator[list[Sample]]:
+    """Pieces of at most `size` samples."""
     for i in range(0, len(samples), size):
         yield samples[i : i + size]
 
@@ -189,7 +195,7 @@ def jobs(max_length: int) -> list[tuple[Task, int, tuple[str, float] | None]]:
 
 def main() -> None:
     """Measures and writes one line per task, length and selector."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Accuracy of a tiny checkpoint")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--books", type=Path, required=True, help="folder with held-out books")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file")

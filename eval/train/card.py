@@ -75,15 +75,18 @@ tokenizer and this card: Apache-2.0.
 
 
 def read(path: Path) -> list[Line]:
+    """Lines of a JSONL file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def dense_table(lines: list[Line]) -> str:
+    """Tasks by lengths."""
     lengths = sorted({line["length"] for line in lines})
     found = {(line["task"], line["length"]): f"{line['exact_match']:.3f}" for line in lines}
     tasks = list(dict.fromkeys(line["task"] for line in lines))
@@ -91,6 +94,7 @@ def dense_table(lines: list[Line]) -> str:
 
 
 def sparse_table(lines: list[Line]) -> str:
+    """Tasks by selectors and ratios."""
     columns = list(dict.fromkeys((line["selector"], line["ratio"]) for line in lines))
     found = {(line["task"], line["selector"], line["ratio"]): f"{line['exact_match']:.2f}" for line in lines}
     tasks = list(dict.fromkeys(line["task"] for line in lines))
@@ -99,6 +103,7 @@ def sparse_table(lines: list[Line]) -> str:
 
 
 def training_table(stages: list[Line]) -> str:
+    """Stages with their steps and their exact match by form."""
     forms = list(stages[-1]["exact_match"])
     rows = [
         [
@@ -113,6 +118,7 @@ def training_table(stages: list[Line]) -> str:
 
 
 def forms_table() -> str:
+    """One row per form, without the header."""
     from eval.text import FORMS
 
     rows = []
@@ -131,6 +137,7 @@ def forms_table() -> str:
 
 
 def card(accuracy: list[Line], training: list[Line]) -> str:
+    """The model card as text."""
     settings, stages = training[0], training[1:]
     dense = [line for line in accuracy if line["selector"] == "dense"]
     sparse = [line for line in accuracy if line["selector"] != "dense"]
@@ -153,7 +160,8 @@ def card(accuracy: list[Line], training: list[Line]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Reads both result files and writes the card."""
+    parser = argparse.ArgumentParser(description="Writes the model card")
     parser.add_argument("--accuracy", type=Path, required=True)
     parser.add_argument("--training", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from eval.text import read_books
-from eval.train.batches import FULL, LINKS, SHORT, Batch, BatchBuilder, Mix
+from eval.train.batches import Batch, BatchBuilder
+from eval.train.mixes import FULL, LINKS, SHORT, Mix
 from eval.train.model import TinyGQA, save
 from eval.train.ragged import ANSWER_ROLE, VALUE_ROLE, Vocabulary
 from eval.train.sparse import Rows
@@ -90,7 +91,7 @@ def attention_backends(device: torch.device) -> list[SDPBackend]:
                 for _ in range(3):
                     torch.cuda.synchronize()
                     start = time.perf_counter()
-                    out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+                    out = F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True)
                     grads = torch.autograd.grad(out.float().square().sum(), inputs)
                     torch.cuda.synchronize()
                     results[backend] = (time.perf_counter() - start, grads)
@@ -150,6 +151,7 @@ class Trainer:
         return BatchBuilder(Vocabulary(encode, split, self.device), stream, self.args.seed + (split == "eval"))
 
     def seconds(self) -> float:
+        """Time since the start."""
         return time.perf_counter() - self.start
 
     def lengths(self, stage: Stage) -> int:
@@ -208,7 +210,9 @@ class Trainer:
             if done % 100:
                 continue
             gate = self.measure(stage.length, stage.gate, 64)
-            losses = [f"{name} {value:.3f}" for name, value in zip(("text", "answer"), (total / 100).tolist())]
+            losses = [
+                f"{name} {value:.3f}" for name, value in zip(("text", "answer"), (total / 100).tolist(), strict=True)
+            ]
             matches = [f"{name} {value:.2f}" for name, value in gate.items()]
             print(stage.name, done, f"{self.seconds():.0f} s", *losses, *matches, flush=True)
             total.zero_()
@@ -222,7 +226,8 @@ class Trainer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Trains all stages; the checkpoint is written after each."""
+    parser = argparse.ArgumentParser(description="Trains the tiny GQA model")
     parser.add_argument("--data", type=Path, required=True, help="folder with books/train and books/heldout")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and of training.jsonl")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,7 @@ def initial(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """RMS norm over the last dimension, in float32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype) * weight.to(x.dtype)
 
@@ -86,7 +87,8 @@ def losses(
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention; q (B, T, Q_HEADS, d), k and v (B, T, KV_HEADS, d) -> (B, T, Q_HEADS, d)."""
     k, v = (x.repeat_interleave(Q_HEADS // KV_HEADS, 2) for x in (k, v))
-    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return out.transpose(1, 2)
 
 
@@ -107,8 +109,14 @@ class TinyGQA(nn.Module):
             self.functions = [torch.compile(f, dynamic=False) for f in self.functions]
         self._table: tuple[Tensor, Tensor] | None = None
 
+    def layer_weights(self, i: int) -> dict[str, Tensor]:
+        """Weights of layer `i` by the names and in the order of SHAPES."""
+        layer = cast(nn.ParameterDict, self.layers[i])
+        return {name: layer[name.replace(".", "__")] for name in SHAPES}
+
     def matrices(self) -> list[nn.Parameter]:
-        return [w for layer in self.layers for w in layer.values() if w.ndim == 2]
+        """Weights of the layers without norms and embedding."""
+        return [w for layer in self.layers for w in layer.parameters() if w.ndim == 2]
 
     def _rope(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin (rows * length, 1, d), the same for every row."""
@@ -131,8 +139,8 @@ class TinyGQA(nn.Module):
         cos, sin = self._rope(b, t)
         pre, post = (project, finish) if plain else self.functions[:2]
         x = F.embedding(tokens.flatten(), self.embed)
-        for layer in self.layers:
-            w = [layer[name.replace(".", "__")] for name in SHAPES]
+        for i in range(LAYERS):
+            w = list(self.layer_weights(i).values())
             q, k, v = (y.view(b, t, -1, HEAD_DIM) for y in pre(x, w[:6], cos, sin, self.compute))
             out = dense(q, k, v)
             if rows is not None:
@@ -156,8 +164,8 @@ class TinyGQA(nn.Module):
     def named_weights(self) -> dict[str, Tensor]:
         """Weights by the names of transformers' Qwen3ForCausalLM; the output layer shares the embedding."""
         named = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
-        for i, layer in enumerate(self.layers):
-            named |= {f"model.layers.{i}.{n.replace('__', '.')}.weight": w for n, w in layer.items()}
+        for i in range(LAYERS):
+            named |= {f"model.layers.{i}.{name}.weight": w for name, w in self.layer_weights(i).items()}
         return {name: weight.detach() for name, weight in named.items()}
 
 

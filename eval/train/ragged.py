@@ -34,6 +34,7 @@ class Ragged:
         return Ragged(self.codes.gather(1, index[..., None].expand(-1, -1, width)), self.length.gather(1, index))
 
     def with_role(self, role: int) -> Ragged:
+        """The same tokens, all with one role."""
         return Ragged(self.codes % ROLE_STEP + role * ROLE_STEP, self.length)
 
 
@@ -82,6 +83,7 @@ class Vocabulary:
         return Ragged(codes, torch.tensor([len(i) for i in ids], device=self.device))
 
     def literal(self, text: str, shape: Sequence[int]) -> Ragged:
+        """The tokens of a text, repeated over `shape`."""
         if text not in self._literals:
             self._literals[text] = torch.tensor(self.encode(text), device=self.device, dtype=torch.long)
         ids = self._literals[text]
@@ -103,6 +105,7 @@ class Vocabulary:
         return concat(parts)
 
     def size(self, text: str) -> int:
+        """Tokens of a text."""
         return len(self.encode(text))
 
 

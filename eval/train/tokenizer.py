@@ -54,7 +54,8 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Trains and writes the tokenizer and the word list."""
+    parser = argparse.ArgumentParser(description="Trains the tokenizer")
     parser.add_argument("--books", type=Path, required=True, help="folder with the training books")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     parser.add_argument("--words", type=Path, default=WORDS_FILE, help="where the word list goes")

@@ -21,7 +21,8 @@ def page_score(
 
     With ``q`` the mean over the group's query heads, the score of a page is
     ``sum_j max(q_j * k_max_j, q_j * k_min_j)``, in logits before the softmax scale. The newest ``local_pages`` pages
-    of a row score +inf, and so does a page whose summary holds NaN.
+    of a row score +inf; a page whose summary holds NaN scores the largest finite float32, so that it is selected before
+    every other page but never instead of a local one.
 
     Args:
         q: ``[B, Hq, d]``, float32, float16 or bfloat16; ``d`` is contiguous.

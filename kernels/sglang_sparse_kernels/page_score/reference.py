@@ -2,6 +2,9 @@
 
 import torch
 
+# A page without a finite bound comes before every page with one, and after the local pages.
+UNBOUNDED = torch.finfo(torch.float32).max
+
 
 def page_score(
     q: torch.Tensor,
@@ -27,6 +30,6 @@ def page_score(
     score = torch.einsum("bhd,bmhd->bhm", query.clamp(min=0), bounds[:, :, :, 0])
     score += torch.einsum("bhd,bmhd->bhm", query.clamp(max=0), bounds[:, :, :, 1])
     local = logical >= n_pages[:, None] - local_pages
-    score.masked_fill_(score.isnan() | local[:, None], float("inf"))
+    score.masked_fill_(score.isnan(), UNBOUNDED).masked_fill_(local[:, None], float("inf"))
     out[:, :, :width] = score.masked_fill_(~held[:, None], float("-inf"))
     return out

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 
 from ..launch import await_inputs, dependent_launch
+from .reference import UNBOUNDED
 
 _MANY_PROGRAMS = 8192
+_UNBOUNDED = tl.constexpr(UNBOUNDED)
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def _page_score_kernel(
                 k_min = tl.load(pointers + DIM, mask=(dims < DIM)[None, :], other=0.0)
             # Sums, not maxima, of products: a NaN in the summary reaches the score, which then differs from itself.
             score = tl.sum(positive * k_max.to(tl.float32) + negative * k_min.to(tl.float32), axis=1)
-            always = (score != score) | (logical >= n_pages - local_pages)  # noqa: PLR0124
-            tl.store(out_ptr + logical, tl.where(always, float("inf"), score), mask=held)
+            score = tl.where(score != score, _UNBOUNDED, score)  # noqa: PLR0124
+            tl.store(out_ptr + logical, tl.where(logical >= n_pages - local_pages, float("inf"), score), mask=held)
 
 
 def page_score(
