@@ -42,7 +42,10 @@ SPARSE_LENGTH = 8192
 
 @dataclass(frozen=True)
 class Task:
-    """`fill`: share of the text that is records, 0 for a single one; at least `least` chains; earlier turns."""
+    """`fill`: share of the text that is records, 0 for a single one; at least `least` chains; earlier turns.
+
+    `split`: the words that keys are made of; a model copies names made of unknown words less surely.
+    """
 
     name: str
     form: Form
@@ -50,6 +53,7 @@ class Task:
     least: int = 1
     hops: int = 1
     turns: int = 0
+    split: str = "eval"
 
     @property
     def value_digits(self) -> int:
@@ -71,6 +75,7 @@ TASKS = (
     Task("passkey_completion", FORMS["passkey_completion"]),
     Task("var_2hop_2%", FORMS["var"], 0.02, 2, hops=2),
     Task("var_2hop_2%_completion", FORMS["var_completion"], 0.02, 2, hops=2),
+    Task("var_2hop_2%_known_words", FORMS["var"], 0.02, 2, hops=2, split="train"),
     Task("records_60%", FORMS["records"], 0.6, 2),
     Task("json_95%", FORMS["json"], 0.95, 2),
     Task("json_95%_completion", FORMS["json_completion"], 0.95, 2),
@@ -133,7 +138,7 @@ class Sampler:
         if task.form.keys == "digits":
             keys = unique_keys(rng, n * task.hops, lambda r: random_number(r, 8))
         else:
-            keys = unique_keys(rng, n * task.hops, random_key)
+            keys = unique_keys(rng, n * task.hops, lambda r: random_key(r, split=task.split))
         if taken:
             keys = [key if key not in taken else key + "0" for key in keys]
         chains = [tuple(keys[i * task.hops : (i + 1) * task.hops]) for i in range(n)]
@@ -203,6 +208,8 @@ def main() -> None:
         "--n", type=int, default=200, help="prompts per task and length; half of it above 8k tokens and if sparse"
     )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tasks", nargs="*", default=[task.name for task in TASKS], help="only these, dense")
+    parser.add_argument("--append", action="store_true", help="keep the lines that are in the file")
     parser.add_argument("--max-length", type=int, default=LENGTHS[-1])
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -210,12 +217,15 @@ def main() -> None:
     model = load(args.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     sampler = Sampler(Tokenizer.from_file(str(args.model / "tokenizer.json")), read_books(args.books), args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w") as file:
-        for task, length, rows in jobs(args.max_length):
+    wanted = jobs(args.max_length)
+    if len(args.tasks) < len(TASKS):
+        wanted = [job for job in wanted if job[0].name in args.tasks and not job[2]]
+    with args.out.open("a" if args.append else "w") as file:
+        for task, length, rows in wanted:
             n = max(1, args.n if length <= SPARSE_LENGTH and not rows else args.n // 2)
             line = measure(model, sampler, task, length, n, rows)
             print(json.dumps(line), flush=True)
-            file.write(json.dumps(line | {"seed": args.seed}) + "\n")
+            file.write(json.dumps(line | {"seed": args.seed, "device": device.type}) + "\n")
             file.flush()
 
 

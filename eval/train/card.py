@@ -45,7 +45,8 @@ words joined by hyphens (JSON: 5-8 digits). Greedy decoding.
 ## Exact match, dense attention
 
 Whole answer and end of turn, held-out books, keys of words unseen in training. The percentage is the share of the
-text that is records; without one the text has a single record. n = {n} ({n_long} above 8k tokens).
+text that is records; without one the text has a single record. n = {n} ({n_long} above 8k tokens). An empty cell was not
+measured.
 
 {dense}
 
@@ -68,9 +69,9 @@ Exact match here is on rows built as in training (60 % records, one question) at
 
 ## Data and licence
 
-Trained on 16 novels and travel books in the public domain (their authors died in 1940 or earlier; e-texts of
-Project Gutenberg, its headers removed) and on generated numbers. Tested on five other books by other authors. Weights,
-tokenizer and this card: Apache-2.0.
+Trained on 16 novels and travel books in the public domain in the USA (their authors died in 1937 or earlier; Project
+Gutenberg e-texts without its header and name) and on generated numbers. Tested on five other books by other authors.
+Weights, tokenizer and this card: Apache-2.0.
 """
 
 
