@@ -49,10 +49,19 @@ class SparseAttentionBackend(AttentionBackend):
     """
 
     _OWN = frozenset(
-        ("dense", "method", "counters", "_pools", "_config", "_limits")
-        + ("_view", "_graph_view", "_last_slots", "_last_plan")
+        {
+            "dense",
+            "method",
+            "counters",
+            "_pools",
+            "_config",
+            "_limits",
+            "_view",
+            "_graph_view",
+            "_last_slots",
+            "_last_plan",
+        }
     )
-
     # Dense or sparse is decided on the host.
     needs_cpu_seq_lens: bool = True
 

@@ -44,9 +44,9 @@ words joined by hyphens (JSON: 5-8 digits). Greedy decoding.
 
 ## Exact match, dense attention
 
-Whole answer and end of turn, held-out books, keys of words unseen in training. The percentage is the share of the
-text that is records; without one the text has a single record. n = {n} ({n_long} above 8k tokens). An empty cell was not
-measured.
+Whole answer and end of turn; held-out books; keys of words unseen in training, except in rows named "known_words". The
+percentage is the share of the text that is records; without one the text has a single record. n = {n_long} to {n}. An
+empty cell was not measured.
 
 {dense}
 

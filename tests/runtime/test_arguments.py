@@ -12,7 +12,7 @@ load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from sglang_sparse import hooks, versions
+from sglang_sparse import check, hooks, limits, versions
 
 
 @pytest.fixture(scope="session")
@@ -192,3 +192,15 @@ def test_flags_in_sglangs_own_config_file(qwen3: str, tmp_path: Path) -> None:
     path.write_text(f"model-path: {qwen3}\nsparse-method: resa\nsparse-config: '{{\"active_ratio\": 0.2}}'\n")
     args = prepare_server_args(["--config", str(path)])
     assert json.loads(args.sparse_config)["active_ratio"] == 0.2
+
+
+def test_check_prints_every_limit_and_judges_arguments(qwen3: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main([]) == 0
+    table = capsys.readouterr().out
+    for limit in (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS):
+        assert f"| {limit.name} | {limit.reason} |" in table
+    assert check.main(["--model-path", qwen3, "--sparse-method", "resa"]) == 0
+    assert '"active_ratio": 0.1' in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        check.main(["--model-path", qwen3, "--sparse-method", "resa", "--enable-lora"])
+    assert "cannot run with LoRA" in capsys.readouterr().err

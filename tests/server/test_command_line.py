@@ -67,6 +67,25 @@ def test_a_plugin_that_is_left_out_is_not_silently_dense(qwen3: str) -> None:
     assert "unrecognized arguments: --sparse-method resa" in stderr
 
 
+def test_engine_takes_the_same_three(checkpoint: Path, tmp_path: Path) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text(
+        "import sglang\n"
+        "if __name__ == '__main__':\n"
+        f"    engine = sglang.Engine(model_path={str(checkpoint)!r}, sparse_method='resa',\n"
+        "        sparse_prefill_method=None, sparse_config={'dense_fallback': 'never', 'min_pages': 2})\n"
+        "    engine.generate(input_ids=[list(range(10, 210))], sampling_params={'max_new_tokens': 4})\n"
+        "    state = engine.get_server_info()['internal_states'][0]['sparse']\n"
+        "    print('attended', state['pages_attended'] / state['pages_held'], state['config']['min_pages'])\n"
+        "    engine.shutdown()\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("attended")]
+    _, share, min_pages = line.split()
+    assert float(share) < 0.2 and min_pages == "2"
+
+
 def test_engine_raises_value_error(qwen3: str) -> None:
     code = (
         "import sglang\n"

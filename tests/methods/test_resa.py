@@ -1,0 +1,65 @@
+"""ReSA's selection on a paged cache against a plain formulation, page by page."""
+
+import math
+
+import pytest
+import torch
+
+from sglang_sparse.config import build
+from sglang_sparse.method import ModelShape
+from sglang_sparse.pools import AuxPools, page_ends
+from sglang_sparse.view import allocate_view
+
+PAGE, KV_HEADS, GROUP, DIM = 16, 2, 4, 64
+SHAPE = ModelShape(1, KV_HEADS * GROUP, KV_HEADS, DIM, torch.float32)
+
+
+def naive(keys: torch.Tensor, query: torch.Tensor, ratio: float, least: int, local: int) -> list[set[int]]:
+    """Logical pages for each KV head; ``keys`` is ``[tokens, kv_heads, dim]`` in the order of positions."""
+    pages = keys.split(PAGE)
+    count = min(len(pages), max(least, math.ceil(round(len(pages) * ratio, 9))))
+    chosen = []
+    for head in range(KV_HEADS):
+        mean = query.view(KV_HEADS, GROUP, DIM)[head].mean(0)
+        scores = [
+            torch.maximum(mean * page[:, head].amax(0), mean * page[:, head].amin(0)).sum().item() for page in pages
+        ]
+        scores[len(pages) - local :] = [math.inf] * local
+        chosen.append(set(sorted(range(len(pages)), key=lambda j: (-scores[j], j))[:count]))
+    return chosen
+
+
+@pytest.mark.parametrize("fields", [{"min_pages": 2}, {"min_pages": 3, "local_pages": 3, "active_ratio": 0.25}])
+def test_selection(fields: dict[str, object]) -> None:
+    torch.manual_seed(3)
+    settings = build("resa", fields)
+    method, config = settings.method, settings.config
+    lengths = [17, 160, 333, 640]
+    aux = AuxPools(method.aux_specs(SHAPE), (0,), 200, PAGE, "cpu")
+    cache = torch.randn(200 * PAGE, KV_HEADS, DIM)
+    view = allocate_view(len(lengths), KV_HEADS, 40, 40, PAGE, torch.zeros(3, dtype=torch.int64))
+    free = (torch.randperm(199) + 1).tolist()
+    for row, length in enumerate(lengths):
+        n_pages = -(-length // PAGE)
+        table = torch.tensor([free.pop() for _ in range(n_pages)])
+        view.page_table[row, :n_pages] = table
+        view.n_pages[row] = n_pages
+        slots = (table[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
+        aux.refresh(0, cache, page_ends(slots, PAGE))
+    view.n_select.copy_(torch.minimum(method.n_select(view.n_pages), view.n_pages))
+    query = torch.randn(len(lengths), KV_HEADS * GROUP, DIM)
+    selected = method.select(view, 0, query, aux)
+    for row, length in enumerate(lengths):
+        table = view.page_table[row].tolist()
+        slots = (view.page_table[row, :, None].long() * PAGE + torch.arange(PAGE)).flatten()[:length]
+        expected = naive(cache[slots], query[row], config.active_ratio, config.min_pages, config.local_pages)
+        for head in range(KV_HEADS):
+            count = int(selected.counts[row, head])
+            ids = selected.indices[row, head].tolist()
+            assert [table.index(page) for page in ids[:count]] == sorted(expected[head])
+            assert set(ids[count:]) <= {-1}
+    assert view.stats.tolist() == [
+        len(lengths) * KV_HEADS,
+        int(view.n_select.sum()) * KV_HEADS,
+        int(view.n_pages.sum()) * KV_HEADS,
+    ]

@@ -1,0 +1,76 @@
+"""The buffers beside the KV pool: which pages a pass touches, what is charged, and that a summary is its page's."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_sparse import pools
+from sglang_sparse.config import build
+from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.resa import SUMMARY
+
+SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
+
+
+@given(
+    st.sampled_from([1, 2, 4, 16, 64]),
+    st.lists(st.tuples(st.integers(0, 100), st.integers(1, 200)), min_size=1, max_size=5),
+    st.integers(0, 2**32),
+)
+def test_page_ends(page_size: int, requests: list[tuple[int, int]], seed: int) -> None:
+    """Requests with whole-page tables in random order; each extends from a prefix by some tokens."""
+    free = list(range(1, 2000))
+    random.Random(seed).shuffle(free)
+    slots, expected = [], []
+    for prefix, extend in requests:
+        table = [free.pop() for _ in range(-(-(prefix + extend) // page_size))]
+        positions = range(prefix, prefix + extend)
+        slots += [table[p // page_size] * page_size + p % page_size for p in positions]
+        expected += [(p + 1) % page_size == 0 or p == positions[-1] for p in positions]
+    ends = pools.page_ends(torch.tensor(slots), page_size)
+    assert (ends >= 0).tolist() == expected
+    assert ends[ends >= 0].tolist() == [slot for slot, end in zip(slots, expected, strict=True) if end]
+
+
+def test_slots_of_the_dummy_page_are_skipped() -> None:
+    slots = torch.tensor([32, 33, 0, 0, 0])
+    assert pools.page_ends(slots, 16).tolist() == [-1, 33, -1, -1, -1]
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", 128), ("bf16", 128), ("fp8", 64)])
+def test_bytes_per_token(dtype: str, expected: int) -> None:
+    # 4 layers, 2 heads, minimum and maximum of 64 elements, one entry for 16 tokens.
+    assert pools.aux_bytes_per_token(build("resa", {"summary_dtype": dtype}), SHAPE) == expected
+
+
+def test_dense_layers_are_not_charged() -> None:
+    assert pools.aux_bytes_per_token(build("resa", {"layers": "2-"}), SHAPE) == 64
+
+
+def test_a_dense_server_is_charged_nothing() -> None:
+    kvc = SimpleNamespace(server_args=SimpleNamespace(sparse_method=None), is_draft_worker=False)
+    assert pools.charge_aux_bytes(4096, None, kvc, 4) == 4096
+    pool = object()
+    assert pools.attach_aux_pools(pool, SimpleNamespace(server_args=kvc.server_args)) is None
+
+
+def test_a_page_written_in_pieces_has_the_summary_of_all_its_keys() -> None:
+    settings = build("resa", {"page_size": 4})
+    specs = settings.method.aux_specs(SHAPE)
+    aux = pools.AuxPools(specs, (0,), 8, 4, "cpu")
+    keys = torch.randn(32, 2, 64).to(torch.bfloat16)
+    for slots in ([20, 21], [22], [23]):
+        aux.refresh(0, keys, pools.page_ends(torch.tensor(slots), 4))
+        written = keys[20 : slots[-1] + 1]
+        summary = aux.buffer(SUMMARY, 0)[5]
+        assert torch.equal(summary[:, 0], written.amax(0)) and torch.equal(summary[:, 1], written.amin(0))
+
+
+def test_bytes_are_those_of_the_buffers() -> None:
+    settings = build("resa", {})
+    aux = pools.AuxPools(settings.method.aux_specs(SHAPE), (0, 1, 2, 3), 100, 16, "cpu")
+    assert aux.nbytes == 100 * 16 * pools.aux_bytes_per_token(settings, SHAPE)
