@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import math
 import statistics
-import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from eval.record import git_revision
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summary
 from sglang_sparse_kernels.page_topk import page_topk
@@ -238,14 +238,11 @@ def measured_row(step: Step, op: str, implementation: str, times: list[float]) -
 
 
 def environment() -> dict[str, str | None]:
-    """Versions, device and commit of this run."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--verify", "--quiet", "HEAD"], capture_output=True, text=True, check=False
-    )
+    """Versions and device of this run."""
     packages = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer-python")
     installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
     versions = {package: installed.get(package) for package in packages}
-    return {**versions, "device": torch.cuda.get_device_name(), "commit": commit.stdout.strip() or None}
+    return {**versions, "device": torch.cuda.get_device_name()}
 
 
 def print_table(step: Step, rows: list[dict[str, Any]]) -> None:
@@ -274,6 +271,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--n-min", type=int, default=16)
     parser.add_argument("--summary-dtype", choices=["bfloat16", "float8_e4m3fn"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     return parser.parse_args()
 
 
@@ -282,6 +280,7 @@ def main() -> None:
     arguments = parse_arguments()
     if not torch.cuda.is_available():
         raise SystemExit("bench_kernels measures a GPU, and torch finds none")
+    revision = arguments.revision or git_revision()
     options = {name: getattr(arguments, name) for name in ("page_size", "active_ratio", "n_min")}
     options["summary_dtype"] = getattr(torch, arguments.summary_dtype)
     for batch, length in arguments.shapes:
@@ -291,7 +290,7 @@ def main() -> None:
         print_table(step, rows)
         if arguments.out:
             with arguments.out.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.writelines(json.dumps(row | {"revision": revision}) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

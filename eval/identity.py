@@ -109,6 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--noise-url", help="a second dense server, with another attention backend")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
     with contextlib.ExitStack() as stack:
         urls = args.base_url, args.compare_url, args.noise_url or args.compare_url
@@ -118,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         if before is None:
             parser.error(f"{args.base_url} does not run a sparse method")
         facts = dict(zip(("sparse", "dense", "noise"), map(server_facts, clients), strict=True))
-        record = stack.enter_context(Record(args.out, "eval.identity", **facts))
+        record = stack.enter_context(Record(args.out, "eval.identity", args.revision, **facts))
         rows, noise = [], 0.0
         for text in tqdm(make_prompts(args.prompts, args.seed)):
             expected = generate(dense, text, args.tokens)

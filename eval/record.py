@@ -54,13 +54,14 @@ class Record:
     Args:
         path: the file, overwritten.
         command: name of the command.
+        revision: of the code; asked of git by default.
         **header: facts for the first line.
     """
 
-    def __init__(self, path: Path, command: str, **header: Any):
+    def __init__(self, path: Path, command: str, revision: str | None = None, **header: Any):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w")
-        self.add("header", command=command, revision=git_revision(), **header)
+        self.add("header", command=command, revision=revision or git_revision(), **header)
 
     def add(self, kind: str, **fields: Any) -> None:
         """Write a row at once, so that an interrupted run keeps what it measured."""

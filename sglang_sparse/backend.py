@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,16 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_sparse import hooks, pools
 from sglang_sparse.config import settings_of
-from sglang_sparse.plan import DecodePlan, plan_decode
+from sglang_sparse.plan import DecodePlan, plan_decode, widest_selection
 from sglang_sparse.stats import Counters
 from sglang_sparse.view import BatchView, allocate_view
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 
 if TYPE_CHECKING:
     from sglang_sparse.config import Settings
+
+
+logger = logging.getLogger(__name__)
 
 
 def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, dense: Any) -> Any:
@@ -58,6 +62,7 @@ class SparseAttentionBackend(AttentionBackend):
             "_limits",
             "_view",
             "_graph_view",
+            "_eager_view",
             "_last_slots",
             "_last_plan",
         }
@@ -73,13 +78,13 @@ class SparseAttentionBackend(AttentionBackend):
         model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
         page_size = settings.config.page_size
         max_pages = -(-runner.req_to_token_pool.req_to_token.shape[1] // page_size)
-        lengths = torch.arange(1, max_pages + 1) * page_size
-        max_select = int(plan_decode(self.method, page_size, lengths).n_select.max())
+        max_select = widest_selection(self.method, page_size, max_pages)
         self._limits = (model.num_kv_heads, max_pages, max_select, page_size)
         device = self._pools.overflow.device
         self.counters = Counters(settings, self._pools, model, torch.zeros(3, dtype=torch.int64, device=device))
         self._view: BatchView | None = None
         self._graph_view: BatchView | None = None
+        self._eager_view: BatchView | None = None
         self._last_slots: torch.Tensor | None = None
         self._last_plan: tuple[list[int], DecodePlan] | None = None
 
@@ -108,6 +113,11 @@ class SparseAttentionBackend(AttentionBackend):
         """Allocate the static buffers of the decode graphs, the dense backend's and ours."""
         self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
         self._graph_view = allocate_view(max_bs, *self._limits, self.counters.select_stats)
+        logger.info(
+            "sglang_sparse: %.1f MiB of static buffers for decode graphs up to batch size %d, beside the KV pool",
+            self._graph_view.nbytes / 2**20,
+            max_bs,
+        )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare an eager forward pass."""
@@ -126,6 +136,14 @@ class SparseAttentionBackend(AttentionBackend):
         self.dense.prepare_forward_metadata_for_breakable_cuda_graph_replay(*args, **kwargs)
         self._last_slots = None
 
+    def _rows(self, rows: int) -> BatchView:
+        """Return a view of ``rows`` rows, of static buffers if a graph can have that many."""
+        if self._graph_view is not None and rows <= self._graph_view.page_table.shape[0]:
+            return self._graph_view.rows(rows)
+        if self._eager_view is None or rows > self._eager_view.page_table.shape[0]:
+            self._eager_view = allocate_view(rows, *self._limits, self.counters.select_stats)
+        return self._eager_view.rows(rows)
+
     def begin_capture(self, rows: int, sparse: bool) -> None:
         """Choose the path that the next captured decode graph records.
 
@@ -135,12 +153,12 @@ class SparseAttentionBackend(AttentionBackend):
         """
         self._view = None
         if sparse:
-            assert self._graph_view is not None
-            self._view = self._graph_view.rows(rows)
+            self._view = self._rows(rows)
             self._view.n_pages.zero_()
             self._view.n_select.zero_()
 
     def _prepare(self, forward_batch: Any) -> None:
+        self._pools.require_in_range()
         self._view = None
         self._last_slots = None
         if not forward_batch.forward_mode.is_decode():
@@ -151,10 +169,7 @@ class SparseAttentionBackend(AttentionBackend):
         self.counters.add_decode(plan)
         if not plan.sparse:
             return
-        if self._graph_view is not None and rows <= self._graph_view.page_table.shape[0]:
-            view = self._graph_view.rows(rows)
-        else:
-            view = allocate_view(rows, *self._limits, self.counters.select_stats)
+        view = self._rows(rows)
         view.load(plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
         self._view = view
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from sglang_sparse import hooks, limits, registry
 from sglang_sparse.config import SparseArgumentError, build, read_config, settings_of
-from sglang_sparse.versions import require_supported_sglang
+from sglang_sparse.versions import UnsupportedSGLangError, require_supported_sglang
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
@@ -73,7 +73,7 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
 
     Raises:
         SparseArgumentError: a sparse flag, config field or combination cannot be served.
-        RuntimeError: the SGLang version is not supported, or one of its seams moved.
+        UnsupportedSGLangError: the SGLang version is not supported, or one of its seams moved.
     """
     if not self.sparse_method:
         _refuse_orphans(self)
@@ -125,6 +125,6 @@ def prepare_server_args(original: Callable[[list[str]], SparseServerArgs], argv:
     """
     try:
         return original(argv)
-    except SparseArgumentError as error:
+    except (SparseArgumentError, UnsupportedSGLangError) as error:
         print(f"sglang_sparse: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

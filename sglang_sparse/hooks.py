@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from sglang_sparse.versions import installed_sglang
+from sglang_sparse.versions import UnsupportedSGLangError, installed_sglang
 
 
 @dataclass(frozen=True)
@@ -175,13 +175,13 @@ def verify() -> None:
     SGLang only logs a hook that it cannot apply, and a server would then run dense or, worse, half sparse.
 
     Raises:
-        RuntimeError: a seam is missing; names it and the SGLang version.
+        UnsupportedSGLangError: a seam is missing; names it and the SGLang version.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     missing = [seam.target for seam in SEAMS if seam.target not in HookRegistry._patched]
     if missing:
-        raise RuntimeError(
+        raise UnsupportedSGLangError(
             f"SGLang {installed_sglang()} has moved what sglang_sparse hooks: {', '.join(missing)}; "
             "see patches/README.md for what each is for"
         )

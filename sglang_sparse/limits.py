@@ -58,6 +58,18 @@ def _above_one(field: str) -> Callable[[Any], object | None]:
 _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
+_OWN_TREE = "the rule that only exact KV is shared is proven for SGLang's default tree only"
+
+
+def _other_radix_tree(_: Any) -> str | None:
+    from sglang.srt.environ import envs
+
+    for name in ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE"):
+        if getattr(envs, name).get():
+            return name
+    return None
+
+
 FLAG_LIMITS = (
     FlagLimit("speculative decoding", _set("speculative_algorithm"), "draft tokens are verified by other passes"),
     FlagLimit(
@@ -69,6 +81,11 @@ FLAG_LIMITS = (
     FlagLimit("LMCache", _set("enable_lmcache"), _OTHER_WRITER),
     FlagLimit("FlexKV", _set("enable_flexkv"), _OTHER_WRITER),
     FlagLimit("data-parallel attention", _set("enable_dp_attention"), "ranks must agree on the forward mode"),
+    FlagLimit(
+        "data parallelism",
+        _above_one("dp_size"),
+        "SGLang 0.5.17's data-parallel controller hides from the main process what a scheduler runs",
+    ),
     FlagLimit("two-batch overlap", _set("enable_two_batch_overlap"), _OTHER_LOOP),
     FlagLimit("PD multiplexing", _set("enable_pdmux"), _OTHER_LOOP),
     FlagLimit("pipeline parallelism", _above_one("pp_size"), _OTHER_LOOP),
@@ -81,17 +98,24 @@ FLAG_LIMITS = (
     FlagLimit("unified memory pool", _set("enable_unified_memory"), "the summaries would not be allocated"),
     FlagLimit("page-major KV layout", _set("enable_page_major_kv_layout"), "the kernels read one layer's K at a time"),
     FlagLimit("streaming sessions", _set("enable_streaming_session"), "a session keeps approximate KV"),
+    FlagLimit("torch.compile", _set("enable_torch_compile"), "the sparse and the dense graph would share one"),
+    FlagLimit(
+        "deterministic inference",
+        lambda args: args.enable_deterministic_inference or args.rl_on_policy_target or None,
+        "splits and the crossover depend on the batch, so a request's output depends on its neighbours",
+    ),
     FlagLimit("embedding serving", _set("is_embedding"), "nothing is decoded"),
     FlagLimit(
         "radix cache backend",
         _set("radix_cache_backend"),
-        "the rule that only exact KV is shared is proven for SGLang's own tree",
+        _OWN_TREE,
     ),
     FlagLimit(
         "KV cache dtype",
         lambda args: None if args.kv_cache_dtype in KV_DTYPES else args.kv_cache_dtype,
         f"allowed: {', '.join(KV_DTYPES)}",
     ),
+    FlagLimit("another radix tree", _other_radix_tree, _OWN_TREE),
 )
 
 
@@ -169,11 +193,38 @@ def require_after(args: SparseServerArgs, settings: Settings) -> None:
                 f"--sparse-method {settings.name}: attention backend {name!r} is not supported; "
                 f"allowed: {', '.join(DENSE_BACKENDS)}"
             )
+    if args.cuda_graph_config is not None and args.cuda_graph_config.prefill.backend == "full":
+        raise SparseArgumentError(
+            f"--sparse-method {settings.name}: the prefill CUDA graph backend 'full' would not refresh the summaries; "
+            "allowed: breakable, tc_piecewise, disabled"
+        )
+    _require_dtypes(args, settings)
     if args.page_size != settings.config.page_size:
         raise SparseArgumentError(
             f"--sparse-method {settings.name}: the server's page size is {args.page_size} and the config's is "
             f"{settings.config.page_size}; they must be equal: set --page-size {settings.config.page_size} "
             f'or {{"page_size": {args.page_size}}}'
+        )
+
+
+def _require_dtypes(args: SparseServerArgs, settings: Settings) -> None:
+    import torch
+
+    dtype = str(args.get_model_config().dtype).removeprefix("torch.")
+    cache = {"auto": dtype, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
+    if cache not in (dtype, "fp8_e4m3"):
+        raise SparseArgumentError(
+            f"--sparse-method {settings.name}: the KV cache dtype is {args.kv_cache_dtype} and the model's is {dtype}; "
+            "allowed: auto, fp8_e4m3"
+        )
+    if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
+        raise SparseArgumentError(
+            f"--sparse-method {settings.name}: the attention backend torch_native writes fp8 KV without its scales; "
+            f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(GPU_ONLY_BACKENDS)}"
+        )
+    if dtype == "float32" and torch.cuda.is_available():
+        raise SparseArgumentError(
+            f"--sparse-method {settings.name}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
         )
 
 

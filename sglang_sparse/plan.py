@@ -48,3 +48,17 @@ def plan_decode(method: DecodeMethod, page_size: int, seq_lens: torch.Tensor) ->
     if sparse_tokens == 0 or sparse_tokens < config.crossover_tokens:
         return DecodePlan(False, n_pages, n_pages, torch.ones_like(covered))
     return DecodePlan(True, n_pages, n_select, covered)
+
+
+def widest_selection(method: DecodeMethod, page_size: int, max_pages: int) -> int:
+    """Return the most pages that a row of any batch attends to.
+
+    Args:
+        method: the decode method.
+        page_size: tokens per page.
+        max_pages: pages of the longest context.
+    """
+    n_pages = torch.arange(1, max_pages + 1, dtype=torch.int32)
+    sparse = int(torch.minimum(method.n_select(n_pages), n_pages).max())
+    longest_dense = -(-(method.config.min_seq_len - 1) // page_size)
+    return max(sparse, min(longest_dense, max_pages))

@@ -51,6 +51,7 @@ class AuxPools:
             for spec in specs
         }
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self._overflow_seen = torch.zeros(1, dtype=torch.int32, pin_memory=self.overflow.is_cuda)
         self.accounted_bytes = 0
         self.measured_bytes: int | None = None
 
@@ -69,6 +70,24 @@ class AuxPools:
         for spec in self.specs:
             buffer = self._buffers[spec.name][layer_id]
             spec.refresh(k_cache, buffer, last_slots, self.page_size, self.overflow)
+
+    def require_in_range(self) -> None:
+        """End the server when an entry could not hold a key, one or two passes after it happened.
+
+        Called before every forward pass; it reads what an asynchronous copy brought and starts the next copy, so it
+        never waits for the device. SGLang's warm-up request already passes here.
+
+        Raises:
+            RuntimeError: a key is outside the range of the entries' dtype, so that its page has no bound.
+        """
+        if all(spec.dtype.itemsize > 1 for spec in self.specs):
+            return
+        if int(self._overflow_seen):
+            raise RuntimeError(
+                f"{int(self._overflow_seen)} bounds of keys are outside the range of an fp8 page summary (448); "
+                'this model needs {"summary_dtype": "bf16"}'
+            )
+        self._overflow_seen.copy_(self.overflow, non_blocking=True)
 
     @property
     def nbytes(self) -> int:

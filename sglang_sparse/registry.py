@@ -48,9 +48,12 @@ def load_decode_method(name: str) -> type[DecodeMethod]:
     """Import and return the class of a decode method.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or a third party's entry point leads nowhere.
     """
     known = decode_methods()
     require_known("--sparse-method", name, known)
     module, _, attribute = known[name].partition(":")
-    return cast("type[DecodeMethod]", getattr(importlib.import_module(module), attribute))
+    try:
+        return cast("type[DecodeMethod]", getattr(importlib.import_module(module), attribute))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--sparse-method {name}: cannot load {known[name]!r}: {error}") from error

@@ -1,4 +1,4 @@
-"""What the method did, counted: server info, Prometheus, and the proof that a scheduler runs sparse."""
+"""What the method did, counted for the server info, and the proof that a scheduler runs sparse."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ KEY = "sparse"
 
 class Counters:
     """Counts since the server started. A *row* is one request in one decode step; a *layer row* that in one layer.
+
+    ``sparse_layer_rows``, ``pages_attended`` and ``pages_held`` count what the selection kernel did, which includes the
+    dense rows of a sparse batch: these select all their pages, and count among ``dense_fallback_rows`` as well.
 
     Args:
         settings: the method and its config.

@@ -9,6 +9,14 @@ from sglang_sparse import __version__
 SUPPORTED_SGLANG = ("0.5.17",)
 
 
+class UnsupportedSGLangError(RuntimeError, ValueError):
+    """The installed SGLang is not one that this release works with.
+
+    A RuntimeError, for it is about the world; and a ValueError, for ``sglang.Engine`` promises that for all that is
+    refused at start.
+    """
+
+
 def installed_sglang() -> str:
     """Return the installed SGLang version, or ``"not installed"``."""
     try:
@@ -24,10 +32,10 @@ def require_supported_sglang(installed: str | None = None) -> None:
         installed: the version to judge; the installed one by default.
 
     Raises:
-        RuntimeError: the version is not one of ``SUPPORTED_SGLANG``.
+        UnsupportedSGLangError: the version is not one of ``SUPPORTED_SGLANG``.
     """
     installed = installed or installed_sglang()
     if installed not in SUPPORTED_SGLANG:
-        raise RuntimeError(
+        raise UnsupportedSGLangError(
             f"sglang_sparse {__version__} works with SGLang {', '.join(SUPPORTED_SGLANG)}; got SGLang {installed}"
         )

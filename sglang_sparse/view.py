@@ -46,6 +46,11 @@ class BatchView:
             selected=(self.selected[0][:count], self.selected[1][:count]),
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(x.nbytes for x in (self.page_table, self.n_pages, self.n_select, self.scores, *self.selected))
+
     def load(self, plan: DecodePlan, forward_batch: Any, req_to_token: torch.Tensor) -> None:
         """Fill the view for a step, before the graph is replayed: inside it ``req_to_token`` may already be ahead.
 
@@ -53,8 +58,14 @@ class BatchView:
             plan: the decision for the real rows, which come first; the others pad a graph.
             forward_batch: SGLang's batch or replay view.
             req_to_token: ``[requests, max_context]``, SGLang's token table.
+
+        Raises:
+            RuntimeError: a row selects more pages than the buffers hold.
         """
         real = plan.n_pages.shape[0]
+        widest = int(plan.n_select.max()) if real else 0
+        if widest > self.max_select:
+            raise RuntimeError(f"a row selects {widest} pages and the buffers hold {self.max_select}")
         width = int(plan.n_pages.max()) if real else 0
         columns = req_to_token[:, : width * self.page_size : self.page_size]
         pages = columns[forward_batch.req_pool_indices[:real]] // self.page_size

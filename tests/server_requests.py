@@ -23,10 +23,12 @@ def sparse_state(server: ServerProcess) -> dict[str, Any]:
 
 
 def assert_nothing_leaked(server: ServerProcess) -> None:
-    """Prove that flushing the cache of an idle server gives back every slot of the KV pool."""
+    """Prove that SGLang's strict memory checks, on while busy and while idle, found every page where it belongs.
+
+    They end the scheduler when they do not, so that it must still flush its cache and answer.
+    """
     server.flush_cache()
-    memory = server.server_info()["internal_states"][0]
+    assert greedy(server, [[11, 12, 13]], tokens=2)[0]
     log = server.log()
     assert "leak" not in log.lower(), server.log_tail()
     assert "Traceback" not in log, server.log_tail()
-    assert memory

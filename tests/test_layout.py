@@ -98,7 +98,7 @@ def test_sizes(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= (500 if relative(path).startswith("kernels/") else 300)
     # Triton kernels are one function by nature.
-    limit = 120 if relative(path).startswith(("kernels/", "tests/")) else 60
+    limit = 100 if relative(path).startswith("kernels/") else 50
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None

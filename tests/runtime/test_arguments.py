@@ -12,7 +12,7 @@ load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from sglang_sparse import check, hooks, limits, versions
+from sglang_sparse import check, config, hooks, limits, registry, versions
 
 
 @pytest.fixture(scope="session")
@@ -123,6 +123,10 @@ def test_page_size_conflict(qwen3: str) -> None:
         ({"enable_flexkv": True}, "FlexKV"),
         ({"enable_dp_attention": True}, "data-parallel attention"),
         ({"enable_two_batch_overlap": True}, "two-batch overlap"),
+        ({"dp_size": 2}, "data parallelism (got 2)"),
+        ({"enable_torch_compile": True}, "torch.compile"),
+        ({"enable_deterministic_inference": True}, "deterministic inference"),
+        ({"rl_on_policy_target": "fsdp"}, "deterministic inference (got 'fsdp')"),
         ({"enable_pdmux": True}, "PD multiplexing"),
         ({"pp_size": 2}, "pipeline parallelism (got 2)"),
         ({"dcp_size": 2}, "decode context parallelism (got 2)"),
@@ -139,6 +143,32 @@ def test_page_size_conflict(qwen3: str) -> None:
 def test_refused_flags(qwen3: str, kwargs: dict[str, object], expected: str) -> None:
     message = refused(qwen3, **kwargs)
     assert message.startswith("--sparse-method resa cannot run with ") and expected in message
+
+
+def test_another_radix_tree(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "1")
+    assert "another radix tree (got 'SGLANG_ENABLE_UNIFIED_RADIX_TREE')" in refused(qwen3)
+
+
+def test_dtypes_that_the_kernels_cannot_read(qwen3: str) -> None:
+    message = refused(qwen3, dtype="float16", kv_cache_dtype="bf16")
+    assert "KV cache dtype is bf16 and the model's is float16" in message and "allowed: auto, fp8_e4m3" in message
+    assert "torch_native writes fp8 KV without its scales" in refused(qwen3, kv_cache_dtype="fp8_e4m3")
+
+
+def test_full_prefill_graphs(qwen3: str) -> None:
+    from types import SimpleNamespace
+
+    args = resolve(qwen3)
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend="full"))
+    stand_in = SimpleNamespace(get_attention_backends=args.get_attention_backends, cuda_graph_config=graphs)
+    with pytest.raises(ValueError, match="'full' would not refresh the summaries; allowed: breakable"):
+        limits.require_after(stand_in, config.settings_of(args))
+
+
+def test_a_third_party_method_that_leads_nowhere(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "DECODE_METHODS", {"broken": "no_such_package:Method"})
+    assert "--sparse-method broken: cannot load 'no_such_package:Method'" in refused(qwen3, sparse_method="broken")
 
 
 def test_gpu_only_flag_without_a_gpu(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,10 +195,16 @@ def test_refused_models(tmp_path: Path, name: str, expected: str) -> None:
     assert CONFIGS[name]["architectures"][0] in message and expected in message
 
 
-def test_unsupported_sglang_names_both_versions(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_sglang_names_both_versions(
+    qwen3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(versions, "installed_sglang", lambda: "0.5.23")
-    with pytest.raises(RuntimeError, match=r"works with SGLang 0\.5\.17; got SGLang 0\.5\.23"):
-        resolve(qwen3)
+    expected = "works with SGLang 0.5.17; got SGLang 0.5.23"
+    assert expected in refused(qwen3)
+    with pytest.raises(SystemExit) as caught:
+        prepare_server_args(["--model-path", qwen3, "--sparse-method", "resa"])
+    assert caught.value.code == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_a_moved_seam_is_named(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:

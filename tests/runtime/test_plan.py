@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sglang_sparse.config import build
 from sglang_sparse.method import parse_layers
-from sglang_sparse.plan import plan_decode
+from sglang_sparse.plan import plan_decode, widest_selection
 
 
 def decide(lengths: list[int], **fields: object):
@@ -58,3 +58,13 @@ def test_count_is_the_exact_ceiling(n_pages: int, percent: int) -> None:
 )
 def test_layers(spec: object, expected: tuple[int, ...]) -> None:
     assert parse_layers(spec, 4) == expected
+
+
+@given(st.integers(0, 3000), st.sampled_from([1, 4, 16, 64]), st.floats(0.01, 1.0), st.integers(1, 40))
+def test_no_row_selects_more_than_the_widest_selection(limit: int, page: int, ratio: float, least: int) -> None:
+    fields = {"min_seq_len": limit, "crossover_tokens": 0, "page_size": page, "active_ratio": ratio, "min_pages": least}
+    method = build("resa", fields).method
+    max_pages = -(-4000 // page)
+    plan = plan_decode(method, page, torch.arange(1, 4001))
+    widest = int(plan.n_select.max()) if plan.sparse else 0
+    assert widest <= widest_selection(method, page, max_pages)

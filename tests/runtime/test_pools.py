@@ -74,3 +74,17 @@ def test_bytes_are_those_of_the_buffers() -> None:
     settings = build("resa", {})
     aux = pools.AuxPools(settings.method.aux_specs(SHAPE), (0, 1, 2, 3), 100, 16, "cpu")
     assert aux.nbytes == 100 * 16 * pools.aux_bytes_per_token(settings, SHAPE)
+
+
+def test_a_key_outside_fp8_ends_the_server() -> None:
+    settings = build("resa", {"summary_dtype": "fp8"})
+    aux = pools.AuxPools(settings.method.aux_specs(SHAPE), (0,), 8, 16, "cpu")
+    keys = torch.randn(128, 2, 64).to(torch.bfloat16)
+    aux.refresh(0, keys, torch.tensor([31]))
+    aux.require_in_range()
+    aux.require_in_range()
+    keys[40, 1, 3] = 600.0
+    aux.refresh(0, keys, torch.tensor([47]))
+    aux.require_in_range()
+    with pytest.raises(RuntimeError, match=r'needs \{"summary_dtype": "bf16"\}'):
+        aux.require_in_range()

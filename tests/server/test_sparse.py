@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import openai
 import pytest
 from server_requests import assert_nothing_leaked, greedy, sparse_state
 
@@ -124,12 +125,30 @@ def test_abort_frees_everything(server, prompts) -> None:
     assert_nothing_leaked(server)
 
 
-def test_openai_chat_with_a_bad_then_a_good_request(server) -> None:
+def test_a_bad_request_leaves_the_server_unharmed(server) -> None:
     client = server.openai()
-    answer = client.chat.completions.create(
-        model="default", messages=[{"role": "user", "content": "bado cedi"}], max_tokens=8, temperature=0
-    )
-    assert answer.usage is not None and answer.usage.completion_tokens > 0
+    messages = [{"role": "user", "content": "bado cedi"}]
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="default", messages=messages, max_tokens=8, temperature=-1)
+    answer = client.chat.completions.create(model="default", messages=messages, max_tokens=8, temperature=0)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 0
+
+
+def test_forced_retraction_with_mixed_chunks_and_without_overlap(serve, checkpoint, prompts) -> None:
+    flags = ("--chunked-prefill-size", "512", "--enable-mixed-chunk", "--disable-overlap-schedule")
+    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    with serve(checkpoint, *flags, config=TENTH, env=retract) as server:
+        outputs = greedy(server, prompts, at_once=8)
+        assert all(len(output) == 24 for output in outputs)
+        assert "retract" in server.log().lower()
+        assert_nothing_leaked(server)
+
+
+def test_without_the_radix_cache(serve, checkpoint, prompts, solo) -> None:
+    with serve(checkpoint, "--chunked-prefill-size", "512", "--disable-radix-cache", config=TENTH) as server:
+        assert greedy(server, prompts, at_once=8) == solo
+        assert_nothing_leaked(server)
 
 
 def test_frontend_program_forks_share_the_prefix(server, prompts) -> None:
