@@ -7,18 +7,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_sparse import hooks, pools
 from sglang_sparse.config import settings_of
-from sglang_sparse.plan import DecodePlan, plan_decode, widest_selection
+from sglang_sparse.delegate import DelegatingBackend
+from sglang_sparse.plan import DecodePlan, plan_decode, usual_selection
 from sglang_sparse.stats import Counters
 from sglang_sparse.view import BatchView, allocate_view
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang_sparse.config import Settings
+    from sglang_sparse.rectify import Rectification
+    from sglang_sparse.requests import RequestOptions
 
 
 logger = logging.getLogger(__name__)
@@ -40,11 +44,8 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, den
     return SparseAttentionBackend(backend, runner, settings)
 
 
-class SparseAttentionBackend(AttentionBackend):
+class SparseAttentionBackend(DelegatingBackend):
     """Wrap a dense backend and keep its name and everything it offers.
-
-    Whatever is not defined here, reading and writing, goes to the dense backend; the delegates for names that the
-    base class defines are made below the class, because such names never reach ``__getattr__``.
 
     Args:
         dense: the backend that SGLang built.
@@ -54,9 +55,9 @@ class SparseAttentionBackend(AttentionBackend):
 
     _OWN = frozenset(
         {
-            "dense",
             "method",
             "counters",
+            "rectifying",
             "_pools",
             "_config",
             "_limits",
@@ -64,50 +65,52 @@ class SparseAttentionBackend(AttentionBackend):
             "_graph_view",
             "_eager_view",
             "_last_slots",
-            "_last_plan",
+            "_planned",
         }
     )
     # Dense or sparse is decided on the host.
     needs_cpu_seq_lens: bool = True
 
     def __init__(self, dense: Any, runner: Any, settings: Settings):
-        self.dense = dense
+        super().__init__(dense)
         self.method = settings.method
         self._config = settings.config
         self._pools: pools.AuxPools = getattr(runner.token_to_kv_pool, pools.ATTRIBUTE)
         model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
         page_size = settings.config.page_size
         max_pages = -(-runner.req_to_token_pool.req_to_token.shape[1] // page_size)
-        max_select = widest_selection(self.method, page_size, max_pages)
-        self._limits = (model.num_kv_heads, max_pages, max_select, page_size)
+        usual = usual_selection(self.method, max_pages)
+        self._limits = (model.num_kv_heads, max_pages, usual, page_size)
         device = self._pools.overflow.device
         self.counters = Counters(settings, self._pools, model, torch.zeros(3, dtype=torch.int64, device=device))
         self._view: BatchView | None = None
         self._graph_view: BatchView | None = None
         self._eager_view: BatchView | None = None
         self._last_slots: torch.Tensor | None = None
-        self._last_plan: tuple[list[int], DecodePlan] | None = None
+        # The lengths that a plan was made for, and the plan.
+        self._planned: tuple[list[int], DecodePlan] | None = None
+        # Set while a step that rectifies is launched.
+        self.rectifying: Rectification | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._OWN:
-            raise AttributeError(name)
-        return getattr(self.dense, name)
+    def plan_rows(self, seq_lens: torch.Tensor, rows: Sequence[RequestOptions]) -> DecodePlan:
+        """Decide the decode batch that runs next.
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.dense, name, value)
+        Args:
+            seq_lens: ``[rows]`` on the CPU, KV lengths with the new token.
+            rows: what each row's request asked for.
+        """
+        plan = plan_decode(self.method, self._config.page_size, seq_lens, rows)
+        self._planned = seq_lens.tolist(), plan
+        return plan
 
     def plan(self, seq_lens: torch.Tensor) -> DecodePlan:
-        """Decide a decode batch from its KV lengths, ``[rows]`` on the CPU.
+        """Return what was decided for the batch of these KV lengths, ``[rows]`` on the CPU.
 
-        A step asks up to four times: for the exact lengths, for the graph, for the metadata.
+        A batch that SGLang makes up for itself, to warm up, has no requests and is decided here.
         """
-        lengths = seq_lens.tolist()
-        if self._last_plan is None or self._last_plan[0] != lengths:
-            self._last_plan = lengths, plan_decode(self.method, self._config.page_size, seq_lens)
-        return self._last_plan[1]
+        if self._planned is None or self._planned[0] != seq_lens.tolist():
+            return self.plan_rows(seq_lens, ())
+        return self._planned[1]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static buffers of the decode graphs, the dense backend's and ours."""
@@ -251,6 +254,7 @@ class SparseAttentionBackend(AttentionBackend):
             layer.scaling,
             layer.k_scale_float or 1.0,
             layer.v_scale_float or 1.0,
+            usual_pages=view.usual_select,
         )
         return output.reshape(q.shape[0], -1)
 
@@ -271,19 +275,3 @@ def _require_plain(layer: Any, k: torch.Tensor | None, kwargs: dict[str, Any]) -
             f"layer {layer.layer_id} uses {' and '.join(found)}, which sparse attention does not serve; "
             'leave the layer dense with the config field "layers"'
         )
-
-
-def _delegate(name: str, value: Any) -> Any:
-    if callable(value):
-
-        def method(self: SparseAttentionBackend, *args: Any, **kwargs: Any) -> Any:
-            return getattr(self.dense, name)(*args, **kwargs)
-
-        return method
-    return property(lambda self: getattr(self.dense, name))
-
-
-# Made from the base class rather than listed, so that what a later SGLang adds is delegated too.
-for _name, _value in vars(AttentionBackend).items():
-    if not _name.startswith("__") and _name not in vars(SparseAttentionBackend) and _name != "_abc_impl":
-        setattr(SparseAttentionBackend, _name, _delegate(_name, _value))

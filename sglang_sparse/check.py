@@ -29,6 +29,7 @@ def capability_table() -> str:
         "| --- | --- |",
     ]
     lines += [f"| {limit.name} | {limit.reason} |" for limit in (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS)]
+    lines += [f"| rectification with {limit.name} | {limit.reason} |" for limit in limits.RECTIFY_LIMITS]
     return "\n".join(lines)
 
 

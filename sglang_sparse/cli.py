@@ -86,7 +86,7 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
     self.sparse_config = settings.config.model_dump_json()
     if self.page_size is None:
         self.page_size = settings.config.page_size
-    limits.require_before(self)
+    limits.require_before(self, settings)
     original(self)
     if self.model_path.lower() not in ("none", "dummy"):
         limits.require_after(self, settings)

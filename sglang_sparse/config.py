@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from sglang_sparse import registry
-from sglang_sparse.method import DecodeMethod, MethodConfig
+from sglang_sparse.method import DecodeMethod, MethodConfig, RectifyConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -47,6 +47,12 @@ class Settings:
     def config(self) -> MethodConfig:
         """The method's configuration."""
         return self.method.config
+
+    @property
+    def rectify(self) -> RectifyConfig | None:
+        """The same, of a method that rectification can make exact; None for others."""
+        config = self.method.config
+        return config if isinstance(config, RectifyConfig) else None
 
 
 _PARSERS = {

@@ -58,6 +58,7 @@ def _above_one(field: str) -> Callable[[Any], object | None]:
 _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
+_PER_TOKEN = "a rectifying pass computes them for every token that it re-encodes"
 _OWN_TREE = "the rule that only exact KV is shared is proven for SGLang's default tree only"
 
 
@@ -106,6 +107,11 @@ FLAG_LIMITS = (
     ),
     FlagLimit("embedding serving", _set("is_embedding"), "nothing is decoded"),
     FlagLimit(
+        "gRPC serving",
+        lambda args: args.smg_grpc_mode or args.grpc_mode or None,
+        "its requests' options would not be validated",
+    ),
+    FlagLimit(
         "radix cache backend",
         _set("radix_cache_backend"),
         _OWN_TREE,
@@ -116,6 +122,13 @@ FLAG_LIMITS = (
         f"allowed: {', '.join(KV_DTYPES)}",
     ),
     FlagLimit("another radix tree", _other_radix_tree, _OWN_TREE),
+)
+
+RECTIFY_LIMITS = (
+    FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
+    FlagLimit("returned hidden states", _set("enable_return_hidden_states"), _PER_TOKEN),
+    FlagLimit("returned routed experts", _set("enable_return_routed_experts"), _PER_TOKEN),
+    FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
 )
 
 
@@ -157,19 +170,26 @@ def _windowed(model: Any) -> bool:
     return bool(getattr(config, "use_sliding_window", True) and model.sliding_window_size)
 
 
-def require_before(args: SparseServerArgs) -> None:
+def require_before(args: SparseServerArgs, settings: Settings) -> None:
     """Refuse what can be seen before SGLang resolves its arguments.
 
     Raises:
         SparseArgumentError: names every refused flag, what was got and why not.
     """
-    found = []
-    for limit in FLAG_LIMITS:
-        got = limit.got(args)
-        if got is not None:
-            found.append(f"{limit.name} (got {got!r}): {limit.reason}")
+    found = _found(args, FLAG_LIMITS)
     if found:
-        raise SparseArgumentError(f"--sparse-method {args.sparse_method} cannot run with " + "; ".join(found))
+        raise SparseArgumentError(f"--sparse-method {settings.name} cannot run with {found}")
+    rectify = settings.rectify
+    found = rectify and rectify.rectify_interval and _found(args, RECTIFY_LIMITS)
+    if found:
+        raise SparseArgumentError(
+            f"--sparse-method {settings.name} cannot rectify with {found}; "
+            'allowed without rectification: {"rectify_interval": 0}'
+        )
+    if rectify and rectify.rectify_on_finish and args.disable_radix_cache:
+        raise SparseArgumentError(
+            f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
+        )
     import torch
 
     if not torch.cuda.is_available():
@@ -179,6 +199,11 @@ def require_before(args: SparseServerArgs) -> None:
                 raise SparseArgumentError(
                     f"--{flag.replace('_', '-')} {name} needs a GPU and this machine has none; allowed: torch_native"
                 )
+
+
+def _found(args: SparseServerArgs, limits: tuple[FlagLimit, ...]) -> str:
+    got = [(limit, limit.got(args)) for limit in limits]
+    return "; ".join(f"{limit.name} (got {value!r}): {limit.reason}" for limit, value in got if value is not None)
 
 
 def require_after(args: SparseServerArgs, settings: Settings) -> None:
@@ -199,6 +224,12 @@ def require_after(args: SparseServerArgs, settings: Settings) -> None:
             "allowed: breakable, tc_piecewise, disabled"
         )
     _require_dtypes(args, settings)
+    context = args.get_model_config().context_len
+    if settings.rectify and settings.rectify.rectify_interval > context:
+        raise SparseArgumentError(
+            f"--sparse-config of {settings.name}: rectify_interval: got {settings.rectify.rectify_interval}, "
+            f"allowed: at most the context length of {context}"
+        )
     if args.page_size != settings.config.page_size:
         raise SparseArgumentError(
             f"--sparse-method {settings.name}: the server's page size is {args.page_size} and the config's is "

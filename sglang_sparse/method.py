@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,13 @@ class AuxSpec:
 
 
 class MethodConfig(BaseModel):
-    """Fields that every decode method has; a method adds its own by subclassing."""
+    """Fields that every decode method has; a method adds its own by subclassing.
+
+    Attributes:
+        request_fields: the fields that a single request may override.
+    """
+
+    request_fields: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -80,6 +86,9 @@ class MethodConfig(BaseModel):
     )
     dense_fallback: Literal["auto", "never"] = Field(
         "auto", description='"never" is for tests: no row runs dense, as if both limits above were 0.'
+    )
+    check_exactness: bool = Field(
+        False, description="Debug: an idle server proves by recomputation that the prefix cache is exact."
     )
 
     @field_validator("page_size")
@@ -101,6 +110,36 @@ class MethodConfig(BaseModel):
         if isinstance(data, dict) and data.get("dense_fallback") == "never":
             return {**data, "min_seq_len": 0, "crossover_tokens": 0}
         return data
+
+
+class RectifyConfig(MethodConfig):
+    """Fields of a method whose approximate KV dense passes make exact again."""
+
+    request_fields: ClassVar[tuple[str, ...]] = ("rectify_interval",)
+
+    rectify_interval: int = Field(
+        32, ge=0, description="A dense pass re-encodes a request's last tokens once they are this many; 0: never."
+    )
+    rectify_max_batch: int = Field(
+        8, ge=1, description="Requests that one step rectifies; more only where this many could not keep up."
+    )
+    rectify_on_finish: bool = Field(
+        False, description="Rectify a finished request's last tokens too, so that all its pages can be shared."
+    )
+
+    @field_validator("rectify_interval")
+    @classmethod
+    def _one_token_is_no_interval(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("must be 0 (never) or at least 2: at 1 every step would be dense")
+        return value
+
+    @field_validator("rectify_on_finish")
+    @classmethod
+    def _on_finish_needs_an_interval(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("rectify_interval") == 0:
+            raise ValueError("needs rectification, and rectify_interval is 0 (never)")
+        return value
 
 
 def parse_layers(spec: str | list[int], num_layers: int | None) -> tuple[int, ...]:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang_sparse.method import DecodeMethod
+    from sglang_sparse.requests import RequestOptions
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class DecodePlan:
         n_pages: ``[rows]`` int32 on the CPU, pages held.
         n_select: ``[rows]`` int32 on the CPU, pages to attend to; equal to ``n_pages`` for a dense row.
         covered: ``[rows]`` bool on the CPU, rows that attend to all their tokens, so that their new KV is as exact
-            as what it attended to.
+            as what it attended to. With ``dense_fallback: never`` only rows that asked for it: whatever else runs is
+            to be tested as sparse, even where it selects every page.
     """
 
     sparse: bool
@@ -29,36 +33,42 @@ class DecodePlan:
     covered: torch.Tensor
 
 
-def plan_decode(method: DecodeMethod, page_size: int, seq_lens: torch.Tensor) -> DecodePlan:
+def plan_decode(
+    method: DecodeMethod, page_size: int, seq_lens: torch.Tensor, rows: Sequence[RequestOptions] = ()
+) -> DecodePlan:
     """Decide a batch.
 
     Args:
-        method: the decode method, with its limits in ``method.config``.
+        method: the server's decode method, with its limits in ``method.config``.
         page_size: tokens per page.
         seq_lens: ``[rows]`` on the CPU, tokens of each row with the new one.
+        rows: what each row's request asked for; empty where no request asked for anything.
     """
     config = method.config
     n_pages = ((seq_lens + page_size - 1) // page_size).to(torch.int32)
-    n_select = torch.minimum(method.n_select(n_pages), n_pages)
-    n_select = torch.where(seq_lens < config.min_seq_len, n_pages, n_select)
-    covered = n_select >= n_pages
+    n_select = method.n_select(n_pages)
+    for own in {row.method for row in rows} - {method}:
+        mine = torch.tensor([row.method is own for row in rows])
+        n_select = torch.where(mine, own.n_select(n_pages), n_select)
+    asked_dense = (
+        torch.tensor([not row.sparse for row in rows]) if rows else torch.zeros_like(n_pages, dtype=torch.bool)
+    )
+    n_select = torch.where(asked_dense | (seq_lens < config.min_seq_len), n_pages, torch.minimum(n_select, n_pages))
     if config.dense_fallback == "never":
-        return DecodePlan(True, n_pages, n_select, covered)
+        return DecodePlan(True, n_pages, n_select, asked_dense)
+    covered = n_select >= n_pages
     sparse_tokens = int(seq_lens[~covered].sum())
     if sparse_tokens == 0 or sparse_tokens < config.crossover_tokens:
         return DecodePlan(False, n_pages, n_pages, torch.ones_like(covered))
     return DecodePlan(True, n_pages, n_select, covered)
 
 
-def widest_selection(method: DecodeMethod, page_size: int, max_pages: int) -> int:
-    """Return the most pages that a row of any batch attends to.
+def usual_selection(method: DecodeMethod, max_pages: int) -> int:
+    """Return the most pages that a sparse row attends to unless its request asks for more.
 
     Args:
         method: the decode method.
-        page_size: tokens per page.
         max_pages: pages of the longest context.
     """
     n_pages = torch.arange(1, max_pages + 1, dtype=torch.int32)
-    sparse = int(torch.minimum(method.n_select(n_pages), n_pages).max())
-    longest_dense = -(-(method.config.min_seq_len - 1) // page_size)
-    return max(sparse, min(longest_dense, max_pages))
+    return int(torch.minimum(method.n_select(n_pages), n_pages).max())

@@ -1,70 +1,223 @@
-"""How much of a request's KV is exact, and the rule that only exact KV enters the radix tree.
+"""Rectification: approximate KV is made exact again by dense passes within SGLang's own scheduling.
 
-``exact_len`` of a request: KV of positions ``[0, exact_len)`` equals what dense attention over the same tokens would
-have written. A dense pass over tokens that follow exact KV writes exact KV; a sparse decode step does not.
+Source: "Rectified Sparse Attention" (ReSA), section 2.3. The scheduler keeps seeing one decode batch. Where some of its
+rows are due, the one decode forward becomes an extend pass over their approximate tokens and the newest one, dense and
+in the slots they already have, and a decode pass over the other rows; their logits are put together in the order of
+the batch. The newest token is not forwarded yet, so the extend pass *is* the due rows' decode step: f tokens cost f - 1
+sparse steps and one dense pass. (The paper re-encodes after the step; here the two are merged.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from sglang_sparse.config import settings_of
+from sglang_sparse.passes import Span, decode_view, extend_view, to_device
+from sglang_sparse.requests import state_of
 
-# The attribute of SGLang's Req that holds its exact length; a request of a dense server never has it.
-ATTRIBUTE = "sglang_sparse_exact_len"
+if TYPE_CHECKING:
+    from sglang_sparse.config import Settings
+    from sglang_sparse.stats import RectifyCounts
 
-
-def follow_exact_lengths(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_: Any) -> None:
-    """After ``ForwardBatch.init_new``: move the exact length of every request of a forward pass.
-
-    The pass is launched before anything that reads the KV it writes, on the same stream, so the length may move now.
-    """
-    if settings_of(model_runner.server_args) is None or model_runner.is_draft_worker:
-        return
-    mode = batch.forward_mode
-    if mode.is_decode():
-        covered = model_runner.attn_backend.plan(batch.seq_lens_cpu).covered.tolist()
-        for request, length, dense in zip(batch.reqs, batch.seq_lens_cpu.tolist(), covered, strict=True):
-            if dense and getattr(request, ATTRIBUTE) == length - 1:
-                setattr(request, ATTRIBUTE, length)
-    elif mode.is_extend():
-        for request, prefix, extended in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
-            # A prefix comes from the tree or an earlier chunk, both exact; the rows that decode within a mixed
-            # batch may have an approximate tail.
-            if getattr(request, ATTRIBUTE, prefix) >= prefix:
-                setattr(request, ATTRIBUTE, prefix + extended)
+# The attribute of the radix cache that holds back releases while a step's results are processed.
+HELD = "sglang_sparse_held"
 
 
-def forget_exact_length(_: None, request: Any) -> None:
-    """After ``Req.reset_for_retract``: its KV is gone, and will be written again by a dense prefill."""
-    if hasattr(request, ATTRIBUTE):
-        delattr(request, ATTRIBUTE)
+def due_rows(pending: Sequence[int], intervals: Sequence[int], max_batch: int) -> list[int]:
+    """Choose the rows that this step rectifies; a pure function, so that tensor-parallel ranks agree.
 
-
-def exact_committed_len(original: Callable[[Any], int], request: Any) -> int:
-    """Around ``Req.effective_kv_committed_len``: what a finished request inserts into the radix tree ends here."""
-    committed = original(request)
-    return min(committed, getattr(request, ATTRIBUTE, committed))
-
-
-def release_inexact_tail(original: Callable[..., None], request: Any, start: int, end: int, tree_cache: Any) -> None:
-    """Around ``_release_overallocated_kv_indices``: free the pages behind the exact length.
-
-    SGLang asserts that there are none unless it speculates. The page that holds the exact length itself is freed by
-    the tree, as the unaligned tail of what was inserted.
+    Deadlines first: row r in the order of urgency must be served within r // max_batch steps from now, so a pass runs
+    as soon as waiting longer would make some row late. A pass that runs anyway takes rows along that are at least
+    halfway to their interval: from then on they are due together, and fewer steps carry a second pass.
 
     Args:
-        original: SGLang's function.
-        request: the finished request.
-        start: its exact length.
-        end: its allocated length.
-        tree_cache: the radix cache.
+        pending: ``[rows]``, approximate tokens of each row and its newest one.
+        intervals: ``[rows]``, generated tokens between rectifications; 0 means never.
+        max_batch: rows that one pass takes, unless this many could not keep up.
+
+    Returns:
+        Ascending rows; empty where nothing is due.
     """
-    if not hasattr(request, ATTRIBUTE):
-        return original(request, start, end, tree_cache)
-    allocator = tree_cache.token_to_kv_pool_allocator
-    start = -(-start // allocator.page_size) * allocator.page_size
-    if start < end:
-        slots = tree_cache.req_to_token_pool.req_to_token[request.req_pool_idx][start:end]
-        allocator.free_segment(slots, start_pos=start)
+    rows = [row for row, count in enumerate(pending) if intervals[row] and count > 1]
+    load = sum(1 / intervals[row] for row in rows)
+    batch = max(max_batch, math.ceil(load))
+    left = {row: intervals[row] - pending[row] for row in rows}
+    rows.sort(key=lambda row: (left[row], row))
+    if all(left[row] > rank // batch for rank, row in enumerate(rows)):
+        return []
+    # Near its capacity a pass must take what it can get, or the last rows would be late.
+    busy = 2 * load > batch
+    return sorted(row for row in rows[:batch] if busy or left[row] <= 0 or 2 * pending[row] >= intervals[row])
+
+
+@dataclass
+class Rectification:
+    """A decode step that rectifies some of its rows.
+
+    Attributes:
+        outer_batch: the scheduler's batch.
+        due: rows that are rectified, ascending.
+        spans: what is re-encoded of each of them.
+        late: steps that each of them waited beyond its interval.
+    """
+
+    outer_batch: Any
+    due: list[int]
+    spans: list[Span]
+    late: list[int]
+
+    @property
+    def rest(self) -> list[int]:
+        """The rows that decode as always."""
+        due = set(self.due)
+        return [row for row in range(len(self.outer_batch.reqs)) if row not in due]
+
+
+def plan_step(settings: Settings, batch: Any) -> Rectification | None:
+    """Decide which rows of a prepared decode batch are rectified in this step."""
+    lengths = batch.seq_lens_cpu.tolist()
+    states = [state_of(request) for request in batch.reqs]
+    exact = [
+        length if state is None or state.exact_len is None else state.exact_len
+        for state, length in zip(states, lengths, strict=True)
+    ]
+    pending = [length - start for length, start in zip(lengths, exact, strict=True)]
+    intervals = [state.options.rectify_interval if state else 0 for state in states]
+    if not any(intervals) or settings.rectify is None:
+        return None
+    due = due_rows(pending, intervals, settings.rectify.rectify_max_batch)
+    if not due:
+        return None
+    spans = [Span(batch.reqs[row], exact[row], lengths[row]) for row in due]
+    return Rectification(batch, due, spans, [max(0, pending[row] - intervals[row]) for row in due])
+
+
+def run_step(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``TpModelWorker.forward_batch_generation``: launch a decode step, with rectification where due."""
+    settings = settings_of(worker.server_args)
+    if settings is None or worker.is_draft_worker or batch is None or not batch.forward_mode.is_decode():
+        return original(worker, batch, *args, **kwargs)
+    backend = worker.model_runner.attn_backend
+    backend.rectifying = plan_step(settings, batch)
+    try:
+        return original(worker, batch, *args, **kwargs)
+    finally:
+        backend.rectifying = None
+
+
+def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``ModelRunner.forward``: the extend pass over due rows, then the decode pass over the others.
+
+    In this order, because a decode graph publishes that the step has read ``req_to_token`` before it is replayed.
+
+    Returns:
+        SGLang's output of the last pass, with the logits of all rows.
+    """
+    step = None
+    if settings_of(runner.server_args) is not None and not runner.is_draft_worker:
+        step = runner.attn_backend.rectifying
+    if step is None:
+        return original(runner, forward_batch, *args, **kwargs)
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    batch, rest = step.outer_batch, step.rest
+    device = batch.seq_lens.device
+    newest = batch.input_ids[to_device(step.due, torch.int64, device)]
+    passes = [(step.due, extend_view(batch, step.spans, newest))]
+    if rest:
+        passes.append((rest, decode_view(batch, rest)))
+    _count(runner.attn_backend.counters.rectify, step, bool(rest))
+    logits = output = None
+    # The passes come back here: the batch they make is theirs alone.
+    runner.attn_backend.rectifying = None
+    for rows, view in passes:
+        inner = ForwardBatch.init_new(
+            view,
+            runner,
+            capture_hidden_mode=forward_batch.capture_hidden_mode,
+            return_hidden_states_before_norm=False,
+        )
+        output = original(runner, inner, *args, **kwargs)
+        found = output.logits_output.next_token_logits
+        if logits is None:
+            logits = found.new_empty(len(batch.reqs), found.shape[1])
+        # Copied out at once: a graph's output is overwritten by its next replay.
+        logits.index_copy_(0, to_device(rows, torch.int64, device), found)
+    assert output is not None
+    output.logits_output.next_token_logits = logits
+    output.can_run_graph = False
+    return output
+
+
+def _count(counts: RectifyCounts, step: Rectification, second_pass: bool) -> None:
+    counts.passes += 1
+    counts.second_passes += second_pass
+    for span, late in zip(step.spans, step.late, strict=True):
+        counts.requests += 1
+        counts.tokens += span.tokens
+        counts.delay_steps += late
+        counts.max_delay_steps = max(counts.max_delay_steps, late)
+
+
+def finish_exactly(original: Callable[..., None], scheduler: Any, batch: Any, result: Any) -> None:
+    """Around ``Scheduler.process_batch_result``: with ``rectify_on_finish``, make finished requests exact to the end.
+
+    Their release is held back until this step's results are processed, then all their tails are re-encoded, at most
+    ``rectify_max_batch`` of them in a pass, and they are released. The passes are only launched here: whoever reads
+    this KV next does so later on the same stream.
+    """
+    settings = settings_of(scheduler.server_args)
+    config = settings.rectify if settings else None
+    if config is None or not config.rectify_on_finish or not batch.forward_mode.is_decode():
+        return original(scheduler, batch, result)
+    held: list[tuple[Span, Callable[[], None]]] = []
+    setattr(scheduler.tree_cache, HELD, held)
+    try:
+        original(scheduler, batch, result)
+    finally:
+        delattr(scheduler.tree_cache, HELD)
+    size = config.rectify_max_batch
+    for first in range(0, len(held), size):
+        _rectify_tails(scheduler, batch, [span for span, _ in held[first : first + size]])
+    for _, release in held:
+        release()
+    return None
+
+
+def hold_release(original: Callable[..., None], request: Any, tree_cache: Any, is_insert: bool = True) -> None:
+    """Around ``release_kv_cache``: hold back a finished request whose last tokens are not exact yet."""
+    held = getattr(tree_cache, HELD, None)
+    state = state_of(request)
+    if held is None or state is None or state.exact_len is None or not is_insert or not state.options.rectify_interval:
+        return original(request, tree_cache, is_insert=is_insert)
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    span = Span(request, state.exact_len, request.kv_committed_len)
+    if span.tokens <= 0 or isinstance(request.finished_reason, FINISH_ABORT):
+        return original(request, tree_cache, is_insert=is_insert)
+    held.append((span, lambda: original(request, tree_cache, is_insert=is_insert)))
+    return None
+
+
+def _rectify_tails(scheduler: Any, batch: Any, spans: list[Span]) -> None:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    runner = scheduler.tp_worker.model_runner
+    counts = runner.attn_backend.counters.rectify
+    counts.finish_passes += 1
+    counts.finish_tokens += sum(span.tokens for span in spans)
+    with scheduler.forward_stream_ctx if scheduler.enable_overlap else nullcontext():
+        if scheduler.enable_overlap:
+            scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+        forward_batch = ForwardBatch.init_new(extend_view(batch, spans), runner, return_hidden_states_before_norm=False)
+        runner.forward(forward_batch)
+    if scheduler.enable_overlap:
+        # The requests' rows of req_to_token are free for others as soon as they are released.
+        runner.war_fastpath_read_done_event = None
+        scheduler._apply_war_barrier()

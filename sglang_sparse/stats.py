@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +20,35 @@ if TYPE_CHECKING:
 KEY = "sparse"
 
 
+@dataclass
+class RectifyCounts:
+    """What rectification did, counted on the host where it is decided.
+
+    Attributes:
+        passes: decode steps that carried a rectifying extend pass.
+        second_passes: of these, the steps that also ran a decode pass, over the rows that were not rectified.
+        requests: rectified rows.
+        tokens: tokens that these passes encoded again.
+        delay_steps: decode steps that the rectified rows had waited beyond their interval, summed.
+        max_delay_steps: the longest of these waits since ``Counters.take_max_delay`` was last called.
+        finish_passes: extend passes over the last tokens of finished requests.
+        finish_tokens: tokens that these passes encoded again.
+        tail_tokens_dropped: approximate tokens that finished requests held, whose KV was freed instead of shared.
+    """
+
+    passes: int = 0
+    second_passes: int = 0
+    requests: int = 0
+    tokens: int = 0
+    delay_steps: int = 0
+    max_delay_steps: int = 0
+    finish_passes: int = 0
+    finish_tokens: int = 0
+    tail_tokens_dropped: int = 0
+
+
 class Counters:
-    """Counts since the server started. A *row* is one request in one decode step; a *layer row* that in one layer.
+    """Counts since the server started. A *row* is one request in one decode pass; a *layer row* that in one layer.
 
     ``sparse_layer_rows``, ``pages_attended`` and ``pages_held`` count what the selection kernel did, which includes the
     dense rows of a sparse batch: these select all their pages, and count among ``dense_fallback_rows`` as well.
@@ -29,10 +58,16 @@ class Counters:
         aux_pools: the page summaries.
         model: the model on this rank.
         select_stats: int64 ``[3]`` on the device, which the selection itself increments: see ``BatchView.stats``.
+
+    Attributes:
+        rectify: what rectification did.
+        aux_bytes: bytes of the page summaries on this rank.
     """
 
     def __init__(self, settings: Settings, aux_pools: AuxPools, model: ModelShape, select_stats: torch.Tensor):
         self.select_stats = select_stats
+        self.rectify = RectifyCounts()
+        self.aux_bytes = aux_pools.nbytes
         self._settings = settings
         self._pools = aux_pools
         self._model = model
@@ -40,6 +75,7 @@ class Counters:
         self._decode_rows = 0
         self._dense_rows = 0
         self._max_active_fraction = 0.0
+        self._max_delay_steps = 0
         self._extend_pages = torch.zeros(1, dtype=torch.int64, device=select_stats.device)
 
     def add_extend(self, last_slots: torch.Tensor) -> None:
@@ -47,35 +83,71 @@ class Counters:
         self._extend_pages += (last_slots >= 0).sum()
 
     def add_decode(self, plan: DecodePlan) -> None:
-        """Count a decode step."""
+        """Count a decode pass."""
         self._decode_steps += 1
         self._decode_rows += plan.n_pages.shape[0]
-        if not plan.sparse:
-            self._dense_rows += plan.n_pages.shape[0]
-            return
-        if self._settings.config.dense_fallback == "auto":
-            self._dense_rows += int(plan.covered.sum())
-        fractions = plan.n_select / plan.n_pages
-        self._max_active_fraction = max([self._max_active_fraction, *fractions[~plan.covered].tolist()])
+        self._dense_rows += int(plan.covered.sum())
+        if plan.sparse:
+            selective = plan.n_select < plan.n_pages
+            fractions = (plan.n_select / plan.n_pages)[selective].tolist()
+            self._max_active_fraction = max([self._max_active_fraction, *fractions])
+
+    def take_max_delay(self) -> int:
+        """Return the longest wait of a rectified row since the last call, in decode steps, and start anew.
+
+        ``snapshot`` keeps the longest of all.
+        """
+        taken = self.rectify.max_delay_steps
+        self.rectify.max_delay_steps = 0
+        self._max_delay_steps = max(self._max_delay_steps, taken)
+        return taken
+
+    def host_totals(self) -> dict[str, int]:
+        """Return what is counted on the host and only grows."""
+        rectify = self.rectify
+        return {
+            "decode_steps": self._decode_steps,
+            "decode_rows": self._decode_rows,
+            "dense_fallback_rows": self._dense_rows,
+            "rectifying_steps": rectify.passes,
+            "second_passes": rectify.second_passes,
+            "rectified_requests": rectify.requests,
+            "rectified_tokens": rectify.tokens,
+            "rectify_delay_steps": rectify.delay_steps,
+            "finish_passes": rectify.finish_passes,
+            "finish_tokens_rectified": rectify.finish_tokens,
+            "tail_tokens_dropped": rectify.tail_tokens_dropped,
+        }
+
+    def device_totals(self, select_stats: Sequence[int]) -> dict[str, int]:
+        """Name what is counted on the device and only grows.
+
+        Args:
+            select_stats: a copy of ``self.select_stats`` on the host.
+        """
+        selections, attended, held = select_stats
+        return {
+            "sparse_layer_rows": selections // self._model.num_kv_heads,
+            "pages_attended": attended,
+            "pages_held": held,
+        }
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all counts as plain values; reads the device, so not for every step."""
-        selections, attended, held = self.select_stats.tolist()
+        """Return all counts as plain values; waits for the device, so not for every step."""
+        device = self.device_totals(self.select_stats.tolist())
+        attended, held = device["pages_attended"], device["pages_held"]
         return {
             "method": self._settings.name,
             "config": self._settings.config.model_dump(),
             "sparse_layers": len(self._pools.layers),
-            "decode_steps": self._decode_steps,
-            "decode_rows": self._decode_rows,
-            "dense_fallback_rows": self._dense_rows,
-            "sparse_layer_rows": selections // self._model.num_kv_heads,
-            "pages_attended": attended,
-            "pages_held": held,
+            **self.host_totals(),
+            "rectify_max_delay_steps": max(self._max_delay_steps, self.rectify.max_delay_steps),
+            **device,
             "active_fraction": attended / held if held else 0.0,
             "max_active_fraction": self._max_active_fraction,
             "extend_pages_summarised": int(self._extend_pages),
             "summary_overflows": int(self._pools.overflow),
-            "aux_bytes": self._pools.nbytes,
+            "aux_bytes": self.aux_bytes,
             "aux_bytes_accounted": self._pools.accounted_bytes,
             "aux_bytes_measured": self._pools.measured_bytes,
         }

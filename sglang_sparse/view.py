@@ -19,9 +19,10 @@ class BatchView:
         page_table: ``[rows, max_pages]`` int32, physical page of each logical page.
         n_pages: ``[rows]`` int32, pages held.
         n_select: ``[rows]`` int32, pages to attend to.
-        max_select: the largest ``n_select`` there can be: the width of ``SparseIndices.indices``.
+        usual_select: the largest ``n_select`` of a sparse row unless its request asks for more; what kernels are
+            tuned for.
         scores: ``[rows, kv_heads, max_pages]`` float32 scratch.
-        selected: scratch for the selection: ``[rows, kv_heads, max_select]`` int32 and ``[rows, kv_heads]`` int32.
+        selected: scratch for the selection: ``[rows, kv_heads, max_pages]`` int32 and ``[rows, kv_heads]`` int32.
         stats: int64 ``[3]`` device counters: (row, KV head) pairs selected for, pages attended, pages held.
         page_size: tokens per page.
     """
@@ -29,7 +30,7 @@ class BatchView:
     page_table: torch.Tensor
     n_pages: torch.Tensor
     n_select: torch.Tensor
-    max_select: int
+    usual_select: int
     scores: torch.Tensor
     selected: tuple[torch.Tensor, torch.Tensor]
     stats: torch.Tensor
@@ -47,6 +48,11 @@ class BatchView:
         )
 
     @property
+    def max_select(self) -> int:
+        """The width of ``SparseIndices.indices``: all pages of the longest context, for rows that are dense."""
+        return self.page_table.shape[1]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(x.nbytes for x in (self.page_table, self.n_pages, self.n_select, self.scores, *self.selected))
@@ -58,14 +64,8 @@ class BatchView:
             plan: the decision for the real rows, which come first; the others pad a graph.
             forward_batch: SGLang's batch or replay view.
             req_to_token: ``[requests, max_context]``, SGLang's token table.
-
-        Raises:
-            RuntimeError: a row selects more pages than the buffers hold.
         """
         real = plan.n_pages.shape[0]
-        widest = int(plan.n_select.max()) if real else 0
-        if widest > self.max_select:
-            raise RuntimeError(f"a row selects {widest} pages and the buffers hold {self.max_select}")
         width = int(plan.n_pages.max()) if real else 0
         columns = req_to_token[:, : width * self.page_size : self.page_size]
         pages = columns[forward_batch.req_pool_indices[:real]] // self.page_size
@@ -77,7 +77,7 @@ class BatchView:
 
 
 def allocate_view(
-    rows: int, kv_heads: int, max_pages: int, max_select: int, page_size: int, stats: torch.Tensor
+    rows: int, kv_heads: int, max_pages: int, usual_select: int, page_size: int, stats: torch.Tensor
 ) -> BatchView:
     """Allocate the buffers of a view on the device of ``stats``, as an empty batch.
 
@@ -85,7 +85,7 @@ def allocate_view(
         rows: most rows of a batch.
         kv_heads: KV heads of this rank.
         max_pages: pages of the longest context.
-        max_select: pages that a row may attend to.
+        usual_select: see ``BatchView``.
         page_size: tokens per page.
         stats: see ``BatchView.stats``.
     """
@@ -94,10 +94,10 @@ def allocate_view(
         page_table=torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
         n_pages=torch.zeros(rows, dtype=torch.int32, device=device),
         n_select=torch.zeros(rows, dtype=torch.int32, device=device),
-        max_select=max_select,
+        usual_select=usual_select,
         scores=torch.zeros(rows, kv_heads, max_pages, dtype=torch.float32, device=device),
         selected=(
-            torch.full((rows, kv_heads, max_select), -1, dtype=torch.int32, device=device),
+            torch.full((rows, kv_heads, max_pages), -1, dtype=torch.int32, device=device),
             torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
         ),
         stats=stats,

@@ -1,5 +1,8 @@
 """Requests that the server tests send."""
 
+import random
+import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,3 +35,22 @@ def assert_nothing_leaked(server: ServerProcess) -> None:
     log = server.log()
     assert "leak" not in log.lower(), server.log_tail()
     assert "Traceback" not in log, server.log_tail()
+
+
+def proven_pages(server: ServerProcess) -> int:
+    """Pages of the radix tree that a server with ``check_exactness`` has proven exact so far."""
+    return sum(map(int, re.findall(r"(\d+) pages of the radix tree equal a dense recomputation", server.log())))
+
+
+def assert_exact(server: ServerProcess, seconds: float = 60.0) -> None:
+    """Give a server with ``check_exactness`` something new to check, and wait until it has proven its whole tree.
+
+    It ends when a page is not exact.
+    """
+    rng = random.Random()
+    before = proven_pages(server)
+    greedy(server, [[rng.randrange(10, 1000) for _ in range(64)]], tokens=2)
+    deadline = time.monotonic() + seconds
+    while proven_pages(server) < before + 4:
+        assert time.monotonic() < deadline, server.log_tail()
+        time.sleep(0.2)

@@ -1,20 +1,19 @@
-"""ReSA, the sparse part: group block sparse decode over page summaries.
+"""ReSA: group block sparse decode over page summaries, with dense rectification.
 
-Source: "Rectified Sparse Attention" (ReSA), sections 2.1 and 2.2; the score is Quest's upper bound. Two differences
-from the paper: what it calls p for both the ratio and the sparsity is ``active_ratio`` here, and the dense
-rectification of section 2.3 is not built yet (``rectify_interval`` must be 0), which makes this Quest with one
-selection a GQA group.
+Source: "Rectified Sparse Attention" (ReSA), sections 2.1 to 2.3; the score is Quest's upper bound. What the paper calls
+p for both the ratio and the sparsity is ``active_ratio`` here. Rectification is the scheduler's work, see
+``rectify.py``; with ``rectify_interval`` 0 this is Quest with one selection a GQA group.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
 
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import AuxSpec, DecodeMethod, MethodConfig, ModelShape
+from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape, RectifyConfig
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summary
 from sglang_sparse_kernels.page_topk import page_topk
@@ -27,23 +26,17 @@ SUMMARY = "page_summary"
 SUMMARY_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
-class ResaConfig(MethodConfig):
+class ResaConfig(RectifyConfig):
     """Configuration of ``--sparse-method resa``."""
+
+    request_fields: ClassVar[tuple[str, ...]] = ("active_ratio", *RectifyConfig.request_fields)
 
     active_ratio: float = Field(0.1, gt=0, le=1, description="Share of a row's pages that a decode step attends to.")
     min_pages: int = Field(16, ge=1, description="Attend to at least this many pages.")
     local_pages: int = Field(1, ge=1, description="The newest pages that are always attended to.")
-    rectify_interval: int = Field(0, description="Tokens between dense rectifications; only 0 (none) in this release.")
     summary_dtype: Literal["auto", "bf16", "fp8"] = Field(
         "auto", description="Element type of the page summaries; auto is the KV cache's."
     )
-
-    @field_validator("rectify_interval")
-    @classmethod
-    def _not_built_yet(cls, value: int) -> int:
-        if value != 0:
-            raise ValueError("dense rectification is not built yet in this release; the only allowed value is 0")
-        return value
 
     @field_validator("local_pages")
     @classmethod

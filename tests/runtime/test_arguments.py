@@ -67,7 +67,16 @@ def test_config_without_method(qwen3: str) -> None:
         ('{"dense_fallback": "sometimes"}', ["dense_fallback: got 'sometimes'", "'auto' or 'never'"]),
         ('{"page_size": 24}', ["page_size: got 24", "power of two from 1 to 64"]),
         ('{"page_size": 128}', ["page_size: got 128", "power of two from 1 to 64"]),
-        ('{"rectify_interval": 32}', ["rectify_interval: got 32", "not built yet", "allowed value is 0"]),
+        ('{"rectify_interval": 1}', ["rectify_interval: got 1", "0 (never) or at least 2"]),
+        ('{"rectify_interval": -1}', ["rectify_interval: got -1", "greater than or equal to 0"]),
+        ('{"rectify_interval": 8.5}', ["rectify_interval: got 8.5", "integer"]),
+        ('{"rectify_interval": true}', ["rectify_interval: got True", "integer"]),
+        ('{"rectify_interval": 4097}', ["rectify_interval: got 4097", "context length of 4096"]),
+        ('{"rectify_max_batch": 0}', ["rectify_max_batch: got 0", "greater than or equal to 1"]),
+        (
+            '{"rectify_interval": 0, "rectify_on_finish": true}',
+            ["rectify_on_finish: got True", "rectify_interval is 0 (never)"],
+        ),
         ('{"layers": "two"}', ["layers: got 'two'", '"2-"']),
         ('{"layers": "0-9"}', ["layers '0-9'", "layers 0 to 3"]),
         ('{"layers": [7]}', ["layers '7'", "layers 0 to 3"]),
@@ -136,6 +145,7 @@ def test_page_size_conflict(qwen3: str) -> None:
         ({"enable_page_major_kv_layout": True}, "page-major KV layout"),
         ({"enable_streaming_session": True}, "streaming sessions"),
         ({"is_embedding": True}, "embedding serving"),
+        ({"smg_grpc_mode": True}, "gRPC serving"),
         ({"radix_cache_backend": "other"}, "radix cache backend (got 'other')"),
         ({"kv_cache_dtype": "nvfp4"}, "KV cache dtype (got 'nvfp4')"),
     ],
@@ -143,6 +153,30 @@ def test_page_size_conflict(qwen3: str) -> None:
 def test_refused_flags(qwen3: str, kwargs: dict[str, object], expected: str) -> None:
     message = refused(qwen3, **kwargs)
     assert message.startswith("--sparse-method resa cannot run with ") and expected in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        ("enable_mixed_chunk", "mixed chunk"),
+        ("enable_return_hidden_states", "returned hidden states"),
+        ("enable_return_routed_experts", "returned routed experts"),
+        ("enable_return_indexer_topk", "returned indexer top-k"),
+    ],
+)
+def test_refused_with_rectification(qwen3: str, flag: str, name: str) -> None:
+    message = refused(qwen3, **{flag: True})
+    assert message.startswith(f"--sparse-method resa cannot rectify with {name} (got True)")
+    assert '{"rectify_interval": 0}' in message
+
+
+def test_mixed_chunk_without_rectification(qwen3: str) -> None:
+    assert resolve(qwen3, enable_mixed_chunk=True, sparse_config={"rectify_interval": 0}).enable_mixed_chunk
+
+
+def test_on_finish_without_a_prefix_cache(qwen3: str) -> None:
+    message = refused(qwen3, disable_radix_cache=True, sparse_config={"rectify_on_finish": True})
+    assert "rectify_on_finish has no use with --disable-radix-cache" in message
 
 
 def test_another_radix_tree(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +269,8 @@ def test_check_prints_every_limit_and_judges_arguments(qwen3: str, capsys: pytes
     table = capsys.readouterr().out
     for limit in (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS):
         assert f"| {limit.name} | {limit.reason} |" in table
+    for limit in limits.RECTIFY_LIMITS:
+        assert f"| rectification with {limit.name} | {limit.reason} |" in table
     assert check.main(["--model-path", qwen3, "--sparse-method", "resa"]) == 0
     assert '"active_ratio": 0.1' in capsys.readouterr().out
     with pytest.raises(SystemExit):

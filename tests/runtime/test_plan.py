@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from sglang_sparse.config import build
 from sglang_sparse.method import parse_layers
-from sglang_sparse.plan import plan_decode, widest_selection
+from sglang_sparse.plan import plan_decode, usual_selection
+from sglang_sparse.requests import parse_options
 
 
 def decide(lengths: list[int], **fields: object):
@@ -28,11 +29,20 @@ def test_short_rows_stay_dense_in_a_sparse_batch() -> None:
     assert plan.covered.tolist() == [False, True, True, False]
 
 
-def test_never_is_sparse_even_when_everything_is_covered() -> None:
+def test_never_is_sparse_even_when_every_page_is_selected() -> None:
     plan = decide([17, 300], dense_fallback="never")
     assert plan.sparse
     assert plan.n_select.tolist() == [2, 16]
-    assert plan.covered.tolist() == [True, False]
+    assert not plan.covered.any()
+
+
+def test_rows_run_as_their_requests_asked() -> None:
+    settings = build("resa", {})
+    asked = [{}, {"active_ratio": 0.5}, {"sparse": False}, {"active_ratio": 0.5, "rectify_interval": 4}]
+    rows = [parse_options(settings, params) for params in asked]
+    plan = plan_decode(settings.method, 16, torch.tensor([16000] * 4), rows)
+    assert plan.n_select.tolist() == [100, 500, 1000, 500]
+    assert plan.covered.tolist() == [False, False, True, False]
 
 
 def test_never_overrides_the_limits() -> None:
@@ -60,11 +70,10 @@ def test_layers(spec: object, expected: tuple[int, ...]) -> None:
     assert parse_layers(spec, 4) == expected
 
 
-@given(st.integers(0, 3000), st.sampled_from([1, 4, 16, 64]), st.floats(0.01, 1.0), st.integers(1, 40))
-def test_no_row_selects_more_than_the_widest_selection(limit: int, page: int, ratio: float, least: int) -> None:
-    fields = {"min_seq_len": limit, "crossover_tokens": 0, "page_size": page, "active_ratio": ratio, "min_pages": least}
+@given(st.sampled_from([1, 4, 16, 64]), st.floats(0.01, 1.0), st.integers(1, 40))
+def test_no_sparse_row_selects_more_than_the_usual_selection(page: int, ratio: float, least: int) -> None:
+    fields = {"min_seq_len": 0, "crossover_tokens": 0, "page_size": page, "active_ratio": ratio, "min_pages": least}
     method = build("resa", fields).method
-    max_pages = -(-4000 // page)
     plan = plan_decode(method, page, torch.arange(1, 4001))
-    widest = int(plan.n_select.max()) if plan.sparse else 0
-    assert widest <= widest_selection(method, page, max_pages)
+    widest = int(plan.n_select[~plan.covered].max()) if not plan.covered.all() else 0
+    assert widest <= usual_selection(method, -(-4000 // page))

@@ -1,102 +1,72 @@
-"""Exact lengths: what moves them and what a finished request may insert."""
+"""Which rows a step rectifies: deadlines are kept, and few steps carry a second pass."""
 
-from types import SimpleNamespace
+import random
 
-import pytest
-import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sglang_sparse import config, rectify
-from sglang_sparse.plan import plan_decode
-
-
-def follow(mode: str, requests: list[SimpleNamespace], lengths: list[int], prefixes: list[int] | None = None) -> None:
-    args = SimpleNamespace(
-        sparse_method="resa", sparse_config='{"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never"}'
-    )
-    settings = config.settings_of(args)
-    backend = SimpleNamespace(plan=lambda seq_lens: plan_decode(settings.method, 16, seq_lens))
-    runner = SimpleNamespace(server_args=args, is_draft_worker=False, attn_backend=backend)
-    batch = SimpleNamespace(
-        forward_mode=SimpleNamespace(is_decode=lambda: mode == "decode", is_extend=lambda: mode == "extend"),
-        reqs=requests,
-        seq_lens_cpu=torch.tensor(lengths),
-        prefix_lens=prefixes,
-        extend_lens=[n - p for n, p in zip(lengths, prefixes, strict=True)] if prefixes else None,
-    )
-    rectify.follow_exact_lengths(None, type(None), batch, runner)
+from sglang_sparse.rectify import due_rows
 
 
-def exact(request: SimpleNamespace, committed: int) -> int:
-    return rectify.exact_committed_len(lambda _: committed, request)
+def run(joins: list[int], intervals: list[int], max_batch: int, steps: int) -> tuple[list[list[int]], int]:
+    """Decode ``steps`` steps of rows that join at ``joins``; return who was rectified, and the most pending tokens."""
+    length, exact = [0] * len(joins), [0] * len(joins)
+    chosen, most = [], 0
+    for step in range(steps):
+        rows = [row for row, join in enumerate(joins) if join <= step]
+        for row in rows:
+            length[row] += 1
+        pending = [length[row] - exact[row] for row in rows]
+        most = max([most, *(count for row, count in zip(rows, pending, strict=True) if intervals[row])])
+        due = [rows[i] for i in due_rows(pending, [intervals[row] for row in rows], max_batch)]
+        for row in due:
+            exact[row] = length[row]
+        chosen.append(due)
+    return chosen, most
 
 
-def test_prefill_chunks_are_exact() -> None:
-    request = SimpleNamespace()
-    follow("extend", [request], [512], [192])
-    follow("extend", [request], [700], [512])
-    assert exact(request, 700) == 700
+def test_a_lone_row_goes_every_f_tokens() -> None:
+    chosen, most = run([0], [32], 8, 320)
+    assert [step + 1 for step, due in enumerate(chosen) if due] == list(range(32, 321, 32))
+    assert most == 32
 
 
-def test_a_sparse_step_stops_the_exact_length_for_good() -> None:
-    request = SimpleNamespace()
-    follow("extend", [request], [700], [0])
-    follow("decode", [request], [701])
-    follow("decode", [request], [702])
-    assert exact(request, 702) == 700
+def test_rows_that_start_together_are_spread_over_steps() -> None:
+    chosen, most = run([0] * 20, [32] * 20, 8, 65)
+    first = [due for due in chosen[:32] if due]
+    assert [len(due) for due in first] == [8, 8, 4]
+    assert most == 32
 
 
-def test_covered_steps_move_it_until_a_sparse_one() -> None:
-    request = SimpleNamespace()
-    follow("extend", [request], [62], [0])
-    for length in range(63, 67):
-        follow("decode", [request], [length])
-    # Four pages are always attended to, so the step that opens the fifth page is the first sparse one.
-    assert exact(request, 66) == 64
+def test_at_batch_16_at_most_a_quarter_of_the_steps_carry_a_pass() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        joins = [rng.randrange(64) for _ in range(16)]
+        chosen, most = run(joins, [32] * 16, 8, 1024)
+        assert sum(map(bool, chosen)) <= 1024 / 4
+        assert most <= 32
 
 
-def test_rows_are_judged_one_by_one() -> None:
-    short, long = SimpleNamespace(), SimpleNamespace()
-    follow("extend", [short, long], [20, 500], [0, 0])
-    follow("decode", [short, long], [21, 501])
-    assert (exact(short, 21), exact(long, 501)) == (21, 500)
+def test_never_and_exact_rows_are_left_alone() -> None:
+    assert due_rows([500, 1, 40], [0, 2, 0], 8) == []
+    assert due_rows([500, 2, 40], [0, 2, 32], 8) == [1, 2]
 
 
-def test_a_decode_row_in_a_mixed_batch_is_exact_only_behind_exact_kv() -> None:
-    clean, drifted = SimpleNamespace(), SimpleNamespace()
-    follow("extend", [clean, drifted], [30, 500], [0, 0])
-    follow("decode", [clean, drifted], [31, 501])
-    follow("extend", [clean, drifted], [32, 502], [31, 501])
-    assert (exact(clean, 32), exact(drifted, 502)) == (32, 500)
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=200), st.integers(1, 16), st.integers(2, 40))
+@settings(max_examples=50, deadline=None)
+def test_no_row_waits_longer_than_its_turn(joins: list[int], max_batch: int, interval: int) -> None:
+    chosen, most = run(joins, [interval] * len(joins), max_batch, 200)
+    assert most <= interval + 1
+    assert all(len(due) <= max(max_batch, -(-len(joins) // interval)) for due in chosen)
 
 
-def test_retraction_starts_over() -> None:
-    request = SimpleNamespace()
-    follow("extend", [request], [500], [0])
-    follow("decode", [request], [501])
-    rectify.forget_exact_length(None, request)
-    follow("extend", [request], [501], [0])
-    assert exact(request, 501) == 501
-
-
-@pytest.mark.parametrize(("exact_len", "freed"), [(35, (48, 70)), (32, (32, 70)), (64, (64, 70)), (70, None)])
-def test_the_inexact_tail_is_freed_by_whole_pages(exact_len: int, freed: tuple[int, int] | None) -> None:
-    calls = []
-    allocator = SimpleNamespace(page_size=16, free_segment=lambda slots, start_pos: calls.append((slots, start_pos)))
-    tree = SimpleNamespace(
-        token_to_kv_pool_allocator=allocator,
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.arange(200).view(2, 100)),
-    )
-    request = SimpleNamespace(req_pool_idx=1, **{rectify.ATTRIBUTE: exact_len})
-    rectify.release_inexact_tail(lambda *_: pytest.fail("SGLang's own function asserts"), request, exact_len, 70, tree)
-    if freed is None:
-        assert calls == []
-    else:
-        ((slots, start),) = calls
-        assert start == freed[0] and slots.tolist() == list(range(100 + freed[0], 100 + freed[1]))
-
-
-def test_a_request_of_a_dense_server_is_left_to_sglang() -> None:
-    called = []
-    rectify.release_inexact_tail(lambda *arguments: called.append(arguments), SimpleNamespace(), 1, 2, None)
-    assert len(called) == 1
-    assert exact(SimpleNamespace(), 17) == 17
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(2, 64)), min_size=1, max_size=60), st.integers(1, 16))
+@settings(max_examples=50, deadline=None)
+def test_mixed_intervals(rows: list[tuple[int, int]], max_batch: int) -> None:
+    joins, intervals = [join for join, _ in rows], [interval for _, interval in rows]
+    chosen, _ = run(joins, intervals, max_batch, 200)
+    last = list(joins)
+    for step, due in enumerate(chosen):
+        for row in due:
+            assert step + 1 - last[row] <= intervals[row] + -(-len(rows) // max_batch)
+            last[row] = step + 1

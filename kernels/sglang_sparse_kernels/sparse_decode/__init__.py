@@ -22,6 +22,7 @@ def sparse_decode(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out: torch.Tensor | None = None,
+    usual_pages: int | None = None,
 ) -> torch.Tensor:
     """Exact softmax attention of every query head over the tokens of its KV head's selected pages.
 
@@ -40,6 +41,8 @@ def sparse_decode(
         k_scale: factor of the stored keys (float8 caches).
         v_scale: factor of the stored values (float8 caches).
         out: optional ``[B, Hq, dv]`` in the dtype of ``q``, contiguous.
+        usual_pages: the count that most rows have at most, for which the work is split; ``K`` if not given. Any count
+            is served, whatever this says.
 
     Returns:
         ``[B, Hq, dv]`` in the dtype of ``q``.
@@ -65,7 +68,7 @@ def sparse_decode(
         return reference.sparse_decode(*arguments)
     from . import triton
 
-    return triton.sparse_decode(*arguments)
+    return triton.sparse_decode(*arguments, usual_pages=usual_pages)
 
 
 def _check_arguments(

@@ -235,6 +235,7 @@ def sparse_decode(
     v_scale: float,
     out: torch.Tensor,
     config: Config | None = None,
+    usual_pages: int | None = None,
 ) -> torch.Tensor:
     """See ``sparse_decode.sparse_decode``."""
     batch, num_q_heads, dim = q.shape
@@ -244,10 +245,11 @@ def sparse_decode(
         return out
     processors = num_processors(q.device)
     row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(v_dim)) * k_cache.element_size()
-    config = config or default_config(row_bytes, batch * heads * max_pages * page_size // processors)
+    planned_pages = usual_pages or max_pages
+    config = config or default_config(row_bytes, batch * heads * planned_pages * page_size // processors)
     block_tokens = max(config.block_tokens, page_size)
     tile_pages = block_tokens // page_size
-    splits = _num_splits(batch * heads, max_pages, tile_pages, config.programs_per_processor * processors)
+    splits = _num_splits(batch * heads, planned_pages, tile_pages, config.programs_per_processor * processors)
     sizes = [batch * num_q_heads * splits * v_dim, batch * num_q_heads * splits]
     partial, lse = torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes)
     dependent = dependent_launch(q.device)

@@ -1,0 +1,220 @@
+"""``python -m eval.ppl_rectify``: what decoding sparse costs in perplexity, and what rectification wins back.
+
+Windows of L tokens of held-out books that do not overlap; the first L - S tokens are the prompt, the last S are forced
+through decode one by one, and the last 32 are scored: perplexity = exp(mean negative log-likelihood). Two texts:
+``book`` is the window as it stands; the end of ``repeat`` repeats an earlier passage, see `eval.windows`. Settings,
+each over the same windows:
+
+- ``dense``: the requests say ``sparse: false``;
+- ``off``: a ratio, never rectified;
+- ``rectified``: a ratio and an interval of f tokens, left out where S <= f: none would fall into the suffix;
+- ``bound``: a ratio; all earlier KV is exact and only the scored step is sparse, see `eval.forced`.
+
+With S = 32 the first scored token comes from prefill in every setting, the bound too. A server that rectifies in the
+place of a decode step scores one token in f densely, so that a rectified setting can pass its bound.
+
+The prefix cache stays on: only exact KV enters it, so settings share the prefill of a prompt, and a bound costs one
+decode step a position. (The plan flushes it between settings, so that no KV that one has changed serves the next.)
+
+The command ends with status 1 where the server's counters do not show what a setting says, and where forced dense
+decode, tried first, does not give the log-probabilities of prefill: a mean difference of .01 or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import httpx
+import pandas as pd
+
+from eval.client import LiveServer, list_of
+from eval.counters import EvaluationError, density, moved, require_dense, require_sparse
+from eval.forced import decode_differences, mean_nll
+from eval.ppl_summary import Cell, plot, read_rows, summarise
+from eval.record import Record
+from eval.windows import BOOK, SCORED, Window, make_windows, read_book, with_repetition
+
+TEXTS = ("book", "repeat")
+MAX_DIFFERENCE = 0.01
+CHECKED_WINDOWS = 16
+
+
+def make_cells(text: str, ratios: Sequence[float], intervals: Sequence[int], suffix: int) -> list[Cell]:
+    """The settings of one text: dense, then for each ratio off, the intervals below `suffix`, and bound."""
+    inside = sorted({f for f in intervals if 0 < f < suffix})
+    cells = [Cell(text, "dense")]
+    for ratio in ratios:
+        cells.append(Cell(text, "off", ratio, 0))
+        cells += [Cell(text, "rectified", ratio, f) for f in inside]
+        cells.append(Cell(text, "bound", ratio))
+    return cells
+
+
+def require_settings(config: dict[str, Any], prompt: int, ratios: Sequence[float]) -> None:
+    """Refuse a server that would run these prompts dense, or give two ratios the same pages.
+
+    Args:
+        config: of the sparse method, as the server tells it.
+        prompt: tokens of the prompts.
+        ratios: wanted.
+
+    Raises:
+        EvaluationError: names the field to change.
+    """
+    if config.get("dense_fallback") != "never":
+        for field in ("min_seq_len", "crossover_tokens"):
+            if config.get(field, 0) > prompt:
+                raise EvaluationError(
+                    f"the server runs a prompt of {prompt} tokens dense: its {field} is {config[field]}; start it with "
+                    f"a smaller one, or with dense_fallback: never"
+                )
+    pages = -(-prompt // config["page_size"])
+    least = config.get("min_pages", 0)
+    budgets = {max(least, math.ceil(pages * ratio - 1e-9)) for ratio in ratios}
+    if len(budgets) < len(ratios) or max(budgets) >= pages:
+        raise EvaluationError(
+            f"ratios {list(ratios)} of {pages} pages with min_pages {least} are {sorted(budgets)} pages: they must "
+            "differ and be fewer than all; start the server with a smaller min_pages"
+        )
+
+
+def check_forcing(server: LiveServer, record: Record, text: str, windows: Sequence[Window], suffix: int) -> None:
+    """Compare forced dense decode with prefill, and write a ``check`` row.
+
+    Raises:
+        EvaluationError: they differ.
+    """
+    before = server.counters()
+    found = server.each(
+        lambda client, window: decode_differences(client, window.tokens, suffix),
+        windows[:CHECKED_WINDOWS],
+        f"{text} check",
+    )
+    sizes = [abs(value) for values in found for value in values]
+    passed = fmean(sizes) < MAX_DIFFERENCE
+    row = {"windows": len(found), "mean_difference": fmean(sizes), "max_difference": max(sizes), "passed": passed}
+    counts = moved(before, server.counters())
+    record.add("check", text=text, **row, counters=counts)
+    require_dense(f"{text} check", counts)
+    if not passed:
+        raise EvaluationError(f"forced dense decode differs from prefill by {fmean(sizes):.4f} on average: {row}")
+
+
+def measure(
+    server: LiveServer, record: Record, cell: Cell, windows: Sequence[Window], suffix: int
+) -> list[dict[str, Any]]:
+    """Measure one setting and write its rows.
+
+    Returns:
+        The rows.
+
+    Raises:
+        EvaluationError: a request failed, or the counters do not show the setting.
+    """
+    label = " ".join(str(part) for part in cell if part is not None)
+    before = server.counters()
+    nlls = server.each(lambda client, window: mean_nll(client, window.tokens, suffix, cell), windows, label)
+    counts = moved(before, server.counters())
+    if cell.setting == "dense":
+        require_dense(label, counts)
+    else:
+        require_sparse(label, counts, rectifying=cell.setting == "rectified")
+    rows = [{"kind": "nll", **cell._asdict(), "window": i, "nll": round(nll, 6)} for i, nll in enumerate(nlls)]
+    rows.append({"kind": "setting", **cell._asdict(), "density": density(counts), "counters": counts})
+    for row in rows:
+        record.add(**row)
+    return rows
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all texts and settings, and write the file.
+
+    Returns:
+        The summary, see `eval.ppl_summary.summarise`.
+
+    Raises:
+        EvaluationError: see the functions that this one calls.
+    """
+    prompt = args.length - args.suffix
+    with LiveServer(args.base_url, args.concurrency) as server:
+        require_settings(server.sparse_state()["config"], prompt, args.ratios)
+        books = {path.name.split(".")[0]: server.tokenize(read_book(path)) for path in args.book}
+        plain = make_windows(books, args.length, args.windows, args.seed)
+        texts = {"book": plain, "repeat": [with_repetition(window, prompt, args.seed) for window in plain]}
+        names = ("length", "suffix", "intervals", "ratios", "kind", "concurrency", "seed", "label")
+        settings = {"windows": len(plain), **{name: getattr(args, name) for name in names}}
+        header = {"server": server.facts(), "arguments": settings}
+        rows: list[dict[str, Any]] = []
+        with Record(args.out, "eval.ppl_rectify", args.revision, **header) as record:
+            for text in args.kind:
+                for i, window in enumerate(texts[text]):
+                    place = {"book": window.book, "start": window.start, "depth": window.depth}
+                    record.add("window", text=text, window=i, **place)
+                check_forcing(server, record, text, texts[text], args.suffix)
+                for cell in make_cells(text, args.ratios, args.intervals, args.suffix):
+                    rows += measure(server, record, cell, texts[text], args.suffix)
+            summary = summarise(rows, args.seed)
+            for row in summary:
+                record.add("summary", length=args.length, suffix=args.suffix, **row)
+    return summary
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(prog="eval.ppl_rectify", description=__doc__)
+    parser.add_argument("--base-url", help="the sparse server")
+    parser.add_argument("--out", type=Path, help="JSONL file to write")
+    parser.add_argument("--plot", type=Path, help="picture to draw, .png or .svg")
+    parser.add_argument("--from", type=Path, dest="file", help="take the figures of this JSONL file, without a server")
+    parser.add_argument("--book", type=Path, action="append", help=f"text; repeat for more (default: {BOOK.name})")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a window")
+    parser.add_argument("--suffix", type=int, default=256, help="tokens of it forced through decode")
+    parser.add_argument("--windows", type=int, help="how many (default: all that the books hold)")
+    parser.add_argument("--intervals", type=list_of(int), default="8,16,32,64,128,0", help="0 (never) is always run")
+    parser.add_argument("--ratios", type=list_of(float), default=".02,.05,.1", help="shares of the pages")
+    parser.add_argument("--kind", type=list_of(str), default="book,repeat", help=f"of {', '.join(TEXTS)}")
+    parser.add_argument("--concurrency", type=int, default=32, help="windows in flight")
+    parser.add_argument("--seed", type=int, default=0, help="of the windows, the passages and the bootstrap")
+    parser.add_argument("--label", help="kept in the file's header")
+    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
+    args = parser.parse_args(arguments)
+    args.book = args.book or [BOOK]
+    if args.file is None and (args.base_url is None or args.out is None):
+        parser.error("--base-url and --out are needed, or --from")
+    for wrong, message in (
+        (args.file is not None and args.plot is None, "--from needs --plot"),
+        (not SCORED <= args.suffix < args.length, f"--suffix must be at least {SCORED} and below --length"),
+        (min(args.intervals, default=0) < 0, "--intervals must be 0 or more"),
+        (not args.ratios or not all(0 < r < 1 for r in args.ratios), "--ratios must be between 0 and 1"),
+        (not args.kind or not set(args.kind) <= set(TEXTS), f"--kind must be of {', '.join(TEXTS)}"),
+        (args.windows is not None and args.windows < 1, "--windows must be at least 1"),
+        (args.concurrency < 1, "--concurrency must be at least 1"),
+        (len({path.name for path in args.book}) < len(args.book), "--book: two files have the same name"),
+    ):
+        if wrong:
+            parser.error(message)
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; exit status 1 when its figures would not show what they say."""
+    args = parse(arguments)
+    try:
+        summary = summarise(read_rows(args.file), args.seed) if args.file else run(args)
+    except (EvaluationError, httpx.HTTPError) as error:
+        print(f"eval.ppl_rectify: {error}", file=sys.stderr)
+        return 1
+    if args.plot:
+        plot(summary, args.plot)
+    print(pd.DataFrame(summary).to_string(index=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""What the method did, as Prometheus metrics and as one log line for each interval of SGLang's decode reports.
+
+The device's counters are never waited for: a copy of them starts when SGLang reports, behind the passes already
+launched, and the interval is published with the first decode step that finds it arrived, as a rule the next one. So the
+figures lag SGLang's own by a step, and what a server did between its last report and going idle waits for its next
+report; ``/server_info`` is always up to date.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.config import settings_of
+
+if TYPE_CHECKING:
+    from sglang_sparse.stats import Counters
+
+logger = logging.getLogger(__name__)
+
+# The attribute of SGLang's metrics reporter that holds the IntervalReport; a rank that reports nothing has none.
+ATTRIBUTE = "sglang_sparse_report"
+
+# Published as sglang:sparse_<name>_total: the totals of Counters under their names there.
+COUNTERS = {
+    "decode_rows": "Requests decoded, counted once in every decode pass they were part of.",
+    "dense_fallback_rows": "Of the decoded rows, those that ran dense: too short, in too small a batch, or on request.",
+    "pages_attended": "KV pages attended to in sparse decode passes, per row, sparse layer and KV head of this rank.",
+    "pages_held": "KV pages held by the rows of sparse decode passes, per row, sparse layer and KV head of this rank.",
+    "rectifying_steps": "Decode steps that carried a dense pass to rectify approximate KV.",
+    "second_passes": "Of the rectifying steps, those that also ran a decode pass over the rows not rectified.",
+    "rectified_requests": "Rows rectified, counted once in every rectifying step they were part of.",
+    "rectified_tokens": "Tokens encoded again densely by rectifying steps.",
+    "rectify_delay_steps": "Decode steps that rectified rows had waited beyond their rectification interval, summed.",
+    "finish_passes": "Dense passes over the last tokens of finished requests (rectify_on_finish).",
+    "finish_tokens_rectified": "Tokens encoded again densely at the end of finished requests (rectify_on_finish).",
+    "tail_tokens_dropped": "Approximate tokens at the end of finished requests, whose KV was freed instead of shared.",
+}
+# Published as sglang:sparse_<name>.
+GAUGES = {
+    "active_fraction": "Pages attended to divided by pages held, over the sparse decode passes of the last report "
+    "interval; NaN if it had none.",
+    "rectify_mean_delay_steps": "Decode steps that a rectified row had waited beyond its rectification interval, mean "
+    "over the last report interval; 0 if no row was rectified.",
+    "rectify_max_delay_steps": "The most decode steps that a rectified row had waited beyond its rectification "
+    "interval, over the last report interval; 0 if no row was rectified.",
+    "aux_bytes": "Bytes of the page summaries beside the KV pool of this rank.",
+}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What happened between two reports.
+
+    Attributes:
+        counts: by how much each of ``COUNTERS`` grew.
+        max_delay_steps: the longest wait of a row that was rectified, in decode steps beyond its interval.
+    """
+
+    counts: Mapping[str, int]
+    max_delay_steps: int
+
+    @property
+    def active_fraction(self) -> float:
+        """Pages attended to divided by pages held; NaN without a sparse decode pass."""
+        held = self.counts["pages_held"]
+        return self.counts["pages_attended"] / held if held else math.nan
+
+    @property
+    def mean_delay_steps(self) -> float:
+        """Mean wait of the rows that were rectified, in decode steps beyond their interval; 0 without any."""
+        return self.counts["rectify_delay_steps"] / max(1, self.counts["rectified_requests"])
+
+    def line(self) -> str:
+        """Say it in one line for the log."""
+        of = self.counts
+        fraction = "n/a" if math.isnan(self.active_fraction) else f"{self.active_fraction:.3f}"
+        parts = [
+            f"active fraction: {fraction}",
+            f"pages attended/held: {of['pages_attended']}/{of['pages_held']}",
+            f"rectified: {of['rectified_requests']} requests {of['rectified_tokens']} tokens in "
+            f"{of['rectifying_steps']} steps",
+            f"wait: {self.mean_delay_steps:.1f} steps (max {self.max_delay_steps})",
+            f"dense rows: {of['dense_fallback_rows']}/{of['decode_rows']}",
+            f"tail tokens dropped: {of['tail_tokens_dropped']}",
+        ]
+        return f"Sparse decode, {', '.join(parts)}"
+
+
+class DeviceCopy:
+    """A small device tensor, brought to the host without waiting for the device.
+
+    Args:
+        source: the tensor.
+        stream: the CUDA stream of whatever writes to ``source``; None for the current stream. The copy goes there too,
+            so it sees whole passes only.
+    """
+
+    def __init__(self, source: torch.Tensor, stream: Any = None):
+        self._source = source
+        self._stream = stream
+        self._host = torch.zeros(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        self._event = torch.cuda.Event() if source.is_cuda else None
+
+    def begin(self) -> None:
+        """Start a copy."""
+        if self._event is None:
+            self._host.copy_(self._source)
+            return
+        with torch.cuda.stream(self._stream):
+            self._host.copy_(self._source, non_blocking=True)
+            self._event.record()
+
+    def arrived(self) -> bool:
+        """Whether the last copy is here."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> list[int]:
+        """Return what the last copy brought; waits unless it has arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+class Metrics:
+    """The Prometheus metrics, with the labels of SGLang's own and beside them from the start.
+
+    Args:
+        collector: SGLang's ``SchedulerMetricsCollector``, which exists only after SGLang has set Prometheus up.
+        aux_bytes: bytes of the page summaries on this rank.
+    """
+
+    def __init__(self, collector: Any, aux_bytes: int):
+        # It reads where its files go when it is imported, and only SGLang knows where.
+        from prometheus_client import Counter, Gauge
+
+        labels = collector.labels
+        # A collector that reports elsewhere names its own classes.
+        counter_class = collector._counter_cls or Counter
+        gauge_class = collector._gauge_cls or Gauge
+        self._counters = {
+            name: counter_class(f"sglang:sparse_{name}_total", text, labelnames=labels.keys()).labels(**labels)
+            for name, text in COUNTERS.items()
+        }
+        self._gauges = {
+            name: gauge_class(
+                f"sglang:sparse_{name}", text, labelnames=labels.keys(), multiprocess_mode="mostrecent"
+            ).labels(**labels)
+            for name, text in GAUGES.items()
+        }
+        # A gauge shows up once it is set.
+        self.publish(Interval(dict.fromkeys(COUNTERS, 0), 0))
+        self._gauges["aux_bytes"].set(aux_bytes)
+
+    def publish(self, interval: Interval) -> None:
+        """Add an interval."""
+        for name, counter in self._counters.items():
+            counter.inc(interval.counts[name])
+        self._gauges["active_fraction"].set(interval.active_fraction)
+        self._gauges["rectify_mean_delay_steps"].set(interval.mean_delay_steps)
+        self._gauges["rectify_max_delay_steps"].set(interval.max_delay_steps)
+
+
+class IntervalReport:
+    """Publishes what happened in each interval of SGLang's decode reports.
+
+    Args:
+        counters: this rank's.
+        copy: of ``counters.select_stats``.
+        metrics: what to publish to, or None without ``--enable-metrics``.
+        logs: whether this rank logs.
+        time: when SGLang last reported, any clock.
+    """
+
+    def __init__(self, counters: Counters, copy: DeviceCopy, metrics: Metrics | None, logs: bool, time: float):
+        self._counters = counters
+        self._copy = copy
+        self._metrics = metrics
+        self._logs = logs
+        self._time = time
+        # What the host counted when the copy began, until that is published.
+        self._pending: tuple[dict[str, int], int] | None = None
+        self._published = dict.fromkeys(COUNTERS, 0)
+
+    def step(self, time: float) -> None:
+        """Notice a decode step.
+
+        Args:
+            time: when SGLang last reported; another one than before means that it just did.
+        """
+        if time != self._time:
+            # The results of the passes before that copy are here already, so this waits for none.
+            self._publish()
+            self._time = time
+            self._pending = self._counters.host_totals(), self._counters.take_max_delay()
+            self._copy.begin()
+        if self._pending is not None and self._copy.arrived():
+            self._publish()
+
+    def _publish(self) -> None:
+        if self._pending is None:
+            return
+        host, max_delay = self._pending
+        self._pending = None
+        totals = host | self._counters.device_totals(self._copy.read())
+        interval = Interval({name: totals[name] - self._published[name] for name in COUNTERS}, max_delay)
+        self._published = totals
+        if self._metrics is not None:
+            self._metrics.publish(interval)
+        if self._logs:
+            logger.info(interval.line())
+
+
+def start(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
+    """After ``Scheduler.get_init_info``: create the metrics, on a rank that reports."""
+    if settings_of(scheduler.server_args) is None:
+        return
+    reporter = scheduler.metrics_reporter
+    counters = getattr(scheduler.tp_worker.model_runner.attn_backend, "counters", None)
+    publishes = reporter.current_scheduler_metrics_enabled
+    if counters is None or not (publishes or reporter.is_stats_logging_rank):
+        return
+    metrics = Metrics(reporter.metrics_collector, counters.aux_bytes) if publishes else None
+    copy = DeviceCopy(counters.select_stats, scheduler.forward_stream if scheduler.enable_overlap else None)
+    report = IntervalReport(counters, copy, metrics, reporter.is_stats_logging_rank, reporter.last_decode_stats_tic)
+    setattr(reporter, ATTRIBUTE, report)
+
+
+def follow(_: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``SchedulerMetricsReporter.report_decode_stats``, which runs after every decode step and seldom reports."""
+    report: IntervalReport | None = getattr(reporter, ATTRIBUTE, None)
+    if report is not None:
+        report.step(reporter.last_decode_stats_tic)

@@ -1,0 +1,175 @@
+"""Settings, requests and refusals of the perplexity command, without a server."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import ppl_rectify
+from eval.client import checked
+from eval.counters import COUNTED, EvaluationError, density, moved, require_dense, require_sparse
+from eval.forced import bound_requests, custom_params, forced_logprobs, forced_request, prefill_logprobs
+from eval.ppl_summary import Cell
+from eval.windows import BOOK, SCORED
+
+NOTHING: dict[str, int] = dict.fromkeys(COUNTED, 0)
+
+
+def counts(**given: int) -> dict[str, int]:
+    return {**NOTHING, **given}
+
+
+def params_of(request: dict[str, Any]) -> dict[str, Any]:
+    return request["sampling_params"]["custom_params"]
+
+
+def test_settings_leave_intervals_beyond_the_suffix_out() -> None:
+    cells = ppl_rectify.make_cells("book", [0.1, 0.2], [0, 64, 8, 32], suffix=64)
+    assert cells == [
+        Cell("book", "dense"),
+        *(
+            cell
+            for ratio in (0.1, 0.2)
+            for cell in (
+                Cell("book", "off", ratio, 0),
+                Cell("book", "rectified", ratio, 8),
+                Cell("book", "rectified", ratio, 32),
+                Cell("book", "bound", ratio),
+            )
+        ),
+    ]
+    assert custom_params(cells[0]) == {"sparse": False}
+    asked = [custom_params(cell) for cell in cells[1:5]]
+    assert [params["rectify_interval"] for params in asked] == [0, 8, 32, 0]
+    assert all(params["active_ratio"] == 0.1 for params in asked)
+
+
+def test_bound_requests_decode_one_scored_token_each() -> None:
+    tokens = list(range(100, 300))
+    requests = bound_requests(tokens, 64, {"active_ratio": 0.1})
+    assert len(requests) == SCORED
+    for p, request in zip(range(168, 200), requests, strict=True):
+        assert request["input_ids"] == tokens[: p - 1]
+        assert request["sampling_params"]["custom_params"] == {
+            "active_ratio": 0.1,
+            "forced_tokens": tokens[p - 1 : p + 1],
+        }
+        assert request["sampling_params"]["max_new_tokens"] == 2
+    # With a suffix of 32 the first scored token is the first after the prompt, in every setting.
+    first, second = bound_requests(tokens, SCORED, {})[:2]
+    assert first["input_ids"] == second["input_ids"] == tokens[:168]
+    assert params_of(first) == {"forced_tokens": [268]} and params_of(second) == {"forced_tokens": [268, 269]}
+
+
+def test_forced_output_is_checked() -> None:
+    assert forced_request([1], [7, 8], {})["sampling_params"]["ignore_eos"]
+    answer = {"meta_info": {"output_token_logprobs": [[-1.0, 7, None], [-2.0, 8, None]]}}
+    assert forced_logprobs(answer, [7, 8]) == [-1.0, -2.0]
+    with pytest.raises(EvaluationError, match="does not know `forced_tokens`"):
+        forced_logprobs(answer, [7, 9])
+    answer["meta_info"]["output_token_logprobs"][1][0] = math.nan
+    with pytest.raises(EvaluationError, match="1 of 2 log-probabilities"):
+        forced_logprobs(answer, [7, 8])
+
+
+def test_prefill_logprobs_leave_the_first_token_out() -> None:
+    answer = {"meta_info": {"input_token_logprobs": [[None, 6, None], [-1.0, 7, None], [-2.0, 8, None]]}}
+    assert prefill_logprobs(answer, [7, 8]) == [-1.0, -2.0]
+    with pytest.raises(EvaluationError, match="other tokens"):
+        prefill_logprobs(answer, [8, 9])
+
+
+def test_answers_are_whole_or_refused() -> None:
+    whole = {"meta_info": {"finish_reason": {"type": "length"}, "num_retractions": 0}}
+    assert checked(whole) is whole
+    for broken, message in (
+        ({"error": {"message": "too long"}}, "too long"),
+        ({"meta_info": {"finish_reason": {"type": "abort"}}}, "abort"),
+        ({"meta_info": {"finish_reason": None}}, "not finished"),
+        ({"meta_info": {"finish_reason": {"type": "length"}, "num_retractions": 1}}, "lower the concurrency"),
+    ):
+        with pytest.raises(EvaluationError, match=message):
+            checked(broken)
+
+
+def test_counters_prove_what_ran() -> None:
+    before, after = counts(pages_held=5, decode_rows=1), {**counts(pages_held=25, decode_rows=9), "config": {}}
+    assert moved(before, after) == counts(pages_held=20, decode_rows=8)
+    sparse = counts(decode_rows=8, sparse_layer_rows=32, pages_attended=5, pages_held=20)
+    assert density(sparse) == 0.25 and density(NOTHING) is None
+    require_sparse("off", sparse, rectifying=False)
+    require_sparse("f=8", {**sparse, "rectified_tokens": 8}, rectifying=True)
+    require_dense("dense", counts(decode_rows=8, dense_fallback_rows=8))
+    require_dense("dense", {**sparse, "pages_attended": 20})
+
+
+@pytest.mark.parametrize(
+    ("changed", "rectifying", "message"),
+    [
+        ({"sparse_layer_rows": 0, "pages_attended": 0, "pages_held": 0}, False, "nothing ran sparse"),
+        ({"pages_attended": 20}, False, "nothing ran sparse"),
+        ({"dense_fallback_rows": 2}, False, "2 of 8 rows ran dense"),
+        ({"rectified_tokens": 8}, False, "rectified 8 tokens, wanted none"),
+        ({}, True, "rectified nothing"),
+    ],
+)
+def test_sparse_settings_without_proof_are_refused(changed: dict[str, int], rectifying: bool, message: str) -> None:
+    sparse = counts(decode_rows=8, sparse_layer_rows=32, pages_attended=5, pages_held=20)
+    with pytest.raises(EvaluationError, match=f"the setting: .*{message}"):
+        require_sparse("the setting", {**sparse, **changed}, rectifying)
+
+
+def test_dense_settings_without_proof_are_refused() -> None:
+    with pytest.raises(EvaluationError, match="attended to 5 of 20 pages"):
+        require_dense("dense", counts(pages_attended=5, pages_held=20))
+    with pytest.raises(EvaluationError, match="rectified 4 tokens"):
+        require_dense("dense", counts(rectified_tokens=4))
+
+
+def test_servers_that_would_run_dense_are_refused() -> None:
+    config = {"page_size": 16, "min_pages": 4, "dense_fallback": "auto", "min_seq_len": 0, "crossover_tokens": 0}
+    ppl_rectify.require_settings(config, 3840, [0.02, 0.05, 0.1])
+    ppl_rectify.require_settings({**config, "dense_fallback": "never", "min_seq_len": 9999}, 3840, [0.1])
+    for field in ("min_seq_len", "crossover_tokens"):
+        with pytest.raises(EvaluationError, match=f"its {field} is 4096"):
+            ppl_rectify.require_settings({**config, field: 4096}, 3840, [0.1])
+    with pytest.raises(EvaluationError, match="min_pages 16"):
+        ppl_rectify.require_settings({**config, "min_pages": 16}, 3840, [0.02, 0.05, 0.1])
+    with pytest.raises(EvaluationError, match="fewer than all"):
+        ppl_rectify.require_settings({**config, "min_pages": 16}, 256, [0.1])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "--base-url and --out are needed"),
+        (["--from", "x.jsonl"], "--from needs --plot"),
+        (["--suffix", "31"], "--suffix must be at least 32"),
+        (["--length", "256", "--suffix", "256"], "below --length"),
+        (["--intervals=-8,0"], "--intervals"),
+        (["--ratios", "0.1,1"], "--ratios must be between 0 and 1"),
+        (["--kind", "book,poem"], "--kind must be of book, repeat"),
+        (["--windows", "0"], "--windows"),
+        (["--concurrency", "0"], "--concurrency"),
+        (["--book", "a/x.txt", "--book", "b/x.txt"], "two files have the same name"),
+    ],
+)
+def test_command_line(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ["--base-url", "http://127.0.0.1:1", "--out", "x.jsonl"]
+    with pytest.raises(SystemExit):
+        ppl_rectify.parse(given if message.startswith(("--base", "--from")) else [*needed, *given])
+    assert message in capsys.readouterr().err
+
+
+def test_defaults() -> None:
+    args = ppl_rectify.parse(["--base-url", "http://127.0.0.1:1", "--out", "x.jsonl"])
+    assert args.book == [BOOK] and args.intervals == [8, 16, 32, 64, 128, 0] and args.ratios == [0.02, 0.05, 0.1]
+    assert args.kind == ["book", "repeat"] and args.windows is None and (args.length, args.suffix) == (4096, 256)
+
+
+def test_no_server_ends_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--base-url", "http://127.0.0.1:1", "--out", str(tmp_path / "x.jsonl")]
+    assert ppl_rectify.main(arguments) == 1
+    assert "eval.ppl_rectify: " in capsys.readouterr().err
+    assert not (tmp_path / "x.jsonl").exists()

@@ -1,0 +1,71 @@
+"""Windows of books and the passages that they repeat."""
+
+import lzma
+from pathlib import Path
+
+import pytest
+
+from eval.counters import EvaluationError
+from eval.windows import BOOK, CUE, SCORED, make_windows, read_book, with_repetition
+
+BOOKS = {"one": list(range(1000)), "two": list(range(5000, 5350))}
+
+
+def test_shipped_book_is_read(tmp_path: Path) -> None:
+    assert "White Fang" in read_book(BOOK)
+    (tmp_path / "a.txt").write_text("Plain text.")
+    (tmp_path / "b.txt.xz").write_bytes(lzma.compress(b"Packed text."))
+    assert [read_book(tmp_path / name) for name in ("a.txt", "b.txt.xz")] == ["Plain text.", "Packed text."]
+
+
+def test_windows_do_not_overlap() -> None:
+    windows = make_windows(BOOKS, 100, None, seed=0)
+    assert [(window.book, window.start) for window in windows] == [
+        *(("one", start) for start in range(0, 1000, 100)),
+        *(("two", start) for start in (0, 100, 200)),
+    ]
+    assert all(list(w.tokens) == BOOKS[w.book][w.start : w.start + 100] and w.depth is None for w in windows)
+
+
+def test_windows_are_drawn_by_seed() -> None:
+    drawn = make_windows(BOOKS, 100, 5, seed=1)
+    assert drawn == make_windows(BOOKS, 100, 5, seed=1) != make_windows(BOOKS, 100, 5, seed=2)
+    assert len({(window.book, window.start) for window in drawn}) == 5
+
+
+@pytest.mark.parametrize(("length", "count"), [(100, 14), (2000, None)])
+def test_too_few_windows_are_refused(length: int, count: int | None) -> None:
+    with pytest.raises(EvaluationError, match="give more with --book"):
+        make_windows(BOOKS, length, count, seed=0)
+
+
+@pytest.mark.parametrize("suffix", [32, 33, 40, 64, 200])
+def test_the_tail_repeats_an_earlier_passage(suffix: int) -> None:
+    starts = set()
+    for seed in range(300):
+        (window,) = make_windows({"book": list(range(400))}, 400, 1, seed=0)
+        repeated = with_repetition(window, 400 - suffix, seed)
+        tail = CUE + SCORED
+        # The tokens of this book are their own positions.
+        first = repeated.tokens[-SCORED]
+        assert repeated.tokens[:-tail] == window.tokens[:-tail]
+        assert repeated.tokens[-tail:] == tuple(range(first - CUE, first + SCORED))
+        assert repeated.depth == first / 400
+        assert first >= CUE and first + SCORED <= min(320, 400 - suffix, 400 - tail)
+        starts.add(first)
+    assert min(starts) < 30 and max(starts) > min(320, 400 - suffix) - SCORED - 30
+
+
+def test_the_passage_is_drawn_for_each_window_by_seed() -> None:
+    windows = make_windows({"book": list(range(4000))}, 400, None, seed=0)
+    repeated = [with_repetition(window, 300, seed=5) for window in windows]
+    assert repeated == [with_repetition(window, 300, seed=5) for window in windows]
+    assert len({window.depth for window in repeated}) > 5
+    assert repeated != [with_repetition(window, 300, seed=6) for window in windows]
+
+
+def test_a_window_without_room_is_refused() -> None:
+    (window,) = make_windows({"book": list(range(100))}, 100, 1, seed=0)
+    assert with_repetition(window, CUE + SCORED, seed=0).depth == CUE / 100
+    with pytest.raises(EvaluationError, match="no room"):
+        with_repetition(window, CUE + SCORED - 1, seed=0)

@@ -1,0 +1,263 @@
+"""Metrics and the log line: intervals that add up, a device that nobody waits for, and what a live server shows."""
+
+import logging
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import random_qwen3
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from launch.server import ServerProcess
+from sglang_sparse import metrics
+from sglang_sparse.config import build
+from sglang_sparse.method import ModelShape
+from sglang_sparse.plan import DecodePlan
+from sglang_sparse.pools import AuxPools
+from sglang_sparse.stats import Counters
+
+SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
+TENTH = '{"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never", "rectify_interval": 8}'
+LINE = re.compile(
+    r"Sparse decode, active fraction: ([\d.]+), pages attended/held: (\d+)/(\d+), "
+    r"rectified: \d+ requests (\d+) tokens .* dense rows: \d+/(\d+),"
+)
+
+
+def counters(device: str = "cpu") -> Counters:
+    settings = build("resa", {})
+    pools = AuxPools(settings.method.aux_specs(SHAPE), (0, 1), 8, 16, device)
+    return Counters(settings, pools, SHAPE, torch.zeros(3, dtype=torch.int64, device=device))
+
+
+def work(counted: Counters) -> None:
+    """One rectifying step: a row of 12 pages decodes sparse, another is dense."""
+    pages = torch.tensor([12, 3], dtype=torch.int32)
+    selected = torch.tensor([4, 3], dtype=torch.int32)
+    counted.add_decode(DecodePlan(True, pages, selected, selected == pages))
+    counted.select_stats += torch.tensor([4, 14, 30])
+    counted.rectify.passes += 1
+    counted.rectify.requests += 2
+    counted.rectify.tokens += 64
+    counted.rectify.delay_steps += 3
+    counted.rectify.max_delay_steps = max(counted.rectify.max_delay_steps, 3)
+    counted.rectify.tail_tokens_dropped += 5
+
+
+def reporting(counted: Counters, copy: metrics.DeviceCopy | None = None) -> metrics.IntervalReport:
+    copy = copy or metrics.DeviceCopy(counted.select_stats)
+    return metrics.IntervalReport(counted, copy, None, logs=True, time=0.0)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == metrics.__name__]
+
+
+@pytest.fixture(autouse=True)
+def log_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, metrics.__name__)
+
+
+def test_one_line_for_each_report(caplog: pytest.LogCaptureFixture) -> None:
+    counted = counters()
+    report = reporting(counted)
+    for step, reported in enumerate((0.0, 0.0, 1.0, 1.0, 1.0, 2.0, 2.0)):
+        if step < 3:
+            work(counted)
+        report.step(reported)
+    assert lines(caplog) == [
+        "Sparse decode, active fraction: 0.467, pages attended/held: 42/90, rectified: 6 requests 192 tokens in 3 "
+        "steps, wait: 1.5 steps (max 3), dense rows: 3/6, tail tokens dropped: 15",
+        "Sparse decode, active fraction: n/a, pages attended/held: 0/0, rectified: 0 requests 0 tokens in 0 steps, "
+        "wait: 0.0 steps (max 0), dense rows: 0/0, tail tokens dropped: 0",
+    ]
+
+
+class SlowCopy(metrics.DeviceCopy):
+    """A device that takes its time."""
+
+    here = False
+
+    def arrived(self) -> bool:
+        return self.here
+
+
+def test_the_line_waits_for_the_copy_and_shows_when_it_began(caplog: pytest.LogCaptureFixture) -> None:
+    counted = counters()
+    copy = SlowCopy(counted.select_stats)
+    report = reporting(counted, copy)
+    work(counted)
+    report.step(1.0)
+    work(counted)
+    report.step(1.0)
+    assert not lines(caplog)
+    copy.here = True
+    report.step(1.0)
+    report.step(1.0)
+    (line,) = lines(caplog)
+    assert "attended/held: 14/30, rectified: 2 requests 64 tokens in 1 steps" in line
+
+
+def test_no_interval_is_lost_when_the_next_report_comes_first(caplog: pytest.LogCaptureFixture) -> None:
+    counted = counters()
+    report = reporting(counted, SlowCopy(counted.select_stats))
+    for reported in (1.0, 2.0, 3.0):
+        work(counted)
+        report.step(reported)
+    assert [line.count("attended/held: 14/30") for line in lines(caplog)] == [1, 1]
+
+
+def published(registry: CollectorRegistry) -> dict[str, float]:
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    samples = [sample for family in families for sample in family.samples if not sample.name.endswith("_created")]
+    assert all(sample.labels == {"model_name": "m", "tp_rank": "1"} for sample in samples)
+    return {sample.name: sample.value for sample in samples}
+
+
+def test_metrics_have_sglangs_labels_and_the_totals() -> None:
+    registry = CollectorRegistry()
+    collector = SimpleNamespace(
+        labels={"model_name": "m", "tp_rank": 1},
+        _counter_cls=partial(Counter, registry=registry),
+        _gauge_cls=partial(Gauge, registry=registry),
+    )
+    counted = counters()
+    copy = metrics.DeviceCopy(counted.select_stats)
+    target = metrics.Metrics(collector, counted.aux_bytes)
+    report = metrics.IntervalReport(counted, copy, target, logs=False, time=0.0)
+    idle = published(registry)
+    assert math.isnan(idle.pop("sglang:sparse_active_fraction"))
+    assert idle.pop("sglang:sparse_aux_bytes") == counted.aux_bytes
+    assert len(idle) == len(metrics.COUNTERS) + len(metrics.GAUGES) - 2 and set(idle.values()) == {0.0}
+    for reported in (1.0, 2.0):
+        work(counted)
+        work(counted)
+        report.step(reported)
+    shown = published(registry)
+    snapshot = counted.snapshot()
+    for name in metrics.COUNTERS:
+        assert shown[f"sglang:sparse_{name}_total"] == snapshot[name], name
+    assert shown["sglang:sparse_active_fraction"] == 14 / 30
+    assert shown["sglang:sparse_rectify_mean_delay_steps"] == 1.5
+    assert shown["sglang:sparse_rectify_max_delay_steps"] == 3
+    assert not any(name.endswith("_max_delay_steps_total") for name in shown)
+
+
+def scheduler(sparse: bool, logging_rank: bool) -> SimpleNamespace:
+    args = SimpleNamespace(sparse_method="resa" if sparse else None, sparse_config="{}")
+    reporter = SimpleNamespace(
+        is_stats_logging_rank=logging_rank,
+        current_scheduler_metrics_enabled=False,
+        metrics_collector=None,
+        last_decode_stats_tic=7.0,
+    )
+    runner = SimpleNamespace(attn_backend=SimpleNamespace(counters=counters()))
+    worker = SimpleNamespace(model_runner=runner)
+    return SimpleNamespace(server_args=args, metrics_reporter=reporter, tp_worker=worker, enable_overlap=False)
+
+
+@pytest.mark.parametrize(("sparse", "logging_rank"), [(False, True), (True, False)])
+def test_dense_servers_and_silent_ranks_report_nothing(sparse: bool, logging_rank: bool) -> None:
+    quiet = scheduler(sparse, logging_rank)
+    reporter = quiet.metrics_reporter
+    before = dict(vars(reporter))
+    metrics.start({}, quiet)
+    reporter.last_decode_stats_tic = before["last_decode_stats_tic"] = 8.0
+    metrics.follow(None, reporter, True, running_batch=None)
+    assert vars(reporter) == before
+
+
+def test_without_metrics_the_line_is_still_logged(caplog: pytest.LogCaptureFixture) -> None:
+    loud = scheduler(True, True)
+    metrics.start({}, loud)
+    metrics.follow(None, loud.metrics_reporter, True, running_batch=None)
+    assert not lines(caplog)
+    loud.metrics_reporter.last_decode_stats_tic = 8.0
+    metrics.follow(None, loud.metrics_reporter, True, running_batch=None)
+    assert len(lines(caplog)) == 1
+
+
+def test_prometheus_is_not_imported_before_sglang_has_set_it_up() -> None:
+    code = "import sys, sglang_sparse.metrics, sglang_sparse.stats; sys.exit('prometheus_client' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_busy_gpu_is_not_waited_for(overlap: bool) -> None:
+    source = torch.zeros(3, dtype=torch.int64, device="cuda")
+    stream = torch.cuda.Stream() if overlap else torch.cuda.current_stream()
+    copy = metrics.DeviceCopy(source, stream if overlap else None)
+
+    def launch(cycles: int, increment: int) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+            source.add_(increment)
+
+    # The first launch of a kernel loads it, and loading waits for the device.
+    launch(1, 0)
+    copy.begin()
+    torch.cuda.synchronize()
+    launch(10**9, 1)
+    began = time.perf_counter()
+    copy.begin()
+    assert not copy.arrived()
+    assert time.perf_counter() - began < 0.05
+    launch(1, 1)
+    assert copy.read() == [1, 1, 1]
+    assert copy.arrived()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("metrics")
+    checkpoint: Path = random_qwen3(folder / "checkpoint")
+    flags = ["--page-size", "16", "--sparse-method", "resa", "--sparse-config", TENTH]
+    flags += ["--enable-metrics", "--decode-log-interval", "4"]
+    with ServerProcess(checkpoint, *flags, log_path=folder / "log") as server:
+        yield server
+
+
+def samples(server: ServerProcess) -> dict[str, Any]:
+    text = server.client.get("/metrics").raise_for_status().text
+    return {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert condition()
+
+
+def test_a_live_server_shows_all_of_it(server: ServerProcess) -> None:
+    params = {"max_new_tokens": 42, "temperature": 0.0, "ignore_eos": True}
+    server.generate(input_ids=[list(range(10, 810))], sampling_params=params)
+    wait_for(lambda: server.log().count("Decode batch") >= 10)
+    wait_for(lambda: server.log().count("Sparse decode") == server.log().count("Decode batch"))
+    found = [[float(value) for value in groups] for groups in LINE.findall(server.log())]
+    assert len(found) == server.log().count("Decode batch")
+    shown = samples(server)
+    labels = shown["sglang:num_running_reqs"].labels
+    assert labels["tp_rank"] == "0"
+    for name in [*(f"{name}_total" for name in metrics.COUNTERS), *metrics.GAUGES]:
+        assert shown[f"sglang:sparse_{name}"].labels == labels
+    for name, column in (("pages_attended", 1), ("pages_held", 2), ("rectified_tokens", 3), ("decode_rows", 4)):
+        assert shown[f"sglang:sparse_{name}_total"].value == sum(line[column] for line in found)
+    assert shown["sglang:sparse_rectified_tokens_total"].value >= 5 * 8
+    assert shown["sglang:sparse_active_fraction"].value == pytest.approx(found[-1][0], abs=5e-4)
+    state = server.server_info()["internal_states"][0]["sparse"]
+    assert shown["sglang:sparse_aux_bytes"].value == state["aux_bytes"]
+    for name in metrics.COUNTERS:
+        assert shown[f"sglang:sparse_{name}_total"].value <= state[name]

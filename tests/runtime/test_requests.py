@@ -1,0 +1,74 @@
+"""What a request may ask for, and how a wrong wish is refused."""
+
+import pytest
+
+from sglang_sparse.config import build
+from sglang_sparse.method import DecodeMethod, MethodConfig
+from sglang_sparse.requests import parse_options
+
+RESA = build("resa", {"rectify_on_finish": True})
+
+
+class Plain(DecodeMethod):
+    config_class = MethodConfig
+
+    def aux_specs(self, model):
+        return ()
+
+    def n_select(self, n_pages):
+        return n_pages
+
+    def select(self, view, layer_id, query, pools):
+        raise NotImplementedError
+
+
+def test_nothing_asked_is_the_servers_own() -> None:
+    for params in (None, {}, {"thinking_budget": 5, "__req__": object()}):
+        options = parse_options(RESA, params)
+        assert options.method is RESA.method and options.sparse
+        assert (options.rectify_interval, options.forced_tokens) == (32, ())
+
+
+def test_overrides_are_validated_together_and_shared() -> None:
+    one = parse_options(RESA, {"active_ratio": 0.5, "rectify_interval": 0})
+    two = parse_options(RESA, {"active_ratio": 0.5, "rectify_interval": 0})
+    assert one.method is two.method is not RESA.method
+    assert (one.method.config.active_ratio, one.rectify_interval) == (0.5, 0)
+    assert RESA.config.active_ratio == 0.1
+
+
+def test_dense_is_never_rectified() -> None:
+    options = parse_options(RESA, {"sparse": False})
+    assert (options.sparse, options.rectify_interval) == (False, 0)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"rectify_interval": 1}, "rectify_interval: got 1; must be 0 (never) or at least 2"),
+        ({"rectify_interval": -5}, "rectify_interval: got -5; Input should be greater than or equal to 0"),
+        ({"rectify_interval": 4.5}, "rectify_interval: got 4.5; Input should be a valid integer"),
+        ({"rectify_interval": True}, "rectify_interval: got True; Input should be a valid integer"),
+        ({"rectify_interval": None}, "rectify_interval: got None, allowed: a number"),
+        ({"active_ratio": 0}, "active_ratio: got 0; Input should be greater than 0"),
+        ({"active_ratio": [1]}, "active_ratio: got [1], allowed: a number"),
+        ({"sparse": "no"}, "sparse: got 'no', allowed: true or false"),
+        ({"sparse": False, "active_ratio": 0.5}, "active_ratio: has no meaning for a request with sparse: false"),
+        ({"active_ration": 0.5}, "custom_params: unknown field 'active_ration'; did you mean 'active_ratio'?"),
+        ({"forced_tokens": [1, True]}, "forced_tokens: got [1, True], allowed: a list of token ids"),
+        ({"forced_tokens": 7}, "forced_tokens: got 7, allowed: a list of token ids"),
+    ],
+)
+def test_refused(params: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_options(RESA, params)
+    assert expected in str(caught.value)
+
+
+def test_a_method_without_rectification_has_no_interval() -> None:
+    from sglang_sparse.config import Settings
+
+    plain = Settings("plain", Plain(MethodConfig()))
+    with pytest.raises(ValueError, match="rectify_interval: --sparse-method plain has no such field"):
+        parse_options(plain, {"rectify_interval": 8})
+    assert parse_options(plain, {"sparse": False}).rectify_interval == 0

@@ -1,0 +1,190 @@
+"""Rectification on real servers: the same tokens, exact KV, and no token forwarded more than twice."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from server_requests import assert_exact, assert_nothing_leaked, greedy, sparse_state
+
+from launch.server import ServerProcess
+
+PAGE, LAYERS, INTERVAL, TOKENS = 16, 4, 32, 512
+CHUNKS = ("--chunked-prefill-size", "512")
+# Every page is selected, and yet every decode step counts as sparse: so rectification has work to do.
+EVERYTHING = {"active_ratio": 1.0, "dense_fallback": "never", "check_exactness": True}
+# What a single request asks for on such a server.
+SPARSE = {"active_ratio": 0.1}
+
+
+def ask(server: ServerProcess, prompt: list[int], tokens: int, options: dict[str, Any] | None = None, **kwargs: Any):
+    params = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "custom_params": options}
+    return server.generate(input_ids=prompt, sampling_params=params | kwargs.pop("params", {}), **kwargs)
+
+
+def spent(server: ServerProcess, before: dict[str, Any]) -> dict[str, Any]:
+    after = sparse_state(server)
+    return {key: after[key] - before[key] for key in after if isinstance(after[key], int) and key in before}
+
+
+@pytest.fixture(scope="module")
+def sixteen(prompts) -> list[list[int]]:
+    return [prompt[:length] for prompt, length in zip(prompts, range(17, 17 + 20 * 37, 37), strict=True)][4:]
+
+
+@pytest.fixture(scope="module")
+def dense_outputs(serve, checkpoint, sixteen) -> list[list[int]]:
+    with serve(checkpoint, *CHUNKS) as server:
+        return greedy(server, sixteen, tokens=TOKENS, at_once=16)
+
+
+@pytest.fixture(scope="module")
+def server(serve, checkpoint, dense_outputs) -> Iterator[ServerProcess]:
+    with serve(checkpoint, *CHUNKS, "--enable-metrics", config={**EVERYTHING, "min_pages": 4}) as server:
+        yield server
+
+
+def test_sixteen_at_once_equal_dense(server, sixteen, dense_outputs) -> None:
+    before = sparse_state(server)
+    assert greedy(server, sixteen, tokens=TOKENS, at_once=16) == dense_outputs
+    used = spent(server, before)
+    assert used["dense_fallback_rows"] == 0
+    # Rows that decode as always; a rectifying pass is the decode step of its rows.
+    assert used["sparse_layer_rows"] == used["decode_rows"] * LAYERS
+    generated = 16 * (TOKENS - 1)
+    rows = used["decode_rows"] + used["rectified_requests"]
+    assert generated <= rows <= generated + 16
+    assert used["rectified_requests"] >= 16 * (TOKENS // INTERVAL - 1)
+    # Each token was forwarded once by decode or rectification, and again at most once by rectification.
+    assert used["rectified_tokens"] <= rows
+    steps = used["decode_steps"] + used["rectifying_steps"] - used["second_passes"]
+    assert steps >= TOKENS - 1 and 4 * used["rectifying_steps"] <= steps
+    assert sparse_state(server)["rectify_max_delay_steps"] == 0
+    assert_exact(server)
+
+
+def test_equal_without_overlap(serve, checkpoint, sixteen, dense_outputs) -> None:
+    with serve(checkpoint, *CHUNKS, "--disable-overlap-schedule", config=EVERYTHING) as server:
+        assert greedy(server, sixteen, tokens=TOKENS, at_once=16) == dense_outputs
+        assert sparse_state(server)["rectified_requests"] >= 16 * (TOKENS // INTERVAL - 1)
+        assert_exact(server)
+        assert_nothing_leaked(server)
+
+
+def test_a_lone_request_costs_one_forward_a_token(server, sixteen) -> None:
+    before = sparse_state(server)
+    ask(server, sixteen[-1], 101, SPARSE)
+    used = spent(server, before)
+    assert used["second_passes"] == 0
+    # The overlapped scheduler launches one step before it knows that the request has ended.
+    assert 100 <= used["decode_steps"] + used["rectifying_steps"] <= 101
+    assert used["rectified_tokens"] == 3 * INTERVAL
+
+
+def test_second_turn_hits_what_is_exact(server, sixteen) -> None:
+    server.flush_cache()
+    prompt = sixteen[-1]
+    for options, exact in ((SPARSE, 2 * INTERVAL), ({"sparse": False}, 70 - 1), ({"rectify_interval": 0}, 0)):
+        server.flush_cache()
+        first = ask(server, prompt, 70, options)
+        second = ask(server, [*prompt, *first["output_ids"], 11, 12], 1)
+        assert second["meta_info"]["cached_tokens"] == (len(prompt) + exact) // PAGE * PAGE, options
+    assert_exact(server)
+
+
+def test_the_tail_differs_below_exactness_nothing_does(server, sixteen) -> None:
+    """Sparse decode at a tenth drifts from dense, and yet whatever it leaves in the tree is exact."""
+    server.flush_cache()
+    long = [prompt * 2 for prompt in sixteen[-4:]]
+    sparse = [ask(server, prompt, 80, SPARSE)["output_ids"] for prompt in long]
+    dense = [ask(server, prompt, 80, {"sparse": False})["output_ids"] for prompt in long]
+    assert sparse != dense
+    assert_exact(server)
+
+
+def test_on_finish_makes_all_whole_pages_hits(serve, checkpoint, sixteen) -> None:
+    config = {**EVERYTHING, "active_ratio": 0.1, "min_pages": 4, "rectify_on_finish": True}
+    with serve(checkpoint, *CHUNKS, config=config) as server:
+        with ThreadPoolExecutor(16) as pool:
+            first = list(pool.map(lambda prompt: ask(server, prompt, 50)["output_ids"], sixteen))
+        for prompt, output in zip(sixteen, first, strict=True):
+            if (len(prompt) + 50) % PAGE == 0:
+                # With overlap the last token has been forwarded too, as on a dense server.
+                continue
+            second = ask(server, [*prompt, *output, 11, 12], 1)
+            assert second["meta_info"]["cached_tokens"] == (len(prompt) + 50 - 1) // PAGE * PAGE
+        state = sparse_state(server)
+        assert state["tail_tokens_dropped"] == 0 < state["finish_tokens_rectified"]
+        assert_exact(server)
+        assert_nothing_leaked(server)
+
+
+def test_streaming_stops_penalties_logprobs_and_n(server, sixteen) -> None:
+    prompt = sixteen[-2]
+    penalties = {"frequency_penalty": 0.3, "presence_penalty": 0.2, "repetition_penalty": 1.1}
+    plain = ask(server, prompt, 100, {"rectify_interval": 0}, params=penalties, return_logprob=True)
+    rectified = ask(server, prompt, 100, {"rectify_interval": 7}, params=penalties, return_logprob=True)
+    assert rectified["output_ids"] == plain["output_ids"]
+    pairs = zip(
+        plain["meta_info"]["output_token_logprobs"], rectified["meta_info"]["output_token_logprobs"], strict=True
+    )
+    assert max(abs(one[0] - other[0]) for one, other in pairs) < 1e-3
+    output = ask(server, prompt, 100)["output_ids"]
+    stop = output[60]
+    stopped = ask(server, prompt, 100, params={"ignore_eos": False, "stop_token_ids": [stop]})
+    assert stopped["output_ids"] == output[: output.index(stop) + 1]
+    several = ask(server, prompt, 40, {"rectify_interval": 5}, params={"n": 3})
+    assert [answer["output_ids"] for answer in several] == [output[:40]] * 3
+    request = {"input_ids": prompt, "stream": True}
+    request["sampling_params"] = {"max_new_tokens": 70, "temperature": 0.0, "ignore_eos": True}
+    with server.client.stream("POST", "/generate", json=request) as response:
+        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+    assert json.loads(lines[-1].removeprefix("data: "))["output_ids"] == output[:70]
+
+
+def test_grammar(server) -> None:
+    for options in ({"rectify_interval": 3}, {"sparse": False}):
+        answer = ask(server, [20, 21, 22] * 30, 40, options, params={"regex": "[0-9]{20}", "ignore_eos": False})
+        assert len(answer["text"]) == 20 and answer["text"].isdigit(), answer["text"]
+
+
+def test_forced_decoding_gives_the_prefills_logprobs(server, sixteen) -> None:
+    prompt, forced = sixteen[-1], sixteen[-2][:90]
+    for options in ({"sparse": False}, {"rectify_interval": 8}):
+        answer = ask(server, prompt, 90, {**options, "forced_tokens": forced}, return_logprob=True)
+        assert answer["output_ids"] == forced
+        decoded = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+        server.flush_cache()
+        whole = ask(server, [*prompt, *forced], 1, return_logprob=True, logprob_start_len=len(prompt) - 1)
+        prefilled = [logprob for logprob, *_ in whole["meta_info"]["input_token_logprobs"]][1:]
+        assert max(abs(one - other) for one, other in zip(decoded, prefilled, strict=True)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"rectify_interval": 1}, "rectify_interval"),
+        ({"rectify_interval": 10**6}, "rectify_interval"),
+        ({"active_ratio": 1.5}, "active_ratio"),
+        ({"sparse": "no"}, "sparse"),
+        ({"active_ration": 0.1}, "active_ratio"),
+        ({"forced_tokens": [10**6]}, "forced_tokens"),
+    ],
+)
+def test_a_bad_option_is_status_400_and_named(server, options, field) -> None:
+    for stream in (False, True):
+        sampling = {"max_new_tokens": 2, "custom_params": options}
+        request = {"input_ids": [5, 6, 7], "sampling_params": sampling, "stream": stream}
+        response = server.client.post("/generate", json=request)
+        assert field in response.text and (response.status_code == 400 or stream)
+    body = {"model": "default", "messages": [{"role": "user", "content": "ba"}], "custom_params": options}
+    response = server.client.post("/v1/chat/completions", json={**body, "max_tokens": 2})
+    assert response.status_code == 400 and field in response.text
+
+
+def test_metrics_are_exported(server) -> None:
+    text = server.client.get("/metrics").text
+    for name in ("sparse_active_fraction", "sparse_rectified_tokens_total", "sparse_aux_bytes"):
+        assert f"sglang:{name}" in text
+    assert "Sparse decode" in server.log()
