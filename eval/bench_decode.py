@@ -161,7 +161,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(prog="eval.bench_decode", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="eval.bench_decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base-url", required=True, help="the sparse server, with nothing else to do")
     parser.add_argument("--out", required=True, type=Path, help="JSONL file to write")
     parser.add_argument("--shape", required=True, help="name of what is measured, such as 1.7b-4x256k")

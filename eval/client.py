@@ -126,14 +126,19 @@ class LiveServer:
         return wanted or size
 
     def each(
-        self, work: Callable[[httpx.AsyncClient, Item], Awaitable[Result]], items: Sequence[Item], label: str = ""
+        self,
+        work: Callable[[httpx.AsyncClient, Item], Awaitable[Result]],
+        items: Sequence[Item],
+        label: str = "",
+        at_once: int | None = None,
     ) -> list[Result]:
-        """Work on all items, at most ``concurrency`` at a time, started in order.
+        """Work on all items, at most `at_once` (``concurrency`` if None) at a time, started in order.
 
         Args:
             work: gets a client of the server and an item.
             items: what to work on.
             label: of the progress bar; none is shown without.
+            at_once: items in flight.
 
         Returns:
             The results in the order of the items.
@@ -141,13 +146,17 @@ class LiveServer:
         Raises:
             Whatever `work` raises first; nothing is left out.
         """
-        return asyncio.run(self._each(work, items, label))
+        return asyncio.run(self._each(work, items, label, at_once or self.concurrency))
 
     async def _each(
-        self, work: Callable[[httpx.AsyncClient, Item], Awaitable[Result]], items: Sequence[Item], label: str
+        self,
+        work: Callable[[httpx.AsyncClient, Item], Awaitable[Result]],
+        items: Sequence[Item],
+        label: str,
+        at_once: int,
     ) -> list[Result]:
-        gate = asyncio.Semaphore(self.concurrency)
-        limits = httpx.Limits(max_connections=self.concurrency)
+        gate = asyncio.Semaphore(at_once)
+        limits = httpx.Limits(max_connections=at_once)
         with tqdm(total=len(items), desc=label, disable=not label) as bar:
             async with httpx.AsyncClient(**self._options, limits=limits) as client:
 

@@ -108,14 +108,14 @@ def test_on_finish_makes_all_whole_pages_hits(serve, checkpoint, sixteen) -> Non
     with serve(checkpoint, *CHUNKS, config=config) as server:
         with ThreadPoolExecutor(16) as pool:
             first = list(pool.map(lambda prompt: ask(server, prompt, 50)["output_ids"], sixteen))
+        state = sparse_state(server)
+        assert state["tail_tokens_dropped"] == 0 < state["finish_tokens_rectified"]
         for prompt, output in zip(sixteen, first, strict=True):
             if (len(prompt) + 50) % PAGE == 0:
                 # With overlap the last token has been forwarded too, as on a dense server.
                 continue
             second = ask(server, [*prompt, *output, 11, 12], 1)
             assert second["meta_info"]["cached_tokens"] == (len(prompt) + 50 - 1) // PAGE * PAGE
-        state = sparse_state(server)
-        assert state["tail_tokens_dropped"] == 0 < state["finish_tokens_rectified"]
         assert_exact(server)
         assert_nothing_leaked(server)
 

@@ -1,0 +1,143 @@
+"""What the exactness checks compare: page summaries with their keys, stored KV with recomputed KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from sglang_sparse import pools
+
+# Bounds the temporary copies of a layer's KV: 64 MiB for pages of 16 tokens and 8 bf16 heads of 128.
+PAGES_AT_ONCE = 1024
+FLOAT32_TOLERANCE = 1e-4
+# In units of the KV dtype's epsilon at the layer's largest magnitude: see ``default_tolerance``.
+ROUNDINGS = 16
+
+
+class InexactTreeError(RuntimeError):
+    """A page of the radix tree is not what a dense run over its tokens would have written."""
+
+
+def default_tolerance(dtype: torch.dtype, magnitude: float) -> float:
+    """The largest absolute difference between two dense runs over the same tokens.
+
+    They differ by rounding alone: batch shapes and chunk borders change the order of sums. float32: 1e-4, where 1e-5
+    is seen. A coarser dtype rounds every activation to ``eps``, relative to magnitudes up to the largest of the layer.
+
+    Args:
+        dtype: of the KV cache.
+        magnitude: largest absolute value of the compared tensor.
+    """
+    return max(FLOAT32_TOLERANCE, ROUNDINGS * torch.finfo(dtype).eps * magnitude)
+
+
+def stale_summaries(kv_pool: Any, last_slots: torch.Tensor) -> torch.Tensor:
+    """Find page summaries that are not what their keys give.
+
+    Args:
+        kv_pool: SGLang's KV pool.
+        last_slots: ``[pages]`` int64, the last written slot of each page.
+
+    Returns:
+        ``[pages]`` bool.
+    """
+    aux: pools.AuxPools = getattr(kv_pool, pools.ATTRIBUTE)
+    size = aux.page_size
+    pages = last_slots // size
+    slots = page_slots(pages, size)
+    compact = torch.arange(len(pages), device=pages.device) * size + last_slots % size
+    stale = torch.zeros_like(pages, dtype=torch.bool)
+    for layer in sorted(aux.layers):
+        keys = _gather(kv_pool.get_key_buffer(layer), slots)
+        for spec in aux.specs:
+            stored = _gather(aux.buffer(spec.name, layer), pages)
+            fresh = torch.zeros_like(stored)
+            spec.refresh(keys, fresh, compact, size, torch.zeros_like(aux.overflow))
+            # NaN stands for a bound that an fp8 summary cannot hold.
+            equal = stored.float().eq(fresh.float()) | (stored.float().isnan() & fresh.float().isnan())
+            stale |= ~equal.flatten(1).all(1)
+    return stale
+
+
+def checksums(kv_pool: Any, pages: list[int]) -> list[int]:
+    """A 64-bit hash of the bits of K, V and summaries in all layers, for each page."""
+    aux: pools.AuxPools = getattr(kv_pool, pools.ATTRIBUTE)
+    sums: list[int] = []
+    for part in page_parts(kv_pool, pages):
+        slots = page_slots(part, aux.page_size)
+        total = torch.zeros_like(part)
+        entries = [_gather(buffer, slots) for _, _, buffer in _buffers(kv_pool)]
+        entries += [_gather(aux.buffer(spec.name, layer), part) for spec in aux.specs for layer in sorted(aux.layers)]
+        for entry in entries:
+            bits = entry.reshape(len(part), -1).view(torch.uint8)
+            if bits.shape[1] % 4 == 0:
+                bits = bits.view(torch.int32)
+            # Odd multipliers, and no use of the global random state.
+            weights = torch.arange(1, 2 * bits.shape[1], 2, device=part.device) * 0x1E3779B97F4A7C15
+            total = total * 0x2545F4914F6CDD1D + (bits * weights).sum(1)
+        sums += total.tolist()
+    return sums
+
+
+def compare(
+    kv_pool: Any,
+    tokens: list[int],
+    positions: torch.Tensor,
+    stored: torch.Tensor,
+    dense: torch.Tensor,
+    tolerance: float | None = None,
+) -> float:
+    """Compare stored KV with recomputed KV, in all layers.
+
+    Args:
+        kv_pool: SGLang's KV pool.
+        tokens: the sequence, for the message.
+        positions: ``[n]`` int64, the compared positions in it.
+        stored: ``[n]`` int64, their slots.
+        dense: ``[n]`` int64, the slots of ``dense_pass``.
+        tolerance: largest allowed absolute difference; ``default_tolerance`` if None.
+
+    Returns:
+        The largest absolute difference.
+
+    Raises:
+        InexactTreeError: a difference above the tolerance, or NaN.
+    """
+    overall = 0.0
+    for name, layer, buffer in _buffers(kv_pool):
+        expected = _gather(buffer, dense).float()
+        differences = (_gather(buffer, stored).float() - expected).abs().flatten(1).amax(1)
+        allowed = default_tolerance(buffer.dtype, float(expected.abs().max())) if tolerance is None else tolerance
+        wrong = positions[~(differences <= allowed)]
+        if len(wrong):
+            raise InexactTreeError(
+                f"{name} of layer {layer} differs by {float(differences.max()):.3g} from a dense run (allowed: "
+                f"{allowed:.3g}) at {len(wrong)} of the tokens {int(wrong.min())} to {int(wrong.max())} of the path of "
+                f"{len(tokens)} tokens that starts with {tokens[:8]}"
+            )
+        overall = max(overall, float(differences.max()))
+    return overall
+
+
+def _buffers(kv_pool: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
+    for layer in range(kv_pool.start_layer, kv_pool.start_layer + kv_pool.layer_num):
+        yield "K", layer, kv_pool.get_key_buffer(layer)
+        yield "V", layer, kv_pool.get_value_buffer(layer)
+
+
+def _gather(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    # Not every dtype can be indexed on every device; bytes can.
+    return buffer.view(torch.uint8)[rows].view(buffer.dtype)
+
+
+def page_parts(kv_pool: Any, pages: list[int]) -> tuple[torch.Tensor, ...]:
+    """Page ids as int64 tensors on the pool's device, at most ``PAGES_AT_ONCE`` each."""
+    device = kv_pool.get_key_buffer(kv_pool.start_layer).device
+    return torch.tensor(pages, dtype=torch.int64, device=device).split(PAGES_AT_ONCE)
+
+
+def page_slots(pages: torch.Tensor, size: int) -> torch.Tensor:
+    """The slots ``[pages * size]`` of whole pages ``[pages]``, both int64."""
+    return (pages[:, None] * size + torch.arange(size, device=pages.device)).flatten()
