@@ -10,6 +10,7 @@ COUNTED = (
     "sparse_layer_rows",
     "pages_attended",
     "pages_held",
+    "rectified_requests",
     "rectified_tokens",
     "rectifying_steps",
 )

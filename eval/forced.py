@@ -94,8 +94,8 @@ async def mean_nll(client: httpx.AsyncClient, tokens: Sequence[int], suffix: int
     return -fmean(scored)
 
 
-async def decode_differences(client: httpx.AsyncClient, tokens: Sequence[int], suffix: int) -> list[float]:
-    """Forced dense decode minus prefill, for the last `suffix` tokens."""
+async def prefilled_suffix(client: httpx.AsyncClient, tokens: Sequence[int], suffix: int) -> list[float]:
+    """Log-probabilities of the last `suffix` tokens as prefill gives them."""
     request = {
         "input_ids": list(tokens),
         # With its scheduling overlapped, the server may run a decode step before it sees that none is wanted.
@@ -103,6 +103,4 @@ async def decode_differences(client: httpx.AsyncClient, tokens: Sequence[int], s
         "return_logprob": True,
         "logprob_start_len": len(tokens) - suffix - 1,
     }
-    prefill = prefill_logprobs(await generate(client, request), tokens[-suffix:])
-    decode = await suffix_logprobs(client, tokens, suffix, {"sparse": False})
-    return [a - b for a, b in zip(decode, prefill, strict=True)]
+    return prefill_logprobs(await generate(client, request), tokens[-suffix:])

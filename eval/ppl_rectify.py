@@ -35,7 +35,7 @@ import pandas as pd
 
 from eval.client import LiveServer, list_of
 from eval.counters import EvaluationError, density, moved, require_dense, require_sparse
-from eval.forced import decode_differences, mean_nll
+from eval.forced import mean_nll, prefilled_suffix, suffix_logprobs
 from eval.ppl_summary import Cell, plot, read_rows, summarise
 from eval.record import Record
 from eval.windows import BOOK, SCORED, Window, make_windows, read_book, with_repetition
@@ -56,12 +56,13 @@ def make_cells(text: str, ratios: Sequence[float], intervals: Sequence[int], suf
     return cells
 
 
-def require_settings(config: dict[str, Any], prompt: int, ratios: Sequence[float]) -> None:
-    """Refuse a server that would run these prompts dense, or give two ratios the same pages.
+def require_settings(config: dict[str, Any], prompt: int, length: int, ratios: Sequence[float]) -> None:
+    """Refuse a server that would run these windows dense, or give two ratios the same pages where they are scored.
 
     Args:
         config: of the sparse method, as the server tells it.
         prompt: tokens of the prompts.
+        length: tokens of the windows.
         ratios: wanted.
 
     Raises:
@@ -74,10 +75,10 @@ def require_settings(config: dict[str, Any], prompt: int, ratios: Sequence[float
                     f"the server runs a prompt of {prompt} tokens dense: its {field} is {config[field]}; start it with "
                     f"a smaller one, or with dense_fallback: never"
                 )
-    pages = -(-prompt // config["page_size"])
+    pages = (length - SCORED) // config["page_size"]
     least = config.get("min_pages", 0)
     budgets = {max(least, math.ceil(pages * ratio - 1e-9)) for ratio in ratios}
-    if len(budgets) < len(ratios) or max(budgets) >= pages:
+    if len(budgets) < len(ratios) or max(budgets) >= pages or least * config["page_size"] >= prompt:
         raise EvaluationError(
             f"ratios {list(ratios)} of {pages} pages with min_pages {least} are {sorted(budgets)} pages: they must "
             "differ and be fewer than all; start the server with a smaller min_pages"
@@ -91,17 +92,21 @@ def check_forcing(server: LiveServer, record: Record, text: str, windows: Sequen
         EvaluationError: they differ.
     """
     before = server.counters()
+    checked = windows[:CHECKED_WINDOWS]
     # One at a time: SGLang 0.5.17 has been seen to return a chunked prompt's log-probabilities with other tokens when
     # several prompts were prefilled together.
-    found = server.each(
-        lambda client, window: decode_differences(client, window.tokens, suffix),
-        windows[:CHECKED_WINDOWS],
-        f"{text} check",
-        at_once=1,
+    prefilled = server.each(
+        lambda client, window: prefilled_suffix(client, window.tokens, suffix), checked, f"{text} prefill", at_once=1
     )
-    sizes = [abs(value) for values in found for value in values]
+    decoded = server.each(
+        lambda client, window: suffix_logprobs(client, window.tokens, suffix, {"sparse": False}),
+        checked,
+        f"{text} check",
+    )
+    pairs = zip(prefilled, decoded, strict=True)
+    sizes = [abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True)]
     passed = fmean(sizes) < MAX_DIFFERENCE
-    row = {"windows": len(found), "mean_difference": fmean(sizes), "max_difference": max(sizes), "passed": passed}
+    row = {"windows": len(checked), "mean_difference": fmean(sizes), "max_difference": max(sizes), "passed": passed}
     counts = moved(before, server.counters())
     record.add("check", text=text, **row, counters=counts)
     require_dense(f"{text} check", counts)
@@ -146,7 +151,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     prompt = args.length - args.suffix
     with LiveServer(args.base_url, args.concurrency) as server:
-        require_settings(server.sparse_state()["config"], prompt, args.ratios)
+        require_settings(server.sparse_state()["config"], prompt, args.length, args.ratios)
         books = {path.name.split(".")[0]: server.tokenize(read_book(path)) for path in args.book}
         plain = make_windows(books, args.length, args.windows, args.seed)
         texts = {"book": plain, "repeat": [with_repetition(window, prompt, args.seed) for window in plain]}

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
-from sglang_sparse import hooks, limits, registry
+from sglang_sparse import hooks, refusals, registry
 from sglang_sparse.config import SparseArgumentError, build, read_config, settings_of
 from sglang_sparse.versions import UnsupportedSGLangError, require_supported_sglang
 
@@ -86,10 +86,10 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
     self.sparse_config = settings.config.model_dump_json()
     if self.page_size is None:
         self.page_size = settings.config.page_size
-    limits.require_before(self, settings)
+    refusals.require_before(self, settings)
     original(self)
     if self.model_path.lower() not in ("none", "dummy"):
-        limits.require_after(self, settings)
+        refusals.require_after(self, settings)
 
 
 def refuse_model(_: None, self: SparseServerArgs) -> None:
@@ -100,7 +100,7 @@ def refuse_model(_: None, self: SparseServerArgs) -> None:
     """
     settings = settings_of(self)
     if settings is not None:
-        limits.require_model(self, settings)
+        refusals.require_model(self, settings)
 
 
 def _refuse_orphans(server_args: SparseServerArgs) -> None:

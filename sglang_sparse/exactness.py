@@ -79,7 +79,7 @@ def release_inexact_tail(original: Callable[..., None], request: Any, start: int
     if state is None:
         return original(request, start, end, tree_cache)
     if request.finished():
-        state.counts.tail_tokens_dropped += end - start
+        state.counts.tail_tokens_dropped += max(0, request.kv_committed_len - start)
     allocator = tree_cache.token_to_kv_pool_allocator
     start = -(-start // allocator.page_size) * allocator.page_size
     if start < end:

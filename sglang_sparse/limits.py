@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from sglang_sparse.config import Settings, SparseArgumentError
-from sglang_sparse.method import parse_layers
-
-if TYPE_CHECKING:
-    from sglang_sparse.config import SparseServerArgs
+from typing import Any
 
 DENSE_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 GPU_ONLY_BACKENDS = ("triton", "flashinfer", "fa3")
@@ -62,13 +56,16 @@ _PER_TOKEN = "a rectifying pass computes them for every token that it re-encodes
 _OWN_TREE = "the rule that only exact KV is shared is proven for SGLang's default tree only"
 
 
-def _other_radix_tree(_: Any) -> str | None:
-    from sglang.srt.environ import envs
+_UNSEEN = "the options of its requests would not be validated"
 
-    for name in ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE"):
-        if getattr(envs, name).get():
-            return name
-    return None
+
+def _environment(*names: str) -> Callable[[Any], object | None]:
+    def found(_: Any) -> str | None:
+        from sglang.srt.environ import envs
+
+        return next((name for name in names if getattr(envs, name).get()), None)
+
+    return found
 
 
 FLAG_LIMITS = (
@@ -106,11 +103,9 @@ FLAG_LIMITS = (
         "splits and the crossover depend on the batch, so a request's output depends on its neighbours",
     ),
     FlagLimit("embedding serving", _set("is_embedding"), "nothing is decoded"),
-    FlagLimit(
-        "gRPC serving",
-        lambda args: args.smg_grpc_mode or args.grpc_mode or None,
-        "its requests' options would not be validated",
-    ),
+    FlagLimit("gRPC serving", lambda args: args.smg_grpc_mode or args.grpc_mode or None, _UNSEEN),
+    FlagLimit("several tokenizer workers", _above_one("tokenizer_worker_num"), _UNSEEN),
+    FlagLimit("the Rust server", _environment("SGLANG_RUST_SERVER"), _UNSEEN),
     FlagLimit(
         "radix cache backend",
         _set("radix_cache_backend"),
@@ -121,12 +116,20 @@ FLAG_LIMITS = (
         lambda args: None if args.kv_cache_dtype in KV_DTYPES else args.kv_cache_dtype,
         f"allowed: {', '.join(KV_DTYPES)}",
     ),
-    FlagLimit("another radix tree", _other_radix_tree, _OWN_TREE),
+    FlagLimit(
+        "another radix tree",
+        _environment("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE"),
+        _OWN_TREE,
+    ),
 )
 
 RECTIFY_LIMITS = (
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
-    FlagLimit("returned hidden states", _set("enable_return_hidden_states"), _PER_TOKEN),
+    FlagLimit(
+        "returned hidden states",
+        lambda args: args.enable_return_hidden_states or args.return_hidden_states_mode or None,
+        _PER_TOKEN,
+    ),
     FlagLimit("returned routed experts", _set("enable_return_routed_experts"), _PER_TOKEN),
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
 )
@@ -168,117 +171,3 @@ MODEL_LIMITS = (
 def _windowed(model: Any) -> bool:
     config = model.hf_text_config
     return bool(getattr(config, "use_sliding_window", True) and model.sliding_window_size)
-
-
-def require_before(args: SparseServerArgs, settings: Settings) -> None:
-    """Refuse what can be seen before SGLang resolves its arguments.
-
-    Raises:
-        SparseArgumentError: names every refused flag, what was got and why not.
-    """
-    found = _found(args, FLAG_LIMITS)
-    if found:
-        raise SparseArgumentError(f"--sparse-method {settings.name} cannot run with {found}")
-    rectify = settings.rectify
-    found = rectify and rectify.rectify_interval and _found(args, RECTIFY_LIMITS)
-    if found:
-        raise SparseArgumentError(
-            f"--sparse-method {settings.name} cannot rectify with {found}; "
-            'allowed without rectification: {"rectify_interval": 0}'
-        )
-    if rectify and rectify.rectify_on_finish and args.disable_radix_cache:
-        raise SparseArgumentError(
-            f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
-        )
-    import torch
-
-    if not torch.cuda.is_available():
-        for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
-            name = getattr(args, flag)
-            if name in GPU_ONLY_BACKENDS:
-                raise SparseArgumentError(
-                    f"--{flag.replace('_', '-')} {name} needs a GPU and this machine has none; allowed: torch_native"
-                )
-
-
-def _found(args: SparseServerArgs, limits: tuple[FlagLimit, ...]) -> str:
-    got = [(limit, limit.got(args)) for limit in limits]
-    return "; ".join(f"{limit.name} (got {value!r}): {limit.reason}" for limit, value in got if value is not None)
-
-
-def require_after(args: SparseServerArgs, settings: Settings) -> None:
-    """Refuse what SGLang's resolved arguments show.
-
-    Raises:
-        SparseArgumentError: says what was got and what is allowed.
-    """
-    for name in args.get_attention_backends():
-        if name not in DENSE_BACKENDS:
-            raise SparseArgumentError(
-                f"--sparse-method {settings.name}: attention backend {name!r} is not supported; "
-                f"allowed: {', '.join(DENSE_BACKENDS)}"
-            )
-    if args.cuda_graph_config is not None and args.cuda_graph_config.prefill.backend == "full":
-        raise SparseArgumentError(
-            f"--sparse-method {settings.name}: the prefill CUDA graph backend 'full' would not refresh the summaries; "
-            "allowed: breakable, tc_piecewise, disabled"
-        )
-    _require_dtypes(args, settings)
-    context = args.get_model_config().context_len
-    if settings.rectify and settings.rectify.rectify_interval > context:
-        raise SparseArgumentError(
-            f"--sparse-config of {settings.name}: rectify_interval: got {settings.rectify.rectify_interval}, "
-            f"allowed: at most the context length of {context}"
-        )
-    if args.page_size != settings.config.page_size:
-        raise SparseArgumentError(
-            f"--sparse-method {settings.name}: the server's page size is {args.page_size} and the config's is "
-            f"{settings.config.page_size}; they must be equal: set --page-size {settings.config.page_size} "
-            f'or {{"page_size": {args.page_size}}}'
-        )
-
-
-def _require_dtypes(args: SparseServerArgs, settings: Settings) -> None:
-    import torch
-
-    dtype = str(args.get_model_config().dtype).removeprefix("torch.")
-    cache = {"auto": dtype, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
-    if cache not in (dtype, "fp8_e4m3"):
-        raise SparseArgumentError(
-            f"--sparse-method {settings.name}: the KV cache dtype is {args.kv_cache_dtype} and the model's is {dtype}; "
-            "allowed: auto, fp8_e4m3"
-        )
-    if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
-        raise SparseArgumentError(
-            f"--sparse-method {settings.name}: the attention backend torch_native writes fp8 KV without its scales; "
-            f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(GPU_ONLY_BACKENDS)}"
-        )
-    if dtype == "float32" and torch.cuda.is_available():
-        raise SparseArgumentError(
-            f"--sparse-method {settings.name}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
-        )
-
-
-def require_model(args: SparseServerArgs, settings: Settings) -> None:
-    """Refuse what the model's config shows.
-
-    Raises:
-        SparseArgumentError: names the architecture, the kind of model and why not, or the layers that do not exist.
-    """
-    from sglang.srt.configs.model_config import ModelConfig
-
-    # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
-    model = ModelConfig.from_server_args(args)
-    architecture = (model.hf_config.architectures or ["unknown"])[0]
-    for limit in MODEL_LIMITS:
-        if limit.applies(model):
-            raise SparseArgumentError(
-                f"--sparse-method {settings.name} does not fit {architecture}: {limit.name}; {limit.reason}"
-            )
-    reason = settings.method.refuse(model)
-    if reason:
-        raise SparseArgumentError(f"--sparse-method {settings.name} does not fit {architecture}: {reason}")
-    try:
-        parse_layers(settings.config.layers, model.num_hidden_layers)
-    except ValueError as error:
-        raise SparseArgumentError(f"--sparse-config of {settings.name}: {error}") from error

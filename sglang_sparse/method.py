@@ -118,7 +118,7 @@ class RectifyConfig(MethodConfig):
     request_fields: ClassVar[tuple[str, ...]] = ("rectify_interval",)
 
     rectify_interval: int = Field(
-        32, ge=0, description="A dense pass re-encodes a request's last tokens once they are this many; 0: never."
+        32, ge=0, description="A dense pass re-encodes a request's last tokens when they are this many; 0: never."
     )
     rectify_max_batch: int = Field(
         8, ge=1, description="Requests that one step rectifies; more only where this many could not keep up."

@@ -118,6 +118,8 @@ def _rows_view(batch: Any, requests: list[Any]) -> Any:
     view.seq_lens_sum = None
     view.req_pool_indices_cpu = None
     view.multimodal_inputs = None
+    # Left over from the prefill that this batch once was.
+    view.input_embeds = view.replace_embeds = view.replace_positions = None
     # Log-probabilities, grammars and penalties belong to sampling, which sees the whole batch.
     view.return_logprob = False
     view.top_logprobs_nums = None

@@ -47,9 +47,12 @@ def plan_decode(
     config = method.config
     n_pages = ((seq_lens + page_size - 1) // page_size).to(torch.int32)
     n_select = method.n_select(n_pages)
-    for own in {row.method for row in rows} - {method}:
-        mine = torch.tensor([row.method is own for row in rows])
-        n_select = torch.where(mine, own.n_select(n_pages), n_select)
+    others: dict[DecodeMethod, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.method is not method:
+            others.setdefault(row.method, []).append(i)
+    for own, mine in others.items():
+        n_select[mine] = own.n_select(n_pages[mine])
     asked_dense = (
         torch.tensor([not row.sparse for row in rows]) if rows else torch.zeros_like(n_pages, dtype=torch.bool)
     )

@@ -10,9 +10,11 @@ sparse steps and one dense pass. (The paper re-encodes after the step; here the 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 HELD = "sglang_sparse_held"
 
 
-def due_rows(pending: Sequence[int], intervals: Sequence[int], max_batch: int) -> list[int]:
+def due_rows(pending: Sequence[int], intervals: Sequence[int], max_batch: int, max_tokens: int) -> list[int]:
     """Choose the rows that this step rectifies; a pure function, so that tensor-parallel ranks agree.
 
     Deadlines first: row r in the order of urgency must be served within r // max_batch steps from now, so a pass runs
@@ -40,12 +42,13 @@ def due_rows(pending: Sequence[int], intervals: Sequence[int], max_batch: int) -
         pending: ``[rows]``, approximate tokens of each row and its newest one.
         intervals: ``[rows]``, generated tokens between rectifications; 0 means never.
         max_batch: rows that one pass takes, unless this many could not keep up.
+        max_tokens: most tokens of a pass; the others wait for the next step. At least one row is taken.
 
     Returns:
         Ascending rows; empty where nothing is due.
     """
     rows = [row for row, count in enumerate(pending) if intervals[row] and count > 1]
-    load = sum(1 / intervals[row] for row in rows)
+    load = sum(1 / interval for interval in intervals if interval)
     batch = max(max_batch, math.ceil(load))
     left = {row: intervals[row] - pending[row] for row in rows}
     rows.sort(key=lambda row: (left[row], row))
@@ -53,7 +56,9 @@ def due_rows(pending: Sequence[int], intervals: Sequence[int], max_batch: int) -
         return []
     # Near its capacity a pass must take what it can get, or the last rows would be late.
     busy = 2 * load > batch
-    return sorted(row for row in rows[:batch] if busy or left[row] <= 0 or 2 * pending[row] >= intervals[row])
+    chosen = [row for row in rows[:batch] if busy or left[row] <= 0 or 2 * pending[row] >= intervals[row]]
+    fitting = sum(tokens <= max_tokens for tokens in accumulate(pending[row] for row in chosen))
+    return sorted(chosen[: max(1, fitting)])
 
 
 @dataclass
@@ -79,8 +84,14 @@ class Rectification:
         return [row for row in range(len(self.outer_batch.reqs)) if row not in due]
 
 
-def plan_step(settings: Settings, batch: Any) -> Rectification | None:
-    """Decide which rows of a prepared decode batch are rectified in this step."""
+def pass_tokens(server_args: Any) -> int:
+    """Most tokens of a pass: a chunk of prefill, for which SGLang keeps memory."""
+    chunk = server_args.chunked_prefill_size or -1
+    return chunk if chunk > 0 else sys.maxsize
+
+
+def plan_step(settings: Settings, batch: Any, max_tokens: int) -> Rectification | None:
+    """Decide which rows of a prepared decode batch are rectified in this step, in a pass of ``max_tokens``."""
     lengths = batch.seq_lens_cpu.tolist()
     states = [state_of(request) for request in batch.reqs]
     exact = [
@@ -91,7 +102,7 @@ def plan_step(settings: Settings, batch: Any) -> Rectification | None:
     intervals = [state.options.rectify_interval if state else 0 for state in states]
     if not any(intervals) or settings.rectify is None:
         return None
-    due = due_rows(pending, intervals, settings.rectify.rectify_max_batch)
+    due = due_rows(pending, intervals, settings.rectify.rectify_max_batch, max_tokens)
     if not due:
         return None
     spans = [Span(batch.reqs[row], exact[row], lengths[row]) for row in due]
@@ -104,7 +115,7 @@ def run_step(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, 
     if settings is None or worker.is_draft_worker or batch is None or not batch.forward_mode.is_decode():
         return original(worker, batch, *args, **kwargs)
     backend = worker.model_runner.attn_backend
-    backend.rectifying = plan_step(settings, batch)
+    backend.rectifying = plan_step(settings, batch, pass_tokens(worker.server_args))
     try:
         return original(worker, batch, *args, **kwargs)
     finally:
@@ -182,12 +193,23 @@ def finish_exactly(original: Callable[..., None], scheduler: Any, batch: Any, re
         original(scheduler, batch, result)
     finally:
         delattr(scheduler.tree_cache, HELD)
-    size = config.rectify_max_batch
-    for first in range(0, len(held), size):
-        _rectify_tails(scheduler, batch, [span for span, _ in held[first : first + size]])
+    for spans in grouped([span for span, _ in held], config.rectify_max_batch, pass_tokens(scheduler.server_args)):
+        _rectify_tails(scheduler, batch, spans)
     for _, release in held:
         release()
     return None
+
+
+def grouped(spans: Sequence[Span], max_batch: int, max_tokens: int) -> list[list[Span]]:
+    """Split spans into passes of at most ``max_batch`` spans and ``max_tokens`` tokens, or a single span."""
+    groups: list[list[Span]] = []
+    for span in spans:
+        last = groups[-1] if groups else []
+        if last and len(last) < max_batch and sum(other.tokens for other in last) + span.tokens <= max_tokens:
+            last.append(span)
+        else:
+            groups.append([span])
+    return groups
 
 
 def hold_release(original: Callable[..., None], request: Any, tree_cache: Any, is_insert: bool = True) -> None:
@@ -215,9 +237,17 @@ def _rectify_tails(scheduler: Any, batch: Any, spans: list[Span]) -> None:
     with scheduler.forward_stream_ctx if scheduler.enable_overlap else nullcontext():
         if scheduler.enable_overlap:
             scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+            _keep_unsampled_logits(scheduler)
         forward_batch = ForwardBatch.init_new(extend_view(batch, spans), runner, return_hidden_states_before_norm=False)
         runner.forward(forward_batch)
     if scheduler.enable_overlap:
         # The requests' rows of req_to_token are free for others as soon as they are released.
         runner.war_fastpath_read_done_event = None
         scheduler._apply_war_barrier()
+
+
+def _keep_unsampled_logits(scheduler: Any) -> None:
+    """Copy the logits of a step in flight whose sampling waits for a grammar: they are in a graph's output buffer."""
+    for _, result in scheduler.result_queue:
+        if result.delay_sample_func is not None and result.logits_output is not None:
+            result.logits_output.next_token_logits = result.logits_output.next_token_logits.clone()

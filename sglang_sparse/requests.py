@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from sglang_sparse import refusals
 from sglang_sparse.config import Settings, settings_of
 from sglang_sparse.method import DecodeMethod
 
@@ -64,7 +65,7 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
     Raises:
         ValueError: a field is mistyped, misspelt, out of range or not one that this server's method has; names it.
     """
-    params = {key: value for key, value in (params or {}).items() if not key.startswith("__")}
+    params = params or {}
     overridable = settings.config.request_fields
     names = (*overridable, SPARSE, FORCED_TOKENS)
     for key in params:
@@ -72,7 +73,8 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
             continue
         if key in ("active_ratio", "rectify_interval"):
             raise ValueError(f"{key}: --sparse-method {settings.name} has no such field; allowed: {', '.join(names)}")
-        nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.85)
+        # A short name such as "sparse" is close to too many that mean something else.
+        nearest = difflib.get_close_matches(str(key), [*overridable, FORCED_TOKENS], n=1, cutoff=0.85)
         if nearest:
             raise ValueError(f"custom_params: unknown field {key!r}; did you mean {nearest[0]!r}?")
     sparse = params.get(SPARSE, True)
@@ -125,11 +127,7 @@ def _validate(settings: Settings, manager: Any, params: Any) -> None:
     if params is not None and not isinstance(params, dict):
         raise ValueError(f"custom_params: got {params!r}, allowed: a mapping")
     options = parse_options(settings, params)
-    interval, context = options.rectify_interval, manager.model_config.context_len
-    if interval > context:
-        raise ValueError(f"rectify_interval: got {interval}, allowed: at most the context length of {context}")
-    if interval and manager.server_args.enable_mixed_chunk:
-        raise ValueError(f"rectify_interval: got {interval}, allowed on a server with --enable-mixed-chunk: 0")
+    refusals.require_interval(options.rectify_interval, manager.server_args, manager.model_config)
     vocabulary = manager.model_config.vocab_size
     if any(token >= vocabulary for token in options.forced_tokens):
         raise ValueError(f"{FORCED_TOKENS}: got {max(options.forced_tokens)}, allowed: ids below {vocabulary}")

@@ -28,11 +28,11 @@ MAY_IMPORT_SGLANG = {
     "exactness.py",
     "passes.py",
     "delegate.py",
-    "metrics.py",
     "frontend.py",
     "tree_check.py",
     "stats.py",
     "limits.py",
+    "refusals.py",
     "check.py",
 }
 

@@ -129,15 +129,15 @@ def test_dense_settings_without_proof_are_refused() -> None:
 
 def test_servers_that_would_run_dense_are_refused() -> None:
     config = {"page_size": 16, "min_pages": 4, "dense_fallback": "auto", "min_seq_len": 0, "crossover_tokens": 0}
-    ppl_rectify.require_settings(config, 3840, [0.02, 0.05, 0.1])
-    ppl_rectify.require_settings({**config, "dense_fallback": "never", "min_seq_len": 9999}, 3840, [0.1])
+    ppl_rectify.require_settings(config, 3840, 4096, [0.02, 0.05, 0.1])
+    ppl_rectify.require_settings({**config, "dense_fallback": "never", "min_seq_len": 9999}, 3840, 4096, [0.1])
     for field in ("min_seq_len", "crossover_tokens"):
         with pytest.raises(EvaluationError, match=f"its {field} is 4096"):
-            ppl_rectify.require_settings({**config, field: 4096}, 3840, [0.1])
+            ppl_rectify.require_settings({**config, field: 4096}, 3840, 4096, [0.1])
     with pytest.raises(EvaluationError, match="min_pages 16"):
-        ppl_rectify.require_settings({**config, "min_pages": 16}, 3840, [0.02, 0.05, 0.1])
+        ppl_rectify.require_settings({**config, "min_pages": 16}, 3840, 4096, [0.02, 0.05, 0.1])
     with pytest.raises(EvaluationError, match="fewer than all"):
-        ppl_rectify.require_settings({**config, "min_pages": 16}, 256, [0.1])
+        ppl_rectify.require_settings({**config, "min_pages": 16}, 256, 512, [0.1])
 
 
 @pytest.mark.parametrize(

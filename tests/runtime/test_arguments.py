@@ -12,7 +12,7 @@ load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from sglang_sparse import check, config, hooks, limits, registry, versions
+from sglang_sparse import check, config, hooks, limits, refusals, registry, versions
 
 
 @pytest.fixture(scope="session")
@@ -146,6 +146,7 @@ def test_page_size_conflict(qwen3: str) -> None:
         ({"enable_streaming_session": True}, "streaming sessions"),
         ({"is_embedding": True}, "embedding serving"),
         ({"smg_grpc_mode": True}, "gRPC serving"),
+        ({"tokenizer_worker_num": 2}, "several tokenizer workers (got 2)"),
         ({"radix_cache_backend": "other"}, "radix cache backend (got 'other')"),
         ({"kv_cache_dtype": "nvfp4"}, "KV cache dtype (got 'nvfp4')"),
     ],
@@ -160,14 +161,21 @@ def test_refused_flags(qwen3: str, kwargs: dict[str, object], expected: str) -> 
     [
         ("enable_mixed_chunk", "mixed chunk"),
         ("enable_return_hidden_states", "returned hidden states"),
+        ("return_hidden_states_mode", "returned hidden states"),
         ("enable_return_routed_experts", "returned routed experts"),
         ("enable_return_indexer_topk", "returned indexer top-k"),
     ],
 )
 def test_refused_with_rectification(qwen3: str, flag: str, name: str) -> None:
-    message = refused(qwen3, **{flag: True})
-    assert message.startswith(f"--sparse-method resa cannot rectify with {name} (got True)")
+    value = "last" if flag == "return_hidden_states_mode" else True
+    message = refused(qwen3, **{flag: value})
+    assert message.startswith(f"--sparse-method resa cannot rectify with {name} (got {value!r})")
     assert '{"rectify_interval": 0}' in message
+
+
+def test_an_interval_longer_than_a_chunk(qwen3: str) -> None:
+    message = refused(qwen3, chunked_prefill_size=1024, sparse_config={"rectify_interval": 2048})
+    assert "rectify_interval: got 2048, allowed: at most the chunked prefill size of 1024" in message
 
 
 def test_mixed_chunk_without_rectification(qwen3: str) -> None:
@@ -197,7 +205,7 @@ def test_full_prefill_graphs(qwen3: str) -> None:
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend="full"))
     stand_in = SimpleNamespace(get_attention_backends=args.get_attention_backends, cuda_graph_config=graphs)
     with pytest.raises(ValueError, match="'full' would not refresh the summaries; allowed: breakable"):
-        limits.require_after(stand_in, config.settings_of(args))
+        refusals.require_after(stand_in, config.settings_of(args))
 
 
 def test_a_third_party_method_that_leads_nowhere(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def test_the_inexact_tail_is_freed_by_whole_pages(exact_len: int, freed: tuple[i
         req_to_token_pool=SimpleNamespace(req_to_token=torch.arange(200).view(2, 100)),
     )
     follow("extend", [one := request()], [exact_len], [0])
-    one.req_pool_idx = 1
+    one.req_pool_idx, one.kv_committed_len = 1, 70
     exactness.release_inexact_tail(lambda *_: pytest.fail("SGLang's own function asserts"), one, exact_len, 70, tree)
     assert requests.state_of(one).counts.tail_tokens_dropped == 70 - exact_len
     if freed is None:

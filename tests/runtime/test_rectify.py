@@ -5,10 +5,13 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse.rectify import due_rows
+from sglang_sparse.passes import Span
+from sglang_sparse.rectify import due_rows, grouped
 
 
-def run(joins: list[int], intervals: list[int], max_batch: int, steps: int) -> tuple[list[list[int]], int]:
+def run(
+    joins: list[int], intervals: list[int], max_batch: int, steps: int, max_tokens: int = 8192
+) -> tuple[list[list[int]], int]:
     """Decode ``steps`` steps of rows that join at ``joins``; return who was rectified, and the most pending tokens."""
     length, exact = [0] * len(joins), [0] * len(joins)
     chosen, most = [], 0
@@ -18,7 +21,7 @@ def run(joins: list[int], intervals: list[int], max_batch: int, steps: int) -> t
             length[row] += 1
         pending = [length[row] - exact[row] for row in rows]
         most = max([most, *(count for row, count in zip(rows, pending, strict=True) if intervals[row])])
-        due = [rows[i] for i in due_rows(pending, [intervals[row] for row in rows], max_batch)]
+        due = [rows[i] for i in due_rows(pending, [intervals[row] for row in rows], max_batch, max_tokens)]
         for row in due:
             exact[row] = length[row]
         chosen.append(due)
@@ -48,8 +51,8 @@ def test_at_batch_16_at_most_a_quarter_of_the_steps_carry_a_pass() -> None:
 
 
 def test_never_and_exact_rows_are_left_alone() -> None:
-    assert due_rows([500, 1, 40], [0, 2, 0], 8) == []
-    assert due_rows([500, 2, 40], [0, 2, 32], 8) == [1, 2]
+    assert due_rows([500, 1, 40], [0, 2, 0], 8, 8192) == []
+    assert due_rows([500, 2, 40], [0, 2, 32], 8, 8192) == [1, 2]
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=200), st.integers(1, 16), st.integers(2, 40))
@@ -70,3 +73,15 @@ def test_mixed_intervals(rows: list[tuple[int, int]], max_batch: int) -> None:
         for row in due:
             assert step + 1 - last[row] <= intervals[row] + -(-len(rows) // max_batch)
             last[row] = step + 1
+
+
+def test_a_pass_is_never_larger_than_a_chunk_of_prefill() -> None:
+    chosen, most = run([0] * 8, [1000] * 8, 8, 3000, max_tokens=2048)
+    assert max(map(len, chosen)) == 2
+    assert most <= 1003
+
+
+def test_tails_are_grouped_by_rows_and_tokens() -> None:
+    spans = [Span(None, 0, tokens) for tokens in (5, 5, 5, 90, 5, 200, 5)]
+    sizes = [[span.tokens for span in group] for group in grouped(spans, 3, 100)]
+    assert sizes == [[5, 5, 5], [90, 5], [200], [5]]

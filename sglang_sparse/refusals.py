@@ -1,0 +1,146 @@
+"""Refuse what cannot be served, with one message, before memory is taken."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.config import Settings, SparseArgumentError
+from sglang_sparse.limits import DENSE_BACKENDS, FLAG_LIMITS, GPU_ONLY_BACKENDS, MODEL_LIMITS, RECTIFY_LIMITS, FlagLimit
+from sglang_sparse.method import parse_layers
+
+if TYPE_CHECKING:
+    from sglang_sparse.config import SparseServerArgs
+
+
+def require_before(args: SparseServerArgs, settings: Settings) -> None:
+    """Refuse what can be seen before SGLang resolves its arguments.
+
+    Raises:
+        SparseArgumentError: names every refused flag, what was got and why not.
+    """
+    found = _found(args, FLAG_LIMITS)
+    if found:
+        raise SparseArgumentError(f"--sparse-method {settings.name} cannot run with {found}")
+    rectify = settings.rectify
+    found = rectify and rectify.rectify_interval and _found(args, RECTIFY_LIMITS)
+    if found:
+        raise SparseArgumentError(
+            f"--sparse-method {settings.name} cannot rectify with {found}; "
+            'allowed without rectification: {"rectify_interval": 0}'
+        )
+    if rectify and rectify.rectify_on_finish and args.disable_radix_cache:
+        raise SparseArgumentError(
+            f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+            name = getattr(args, flag)
+            if name in GPU_ONLY_BACKENDS:
+                raise SparseArgumentError(
+                    f"--{flag.replace('_', '-')} {name} needs a GPU and this machine has none; allowed: torch_native"
+                )
+
+
+def require_interval(interval: int, args: SparseServerArgs, model: Any) -> None:
+    """Refuse an interval that this server cannot serve, whoever asks for it.
+
+    Args:
+        interval: tokens between rectifications; 0 is always served.
+        args: the server's, resolved.
+        model: SGLang's ``ModelConfig``.
+
+    Raises:
+        ValueError: it is longer than the context or a chunk of prefill, for which memory is kept, or the server has a
+            flag that excludes rectification.
+    """
+    if not interval:
+        return
+    chunk = args.chunked_prefill_size or -1
+    for limit, name in ((model.context_len, "context length"), (chunk, "chunked prefill size")):
+        if 0 < limit < interval:
+            raise ValueError(f"rectify_interval: got {interval}, allowed: at most the {name} of {limit}")
+    if found := _found(args, RECTIFY_LIMITS):
+        raise ValueError(f"rectify_interval: got {interval}, allowed on this server: 0; it has {found}")
+
+
+def _found(args: SparseServerArgs, limits: tuple[FlagLimit, ...]) -> str:
+    got = [(limit, limit.got(args)) for limit in limits]
+    return "; ".join(f"{limit.name} (got {value!r}): {limit.reason}" for limit, value in got if value is not None)
+
+
+def require_after(args: SparseServerArgs, settings: Settings) -> None:
+    """Refuse what SGLang's resolved arguments show.
+
+    Raises:
+        SparseArgumentError: says what was got and what is allowed.
+    """
+    for name in args.get_attention_backends():
+        if name not in DENSE_BACKENDS:
+            raise SparseArgumentError(
+                f"--sparse-method {settings.name}: attention backend {name!r} is not supported; "
+                f"allowed: {', '.join(DENSE_BACKENDS)}"
+            )
+    if args.cuda_graph_config is not None and args.cuda_graph_config.prefill.backend == "full":
+        raise SparseArgumentError(
+            f"--sparse-method {settings.name}: the prefill CUDA graph backend 'full' would not refresh the summaries; "
+            "allowed: breakable, tc_piecewise, disabled"
+        )
+    _require_dtypes(args, settings)
+    try:
+        require_interval(settings.rectify.rectify_interval if settings.rectify else 0, args, args.get_model_config())
+    except ValueError as error:
+        raise SparseArgumentError(f"--sparse-config of {settings.name}: {error}") from error
+    if args.page_size != settings.config.page_size:
+        raise SparseArgumentError(
+            f"--sparse-method {settings.name}: the server's page size is {args.page_size} and the config's is "
+            f"{settings.config.page_size}; they must be equal: set --page-size {settings.config.page_size} "
+            f'or {{"page_size": {args.page_size}}}'
+        )
+
+
+def _require_dtypes(args: SparseServerArgs, settings: Settings) -> None:
+    import torch
+
+    dtype = str(args.get_model_config().dtype).removeprefix("torch.")
+    cache = {"auto": dtype, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
+    if cache not in (dtype, "fp8_e4m3"):
+        raise SparseArgumentError(
+            f"--sparse-method {settings.name}: the KV cache dtype is {args.kv_cache_dtype} and the model's is {dtype}; "
+            "allowed: auto, fp8_e4m3"
+        )
+    if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
+        raise SparseArgumentError(
+            f"--sparse-method {settings.name}: the attention backend torch_native writes fp8 KV without its scales; "
+            f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(GPU_ONLY_BACKENDS)}"
+        )
+    if dtype == "float32" and torch.cuda.is_available():
+        raise SparseArgumentError(
+            f"--sparse-method {settings.name}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
+        )
+
+
+def require_model(args: SparseServerArgs, settings: Settings) -> None:
+    """Refuse what the model's config shows.
+
+    Raises:
+        SparseArgumentError: names the architecture, the kind of model and why not, or the layers that do not exist.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
+    model = ModelConfig.from_server_args(args)
+    architecture = (model.hf_config.architectures or ["unknown"])[0]
+    for limit in MODEL_LIMITS:
+        if limit.applies(model):
+            raise SparseArgumentError(
+                f"--sparse-method {settings.name} does not fit {architecture}: {limit.name}; {limit.reason}"
+            )
+    reason = settings.method.refuse(model)
+    if reason:
+        raise SparseArgumentError(f"--sparse-method {settings.name} does not fit {architecture}: {reason}")
+    try:
+        parse_layers(settings.config.layers, model.num_hidden_layers)
+    except ValueError as error:
+        raise SparseArgumentError(f"--sparse-config of {settings.name}: {error}") from error

@@ -1,0 +1,171 @@
+"""The check of the radix tree, on SGLang's tree and allocator with a model that writes known KV."""
+
+import json
+from array import array
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+from sglang_sparse import pools, tree_check
+from sglang_sparse.kv_check import InexactTreeError
+from sglang_sparse.method import AuxSpec
+from sglang_sparse.tree_check import check_tree, check_when_idle
+from sglang_sparse_kernels.page_summary import update_page_summary
+
+PAGES, SIZE, HEADS, DIM = 24, 4, 1, 64
+Scheduler = Any
+
+
+class Model:
+    """Writes KV that depends on token and position, and counts the tokens."""
+
+    def __init__(self) -> None:
+        self.keys = [torch.zeros((PAGES + 1) * SIZE, HEADS, DIM) for _ in range(2)]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
+        self.tokens = 0
+        aux = pools.AuxPools(
+            (AuxSpec("summary", (HEADS, 2, DIM), torch.float32, update_page_summary),), (0, 1), PAGES + 1, SIZE, "cpu"
+        )
+        self.token_to_kv_pool = SimpleNamespace(
+            page_size=SIZE,
+            start_layer=0,
+            layer_num=2,
+            get_key_buffer=self.keys.__getitem__,
+            get_value_buffer=self.values.__getitem__,
+        )
+        setattr(self.token_to_kv_pool, pools.ATTRIBUTE, aux)
+        self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(3, 512, dtype=torch.int32))
+
+    def forward(self, batch: Any) -> None:
+        self.tokens += len(batch.input_ids)
+        known = self.req_to_token_pool.req_to_token[0, : int(batch.seq_lens[0])]
+        assert known[int(batch.positions[0]) :].tolist() == batch.out_cache_loc.tolist()
+        self.write(batch.input_ids, batch.positions, batch.out_cache_loc)
+
+    def write(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        for layer in (0, 1):
+            content = (tokens + positions * 0.01 + layer)[:, None, None].expand(-1, HEADS, DIM)
+            self.keys[layer][slots] = content.float()
+            self.values[layer][slots] = -content.float()
+            last = pools.page_ends(slots, SIZE)
+            getattr(self.token_to_kv_pool, pools.ATTRIBUTE).refresh(layer, self.keys[layer], last)
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    model = Model()
+    allocator = PagedTokenToKVPoolAllocator(PAGES * SIZE, SIZE, torch.float32, "cpu", None, False)  # pyright: ignore
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    return SimpleNamespace(
+        tree_cache=RadixCache.create_simulated(mock_allocator=allocator, page_size=SIZE),
+        token_to_kv_pool_allocator=allocator,
+        tp_worker=SimpleNamespace(model_runner=model),
+        device_module=SimpleNamespace(current_stream=lambda: stream),
+        forward_stream=stream,
+        forward_stream_ctx=nullcontext(),
+    )
+
+
+def insert(scheduler: Scheduler, tokens: list[int]) -> None:
+    """What a request does: take what the tree has, write the rest, insert all."""
+    tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+    key = RadixKey(array("q", tokens))
+    shared = tree.match_prefix(MatchPrefixParams(key=key)).device_indices
+    fresh = allocator.alloc(len(tokens) - len(shared))
+    positions = torch.arange(len(shared), len(tokens))
+    scheduler.tp_worker.model_runner.write(torch.tensor(tokens)[positions], positions, fresh)
+    tree.insert(InsertParams(key=key, value=torch.cat([shared, fresh])))
+
+
+def slots_of(scheduler: Scheduler, tokens: list[int]) -> torch.Tensor:
+    return scheduler.tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)))).device_indices
+
+
+def test_an_empty_tree_is_exact(scheduler) -> None:
+    assert check_tree(scheduler) == tree_check.TreeReport(0, 0.0)
+
+
+def test_each_page_is_proven_once_and_slots_come_back(scheduler, monkeypatch) -> None:
+    monkeypatch.setattr(tree_check, "FORWARD_TOKENS", 8)
+    insert(scheduler, [*range(20)])
+    free = scheduler.token_to_kv_pool_allocator.available_size()
+    assert check_tree(scheduler).pages_checked == 5
+    assert scheduler.tp_worker.model_runner.tokens == 20
+    assert check_tree(scheduler).pages_checked == 0
+    assert scheduler.tp_worker.model_runner.tokens == 20
+    assert scheduler.token_to_kv_pool_allocator.available_size() == free
+    assert not scheduler.tp_worker.model_runner.req_to_token_pool.req_to_token.any()
+
+
+def test_a_split_proves_only_the_new_branch(scheduler) -> None:
+    insert(scheduler, [*range(20)])
+    check_tree(scheduler)
+    insert(scheduler, [*range(12), 90, 91, 92, 93])
+    assert check_tree(scheduler).pages_checked == 1
+    assert scheduler.tp_worker.model_runner.tokens == 20 + 16
+
+
+def test_an_evicted_and_reused_page_is_proven_again(scheduler) -> None:
+    insert(scheduler, [*range(8)])
+    check_tree(scheduler)
+    scheduler.tree_cache.evict(EvictParams(num_tokens=8))
+    insert(scheduler, [*range(40, 48)])
+    assert check_tree(scheduler).pages_checked == 2
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_wrong_kv_is_found_also_where_it_was_right_before(scheduler, proven) -> None:
+    insert(scheduler, [*range(20)])
+    if proven:
+        check_tree(scheduler)
+    scheduler.tp_worker.model_runner.values[1][slots_of(scheduler, [*range(20)])[13]] += 0.5
+    with pytest.raises(
+        InexactTreeError, match=r"V of layer 1 differs by 0\.5 .* 1 of the tokens 13 to 13 .* of 20 tokens"
+    ):
+        check_tree(scheduler)
+
+
+def test_a_wrong_summary_is_found(scheduler) -> None:
+    insert(scheduler, [*range(8)])
+    check_tree(scheduler)
+    page = int(slots_of(scheduler, [*range(8)])[4]) // SIZE
+    aux = getattr(scheduler.tp_worker.model_runner.token_to_kv_pool, pools.ATTRIBUTE)
+    aux.buffer("summary", 1)[page, 0, 0, 3] += 1
+    with pytest.raises(InexactTreeError, match=f"summaries of 1 pages of the radix tree, page {page}"):
+        check_tree(scheduler)
+
+
+def test_a_path_without_room_waits(scheduler, caplog) -> None:
+    insert(scheduler, [*range(16)])
+    taken = scheduler.token_to_kv_pool_allocator.alloc((PAGES - 4 - 3) * SIZE)
+    for _ in range(2):
+        assert check_tree(scheduler) == tree_check.TreeReport(0, 0.0, paths_skipped=1)
+    assert caplog.text.count("stays unchecked") == 1
+    scheduler.token_to_kv_pool_allocator.free(taken)
+    assert check_tree(scheduler).pages_checked == 4
+
+
+def idle(scheduler: Scheduler, check: bool) -> None:
+    fields = {"active_ratio": 0.1, "page_size": 4, "check_exactness": check}
+    scheduler.server_args = SimpleNamespace(sparse_method="resa", sparse_config=json.dumps(fields))
+    scheduler.is_fully_idle = lambda: True
+    scheduler.forward_ct = 1
+    check_when_idle(None, scheduler)
+
+
+def test_an_idle_server_checks_once_and_only_if_asked(scheduler, monkeypatch, caplog) -> None:
+    caplog.set_level("INFO")
+    insert(scheduler, [*range(8)])
+    idle(scheduler, check=False)
+    assert scheduler.tp_worker.model_runner.tokens == 0
+    idle(scheduler, check=True)
+    assert scheduler.tp_worker.model_runner.tokens == 8
+    assert "2 pages of the radix tree equal a dense recomputation" in caplog.text
+    monkeypatch.setattr(tree_check, "check_tree", lambda scheduler: pytest.fail("nothing has changed"))
+    idle(scheduler, check=True)
