@@ -130,15 +130,13 @@ class LiveServer:
         work: Callable[[httpx.AsyncClient, Item], Awaitable[Result]],
         items: Sequence[Item],
         label: str = "",
-        at_once: int | None = None,
     ) -> list[Result]:
-        """Work on all items, at most `at_once` (``concurrency`` if None) at a time, started in order.
+        """Work on all items, at most ``concurrency`` at a time, started in order.
 
         Args:
             work: gets a client of the server and an item.
             items: what to work on.
             label: of the progress bar; none is shown without.
-            at_once: items in flight.
 
         Returns:
             The results in the order of the items.
@@ -146,17 +144,16 @@ class LiveServer:
         Raises:
             Whatever `work` raises first; nothing is left out.
         """
-        return asyncio.run(self._each(work, items, label, at_once or self.concurrency))
+        return asyncio.run(self._each(work, items, label))
 
     async def _each(
         self,
         work: Callable[[httpx.AsyncClient, Item], Awaitable[Result]],
         items: Sequence[Item],
         label: str,
-        at_once: int,
     ) -> list[Result]:
-        gate = asyncio.Semaphore(at_once)
-        limits = httpx.Limits(max_connections=at_once)
+        gate = asyncio.Semaphore(self.concurrency)
+        limits = httpx.Limits(max_connections=self.concurrency)
         with tqdm(total=len(items), desc=label, disable=not label) as bar:
             async with httpx.AsyncClient(**self._options, limits=limits) as client:
 

@@ -54,3 +54,5 @@ def assert_exact(server: ServerProcess, seconds: float = 60.0) -> None:
     while proven_pages(server) < before + 4:
         assert time.monotonic() < deadline, server.log_tail()
         time.sleep(0.2)
+    skipped = re.findall(r"(\d+) paths skipped", server.log())
+    assert set(skipped) == {"0"}, server.log_tail()

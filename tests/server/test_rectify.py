@@ -23,6 +23,19 @@ def ask(server: ServerProcess, prompt: list[int], tokens: int, options: dict[str
     return server.generate(input_ids=prompt, sampling_params=params | kwargs.pop("params", {}), **kwargs)
 
 
+def assert_grammar(server: ServerProcess, repeatable: bool = True) -> None:
+    """Digits only, among other requests that rectify and finish at other times, and leave these as they are."""
+    sampling = {"regex": "[0-9]{20}", "ignore_eos": False}
+    prompts = [[20 + i, 21, 22] * 30 for i in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(ask, server, prompt, 9 + i, {"rectify_interval": 4}) for i, prompt in enumerate(prompts)]
+        found = [pool.submit(ask, server, prompt, 40, {"rectify_interval": 3}, params=sampling) for prompt in prompts]
+        texts = [answer.result()["text"] for answer in found]
+        assert all(len(text) == 20 and text.isdigit() for text in texts), texts
+        together = [answer.result()["output_ids"] for answer in others]
+    assert not repeatable or together == [ask(server, prompt, 9 + i)["output_ids"] for i, prompt in enumerate(prompts)]
+
+
 def spent(server: ServerProcess, before: dict[str, Any]) -> dict[str, Any]:
     after = sparse_state(server)
     return {key: after[key] - before[key] for key in after if isinstance(after[key], int) and key in before}
@@ -66,8 +79,13 @@ def test_sixteen_at_once_equal_dense(server, sixteen, dense_outputs) -> None:
 
 def test_equal_without_overlap(serve, checkpoint, sixteen, dense_outputs) -> None:
     with serve(checkpoint, *CHUNKS, "--disable-overlap-schedule", config=EVERYTHING) as server:
+        before = sparse_state(server)
         assert greedy(server, sixteen, tokens=TOKENS, at_once=16) == dense_outputs
-        assert sparse_state(server)["rectified_requests"] >= 16 * (TOKENS // INTERVAL - 1)
+        used = spent(server, before)
+        assert used["rectified_requests"] >= 16 * (TOKENS // INTERVAL - 1)
+        assert used["dense_fallback_rows"] == 0
+        assert used["sparse_layer_rows"] == used["decode_rows"] * LAYERS
+        assert_grammar(server)
         assert_exact(server)
         assert_nothing_leaked(server)
 
@@ -116,6 +134,7 @@ def test_on_finish_makes_all_whole_pages_hits(serve, checkpoint, sixteen) -> Non
                 continue
             second = ask(server, [*prompt, *output, 11, 12], 1)
             assert second["meta_info"]["cached_tokens"] == (len(prompt) + 50 - 1) // PAGE * PAGE
+        assert_grammar(server, repeatable=False)
         assert_exact(server)
         assert_nothing_leaked(server)
 
@@ -144,9 +163,7 @@ def test_streaming_stops_penalties_logprobs_and_n(server, sixteen) -> None:
 
 
 def test_grammar(server) -> None:
-    for options in ({"rectify_interval": 3}, {"sparse": False}):
-        answer = ask(server, [20, 21, 22] * 30, 40, options, params={"regex": "[0-9]{20}", "ignore_eos": False})
-        assert len(answer["text"]) == 20 and answer["text"].isdigit(), answer["text"]
+    assert_grammar(server)
 
 
 def test_forced_decoding_gives_the_prefills_logprobs(server, sixteen) -> None:
