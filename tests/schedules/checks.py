@@ -1,0 +1,123 @@
+"""What must hold between two iterations of the event loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from engine import Engine
+
+from sglang_sparse import exactness
+from sglang_sparse.kv_check import compare, stale_summaries
+from sglang_sparse.tree_check import TreeReport, check_tree, dense_pass
+
+
+class BrokenInvariantError(AssertionError):
+    """A schedule reached a state that must not exist."""
+
+
+class LostPageError(BrokenInvariantError):
+    """A page or a request slot without an owner, or with several."""
+
+
+def holders(scheduler: Any) -> list[Any]:
+    """The requests that hold KV: decoding, just prefilled, or between two chunks."""
+    found = {}
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        found.update((id(request), request) for request in (batch.reqs if batch is not None else ()))
+    if scheduler.chunked_req is not None:
+        found[id(scheduler.chunked_req)] = scheduler.chunked_req
+    return [request for request in found.values() if request.req_pool_idx is not None]
+
+
+def row_of(engine: Engine, request: Any, end: int) -> torch.Tensor:
+    """The slots ``[end]`` int64 of a request's first tokens."""
+    return engine.scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, :end].to(torch.int64)
+
+
+def check_ownership(engine: Engine) -> None:
+    """Every page has exactly one owner: the free list, the tree, or one request; and no request slot is lost."""
+    scheduler, size = engine.scheduler, engine.options.page_size
+    allocator = scheduler.token_to_kv_pool_allocator
+    if not allocator.is_not_in_free_group:
+        raise LostPageError("a free group is open between two iterations")
+    requests = holders(scheduler)
+    tree = [node.value[::size] // size for node in tree_nodes(scheduler.tree_cache)]
+    in_tree = set(torch.cat(tree).tolist()) if tree else set()
+    private = []
+    for request in requests:
+        row = row_of(engine, request, request.kv.kv_allocated_len)[::size] // size
+        shared = request.cache_protected_len // size
+        if not in_tree.issuperset(row[:shared].tolist()):
+            raise LostPageError(f"{request.rid} reads pages as a shared prefix that the tree does not hold")
+        private.append(row[shared:])
+    owned = torch.cat([allocator.free_pages, allocator.release_pages, *tree, *private]).sort().values
+    expected = torch.arange(1, engine.options.pages + 1)
+    if not torch.equal(owned, expected):
+        counts = torch.bincount(owned, minlength=len(expected) + 1)[1:]
+        lost, doubled = ((counts == 0).nonzero() + 1).flatten(), ((counts > 1).nonzero() + 1).flatten()
+        raise LostPageError(f"pages {lost.tolist()} have no owner, pages {doubled.tolist()} several")
+    rows = scheduler.req_to_token_pool
+    if len(rows.free_slots) + len(requests) != rows.size:
+        raise LostPageError(f"{rows.size} request slots: {len(rows.free_slots)} free, {len(requests)} in use")
+
+
+def tree_nodes(tree: Any) -> list[Any]:
+    """All nodes of a radix tree but its root."""
+    found, stack = [], list(tree.root_node.children.values())
+    while stack:
+        found.append(stack.pop())
+        stack += found[-1].children.values()
+    return found
+
+
+def check_summaries(engine: Engine) -> None:
+    """The summaries of every page that a request wrote are those of the page's keys."""
+    size = engine.options.page_size
+    ends = []
+    for request in holders(engine.scheduler):
+        row = row_of(engine, request, request.kv_committed_len)
+        last = row[size - 1 :: size]
+        ends.append(torch.cat([last, row[-1:]]) if len(row) % size else last)
+    if not ends:
+        return
+    slots = torch.cat(ends)
+    stale = stale_summaries(engine.runner.token_to_kv_pool, slots)
+    if stale.any():
+        raise BrokenInvariantError(f"the summaries of pages {(slots[stale] // size).tolist()} are not of their keys")
+
+
+def check_exact_lengths(engine: Engine) -> None:
+    """protected <= exact <= committed for every request that ran."""
+    for request in holders(engine.scheduler):
+        exact = exactness.exact_len(request)
+        if exact is None:
+            raise BrokenInvariantError(f"{request.rid} holds KV and has no exact length")
+        if not request.cache_protected_len <= exact <= request.kv_committed_len:
+            raise BrokenInvariantError(
+                f"{request.rid}: protected {request.cache_protected_len}, exact {exact}, "
+                f"committed {request.kv_committed_len}"
+            )
+
+
+def check_running_kv(engine: Engine) -> float:
+    """KV below the exact length of every request is that of a dense run; returns the worst difference."""
+    worst = 0.0
+    for request in holders(engine.scheduler):
+        end = exactness.exact_len(request)
+        tokens = [*request.origin_input_ids, *request.output_ids][:end]
+        # The newest token of an overlapped step is only on the device; the step that wrote its KV ends with it.
+        end = len(tokens)
+        dense_pass(engine.runner, tokens, engine.scratch[:end])
+        positions = torch.arange(end)
+        stored = row_of(engine, request, end)
+        worst = max(worst, compare(engine.runner.token_to_kv_pool, tokens, positions, stored, engine.scratch[:end]))
+    return worst
+
+
+def check_step(engine: Engine) -> TreeReport:
+    """All that is cheap, and the pages that entered the tree since the last step."""
+    check_ownership(engine)
+    check_exact_lengths(engine)
+    check_summaries(engine)
+    return check_tree(engine.scheduler, scratch=engine.scratch)

@@ -1,0 +1,197 @@
+"""One real SGLang scheduler in this process: random tiny model, CPU, no peers."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from checkpoints import random_qwen3
+from sglang.srt.managers import scheduler as scheduler_module
+from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, TokenizedGenerateReqInput
+from sglang.srt.runtime_context import publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+from sglang_sparse import pools
+
+VOCABULARY = 300
+CONTEXT = 512
+RUNNING = 8
+
+
+class StopLoop(BaseException):
+    """Leaves SGLang's event loop; no handler in between may swallow it."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the scheduler is started.
+
+    Attributes:
+        overlap: SGLang's overlap schedule.
+        page_size: tokens per page.
+        slots: tokens of the KV pool; few, so that requests are retracted and prefixes evicted.
+        chunk: chunked prefill size; small, so that most prompts are chunked.
+        config: further fields of ``--sparse-config``.
+    """
+
+    overlap: bool
+    page_size: int = 4
+    slots: int = 144
+    chunk: int = 16
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def pages(self) -> int:
+        """Pages of the KV pool, enough for a few requests of any page size."""
+        return max(self.slots // self.page_size, 12)
+
+    @property
+    def sparse_config(self) -> dict[str, Any]:
+        """The complete config: nearly every decode step is sparse."""
+        base = {"page_size": self.page_size, "active_ratio": 0.1, "min_pages": 2, "dense_fallback": "never"}
+        return {**base, **self.config}
+
+    @property
+    def rectifies(self) -> bool:
+        """Whether dense passes make approximate KV exact again."""
+        return bool(self.config.get("rectify_interval"))
+
+
+def tiny_model(path: Path) -> Path:
+    """Save the checkpoint: two layers, so that approximate attention in the first shows in the KV of the second."""
+    return random_qwen3(
+        path,
+        layers=2,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        # Large weights make attention sharp, so that what it misses matters.
+        initializer_range=0.3,
+    )
+
+
+class Engine:
+    """A scheduler whose requests come from ``run`` and whose outputs end in ``outputs``. One a process.
+
+    Args:
+        options: how it is started.
+        model: what ``tiny_model`` made.
+
+    Attributes:
+        scheduler: SGLang's ``Scheduler``.
+        outputs: output tokens of every request, by id.
+        ended: why each request ended, by id.
+        cached_tokens: prompt tokens that came from the tree.
+        scratch: slots behind those that the allocator knows, enough for the longest path.
+    """
+
+    def __init__(self, options: EngineOptions, model: Path):
+        self.options = options
+        args = ServerArgs(  # pyright: ignore[reportCallIssue]
+            model_path=str(model),
+            skip_tokenizer_init=True,
+            page_size=options.page_size,
+            max_total_tokens=options.pages * options.page_size,
+            max_running_requests=RUNNING,
+            chunked_prefill_size=options.chunk,
+            disable_overlap_schedule=not options.overlap,
+            # Admits more than fits, which is what makes the pool run full in the middle of decoding.
+            schedule_conservativeness=0.1,
+            log_level="error",
+            sparse_method="resa",
+            sparse_config=json.dumps(options.sparse_config),
+        )
+        publish(args, role="scheduler")
+        self.scheduler: Any = scheduler_module.Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+        self.forget()
+        self._detach()
+        self.scratch = self._add_scratch(CONTEXT)
+
+    def forget(self) -> None:
+        """Empty the sink."""
+        self.outputs: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.cached_tokens = 0
+
+    def _detach(self) -> None:
+        channels = self.scheduler.ipc_channels
+        for sender in (channels.send_to_tokenizer, channels.send_to_detokenizer):
+            sender.send_output = self._collect
+        # It would poll sockets on which nobody writes.
+        self.scheduler.idle_sleeper = None
+        self.scheduler.load_snapshot_writer = None
+
+    def _add_scratch(self, tokens: int) -> torch.Tensor:
+        """Lengthen the buffers of the pool, so that recomputation never competes with the schedule for slots."""
+        pool = self.runner.token_to_kv_pool
+        aux = getattr(pool, pools.ATTRIBUTE)
+        slots = pool.get_key_buffer(0).shape[0]
+
+        def longer(buffer: torch.Tensor, rows: int) -> torch.Tensor:
+            return torch.cat([buffer, buffer.new_zeros(rows, *buffer.shape[1:])])
+
+        pool.k_buffer = [longer(buffer, tokens) for buffer in pool.k_buffer]
+        pool.v_buffer = [longer(buffer, tokens) for buffer in pool.v_buffer]
+        for buffers in aux._buffers.values():
+            for layer, buffer in buffers.items():
+                buffers[layer] = longer(buffer, tokens // pool.page_size)
+        return torch.arange(slots, slots + tokens)
+
+    @property
+    def runner(self) -> Any:
+        """SGLang's ``ModelRunner``."""
+        return self.scheduler.tp_worker.model_runner
+
+    def _collect(self, output: Any, *_: Any) -> None:
+        if isinstance(output, AbortReq):
+            self.ended[output.rid] = "abort"
+        elif isinstance(output, BatchTokenIDOutput):
+            self.cached_tokens += sum(output.cached_tokens)
+            for rid, tokens, reason in zip(output.rids, output.output_ids, output.finished_reasons, strict=True):
+                self.outputs.setdefault(rid, []).extend(tokens)
+                if reason is not None:
+                    self.ended[rid] = reason["type"]
+
+    def run(self, receive: Callable[[], list[Any]]) -> None:
+        """Run SGLang's own event loop until ``receive``, called at each iteration, raises ``StopLoop``."""
+        self.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
+        with suppress(StopLoop):
+            self.scheduler.run_event_loop()
+
+
+def request(rid: str, tokens: list[int], sampling: dict[str, Any], logprob: bool) -> TokenizedGenerateReqInput:
+    """A tokenized request as the tokenizer process would send it."""
+    params = SamplingParams(**sampling)
+    params.normalize(None)
+    return TokenizedGenerateReqInput(
+        rid=rid,
+        input_text=None,
+        input_ids=array("q", tokens),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=params,
+        return_logprob=logprob,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+    )
+
+
+def force_retraction(on: bool) -> None:
+    """Make the next decode step retract a request, as SGLang's own test switch does."""
+    scheduler_module.TEST_RETRACT = on
+    scheduler_module.TEST_RETRACT_INTERVAL = 1

@@ -1,0 +1,77 @@
+"""Faults put into the product on purpose, to prove that the harness sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from engine import Engine
+from sglang.srt.managers.schedule_batch import Req
+
+from sglang_sparse import pools
+
+
+def let_approximate_kv_in(engine: Engine) -> None:
+    """Take the radix guard away: a finished request inserts all it committed."""
+    Req.effective_kv_committed_len = lambda self: self.kv_committed_len
+
+
+def corrupt_a_summary(engine: Engine) -> None:
+    """From the 20th forward pass on, change one bound of a page that it wrote."""
+
+    def corrupt(forward_batch: Any, calls: int) -> None:
+        page = int(forward_batch.out_cache_loc[0]) // engine.options.page_size
+        # Recomputation writes behind the pages that requests and the tree can own.
+        if calls >= 20 and page <= engine.options.pages:
+            aux = getattr(engine.runner.token_to_kv_pool, pools.ATTRIBUTE)
+            aux.buffer(aux.specs[0].name, 1)[page].flatten()[3] += 1.0
+
+    _after_forward(engine, corrupt)
+
+
+def spoil_rectified_kv(engine: Engine) -> None:
+    """After a rectifying step, change V of the newest tokens, which are exact where a row was rectified."""
+    counts = engine.runner.attn_backend.counters.rectify
+    seen = [0]
+
+    def spoil(forward_batch: Any, calls: int) -> None:
+        if counts.passes > seen[0]:
+            engine.runner.token_to_kv_pool.get_value_buffer(0)[forward_batch.out_cache_loc] += 0.01
+        seen[0] = counts.passes
+
+    _after_forward(engine, spoil)
+
+
+def _after_forward(engine: Engine, then: Callable[[Any, int], None]) -> None:
+    runner = engine.runner
+    original, calls = runner.forward, [0]
+
+    def forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(forward_batch, *args, **kwargs)
+        calls[0] += 1
+        then(forward_batch, calls[0])
+        return output
+
+    runner.forward = forward
+
+
+def lose_a_page(engine: Engine) -> None:
+    """Forget to free the fifth run of pages that is to be freed."""
+    allocator = engine.scheduler.token_to_kv_pool_allocator
+    original, calls = allocator.free_segment, [0]
+
+    def free_segment(slots: torch.Tensor, *, start_pos: int) -> None:
+        calls[0] += len(slots) > 0
+        if calls[0] != 5:
+            original(slots, start_pos=start_pos)
+
+    allocator.free_segment = free_segment
+
+
+SABOTAGES: dict[str, Callable[[Engine], None]] = {
+    "guard": let_approximate_kv_in,
+    "summary": corrupt_a_summary,
+    "rectified": spoil_rectified_kv,
+    "leak": lose_a_page,
+}

@@ -1,0 +1,229 @@
+"""A random schedule: what one seed makes the scheduler do, and what is counted and checked meanwhile."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from checks import BrokenInvariantError, LostPageError, check_running_kv, check_step, check_tree, holders
+from engine import CONTEXT, VOCABULARY, Engine, StopLoop, force_retraction, request
+from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_sparse import tree_check
+
+DRAIN_LIMIT = 1500
+RECOMPUTE_RUNNING = 0.05
+PROVE_AGAIN = 0.1
+COMMANDS = {"admit": 45, "nothing": 20, "abort": 8, "retract": 15, "evict": 12}
+# While a round comes to its end: what may still happen to requests in the middle of decoding.
+DISTURBANCES = {"nothing": 85, "abort": 3, "retract": 7, "evict": 5}
+
+
+@dataclass
+class Counts:
+    """What happened in a schedule, or in several. ``full_pools`` counts the retractions that were not forced."""
+
+    iterations: int = 0
+    requests: int = 0
+    aborts: int = 0
+    retractions: int = 0
+    full_pools: int = 0
+    evictions: int = 0
+    flushes: int = 0
+    cached_tokens: int = 0
+    rectified_tokens: int = 0
+    finish_tokens: int = 0
+    pages_checked: int = 0
+    worst_difference: float = 0.0
+
+    def add(self, other: Counts) -> None:
+        """Add another schedule's counts; of the differences, keep the worst."""
+        worst = max(self.worst_difference, other.worst_difference)
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        self.worst_difference = worst
+
+
+class Schedule:
+    """One seed's commands for one engine, from an empty pool to an empty pool.
+
+    Args:
+        engine: idle and flushed.
+        seed: of everything random in it.
+        steps: most iterations with commands; prompts and outputs are sized to match.
+    """
+
+    def __init__(self, engine: Engine, seed: int, steps: int):
+        self.engine = engine
+        self.seed = seed
+        self.counts = Counts()
+        self._rng = random.Random(seed)
+        # Many short prompts with long outputs fill the pool in the middle of decoding.
+        self._decode_heavy = self._rng.random() < 0.2
+        self._longest_output = max(4, (4 if self._decode_heavy else 2) * steps)
+        self._longest_prompt = 8 if self._decode_heavy else max(16, 4 * steps)
+        self._rounds = [self._rng.randint(max(1, steps // 2), steps) for _ in range(self._rng.choice([1, 1, 2]))]
+        self._steps_left = self._rounds.pop()
+        self._drained = 0
+        # A small alphabet, so that prompts share prefixes by accident as well.
+        self._alphabet = self._rng.sample(range(1, VOCABULARY), self._rng.choice([2, 8, 60]))
+        self._prompts: dict[str, list[int]] = {}
+        self._retracted: dict[str, int] = {}
+        self._retract = False
+        self._idled = False
+
+    def run(self) -> Counts:
+        """Run it.
+
+        Raises:
+            AssertionError: an invariant is broken, by these checks or by SGLang's own.
+            InexactTreeError: a page of the tree, or of a running request below its exact length, is not exact.
+        """
+        torch.manual_seed(self.seed)
+        before = self._rectified()
+        self.engine.forget()
+        try:
+            self.engine.run(self._receive)
+        finally:
+            force_retraction(False)
+        self._require_ended()
+        self.counts.cached_tokens = self.engine.cached_tokens
+        for name, value in self._rectified().items():
+            setattr(self.counts, name, value - before[name])
+        return self.counts
+
+    def _rectified(self) -> dict[str, int]:
+        counts = self.engine.runner.attn_backend.counters.rectify
+        return {"rectified_tokens": counts.tokens, "finish_tokens": counts.finish_tokens}
+
+    def _receive(self) -> list[Any]:
+        """Called by the event loop where it would read its sockets."""
+        self.counts.iterations += 1
+        self._check()
+        if self._steps_left:
+            self._steps_left -= 1
+            return self._command(COMMANDS)
+        if not self.engine.scheduler.is_fully_idle():
+            self._drained += 1
+            if self._drained > DRAIN_LIMIT:
+                raise BrokenInvariantError(f"still busy {DRAIN_LIMIT} iterations after the last command")
+            return self._command(DISTURBANCES)
+        # One iteration more, for what the event loop does when it is idle.
+        self._idled = not self._idled
+        if self._idled:
+            return []
+        if self._rounds:
+            self._steps_left = self._rounds.pop()
+            flush = self._rng.random() < 0.2
+            self.counts.flushes += flush
+            return [FlushCacheReqInput()] if flush else []
+        self._finish()
+        raise StopLoop
+
+    def _check(self) -> None:
+        self._note(check_step(self.engine))
+        if self._rng.random() < RECOMPUTE_RUNNING:
+            self.counts.worst_difference = max(self.counts.worst_difference, check_running_kv(self.engine))
+        forced = self._retract
+        for held in (*holders(self.engine.scheduler), *self.engine.scheduler.waiting_queue):
+            seen = self._retracted.get(held.rid, 0)
+            if held.retraction_count > seen:
+                self.counts.retractions += held.retraction_count - seen
+                self.counts.full_pools += 0 if forced else held.retraction_count - seen
+                self._retracted[held.rid] = held.retraction_count
+                # Forced until one took place: only a step that decodes several requests can.
+                self._retract = False
+                # A retraction makes SGLang cautious: the pool would not run full again.
+                self.engine.scheduler.new_token_ratio_tracker.reset()
+        force_retraction(self._retract)
+
+    def _note(self, report: Any) -> None:
+        self.counts.pages_checked += report.pages_checked
+        self.counts.worst_difference = max(self.counts.worst_difference, report.worst_abs_difference)
+
+    def _command(self, weights: dict[str, int]) -> list[Any]:
+        (kind,) = self._rng.choices([*weights], [*weights.values()])
+        if kind == "admit" or not self._prompts:
+            return [self._admit() for _ in range(self._rng.choice([4, 8] if self._decode_heavy else [1, 2, 4]))]
+        if kind == "abort":
+            return self._abort()
+        if kind == "retract":
+            self._retract = True
+            force_retraction(True)
+        elif kind == "evict":
+            tree = self.engine.scheduler.tree_cache
+            self.counts.evictions += tree.evict(EvictParams(num_tokens=self._rng.randint(1, 80))).num_tokens_evicted
+        return []
+
+    def _admit(self) -> Any:
+        rid = f"{self.seed}-{self.counts.requests}"
+        self.counts.requests += 1
+        # Requests that can never fit are refused; that is SGLang's to test.
+        longest = min(self.engine.scheduler.max_req_input_len, CONTEXT) - 1
+        tokens = self._prompt()[:longest]
+        self._prompts[rid] = tokens
+        sampling = {
+            "max_new_tokens": self._rng.choice([1, 2, *[self._rng.randint(3, self._longest_output)] * 4]),
+            "temperature": self._rng.choice([0.0, 1.0]),
+            # SGLang reserves all tokens of a request that ignores stop tokens, which the pool then never lacks.
+            "ignore_eos": self._rng.random() < 0.15,
+            "stop_token_ids": self._rng.sample(range(VOCABULARY), 1 if self._decode_heavy else 12),
+            "custom_params": self._custom_params(),
+        }
+        return request(rid, tokens, sampling, logprob=self._rng.random() < 0.15)
+
+    def _prompt(self) -> list[int]:
+        rng = self._rng
+        length = rng.randint(1, rng.choice([min(12, self._longest_prompt), self._longest_prompt]))
+        fresh = [rng.choice(self._alphabet) for _ in range(length)]
+        if not self._prompts or rng.random() < 0.4:
+            return fresh
+        rid = rng.choice([*self._prompts])
+        earlier = self._prompts[rid] + self.engine.outputs.get(rid, [])
+        kept = len(earlier) if rng.random() < 0.6 else rng.randint(0, len(earlier))
+        return earlier[:kept] + fresh[: rng.randint(0 if kept else 1, len(fresh))]
+
+    def _custom_params(self) -> dict[str, Any] | None:
+        rng = self._rng
+        kind = rng.choice(["none", "none", "dense", "ratio", "interval", "both"])
+        if kind == "none":
+            return None
+        if kind == "dense":
+            return {"sparse": False}
+        ratio, interval = (
+            {"active_ratio": rng.choice([0.01, 0.2, 0.5, 1.0])},
+            {"rectify_interval": rng.choice([2, 4, 13])},
+        )
+        if not self.engine.options.rectifies or kind == "ratio":
+            return ratio
+        return interval if kind == "interval" else {**ratio, **interval}
+
+    def _abort(self) -> list[Any]:
+        scheduler = self.engine.scheduler
+        candidates = [held.rid for held in (*holders(scheduler), *scheduler.waiting_queue) if not held.finished()]
+        if not candidates:
+            return []
+        self.counts.aborts += 1
+        return [AbortReq(rid=self._rng.choice(candidates))]
+
+    def _finish(self) -> None:
+        """With nothing running: everything is in the tree or free, and a flush frees the rest."""
+        scheduler = self.engine.scheduler
+        if self._rng.random() < PROVE_AGAIN:
+            # With slots of the allocator, as an idle server does it.
+            delattr(scheduler.tree_cache, tree_check.ATTRIBUTE)
+            self._note(check_tree(scheduler))
+        if not scheduler.flush_cache(empty_cache=False):
+            raise BrokenInvariantError("an idle scheduler refused to flush its cache")
+        self._note(check_step(self.engine))
+        free = scheduler.token_to_kv_pool_allocator.available_size()
+        if free != self.engine.options.pages * self.engine.options.page_size:
+            raise LostPageError(f"{free} slots are free after a flush")
+
+    def _require_ended(self) -> None:
+        missing = [rid for rid in self._prompts if rid not in self.engine.ended]
+        if missing:
+            raise BrokenInvariantError(f"requests {missing} never ended")

@@ -1,0 +1,61 @@
+"""Hundreds of random schedules on the real scheduler; thousands with ``-m soak``."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RUN = Path(__file__).with_name("run.py")
+WORKERS = min(2, len(os.sched_getaffinity(0)))
+
+
+def run(out: Path, *flags: str) -> list[dict[str, Any]]:
+    """Run the command in a process of its own; returns its rows."""
+    finished = subprocess.run([sys.executable, str(RUN), "--out", str(out), *flags], capture_output=True, text=True)
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    failures = [failure for row in rows if row["kind"] == "block" for failure in row["failures"]]
+    report = "\n".join(f"{failure['message']}\nreplay: {failure['replay']}" for failure in failures)
+    assert finished.returncode == 0, report or finished.stderr[-4000:]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("schedules") / "rows.jsonl"
+    flags = ["--schedules", "300", "--block", "75", "--steps", "3", "--slots", "80", "--vary", "--self-test"]
+    return run(out, *flags, "--workers", str(WORKERS))
+
+
+def test_every_page_is_exact_and_none_is_lost_in_300_schedules(rows) -> None:
+    blocks, summary = [row for row in rows if row["kind"] == "block"], rows[-1]
+    assert sum(row["schedules"] for row in blocks if row["options"]["overlap"]) == 150
+    assert (summary["schedules"], summary["mismatches"], summary["leaks"], summary["errors"]) == (300, 0, 0, 0)
+
+
+def test_the_schedules_reach_what_they_are_for(rows) -> None:
+    reached = rows[-1]
+    names = ["aborts", "retractions", "full_pools", "evictions", "flushes"]
+    names += ["cached_tokens", "rectified_tokens", "finish_tokens"]
+    assert [name for name in names if reached[name] == 0] == []
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "kind"),
+    [("guard", "mismatch"), ("summary", "mismatch"), ("rectified", "mismatch"), ("leak", "leak")],
+)
+def test_a_broken_product_is_noticed(rows, sabotage, kind) -> None:
+    (row,) = [row for row in rows if row["kind"] == "sabotage" and row["sabotage"] == sabotage]
+    assert [failure["type"] for failure in row["failures"]] == [kind]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_ten_thousand_schedules(tmp_path) -> None:
+    rows = run(
+        tmp_path / "soak.jsonl", "--schedules", "10000", "--vary", "--workers", str(len(os.sched_getaffinity(0)))
+    )
+    assert rows[-1]["schedules"] == 10000
