@@ -1,9 +1,9 @@
 """``python -m eval.ppl_rectify``: what decoding sparse costs in perplexity, and what rectification wins back.
 
 Windows of L tokens of held-out books that do not overlap; the first L - S tokens are the prompt, the last S are forced
-through decode one by one, and the last 32 are scored: perplexity = exp(mean negative log-likelihood). Two texts:
-``book`` is the window as it stands; the end of ``repeat`` repeats an earlier passage, see `eval.windows`. Settings,
-each over the same windows:
+through decode one by one, and the last 32 are scored: perplexity = exp(mean negative log-likelihood). Three
+texts: ``book`` is the window as it stands; the end of ``repeat`` repeats an earlier passage; in ``records`` numbers are
+told in the suffix and one is asked for at its end: see `eval.windows`. Settings, each over the same windows:
 
 - ``dense``: the requests say ``sparse: false``;
 - ``off``: a ratio, never rectified;
@@ -38,9 +38,9 @@ from eval.counters import EvaluationError, density, moved, require_dense, requir
 from eval.forced import mean_nll, prefilled_suffix, suffix_logprobs
 from eval.ppl_summary import Cell, plot, read_rows, summarise
 from eval.record import Record
-from eval.windows import BOOK, SCORED, Window, make_windows, read_book, with_repetition
+from eval.windows import BOOK, SCORED, Window, make_windows, read_book, with_records, with_repetition
 
-TEXTS = ("book", "repeat")
+TEXTS = ("book", "repeat", "records")
 MAX_DIFFERENCE = 0.01
 CHECKED_WINDOWS = 16
 
@@ -83,6 +83,15 @@ def require_settings(config: dict[str, Any], prompt: int, length: int, ratios: S
             f"ratios {list(ratios)} of {pages} pages with min_pages {least} are {sorted(budgets)} pages: they must "
             "differ and be fewer than all; start the server with a smaller min_pages"
         )
+
+
+def make_text(text: str, plain: list[Window], prompt: int, seed: int, server: LiveServer) -> list[Window]:
+    """The windows of one of ``TEXTS``."""
+    if text == "repeat":
+        return [with_repetition(window, prompt, seed) for window in plain]
+    if text == "records":
+        return [with_records(window, prompt, seed, server.tokenize) for window in plain]
+    return plain
 
 
 def check_forcing(server: LiveServer, record: Record, text: str, windows: Sequence[Window], suffix: int) -> None:
@@ -154,7 +163,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         require_settings(server.sparse_state()["config"], prompt, args.length, args.ratios)
         books = {path.name.split(".")[0]: server.tokenize(read_book(path)) for path in args.book}
         plain = make_windows(books, args.length, args.windows, args.seed)
-        texts = {"book": plain, "repeat": [with_repetition(window, prompt, args.seed) for window in plain]}
+        texts = {text: make_text(text, plain, prompt, args.seed, server) for text in args.kind}
         names = ("length", "suffix", "intervals", "ratios", "kind", "concurrency", "seed", "label")
         settings = {"windows": len(plain), **{name: getattr(args, name) for name in names}}
         header = {"server": server.facts(), "arguments": settings}
@@ -188,7 +197,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--windows", type=int, help="how many (default: all that the books hold)")
     parser.add_argument("--intervals", type=list_of(int), default="8,16,32,64,128,0", help="0 (never) is always run")
     parser.add_argument("--ratios", type=list_of(float), default=".02,.05,.1", help="shares of the pages")
-    parser.add_argument("--kind", type=list_of(str), default="book,repeat", help=f"of {', '.join(TEXTS)}")
+    parser.add_argument("--kind", type=list_of(str), default="book,repeat,records", help=f"of {', '.join(TEXTS)}")
     parser.add_argument("--concurrency", type=int, default=32, help="windows in flight")
     parser.add_argument("--seed", type=int, default=0, help="of the windows, the passages and the bootstrap")
     parser.add_argument("--label", help="kept in the file's header")

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import lzma
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval.counters import EvaluationError
+from eval.text import FORMS, IM_END, prompt_text, random_key, random_number, unique_keys
 
 BOOK = Path(__file__).parent / "data" / "white-fang.txt.xz"
 SCORED = 32
 CUE = 8
 PASSAGE_END = 0.8
+RECORDS = 8
 
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens of a book, with a repetition at the end if it has a depth.
+    """Consecutive tokens of a book, with something at its end that was said before if it has a depth.
 
     Attributes:
         book: where it is from.
         start: position of its first token in the book.
         tokens: ids.
-        depth: where the repeated passage begins, as a share of the window.
+        depth: where the repeated passage or the asked record begins, as a share of the window.
     """
 
     book: str
@@ -88,3 +90,43 @@ def with_repetition(window: Window, prompt: int, seed: int) -> Window:
     start = random.Random(f"{seed} {window.book} {window.start}").randint(CUE, last)
     tail = window.tokens[start - CUE : start + SCORED]
     return replace(window, tokens=window.tokens[: -len(tail)] + tail, depth=start / size)
+
+
+def with_records(window: Window, prompt: int, seed: int, encode: Callable[[str], Sequence[int]]) -> Window:
+    """The window as a chat: numbers are told in its suffix, and at its end one of them is asked for and answered.
+
+    ``RECORDS`` records of the form "needle" stand anywhere between the tokens of the suffix, so that all of them are
+    decoded and none is prefilled; the last ``SCORED`` tokens end in the answer. Where a model looks numbers up, this
+    text needs the keys and values that decode itself has written.
+
+    Args:
+        window: natural text, of which the first tokens are kept.
+        prompt: its first so many tokens are prefilled.
+        seed: of the draw; each window of each book draws for itself.
+        encode: text -> token ids.
+
+    Raises:
+        EvaluationError: the suffix has no room for the records and the question.
+    """
+    rng = random.Random(f"{seed} {window.book} {window.start}")
+    form = FORMS["needle"]
+    numbers = {key: random_number(rng) for key in unique_keys(rng, RECORDS, random_key)}
+    asked = rng.choice(list(numbers))
+    opening, _, closing = prompt_text(form, "\0", form.question(asked)).partition("\0")
+    before, after = encode(opening), encode(closing + form.answer(asked, value=numbers[asked]) + IM_END)
+    records = [encode(" " + form.record(key, value=value)) for key, value in numbers.items()]
+    size = len(window.tokens)
+    room = size - prompt - len(after) - sum(map(len, records))
+    if room < 0 or len(before) > prompt:
+        raise EvaluationError(f"a suffix of {size - prompt} tokens has no room for {RECORDS} records and a question")
+    book = iter(window.tokens)
+    tokens = [*before, *(next(book) for _ in range(prompt - len(before)))]
+    depth = 0.0
+    cuts = sorted(rng.randint(0, room) for _ in records)
+    for key, record, first, last in zip(numbers, records, [0, *cuts], cuts, strict=False):
+        tokens += [next(book) for _ in range(last - first)]
+        if key == asked:
+            depth = len(tokens) / size
+        tokens += record
+    tokens += [next(book) for _ in range(room - cuts[-1])]
+    return replace(window, tokens=(*tokens, *after), depth=depth)
