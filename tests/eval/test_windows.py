@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from eval.counters import EvaluationError
-from eval.windows import BOOK, CUE, SCORED, make_windows, read_book, with_repetition
+from eval.text import IM_END, IM_START
+from eval.windows import BOOK, CUE, RECORDS, SCORED, make_windows, read_book, with_records, with_repetition
 
 BOOKS = {"one": list(range(1000)), "two": list(range(5000, 5350))}
 
@@ -69,3 +70,22 @@ def test_a_window_without_room_is_refused() -> None:
     assert with_repetition(window, CUE + SCORED, seed=0).depth == CUE / 100
     with pytest.raises(EvaluationError, match="no room"):
         with_repetition(window, CUE + SCORED - 1, seed=0)
+
+
+def test_records_stand_in_the_suffix_and_one_is_asked_for() -> None:
+    def encode(text: str) -> list[int]:
+        return [-ord(letter) for letter in text]
+
+    (window,) = make_windows({"book": list(range(1, 2001))}, 2000, 1, seed=0)
+    told = with_records(window, 1200, 3, encode)
+    assert told == with_records(window, 1200, 3, encode) != with_records(window, 1200, 4, encode)
+    assert len(told.tokens) == 2000 and told.depth is not None and 0.6 <= told.depth < 1
+    book = [token for token in told.tokens if token > 0]
+    assert book == list(range(1, len(book) + 1))
+    suffix = "".join(chr(-token) if token < 0 else "#" for token in told.tokens[1200:])
+    assert suffix.count("One of the special magic numbers for ") == RECORDS
+    question, _, answer = suffix.removesuffix(IM_END).partition(IM_END)
+    key = question.rpartition("What is the special magic number for ")[2].removesuffix("?")
+    assert f"numbers for {key} is: {answer.partition(chr(10) + IM_START)[2].partition(chr(10))[2]}." in suffix
+    with pytest.raises(EvaluationError, match="no room for 8 records"):
+        with_records(window, 1900, 3, encode)

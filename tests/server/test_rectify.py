@@ -124,10 +124,11 @@ def test_the_tail_differs_below_exactness_nothing_does(server, sixteen) -> None:
 def test_on_finish_makes_all_whole_pages_hits(serve, checkpoint, sixteen) -> None:
     config = {**EVERYTHING, "active_ratio": 0.1, "min_pages": 4, "rectify_on_finish": True}
     with serve(checkpoint, *CHUNKS, config=config) as server:
+        before = sparse_state(server)
         with ThreadPoolExecutor(16) as pool:
             first = list(pool.map(lambda prompt: ask(server, prompt, 50)["output_ids"], sixteen))
-        state = sparse_state(server)
-        assert state["tail_tokens_dropped"] == 0 < state["finish_tokens_rectified"]
+        used = spent(server, before)
+        assert used["tail_tokens_dropped"] == 0 < used["finish_tokens_rectified"]
         for prompt, output in zip(sixteen, first, strict=True):
             if (len(prompt) + 50) % PAGE == 0:
                 # With overlap the last token has been forwarded too, as on a dense server.
