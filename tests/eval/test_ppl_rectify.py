@@ -165,7 +165,11 @@ def test_command_line(given: list[str], message: str, capsys: pytest.CaptureFixt
 def test_defaults() -> None:
     args = ppl_rectify.parse(["--base-url", "http://127.0.0.1:1", "--out", "x.jsonl"])
     assert args.book == [BOOK] and args.intervals == [8, 16, 32, 64, 128, 0] and args.ratios == [0.02, 0.05, 0.1]
-    assert args.kind == ["book", "repeat", "records"] and args.windows is None and (args.length, args.suffix) == (4096, 256)
+    assert (
+        args.kind == ["book", "repeat", "records"]
+        and args.windows is None
+        and (args.length, args.suffix) == (4096, 256)
+    )
 
 
 def test_no_server_ends_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,16 +23,20 @@ from sglang_sparse.kv_check import InexactTreeError
 
 FAILURES = (AssertionError, RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 MOST_FAILURES = 20
+# Rows cross from dense to sparse on their own and by what else is in the batch, and back when neighbours leave.
+CROSSING = {"rectify_interval": 4, "dense_fallback": "auto", "min_seq_len": 16, "crossover_tokens": 20}
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},
     {"overlap": False, "config": {"rectify_interval": 3, "rectify_on_finish": True}},
     {"overlap": True, "config": {"rectify_interval": 5, "rectify_on_finish": True, "rectify_max_batch": 1}},
-    {"overlap": False, "page_size": 16, "config": {"rectify_interval": 7}},
+    {"overlap": False, "config": CROSSING},
     {"overlap": True, "page_size": 16, "config": {"rectify_interval": 12, "rectify_on_finish": True}},
     {"overlap": False, "config": {"rectify_interval": 0}},
     {"overlap": True, "config": {"rectify_interval": 0, "summary_dtype": "bf16"}},
     {"overlap": False, "page_size": 1, "config": {"rectify_interval": 4, "min_pages": 6}},
+    {"overlap": True, "config": {**CROSSING, "rectify_on_finish": True}},
+    {"overlap": False, "page_size": 16, "config": {"rectify_interval": 7}},
 )
 
 
