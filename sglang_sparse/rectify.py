@@ -145,7 +145,7 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
         passes.append((rest, decode_view(batch, rest)))
     _count(runner.attn_backend.counters.rectify, step, bool(rest))
     logits = output = None
-    # The passes come back here: the batch they make is theirs alone.
+    # Whatever runs a forward within these passes must not be split again.
     runner.attn_backend.rectifying = None
     for rows, view in passes:
         inner = ForwardBatch.init_new(
