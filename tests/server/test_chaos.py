@@ -1,81 +1,14 @@
-"""Forced retraction and random aborts under load: nothing leaks, and what finishes is what a quiet run gives."""
+"""Minutes of forced retraction and random aborts; ``test_rectify.py`` has the short form."""
 
-import random
-import threading
-import time
-from dataclasses import dataclass, field
-from typing import Any
-
-import httpx
 import pytest
-from server_requests import assert_exact, assert_nothing_leaked, greedy, sparse_state
-
-from launch.server import ServerProcess
+from server_load import TOKENS, chaos
+from server_requests import greedy
 
 EVERYTHING = {"active_ratio": 1.0, "dense_fallback": "never", "rectify_interval": 8, "check_exactness": True}
-TENTH = {**EVERYTHING, "active_ratio": 0.1, "min_pages": 4, "rectify_on_finish": True}
-RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"}
-TOKENS = 90
-SECONDS = 12.0
-SOAK_SECONDS = 300.0
+TENTH = {**EVERYTHING, "active_ratio": 0.1, "min_pages": 4}
+SECONDS = 300.0
 
-
-@dataclass
-class Load:
-    """Clients that send prompts until told to stop, and one that aborts some of what is running."""
-
-    server: ServerProcess
-    prompts: list[list[int]]
-    seconds: float
-    finished: list[tuple[int, list[int]]] = field(default_factory=list)
-    running: set[str] = field(default_factory=set)
-    aborted: int = 0
-    retracted: int = 0
-
-    def run(self, clients: int = 8) -> None:
-        until = time.monotonic() + self.seconds
-        threads = [threading.Thread(target=self._client, args=(seed, until)) for seed in range(clients)]
-        threads.append(threading.Thread(target=self._abort, args=(until,)))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(self.seconds + 120.0)
-            assert not thread.is_alive(), self.server.log_tail()
-
-    def _client(self, seed: int, until: float) -> None:
-        rng = random.Random(seed)
-        while time.monotonic() < until:
-            index, rid = rng.randrange(len(self.prompts)), f"{seed}-{rng.random()}"
-            params = {"max_new_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
-            self.running.add(rid)
-            answer = self.server.generate(input_ids=self.prompts[index], sampling_params=params, rid=rid)
-            self.running.discard(rid)
-            self.retracted += answer["meta_info"].get("num_retractions", 0)
-            if answer["meta_info"]["finish_reason"]["type"] == "length":
-                self.finished.append((index, answer["output_ids"]))
-            else:
-                self.aborted += 1
-
-    def _abort(self, until: float) -> None:
-        rng = random.Random(99)
-        with httpx.Client(trust_env=False) as client:
-            while time.monotonic() < until:
-                time.sleep(rng.uniform(0.1, 1.0))
-                if rids := sorted(self.running):
-                    client.post(f"{self.server.url}/abort_request", json={"rid": rng.choice(rids)})
-
-
-def chaos(serve, checkpoint, prompts: list[list[int]], config: dict[str, Any], seconds: float) -> Load:
-    flags = ("--chunked-prefill-size", "512", "--max-total-tokens", "12000")
-    with serve(checkpoint, *flags, config=config, env=RETRACT) as server:
-        load = Load(server, prompts, seconds)
-        load.run()
-        assert load.retracted and load.aborted and load.finished
-        state = sparse_state(server)
-        assert state["rectified_requests"] > 0 and state["dense_fallback_rows"] == 0
-        assert_exact(server)
-        assert_nothing_leaked(server)
-    return load
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +16,14 @@ def some(prompts) -> list[list[int]]:
     return [prompt[:700] for prompt in prompts[4:]]
 
 
-@pytest.fixture(scope="module")
-def quiet(serve, checkpoint, some) -> list[list[int]]:
+def test_what_finishes_equals_a_quiet_run(serve, checkpoint, some) -> None:
     with serve(checkpoint, config=EVERYTHING) as server:
-        return greedy(server, some, tokens=TOKENS)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("seconds", [SECONDS, pytest.param(SOAK_SECONDS, marks=pytest.mark.soak)])
-def test_what_finishes_equals_a_quiet_run(serve, checkpoint, some, quiet, seconds) -> None:
-    load = chaos(serve, checkpoint, some, EVERYTHING, seconds)
+        quiet = greedy(server, some, tokens=TOKENS)
+    load = chaos(serve, checkpoint, some, EVERYTHING, SECONDS)
     for index, output in load.finished:
         assert output == quiet[index], f"prompt {index} of {len(load.finished)} finished ones"
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_at_a_tenth_what_is_shared_is_exact(serve, checkpoint, some) -> None:
-    chaos(serve, checkpoint, some, TENTH, SOAK_SECONDS)
+@pytest.mark.parametrize("on_finish", [False, True])
+def test_at_a_tenth_what_is_shared_is_exact(serve, checkpoint, some, on_finish) -> None:
+    chaos(serve, checkpoint, some, {**TENTH, "rectify_on_finish": on_finish}, SECONDS)

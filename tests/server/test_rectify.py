@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from server_load import TOKENS as LOAD_TOKENS
+from server_load import chaos
 from server_requests import assert_exact, assert_nothing_leaked, greedy, sparse_state
 
 from launch.server import ServerProcess
@@ -206,3 +208,10 @@ def test_metrics_are_exported(server) -> None:
     for name in ("sparse_active_fraction", "sparse_rectified_tokens_total", "sparse_aux_bytes"):
         assert f"sglang:{name}" in text
     assert "Sparse decode" in server.log()
+
+
+def test_under_retractions_and_aborts_what_finishes_equals_a_quiet_run(server, serve, checkpoint, sixteen) -> None:
+    quiet = greedy(server, sixteen, tokens=LOAD_TOKENS)
+    load = chaos(serve, checkpoint, sixteen, {**EVERYTHING, "rectify_interval": 8}, seconds=12.0)
+    for index, output in load.finished:
+        assert output == quiet[index], f"prompt {index} of {len(load.finished)} finished ones"

@@ -66,12 +66,11 @@ def test_chunked_prefill_equals_one_piece(serve, checkpoint, prompts, solo) -> N
         assert greedy(server, prompts[-4:]) == solo[-4:]
 
 
-def test_second_turn_hits_the_whole_pages_of_the_first_prompt(server, prompts) -> None:
+def test_without_rectification_a_second_turn_hits_the_whole_pages_of_the_first_prompt(server, prompts) -> None:
     server.flush_cache()
     prompt = prompts[-2]
-    first = server.generate(
-        input_ids=prompt, sampling_params={"max_new_tokens": 60, "temperature": 0.0, "ignore_eos": True}
-    )
+    params = {"max_new_tokens": 60, "temperature": 0.0, "ignore_eos": True, "custom_params": {"rectify_interval": 0}}
+    first = server.generate(input_ids=prompt, sampling_params=params)
     second = server.generate(input_ids=[*prompt, *first["output_ids"], 11, 12], sampling_params={"max_new_tokens": 1})
     assert second["meta_info"]["cached_tokens"] == len(prompt) // PAGE * PAGE
 
