@@ -17,7 +17,7 @@ MODEL = ROOT / "eval" / "models" / "tiny-gqa"
 TOKENS = 8000
 TEXTS = 5
 # The negative controls miss nearly everything, so fewer questions show it.
-CONTROL_QUESTIONS = 27
+CONTROL_QUESTIONS = 18
 TENTH = {"active_ratio": 0.1, "dense_fallback": "never"}
 
 
