@@ -63,7 +63,7 @@ class Load:
 def chaos(
     serve, checkpoint, prompts: list[list[int]], config: dict[str, Any], seconds: float, kv_tokens: int = 24000
 ) -> Load:
-    """Load a server with ``check_exactness`` and prove its tree, which must leave room in ``kv_tokens`` for the proof."""
+    """Load a server with ``check_exactness`` and prove its tree, which must leave room in ``kv_tokens``."""
     flags = ("--chunked-prefill-size", "512", "--max-total-tokens", str(kv_tokens))
     with serve(checkpoint, *flags, config=config, env=RETRACT) as server:
         load = Load(server, prompts, seconds)
