@@ -39,7 +39,8 @@ from eval.counters import EvaluationError, density, moved, require_dense, requir
 from eval.forced import mean_nll, prefilled_suffix, suffix_logprobs
 from eval.ppl_summary import Cell, plot, read_rows, summarise
 from eval.record import Record
-from eval.windows import BOOK, SCORED, Window, make_windows, read_book, with_records, with_repetition
+from eval.text import read_book
+from eval.windows import BOOK, SCORED, Window, make_windows, with_records, with_repetition
 
 TEXTS = ("book", "repeat", "records")
 MAX_DIFFERENCE = 0.01

@@ -155,15 +155,17 @@ def unique_keys(rng: random.Random, count: int, make: Callable[[random.Random], 
     return list(keys)
 
 
+def read_book(path: Path) -> str:
+    """Text of a ``.txt`` or ``.txt.xz`` file."""
+    return lzma.open(path, "rt", encoding="utf-8").read() if path.suffix == ".xz" else path.read_text(encoding="utf-8")
+
+
 def read_books(folder: Path) -> dict[str, str]:
     """Name -> text of the ``*.txt`` and ``*.txt.xz`` files of a folder, sorted by name."""
     found = sorted([*folder.glob("*.txt"), *folder.glob("*.txt.xz")])
     if not found:
         raise ValueError(f"no books: {folder} has neither *.txt nor *.txt.xz files")
-    return {
-        path.name.split(".")[0]: (lzma.open(path, "rt").read() if path.suffix == ".xz" else path.read_text())
-        for path in found
-    }
+    return {path.name.split(".")[0]: read_book(path) for path in found}
 
 
 def sentences(text: str) -> list[str]:

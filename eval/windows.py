@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lzma
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,11 +32,6 @@ class Window:
     start: int
     tokens: tuple[int, ...]
     depth: float | None = None
-
-
-def read_book(path: Path) -> str:
-    """Text of a ``.txt`` or ``.txt.xz`` file."""
-    return lzma.open(path, "rt", encoding="utf-8").read() if path.suffix == ".xz" else path.read_text(encoding="utf-8")
 
 
 def make_windows(books: Mapping[str, Sequence[int]], length: int, count: int | None, seed: int) -> list[Window]:

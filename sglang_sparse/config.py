@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -126,6 +127,12 @@ def build(method_name: str, fields: dict[str, Any]) -> Settings:
     return Settings(method_name, method_class(config))
 
 
+def explain_value(detail: Mapping[str, Any]) -> str:
+    """Say of one of pydantic's errors which field it is about, what was got and what is allowed."""
+    field = detail["loc"][0] if detail["loc"] else "config"
+    return f"{field}: got {detail['input']!r}; {detail['msg'].removeprefix('Value error, ')}"
+
+
 def _explain(method_name: str, config_class: type[MethodConfig], error: ValidationError) -> str:
     allowed = list(config_class.model_fields)
     messages = []
@@ -136,7 +143,7 @@ def _explain(method_name: str, config_class: type[MethodConfig], error: Validati
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             message = f"unknown field {field!r}, allowed: {', '.join(allowed)}{hint}"
         else:
-            message = f"{field}: got {detail['input']!r}; {detail['msg'].removeprefix('Value error, ')}"
+            message = explain_value(detail)
         if message not in messages:
             messages.append(message)
     return f"--sparse-config of {method_name}: " + "; ".join(messages)

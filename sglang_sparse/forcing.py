@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.config import settings_of
+from sglang_sparse.passes import to_device
 
 if TYPE_CHECKING:
     from sglang_sparse.requests import RequestState
@@ -48,8 +49,7 @@ def prepare(forward_batch: Any, batch: Any, states: Sequence[RequestState]) -> N
             found.append((row, forced[position]))
     if found:
         device = forward_batch.seq_lens.device
-        host = torch.tensor(found, dtype=torch.int64, pin_memory=device.type == "cuda")
-        rows, tokens = host.to(device, non_blocking=True).unbind(1)
+        rows, tokens = to_device(found, torch.int64, device).unbind(1)
         setattr(forward_batch, ATTRIBUTE, Forced(rows, tokens))
 
 

@@ -30,7 +30,9 @@ class Span:
         return self.end - self.start
 
 
-def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def to_device(
+    values: Sequence[int] | Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Copy host integers without waiting for the device."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from sglang_sparse import refusals
-from sglang_sparse.config import Settings, settings_of
+from sglang_sparse.config import Settings, explain_value, settings_of
 from sglang_sparse.method import DecodeMethod
 
 if TYPE_CHECKING:
@@ -103,10 +103,7 @@ def _method_with(settings: Settings, overrides: tuple[tuple[str, type, Any], ...
     try:
         config = type(settings.config).model_validate(fields)
     except ValidationError as error:
-        detail = error.errors()[0]
-        raise ValueError(
-            f"{detail['loc'][0]}: got {detail['input']!r}; {detail['msg'].removeprefix('Value error, ')}"
-        ) from None
+        raise ValueError(explain_value(error.errors()[0])) from None
     return type(settings.method)(config)
 
 

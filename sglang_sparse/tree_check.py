@@ -65,7 +65,7 @@ def check_when_idle(_result: None, scheduler: Any, *_: Any) -> None:
         InexactTreeError: see ``check_tree``.
     """
     settings = settings_of(scheduler.server_args)
-    if settings is None or not getattr(settings.config, "check_exactness", False) or not scheduler.is_fully_idle():
+    if settings is None or not settings.config.check_exactness or not scheduler.is_fully_idle():
         return
     from sglang.srt.mem_cache.radix_cache import TreeNode
 

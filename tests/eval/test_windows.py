@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from eval.counters import EvaluationError
-from eval.text import IM_END, IM_START
-from eval.windows import BOOK, CUE, RECORDS, SCORED, make_windows, read_book, with_records, with_repetition
+from eval.text import IM_END, IM_START, read_book
+from eval.windows import BOOK, CUE, RECORDS, SCORED, make_windows, with_records, with_repetition
 
 BOOKS = {"one": list(range(1000)), "two": list(range(5000, 5350))}
 
