@@ -16,7 +16,7 @@ import httpx
 from eval.client import generate
 from eval.counters import EvaluationError
 from eval.ppl_summary import Cell
-from eval.windows import SCORED
+from eval.windows import Window
 
 
 def custom_params(cell: Cell) -> dict[str, Any]:
@@ -33,10 +33,11 @@ def forced_request(prompt: Sequence[int], forced: Sequence[int], params: dict[st
     return {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
 
 
-def bound_requests(tokens: Sequence[int], suffix: int, params: dict[str, Any]) -> list[dict[str, Any]]:
+def bound_requests(window: Window, suffix: int, params: dict[str, Any]) -> list[dict[str, Any]]:
     """One request for each scored position, in ascending order; the last log-probability of each counts."""
+    tokens = window.tokens
     requests = []
-    for p in range(len(tokens) - SCORED, len(tokens)):
+    for p in range(len(tokens) - window.scored, len(tokens)):
         # The first token after the prompt is scored by prefill in all settings.
         split = p if p == len(tokens) - suffix else p - 1
         requests.append(forced_request(tokens[:split], tokens[split : p + 1], params))
@@ -82,13 +83,13 @@ async def suffix_logprobs(
     return forced_logprobs(await generate(client, forced_request(tokens[:-suffix], forced, params)), forced)
 
 
-async def mean_nll(client: httpx.AsyncClient, tokens: Sequence[int], suffix: int, cell: Cell) -> float:
+async def mean_nll(client: httpx.AsyncClient, window: Window, suffix: int, cell: Cell) -> float:
     """Mean negative log-likelihood of the scored tokens of a window, in nats."""
     params = custom_params(cell)
     if cell.setting != "bound":
-        return -fmean((await suffix_logprobs(client, tokens, suffix, params))[-SCORED:])
+        return -fmean((await suffix_logprobs(client, window.tokens, suffix, params))[-window.scored :])
     scored = []
-    for request in bound_requests(tokens, suffix, params):
+    for request in bound_requests(window, suffix, params):
         forced = request["sampling_params"]["custom_params"]["forced_tokens"]
         scored.append(forced_logprobs(await generate(client, request), forced)[-1])
     return -fmean(scored)

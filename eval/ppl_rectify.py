@@ -3,7 +3,8 @@
 Windows of L tokens of held-out books that do not overlap; the first L - S tokens are the prompt, the last S are forced
 through decode one by one, and the last 32 are scored: perplexity = exp(mean negative log-likelihood). Three
 texts: ``book`` is the window as it stands; the end of ``repeat`` repeats an earlier passage; in ``records`` numbers are
-told in the suffix and one is asked for at its end: see `eval.windows`. Settings, each over the same windows:
+told in the suffix and one is asked for at its end, and its answer is what is scored: see `eval.windows`. Settings, each
+over the same windows:
 
 - ``dense``: the requests say ``sparse: false``;
 - ``off``: a ratio, never rectified;
@@ -141,7 +142,7 @@ def measure(
     """
     label = " ".join(str(part) for part in cell if part is not None)
     before = server.counters()
-    nlls = server.each(lambda client, window: mean_nll(client, window.tokens, suffix, cell), windows, label)
+    nlls = server.each(lambda client, window: mean_nll(client, window, suffix, cell), windows, label)
     counts = moved(before, server.counters())
     if cell.setting == "dense":
         require_dense(label, counts)
@@ -176,7 +177,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         with Record(args.out, "eval.ppl_rectify", args.revision, **header) as record:
             for text in args.kind:
                 for i, window in enumerate(texts[text]):
-                    place = {"book": window.book, "start": window.start, "depth": window.depth}
+                    place = {name: getattr(window, name) for name in ("book", "start", "depth", "scored")}
                     record.add("window", text=text, window=i, **place)
                 check_forcing(server, record, text, texts[text], args.suffix)
                 for cell in make_cells(text, args.ratios, args.intervals, args.suffix):

@@ -26,12 +26,14 @@ class Window:
         start: position of its first token in the book.
         tokens: ids.
         depth: where the repeated passage or the asked record begins, as a share of the window.
+        scored: how many tokens at its end perplexity is taken of.
     """
 
     book: str
     start: int
     tokens: tuple[int, ...]
     depth: float | None = None
+    scored: int = SCORED
 
 
 def make_windows(books: Mapping[str, Sequence[int]], length: int, count: int | None, seed: int) -> list[Window]:
@@ -90,8 +92,8 @@ def with_records(window: Window, prompt: int, seed: int, encode: Callable[[str],
     """The window as a chat: numbers are told in its suffix, and at its end one of them is asked for and answered.
 
     ``RECORDS`` records of the form "needle" stand anywhere between the tokens of the suffix, so that all of them are
-    decoded and none is prefilled; the last ``SCORED`` tokens end in the answer. Where a model looks numbers up, this
-    text needs the keys and values that decode itself has written.
+    decoded and none is prefilled; the answer alone is scored, its end of turn included. Where a model looks numbers up,
+    this text needs the keys and values that decode itself has written.
 
     Args:
         window: natural text, of which the first tokens are kept.
@@ -107,7 +109,8 @@ def with_records(window: Window, prompt: int, seed: int, encode: Callable[[str],
     numbers = {key: random_number(rng) for key in unique_keys(rng, RECORDS, random_key)}
     asked = rng.choice(list(numbers))
     opening, _, closing = prompt_text(form, "\0", form.question(asked)).partition("\0")
-    before, after = encode(opening), encode(closing + form.answer(asked, value=numbers[asked]) + IM_END)
+    before, answer = encode(opening), encode(form.answer(asked, value=numbers[asked]) + IM_END)
+    after = [*encode(closing), *answer]
     records = [encode(" " + form.record(key, value=value)) for key, value in numbers.items()]
     size = len(window.tokens)
     room = size - prompt - len(after) - sum(map(len, records))
@@ -123,4 +126,4 @@ def with_records(window: Window, prompt: int, seed: int, encode: Callable[[str],
             depth = len(tokens) / size
         tokens += record
     tokens += [next(book) for _ in range(room - cuts[-1])]
-    return replace(window, tokens=(*tokens, *after), depth=depth)
+    return replace(window, tokens=(*tokens, *after), depth=depth, scored=len(answer))

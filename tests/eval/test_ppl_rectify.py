@@ -1,6 +1,7 @@
 """Settings, requests and refusals of the perplexity command, without a server."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from eval.client import checked
 from eval.counters import COUNTED, EvaluationError, density, moved, require_dense, require_sparse
 from eval.forced import bound_requests, custom_params, forced_logprobs, forced_request, prefill_logprobs
 from eval.ppl_summary import Cell
-from eval.windows import BOOK, SCORED
+from eval.windows import BOOK, SCORED, Window
 
 NOTHING: dict[str, int] = dict.fromkeys(COUNTED, 0)
 
@@ -47,7 +48,8 @@ def test_settings_leave_intervals_beyond_the_suffix_out() -> None:
 
 def test_bound_requests_decode_one_scored_token_each() -> None:
     tokens = list(range(100, 300))
-    requests = bound_requests(tokens, 64, {"active_ratio": 0.1})
+    window = Window("book", 0, tuple(tokens))
+    requests = bound_requests(window, 64, {"active_ratio": 0.1})
     assert len(requests) == SCORED
     for p, request in zip(range(168, 200), requests, strict=True):
         assert request["input_ids"] == tokens[: p - 1]
@@ -57,8 +59,9 @@ def test_bound_requests_decode_one_scored_token_each() -> None:
         }
         assert request["sampling_params"]["max_new_tokens"] == 2
     # With a suffix of 32 the first scored token is the first after the prompt, in every setting.
-    first, second = bound_requests(tokens, SCORED, {})[:2]
+    first, second = bound_requests(window, SCORED, {})[:2]
     assert first["input_ids"] == second["input_ids"] == tokens[:168]
+    assert len(bound_requests(replace(window, scored=8), 64, {})) == 8
     assert params_of(first) == {"forced_tokens": [268]} and params_of(second) == {"forced_tokens": [268, 269]}
 
 

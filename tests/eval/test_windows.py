@@ -87,5 +87,7 @@ def test_records_stand_in_the_suffix_and_one_is_asked_for() -> None:
     question, _, answer = suffix.removesuffix(IM_END).partition(IM_END)
     key = question.rpartition("What is the special magic number for ")[2].removesuffix("?")
     assert f"numbers for {key} is: {answer.partition(chr(10) + IM_START)[2].partition(chr(10))[2]}." in suffix
+    scored = "".join(chr(-token) for token in told.tokens[-told.scored :])
+    assert scored == answer.partition(IM_START)[2].partition("\n")[2] + IM_END and len(scored) == 7 + len(IM_END)
     with pytest.raises(EvaluationError, match="no room for 8 records"):
         with_records(window, 1900, 3, encode)
