@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from sglang_sparse import pools
 
 # Bounds the temporary copies of a layer's KV: 64 MiB for pages of 16 tokens and 8 bf16 heads of 128.
 PAGES_AT_ONCE = 1024
+# Bounds what of a buffer is on the device twice: 32 MiB in fp32 for 8 heads of 128.
+ROWS_AT_ONCE = 8192
 # See ``default_tolerance``.
 TOLERANCE = 1e-4
 PLAIN_MAGNITUDE = 4.0
@@ -73,10 +76,8 @@ def checksums(kv_pool: Any, pages: list[int]) -> list[int]:
     for part in page_parts(kv_pool, pages):
         slots = page_slots(part, aux.page_size)
         total = torch.zeros_like(part)
-        entries = [_gather(buffer, slots) for _, _, buffer in _buffers(kv_pool)]
-        entries += [_gather(aux.buffer(spec.name, layer), part) for spec in aux.specs for layer in sorted(aux.layers)]
-        for entry in entries:
-            bits = entry.reshape(len(part), -1).view(torch.uint8)
+        for buffer, rows in _places(kv_pool, slots, part):
+            bits = _gather(buffer, rows).reshape(len(part), -1).view(torch.uint8)
             if bits.shape[1] % 4 == 0:
                 bits = bits.view(torch.int32)
             # Odd multipliers, and no use of the global random state.
@@ -86,12 +87,43 @@ def checksums(kv_pool: Any, pages: list[int]) -> list[int]:
     return sums
 
 
+@contextmanager
+def borrowed(kv_pool: Any, slots: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Lend slots that are in use, zeroed, to a pass that writes them; K, V and summaries come back bit for bit.
+
+    The copy is in host memory, because SGLang leaves little on the device beside its pool: as many bytes as the pool
+    has for these tokens. On the device there are ``ROWS_AT_ONCE`` rows of a layer at a time.
+
+    Args:
+        kv_pool: SGLang's KV pool. Nobody else may read or write these slots meanwhile.
+        slots: ``[n]`` int64, one page after the other; the last page may be incomplete.
+
+    Yields:
+        For each layer K and then V as they were, ``[n, heads, bytes]`` uint8 on the CPU.
+    """
+    size = getattr(kv_pool, pools.ATTRIBUTE).page_size
+    places = _places(kv_pool, slots, slots[::size] // size)
+    copies = [
+        torch.cat([buffer.view(torch.uint8)[part].cpu() for part in rows.split(ROWS_AT_ONCE)])
+        for buffer, rows in places
+    ]
+    try:
+        for buffer, rows in places:
+            # A pass that misses some of them must not find there what it is compared with.
+            buffer.view(torch.uint8)[rows] = 0
+        yield copies[: 2 * kv_pool.layer_num]
+    finally:
+        for (buffer, rows), copy in zip(places, copies, strict=True):
+            for part, content in zip(rows.split(ROWS_AT_ONCE), copy.split(ROWS_AT_ONCE), strict=True):
+                buffer.view(torch.uint8)[part] = content.to(buffer.device)
+
+
 def compare(
     kv_pool: Any,
     tokens: list[int],
     positions: torch.Tensor,
-    stored: torch.Tensor,
-    dense: torch.Tensor,
+    slots: torch.Tensor,
+    stored: Sequence[torch.Tensor],
     tolerance: float | None = None,
 ) -> float:
     """Compare stored KV with recomputed KV, in all layers.
@@ -100,8 +132,8 @@ def compare(
         kv_pool: SGLang's KV pool.
         tokens: the sequence, for the message.
         positions: ``[n]`` int64, the compared positions in it.
-        stored: ``[n]`` int64, their slots.
-        dense: ``[n]`` int64, the slots of ``dense_pass``.
+        slots: ``[len(tokens)]`` int64, where the recomputed KV is.
+        stored: what ``borrowed`` yielded for these slots.
         tolerance: largest allowed absolute difference; ``default_tolerance`` if None.
 
     Returns:
@@ -111,10 +143,9 @@ def compare(
         InexactTreeError: a difference above the tolerance, or NaN.
     """
     overall = 0.0
-    for name, layer, buffer in _buffers(kv_pool):
-        expected = _gather(buffer, dense).float()
-        differences = (_gather(buffer, stored).float() - expected).abs().flatten(1).amax(1)
-        allowed = default_tolerance(buffer.dtype, float(expected.abs().max())) if tolerance is None else tolerance
+    for (name, layer, buffer), copy in zip(_buffers(kv_pool), stored, strict=True):
+        differences, magnitude = _differences(buffer, copy, positions, slots)
+        allowed = default_tolerance(buffer.dtype, magnitude) if tolerance is None else tolerance
         wrong = positions[~(differences <= allowed)]
         if len(wrong):
             raise InexactTreeError(
@@ -124,6 +155,26 @@ def compare(
             )
         overall = max(overall, float(differences.max()))
     return overall
+
+
+def _differences(
+    buffer: torch.Tensor, copy: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """The largest difference at each position, ``[n]`` float32, and the magnitude of what was recomputed."""
+    differences, magnitude = [], 0.0
+    for part in positions.split(ROWS_AT_ONCE):
+        expected = _gather(buffer, slots[part]).float()
+        stored = copy[part.cpu()].to(buffer.device).view(buffer.dtype).float()
+        differences.append((stored - expected).abs().flatten(1).amax(1))
+        magnitude = max(magnitude, float(expected.abs().max()))
+    return torch.cat(differences), magnitude
+
+
+def _places(kv_pool: Any, slots: torch.Tensor, pages: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """All buffers with their rows of these slots and their pages: K and V of each layer, then the summaries."""
+    aux: pools.AuxPools = getattr(kv_pool, pools.ATTRIBUTE)
+    places = [(buffer, slots) for _, _, buffer in _buffers(kv_pool)]
+    return places + [(aux.buffer(spec.name, layer), pages) for spec in aux.specs for layer in sorted(aux.layers)]
 
 
 def _buffers(kv_pool: Any) -> Iterator[tuple[str, int, torch.Tensor]]:

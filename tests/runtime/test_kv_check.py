@@ -5,8 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_sparse import pools
-from sglang_sparse.kv_check import InexactTreeError, checksums, compare, default_tolerance, stale_summaries
+from sglang_sparse import kv_check, pools
+from sglang_sparse.kv_check import (
+    InexactTreeError,
+    borrowed,
+    checksums,
+    compare,
+    default_tolerance,
+    stale_summaries,
+)
 from sglang_sparse.method import AuxSpec
 from sglang_sparse_kernels.page_summary import update_page_summary
 
@@ -63,22 +70,60 @@ def test_a_checksum_sees_every_part_of_its_page_alone(kv_pool, part) -> None:
     assert len(set(before)) == 3
 
 
-def test_compare_names_what_differs(kv_pool) -> None:
-    tokens, stored, dense = list(range(50, 58)), torch.arange(4, 8), torch.arange(8, 12)
-    for get in (kv_pool.get_key_buffer, kv_pool.get_value_buffer):
-        for layer in (0, 1):
-            get(layer)[dense] = get(layer)[stored]
-    assert compare(kv_pool, tokens, torch.arange(4, 8), stored, dense) == 0.0
-    kv_pool.get_value_buffer(1)[6] = 100.0
-    message = r"V of layer 1 differs by .* at 1 of the tokens 6 to 6 of the path of 8 tokens that starts with \[50, 51"
+def everything(kv_pool: SimpleNamespace) -> list[torch.Tensor]:
+    """The bytes of all buffers."""
+    aux = getattr(kv_pool, pools.ATTRIBUTE)
+    gets = (kv_pool.get_key_buffer, kv_pool.get_value_buffer, lambda layer: aux.buffer("summary", layer))
+    return [get(layer).view(torch.uint8).clone() for layer in (0, 1) for get in gets]
+
+
+# The last page is incomplete.
+SLOTS = torch.tensor([12, 13, 14, 15, 4, 5, 6, 7, 16, 17])
+
+
+@pytest.mark.parametrize("rows", [3, 8192])
+def test_borrowed_slots_come_back_as_they_were(kv_pool, monkeypatch, rows) -> None:
+    monkeypatch.setattr(kv_check, "ROWS_AT_ONCE", rows)
+    before = everything(kv_pool)
+    with borrowed(kv_pool, SLOTS):
+        lent = everything(kv_pool)
+    for part, (old, new) in enumerate(zip(before, lent, strict=True)):
+        changed = {3, 1, 4} if part % 3 == 2 else set(SLOTS.tolist())
+        assert {row for row in range(len(old)) if not new[row].any()} == changed
+        assert {row for row in range(len(old)) if not torch.equal(old[row], new[row])} == changed
+    assert all(map(torch.equal, everything(kv_pool), before))
+
+
+@pytest.mark.parametrize("rows", [3, 8192])
+def test_compare_names_what_differs(kv_pool, monkeypatch, rows) -> None:
+    monkeypatch.setattr(kv_check, "ROWS_AT_ONCE", rows)
+    tokens, positions = list(range(50, 60)), torch.tensor([1, 2, 5, 8, 9])
+    before = [get(layer).clone() for layer in (0, 1) for get in (kv_pool.get_key_buffer, kv_pool.get_value_buffer)]
+
+    def compared() -> float:
+        with borrowed(kv_pool, SLOTS) as stored:
+            for layer in (0, 1):
+                kv_pool.get_key_buffer(layer).copy_(before[2 * layer])
+                kv_pool.get_value_buffer(layer).copy_(before[2 * layer + 1])
+            return compare(kv_pool, tokens, positions, SLOTS, stored)
+
+    assert compared() == 0.0
+    kv_pool.get_value_buffer(1)[SLOTS[3]] = 100.0
+    assert compared() == 0.0
+    kv_pool.get_value_buffer(1)[SLOTS[[5, 8]]] = 100.0
+    message = r"V of layer 1 differs by .* at 2 of the tokens 5 to 8 of the path of 10 tokens that starts with \[50, 51"
     with pytest.raises(InexactTreeError, match=message):
-        compare(kv_pool, tokens, torch.arange(4, 8), stored, dense)
+        compared()
 
 
 def test_not_a_number_is_never_equal(kv_pool) -> None:
-    kv_pool.get_key_buffer(0)[5] = float("nan")
-    with pytest.raises(InexactTreeError, match="K of layer 0"):
-        compare(kv_pool, [1], torch.tensor([0]), torch.tensor([5]), torch.tensor([5]), tolerance=1e9)
+    keys, slots = kv_pool.get_key_buffer(0), torch.arange(4, 8)
+    for stored, dense in ((float("nan"), 1.0), (1.0, float("nan")), (float("nan"), float("nan"))):
+        keys[5] = stored
+        with borrowed(kv_pool, slots) as before:
+            keys[5] = dense
+            with pytest.raises(InexactTreeError, match="K of layer 0"):
+                compare(kv_pool, [1, 2], torch.tensor([1]), slots, before, tolerance=1e9)
 
 
 @pytest.mark.parametrize(

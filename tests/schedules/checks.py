@@ -8,8 +8,8 @@ import torch
 from engine import Engine
 
 from sglang_sparse import exactness
-from sglang_sparse.kv_check import compare, stale_summaries
-from sglang_sparse.tree_check import TreeReport, check_tree, dense_pass
+from sglang_sparse.kv_check import stale_summaries
+from sglang_sparse.tree_check import TreeReport, check_tree, compare_with_dense
 
 
 class BrokenInvariantError(AssertionError):
@@ -108,10 +108,7 @@ def check_running_kv(engine: Engine) -> float:
         tokens = [*request.origin_input_ids, *request.output_ids][:end]
         # The newest token of an overlapped step is only on the device; the step that wrote its KV ends with it.
         end = len(tokens)
-        dense_pass(engine.runner, tokens, engine.scratch[:end])
-        positions = torch.arange(end)
-        stored = row_of(engine, request, end)
-        worst = max(worst, compare(engine.runner.token_to_kv_pool, tokens, positions, stored, engine.scratch[:end]))
+        worst = max(worst, compare_with_dense(engine.runner, tokens, row_of(engine, request, end), torch.arange(end)))
     return worst
 
 
@@ -120,4 +117,4 @@ def check_step(engine: Engine) -> TreeReport:
     check_ownership(engine)
     check_exact_lengths(engine)
     check_summaries(engine)
-    return check_tree(engine.scheduler, scratch=engine.scratch)
+    return check_tree(engine.scheduler)

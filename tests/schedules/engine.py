@@ -11,15 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from checkpoints import random_qwen3
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
-
-from sglang_sparse import pools
 
 VOCABULARY = 300
 CONTEXT = 512
@@ -94,7 +91,6 @@ class Engine:
         outputs: output tokens of every request, by id.
         ended: why each request ended, by id.
         cached_tokens: prompt tokens that came from the tree.
-        scratch: slots behind those that the allocator knows, enough for the longest path.
     """
 
     def __init__(self, options: EngineOptions, model: Path):
@@ -117,7 +113,6 @@ class Engine:
         self.scheduler: Any = scheduler_module.Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
         self.forget()
         self._detach()
-        self.scratch = self._add_scratch(CONTEXT)
 
     def forget(self) -> None:
         """Empty the sink."""
@@ -132,22 +127,6 @@ class Engine:
         # It would poll sockets on which nobody writes.
         self.scheduler.idle_sleeper = None
         self.scheduler.load_snapshot_writer = None
-
-    def _add_scratch(self, tokens: int) -> torch.Tensor:
-        """Lengthen the buffers of the pool, so that recomputation never competes with the schedule for slots."""
-        pool = self.runner.token_to_kv_pool
-        aux = getattr(pool, pools.ATTRIBUTE)
-        slots = pool.get_key_buffer(0).shape[0]
-
-        def longer(buffer: torch.Tensor, rows: int) -> torch.Tensor:
-            return torch.cat([buffer, buffer.new_zeros(rows, *buffer.shape[1:])])
-
-        pool.k_buffer = [longer(buffer, tokens) for buffer in pool.k_buffer]
-        pool.v_buffer = [longer(buffer, tokens) for buffer in pool.v_buffer]
-        for buffers in aux._buffers.values():
-            for layer, buffer in buffers.items():
-                buffers[layer] = longer(buffer, tokens // pool.page_size)
-        return torch.arange(slots, slots + tokens)
 
     @property
     def runner(self) -> Any:

@@ -213,7 +213,7 @@ class Schedule:
         """With nothing running: everything is in the tree or free, and a flush frees the rest."""
         scheduler = self.engine.scheduler
         if self._rng.random() < PROVE_AGAIN:
-            # With slots of the allocator, as an idle server does it.
+            # Without trust in what was proven before.
             delattr(scheduler.tree_cache, tree_check.ATTRIBUTE)
             self._note(check_tree(scheduler))
         if not scheduler.flush_cache(empty_cache=False):
