@@ -32,8 +32,9 @@ from eval.text import (
     read_books,
     unique_keys,
 )
-from eval.train.model import TinyGQA, load
-from eval.train.sparse import SELECTORS, Rows
+from eval.train.checkpoint import load
+from eval.train.layers import TinyModel
+from eval.train.sparse import Rows
 
 LENGTHS = (256, 1024, 4096, 8192, 16384, 32768)
 RATIOS = (0.05, 0.1, 0.2)
@@ -81,6 +82,12 @@ TASKS = (
     Task("json_95%_completion", FORMS["json_completion"], 0.95, 2),
 )
 SPARSE_TASKS = ("needle", "multikey_2%", "multikey_2%_ruler", "multikey_60%", "passkey", "var_2hop_2%", "json_95%")
+BRIEF_TASKS = (*SPARSE_TASKS, "needle_ruler", "records_60%")
+BRIEF_RATIO = 0.1
+Choice = tuple[str, float]
+"""Selector and ratio of the blocks."""
+Job = tuple[Task, int, Choice | None]
+"""What is measured: a task at a length, with the blocks of a selector or densely."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,7 @@ class Sampler:
 
 
 @torch.no_grad()
-def judge(model: TinyGQA, tokenizer: Tokenizer, samples: list[Sample], rows: tuple[str, float] | None) -> list[bool]:
+def judge(model: TinyModel, tokenizer: Tokenizer, samples: list[Sample], rows: Choice | None) -> list[bool]:
     """Whether each answer is exact; with rows = (selector, ratio) the decode steps attend sparsely."""
     device = model.embed.device
     prompts = [e.ids for e in tokenizer.encode_batch([s.prompt for s in samples], add_special_tokens=False)]
@@ -175,7 +182,7 @@ def chunks(samples: list[Sample], size: int) -> Iterator[list[Sample]]:
 
 
 def measure(
-    model: TinyGQA, sampler: Sampler, task: Task, length: int, n: int, rows: tuple[str, float] | None = None
+    model: TinyModel, sampler: Sampler, task: Task, length: int, n: int, rows: Choice | None = None
 ) -> dict[str, object]:
     """One line of the result file."""
     start = time.perf_counter()
@@ -188,14 +195,48 @@ def measure(
     return line
 
 
-def jobs(max_length: int) -> list[tuple[Task, int, tuple[str, float] | None]]:
+def jobs(model: TinyModel, max_length: int) -> list[Job]:
     """What is measured, in order: dense up to 8k, sparse, dense above."""
     lengths = [length for length in LENGTHS if length <= max_length]
     short = [(task, length, None) for length in lengths if length <= SPARSE_LENGTH for task in TASKS]
     long = [(task, length, None) for length in lengths if length > SPARSE_LENGTH for task in TASKS]
     chosen = [task for task in TASKS if task.name in SPARSE_TASKS]
-    choices = [(task, rows) for rows in product(SELECTORS, RATIOS) for task in chosen]
+    choices = [(task, rows) for rows in product(model.selectors, RATIOS) for task in chosen]
     return [*short, *((task, min(SPARSE_LENGTH, max_length), rows) for task, rows in choices), *long]
+
+
+def is_brief(job: Job) -> bool:
+    """Whether a job belongs to a first look, a tenth of the whole."""
+    return job[0].name in BRIEF_TASKS and (job[2] is None or job[2][1] == BRIEF_RATIO)
+
+
+def write(
+    model: TinyModel,
+    sampler: Sampler,
+    wanted: list[Job],
+    out: Path,
+    n: int,
+    append: bool = False,
+    seconds: float = float("inf"),
+) -> None:
+    """Measures and writes one line per job, until the time is over.
+
+    Args:
+        n: prompts per job; half of it above 8k tokens and if sparse.
+        append: keep the lines that are in the file.
+    """
+    end, device = time.perf_counter() + seconds, model.embed.device.type
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a" if append else "w") as file:
+        for task, length, rows in wanted:
+            if time.perf_counter() > end:
+                print("accuracy: the time is over")
+                return
+            count = max(1, n if length <= SPARSE_LENGTH and not rows else n // 2)
+            line = measure(model, sampler, task, length, count, rows)
+            print(json.dumps(line), flush=True)
+            file.write(json.dumps(line | {"seed": sampler.seed, "device": device}) + "\n")
+            file.flush()
 
 
 def main() -> None:
@@ -216,17 +257,10 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = load(args.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     sampler = Sampler(Tokenizer.from_file(str(args.model / "tokenizer.json")), read_books(args.books), args.seed)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    wanted = jobs(args.max_length)
+    wanted = jobs(model, args.max_length)
     if len(args.tasks) < len(TASKS):
         wanted = [job for job in wanted if job[0].name in args.tasks and not job[2]]
-    with args.out.open("a" if args.append else "w") as file:
-        for task, length, rows in wanted:
-            n = max(1, args.n if length <= SPARSE_LENGTH and not rows else args.n // 2)
-            line = measure(model, sampler, task, length, n, rows)
-            print(json.dumps(line), flush=True)
-            file.write(json.dumps(line | {"seed": args.seed, "device": device.type}) + "\n")
-            file.flush()
+    write(model, sampler, wanted, args.out, args.n, args.append)
 
 
 if __name__ == "__main__":

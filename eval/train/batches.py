@@ -43,6 +43,10 @@ class Batch:
     lm_weight: Tensor
     answer_weight: Tensor
 
+    def rows(self, index: Tensor) -> Batch:
+        """Some of the rows; index (n,) int64."""
+        return Batch(self.tokens[index], self.roles[index], self.lm_weight[index], self.answer_weight[index])
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -12,21 +12,48 @@ from typing import Any
 
 Line = dict[str, Any]
 
-HEAD = """# tiny-gqa
+SHAPES = {
+    "tiny-gqa": {
+        "kind": "A Qwen3 model",
+        "architecture": "Qwen3ForCausalLM",
+        "shape": "hidden 256, MLP 640, 8 query and 2 KV heads of 64",
+        "modules": "`eval.train.gqa`",
+        "selectors": """\
+`quest` is the bound for the mean query of a group, `quest_scores` the mean of the heads' bounds, `mass` the true
+attention mass.""",
+        "remark": """\
+Where nearly all of the text is records, the bound itself misses blocks while the true mass does not: those rows are
+for reporting, not for gates.""",
+    },
+    "tiny-mla": {
+        "kind": "A DeepSeek-V3 model with plain MLPs",
+        "architecture": "DeepseekV3ForCausalLM",
+        "shape": "hidden 256, MLP 640, 8 heads of 64 + 64 (rotary, interleaved) and 64 for values, latent rank 512, "
+        "query rank 192",
+        "modules": "`eval.train.mla`",
+        "selectors": """\
+The blocks are the same for all heads: `mass` takes those of the largest attention mass, the mean over the heads, `rope`
+those of the largest mass by the scores of the rotary part alone.""",
+        "remark": "The last stage of the training drew the scores of the rotary part towards the full ones.",
+    },
+}
+"""What the cards say of each model."""
 
-A Qwen3 model of {millions:.2f} M parameters that looks numbers up in long texts and does little else. It exists to test
+HEAD = """# {model}
+
+{kind} of {millions:.2f} M parameters that looks numbers up in long texts and does little else. It exists to test
 sparse attention: small enough for a CPU server, and a right implementation of a block selector scores close to dense
 attention while a random selection of the same size scores close to zero. Its accuracy says something about an
 implementation and nothing about the quality of a method on real models.
 
 | | |
 | --- | --- |
-| class | `Qwen3ForCausalLM`, bfloat16, tied embedding, loads with transformers and SGLang |
-| shape | 4 layers, hidden 256, MLP 640, 8 query and 2 KV heads of 64, RoPE theta 1e6, context 40,960 |
+| class | `{architecture}`, bfloat16, tied embedding, loads with transformers and SGLang |
+| shape | 4 layers, {shape}, RoPE theta 1e6, context 40,960 |
 | tokenizer | byte-level BPE, 4,096 entries, every digit a token; trained on the training books |
 | stops at | `<\\|im_end\\|>` |
 | training | {steps:,} steps of {tokens:,} tokens, seed {seed}, {seconds:.0f} s on one {device} |
-| made by | `python -m eval.train.tokenizer`, `eval.train.gqa`, `eval.train.accuracy`, `eval.train.card` |
+| made by | `python -m eval.train.tokenizer`, {modules}, `eval.train.accuracy`, `eval.train.card` |
 
 The stages end by accuracy or by time, so another run gives another model with the same seed.
 
@@ -53,13 +80,11 @@ empty cell was not measured.
 ## Exact match with a sparse decode, {sparse_length} tokens
 
 The prompt is read densely, the answer is decoded with block-sparse attention: blocks of 16, at least 16 blocks.
-`quest` is the bound for the mean query of a group, `quest_scores` the mean of the heads' bounds, `mass` the true
-attention mass. n = {n_sparse}.
+{selectors} n = {n_sparse}.
 
 {sparse}
 
-Where nearly all of the text is records, the bound itself misses blocks while the true mass does not: those rows are
-for reporting, not for gates.
+{remark}
 
 ## Training
 
@@ -139,10 +164,13 @@ def forms_table() -> str:
 
 def card(accuracy: list[Line], training: list[Line]) -> str:
     """The model card as text."""
-    settings, stages = training[0], training[1:]
+    settings, stages = training[0], [line for line in training if "stage" in line]
+    model = settings.get("model", "tiny-gqa")
     dense = [line for line in accuracy if line["selector"] == "dense"]
     sparse = [line for line in accuracy if line["selector"] != "dense"]
     return HEAD.format(
+        model=model,
+        **SHAPES[model],
         millions=settings["parameters"] / 1e6,
         steps=sum(s["steps"] for s in stages),
         tokens=settings["tokens_per_step"],

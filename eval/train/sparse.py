@@ -23,6 +23,7 @@ class Rows:
             attention mass) or "random".
         ratio: share of the blocks seen so far.
         least: lower limit of the number of blocks.
+        divergence: a model with RoPE-only scores appends one number per layer here (see `latent`).
     """
 
     positions: Tensor
@@ -30,6 +31,7 @@ class Rows:
     ratio: float
     least: int = 16
     block: int = 16
+    divergence: list[Tensor] | None = None
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
@@ -56,15 +58,19 @@ def block_scores(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
 
 @torch.no_grad()
 def select(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-    """Mask (B, Hkv, R, M) of the chosen blocks: the best ones, the row's own block always among them."""
-    scores = block_scores(q, k, rows)
+    """Mask (B, Hkv, R, M) of the chosen blocks; q (B, Hkv, G, R, d), k (B, Hkv, T, d)."""
+    return choose(block_scores(q, k, rows), rows)
+
+
+def choose(scores: Tensor, rows: Rows) -> Tensor:
+    """Mask of the chosen blocks: those of the best scores (B, H, R, M), the row's own block always among them."""
     own = (rows.positions // rows.block)[:, None, :, None]
-    block = torch.arange(scores.shape[-1], device=k.device)
+    block = torch.arange(scores.shape[-1], device=scores.device)
     scores = scores.masked_fill(block > own, -torch.inf).masked_fill(block == own, torch.inf)
     count = torch.ceil((own + 1) * rows.ratio).clamp(min=rows.least)
     most = min(scores.shape[-1], max(rows.least, int(scores.shape[-1] * rows.ratio) + 1))
     best = scores.topk(most, -1).indices
-    ranked = (torch.arange(most, device=k.device) < count).expand(best.shape)
+    ranked = (torch.arange(most, device=scores.device) < count).expand(best.shape)
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, ranked) & (block <= own)
 
 

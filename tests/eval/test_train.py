@@ -3,7 +3,9 @@
 import argparse
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,22 @@ from tokenizers import Tokenizer
 
 from eval import text
 from eval.train import accuracy, card, gqa
-from eval.train.model import TinyGQA, dense, load, save
+from eval.train.checkpoint import load, save
+from eval.train.model import dense
 from eval.train.ragged import VALUE_ROLE, Ragged, compact, concat
 from eval.train.sparse import Rows, select, sparse_rows
 
 MODEL = Path(text.__file__).parent / "models" / "tiny-gqa"
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other at every small product are slow where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +43,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trainer(data: Path) -> gqa.Trainer:
-    return gqa.Trainer(
+def trainer(data: Path) -> gqa.GQATrainer:
+    return gqa.GQATrainer(
         argparse.Namespace(
-            data=data, tokenizer=MODEL, seed=0, tokens=512, steps=2, max_length=256, max_seconds=1e6, out=data / "out"
+            data=data, tokenizer=MODEL, seed=0, tokens=512, steps=2, max_length=256, train_seconds=1e6, out=data / "out"
         )
     )
 
 
 @pytest.fixture(scope="module")
-def checkpoint(trainer: gqa.Trainer, data: Path) -> Path:
+def checkpoint(trainer: gqa.GQATrainer, data: Path) -> Path:
     lines = [trainer.run(stage) for stage in (gqa.STAGES[0], gqa.STAGES[-1])]
     save(trainer.model, data / "out")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -60,7 +72,7 @@ def test_ragged_pieces_are_joined_without_gaps() -> None:
 
 
 @pytest.mark.parametrize("length", [256, 1024])
-def test_batches_have_their_shape_and_answers_end_the_row(trainer: gqa.Trainer, length: int) -> None:
+def test_batches_have_their_shape_and_answers_end_the_row(trainer: gqa.GQATrainer, length: int) -> None:
     builder = trainer.builder
     assert builder.batch(length, 4096).tokens.shape == (4096 // length, length)
     for name in text.FORMS:
@@ -108,7 +120,7 @@ def test_checkpoint_gives_the_logits_of_transformers(checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    ours: TinyGQA = load(checkpoint, CPU, torch.float32)
+    ours = load(checkpoint, CPU, torch.float32)
     tokens = torch.randint(4, 4096, (2, 48))
     with torch.no_grad():
         mine = ours.logits(ours(tokens)).view(2, 48, -1)
@@ -146,7 +158,7 @@ def test_shipped_model_answers() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     form, rng = text.FORMS["needle"], random.Random(3)
     key, value = text.random_key(rng), text.random_number(rng)
     lines = ["The door stood open, and nobody was in the room."] * 12

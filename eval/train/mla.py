@@ -1,0 +1,83 @@
+"""Trains the tiny MLA model: ``python -m eval.train.mla --data DIR --tokenizer DIR --out DIR --budget-seconds 500``.
+
+The lengths grow from 256 to 32k tokens, and each stage up to 8k ends as soon as the questions with word keys are
+answered. A last stage lets the answer rows attend to chosen blocks only and draws the scores of the rotary part alone
+towards the full ones, so that the model can show what a selection by RoPE scores does. It is the stage in which the
+learning rate falls to zero, and it has the time that the others leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from eval.train.mixes import FULL, LINKS, SHORT
+from eval.train.mla_model import NOPE, ROPE, VALUE, TinyMLA
+from eval.train.muon import Muon
+from eval.train.run import arguments, train
+from eval.train.schedule import Stage
+from eval.train.sparse import Rows
+from eval.train.trainer import Trainer
+
+WORD_FORMS = ("records", "needle_ruler")
+WORD_CHAT_FORMS = (*WORD_FORMS, "needle")
+PROXY_WEIGHT = 0.2
+"""Of the divergence of the RoPE-only scores, summed over the layers."""
+
+
+def _stage(name: str, length: int, steps: int, share: float, least: int, digits: tuple[int, int]) -> Stage:
+    """A stage with all forms that ends when word keys are looked up nearly always."""
+    mix = replace(FULL, text_weight=0.3 if length <= 1024 else 0.5, json_digits=digits)
+    return Stage(name, length, steps, share, WORD_CHAT_FORMS, least, mix, threshold=0.95, looks=2)
+
+
+STAGES = (
+    Stage("short", 256, 4000, 0.4, WORD_FORMS, 300, SHORT, threshold=0.92, looks=2),
+    Stage("links", 256, 4000, 0.35, ("var", "var_completion"), 200, LINKS, threshold=0.8, looks=2),
+    _stage("256", 256, 1000, 0.15, 300, (3, 5)),
+    _stage("1k", 1024, 800, 0.15, 300, (4, 6)),
+    _stage("4k", 4096, 500, 0.15, 200, (5, 8)),
+    _stage("8k", 8192, 400, 0.2, 200, (5, 8)),
+    Stage("16k", 16384, 250, 0.25),
+    Stage("32k", 32768, 600, 0.6, rate=(1.0, 0.3)),
+    Stage("sparse", 8192, 800, 1.0, rate=(0.3, 0.0), sparse=True),
+)
+
+
+class MLATrainer(Trainer):
+    """Trains with Muon and with rows that attend to the blocks that the RoPE-only scores or the true mass choose."""
+
+    stages = STAGES
+    groups, ahead = 24, 8
+
+    def new_model(self, compute: torch.dtype, compiled: bool) -> TinyMLA:
+        """See Trainer."""
+        return TinyMLA(compute, compiled)
+
+    def new_optimizers(self, fused: bool) -> list[torch.optim.Optimizer]:
+        """See Trainer."""
+        rest = torch.optim.AdamW(self.model.others(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        return [Muon(self.model.matrices(), lr=0.02), rest]
+
+    def draw_rows(self, positions: Tensor) -> Rows:
+        """See Trainer."""
+        selector = self.rng.choices(("rope", "mass", "dense"), (50, 30, 20))[0]
+        least = self.rng.choice((4, 8, 16))
+        return Rows(positions, selector, self.rng.uniform(0.05, 0.2), least, divergence=[])
+
+    def auxiliary(self, rows: Rows) -> Tensor:
+        """The weighted divergence of the RoPE-only scores of these rows."""
+        assert rows.divergence
+        return PROXY_WEIGHT * torch.stack(rows.divergence).sum()
+
+
+def main() -> None:
+    """Trains all stages that fit into the budget; the checkpoint is written after each."""
+    args = arguments("Trains the tiny MLA model", budget=500.0, evaluation=70.0)
+    train(MLATrainer(args), NOPE + ROPE, (NOPE + ROPE, VALUE))
+
+
+if __name__ == "__main__":
+    main()
