@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import httpx
 from tqdm import tqdm
 
-from eval.counters import COUNTED, EvaluationError
+from eval.counters import COUNTED, EvaluationError, Unreachable
 from eval.record import server_facts
 
 Item = TypeVar("Item")
@@ -66,6 +66,10 @@ class LiveServer:
     def facts(self) -> dict[str, Any]:
         """Version, model, flags and counters, see `eval.record.server_facts`."""
         return server_facts(self._http)
+
+    def ask(self, question: Callable[[httpx.Client], Result]) -> Result:
+        """What a function of a client of the server returns."""
+        return question(self._http)
 
     def sparse_state(self) -> dict[str, Any]:
         """The counters and the config of the sparse method, counts summed over data-parallel ranks.
@@ -167,32 +171,43 @@ class LiveServer:
 
 
 async def generate(client: httpx.AsyncClient, request: dict[str, Any], pause: float = 0.5) -> dict[str, Any]:
-    """POST ``/generate``; tried again a few times where the connection broke or the server was not available.
+    """POST ``/generate``, see `post`.
+
+    Raises:
+        EvaluationError: as `post`, or the request was aborted or retracted. A retracted request prefills its output
+            again, which is a rectification that nobody asked for.
+    """
+    return checked(await post(client, "/generate", request, pause))
+
+
+async def post(client: httpx.AsyncClient, path: str, request: dict[str, Any], pause: float = 0.5) -> dict[str, Any]:
+    """POST a request; tried again a few times where the connection broke or the server was not available.
 
     Args:
         client: of the server.
+        path: such as ``/generate``.
         request: the body.
         pause: seconds before the second attempt, doubled for each further one.
 
     Raises:
-        EvaluationError: no attempt got an answer, the answer is an error, or the request was aborted or retracted. A
-            retracted request prefills its output again, which is a rectification that nobody asked for.
+        Unreachable: no attempt got an answer.
+        EvaluationError: the answer is an error.
     """
     failure = ""
     for attempt in range(ATTEMPTS):
         if attempt:
             await asyncio.sleep(pause * 2 ** (attempt - 1))
         try:
-            response = await client.post("/generate", json=request)
+            response = await client.post(path, json=request)
         except httpx.TransportError as error:
             failure = f"{type(error).__name__} {error}"
             continue
         if response.status_code not in RETRIED_STATUS:
             if response.is_error:
                 raise EvaluationError(f"the server refused a request: {response.status_code} {response.text}")
-            return checked(response.json())
+            return response.json()
         failure = f"{response.status_code} {response.text}"
-    raise EvaluationError(f"a request failed {ATTEMPTS} times, the last time by: {failure}")
+    raise Unreachable(f"a request failed {ATTEMPTS} times, the last time by: {failure}")
 
 
 def checked(answer: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,10 @@ class EvaluationError(RuntimeError):
     """A measurement that cannot be made, or that would not show what it claims to."""
 
 
+class Unreachable(EvaluationError):
+    """A server that gives no answer."""
+
+
 def moved(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
     """By how much each counter of ``COUNTED`` went up."""
     return {name: after[name] - before[name] for name in COUNTED}

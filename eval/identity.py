@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import random
 import sys
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
+from eval.divergence import TOP, gap_change, kl
 from eval.record import Record, server_facts
 from eval.text import FORMS, Haystack, hide, prompt_text, random_key, random_number, read_books
 
-TOP = 50
 MAX_MEAN_KL = 0.003
 LENGTHS = (100, 300, 1000, 3000, 8000)
 
@@ -53,31 +52,6 @@ def generate(client: httpx.Client, text: str, tokens: int) -> dict[str, Any]:
         "top_logprobs_num": TOP,
     }
     return client.post("/generate", json=request).raise_for_status().json()
-
-
-def kl(dense: list[list[Any]], sparse: list[list[Any]]) -> float:
-    """KL(dense, sparse) of one position in nats, all tokens outside both top lists taken as one.
-
-    Args:
-        dense: ``[log-probability, token id, text]`` of the best tokens.
-        sparse: the same from the other server.
-    """
-    p = {token: math.exp(logprob) for logprob, token, _ in dense}
-    q = {token: math.exp(logprob) for logprob, token, _ in sparse}
-    common = [token for token in p if token in q]
-    total = sum(p[token] * math.log(p[token] / q[token]) for token in common)
-    rest_p = max(1.0 - sum(p[token] for token in common), 1e-9)
-    rest_q = max(1.0 - sum(q[token] for token in common), 1e-9)
-    return max(0.0, total + rest_p * math.log(rest_p / rest_q))
-
-
-def gap_change(one: list[list[Any]], other: list[list[Any]]) -> float:
-    """By how much the distance between ``one``'s two best tokens differs in ``other``, in nats."""
-    logprobs = {token: logprob for logprob, token, _ in other}
-    (best, best_token, _), (second, second_token, _) = one[:2]
-    if best_token not in logprobs or second_token not in logprobs:
-        return 0.0
-    return abs(best - second - (logprobs[best_token] - logprobs[second_token]))
 
 
 def compare(dense: dict[str, Any], sparse: dict[str, Any]) -> dict[str, Any]:

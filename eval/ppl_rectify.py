@@ -38,8 +38,8 @@ import pandas as pd
 from eval.client import LiveServer, list_of
 from eval.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.forced import mean_nll, prefilled_suffix, suffix_logprobs
-from eval.ppl_summary import Cell, plot, read_rows, summarise
-from eval.record import Record
+from eval.ppl_summary import Cell, cell_of, plot, summarise
+from eval.record import Record, read_rows
 from eval.text import read_book
 from eval.windows import BOOK, SCORED, Window, make_windows, with_records, with_repetition
 
@@ -123,7 +123,7 @@ def check_forcing(server: LiveServer, record: Record, text: str, windows: Sequen
     row = {"windows": len(checked), "mean_difference": fmean(differences), "passed": passed}
     row |= {"mean_absolute_difference": fmean(sizes), "max_absolute_difference": max(sizes)}
     counts = moved(before, server.counters())
-    record.add("check", text=text, **row, counters=counts)
+    record.add("check", task=text, **row, counters=counts)
     require_dense(f"{text} check", counts)
     if not passed:
         raise EvaluationError(f"forced dense decode differs from prefill: {row}")
@@ -148,8 +148,12 @@ def measure(
         require_dense(label, counts)
     else:
         require_sparse(label, counts, rectifying=cell.setting == "rectified")
-    rows = [{"kind": "nll", **cell._asdict(), "window": i, "nll": round(nll, 6)} for i, nll in enumerate(nlls)]
-    rows.append({"kind": "setting", **cell._asdict(), "density": density(counts), "counters": counts})
+    place = {"task": cell.task, "arm": label, "setting": cell.setting, "ratio": cell.ratio, "interval": cell.interval}
+    rows: list[dict[str, Any]] = [
+        {"kind": "item", "id": f"{cell.task}/{i}", **place, "window": i, "scores": {"nll": round(nll, 6)}}
+        for i, nll in enumerate(nlls)
+    ]
+    rows.append({"kind": "counters", **place, "items": len(nlls), "density": density(counts), "counters": counts})
     for row in rows:
         record.add(**row)
     return rows
@@ -170,18 +174,23 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         books = {path.name.split(".")[0]: server.tokenize(read_book(path)) for path in args.book}
         plain = make_windows(books, args.length, args.windows, args.seed)
         texts = {text: make_text(text, plain, prompt, args.seed, server) for text in args.kind}
-        names = ("length", "suffix", "intervals", "ratios", "kind", "concurrency", "seed", "label")
-        settings = {"windows": len(plain), **{name: getattr(args, name) for name in names}}
-        header = {"server": server.facts(), "arguments": settings}
-        rows: list[dict[str, Any]] = []
-        with Record(args.out, "eval.ppl_rectify", args.revision, **header) as record:
+        names = ("length", "suffix", "intervals", "ratios", "kind", "seed")
+        settings = {"windows": len(plain), "books": sorted(books), **{name: getattr(args, name) for name in names}}
+        header = {"servers": {"base": server.facts()}, "arguments": settings, "label": args.label}
+        with Record(args.out, "eval.ppl_rectify", args.revision, resume=True, **header) as record:
+            rows = [row for row in record.earlier if row["kind"] in ("item", "counters")]
+            checked = {row["task"] for row in record.earlier if row["kind"] == "check" and row["passed"]}
+            # The counters of a setting are written last.
+            done = {cell_of(row) for row in rows if row["kind"] == "counters"}
             for text in args.kind:
-                for i, window in enumerate(texts[text]):
-                    place = {name: getattr(window, name) for name in ("book", "start", "depth", "scored")}
-                    record.add("window", text=text, window=i, **place)
-                check_forcing(server, record, text, texts[text], args.suffix)
+                if text not in checked:
+                    for i, window in enumerate(texts[text]):
+                        place = {name: getattr(window, name) for name in ("book", "start", "depth", "scored")}
+                        record.add("window", task=text, window=i, **place)
+                    check_forcing(server, record, text, texts[text], args.suffix)
                 for cell in make_cells(text, args.ratios, args.intervals, args.suffix):
-                    rows += measure(server, record, cell, texts[text], args.suffix)
+                    if cell not in done:
+                        rows += measure(server, record, cell, texts[text], args.suffix)
             summary = summarise(rows, args.seed)
             for row in summary:
                 record.add("summary", length=args.length, suffix=args.suffix, **row)

@@ -2,61 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eval.counters import EvaluationError
+from eval.stats import Floats, Interval, interval, resamples, standard_error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RESAMPLES = 10_000
 DRIFT_IN_ERRORS = 5.0
-
-Floats = NDArray[np.float64]
-Interval = tuple[float, float]
 
 
 class Cell(NamedTuple):
     """What a perplexity belongs to.
 
     Attributes:
-        text: "book" or "repeat".
+        task: the text: "book", "repeat" or "records".
         setting: "dense", "off" (never rectified), "rectified" or "bound" (only the scored step is sparse).
         ratio: share of the pages attended to; None for dense.
         interval: tokens between rectifications, 0 for off; None for dense and bound.
     """
 
-    text: str
+    task: str
     setting: str
     ratio: float | None = None
     interval: int | None = None
-
-
-def resamples(windows: int, seed: int, count: int = RESAMPLES) -> Floats:
-    """Bootstrap weights ``[count, windows]``: a row times per-window values is the mean of one resample.
-
-    The same weights for two settings make their comparison paired.
-    """
-    drawn = np.random.default_rng(seed).multinomial(windows, np.full(windows, 1 / windows), size=count)
-    return drawn / windows
-
-
-def interval(values: Floats) -> Interval:
-    """The central 95 % of resampled values."""
-    low, high = np.percentile(values, [2.5, 97.5])
-    return float(low), float(high)
-
-
-def standard_error(values: Floats) -> float:
-    """Of the mean of values ``[windows]``; 0 for a single one."""
-    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
 def drifts(off: Floats, bound: Floats) -> bool:
@@ -95,8 +70,8 @@ def summarise(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, A
     """Judge every setting.
 
     Args:
-        rows: of the JSONL file: ``nll`` rows with text, setting, ratio, interval, window and nll (nats per token);
-            ``setting`` rows, if any, give the realised density.
+        rows: of the JSONL file: ``item`` rows with task (the text), setting, ratio, interval, window and the score nll
+            (nats per token); ``counters`` rows, if any, give the realised density.
         seed: of the bootstrap.
 
     Returns:
@@ -110,13 +85,13 @@ def summarise(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, A
     values: dict[Cell, dict[int, float]] = {}
     densities: dict[Cell, float | None] = {}
     for row in rows:
-        if row["kind"] == "nll":
-            values.setdefault(_cell(row), {})[row["window"]] = row["nll"]
-        elif row["kind"] == "setting":
-            densities[_cell(row)] = row["density"]
+        if row["kind"] == "item":
+            values.setdefault(cell_of(row), {})[row["window"]] = row["scores"]["nll"]
+        elif row["kind"] == "counters":
+            densities[cell_of(row)] = row["density"]
     nlls: dict[Cell, Floats] = {}
     for cell, found in values.items():
-        dense = values.get(Cell(cell.text, "dense"), {})
+        dense = values.get(Cell(cell.task, "dense"), {})
         if found.keys() != dense.keys():
             raise EvaluationError(f"{cell} has {len(found)} windows where dense has {len(dense)}, or other ones")
         nlls[cell] = np.array([found[i] for i in sorted(found)])
@@ -128,13 +103,14 @@ def summarise(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, A
     ]
 
 
-def _cell(row: dict[str, Any]) -> Cell:
-    return Cell(row["text"], row["setting"], row["ratio"], row["interval"])
+def cell_of(row: dict[str, Any]) -> Cell:
+    """What an ``item`` or ``counters`` row belongs to."""
+    return Cell(row["task"], row["setting"], row["ratio"], row["interval"])
 
 
 def _judge(nlls: dict[Cell, Floats], cell: Cell, weights: Floats) -> dict[str, Any]:
     nll = nlls[cell]
-    to_dense = nll - nlls[Cell(cell.text, "dense")]
+    to_dense = nll - nlls[Cell(cell.task, "dense")]
     row: dict[str, Any] = {
         "windows": len(nll),
         "ppl": math.exp(nll.mean()),
@@ -143,18 +119,13 @@ def _judge(nlls: dict[Cell, Floats], cell: Cell, weights: Floats) -> dict[str, A
         "diff": float(to_dense.mean()),
         "diff_interval": interval(weights @ to_dense),
     }
-    off = nlls.get(Cell(cell.text, "off", cell.ratio, 0))
-    bound = nlls.get(Cell(cell.text, "bound", cell.ratio))
+    off = nlls.get(Cell(cell.task, "off", cell.ratio, 0))
+    bound = nlls.get(Cell(cell.task, "bound", cell.ratio))
     if off is not None and bound is not None:
         row["drifts"] = drifts(off, bound)
         if cell.setting == "rectified":
             row["closing"], row["closing_interval"] = closing_fraction(off, nll, bound, weights)
     return row
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
@@ -169,12 +140,12 @@ def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    texts = list(dict.fromkeys(row["text"] for row in summary))
+    texts = list(dict.fromkeys(row["task"] for row in summary))
     intervals = sorted({row["interval"] for row in summary if row["setting"] == "rectified"})
     labels = [*map(str, intervals), "never"]
     figure = Figure(figsize=(6 * len(texts), 4.5), layout="constrained")
     for axes, text in zip(figure.subplots(1, len(texts), squeeze=False)[0], texts, strict=True):
-        mine = [row for row in summary if row["text"] == text]
+        mine = [row for row in summary if row["task"] == text]
         axes.set(title=text, xlabel="tokens between rectifications", ylabel="perplexity")
         axes.set_xticks(range(len(labels)), labels)
         for row in mine:

@@ -10,12 +10,13 @@ import pytest
 
 from eval import ppl_rectify
 from eval.counters import EvaluationError
-from eval.ppl_summary import Cell, closing_fraction, drifts, interval, plot, resamples, standard_error, summarise
+from eval.ppl_summary import Cell, closing_fraction, drifts, plot, summarise
+from eval.stats import resamples, standard_error
 
 
 def nll_rows(text: str, values: dict[tuple[str, float | None, int | None], list[float]]) -> list[dict[str, Any]]:
     return [
-        {"kind": "nll", **Cell(text, *setting)._asdict(), "window": i, "nll": nll}
+        {"kind": "item", **Cell(text, *setting)._asdict(), "window": i, "scores": {"nll": nll}}
         for setting, nlls in values.items()
         for i, nll in enumerate(nlls)
     ]
@@ -31,18 +32,6 @@ ROWS = nll_rows(
         ("bound", 0.1, None): [1.1, 2.0, 3.2, 4.1],
     },
 )
-
-
-def test_bootstrap() -> None:
-    weights = resamples(50, seed=3)
-    assert weights.shape == (10_000, 50) and np.allclose(weights.sum(1), 1)
-    assert np.array_equal(weights, resamples(50, seed=3)) and not np.array_equal(weights, resamples(50, seed=4))
-    values = np.random.default_rng(0).normal(2.0, 1.0, 50)
-    low, high = interval(weights @ values)
-    assert low < values.mean() < high
-    assert high - low == pytest.approx(2 * 1.96 * standard_error(values), rel=0.1)
-    assert standard_error(np.array([1.0, 3.0])) == pytest.approx(1.0)
-    assert standard_error(np.array([1.0])) == 0.0
 
 
 def test_closing_fraction() -> None:
@@ -80,7 +69,7 @@ def test_drift_rule() -> None:
 
 
 def test_summary() -> None:
-    given = [*ROWS, {"kind": "setting", **Cell("book", "off", 0.1, 0)._asdict(), "density": 0.11}, {"kind": "header"}]
+    given = [*ROWS, {"kind": "counters", **Cell("book", "off", 0.1, 0)._asdict(), "density": 0.11}, {"kind": "header"}]
     summary = summarise(given, seed=0)
     assert summary == summarise(given, seed=0)
     dense, off, often, seldom, bound = summary
@@ -102,7 +91,7 @@ def test_summary_refuses_missing_windows() -> None:
 
 @pytest.mark.parametrize("name", ["ppl.png", "ppl.svg"])
 def test_plot_from_a_file(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    repeat = [{**row, "text": "repeat"} for row in ROWS]
+    repeat = [{**row, "task": "repeat"} for row in ROWS]
     (tmp_path / "ppl.jsonl").write_text("\n".join(json.dumps(row) for row in [{"kind": "header"}, *ROWS, *repeat]))
     arguments = ["--from", str(tmp_path / "ppl.jsonl"), "--plot", str(tmp_path / name)]
     assert ppl_rectify.main(arguments) == 0

@@ -96,7 +96,7 @@ def test_resa_finds_needles(serve, questions) -> None:
 
 
 def test_random_pages_do_not(serve, questions) -> None:
-    with start(serve, "random_pages", TENTH, ROOT / "tests" / "third_party") as server:
+    with start(serve, "random_pages", TENTH, ROOT / "eval" / "controls") as server:
         found = score(server, questions[:CONTROL_QUESTIONS])
         assert_decoded_sparse(server)
     assert found["single"] < 0.2 and found["multikey"] < 0.2, found

@@ -1,0 +1,227 @@
+"""What sparsity costs: a chosen set of tasks on a sparse and a dense server, and one table with a verdict a row.
+
+With ``--base-url`` the servers are there already; the dense one is ``--compare-url``, or the sparse server itself,
+asked to decode dense. With ``--model-path`` both are started on this machine. ``--control NAME=URL`` puts the same
+questions to a control (see eval/controls): a task counts only where a dense server is right and a random choice of
+pages is not.
+
+Each suite writes its own file in the folder ``--out``, and the table goes to ``compare.jsonl`` there; the same command
+goes on where it was interrupted. A verdict is "same" where the sparse server is at most one point worse with 95 %
+confidence (half a percent for perplexity), "unclear" where there are too few questions to say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pandas as pd
+
+from eval.client import LiveServer, list_of
+from eval.counters import EvaluationError
+from eval.record import Record
+from eval.verdicts import read_folder
+from launch.server import ServerProcess
+
+CONTROLS = Path(__file__).parent / "controls"
+DEPTHS = 5
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command of the set.
+
+    Attributes:
+        module: where its ``main`` is.
+        arguments: of the command line, from those of this command and the sparse server's config.
+        suite: whether it is a suite of questions, which takes two servers and controls (see `eval.runner`).
+    """
+
+    module: str
+    arguments: Callable[[argparse.Namespace, Mapping[str, Any]], Sequence[object]]
+    suite: bool = True
+
+
+def _own_setting(config: Mapping[str, Any]) -> tuple[object, object]:
+    return config.get("active_ratio", 1), config.get("rectify_interval", 0)
+
+
+def _ppl(args: argparse.Namespace, config: Mapping[str, Any]) -> Sequence[object]:
+    ratio, every = _own_setting(config)
+    suffix = min(512, args.lengths[0] // 2)
+    sizes = ("--length", args.lengths[0], "--suffix", suffix, "--windows", args.n, "--kind", "book,records")
+    return *sizes, "--ratios", ratio, "--intervals", every, *_books(args)
+
+
+def _drift(args: argparse.Namespace, config: Mapping[str, Any]) -> Sequence[object]:
+    tokens = min(1024, args.lengths[0] // 2)
+    sizes = ("--prompt-length", args.lengths[0] - tokens, "--tokens", tokens, "--n", max(2, args.n // 5))
+    return *sizes, "--kind", "book,records", *_books(args)
+
+
+def _books(args: argparse.Namespace) -> list[object]:
+    return [part for book in args.book for part in ("--book", book)]
+
+
+def _lengths(args: argparse.Namespace, n: int) -> list[object]:
+    return ["--lengths", ",".join(map(str, args.lengths)), "--n", n, *_books(args)]
+
+
+PARTS: dict[str, Part] = {
+    "niah": Part(
+        "eval.niah", lambda a, _: [*_lengths(a, -(-a.n // DEPTHS)), "--tasks", "single,multikey,multivalue,multiquery"]
+    ),
+    "ruler": Part("eval.ruler", lambda a, _: _lengths(a, a.n)),
+    "infinitebench": Part("eval.infinitebench", lambda a, _: _lengths(a, a.n)),
+    "long_generation": Part("eval.long_generation", _drift, suite=False),
+    "ppl": Part("eval.ppl_rectify", _ppl, suite=False),
+}
+
+
+def run_part(name: str, args: argparse.Namespace, config: Mapping[str, Any], base: str, dense: str | None) -> None:
+    """Run one command of the set, and its questions on the controls.
+
+    Args:
+        name: of ``PARTS``.
+        args: the command line.
+        config: of the sparse server's method.
+        base: URL of the sparse server.
+        dense: URL of the dense one; None asks the sparse one to decode dense.
+
+    Raises:
+        EvaluationError: the command failed; it has said why.
+    """
+    part = PARTS[name]
+    shared = [*part.arguments(args, config), "--concurrency", args.concurrency, "--seed", args.seed]
+    shared += ["--revision", args.revision] if args.revision else []
+    first: list[object] = ["--base-url", base, "--out", args.out / f"{name}.jsonl"]
+    if not part.suite:
+        first += ["--compare-url", dense] if dense and name == "long_generation" else []
+        call(part.module, [*first, *shared])
+        return
+    tokenizer = ["--tokenizer", args.tokenizer] if args.tokenizer else []
+    dense_of = ["--compare-url", dense or base]
+    dense_of += [] if dense else ["--compare-custom-params", json.dumps({"sparse": False})]
+    call(part.module, [*first, *dense_of, *shared, *tokenizer, "--plot", args.out / name])
+    for control, url in args.control:
+        out = args.out / f"{name}--{control}.jsonl"
+        call(part.module, ["--base-url", url, "--expect", control, "--out", out, *shared, *tokenizer])
+
+
+def call(module: str, arguments: Sequence[object]) -> None:
+    """Run a command of this package.
+
+    Raises:
+        EvaluationError: it ended with another status than 0.
+    """
+    print(f"python -m {module} {shlex.join(map(str, arguments))}", file=sys.stderr)
+    if importlib.import_module(module).main([str(argument) for argument in arguments]):
+        raise EvaluationError(f"{module} failed")
+
+
+@contextlib.contextmanager
+def servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
+    """URLs of the sparse and of the dense server (None: the sparse one itself), started if need be."""
+    if args.base_url:
+        yield args.base_url, args.compare_url
+        return
+    flags = shlex.split(args.server_args)
+    sparse = ["--sparse-method", args.sparse_method, "--sparse-config", args.sparse_config]
+    args.out.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        path = os.pathsep.join([str(CONTROLS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        urls = []
+        for name, more in (("sparse", sparse), ("dense", [])):
+            server = ServerProcess(
+                args.model_path, *flags, *more, log_path=args.out / f"{name}.log", env={"PYTHONPATH": path}
+            )
+            urls.append(stack.enter_context(server).url)
+        yield urls[0], urls[1]
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the set and judge.
+
+    Returns:
+        The table, see `eval.verdicts.read_folder`.
+
+    Raises:
+        EvaluationError: a command failed, or a server is not what it should be.
+    """
+    with servers(args) as (base, dense):
+        with LiveServer(base) as server:
+            facts = server.facts()
+            config = server.sparse_state()["config"]
+        for name in args.set:
+            run_part(name, args, config, base, dense)
+    table = read_folder(args.out)
+    header = {"arguments": {"set": args.set}, "label": args.label, "servers": {"base": facts}}
+    with Record(args.out / "compare.jsonl", "eval.compare", args.revision, **header) as record:
+        for line in table:
+            record.add("summary", **line)
+    return table
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, checked."""
+    from eval.haystacks import length
+
+    parser = argparse.ArgumentParser(
+        prog="eval.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base-url", help="the sparse server")
+    parser.add_argument("--compare-url", help="the dense server (default: the sparse one, asked to decode dense)")
+    parser.add_argument("--control", action="append", default=[], metavar="NAME=URL", help="a server of eval/controls")
+    parser.add_argument("--model-path", help="start both servers with this checkpoint")
+    parser.add_argument("--sparse-method", default="resa", help="of the server to start")
+    parser.add_argument("--sparse-config", default="{}", help="of the server to start")
+    parser.add_argument("--server-args", default="", help="further arguments of both servers, as one string")
+    parser.add_argument("--out", type=Path, required=True, help="folder")
+    parser.add_argument("--set", type=list_of(str), default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--lengths", type=list_of(length), default="2k,8k", help="tokens; the first for texts too")
+    parser.add_argument("--n", type=int, default=20, help="questions of each task and length; 500 to decide one point")
+    parser.add_argument("--book", type=Path, action="append", default=[], help="text file; repeat for more")
+    parser.add_argument("--tokenizer", help="folder or name; the server's own model path by default")
+    parser.add_argument("--concurrency", type=int, default=8, help="questions in flight")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--strict", action="store_true", help="status 1 unless every task that gates is same or better")
+    parser.add_argument("--label", help="kept in the file's header")
+    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
+    args = parser.parse_args(arguments)
+    if (args.base_url is None) == (args.model_path is None):
+        parser.error("give --base-url, or --model-path to start the servers")
+    if not args.set or not set(args.set) <= set(PARTS):
+        parser.error(f"--set must be of {', '.join(PARTS)}, got {','.join(args.set)!r}")
+    if args.n < 1:
+        parser.error(f"--n must be at least 1, got {args.n}")
+    for control in args.control:
+        if "=" not in control:
+            parser.error(f"--control must be NAME=URL, got {control!r}")
+    args.control = [tuple(control.split("=", 1)) for control in args.control]
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; exit status 1 where a part of it failed, and with ``--strict`` where the verdicts say so."""
+    args = parse(arguments)
+    try:
+        table = run(args)
+    except (EvaluationError, httpx.HTTPError, RuntimeError, TimeoutError) as error:
+        print(f"eval.compare: {error}", file=sys.stderr)
+        return 1
+    print(pd.DataFrame(table).to_string(index=False))
+    return 1 if args.strict and any(line["verdict"] in ("worse", "unclear") for line in table if line["gates"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

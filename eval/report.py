@@ -1,0 +1,122 @@
+"""Tables and pictures from result files, and the figures of this repository's documents.
+
+``python -m eval.report FILE|FOLDER ... [--out FOLDER]`` prints the table of each result file (or folder of
+``eval.compare``) as Markdown, and with ``--out`` draws its picture as PNG and SVG.
+
+``python -m eval.report`` writes every table between ``<!-- report: NAME -->`` and ``<!-- report end -->`` in the
+documents of this repository anew, from eval/results, and draws the pictures of eval/docs. With ``--check`` nothing is
+written, and the status is 1 where a document says something else than the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from eval import heatmap, long_summary, ppl_summary, recall_summary, report_tables
+from eval.counters import EvaluationError
+from eval.record import read_rows
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "eval" / "results"
+DOCUMENTS = (ROOT / "README.md", ROOT / "eval" / "docs" / "results.md")
+BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "decode": lambda: report_tables.decode(sorted(RESULTS.glob("bench-decode-*.jsonl"))),
+    "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
+    "rectification": lambda: report_tables.rectification(RESULTS / "ppl-rectify-records.jsonl"),
+    "rectification-books": lambda: report_tables.rectification(RESULTS / "ppl-rectify-book.jsonl"),
+}
+PICTURES = {"ppl-rectify-records": "ppl-rectify-records.jsonl", "ppl-rectify-book": "ppl-rectify-book.jsonl"}
+
+
+def fill(document: str) -> str:
+    """A document with its tables made anew.
+
+    Raises:
+        EvaluationError: a table has a name that nobody knows.
+    """
+
+    def made(match: re.Match[str]) -> str:
+        if match[2] not in BLOCKS:
+            raise EvaluationError(f"no table is called {match[2]!r}: there are {', '.join(BLOCKS)}")
+        return f"{match[1]}{BLOCKS[match[2]]()}\n{match[4]}"
+
+    return BLOCK.sub(made, document)
+
+
+def draw(path: Path, stem: Path) -> None:
+    """Draw a result file as PNG and SVG, if there is a picture of its kind.
+
+    Args:
+        path: the file.
+        stem: path without a suffix.
+    """
+    rows = read_rows(path)
+    command = rows[0].get("command") if rows else None
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    if command == "eval.ppl_rectify":
+        for suffix in ("png", "svg"):
+            ppl_summary.plot(ppl_summary.summarise(rows), Path(f"{stem}.{suffix}"))
+    elif command == "eval.long_generation":
+        long_summary.plot(long_summary.summarise(rows), stem)
+    elif command == "eval.recall":
+        recall_summary.plot(recall_summary.summarise(rows), stem)
+    elif command == "eval.niah":
+        items = [row for row in rows if row["kind"] == "item" and not row.get("failed")]
+        for arm in dict.fromkeys(row["arm"] for row in items):
+            heatmap.draw([row for row in items if row["arm"] == arm], f"{stem}-{arm}")
+
+
+def documents(check: bool) -> int:
+    """Write the documents and pictures, or only look whether the documents are right.
+
+    Returns:
+        The exit status.
+    """
+    status = 0
+    for path in DOCUMENTS:
+        old = path.read_text()
+        new = fill(old)
+        if check and new != old:
+            name = path.relative_to(ROOT).as_posix()
+            sys.stderr.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, "results"))
+            status = 1
+        elif not check:
+            path.write_text(new)
+    if not check:
+        for stem, name in PICTURES.items():
+            draw(RESULTS / name, ROOT / "eval" / "docs" / stem)
+    return status
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        prog="eval.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", nargs="*", type=Path, help="result files, or folders of eval.compare")
+    parser.add_argument("--out", type=Path, help="folder for the pictures")
+    parser.add_argument("--check", action="store_true", help="compare this repository's documents with its results")
+    args = parser.parse_args(arguments)
+    try:
+        if not args.paths:
+            return documents(args.check)
+        for path in args.paths:
+            print(f"**{path}**\n\n{report_tables.any_table(path)}\n")
+            files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+            for file in files if args.out else []:
+                draw(file, args.out / file.stem)
+    except EvaluationError as error:
+        print(f"eval.report: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

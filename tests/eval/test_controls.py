@@ -1,0 +1,39 @@
+"""The positive control computes the mass that it says it does."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CONTROLS = Path(__file__).parent.parent.parent / "eval" / "controls"
+
+
+@pytest.fixture
+def true_mass(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(CONTROLS))
+    import true_mass
+
+    yield true_mass
+    for name in ("true_mass", "random_pages"):
+        sys.modules.pop(name, None)
+
+
+def test_mass_of_a_half_filled_page(true_mass) -> None:
+    torch.manual_seed(0)
+    page_size, kv_heads, group, dim = 4, 2, 3, 8
+    k_cache = torch.randn(40, kv_heads, dim)
+    buffer = torch.zeros(10, page_size, kv_heads, dim)
+    # Logical pages 7, 2, 5; 10 tokens: the last page holds two.
+    pages, length = [7, 2, 5], 10
+    true_mass.copy_keys(k_cache, buffer, torch.tensor([31, -1, 11, 21]), page_size, torch.zeros(1))
+    query = torch.randn(2, kv_heads * group, dim)
+    table = torch.tensor([[*pages, 0], [0, 0, 0, 0]], dtype=torch.int32)
+    mass = true_mass.page_mass(query, buffer, table, torch.tensor([3, 0], dtype=torch.int32))
+    slots = [page * page_size + i for page in pages for i in range(page_size)][:length]
+    for head in range(kv_heads):
+        queries = query[0, head * group : (head + 1) * group]
+        weights = (queries @ k_cache[slots, head].T * dim**-0.5).softmax(-1)
+        expected = torch.stack([part.sum(-1) for part in weights.split(page_size, -1)], -1).mean(0)
+        torch.testing.assert_close(mass[0, head, :3], expected)
+    assert mass[0, :, 3].eq(0).all() and mass[1].eq(0).all()

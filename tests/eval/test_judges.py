@@ -1,0 +1,201 @@
+"""How outside judges are called, and what is told of what goes wrong; no judge is run."""
+
+import argparse
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from eval import judge_commands, judges
+from eval.arms import Arm
+from eval.client import LiveServer
+from eval.counters import EvaluationError
+from eval.judge_commands import (
+    TASKS,
+    Target,
+    gsm8k_task,
+    lm_eval_command,
+    reach,
+    require_lm_eval,
+    ruler_groups,
+    run_judge,
+    serving_command,
+)
+from eval.tokens import Tokens
+
+MODEL = "eval/models/tiny-gqa"
+# Loading a tokenizer takes longer than all tests here.
+NO_TOKENS: Tokens = object.__new__(Tokens)
+
+
+def items(task: str, scores: list[float], length: int = 4096, **more: Any) -> list[dict[str, Any]]:
+    row = {"kind": "item", "arm": "base", "task": task, "length": length, "prompt_tokens": 4000, **more}
+    return [{**row, "id": f"{task}/{length}/{i}", "scores": {"score": score}} for i, score in enumerate(scores)]
+
+
+@pytest.fixture
+def target() -> Target:
+    arm = Arm("base", LiveServer("http://127.0.0.1:1"), "tiny", 40960, {}, False)
+    return Target(arm, {"model_path": MODEL}, MODEL, NO_TOKENS)
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    return judges.parser().parse_args([*arguments, "--base-url", "http://host:1/", "--out", "x.jsonl"])
+
+
+def after(command: list[str], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+def test_agree_ends_with_status_1_where_scores_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def write(name: str, rows: list[dict[str, Any]]) -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in [{"kind": "header"}, *rows]))
+        return str(path)
+
+    ours = write("ours", [*items("vt", [1.0] * 10), *items("fwe", [1.0])])
+    same, other = write("same", items("ruler_vt", [1.0] * 10)), write("other", items("ruler_vt", [0.9] * 10))
+    assert judges.main(["agree", "--ours", ours, "--theirs", same]) == 0
+    assert "only in one of the files: fwe 4096" in capsys.readouterr().err
+    assert judges.main(["agree", "--ours", ours, "--theirs", other]) == 1
+    assert "False" in capsys.readouterr().out
+    assert judges.main(["agree", "--ours", ours, "--theirs", write("none", items("gsm8k", [1.0]))]) == 1
+    assert "nothing to compare: ours has vt 4096, fwe 4096, theirs gsm8k 4096" in capsys.readouterr().err
+    assert judges.main(["agree", "--ours", ours, "--theirs", str(tmp_path / "gone")]) == 1
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_cwe_is_left_out_where_it_would_be_empty() -> None:
+    groups = ruler_groups(["ruler_cwe", "ruler_vt", "ruler_vt"], [8192, 4096, 8192])
+    assert groups == [("ruler_vt", 4096), ("ruler_cwe", 8192), ("ruler_vt", 8192)]
+    assert len(ruler_groups(TASKS, [4096])) == 5
+
+
+@pytest.mark.parametrize(
+    ("tasks", "lengths", "message"),
+    [
+        (["vt"], [4096], "--tasks vt: allowed are niah_single_1"),
+        (["niah_single_2"], [4096], "--tasks niah_single_2: allowed"),
+        (["ruler_vt"], [1024], r"--lengths: got \[1024\], allowed are 4096, 8192"),
+        (["ruler_vt"], [], "--lengths: got none"),
+        (["ruler_cwe"], [4096], "ruler_cwe needs --lengths of 8192 or more, got 4096"),
+    ],
+)
+def test_wrong_tasks_and_lengths_are_refused(tasks: list[str], lengths: list[int], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        ruler_groups(tasks, lengths)
+
+
+def test_the_line_of_lm_eval(target: Target) -> None:
+    args = parse("ruler", "--limit", "3", "--lengths", "4k", "--concurrency", "2")
+    command = lm_eval_command(target, args, "niah_single_1", 4096, Path("out"))
+    assert command[:6] == ["python", "-m", "lm_eval", "run", "--model", "local-completions"]
+    model = json.loads(after(command, "--model_args"))
+    assert model["base_url"] == "http://host:1/v1/completions" and model["tokenizer"] == MODEL
+    assert (model["model"], model["max_length"], model["num_concurrent"]) == ("tiny", 40960, 2)
+    assert model["tokenized_requests"] is False
+    assert json.loads(after(command, "--metadata")) == {"max_seq_lengths": [4096]}
+    assert after(command, "--limit") == "3" and "--log_samples" in command
+    assert "--seed" not in command and "--gen_kwargs" not in command
+
+
+def test_custom_params_go_with_every_request(target: Target) -> None:
+    target.arm.options["custom_params"] = {"sparse": False}
+    args = parse("gsm8k", "--data", "x", "--seed", "5")
+    command = lm_eval_command(target, args, "gsm8k_local", None, Path("out"))
+    assert json.loads(after(command, "--gen_kwargs")) == {"custom_params": {"sparse": False}}
+    assert after(command, "--seed") == "5" and "--metadata" not in command
+    command = serving_command(target, parse("serving", "--output-length", "7"), 64, Path("f"))
+    sampling = json.loads(after(command, "--extra-request-body"))["sampling_params"]
+    assert sampling == {
+        "temperature": 0.0,
+        "max_new_tokens": 7,
+        "ignore_eos": True,
+        "custom_params": {"sparse": False},
+    }
+
+
+def test_the_line_of_the_benchmark_client(target: Target) -> None:
+    command = serving_command(target, parse("serving", "--prompts", "5"), 64, Path("f.jsonl"))
+    assert command[:3] == ["python", "-m", "sglang.benchmark.serving"]
+    found = [after(command, f"--{name}") for name in ("dataset-name", "random-input-len", "num-prompts", "output-file")]
+    assert found == ["random-ids", "64", "5", "f.jsonl"]
+    assert {"--flush-cache", "--tokenize-prompt", "--output-details"} <= set(command)
+    assert "--extra-request-body" not in command
+
+
+def test_gsm8k_is_the_official_task_with_local_files(tmp_path: Path) -> None:
+    data = tmp_path / "test.jsonl"
+    data.write_text('{"question": "How many?", "answer": "#### 2"}\n')
+    task = gsm8k_task(data, None)
+    assert task["include"].endswith("tasks/gsm8k/gsm8k.yaml") and task["fewshot_split"] == "test"
+    assert task["dataset_kwargs"] == {"data_files": {"test": str(data)}}
+    assert gsm8k_task(data, data)["fewshot_split"] == "train"
+    with pytest.raises(EvaluationError, match="there is no file"):
+        gsm8k_task(tmp_path / "gone", None)
+    data.write_text('{"problem": "How many?"}\n')
+    with pytest.raises(EvaluationError, match="line 1: field 'question' is missing"):
+        gsm8k_task(data, None)
+
+
+def test_a_missing_or_other_lm_eval_is_told_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_commands, "find_spec", lambda name: None if name == "wonderwords" else object())
+    with pytest.raises(EvaluationError, match=r"wonderwords not installed: uv pip install \"lm-eval\[api,ruler\]==0"):
+        require_lm_eval()
+    monkeypatch.setattr(judge_commands, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.4.9")
+    with pytest.raises(EvaluationError, match=r"lm-eval 0\.4\.9 is installed, the tasks wanted are those of 0\.4\.13"):
+        require_lm_eval()
+
+
+def test_a_judge_that_fails_is_told_by_its_last_line(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    program = "import os; print(os.environ['HF_HUB_OFFLINE']); raise SystemExit('no room\\n')"
+    with pytest.raises(EvaluationError, match=r"ended with status 1: no room \(all of it: .*x\.log\)"):
+        run_judge([sys.executable, "-c", program], tmp_path, log)
+    assert log.read_text().splitlines()[1] == "1"
+
+
+def transport(context: int, **info: Any) -> httpx.MockTransport:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "tiny", "max_model_len": context}]})
+        return httpx.Response(200, json={"internal_states": [{}], **info})
+
+    return httpx.MockTransport(answer)
+
+
+def test_a_server_without_room_a_tokenizer_or_the_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_commands, "tokens", lambda path: NO_TOKENS)
+
+    def ask(context: int, least: int, *arguments: str, **info: Any) -> Target:
+        server = LiveServer("http://host:1")
+        server._http = httpx.Client(base_url="http://host:1", transport=transport(context, **info))
+        return reach(parse("serving", *arguments), server, least)
+
+    assert ask(40960, 4608, model_path=MODEL).folder == MODEL
+    with pytest.raises(EvaluationError, match="take up to 4608 tokens, the server's context is 4096"):
+        ask(4096, 4608, model_path=MODEL)
+    with pytest.raises(EvaluationError, match="give --tokenizer"):
+        ask(40960, 4608)
+    with pytest.raises(EvaluationError, match="the base server runs no sparse method, expected resa"):
+        ask(40960, 4608, "--expect", "resa", model_path=MODEL)
+
+
+def test_a_server_that_is_down_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["serving", "--base-url", "http://127.0.0.1:9", "--out", str(tmp_path / "x.jsonl")]
+    assert judges.main(arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("eval.judges: no server answers at http://127.0.0.1:9")
+
+
+def test_the_exact_lines_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        judges.main(["ruler", "--help"])
+    text = capsys.readouterr().out
+    assert "python -m lm_eval run --model local-completions" in text
+    assert "python -m sglang.benchmark.serving" in text and 'uv pip install "lm-eval[api,ruler]==0.4.13"' in text

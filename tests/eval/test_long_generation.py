@@ -1,0 +1,195 @@
+"""The flow of the drift command, without a server: comparisons, proofs, resume and refusals."""
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from eval import long_generation
+from eval.counters import COUNTED, EvaluationError
+from eval.divergence import kl
+from eval.long_generation import Run, distributions, divergences, require_forcing
+from eval.long_outputs import NOISE, Checkpoint, Output, Setting
+from eval.long_summary import proven, summarise
+from eval.record import Record, read_rows
+
+BEST = [[math.log(0.6), 1, None], [math.log(0.3), 2, None], [math.log(0.1), 3, None]]
+DRIFTED = [[math.log(0.5), 2, None], [math.log(0.4), 1, None], [math.log(0.1), 3, None]]
+
+
+class FakeServer:
+    """Counts what is asked of it; a sparse answer that was never rectified drifts from position 2 on."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(COUNTED, 0)
+        self.asked: list[dict[str, Any]] = []
+        self.broken = ""
+        self.rectifies_anyway = False
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.counts)
+
+    def each(self, work: Any, items: Sequence[Any], label: str = "") -> list[Any]:
+        async def all_of_them() -> list[Any]:
+            return [await work(None, item) for item in items]
+
+        return asyncio.run(all_of_them())
+
+    async def generate(self, client: None, request: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(request)
+        sampling = request["sampling_params"]
+        params = sampling["custom_params"]
+        sparse = params.get("sparse", True)
+        if sparse and self.broken == str(params["rectify_interval"]):
+            raise EvaluationError("interrupted")
+        output = params.get("forced_tokens") or [9] * sampling["max_new_tokens"]
+        self.counts["decode_rows"] += len(output)
+        if sparse:
+            self.counts["sparse_layer_rows"] += len(output)
+            self.counts["pages_attended"] += len(output)
+            self.counts["pages_held"] += 10 * len(output)
+            self.counts["rectified_tokens"] += params["rectify_interval"] or self.rectifies_anyway
+        drifts = sparse and not params["rectify_interval"]
+        tops = [DRIFTED if drifts and position >= 2 else BEST for position in range(len(output))]
+        logprobs = [[-1.0, token, None] for token in output]
+        meta = {"output_token_logprobs": logprobs, "output_top_logprobs": tops}
+        return {"output_ids": output, "meta_info": meta}
+
+
+OUTPUTS = [Output(i, (5, 6), (7, 8, 9, 7), (Checkpoint(2, 2), Checkpoint(4, 2))) for i in range(3)]
+SETTINGS = [NOISE, Setting("off", interval=0), Setting("every 3", interval=3)]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    found = FakeServer()
+    monkeypatch.setattr(long_generation, "generate", found.generate)
+    return found
+
+
+def run_on(server: FakeServer, path: Path) -> Run:
+    with Record(path, long_generation.COMMAND, "x", resume=True, arguments={}) as record:
+        work = Run(server, server, record)  # type: ignore[arg-type]
+        work.compare("book", OUTPUTS, SETTINGS)
+    return work
+
+
+def test_drift_is_measured(server: FakeServer, tmp_path: Path) -> None:
+    work = run_on(server, tmp_path / "x.jsonl")
+    # Dense, noise and two sparse settings.
+    assert len(server.asked) == 4 * len(OUTPUTS)
+    assert all(request["top_logprobs_num"] == 50 for request in server.asked)
+    figures = {(row["arm"], row["position"]): row for row in summarise(work.rows)}
+    expected = kl(BEST, DRIFTED)
+    for (arm, position), row in figures.items():
+        drifted = arm == "off" and position == 4
+        assert row["n"] == 3 and row["kl"] == pytest.approx(expected if drifted else 0, abs=1e-8)
+        assert row["agreement"] == (0 if drifted else 1)
+        assert row["density"] == (None if arm == "noise" else 0.1)
+    assert figures["every 3", 4]["kl_change"] == pytest.approx(-expected, abs=1e-8)
+    assert figures["every 3", 4]["kl_change_interval"] == pytest.approx((-expected, -expected), abs=1e-8)
+    assert "kl_change" not in figures["off", 4]
+
+
+def test_an_interrupted_run_goes_on(server: FakeServer, tmp_path: Path) -> None:
+    server.broken = "3"
+    with pytest.raises(EvaluationError, match="interrupted"):
+        run_on(server, tmp_path / "x.jsonl")
+    server.broken, server.asked = "", []
+    work = run_on(server, tmp_path / "x.jsonl")
+    # The dense reference anew, and the setting that was missing.
+    assert [r["sampling_params"]["custom_params"].get("rectify_interval") for r in server.asked] == [None] * 3 + [3] * 3
+    assert len(summarise(read_rows(tmp_path / "x.jsonl"))) == len(summarise(work.rows)) == 6
+    server.asked = []
+    run_on(server, tmp_path / "x.jsonl")
+    assert not server.asked
+
+
+def test_items_without_proof_are_measured_again(server: FakeServer, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    run_on(server, path)
+    rows = read_rows(path)
+    cut = rows[: next(i for i, row in enumerate(rows) if row["kind"] == "counters" and row["arm"] == "off")]
+    kept = proven(cut)
+    assert {row["arm"] for row in cut if row["kind"] == "item"} == {"noise", "off"}
+    assert {row["arm"] for row in kept if row["kind"] == "item"} == {"noise"}
+
+
+def test_settings_without_proof_are_refused(server: FakeServer, tmp_path: Path) -> None:
+    server.rectifies_anyway = True
+    with pytest.raises(EvaluationError, match="book off: the server rectified 3 tokens, wanted none"):
+        run_on(server, tmp_path / "x.jsonl")
+    assert {row["arm"] for row in proven(read_rows(tmp_path / "x.jsonl")) if row["kind"] == "item"} == {"noise"}
+
+
+def test_generated_outputs_are_kept(server: FakeServer, tmp_path: Path) -> None:
+    for _ in range(2):
+        with Record(tmp_path / "x.jsonl", long_generation.COMMAND, "x", resume=True, arguments={}) as record:
+            work = Run(server, server, record)  # type: ignore[arg-type]
+            assert work.generated([[1], [2]], 5) == [[9] * 5] * 2
+    assert len(server.asked) == 2
+    sampling = server.asked[0]["sampling_params"]
+    assert sampling["ignore_eos"] and sampling["custom_params"] == {"sparse": False}
+
+
+def test_answers_are_checked() -> None:
+    meta: dict[str, Any] = {"output_token_logprobs": [[-1.0, token, None] for token in OUTPUTS[0].tokens]}
+    with pytest.raises(EvaluationError, match="best tokens of 0 of 4"):
+        distributions({"meta_info": meta}, OUTPUTS[0])
+    tops = [BEST, BEST, DRIFTED, BEST]
+    found = distributions({"meta_info": meta | {"output_top_logprobs": tops}}, OUTPUTS[0])
+    assert found == dict(enumerate(tops))
+    first, second = divergences(OUTPUTS[0], dict.fromkeys(range(4), BEST), found)
+    assert (first["position"], second["position"]) == (2, 4)
+    assert first["scores"]["agreement"] == 1 and second["scores"]["agreement"] == 0.5
+    assert second["scores"]["kl"] == pytest.approx(kl(BEST, DRIFTED) / 2, abs=1e-8)
+    meta["output_token_logprobs"][0][1] = 0
+    with pytest.raises(EvaluationError, match="does not know `forced_tokens`"):
+        distributions({"meta_info": meta}, OUTPUTS[0])
+
+
+@pytest.mark.parametrize(
+    "failure", [EvaluationError("no method"), httpx.HTTPStatusError("404", request=None, response=None)]
+)  # type: ignore[arg-type]
+def test_other_servers_are_refused(failure: Exception) -> None:
+    class Other:
+        def sparse_state(self) -> dict[str, Any]:
+            raise failure
+
+    with pytest.raises(EvaluationError, match=r"http://x cannot be forced along an output: .*--sparse-method"):
+        require_forcing(Other(), "http://x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "--base-url and --out are needed"),
+        (["--from", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--n", "0"], "--n 0"),
+        (["--prompt-length", "0"], "--prompt-length 0"),
+        (["--kind", "poem"], "--kind poem: allowed are book, records"),
+        (["--ratios", "0.1,1"], "between 0 and 1"),
+        (["--checkpoints", "2048"], "from 1 to 1024"),
+        (["--book", "a/x.txt", "--book", "b/x.txt"], "two files have the same name"),
+        ([], "no server answers"),
+    ],
+)
+def test_wrong_command_lines(
+    given: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = ["--base-url", "http://127.0.0.1:9", "--out", str(tmp_path / "x.jsonl")]
+    whole = given if message.startswith(("--base", "cannot")) else [*needed, *given]
+    assert long_generation.main(whole) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("eval.long_generation: ") and message in error and error.count("\n") == 1
+
+
+def test_files_of_other_commands_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({"kind": "header", "command": "eval.niah"}))
+    assert long_generation.main(["--from", str(tmp_path / "x.jsonl")]) == 1
+    assert "no file of eval.long_generation: its header names eval.niah" in capsys.readouterr().err

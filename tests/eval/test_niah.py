@@ -1,0 +1,179 @@
+"""Needle prompts: length, depth, what is in them, and a scorer that can fail."""
+
+import argparse
+import random
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval import haystacks, heatmap
+from eval.counters import EvaluationError
+from eval.niah import TASKS, NeedleSuite
+from eval.suite import Case, Prompt
+from eval.text import WORDS_FILE
+from eval.tokens import Tokens, tokens
+
+TOKENS: Tokens = tokens(str(WORDS_FILE.parent.parent / "models" / "tiny-gqa"))
+NEEDLE = re.compile(r"One of the special magic numbers for ([a-z-]+) is: (\d{7})\.")
+
+
+def make(*arguments: str) -> NeedleSuite:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    NeedleSuite.add_arguments(parser)
+    return NeedleSuite(parser.parse_args(arguments), TOKENS)
+
+
+def oracle(prompt: Prompt) -> str:
+    """What a perfect reader says: every number of each key that the question names."""
+    text = TOKENS.decode(prompt.tokens)
+    question = text[text.rindex("What ") :].split("?")[0]
+    asked = set(re.findall(r"[a-z]+-[a-z]+", question))
+    return " and ".join(value for key, value in NEEDLE.findall(text) if key in asked) + "."
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    task=st.sampled_from(sorted(TASKS)),
+    length=st.sampled_from([512, 1024, 1500, 4096, 8192]),
+    depth=st.sampled_from([0.0, 0.3, 1.0]),
+    kind=st.sampled_from(haystacks.KINDS),
+    form=st.sampled_from(["chat", "ruler"]),
+    seed=st.integers(0, 10**6),
+)
+def test_prompts(task: str, length: int, depth: float, kind: str, form: str, seed: int) -> None:
+    suite = make("--haystack", kind, "--form", form, "--seed", str(seed))
+    case = Case(task, length, depth, 3)
+    prompt = suite.build(case)
+    text = TOKENS.decode(prompt.tokens)
+
+    whole = len(prompt.tokens) + prompt.max_new_tokens
+    assert length - max(8, 0.005 * length) <= whole <= length
+    assert all(text.count(value) == 1 for value in prompt.answers)
+    found = Counter(key for key, _ in NEEDLE.findall(text))
+    asked = prompt.facts["keys"]
+    assert all(found[key] == TASKS[task].values for key in asked)
+    # In the needles, in the question, and in the answer prefix.
+    repeats = TASKS[task].values + (2 if form == "ruler" else 1)
+    assert all(text.count(key) == repeats for key in asked)
+
+    needle = NEEDLE.match(TOKENS.decode(prompt.tokens[prompt.facts["needle_token"] :]).lstrip())
+    assert needle is not None and needle.groups() == (asked[0], prompt.answers[0])
+    assert suite.score(case, prompt, oracle(prompt)) == {
+        "score": 1.0,
+        "contains": 1.0,
+        **({"all": 1.0} if len(prompt.answers) > 1 else {}),
+    }
+
+
+def test_a_prompt_depends_on_its_case_and_seed_alone() -> None:
+    case = Case("multikey", 1024, 0.5, 1)
+    prompt, again = make().build(case), make("--n", "7", "--lengths", "2k").build(case)
+    assert prompt == again
+    assert prompt.tokens != make("--seed", "1").build(case).tokens
+    assert prompt.tokens != make().build(Case("multikey", 1024, 0.5, 2)).tokens
+
+
+@pytest.mark.parametrize("kind", haystacks.KINDS)
+def test_depth_is_where_the_needle_stands(kind: str) -> None:
+    suite = make("--haystack", kind)
+    for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+        prompt = suite.build(Case("single", 8192, depth))
+        assert prompt.facts["needle_token"] / len(prompt.tokens) == pytest.approx(depth, abs=0.02)
+
+
+def test_needles_lie_across_page_edges() -> None:
+    suite = make()
+    starts = [suite.build(Case("single", 600, 0.5, i)).facts["needle_token"] % 16 for i in range(60)]
+    assert len(set(starts)) > 10
+
+
+def test_a_hard_haystack_is_needles_only() -> None:
+    text = TOKENS.decode(make("--form", "ruler").build(Case("multikey_hard", 4096, 0.5)).tokens)
+    assert NEEDLE.sub("", text.split("\nWhat")[0]).strip(" ") == ""
+    keys = [key for key, _ in NEEDLE.findall(text)]
+    assert len(keys) > 100 and len(set(keys)) == len(keys)
+
+
+def test_guessing_scores_nothing() -> None:
+    suite, rng = make(), random.Random(0)
+    for task in TASKS:
+        case = Case(task, 1024, 0.5)
+        prompt = suite.build(case)
+        guesses = [" ".join(str(rng.randrange(10**6, 10**7)) for _ in range(4)) for _ in range(20)]
+        assert all(not any(suite.score(case, prompt, guess).values()) for guess in [*guesses, "", "I do not know."])
+
+
+def test_scores() -> None:
+    suite, one, four = make(), Case("single", 1024, 0.0), Case("multivalue", 1024, 0.0)
+    prompt = Prompt([], ["1234567"], 64)
+    assert suite.score(one, prompt, " 1234567.") == {"score": 1, "contains": 1}
+    assert suite.score(one, prompt, "7654321 or 1234567") == {"score": 0, "contains": 1}
+    assert suite.score(one, prompt, "12345678") == {"score": 0, "contains": 1}
+    prompt = Prompt([], ["1234567", "2345678", "3456789", "4567890"], 128)
+    assert suite.score(four, prompt, "2345678, 1234567 and 1111111") == {"score": 0.5, "contains": 0.5, "all": 0}
+
+
+def test_a_prompt_of_128k_is_quick() -> None:
+    suite, case = make(), Case("multikey", 131072, 0.5)
+    suite.cases()
+    began = time.process_time()
+    prompt = suite.build(case)
+    assert time.process_time() - began < 2
+    assert 0.995 * 131072 <= len(prompt.tokens) + prompt.max_new_tokens <= 131072
+
+
+def test_books_of_ones_own(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("An owl hooted. " * 3 + "word " * 3000 + ". The moon rose slowly.")
+    prompt = make("--book", str(book)).build(Case("single", 1024, 0.5))
+    assert "An owl hooted." in TOKENS.decode(prompt.tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "single,mono"], "--tasks mono: allowed are single, multikey"),
+        (["--depths", "50,120"], r"--depths \[120.0\]: allowed is a list of percentages"),
+        (["--haystack", "straw"], "--haystack straw: allowed are books, noise, repeated"),
+        (["--form", "letter"], "--form letter: allowed are chat, ruler"),
+        (["--n", "0"], "--n 0: allowed is 1 or more"),
+        (["--lengths", ","], "--lengths: none given"),
+        (["--answer-tokens", "0"], "--answer-tokens 0: allowed is 1 or more"),
+        (["--book", "/nowhere.txt"], "--book /nowhere.txt: not a readable"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        make(*arguments).cases()
+
+
+def test_wrong_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make("--lengths", "4k,4m")
+    assert "'4m' is no length: allowed are positive integers such as 4096 or 4k" in capsys.readouterr().err
+    with pytest.raises(EvaluationError, match="no room for its question"):
+        make().build(Case("multivalue", 160, 0.5))
+
+
+def test_cases_come_shortest_first() -> None:
+    cases = make("--lengths", "2k,512", "--tasks", "single,multikey", "--depths", "0,12.5", "--n", "2").cases()
+    assert [case.length for case in cases] == [512] * 8 + [2048] * 8
+    assert cases[2] == Case("single", 512, 0.125, 0) and len({case.id for case in cases}) == 16
+
+
+def test_heat_map(tmp_path: Path) -> None:
+    cases = make("--lengths", "1k,8k", "--tasks", "single,multikey", "--depths", "0,100", "--n", "2").cases()
+    rows = [
+        {"task": case.task, "length": case.length, "depth": case.depth, "scores": {"score": float(case.index)}}
+        for case in cases[:-2]
+    ]
+    paths = heatmap.draw(rows, str(tmp_path / "map"))
+    assert [Path(path).suffix for path in paths] == [".png", ".svg"]
+    assert all(Path(path).stat().st_size > 1000 for path in paths)
+    assert heatmap.draw([], str(tmp_path / "none")) == []

@@ -1,0 +1,166 @@
+"""Selections of shipped and made-up methods in process, and what they keep of the attention."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from eval.counters import EvaluationError
+from eval.recall_attention import Captured, Selection, judge
+from eval.recall_method import ModelFacts, method_settings, require_served, select
+from sglang_sparse.config import Settings
+from sglang_sparse.indices import SparseIndices
+from sglang_sparse.method import DecodeMethod, MethodConfig
+
+PAGE, KV_HEADS, GROUP, DIM = 16, 2, 4, 64
+
+
+def captured(length: int = 205, queries: int = 40, sharp: float = 1.0) -> Captured:
+    torch.manual_seed(5)
+    query = sharp * torch.randn(queries, KV_HEADS * GROUP, DIM)
+    return Captured(1, query, torch.randn(length, KV_HEADS, DIM), torch.randn(length, KV_HEADS, DIM), DIM**-0.5)
+
+
+class Named(DecodeMethod):
+    """Selects what a function of the row's number of units says, for every KV head."""
+
+    def __init__(self, choose: Callable[[int], list[int]], unit: str = "page") -> None:
+        super().__init__(MethodConfig(dense_fallback="never"))
+        self.choose, self.unit = choose, unit
+
+    def aux_specs(self, model: Any) -> tuple[()]:
+        return ()
+
+    def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(n_pages, 2)
+
+    def select(self, view: Any, layer_id: int, query: torch.Tensor, pools: Any) -> SparseIndices:
+        held = int(view.n_pages[0])
+        ids = self.choose(held)
+        if self.unit == "page":
+            ids = [int(view.page_table[0, i]) if i < held else i + 1 for i in ids]
+        indices = torch.tensor([*ids, -1], dtype=torch.int32).expand(1, KV_HEADS, -1)
+        counts = torch.full((1, KV_HEADS), len(ids), dtype=torch.int32)
+        return SparseIndices(indices, counts, self.unit)  # type: ignore[arg-type]
+
+
+def chosen_by(method: DecodeMethod, data: Captured) -> Selection:
+    return select(Settings("named", method), data, 4)
+
+
+def test_resa_selects_as_its_paper_says() -> None:
+    data = captured()
+    settings = method_settings("resa", '{"active_ratio": 0.2, "min_pages": 2}')
+    found = select(settings, data, 4)
+    for row, position in enumerate(data.positions.tolist()):
+        pages = data.key[: position + 1].split(PAGE)
+        count = max(2, math.ceil(round(0.2 * len(pages), 9)))
+        for head in range(KV_HEADS):
+            mean = data.query[row].view(KV_HEADS, GROUP, DIM)[head].mean(0)
+            bounds = [torch.maximum(mean * p[:, head].amax(0), mean * p[:, head].amin(0)).sum() for p in pages]
+            bounds[-1] = torch.tensor(math.inf)
+            best = sorted(range(len(pages)), key=lambda i: -bounds[i])[:count]
+            kept = [token for i in best for token in range(i * PAGE, (i + 1) * PAGE) if token <= position]
+            assert found.kept[row, head].nonzero().flatten().tolist() == sorted(kept)
+            assert found.counts[row, head] == count
+
+
+def test_pages_and_tokens_become_masks() -> None:
+    data = captured()
+    found = chosen_by(Named(lambda held: [0, held - 1]), data)
+    for row, position in enumerate(data.positions.tolist()):
+        expected = [*range(PAGE), *range(position // PAGE * PAGE, position + 1)]
+        assert found.kept[row, 1].nonzero().flatten().tolist() == expected
+    assert found.unit == PAGE and (found.counts == 2).all()
+    found = chosen_by(Named(lambda held: [PAGE, PAGE + 3], "token"), data)
+    assert found.unit == 1 and found.kept[:, 0].nonzero()[:, 1].unique().tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("choose", [lambda held: [0, held], lambda held: [0, 0], lambda held: [0, -1]])
+def test_wrong_selections_are_refused(choose: Callable[[int], list[int]]) -> None:
+    with pytest.raises(EvaluationError, match="a page twice, or one that the row does not hold"):
+        chosen_by(Named(choose), captured())
+
+
+def test_keys_out_of_range_are_refused() -> None:
+    data = captured()
+    data.key[17, 0, 3] = 1e4
+    settings = method_settings("resa", '{"min_pages": 2, "summary_dtype": "fp8"}')
+    with pytest.raises(EvaluationError, match="out of the range"):
+        select(settings, data, 4)
+
+
+def test_everything_keeps_everything() -> None:
+    data = captured()
+    judged = judge(data, chosen_by(Named(lambda held: list(range(held))), data), 0)
+    for name in ("method", "best", "random"):
+        torch.testing.assert_close(judged.mass[name], torch.ones(KV_HEADS * GROUP, 40))
+        torch.testing.assert_close(judged.error[name], torch.zeros(KV_HEADS * GROUP, 40), atol=1e-5, rtol=0)
+
+
+def test_mass_and_error_are_those_of_plain_attention() -> None:
+    data = captured()
+    found = chosen_by(Named(lambda held: [1, held - 1]), data)
+    judged = judge(data, found, 0)
+    for row, position in ((0, 165), (39, 204)):
+        for head in range(KV_HEADS * GROUP):
+            kv = head // GROUP
+            logits = data.key[: position + 1, kv] @ data.query[row, head] * data.scaling
+            weights, value = logits.softmax(0), data.value[: position + 1, kv]
+            kept = found.kept[row, kv, : position + 1]
+            dense = weights @ value
+            sparse = logits.masked_fill(~kept, -math.inf).softmax(0) @ value
+            torch.testing.assert_close(judged.mass["method"][head, row], weights[kept].sum())
+            torch.testing.assert_close(judged.error["method"][head, row], (sparse - dense).norm() / dense.norm())
+
+
+def test_best_is_best_and_random_is_none_of_the_worst() -> None:
+    data = captured(sharp=3.0)
+    found = select(method_settings("resa", '{"active_ratio": 0.2, "min_pages": 1}'), data, 4)
+    judged = judge(data, found, 0)
+    by_group = {name: mass.view(KV_HEADS, GROUP, -1).sum(1) for name, mass in judged.mass.items()}
+    assert (by_group["best"] >= by_group["method"] - 1e-5).all() and (
+        by_group["best"] >= by_group["random"] - 1e-5
+    ).all()
+    assert by_group["method"].mean() > by_group["random"].mean()
+    assert torch.equal(judge(data, found, 0).mass["random"], judged.mass["random"])
+    assert not torch.equal(judge(data, found, 1).mass["random"], judged.mass["random"])
+
+
+def test_random_pages_hold_the_newest_one() -> None:
+    data = captured(sharp=0.0)
+    judged = judge(data, chosen_by(Named(lambda held: [held - 1]), data), 0)
+    # Without queries all tokens weigh the same.
+    expected = (data.positions % PAGE + 1) / (data.positions + 1)
+    torch.testing.assert_close(judged.mass["random"], expected.expand(KV_HEADS * GROUP, -1))
+    torch.testing.assert_close(judged.mass["best"], (PAGE / (data.positions + 1)).expand(KV_HEADS * GROUP, -1))
+
+
+class Facts(ModelFacts):
+    def __init__(self, **text: Any) -> None:
+        from transformers import Qwen3Config
+
+        super().__init__(Qwen3Config(num_hidden_layers=4, architectures=["TheModel"], **text))
+
+
+def test_refused_models() -> None:
+    settings = method_settings("resa", '{"layers": "1-"}')
+    assert require_served(settings, Facts()) == (1, 2, 3)
+    mla = Facts(kv_lora_rank=512)
+    with pytest.raises(EvaluationError, match="does not fit TheModel: resa needs an MHA or GQA model"):
+        require_served(settings, mla)
+    with pytest.raises(EvaluationError, match="recall is measured for MHA and GQA models only; this one uses MLA"):
+        require_served(Settings("named", Named(lambda held: [0])), mla)
+    with pytest.raises(EvaluationError, match="the model has layers 0 to 3"):
+        require_served(method_settings("resa", '{"layers": "7"}'), Facts())
+
+
+def test_methods_that_ask_for_more_than_is_known() -> None:
+    class Curious(Named):
+        def refuse(self, model_config: Any) -> str | None:
+            return "no quantisation" if model_config.quantization else None
+
+    with pytest.raises(EvaluationError, match=r"what only a server knows: .*quantization"):
+        require_served(Settings("named", Curious(lambda held: [0])), Facts())

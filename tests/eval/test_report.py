@@ -1,0 +1,88 @@
+"""The documents say what the result files say, and the tables of every kind of file are right."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import report
+from eval.report_tables import bounds, number, percent, table
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_documents_agree_with_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_document_that_disagrees_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = tmp_path / "results.md"
+    wrong.write_text(re.sub(r"\b4\.66\b", "5.66", (ROOT / "eval" / "docs" / "results.md").read_text()))
+    monkeypatch.setattr(report, "DOCUMENTS", (wrong,))
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert report.main(["--check"]) == 1
+    shown = capsys.readouterr().err
+    assert "| 5.66 |" in shown and "| 4.66 |" in shown
+
+
+def test_every_picture_that_a_document_shows_is_there() -> None:
+    for document in report.DOCUMENTS:
+        for shown in re.findall(r"!\[[^]]*\]\(([^)]+)\)", document.read_text()):
+            assert (document.parent / shown).is_file(), shown
+
+
+def test_unknown_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(report.EvaluationError, match="no table is called 'speed': there are decode"):
+        report.fill("<!-- report: speed -->\n<!-- report end -->")
+    (tmp_path / "notes.jsonl").write_text('{"note": 1}\n')
+    for name, message in (("none.jsonl", "cannot read"), ("notes.jsonl", "first line is no header")):
+        assert report.main([str(tmp_path / name)]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_table_leaves_empty_columns_out() -> None:
+    rows: list[dict[str, Any]] = [{"a": 0.5, "b": None, "c": (-0.01, 0.02)}, {"a": 1.25, "c": None}]
+    columns = [("a", number("a", 1)), ("b", percent("b")), ("c", bounds("c", 2)), ("a %", percent("a"))]
+    assert table(rows, columns).splitlines() == [
+        "| a | c | a % |",
+        "| --- | --- | --- |",
+        "| 0.5 | -0.01 … +0.02 | 50.0 % |",
+        "| 1.2 |  | 125.0 % |",
+    ]
+
+
+def item(arm: str, index: int, score: float, **more: Any) -> dict[str, Any]:
+    row = {"kind": "item", "arm": arm, "id": f"single/1024/0.5/{index}", "task": "single", "length": 1024}
+    row |= {"depth": 0.5, "index": index, "prompt_sha": str(index), "completion_tokens": 7}
+    return row | {"scores": {"score": score}, **more}
+
+
+def write(path: Path, command: str, rows: list[dict[str, Any]]) -> None:
+    rows = [{"kind": "header", "command": command}, *rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_comparison_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [item("base", i, float(i != 3)) for i in range(10)] + [item("compare", i, 1.0) for i in range(10)]
+    counted = {"pages_attended": 10, "pages_held": 100}
+    rows += [{"kind": "counters", "arm": "base", "task": "single", "length": 1024, "counters": counted}]
+    write(tmp_path / "niah.jsonl", "eval.niah", rows)
+    write(tmp_path / "niah--random_pages.jsonl", "eval.niah", [item("base", i, float(i == 0)) for i in range(10)])
+    assert report.main([str(tmp_path), "--out", str(tmp_path / "pictures")]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "niah: single" in line]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1:7] == ["1k", "10", "score", "1.000", "0.900", "-0.100"]
+    assert cells[8:] == ["10.0 %", "0.100", "yes", "unclear"]
+    assert (tmp_path / "pictures" / "niah-base.png").is_file()
+
+
+def test_a_control_with_other_questions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [item(arm, i, 1.0) for arm in ("base", "compare") for i in range(3)]
+    write(tmp_path / "niah.jsonl", "eval.niah", rows)
+    write(tmp_path / "niah--true_mass.jsonl", "eval.niah", [item("base", i, 1.0, prompt_sha="x") for i in range(3)])
+    assert report.main([str(tmp_path)]) == 1
+    assert "the control true_mass was not asked single/1024/0.5/0" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""Intervals and verdicts, on numbers whose answer is known."""
+
+import numpy as np
+import pytest
+
+from eval.stats import compare, interval, mean_interval, paired_interval, resamples, standard_error, verdict
+
+
+def test_bootstrap() -> None:
+    weights = resamples(50, seed=3)
+    assert weights.shape == (10_000, 50) and np.allclose(weights.sum(1), 1)
+    assert np.array_equal(weights, resamples(50, seed=3)) and not np.array_equal(weights, resamples(50, seed=4))
+    values = np.random.default_rng(0).normal(2.0, 1.0, 50)
+    low, high = interval(weights @ values)
+    assert low < values.mean() < high
+    assert high - low == pytest.approx(2 * 1.96 * standard_error(values), rel=0.1)
+    assert standard_error(np.array([1.0, 3.0])) == pytest.approx(1.0)
+    assert standard_error(np.array([1.0])) == 0.0
+
+
+def test_mean_interval_is_wilsons() -> None:
+    # Wilson's interval of 5 of 5 and of 8 of 10.
+    assert mean_interval([1.0] * 5) == pytest.approx((0.5655, 1.0), abs=1e-4)
+    assert mean_interval([1.0] * 8 + [0.0] * 2) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert mean_interval([0.0]) == pytest.approx((0.0, 0.7935), abs=1e-4)
+
+
+def test_paired_interval_covers_the_truth() -> None:
+    rng = np.random.default_rng(0)
+    # One of 25 pairs is lost, one of 50 won: the true mean is -.02.
+    drawn = rng.choice([-1.0, 0.0, 1.0], p=[0.04, 0.94, 0.02], size=(2000, 300))
+    bounds = np.array([paired_interval(row) for row in drawn])
+    covered = ((bounds[:, 0] <= -0.02) & (bounds[:, 1] >= -0.02)).mean()
+    assert 0.93 <= covered <= 0.99
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ((-0.005, 0.005), "same"),
+        ((-0.009, -0.001), "same"),
+        ((-0.03, -0.001), "worse"),
+        ((-0.03, 0.02), "unclear"),
+        ((0.001, 0.03), "better"),
+        ((-0.001, 0.3), "same"),
+    ],
+)
+def test_verdict(bounds: tuple[float, float], expected: str) -> None:
+    assert verdict(bounds) == expected
+
+
+def test_compare_is_paired() -> None:
+    ones, none = [1.0] * 500, [0.0] * 500
+    assert compare(ones, ones)["verdict"] == "same" and compare(none, ones)["verdict"] == "worse"
+    found = compare([*[0.0] * 10, *[1.0] * 490], ones)
+    assert found["diff"] == pytest.approx(-0.02) and (found["lost"], found["won"]) == (10, 0)
+    assert found["verdict"] == "worse"
+    # Twenty questions cannot decide about one point.
+    assert compare([1.0] * 20, [1.0] * 20)["verdict"] == "unclear"
