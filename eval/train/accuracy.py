@@ -33,6 +33,7 @@ from eval.text import (
     unique_keys,
 )
 from eval.train.checkpoint import load
+from eval.train.dsa_model import TinyDSA
 from eval.train.layers import TinyModel
 from eval.train.sparse import Rows
 
@@ -190,24 +191,37 @@ def measure(
     samples = sampler.samples(task, length, n)
     right = [ok for part in chunks(samples, size) for ok in judge(model, sampler.tokenizer, part, rows)]
     line: dict[str, object] = {"task": task.name, "form": task.form.name, "length": length, "n": n}
-    line |= {"selector": rows[0] if rows else "dense", "ratio": rows[1] if rows else 1.0}
+    line |= {"selector": rows[0] if rows else model.native, "ratio": rows[1] if rows else native_ratio(model, length)}
     line |= {"exact_match": round(sum(right) / n, 4), "seconds": round(time.perf_counter() - start, 1)}
     return line
 
 
+def native_ratio(model: TinyModel, length: int) -> float:
+    """Share of the tokens that a row attends to by itself."""
+    return min(1.0, model.topk / length) if isinstance(model, TinyDSA) else 1.0
+
+
+def choices(model: TinyModel, length: int) -> list[Choice]:
+    """Selectors and ratios to compare; an indexer's choice has a fixed size, and so have the others."""
+    if isinstance(model, TinyDSA):
+        return [(name, 1.0 if name == "dense" else native_ratio(model, length)) for name in model.selectors]
+    return list(product(model.selectors, RATIOS))
+
+
 def jobs(model: TinyModel, max_length: int) -> list[Job]:
-    """What is measured, in order: dense up to 8k, sparse, dense above."""
+    """What is measured, in order: as the model attends by itself up to 8k, with other choices, by itself above."""
     lengths = [length for length in LENGTHS if length <= max_length]
     short = [(task, length, None) for length in lengths if length <= SPARSE_LENGTH for task in TASKS]
     long = [(task, length, None) for length in lengths if length > SPARSE_LENGTH for task in TASKS]
     chosen = [task for task in TASKS if task.name in SPARSE_TASKS]
-    choices = [(task, rows) for rows in product(model.selectors, RATIOS) for task in chosen]
-    return [*short, *((task, min(SPARSE_LENGTH, max_length), rows) for task, rows in choices), *long]
+    length = min(SPARSE_LENGTH, max_length)
+    sparse = [(task, length, rows) for rows in choices(model, length) for task in chosen]
+    return [*short, *sparse, *long]
 
 
 def is_brief(job: Job) -> bool:
     """Whether a job belongs to a first look, a tenth of the whole."""
-    return job[0].name in BRIEF_TASKS and (job[2] is None or job[2][1] == BRIEF_RATIO)
+    return job[0].name in BRIEF_TASKS and (job[2] is None or job[2][1] == BRIEF_RATIO or job[2][1] not in RATIOS)
 
 
 def write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eval.text import IM_END, SPECIAL_TOKENS
+from eval.train.dsa_model import TinyDSA
 from eval.train.layers import EPS, HIDDEN, LAYERS, MLP, ROPE_THETA, TinyModel
 from eval.train.mla_model import TinyMLA
 from eval.train.model import TinyGQA
 from eval.train.tokenizer import MAX_LENGTH, VOCAB_SIZE
 
-MODELS: dict[str, type[TinyGQA] | type[TinyMLA]] = {model.architecture: model for model in (TinyGQA, TinyMLA)}
+MODELS: dict[str, type[TinyGQA] | type[TinyMLA]] = {m.architecture: m for m in (TinyGQA, TinyMLA, TinyDSA)}
 WEIGHTS = "model.safetensors"
+# Readers prefer a file named as WEIGHTS to an index, so that the link to the trunk must have another name.
+TRUNK, INDEXER = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def config(model: TinyModel) -> dict[str, Any]:
@@ -56,7 +61,33 @@ def save(model: TinyModel, folder: Path) -> None:
     stop = [SPECIAL_TOKENS.index(token) for token in (IM_END, "<|endoftext|>")]
     generation = {"do_sample": False, "eos_token_id": stop, "pad_token_id": SPECIAL_TOKENS.index("<|pad|>")}
     write_json(folder / "generation_config.json", generation)
-    save_weights(model, folder / WEIGHTS)
+    if isinstance(model, TinyDSA):
+        write_json(folder / INDEX, shard_index(model))
+    save_weights(model, folder / (INDEXER if isinstance(model, TinyDSA) else WEIGHTS))
+
+
+def shard_index(model: TinyDSA) -> dict[str, Any]:
+    """Which of both files has which weight."""
+    shards = {TRUNK: model.trunk_weights(), INDEXER: model.named_weights()}
+    size = sum(2 * weight.numel() for weights in shards.values() for weight in weights.values())
+    where = {name: file for file, weights in shards.items() for name in weights}
+    return {"metadata": {"total_size": size}, "weight_map": where}
+
+
+def link_trunk(trunk: Path, folder: Path) -> None:
+    """Links weights and tokenizer of a model that is built on another one, by relative paths.
+
+    Raises:
+        ValueError: if the trunk is no tiny MLA model.
+    """
+    found = architecture(trunk)
+    if found != TinyMLA.architecture:
+        raise ValueError(f"the trunk {trunk} is no tiny MLA model: got {found}, allowed is {TinyMLA.architecture}")
+    folder.mkdir(parents=True, exist_ok=True)
+    links = {TRUNK: WEIGHTS} | {name: name for name in ("tokenizer.json", "tokenizer_config.json")}
+    for name, target in links.items():
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(os.path.relpath((trunk / target).resolve(), folder.resolve()))
 
 
 def save_weights(model: TinyModel, path: Path) -> None:
@@ -65,16 +96,31 @@ def save_weights(model: TinyModel, path: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
-@torch.no_grad()
 def load_weights(model: TinyModel, path: Path) -> None:
     """Fills a model, whatever its type and device.
 
     Raises:
         KeyError: if the file lacks a weight.
     """
+    _fill(model.named_weights(), path)
+
+
+def load_trunk(model: TinyDSA, folder: Path) -> None:
+    """Fills what is not the indexers' from the folder of a tiny MLA model; errors as in `load_weights`."""
+    _fill(model.trunk_weights(), folder / WEIGHTS)
+
+
+@torch.no_grad()
+def _fill(weights: dict[str, torch.Tensor], path: Path) -> None:
     stored = load_file(path)
-    for name, weight in model.named_weights().items():
+    for name, weight in weights.items():
         weight.copy_(stored[name])
+
+
+def architecture(folder: Path) -> str:
+    """Class of a checkpoint."""
+    (found,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return found
 
 
 def load(folder: Path, device: torch.device, dtype: torch.dtype) -> TinyModel:
@@ -83,9 +129,11 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype) -> TinyModel:
     Raises:
         ValueError: if config.json names an architecture that is none of the tiny models'.
     """
-    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
-    if architecture not in MODELS:
-        raise ValueError(f"{folder} is no tiny model: got {architecture}, allowed are {', '.join(MODELS)}")
-    model = MODELS[architecture](compute=dtype)
-    load_weights(model, folder / WEIGHTS)
+    found = architecture(folder)
+    if found not in MODELS:
+        raise ValueError(f"{folder} is no tiny model: got {found}, allowed are {', '.join(MODELS)}")
+    model = MODELS[found](compute=dtype)
+    if isinstance(model, TinyDSA):
+        _fill(model.trunk_weights(), folder / TRUNK)
+    load_weights(model, folder / (INDEXER if isinstance(model, TinyDSA) else WEIGHTS))
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)

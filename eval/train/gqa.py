@@ -42,7 +42,7 @@ class GQATrainer(Trainer):
         return TinyGQA(compute, compiled)
 
     def new_optimizers(self, fused: bool) -> list[torch.optim.Optimizer]:
-        """See Trainer. Muon at 0.02 forms lookups by words after about as many steps of the short stage."""
+        """See Trainer. Muon at 0.02 formed lookups by words after about as many steps of the short stage."""
         options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": fused}
         return [torch.optim.AdamW(w, **options) for w in (self.model.matrices(), self.model.others())]
 

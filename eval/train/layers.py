@@ -64,7 +64,7 @@ class TinyModel(nn.Module, ABC):
         shapes: weights of a layer by their names in transformers, first those of `project`, then those of `finish`.
         rope: head dimensions that are rotated.
         neox: whether the halves are rotated against each other rather than neighbours.
-        selectors: what `Rows.selector` may be besides "dense".
+        selectors: what `Rows.selector` may be besides `native`, which is what all rows do without `Rows`.
         name, architecture: of the checkpoint.
     """
 
@@ -72,6 +72,7 @@ class TinyModel(nn.Module, ABC):
     rope: ClassVar[int]
     neox: ClassVar[bool]
     selectors: ClassVar[tuple[str, ...]]
+    native: ClassVar[str] = "dense"
     name: ClassVar[str]
     architecture: ClassVar[str]
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from eval.train.mixes import FULL, LINKS, SHORT
 from eval.train.mla_model import NOPE, ROPE, VALUE, TinyMLA
-from eval.train.muon import Muon
 from eval.train.run import arguments, train
 from eval.train.schedule import Stage
 from eval.train.sparse import Rows
@@ -34,7 +33,7 @@ def _stage(name: str, length: int, steps: int, share: float, least: int, digits:
 
 
 STAGES = (
-    Stage("short", 256, 4000, 0.4, WORD_FORMS, 300, SHORT, threshold=0.92, looks=2),
+    Stage("short", 256, 4000, 0.3, WORD_FORMS, 300, SHORT, threshold=0.92, looks=2, required=True),
     Stage("links", 256, 4000, 0.35, ("var", "var_completion"), 200, LINKS, threshold=0.8, looks=2),
     _stage("256", 256, 1000, 0.15, 300, (3, 5)),
     _stage("1k", 1024, 800, 0.15, 300, (4, 6)),
@@ -47,7 +46,7 @@ STAGES = (
 
 
 class MLATrainer(Trainer):
-    """Trains with Muon and with rows that attend to the blocks that the RoPE-only scores or the true mass choose."""
+    """Trains with AdamW and with rows that attend to the blocks that the RoPE-only scores or the true mass choose."""
 
     stages = STAGES
     groups, ahead = 24, 8
@@ -58,8 +57,8 @@ class MLATrainer(Trainer):
 
     def new_optimizers(self, fused: bool) -> list[torch.optim.Optimizer]:
         """See Trainer."""
-        rest = torch.optim.AdamW(self.model.others(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
-        return [Muon(self.model.matrices(), lr=0.02), rest]
+        options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": fused}
+        return [torch.optim.AdamW(w, **options) for w in (self.model.matrices(), self.model.others())]
 
     def draw_rows(self, positions: Tensor) -> Rows:
         """See Trainer."""

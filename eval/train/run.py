@@ -26,15 +26,21 @@ PROMPTS = 64
 Line = dict[str, Any]
 
 
-def arguments(description: str, budget: float, evaluation: float) -> argparse.Namespace:
+def arguments(description: str, budget: float, evaluation: float, trunk: bool = False) -> argparse.Namespace:
     """Parses the command line; defaults are in seconds.
+
+    Args:
+        trunk: the model is built on a finished one, whose folder takes the place of the tokenizer's.
 
     Returns:
         The arguments, with `train_seconds`: what the budget leaves for the stages.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data", type=Path, required=True, help="folder with books/train and books/heldout")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
+    if trunk:
+        parser.add_argument("--trunk", type=Path, required=True, help="folder of the finished tiny MLA model")
+    else:
+        parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and of training.jsonl")
     parser.add_argument("--resume", type=Path, help="output folder of an earlier run to go on from")
     parser.add_argument("--from-stage", help="where to begin; by default where the earlier run ran out of time")
@@ -46,6 +52,8 @@ def arguments(description: str, budget: float, evaluation: float) -> argparse.Na
     parser.add_argument("--evaluate-seconds", type=float, default=evaluation, help="of these, for the accuracy")
     parser.add_argument("--revision", default="unknown", help="of the code; goes into the log")
     args = parser.parse_args()
+    if trunk:
+        args.tokenizer = args.trunk
     args.train_seconds = args.budget_seconds - args.evaluate_seconds
     return args
 
@@ -124,7 +132,8 @@ def train(trainer: Trainer, size: int, widths: tuple[int, ...]) -> None:
     if args.resume:
         load_weights(trainer.model, args.resume / RESUME)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if args.out.resolve() != args.tokenizer.resolve():
+        # A model on a trunk links to its files.
+        if (args.out / name).resolve() != (args.tokenizer / name).resolve():
             shutil.copy(args.tokenizer / name, args.out / name)
     log.append(header(trainer))
     backends, width = attention_backends(trainer.device, size, widths)
@@ -138,6 +147,8 @@ def train(trainer: Trainer, size: int, widths: tuple[int, ...]) -> None:
                 # In bfloat16: the rounding is less than a step, and files of 14 MiB travel more easily.
                 save_weights(trainer.model, args.out / RESUME)
             (args.out / LOG).write_text("".join(json.dumps(line) + "\n" for line in log))
+            if stage.required and log[-1]["ended"] != "gate":
+                raise SystemExit(f"the stage {stage.name} ended before its gate opened: try another seed")
     if args.evaluate_seconds:
         evaluate(trainer)
 

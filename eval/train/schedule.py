@@ -23,6 +23,7 @@ class Stage:
             steps; the mean of the last `looks` measurements counts.
         rate: learning rate at the start and at the end, relative to the full one.
         sparse: answer rows attend to selected blocks, at random lengths.
+        required: if the gate stays shut, nothing that follows can be learned and the run ends.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Stage:
     sparse: bool = False
     threshold: float = 0.85
     looks: int = 1
+    required: bool = False
 
 
 def passed(stage: Stage, done: int, measured: Sequence[Mapping[str, float]]) -> bool:

@@ -27,7 +27,6 @@ from eval.train.sparse import Rows
 GATE_FORMS = ("needle", "needle_ruler", "var", "records")
 REPORT_FORMS = (*GATE_FORMS, "needle_boxed", "needle_sentence", "passkey", "json", "json_completion", "var_completion")
 WARM_UP = 100
-LOSSES = ("text", "answer", "auxiliary")
 
 
 def token_stream(tokenizer: Tokenizer, books: Iterable[str], device: torch.device) -> Tensor:
@@ -56,12 +55,14 @@ class Trainer(ABC):
         stages: in order; the last one is what every run ends with.
         groups: groups of equal rows in a built batch; ahead: steps for which a batch is built.
         sparse_lengths: lengths of a sparse stage with their weights; rows of the longest attend densely.
+        losses: what `step` returns.
     """
 
     stages: ClassVar[tuple[Stage, ...]]
     groups: ClassVar[int] = 8
     ahead: ClassVar[int] = 1
     sparse_lengths: ClassVar[dict[int, int]] = {1024: 15, 2048: 15, 4096: 25, 8192: 35, 32768: 10}
+    losses: ClassVar[tuple[str, ...]] = ("text", "answer", "auxiliary")
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.start = args, time.perf_counter()
@@ -126,7 +127,7 @@ class Trainer(ABC):
         return self.draw_rows(last.where(last >= 0, length - 1))
 
     def step(self, stage: Stage, rate: float) -> Tensor:
-        """One update; returns the losses (3,) of text and answers and the auxiliary one."""
+        """One update; returns the `losses`: of text and answers and the auxiliary one."""
         length = min(self.length(stage), self.args.max_length)
         sparse = stage.sparse and length < max(self.sparse_lengths)
         batch = self.pool.next(length, most_turns=4 if sparse else 16)
@@ -158,7 +159,7 @@ class Trainer(ABC):
         """All steps of a stage; returns what the log keeps of it."""
         self.builder.mix = self.judge.mix = stage.mix
         self.pool.clear()
-        begun, done, ended, total = self.seconds(), 0, "steps", torch.zeros(len(LOSSES), device=self.device)
+        begun, done, ended, total = self.seconds(), 0, "steps", torch.zeros(len(self.losses), device=self.device)
         steps, limit = min(stage.steps, self.args.steps), stage.share * (self.args.train_seconds - begun)
         gates: list[dict[str, float]] = []
         losses: dict[str, float] = {}
@@ -171,7 +172,7 @@ class Trainer(ABC):
             done += 1
             if done % EVERY == 0:
                 gates.append(self.measure(stage.length, stage.gate, 64))
-                losses = dict(zip(LOSSES, (total / EVERY).tolist(), strict=True))
+                losses = dict(zip(self.losses, (total / EVERY).tolist(), strict=True))
                 self._report(stage, done, (self.seconds() - begun) / done, losses, gates[-1])
                 total.zero_()
                 if passed(stage, done, gates):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from eval import text
 from eval.train import accuracy, card, mla, run, trainer
@@ -19,7 +19,6 @@ from eval.train.checkpoint import load, save
 from eval.train.latent import MASKED, divergence, latent_rows
 from eval.train.layers import causal
 from eval.train.mla_model import ROPE, TinyMLA
-from eval.train.muon import Muon
 from eval.train.schedule import Stage, next_stage, passed, progress, rate_at
 from eval.train.sparse import Rows
 
@@ -151,22 +150,6 @@ def test_rows_collect_one_divergence_per_layer_and_leave_dense_rows_alone() -> N
     assert gradient is not None
     rotary = gradient.view(8, 128, 192)[:, 64:]
     assert rotary.abs().sum() > 0 and not gradient.view(8, 128, 192)[:, :64].any()
-
-
-def test_muon_is_torchs_muon() -> None:
-    torch.manual_seed(0)
-    shapes = [(48, 32), (48, 32), (16, 64), (32, 32)]
-    mine = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-    theirs = [nn.Parameter(w.detach().clone()) for w in mine]
-    optimizers = [Muon(mine, lr=0.02), torch.optim.Muon(theirs, lr=0.02, weight_decay=0.01)]
-    for _ in range(3):
-        for a, b in zip(mine, theirs, strict=True):
-            a.grad = torch.randn_like(a)
-            b.grad = a.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-3, rtol=0)
 
 
 def test_gate_wants_every_form_and_all_looks() -> None:
