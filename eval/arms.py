@@ -8,8 +8,11 @@ from typing import Any
 
 from eval.client import LiveServer
 from eval.completions import served_model
-from eval.counters import EvaluationError
+from eval.counters import COUNTED, EvaluationError, dense_rows, require_dense
 from eval.suite import Case
+
+# More would make the scores those of a dense server, and the recorded density those of a few rows.
+MAX_DENSE_ROWS = 0.1
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Arm:
     context: int | None
     options: dict[str, Any]
     counted: bool
+
+    @property
+    def asks_dense(self) -> bool:
+        """Whether its requests ask a sparse server to decode dense."""
+        return self.options.get("custom_params", {}).get("sparse") is False
 
 
 def make_arm(name: str, server: LiveServer, facts: dict[str, Any], model: str | None, params: dict[str, Any]) -> Arm:
@@ -62,8 +70,30 @@ def require_method(expect: str, facts: dict[str, Any], compared: bool) -> None:
         )
 
 
+def require_reference(expect: str, facts: Sequence[dict[str, Any]], params: dict[str, Any]) -> None:
+    """Refuse a server to compare with that is no reference.
+
+    Args:
+        expect: of the command line.
+        facts: what the two servers say about themselves.
+        params: custom parameters of the second one's requests.
+
+    Raises:
+        EvaluationError: it runs a sparse method and is not asked to decode dense, or has another model.
+    """
+    method = (facts[1].get("sparse") or {}).get("method")
+    if method and params.get("sparse") is not False and expect != "any":
+        raise EvaluationError(
+            f"the server to compare with runs {method}: say --compare-custom-params '{{\"sparse\": false}}' to have it "
+            "decode dense, or --expect any"
+        )
+    models = [fact.get("model_path") for fact in facts]
+    if all(models) and models[0] != models[1]:
+        raise EvaluationError(f"the servers have different models, {models[0]} and {models[1]}: prompts are token ids")
+
+
 def require_proof(label: str, arm: Arm, expect: str, counts: Sequence[dict[str, int]]) -> None:
-    """Refuse the scores of a sparse server whose counters do not show that it decoded sparse.
+    """Refuse the scores of a server whose counters do not show that it decoded as it was asked to: sparse, or dense.
 
     Args:
         label: of the group, for the message.
@@ -74,14 +104,22 @@ def require_proof(label: str, arm: Arm, expect: str, counts: Sequence[dict[str, 
     Raises:
         EvaluationError: as said; names what to change.
     """
-    dense_asked = arm.options.get("custom_params", {}).get("sparse") is False
-    if expect in ("any", "dense") or dense_asked:
+    total = {name: sum(count[name] for count in counts) for name in COUNTED}
+    if arm.asks_dense:
+        require_dense(f"{label} {arm.name}", total)
         return
-    attended, held = (sum(count[name] for count in counts) for name in ("pages_attended", "pages_held"))
-    if not any(count["sparse_layer_rows"] for count in counts) or attended >= held:
+    if expect in ("any", "dense"):
+        return
+    if not total["sparse_layer_rows"] or total["pages_attended"] >= total["pages_held"]:
         raise EvaluationError(
             f"{label}: nothing of it was decoded sparse, so it says nothing about the method: start the server with "
             "lower min_seq_len, crossover_tokens and min_pages, ask longer questions, or say --expect any"
+        )
+    share = dense_rows(total) or 0.0
+    if share > MAX_DENSE_ROWS:
+        raise EvaluationError(
+            f"{label}: {share:.0%} of the rows were decoded dense, allowed are {MAX_DENSE_ROWS:.0%}: start the server "
+            "with lower min_seq_len and crossover_tokens, raise --concurrency, or say --expect any"
         )
 
 

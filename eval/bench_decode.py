@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
         summary = run(args)
-    except (EvaluationError, httpx.HTTPError) as error:
+    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         print(f"eval.bench_decode: {error}", file=sys.stderr)
         return 1
     print(pd.DataFrame(summary).to_string(index=False))

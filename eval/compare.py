@@ -1,9 +1,9 @@
 """What sparsity costs: a chosen set of tasks on a sparse and a dense server, and one table with a verdict a row.
 
 With ``--base-url`` the servers are there already; the dense one is ``--compare-url``, or the sparse server itself,
-asked to decode dense. With ``--model-path`` both are started on this machine. ``--control NAME=URL`` puts the same
-questions to a control (see eval/controls): a task counts only where a dense server is right and a random choice of
-pages is not.
+asked to decode dense. With ``--model-path`` both are started on this machine, the sparse one without dense fallback.
+``--control NAME=URL`` puts the same questions to a control (see eval/controls): a task gates only where a dense server
+is right and a random choice of as many pages is not.
 
 Each suite writes its own file in the folder ``--out``, and the table goes to ``compare.jsonl`` there; the same command
 goes on where it was interrupted. A verdict is "same" where the sparse server is at most one point worse with 95 %
@@ -25,16 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pandas as pd
 
 from eval.client import LiveServer, list_of
 from eval.counters import EvaluationError
 from eval.record import Record
+from eval.report_tables import comparison_table
 from eval.verdicts import read_folder
 from launch.server import ServerProcess
 
 CONTROLS = Path(__file__).parent / "controls"
 DEPTHS = 5
+# The least number of equal pairs whose 95 % interval is within one point, see `eval.stats.paired_interval`.
+DECIDED_BY = 276
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def _ppl(args: argparse.Namespace, config: Mapping[str, Any]) -> Sequence[object
     ratio, every = _own_setting(config)
     suffix = min(512, args.lengths[0] // 2)
     sizes = ("--length", args.lengths[0], "--suffix", suffix, "--windows", args.n, "--kind", "book,records")
-    return *sizes, "--ratios", ratio, "--intervals", every, *_books(args)
+    return *sizes, "--ratios", ratio, "--intervals", every or "0", *_books(args)
 
 
 def _drift(args: argparse.Namespace, config: Mapping[str, Any]) -> Sequence[object]:
@@ -82,13 +84,15 @@ PARTS: dict[str, Part] = {
         "eval.niah", lambda a, _: [*_lengths(a, -(-a.n // DEPTHS)), "--tasks", "single,multikey,multivalue,multiquery"]
     ),
     "ruler": Part("eval.ruler", lambda a, _: _lengths(a, a.n)),
-    "infinitebench": Part("eval.infinitebench", lambda a, _: _lengths(a, a.n)),
+    "infinitebench": Part("eval.infinitebench", lambda a, _: _lengths(a, -(-a.n // DEPTHS))),
     "long_generation": Part("eval.long_generation", _drift, suite=False),
     "ppl": Part("eval.ppl_rectify", _ppl, suite=False),
 }
 
 
-def run_part(name: str, args: argparse.Namespace, config: Mapping[str, Any], base: str, dense: str | None) -> None:
+def run_part(
+    name: str, args: argparse.Namespace, config: Mapping[str, Any], base: str, reference: Sequence[object]
+) -> None:
     """Run one command of the set, and its questions on the controls.
 
     Args:
@@ -96,7 +100,7 @@ def run_part(name: str, args: argparse.Namespace, config: Mapping[str, Any], bas
         args: the command line.
         config: of the sparse server's method.
         base: URL of the sparse server.
-        dense: URL of the dense one; None asks the sparse one to decode dense.
+        reference: arguments that name the dense one.
 
     Raises:
         EvaluationError: the command failed; it has said why.
@@ -106,13 +110,11 @@ def run_part(name: str, args: argparse.Namespace, config: Mapping[str, Any], bas
     shared += ["--revision", args.revision] if args.revision else []
     first: list[object] = ["--base-url", base, "--out", args.out / f"{name}.jsonl"]
     if not part.suite:
-        first += ["--compare-url", dense] if dense and name == "long_generation" else []
+        # They force tokens, which a stock server cannot do: the sparse one decodes dense for them.
         call(part.module, [*first, *shared])
         return
     tokenizer = ["--tokenizer", args.tokenizer] if args.tokenizer else []
-    dense_of = ["--compare-url", dense or base]
-    dense_of += [] if dense else ["--compare-custom-params", json.dumps({"sparse": False})]
-    call(part.module, [*first, *dense_of, *shared, *tokenizer, "--plot", args.out / name])
+    call(part.module, [*first, *reference, *shared, *tokenizer, "--plot", args.out / name])
     for control, url in args.control:
         out = args.out / f"{name}--{control}.jsonl"
         call(part.module, ["--base-url", url, "--expect", control, "--out", out, *shared, *tokenizer])
@@ -136,7 +138,11 @@ def servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
         yield args.base_url, args.compare_url
         return
     flags = shlex.split(args.server_args)
-    sparse = ["--sparse-method", args.sparse_method, "--sparse-config", args.sparse_config]
+    config = args.sparse_config
+    with contextlib.suppress(json.JSONDecodeError):
+        # The lengths asked for are meant to be decoded sparse, unless the config says otherwise.
+        config = json.dumps({"dense_fallback": "never", **json.loads(config)})
+    sparse = ["--sparse-method", args.sparse_method, "--sparse-config", config]
     args.out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         path = os.pathsep.join([str(CONTROLS), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -149,27 +155,53 @@ def servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
         yield urls[0], urls[1]
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def require_sparse(config: Mapping[str, Any], lengths: Sequence[int]) -> None:
+    """Refuse a server that would decode the shortest questions dense, before hours are spent on the others.
+
+    Raises:
+        EvaluationError: names the field to change.
+    """
+    least = config.get("min_seq_len", 0)
+    if config.get("dense_fallback") != "never" and least > min(lengths):
+        raise EvaluationError(
+            f"the server decodes texts of {min(lengths)} tokens dense: its min_seq_len is {least}; start it with "
+            'dense_fallback "never", or give longer --lengths'
+        )
+
+
+def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     """Run the set and judge.
 
     Returns:
-        The table, see `eval.verdicts.read_folder`.
+        The table, see `eval.verdicts.read_folder`, and the parts that failed.
 
     Raises:
-        EvaluationError: a command failed, or a server is not what it should be.
+        EvaluationError: a server is not what it should be, or nothing was measured.
     """
+    failed = []
     with servers(args) as (base, dense):
         with LiveServer(base) as server:
             facts = server.facts()
             config = server.sparse_state()["config"]
+        require_sparse(config, args.lengths)
+        with LiveServer(dense or base) as server:
+            # A server with a method is as good a reference as a stock one, if it is asked to decode dense.
+            asked = ["--compare-custom-params", json.dumps({"sparse": False})] if server.facts().get("sparse") else []
+        reference = ["--compare-url", dense or base, *asked]
         for name in args.set:
-            run_part(name, args, config, base, dense)
-    table = read_folder(args.out)
-    header = {"arguments": {"set": args.set}, "label": args.label, "servers": {"base": facts}}
-    with Record(args.out / "compare.jsonl", "eval.compare", args.revision, **header) as record:
+            try:
+                run_part(name, args, config, base, reference)
+            except EvaluationError as error:
+                print(f"eval.compare: {error}", file=sys.stderr)
+                failed.append(name)
+    table = read_folder(args.out, [name for name in args.set if name not in failed])
+    names = ("set", "lengths", "n", "seed", "control", "base_url", "compare_url", "model_path")
+    arguments = {name: getattr(args, name) for name in names}
+    header = {"arguments": json.loads(json.dumps(arguments, default=str)), "label": args.label}
+    with Record(args.out / "compare.jsonl", "eval.compare", args.revision, servers={"base": facts}, **header) as record:
         for line in table:
             record.add("summary", **line)
-    return table
+    return table, failed
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -184,7 +216,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--control", action="append", default=[], metavar="NAME=URL", help="a server of eval/controls")
     parser.add_argument("--model-path", help="start both servers with this checkpoint")
     parser.add_argument("--sparse-method", default="resa", help="of the server to start")
-    parser.add_argument("--sparse-config", default="{}", help="of the server to start")
+    parser.add_argument("--sparse-config", default="{}", help="of the server to start: inline JSON or a file")
     parser.add_argument("--server-args", default="", help="further arguments of both servers, as one string")
     parser.add_argument("--out", type=Path, required=True, help="folder")
     parser.add_argument("--set", type=list_of(str), default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
@@ -194,7 +226,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="folder or name; the server's own model path by default")
     parser.add_argument("--concurrency", type=int, default=8, help="questions in flight")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--strict", action="store_true", help="status 1 unless every task that gates is same or better")
+    parser.add_argument(
+        "--strict", action="store_true", help="status 1 unless a task gates and all that do are same or better"
+    )
     parser.add_argument("--label", help="kept in the file's header")
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
@@ -211,16 +245,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def passes(table: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every task that gates, at least one, is the same or better."""
+    gating = [line for line in table if line["gates"]]
+    return bool(gating) and all(line["verdict"] in ("same", "better") for line in gating)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 where a part of it failed, and with ``--strict`` where the verdicts say so."""
     args = parse(arguments)
     try:
-        table = run(args)
-    except (EvaluationError, httpx.HTTPError, RuntimeError, TimeoutError) as error:
+        table, failed = run(args)
+    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError, TimeoutError) as error:
         print(f"eval.compare: {error}", file=sys.stderr)
         return 1
-    print(pd.DataFrame(table).to_string(index=False))
-    return 1 if args.strict and any(line["verdict"] in ("worse", "unclear") for line in table if line["gates"]) else 0
+    print(comparison_table(table))
+    if any(line["verdict"] == "unclear" for line in table):
+        print(f"\n{DECIDED_BY} questions that are answered alike decide a point; so many or more need --n.")
+    return 1 if failed or (args.strict and not passes(table)) else 0
 
 
 if __name__ == "__main__":

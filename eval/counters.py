@@ -30,8 +30,13 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
 
 
 def density(counts: dict[str, int]) -> float | None:
-    """Share of the held pages that the selection kernel attended to, None if it did not run."""
+    """Share of the held pages that the selection kernel attended to, None if it did not run; see `dense_rows`."""
     return counts["pages_attended"] / counts["pages_held"] if counts["pages_held"] else None
+
+
+def dense_rows(counts: dict[str, int]) -> float | None:
+    """Share of the decoded rows that ran dense outside the selection kernel, and so are not in `density`."""
+    return counts["dense_fallback_rows"] / counts["decode_rows"] if counts["decode_rows"] else None
 
 
 def require_dense(label: str, counts: dict[str, int]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
+from eval.counters import EvaluationError
 from eval.divergence import TOP, gap_change, kl
 from eval.record import Record, server_facts
 from eval.text import FORMS, Haystack, hide, prompt_text, random_key, random_number, read_books
@@ -73,6 +74,36 @@ def compare(dense: dict[str, Any], sparse: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare the servers and write the file.
+
+    Returns:
+        The summary.
+
+    Raises:
+        EvaluationError: a server does not answer, or runs no sparse method.
+    """
+    with contextlib.ExitStack() as stack:
+        urls = args.base_url, args.compare_url, args.noise_url or args.compare_url
+        clients = [stack.enter_context(httpx.Client(base_url=u, timeout=600, trust_env=False)) for u in urls]
+        sparse, dense, other = clients
+        before = server_facts(sparse)["sparse"]
+        if before is None:
+            raise EvaluationError(f"{args.base_url} does not run a sparse method")
+        facts = dict(zip(("sparse", "dense", "noise"), map(server_facts, clients), strict=True))
+        record = stack.enter_context(Record(args.out, "eval.identity", args.revision, servers=facts))
+        rows, noise = [], 0.0
+        for text in tqdm(make_prompts(args.prompts, args.seed)):
+            expected = generate(dense, text, args.tokens)
+            rows.append(compare(expected, generate(sparse, text, args.tokens)))
+            if args.noise_url:
+                noise = max(noise, compare(expected, generate(other, text, args.tokens))["gap_change"])
+            record.add("prompt", **rows[-1])
+        summary = summarise(rows, before, server_facts(sparse)["sparse"], noise)
+        record.add("summary", prompts=args.prompts, tokens=args.tokens, noise=noise, **summary)
+    return summary
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; exit status 0 when the gate holds."""
     parser = argparse.ArgumentParser(prog="eval.identity", description=__doc__)
@@ -85,24 +116,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
-    with contextlib.ExitStack() as stack:
-        urls = args.base_url, args.compare_url, args.noise_url or args.compare_url
-        clients = [stack.enter_context(httpx.Client(base_url=u, timeout=600, trust_env=False)) for u in urls]
-        sparse, dense, other = clients
-        before = server_facts(sparse)["sparse"]
-        if before is None:
-            parser.error(f"{args.base_url} does not run a sparse method")
-        facts = dict(zip(("sparse", "dense", "noise"), map(server_facts, clients), strict=True))
-        record = stack.enter_context(Record(args.out, "eval.identity", args.revision, **facts))
-        rows, noise = [], 0.0
-        for text in tqdm(make_prompts(args.prompts, args.seed)):
-            expected = generate(dense, text, args.tokens)
-            rows.append(compare(expected, generate(sparse, text, args.tokens)))
-            if args.noise_url:
-                noise = max(noise, compare(expected, generate(other, text, args.tokens))["gap_change"])
-            record.add("prompt", **rows[-1])
-        summary = summarise(rows, before, server_facts(sparse)["sparse"], noise)
-        record.add("summary", prompts=args.prompts, tokens=args.tokens, noise=noise, **summary)
+    try:
+        summary = run(args)
+    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        print(f"eval.identity: {error}", file=sys.stderr)
+        return 1
     print(summary)
     return 0 if summary["passed"] else 1
 

@@ -263,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
         rows = {"ruler": ruler, "gsm8k": gsm8k, "serving": serving, "agree": agree}[args.judge](args)
-    except (EvaluationError, httpx.HTTPError) as error:
+    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         print(f"eval.judges: {error}", file=sys.stderr)
         return 1
     print(pd.DataFrame(rows).to_string(index=False))

@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
         summary = summarise(rows_of(args.file, COMMAND), args.seed) if args.file else run(args)
         if args.plot:
             plot(summary, args.plot)
-    except (EvaluationError, httpx.HTTPError) as error:
+    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         print(f"{COMMAND}: {error}", file=sys.stderr)
         return 1
     print(pd.DataFrame(summary).to_string(index=False, float_format="{:.5f}".format))

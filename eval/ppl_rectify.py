@@ -241,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
         summary = summarise(read_rows(args.file), args.seed) if args.file else run(args)
-    except (EvaluationError, httpx.HTTPError) as error:
+    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         print(f"eval.ppl_rectify: {error}", file=sys.stderr)
         return 1
     if args.plot:

@@ -73,12 +73,20 @@ def server_facts(client: httpx.Client) -> dict[str, Any]:
         info = client.get("/server_info")
     except httpx.TransportError as error:
         raise Unreachable(f"no server answers at {client.base_url}: {error}") from error
+    try:
+        facts: dict[str, Any] = (
+            {"models": [model["id"] for model in models.json()["data"]]} if models.is_success else {}
+        )
+        answer = info.json() if info.is_success else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unreachable(f"{client.base_url} is no OpenAI-compatible server: it answers something else") from error
     if models.is_error and info.is_error:
-        raise Unreachable(f"{client.base_url} is no OpenAI-compatible server: /v1/models answers {models.status_code}")
-    facts: dict[str, Any] = {"models": [model["id"] for model in models.json()["data"]]} if models.is_success else {}
-    if info.is_error:
+        raise Unreachable(
+            f"{client.base_url} is no OpenAI-compatible server: /v1/models answers {models.status_code}; the URL is "
+            "that of the server itself, without /v1"
+        )
+    if answer is None:
         return facts
-    answer = info.json()
     facts |= {field: answer.get(field) for field in SERVER_FIELDS}
     facts["sparse"] = answer["internal_states"][0].get("sparse")
     facts["memory_usage"] = answer["internal_states"][0].get("memory_usage")
@@ -95,6 +103,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise EvaluationError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise EvaluationError(f"{path} is no text") from error
     rows = []
     for number, line in enumerate(lines, 1):
         try:
@@ -102,6 +112,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number < len(lines):
                 raise EvaluationError(f"{path}, line {number}, is no JSON: {error}") from error
+    if any(not isinstance(row, dict) for row in rows):
+        raise EvaluationError(f"{path} is no file of results: a line is no JSON object")
     return rows
 
 

@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
             files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
             for file in files if args.out else []:
                 draw(file, args.out / file.stem)
-    except EvaluationError as error:
+    except (EvaluationError, OSError) as error:
         print(f"eval.report: {error}", file=sys.stderr)
         return 1
     return 0

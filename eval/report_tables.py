@@ -63,9 +63,8 @@ def percent(name: str) -> Callable[[Row], str]:
     return lambda row: f"{write(row)} %" if write(row) else ""
 
 
-def comparison(folder: Path) -> str:
+def comparison_table(rows: Sequence[Row]) -> str:
     """The table of ``eval.compare``: scores of 1 at best; perplexity as nats per token, where less is better."""
-    rows = read_folder(folder)
     columns: list[Column] = [
         ("task", lambda row: f"{row['suite']}: {row['task']}"),
         ("length", length),
@@ -76,9 +75,10 @@ def comparison(folder: Path) -> str:
         ("difference", number("diff", 3, sign=True)),
         ("95 %", bounds("diff_interval", 3)),
         ("read", percent("density")),
+        ("rows dense", percent("dense_rows")),
         ("true mass", number("true_mass", 3)),
         ("random", number(RANDOM, 3)),
-        ("gates", lambda row: "yes" if row["gates"] else ""),
+        ("gates", lambda row: {None: "", True: "yes", False: "no"}[row["gates"]]),
         ("verdict", text("verdict")),
     ]
     return table(rows, columns)
@@ -178,6 +178,8 @@ def _shape(row: Row) -> str:
 def questions(path: Path) -> str:
     """The summary of a suite of questions."""
     rows = read_rows(path)
+    if not any(row["kind"] == "summary" for row in rows):
+        raise EvaluationError(f"{path} has no summary: its run was refused or interrupted; run the same command again")
     items, counters = ([row for row in rows if row["kind"] == kind] for kind in ("item", "counters"))
     columns: list[Column] = [
         ("task", text("task")),
@@ -203,7 +205,7 @@ def any_table(path: Path) -> str:
         EvaluationError: it is none.
     """
     if path.is_dir():
-        return comparison(path)
+        return comparison_table(read_folder(path))
     rows = read_rows(path)
     command = rows[0].get("command") if rows else None
     known = {"eval.ppl_rectify": rectification, "eval.long_generation": drift, "eval.recall": recall}

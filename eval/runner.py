@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import pandas as pd
 
-from eval.arms import Arm, make_arm, require_method, require_proof, require_room
+from eval.arms import Arm, make_arm, require_method, require_proof, require_reference, require_room
 from eval.client import LiveServer
 from eval.completions import complete
-from eval.counters import EvaluationError, Unreachable, density, moved
+from eval.counters import EvaluationError, Unreachable, dense_rows, density, moved
 from eval.record import Record
 from eval.suite import Case, Prompt, Suite
 from eval.summary import summarise
@@ -106,7 +106,7 @@ class Run:
                     left = group[-1:]
                 if left:
                     self._group(label, arm, left)
-                if arm.name == "base" and arm.counted:
+                if arm.counted:
                     require_proof(label, arm, self.expect, self._counted(arm, group[0]))
 
     def _counted(self, arm: Arm, case: Case) -> list[dict[str, int]]:
@@ -124,7 +124,8 @@ class Run:
             return
         counts = moved(before, arm.server.counters())
         row = {"arm": arm.name, "task": cases[0].task, "length": cases[0].length, "items": len(cases)}
-        self.counts.append({"kind": "counters", **row, "density": density(counts), "counters": counts})
+        row |= {"density": density(counts), "dense_rows": dense_rows(counts)}
+        self.counts.append({"kind": "counters", **row, "counters": counts})
         self.record.add(**self.counts[-1])
 
     async def _item(self, client: httpx.AsyncClient, arm: Arm, case: Case) -> None:
@@ -201,6 +202,8 @@ def run(suite_class: type[Suite], args: argparse.Namespace) -> tuple[Suite, list
     names = ("base", "compare")[: len(servers)]
     facts = [server.facts() for server in servers]
     require_method(args.expect, facts[0], bool(args.compare_url))
+    if args.compare_url:
+        require_reference(args.expect, facts, args.compare_custom_params)
     suite = suite_class(args, _tokens(args.tokenizer, facts[0]))
     cases = suite.cases()
     params = (args.custom_params, args.compare_custom_params)
@@ -213,15 +216,26 @@ def run(suite_class: type[Suite], args: argparse.Namespace) -> tuple[Suite, list
             estimate(suite, arms, cases)
         began = time.monotonic()
         work.all_groups(cases)
+        print(f"{len(work.rows)} answers in {time.monotonic() - began:.0f} s", file=sys.stderr)
+        for arm in arms:
+            require_answers(arm.name, [row for row in work.rows if row["arm"] == arm.name])
+        # Written last: a file without a summary is of a run that was refused or interrupted.
         summary = summarise(work.rows, work.counts)
         for row in summary:
             record.add("summary", **row)
-    failed = [row for row in work.rows if row.get("failed")]
-    print(f"{len(work.rows) - len(failed)} answers in {time.monotonic() - began:.0f} s", file=sys.stderr)
-    if len(failed) > MAX_FAILED * len(work.rows):
-        reasons = sorted({row["failed"] for row in failed})
-        raise EvaluationError(f"void: {len(failed)} of {len(work.rows)} requests failed: {'; '.join(reasons[:3])}")
     return suite, work.rows, summary
+
+
+def require_answers(arm: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Refuse the scores of a server that did not answer half a percent of the questions.
+
+    Raises:
+        EvaluationError: names some reasons.
+    """
+    failed = [row for row in rows if row.get("failed")]
+    if len(failed) > MAX_FAILED * len(rows):
+        reasons = sorted({row["failed"] for row in failed})
+        raise EvaluationError(f"void: {len(failed)} of {len(rows)} {arm} requests failed: {'; '.join(reasons[:3])}")
 
 
 def _tokens(path: str | None, facts: dict[str, Any]) -> Tokens:
@@ -241,9 +255,15 @@ def main(suite_class: type[Suite], arguments: list[str] | None = None) -> int:
         suite, rows, summary = run(suite_class, args)
         if args.plot:
             suite.plot([row for row in rows if row["arm"] == "base" and not row.get("failed")], str(args.plot))
-    except (EvaluationError, httpx.HTTPError) as error:
+    except Unreachable as error:
         kept = f" (what was measured is in {args.out}: the same command goes on with it)" if args.out.exists() else ""
         print(f"{suite_class.command}: {error}{kept}", file=sys.stderr)
         return 1
+    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        print(f"{suite_class.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{suite_class.command}: interrupted; the same command goes on with {args.out}", file=sys.stderr)
+        return 130
     print(pd.DataFrame(summary).to_string(index=False))
     return 0

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from eval.counters import COUNTED, dense_rows, density
 from eval.stats import compare, mean_interval
 
 Row = Mapping[str, Any]
@@ -20,9 +21,9 @@ def summarise(items: Sequence[Row], counters: Sequence[Row]) -> list[dict[str, A
 
     Returns:
         One dict for each task, length and arm, in the order of the items: ``n`` and ``failed``; ``score`` with its
-        95 % interval; the means of any further scores; ``tokens``, the mean length of the answers; ``density``, the
-        share of the held pages that decode attended to (None where nobody counts). The base arm of a run with two
-        servers has the figures of `eval.stats.compare` too: paired, over the questions that both answered.
+        95 % interval; the means of any further scores; ``tokens``, the mean length of the answers; what the server
+        read (see `reading`). The base arm of a run with two servers has the figures of `eval.stats.compare` too:
+        paired, over the questions that both were asked.
     """
     groups: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in items:
@@ -30,10 +31,10 @@ def summarise(items: Sequence[Row], counters: Sequence[Row]) -> list[dict[str, A
     found = []
     for (task, length, arm), rows in groups.items():
         line = {"task": task, "length": length, "arm": arm, **_figures(list(rows.values()))}
-        line["density"] = density([c for c in counters if (c["task"], c["length"], c["arm"]) == (task, length, arm)])
+        line |= reading([c for c in counters if (c["task"], c["length"], c["arm"]) == (task, length, arm)])
         theirs = groups.get((task, length, "compare"))
         if arm == "base" and theirs:
-            both = [key for key in rows if key in theirs]
+            both = [key for key in rows if key in theirs and same_question(rows[key], theirs[key])]
             line |= compare([score(rows[key]) for key in both], [score(theirs[key]) for key in both])
         found.append(line)
     return found
@@ -56,7 +57,18 @@ def _figures(rows: list[Row]) -> dict[str, Any]:
     return figures
 
 
-def density(rows: Sequence[Row]) -> float | None:
-    """Share of the held pages that decode attended to, over ``counters`` rows; None where nobody counted."""
-    held = sum(row["counters"]["pages_held"] for row in rows)
-    return sum(row["counters"]["pages_attended"] for row in rows) / held if held else None
+def same_question(one: Row, other: Row) -> bool:
+    """Whether two items had the same prompt, as far as they got one: a failed request may have none."""
+    prompts = {row["prompt_sha"] for row in (one, other) if "prompt_sha" in row}
+    return len(prompts) < 2
+
+
+def reading(rows: Sequence[Row]) -> dict[str, float | None]:
+    """What a sparse server read, over ``counters`` rows; None where nobody counted.
+
+    Returns:
+        ``density``: the share of the held pages that sparse rows attended to. ``dense_rows``: the share of the decoded
+        rows that ran dense, which are not in it.
+    """
+    totals = {name: sum(row["counters"][name] for row in rows) for name in COUNTED}
+    return {"density": density(totals), "dense_rows": dense_rows(totals)}

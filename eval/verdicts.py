@@ -9,38 +9,51 @@ from typing import Any
 from eval.counters import EvaluationError
 from eval.record import read_rows
 from eval.stats import Interval, compare, verdict
-from eval.summary import density, score
+from eval.summary import reading, same_question, score
 
 # A task where a dense server is often wrong, or a random choice of pages often right, cannot tell methods apart.
 GATE_DENSE = 0.95
 GATE_RANDOM = 0.2
 RANDOM = "random_pages"
+# Of the share of pages read.
+BUDGET_TOLERANCE = 0.05
 # Half a percent of perplexity, in nats.
 NLL_MARGIN = 0.005
 
 Row = Mapping[str, Any]
 
 
-def read_folder(folder: Path) -> list[dict[str, Any]]:
-    """The lines of all result files of `eval.compare`, see `lines_of_questions` and its neighbours.
+def read_folder(folder: Path, suites: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """The lines of the result files of `eval.compare`, see `lines_of_questions` and its neighbours.
 
     A file ``SUITE.jsonl`` has the two servers, ``SUITE--CONTROL.jsonl`` the same questions put to a control.
+
+    Args:
+        folder: where the files are.
+        suites: which of them; all by default.
 
     Raises:
         EvaluationError: there are none, or one is no file of results.
     """
     found = []
     for path in sorted(folder.glob("*.jsonl")):
-        if "--" in path.stem:
+        if "--" in path.stem or path.stem == "compare" or (suites is not None and path.stem not in suites):
             continue
-        rows = read_rows(path)
+        rows = _finished(path)
         controls = {
-            other.stem.split("--")[1]: read_rows(other) for other in sorted(folder.glob(f"{path.stem}--*.jsonl"))
+            other.stem.split("--")[1]: _finished(other) for other in sorted(folder.glob(f"{path.stem}--*.jsonl"))
         }
         found += lines(path.stem, rows, controls)
     if not found:
         raise EvaluationError(f"{folder} has no results of a comparison")
     return found
+
+
+def _finished(path: Path) -> list[dict[str, Any]]:
+    rows = read_rows(path)
+    if not any(row["kind"] == "summary" for row in rows):
+        raise EvaluationError(f"{path} has no summary: its run was refused or interrupted; run the same command again")
+    return rows
 
 
 def lines(suite: str, rows: Sequence[Row], controls: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
@@ -63,7 +76,8 @@ def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]
     Returns:
         ``task``, ``length``, ``n``; ``dense``, ``sparse`` and each control, their mean scores; ``diff``,
         ``diff_interval`` and ``verdict`` of the paired comparison (see `eval.stats.compare`); ``density`` that the
-        sparse server read; ``gates``: whether the task can tell methods apart at this length.
+        sparse server read; ``gates``: whether the task can tell methods apart at this length, None without the control
+        that chooses at random.
 
     Raises:
         EvaluationError: a control had other questions.
@@ -72,15 +86,19 @@ def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]
     others = {name: _items(found, "base") for name, found in controls.items()}
     found = []
     for place in dict.fromkeys((row["task"], row["length"]) for row in dense.values()):
-        keys = [key for key, row in dense.items() if (row["task"], row["length"]) == place and key in base]
+        asked = [key for key, row in dense.items() if (row["task"], row["length"]) == place]
+        keys = [key for key in asked if key in base and same_question(base[key], dense[key])]
+        if not keys:
+            raise EvaluationError(f"{place[0]}: the two servers had no question in common: the run was not finished")
         line: dict[str, Any] = {"task": place[0], "length": place[1], "n": len(keys), "unit": "score"}
         line |= {name: _mean(items, keys) for name, items in (("dense", dense), ("sparse", base))}
         line |= compare([score(base[key]) for key in keys], [score(dense[key]) for key in keys])
-        line["density"] = density([row for row in rows if row["kind"] == "counters" and _is(row, "base", place)])
+        line |= reading(_counters(rows, place))
         for name, items in others.items():
             _require_same_questions(name, dense, items, keys)
+            _require_same_budget(name, place, line["density"], reading(_counters(controls[name], place))["density"])
             line[name] = _mean(items, keys)
-        line["gates"] = line["dense"] >= GATE_DENSE and line.get(RANDOM, 0.0) < GATE_RANDOM
+        line["gates"] = None if RANDOM not in line else line["dense"] >= GATE_DENSE and line[RANDOM] < GATE_RANDOM
         found.append(line)
     return found
 
@@ -96,7 +114,7 @@ def lines_of_perplexity(rows: Sequence[Row]) -> list[dict[str, Any]]:
             line = {"task": f"{row['task']}, ratio {row['ratio']:g}, f = {row['interval']}", "length": row["length"]}
             line |= {"n": row["windows"], "unit": "nats", "dense": dense[row["task"]], "sparse": row["nll"]}
             line |= _difference(row["diff"], (low, high), (-high, -low), NLL_MARGIN)
-            found.append(line | {"density": row["density"], "gates": False})
+            found.append(line | {"density": row["density"], "gates": None})
     return found
 
 
@@ -118,7 +136,7 @@ def lines_of_drift(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 line = {"task": f"{task}, ratio {row['ratio']:g}, f = {row['interval']}", "length": last, "n": row["n"]}
                 line |= {"unit": "agreement", "dense": noise["agreement"], "sparse": row["agreement"]}
                 line |= _difference(row["agreement"] - noise["agreement"], bounds, bounds)
-                found.append(line | {"density": row["density"], "gates": False})
+                found.append(line | {"density": row["density"], "gates": None})
     return found
 
 
@@ -131,8 +149,9 @@ def _items(rows: Sequence[Row], arm: str) -> dict[str, Row]:
     return {row["id"]: row for row in rows if row["kind"] == "item" and row["arm"] == arm}
 
 
-def _is(row: Row, arm: str, place: tuple[str, int | None]) -> bool:
-    return (row["arm"], row["task"], row["length"]) == (arm, *place)
+def _counters(rows: Sequence[Row], place: tuple[str, int | None]) -> list[Row]:
+    found = [row for row in rows if row["kind"] == "counters" and row["arm"] == "base"]
+    return [row for row in found if (row["task"], row["length"]) == place]
 
 
 def _mean(items: Mapping[str, Row], keys: Sequence[str]) -> float:
@@ -141,5 +160,13 @@ def _mean(items: Mapping[str, Row], keys: Sequence[str]) -> float:
 
 def _require_same_questions(name: str, dense: Mapping[str, Row], items: Mapping[str, Row], keys: Sequence[str]) -> None:
     for key in keys:
-        if key not in items or items[key].get("prompt_sha") != dense[key].get("prompt_sha"):
+        if key not in items or not same_question(items[key], dense[key]):
             raise EvaluationError(f"the control {name} was not asked {key}, or another question of this name")
+
+
+def _require_same_budget(name: str, place: tuple[str, int | None], mine: float | None, other: float | None) -> None:
+    if mine is not None and other is not None and abs(other - mine) > BUDGET_TOLERANCE * mine:
+        raise EvaluationError(
+            f"the control {name} read {other:.1%} of the pages in {place[0]} where the method read {mine:.1%}: start "
+            "it with the same active_ratio and min_pages"
+        )

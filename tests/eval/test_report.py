@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from eval import report
+from eval.counters import COUNTED
 from eval.report_tables import bounds, number, percent, table
 
 ROOT = Path(__file__).parent.parent.parent
@@ -62,13 +63,13 @@ def item(arm: str, index: int, score: float, **more: Any) -> dict[str, Any]:
 
 
 def write(path: Path, command: str, rows: list[dict[str, Any]]) -> None:
-    rows = [{"kind": "header", "command": command}, *rows]
+    rows = [{"kind": "header", "command": command}, *rows, {"kind": "summary"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_comparison_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [item("base", i, float(i != 3)) for i in range(10)] + [item("compare", i, 1.0) for i in range(10)]
-    counted = {"pages_attended": 10, "pages_held": 100}
+    counted = dict.fromkeys(COUNTED, 0) | {"pages_attended": 10, "pages_held": 100}
     rows += [{"kind": "counters", "arm": "base", "task": "single", "length": 1024, "counters": counted}]
     write(tmp_path / "niah.jsonl", "eval.niah", rows)
     write(tmp_path / "niah--random_pages.jsonl", "eval.niah", [item("base", i, float(i == 0)) for i in range(10)])
@@ -78,6 +79,24 @@ def test_comparison_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cells[1:7] == ["1k", "10", "score", "1.000", "0.900", "-0.100"]
     assert cells[8:] == ["10.0 %", "0.100", "yes", "unclear"]
     assert (tmp_path / "pictures" / "niah-base.png").is_file()
+
+
+def test_a_file_of_an_unfinished_run_is_not_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"kind": "header", "command": "eval.niah"}, item("base", 0, 1.0)]
+    (tmp_path / "niah.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path in (tmp_path, tmp_path / "niah.jsonl"):
+        assert report.main([str(path)]) == 1
+        assert "has no summary: its run was refused or interrupted" in capsys.readouterr().err
+
+
+def test_a_control_of_another_budget_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, attended in (("niah", 10), ("niah--random_pages", 20)):
+        counted = dict.fromkeys(COUNTED, 0) | {"pages_attended": attended, "pages_held": 100}
+        rows = [item(arm, i, 1.0) for arm in ("base", "compare") for i in range(3)]
+        rows += [{"kind": "counters", "arm": "base", "task": "single", "length": 1024, "counters": counted}]
+        write(tmp_path / f"{name}.jsonl", "eval.niah", rows)
+    assert report.main([str(tmp_path)]) == 1
+    assert "random_pages read 20.0% of the pages in single where the method read 10.0%" in capsys.readouterr().err
 
 
 def test_a_control_with_other_questions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,17 @@
 """The runner against a small OpenAI-compatible server that fails on demand; real servers are in tests/server."""
 
 import argparse
-import json
 import re
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
+from openai_stub import Server
 
 from eval import client, runner
+from eval.arms import Arm, require_method, require_proof, require_reference
 from eval.counters import COUNTED, EvaluationError
 from eval.record import read_rows
 from eval.suite import Case, Prompt, Suite
@@ -38,65 +38,6 @@ class Sums(Suite):
 
     def score(self, case: Case, prompt: Prompt, output: str) -> dict[str, float]:
         return {"score": float(output == prompt.answers[0]), "digits": float(output.isdigit())}
-
-
-class Server(ThreadingHTTPServer):
-    """Answers the last token of a prompt, plus `error`."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[dict[str, Any]] = []
-        self.busy = 0
-        self.dies_after = 10**9
-        self.error = 0
-        self.info: dict[str, Any] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-    def answer(self, body: Any, status: int = 200) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            self.answer({"data": [{"id": "tiny", "max_model_len": 100}]})
-        elif self.path == "/server_info" and self.server.info:
-            self.answer(self.server.info)
-        else:
-            self.answer({"error": "no such page"}, 404)
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
-        if len(server.asked) >= server.dies_after:
-            self.close_connection = True
-            return
-        if server.busy:
-            server.busy -= 1
-            self.answer({"error": "busy"}, 503)
-            return
-        server.asked.append(request)
-        if server.info:
-            state = server.info["internal_states"][0]["sparse"]
-            state["decode_rows"] += 1
-        prompt = request["prompt"]
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": 1}
-        text = str(prompt[-1] + server.error)
-        self.answer({"choices": [{"text": text, "finish_reason": "stop"}], "usage": usage})
 
 
 @pytest.fixture
@@ -172,6 +113,7 @@ def test_prompts_that_do_not_fit_fail_alone_and_void_the_run(
         (("--tokenizer", "/nowhere"), "no tokenizer at '/nowhere'"),
         (("--expect", "resa"), "the base server runs no sparse method, expected resa"),
         (("--base-url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9"),
+        (("--base-url", "http://127.0.0.1:abc"), "Invalid port"),
     ],
 )
 def test_errors_are_one_line(
@@ -198,8 +140,40 @@ def test_a_method_must_be_confirmed_and_must_run(
     assert [row["counters"]["decode_rows"] for row in rows if row["kind"] == "counters"] == [4]
 
 
+def test_a_reference_must_be_dense_and_of_the_same_model() -> None:
+    plain, other = {"model_path": "m", "sparse": None}, {"model_path": "n", "sparse": None}
+    resa = {"model_path": "m", "sparse": {"method": "resa"}}
+    for facts in ([resa, plain], [resa, {}]):
+        require_reference("auto", facts, {})
+    require_reference("auto", [resa, resa], {"sparse": False})
+    require_reference("any", [resa, resa], {})
+    with pytest.raises(EvaluationError, match="compare with runs resa"):
+        require_reference("auto", [resa, resa], {})
+    with pytest.raises(EvaluationError, match="different models, m and n"):
+        require_reference("auto", [resa, other], {})
+
+
+def test_scores_of_rows_that_ran_dense_are_refused(server: Server) -> None:
+    arm = Arm("base", client.LiveServer(server.url), "tiny", 100, {}, counted=True)
+    counts = dict.fromkeys(COUNTED, 0) | {"decode_rows": 100, "sparse_layer_rows": 80, "pages_attended": 1}
+    counts |= {"pages_held": 10, "dense_fallback_rows": 10}
+    require_proof("single", arm, "auto", [counts])
+    with pytest.raises(EvaluationError, match="20% of the rows were decoded dense, allowed are 10%"):
+        require_proof("single", arm, "auto", [counts | {"dense_fallback_rows": 20}])
+    dense = Arm("compare", arm.server, "tiny", 100, {"custom_params": {"sparse": False}}, counted=True)
+    with pytest.raises(EvaluationError, match="attended to 1 of 10 pages although the requests said"):
+        require_proof("single", dense, "auto", [counts])
+
+
+def test_a_run_with_failed_requests_is_void() -> None:
+    rows = [{"id": str(i), "failed": "refused" if i == 0 else None} for i in range(100)]
+    with pytest.raises(EvaluationError, match="void: 1 of 100 base requests failed: refused"):
+        runner.require_answers("base", rows)
+    runner.require_answers("base", rows[1:])
+
+
 def test_a_compared_server_needs_a_method(server: Server) -> None:
     with pytest.raises(EvaluationError, match="runs no sparse method, expected a sparse method"):
-        runner.require_method("auto", {}, compared=True)
-    runner.require_method("auto", {}, compared=False)
-    runner.require_method("dense", {"sparse": None}, compared=True)
+        require_method("auto", {}, compared=True)
+    require_method("auto", {}, compared=False)
+    require_method("dense", {"sparse": None}, compared=True)
