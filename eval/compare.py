@@ -35,6 +35,8 @@ from launch.server import ServerProcess
 
 CONTROLS = Path(__file__).parent / "controls"
 DEPTHS = 5
+# What our own book has with most tokenizers; a text model's vocabulary makes fewer tokens of it than tiny-gqa's.
+BOOK_TOKENS = 80_000
 # The least number of equal pairs whose 95 % interval is within one point, see `eval.stats.paired_interval`.
 DECIDED_BY = 276
 
@@ -61,14 +63,20 @@ def _own_setting(config: Mapping[str, Any]) -> tuple[object, object]:
 def _ppl(args: argparse.Namespace, config: Mapping[str, Any]) -> Sequence[object]:
     ratio, every = _own_setting(config)
     suffix = min(512, args.lengths[0] // 2)
-    sizes = ("--length", args.lengths[0], "--suffix", suffix, "--windows", args.n, "--kind", "book,records")
+    windows = _windows(args, args.n)
+    sizes = ("--length", args.lengths[0], "--suffix", suffix, "--windows", windows, "--kind", "book,records")
     return *sizes, "--ratios", ratio, "--intervals", every or "0", *_books(args)
 
 
 def _drift(args: argparse.Namespace, config: Mapping[str, Any]) -> Sequence[object]:
     tokens = min(1024, args.lengths[0] // 2)
-    sizes = ("--prompt-length", args.lengths[0] - tokens, "--tokens", tokens, "--n", max(2, args.n // 5))
+    sizes = ("--prompt-length", args.lengths[0] - tokens, "--tokens", tokens, "--n", _windows(args, args.n // DEPTHS))
     return *sizes, "--kind", "book,records", *_books(args)
+
+
+def _windows(args: argparse.Namespace, wanted: int) -> int:
+    """How many texts to take: no more than our own book has, if there is no other."""
+    return max(2, wanted if args.book else min(wanted, BOOK_TOKENS // args.lengths[0]))
 
 
 def _books(args: argparse.Namespace) -> list[object]:

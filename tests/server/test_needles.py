@@ -1,76 +1,53 @@
-"""Needles in 8k tokens on the trained tiny model: ReSA finds them, negative controls of the same budget do not."""
+"""The judge on the trained tiny model: ReSA finds needles, and so does the best selection; negative controls do not."""
 
 import json
-import random
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_requests import sparse_state
 
-from eval.text import FORMS, Haystack, exact_match, hide, prompt_text, random_key, random_number, read_books
+from eval import niah
+from eval.record import read_rows
+from eval.verdicts import read_folder
 from launch.server import ServerProcess
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = ROOT / "eval" / "models" / "tiny-gqa"
-TOKENS = 8000
-TEXTS = 5
-# The negative controls miss nearly everything, so fewer questions show it.
-CONTROL_QUESTIONS = 18
 TENTH = {"active_ratio": 0.1, "dense_fallback": "never"}
-
-
-@dataclass(frozen=True)
-class Question:
-    task: str
-    prompt: str
-    truth: str
-
-
-def make_questions() -> list[Question]:
-    """For each text one lone needle, then eight needles (under 2 % of the text) and a question for each of them."""
-    rng = random.Random(11)
-    (book,) = read_books(ROOT / "eval" / "data").values()
-    haystack, form = Haystack(book), FORMS["needle"]
-    questions = []
-    for _ in range(TEXTS):
-        for task, count in (("single", 1), ("multikey", 8)):
-            needles = [(random_key(rng), random_number(rng)) for _ in range(count)]
-            records = [form.record(key, value=value) for key, value in needles]
-            text = hide(haystack.draw(rng, TOKENS), records, [rng.random() for _ in needles])
-            questions += [
-                Question(task, prompt_text(form, text, form.question(key)), form.answer(key, value=value))
-                for key, value in needles
-            ]
-    return questions
-
-
-def score(server: ServerProcess, questions: list[Question]) -> dict[str, float]:
-    """Exact match by task; the questions about one text share its prefix."""
-    right: dict[str, list[bool]] = {}
-    for question in questions:
-        answer = server.generate(text=question.prompt, sampling_params={"max_new_tokens": 12, "temperature": 0.0})
-        assert 7000 <= answer["meta_info"]["prompt_tokens"] <= 10000
-        right.setdefault(question.task, []).append(exact_match(answer["text"], question.truth))
-    return {task: sum(hits) / len(hits) for task, hits in right.items()}
+SHORT = "2k"
 
 
 def start(serve, method: str, config: dict[str, object], python_path: Path):
-    flags = ["--sparse-method", method, "--sparse-config", json.dumps(config)]
+    flags = ["--sparse-method", method, "--sparse-config", json.dumps(config), "--context-length", "10240"]
     return serve(MODEL, *flags, env={"PYTHONPATH": str(python_path)})
 
 
-def assert_decoded_sparse(server: ServerProcess) -> None:
-    state = sparse_state(server)
-    assert state["dense_fallback_rows"] == 0
-    assert state["sparse_layer_rows"] == state["decode_rows"] * state["sparse_layers"] > 0
-    assert state["max_active_fraction"] < 0.12
+def ask(server: ServerProcess, out: Path, *more: str) -> list[dict[str, Any]]:
+    """Twenty single needles and twenty multi-key ones of each length; the summary."""
+    arguments = ["--base-url", server.url, "--out", str(out), "--concurrency", "4"]
+    if "--tasks" not in more:
+        arguments += ["--tasks", "single,multikey"]
+    assert niah.main([*arguments, *more]) == 0
+    return [row for row in read_rows(out) if row["kind"] == "summary"]
+
+
+def ask_control(server: ServerProcess, folder: Path, name: str) -> None:
+    ask(server, folder / f"niah--{name}.jsonl", "--expect", name, "--lengths", SHORT, "--n", "4")
+    assert sparse_state(server)["dense_fallback_rows"] == 0
 
 
 @pytest.fixture(scope="module")
-def questions() -> list[Question]:
-    return make_questions()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("comparison")
+
+
+@pytest.fixture(scope="module")
+def resa(serve) -> Iterator[ServerProcess]:
+    with serve(MODEL, "--context-length", "10240", config=TENTH) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -88,23 +65,32 @@ def third_party(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_resa_finds_needles(serve, questions) -> None:
-    with serve(MODEL, config=TENTH) as server:
-        found = score(server, questions)
-        assert_decoded_sparse(server)
-    assert found["single"] >= 0.97 and found["multikey"] >= 0.97, found
+def test_resa_finds_needles_in_8k(resa: ServerProcess, tmp_path: Path) -> None:
+    for line in ask(resa, tmp_path / "niah.jsonl", "--lengths", "8k", "--n", "1", "--expect", "resa"):
+        assert line["score"] == 1.0 and line["density"] < 0.12 and line["dense_rows"] == 0, line
 
 
-def test_random_pages_do_not(serve, questions) -> None:
-    with start(serve, "random_pages", TENTH, ROOT / "eval" / "controls") as server:
-        found = score(server, questions[:CONTROL_QUESTIONS])
-        assert_decoded_sparse(server)
-    assert found["single"] < 0.2 and found["multikey"] < 0.2, found
+def test_dense_scores_repeat_over_seeds(resa: ServerProcess, tmp_path: Path) -> None:
+    dense = ("--custom-params", '{"sparse": false}', "--tasks", "multikey", "--lengths", "1k", "--n", "4")
+    found = [ask(resa, tmp_path / f"{seed}.jsonl", "--seed", str(seed), *dense)[0] for seed in range(3)]
+    low, high = (pick(line["score_interval"][i] for line in found) for i, pick in ((0, max), (1, min)))
+    assert all(low <= line["score"] <= high for line in found), found
 
 
-def test_the_window_of_contributing_does_not(serve, questions, third_party) -> None:
-    config = {"dense_fallback": "never", "window_pages": 48}
+def test_the_judge_tells_selections_apart(serve, resa: ServerProcess, folder: Path) -> None:
+    reference = ("--compare-url", resa.url, "--compare-custom-params", '{"sparse": false}')
+    ask(resa, folder / "niah.jsonl", "--lengths", SHORT, "--n", "4", *reference)
+    for name in ("random_pages", "true_mass"):
+        with start(serve, name, TENTH, ROOT / "eval" / "controls") as server:
+            ask_control(server, folder, name)
+    for line in read_folder(folder):
+        assert line["n"] == 20 and line["gates"] and line["verdict"] != "worse", line
+        assert line["dense"] >= 0.95 and line["sparse"] >= 0.95 and line["true_mass"] >= 0.95, line
+        assert line["random_pages"] < 0.2, line
+
+
+def test_the_window_of_contributing_does_not_find_them(serve, third_party: Path, tmp_path: Path) -> None:
+    config = {"dense_fallback": "never", "window_pages": 12}
     with start(serve, "window", config, third_party) as server:
-        found = score(server, questions[:CONTROL_QUESTIONS])
-        assert_decoded_sparse(server)
-    assert found["multikey"] < 0.2, found
+        lines = ask(server, tmp_path / "niah.jsonl", "--lengths", SHORT, "--n", "3", "--depths", "0,30,60")
+    assert all(line["score"] < 0.2 for line in lines), lines
