@@ -26,10 +26,10 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from eval.client import LiveServer, Stream, generate, stream
-from eval.counters import EvaluationError, density, moved, require_dense, require_sparse
-from eval.record import Record
-from eval.tpot import decode_figures, summarise
+from eval.figures.tpot import decode_figures, summarise
+from eval.live.client import LiveServer, Stream, generate, stream
+from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
+from eval.live.record import Record
 
 INTERVALS_MEASURED = 8
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from eval.record import git_revision
+from eval.live.record import git_revision
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summary
 from sglang_sparse_kernels.page_topk import page_topk

@@ -26,18 +26,18 @@ from typing import Any
 
 import httpx
 
-from eval.client import LiveServer, list_of
-from eval.counters import EvaluationError
-from eval.record import Record
-from eval.report_tables import comparison_table
-from eval.verdicts import read_folder
+from eval.figures.report_tables import comparison_table
+from eval.figures.verdicts import read_folder
+from eval.live.client import LiveServer, list_of
+from eval.live.counters import EvaluationError
+from eval.live.record import Record
 from launch.server import ServerProcess
 
 CONTROLS = Path(__file__).parent / "controls"
 DEPTHS = 5
 # What our own book has with most tokenizers; a text model's vocabulary makes fewer tokens of it than tiny-gqa's.
 BOOK_TOKENS = 80_000
-# The least number of equal pairs whose 95 % interval is within one point, see `eval.stats.paired_interval`.
+# The least number of equal pairs whose 95 % interval is within one point, see `eval.figures.stats.paired_interval`.
 DECIDED_BY = 276
 
 
@@ -48,7 +48,7 @@ class Part:
     Attributes:
         module: where its ``main`` is.
         arguments: of the command line, from those of this command and the sparse server's config.
-        suite: whether it is a suite of questions, which takes two servers and controls (see `eval.runner`).
+        suite: whether it is a suite of questions, which takes two servers and controls (see `eval.live.runner`).
     """
 
     module: str
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     """Run the set and judge.
 
     Returns:
-        The table, see `eval.verdicts.read_folder`, and the parts that failed.
+        The table, see `eval.figures.verdicts.read_folder`, and the parts that failed.
 
     Raises:
         EvaluationError: a server is not what it should be, or nothing was measured.
@@ -214,7 +214,7 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    from eval.haystacks import length
+    from eval.texts.haystacks import length
 
     parser = argparse.ArgumentParser(
         prog="eval.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from eval.counters import EvaluationError
-from eval.divergence import TOP, gap_change, kl
-from eval.record import Record, server_facts
-from eval.text import FORMS, Haystack, hide, prompt_text, random_key, random_number, read_books
+from eval.figures.divergence import TOP, gap_change, kl
+from eval.live.counters import EvaluationError
+from eval.live.record import Record, server_facts
+from eval.texts.text import FORMS, Haystack, hide, prompt_text, random_key, random_number, read_books
 
 MAX_MEAN_KL = 0.003
 LENGTHS = (100, 300, 1000, 3000, 8000)

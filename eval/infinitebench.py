@@ -1,9 +1,9 @@
 """Tasks in the manner of InfiniteBench (Zhang et al., 2024, arXiv 2402.13718), and itself from a local copy.
 
 ``python -m eval.infinitebench --lengths 16k,64k --base-url URL --out FILE.jsonl`` makes its questions by the
-definitions of the benchmark's synthetic tasks, see `eval.infinitebench_tasks`, and scores them by its rules. These
-tasks are called gen_passkey, gen_number_string, gen_kv_retrieval, gen_code_run, gen_math_find and gen_math_calc: their
-scores are not those of the data set.
+definitions of the benchmark's synthetic tasks, see `eval.tasks.infinitebench_tasks`, and scores them by its rules.
+These tasks are called gen_passkey, gen_number_string, gen_kv_retrieval, gen_code_run, gen_math_find and gen_math_calc:
+their scores are not those of the data set.
 
 With ``--data`` the questions are those of the benchmark: the folder with ``passkey.jsonl``, ``longbook_qa_eng.jsonl``
 and so on (the data set xinrongzhang2022/InfiniteBench). ``--prompts`` is then a copy of the repository
@@ -23,15 +23,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from eval import local_data, runner
-from eval.client import list_of
-from eval.counters import EvaluationError
-from eval.infinitebench_scores import LETTERS, SCORES, leading_share_after_first
-from eval.infinitebench_tasks import TASKS
-from eval.local_data import TEXT, Kind, Rows, entry, fill, placed
-from eval.local_suite import LocalSuite, LocalTask, ask
-from eval.suite import Case, Prompt
-from eval.tokens import fit
+from eval.live import runner
+from eval.live.client import list_of
+from eval.live.counters import EvaluationError
+from eval.live.suite import Case, Prompt
+from eval.live.tokens import fit
+from eval.tasks import local_data
+from eval.tasks.infinitebench_scores import LETTERS, SCORES, leading_share_after_first
+from eval.tasks.infinitebench_tasks import TASKS
+from eval.tasks.local_data import TEXT, Kind, Rows, entry, fill, placed
+from eval.tasks.local_suite import LocalSuite, LocalTask, ask
 
 ROOMS = {
     "passkey": 6,
@@ -186,7 +187,7 @@ def _found(pattern: str, task: str, question: str) -> re.Match[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ask the questions of `InfiniteBenchSuite`; see `eval.runner.main`."""
+    """Ask the questions of `InfiniteBenchSuite`; see `eval.live.runner.main`."""
     return runner.main(InfiniteBenchSuite, arguments)
 
 

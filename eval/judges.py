@@ -47,11 +47,13 @@ import httpx
 import pandas as pd
 from tqdm import tqdm
 
-from eval import haystacks
-from eval.arms import require_proof
-from eval.client import LiveServer, list_of
-from eval.counters import EvaluationError, density, moved
-from eval.judge_commands import (
+from eval.figures.summary import summarise
+from eval.live.arms import require_proof
+from eval.live.client import LiveServer, list_of
+from eval.live.counters import EvaluationError, density, moved
+from eval.live.record import Record, read_rows
+from eval.live.runner import MAX_FAILED, arguments_of
+from eval.parts.judge_commands import (
     LEAST_CWE,
     LENGTHS,
     LM_EVAL,
@@ -66,10 +68,8 @@ from eval.judge_commands import (
     run_judge,
     serving_command,
 )
-from eval.judge_rows import agreement, gsm8k_items, prompt_of, read_samples, ruler_items, serving_rows, unmatched
-from eval.record import Record, read_rows
-from eval.runner import MAX_FAILED, arguments_of
-from eval.summary import summarise
+from eval.parts.judge_rows import agreement, gsm8k_items, prompt_of, read_samples, ruler_items, serving_rows, unmatched
+from eval.texts import haystacks
 
 Rows = list[dict[str, Any]]
 
@@ -220,7 +220,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--timeout", type=positive, default=1800, help="seconds of one request of lm-eval")
     common.add_argument("--seed", type=int, help="the judge's own by default")
     common.add_argument("--custom-params", type=json.loads, default={}, help="JSON, sent with each request")
-    common.add_argument("--expect", default="auto", help="what the server must prove, as in eval.runner")
+    common.add_argument("--expect", default="auto", help="what the server must prove, as in eval.live.runner")
     common.add_argument("--label", help="kept in the file's header")
     common.add_argument("--revision", help="of this code, where its git history is not at hand")
     each = {}

@@ -2,13 +2,14 @@
 
 A sparse step leaves approximate KV behind, which later steps read; rectification makes it exact again. To see that
 apart from what a single sparse step costs, all settings are forced along the same output
-(``custom_params.forced_tokens``, see `eval.forced`), and at checkpoints of the output their distributions of the next
-token are compared with dense ones: KL(dense, sparse) over the best 50 tokens, and whether the best token is the same.
+(``custom_params.forced_tokens``, see `eval.live.forced`), and at checkpoints of the output their distributions of the
+next token are compared with dense ones: KL(dense, sparse) over the best 50 tokens, and whether the best token is the
+same.
 
 Two texts: the output of ``book`` is what the dense server says, greedily, after a stretch of a book; each checkpoint
 is the mean of the 32 positions before it. In ``records`` the output is given: numbers are told in it and one of them is
-asked for at its end, see `eval.windows.with_records`; each checkpoint is an output of that length, and the mean of the
-positions of its answer. So the KV that is needed there was written by decode.
+asked for at its end, see `eval.texts.windows.with_records`; each checkpoint is an output of that length, and the mean
+of the positions of its answer. So the KV that is needed there was written by decode.
 
 Settings, each over the same outputs:
 
@@ -34,17 +35,17 @@ from typing import Any, TypeVar
 import httpx
 import pandas as pd
 
-from eval.client import LiveServer, generate, list_of
-from eval.counters import EvaluationError, density, moved, require_dense, require_sparse
-from eval.divergence import TOP, TopTokens, kl, same_best
-from eval.figures import rows_of
-from eval.forced import forced_logprobs, forced_request
-from eval.haystacks import book_text
-from eval.long_outputs import KINDS, NOISE, Output, Setting, checkpoints_of, make_outputs, make_settings
-from eval.long_summary import plot, proven, summarise
+from eval.figures.divergence import TOP, TopTokens, kl, same_best
+from eval.figures.long_summary import plot, proven, summarise
+from eval.figures.pictures import rows_of
+from eval.live.client import LiveServer, generate, list_of
+from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
+from eval.live.forced import forced_logprobs, forced_request
+from eval.live.record import Record
+from eval.parts.long_outputs import KINDS, NOISE, Output, Setting, checkpoints_of, make_outputs, make_settings
 from eval.ppl_rectify import require_settings
-from eval.record import Record
-from eval.windows import BOOK
+from eval.texts.haystacks import book_text
+from eval.texts.windows import BOOK
 
 COMMAND = "eval.long_generation"
 ARGUMENTS = ("kind", "book", "prompt_length", "tokens", "n", "checkpoints", "intervals", "ratios", "seed")
@@ -182,7 +183,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all texts and settings, and write the file.
 
     Returns:
-        The summary, see `eval.long_summary.summarise`.
+        The summary, see `eval.figures.long_summary.summarise`.
 
     Raises:
         EvaluationError: see the functions that this one calls.

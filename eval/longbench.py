@@ -23,12 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval import local_data, official_metrics, runner
-from eval.counters import EvaluationError
-from eval.local_data import INTEGER, TEXT, TEXTS, Rows, entry, fill, placed
-from eval.local_suite import LocalSuite, LocalTask
-from eval.official_metrics import qa_f1, qa_f1_zh, retrieval, rouge_l, rouge_l_zh
-from eval.suite import Case, Prompt
+from eval.live import runner
+from eval.live.counters import EvaluationError
+from eval.live.suite import Case, Prompt
+from eval.tasks import local_data, official_metrics
+from eval.tasks.local_data import INTEGER, TEXT, TEXTS, Rows, entry, fill, placed
+from eval.tasks.local_suite import LocalSuite, LocalTask
+from eval.tasks.official_metrics import qa_f1, qa_f1_zh, retrieval, rouge_l, rouge_l_zh
 
 Metric = Callable[[str, str, Sequence[str]], float]
 
@@ -172,7 +173,7 @@ def choice(output: str) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ask the questions of `LongBenchSuite`; see `eval.runner.main`."""
+    """Ask the questions of `LongBenchSuite`; see `eval.live.runner.main`."""
     return runner.main(LongBenchSuite, arguments)
 
 

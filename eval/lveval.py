@@ -22,14 +22,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from eval import local_data, runner
-from eval.client import list_of
-from eval.counters import EvaluationError
-from eval.local_data import MAYBE_TEXT, TEXT, TEXTS, Rows, entry, fill, placed
-from eval.local_suite import LocalSuite, LocalTask
-from eval.official_metrics import normal_zh, overlap, qa_f1, qa_f1_zh, rouge_l, segments, words, words_zh
-from eval.suite import Case, Prompt
-from eval.tokens import Tokens
+from eval.live import runner
+from eval.live.client import list_of
+from eval.live.counters import EvaluationError
+from eval.live.suite import Case, Prompt
+from eval.live.tokens import Tokens
+from eval.tasks import local_data
+from eval.tasks.local_data import MAYBE_TEXT, TEXT, TEXTS, Rows, entry, fill, placed
+from eval.tasks.local_suite import LocalSuite, LocalTask
+from eval.tasks.official_metrics import normal_zh, overlap, qa_f1, qa_f1_zh, rouge_l, segments, words, words_zh
 
 LEVELS = ("16k", "32k", "64k", "128k", "256k")
 LEAST_KEYWORDS = {"en": 0.2, "zh": 0.4}
@@ -134,7 +135,7 @@ def metric_names(config: Path) -> dict[str, str]:
     """The name of each task's metric in the official configuration.
 
     Raises:
-        EvaluationError: see `eval.local_data.assigned`; or it is not a table of names.
+        EvaluationError: see `eval.tasks.local_data.assigned`; or it is not a table of names.
     """
     table = local_data.assigned(config, "DATASET_METRIC")
     if not isinstance(table, ast.Dict):
@@ -151,7 +152,7 @@ def read_ignored(path: Path) -> Ignored:
     """The official lists of words that are no keywords.
 
     Raises:
-        EvaluationError: see `eval.local_data.literal`.
+        EvaluationError: see `eval.tasks.local_data.literal`.
     """
     lists = [local_data.literal(path, f"ABANDON_WORDS_{language}", list) for language in ("EN", "ZH")]
     return Ignored(*map(frozenset, lists))
@@ -169,7 +170,7 @@ def known_metric(name: str | None, task: str, config: Path) -> Metric:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ask the questions of `LVEvalSuite`; see `eval.runner.main`."""
+    """Ask the questions of `LVEvalSuite`; see `eval.live.runner.main`."""
     return runner.main(LVEvalSuite, arguments)
 
 

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval import runner
-from eval.counters import EvaluationError
-from eval.local_data import Rows
-from eval.local_suite import ask
-from eval.suite import Case, Prompt, Suite
-from eval.tokens import Tokens
+from eval.live import runner
+from eval.live.counters import EvaluationError
+from eval.live.suite import Case, Prompt, Suite
+from eval.live.tokens import Tokens
+from eval.tasks.local_data import Rows
+from eval.tasks.local_suite import ask
 
 INSTRUCTION = "Think step by step, and put the final answer within \\boxed{}."
 QUESTIONS = ("problem", "question")
@@ -132,7 +132,7 @@ def judge(answer: str, output: str) -> tuple[bool, bool]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ask the questions of `MathSuite`; see `eval.runner.main`."""
+    """Ask the questions of `MathSuite`; see `eval.live.runner.main`."""
     return runner.main(MathSuite, arguments)
 
 

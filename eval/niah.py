@@ -29,14 +29,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval import haystacks, runner
-from eval.client import list_of
-from eval.counters import EvaluationError
-from eval.haystacks import ExactHaystack
-from eval.heatmap import draw
-from eval.suite import Case, Prompt, Suite
-from eval.text import FORMS, hide, random_key, random_number, unique_keys
-from eval.tokens import Tokens, fit
+from eval.figures.heatmap import draw
+from eval.live import runner
+from eval.live.client import list_of
+from eval.live.counters import EvaluationError
+from eval.live.suite import Case, Prompt, Suite
+from eval.live.tokens import Tokens, fit
+from eval.texts import haystacks
+from eval.texts.haystacks import ExactHaystack
+from eval.texts.text import FORMS, hide, random_key, random_number, unique_keys
 
 SETTINGS = ("chat", "ruler")
 # A number that is part of a longer one is not the number.
@@ -164,7 +165,7 @@ class NeedleSuite(Suite):
         return {"score": right, "contains": contains, "all": float(right == 1)}
 
     def plot(self, rows: Sequence[Mapping[str, Any]], path_stem: str) -> list[str]:
-        """A heat map of depth and length for each task, see `eval.heatmap`."""
+        """A heat map of depth and length for each task, see `eval.figures.heatmap`."""
         return draw(rows, path_stem)
 
     def _haystack(self) -> ExactHaystack:
@@ -227,7 +228,7 @@ def needle_haystack(needles: Needles, rng: random.Random, length: int, tokens: T
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ask the questions of `NeedleSuite`; see `eval.runner.main`."""
+    """Ask the questions of `NeedleSuite`; see `eval.live.runner.main`."""
     return runner.main(NeedleSuite, arguments)
 
 

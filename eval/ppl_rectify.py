@@ -3,13 +3,13 @@
 Windows of L tokens of held-out books that do not overlap; the first L - S tokens are the prompt, the last S are forced
 through decode one by one, and the last 32 are scored: perplexity = exp(mean negative log-likelihood). Three
 texts: ``book`` is the window as it stands; the end of ``repeat`` repeats an earlier passage; in ``records`` numbers are
-told in the suffix and one is asked for at its end, and its answer is what is scored: see `eval.windows`. Settings, each
-over the same windows:
+told in the suffix and one is asked for at its end, and its answer is what is scored: see `eval.texts.windows`.
+Settings, each over the same windows:
 
 - ``dense``: the requests say ``sparse: false``;
 - ``off``: a ratio, never rectified;
 - ``rectified``: a ratio and an interval of f tokens, left out where S <= f: none would fall into the suffix;
-- ``bound``: a ratio; all earlier KV is exact and only the scored step is sparse, see `eval.forced`.
+- ``bound``: a ratio; all earlier KV is exact and only the scored step is sparse, see `eval.live.forced`.
 
 With S = 32 the first scored token comes from prefill in every setting, the bound too. A server that rectifies in the
 place of a decode step scores one token in f densely, so that a rectified setting can pass its bound.
@@ -35,13 +35,13 @@ from typing import Any
 import httpx
 import pandas as pd
 
-from eval.client import LiveServer, list_of
-from eval.counters import EvaluationError, density, moved, require_dense, require_sparse
-from eval.forced import mean_nll, prefilled_suffix, suffix_logprobs
-from eval.ppl_summary import Cell, cell_of, plot, summarise
-from eval.record import Record, read_rows
-from eval.text import read_book
-from eval.windows import BOOK, SCORED, Window, make_windows, with_records, with_repetition
+from eval.figures.ppl_summary import Cell, cell_of, plot, summarise
+from eval.live.client import LiveServer, list_of
+from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
+from eval.live.forced import mean_nll, prefilled_suffix, suffix_logprobs
+from eval.live.record import Record, read_rows
+from eval.texts.text import read_book
+from eval.texts.windows import BOOK, SCORED, Window, make_windows, with_records, with_repetition
 
 TEXTS = ("book", "repeat", "records")
 MAX_DIFFERENCE = 0.01
@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all texts and settings, and write the file.
 
     Returns:
-        The summary, see `eval.ppl_summary.summarise`.
+        The summary, see `eval.figures.ppl_summary.summarise`.
 
     Raises:
         EvaluationError: see the functions that this one calls.

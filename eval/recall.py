@@ -31,17 +31,17 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from eval import haystacks
-from eval.client import list_of
-from eval.counters import EvaluationError
-from eval.figures import rows_of
-from eval.recall_attention import SELECTORS, Captured, Judged, Selection, capture, judge, load_model
-from eval.recall_method import method_settings, model_facts, require_served, select, selected_share
-from eval.recall_summary import plot, summarise
-from eval.record import Record
-from eval.text import FORMS, hide, messages, prompt_text, random_key, random_number
-from eval.tokens import Tokens, fit, tokens
-from eval.windows import make_windows
+from eval.figures.pictures import rows_of
+from eval.figures.recall_summary import plot, summarise
+from eval.live.client import list_of
+from eval.live.counters import EvaluationError
+from eval.live.record import Record
+from eval.live.tokens import Tokens, fit, tokens
+from eval.parts.recall_attention import SELECTORS, Captured, Judged, Selection, capture, judge, load_model
+from eval.parts.recall_method import method_settings, model_facts, require_served, select, selected_share
+from eval.texts import haystacks
+from eval.texts.text import FORMS, hide, messages, prompt_text, random_key, random_number
+from eval.texts.windows import make_windows
 
 COMMAND = "eval.recall"
 # What the results depend on; the config of the method is added as it was resolved.
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all prompts and write the file.
 
     Returns:
-        The summary, see `eval.recall_summary.summarise`.
+        The summary, see `eval.figures.recall_summary.summarise`.
 
     Raises:
         EvaluationError: see the functions that this one calls.

@@ -17,9 +17,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from eval import heatmap, long_summary, ppl_summary, recall_summary, report_tables
-from eval.counters import EvaluationError
-from eval.record import read_rows
+from eval.figures import heatmap, long_summary, ppl_summary, recall_summary, report_tables
+from eval.live.counters import EvaluationError
+from eval.live.record import read_rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"

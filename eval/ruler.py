@@ -39,16 +39,17 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from eval import haystacks, runner
-from eval.counters import EvaluationError
-from eval.haystacks import ExactHaystack, Question
-from eval.local_data import Kind, existing, parsed, require
-from eval.ruler_needles import NEEDLE_TASKS, needle_question, track_question
-from eval.ruler_qa import READERS, document_question
-from eval.ruler_words import WORDINGS, coded_words_question, common_words_question
-from eval.suite import Case, Prompt, Suite
-from eval.text import sentences
-from eval.tokens import Tokens, fit
+from eval.live import runner
+from eval.live.counters import EvaluationError
+from eval.live.suite import Case, Prompt, Suite
+from eval.live.tokens import Tokens, fit
+from eval.tasks.local_data import Kind, existing, parsed, require
+from eval.tasks.ruler_needles import NEEDLE_TASKS, needle_question, track_question
+from eval.tasks.ruler_qa import READERS, document_question
+from eval.tasks.ruler_words import WORDINGS, coded_words_question, common_words_question
+from eval.texts import haystacks
+from eval.texts.haystacks import ExactHaystack, Question
+from eval.texts.text import sentences
 
 ANSWER_TOKENS: dict[str, int] = {
     **dict.fromkeys(NEEDLE_TASKS, 128),
@@ -188,7 +189,7 @@ class RulerSuite(Suite):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ask the questions of `RulerSuite`; see `eval.runner.main`."""
+    """Ask the questions of `RulerSuite`; see `eval.live.runner.main`."""
     return runner.main(RulerSuite, arguments)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.text import FORMS, Haystack, exact_match, hide, messages, random_key, random_number, read_books
+from eval.texts.text import FORMS, Haystack, exact_match, hide, messages, random_key, random_number, read_books
 from launch.server import ServerProcess
 
 ROOT = Path(__file__).parent.parent

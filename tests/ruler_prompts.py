@@ -3,10 +3,10 @@
 import argparse
 import re
 
+from eval.live.suite import Case
+from eval.live.tokens import Tokens, tokens
 from eval.ruler import RulerSuite
-from eval.suite import Case
-from eval.text import WORDS_FILE
-from eval.tokens import Tokens, tokens
+from eval.texts.text import WORDS_FILE
 
 TOKENS: Tokens = tokens(str(WORDS_FILE.parent.parent / "models" / "tiny-gqa"))
 NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (.+?) is: (\S+)\.")

@@ -98,7 +98,7 @@ def test_eval_and_launch_talk_to_servers_over_http() -> None:
         if name.startswith(("eval/", "launch/")) and not name.startswith("launch/cpu_platform/"):
             assert "sglang" not in imported(path), name
             # They judge selections in process, or are methods themselves.
-            if not name.startswith(("eval/recall", "eval/controls/")):
+            if not name.startswith(("eval/parts/recall_", "eval/controls/")):
                 assert "sglang_sparse" not in imported(path), name
 
 

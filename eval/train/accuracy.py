@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from eval.text import (
+from eval.texts.text import (
     FORMS,
     IM_END,
     Form,

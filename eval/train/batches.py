@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eval.text import FORMS, IM_END, IM_START, NOISE, RULER_INTROS, Form
+from eval.texts.text import FORMS, IM_END, IM_START, NOISE, RULER_INTROS, Form
 from eval.train.mixes import FULL
 from eval.train.ragged import (
     ANSWER_ROLE,

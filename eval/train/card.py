@@ -80,8 +80,8 @@ The stages end by accuracy or by time, so another run gives another model with t
 
 ## Asking it
 
-Forms, example strings and helpers are in `eval/text.py`. Chat: the long text and the question in the user's turn, the
-answer alone in the assistant's; later questions are further turns.
+Forms, example strings and helpers are in `eval/texts/text.py`. Chat: the long text and the question in the user's turn,
+the answer alone in the assistant's; later questions are further turns.
 
 | form | a record in the text | question | answer |
 | --- | --- | --- | --- |
@@ -165,7 +165,7 @@ def training_table(stages: list[Line]) -> str:
 
 def forms_table() -> str:
     """One row per form, without the header."""
-    from eval.text import FORMS
+    from eval.texts.text import FORMS
 
     rows = []
     for form in FORMS.values():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from eval.text import IM_END, SPECIAL_TOKENS
+from eval.texts.text import IM_END, SPECIAL_TOKENS
 from eval.train.dsa_model import TinyDSA
 from eval.train.layers import EPS, HIDDEN, LAYERS, MLP, ROPE_THETA, TinyModel
 from eval.train.mla_model import TinyMLA

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.text import words
+from eval.texts.text import words
 
 HIDDEN_ROLE, VALUE_ROLE, ANSWER_ROLE, BOOK_ROLE = 1, 2, 3, 4
 """What a token is to the loss; 0 is haystack and template text. A code is ``role * ROLE_STEP + token id``."""

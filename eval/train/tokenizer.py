@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from eval.text import END_OF_TEXT, IM_END, PAD, SPECIAL_TOKENS, WORDS_FILE, common_words, read_books
+from eval.texts.text import END_OF_TEXT, IM_END, PAD, SPECIAL_TOKENS, WORDS_FILE, common_words, read_books
 
 VOCAB_SIZE = 4096
 MAX_LENGTH = 40960

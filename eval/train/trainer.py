@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from eval.text import read_books
+from eval.texts.text import read_books
 from eval.train.batches import Batch, BatchBuilder
 from eval.train.layers import TinyModel
 from eval.train.pool import BatchPool

@@ -8,9 +8,9 @@ import pytest
 
 from eval import bench_decode
 from eval.bench_decode import random_prompts, request_of, require_capacity
-from eval.client import Chunk, Stream, parse_stream
-from eval.counters import EvaluationError
-from eval.tpot import bound_ratio, decode_figures, shared_window, summarise, whole_periods
+from eval.figures.tpot import bound_ratio, decode_figures, shared_window, summarise, whole_periods
+from eval.live.client import Chunk, Stream, parse_stream
+from eval.live.counters import EvaluationError
 
 FACTS = {"max_total_num_tokens": 10_000, "page_size": 16, "disable_radix_cache": False}
 

@@ -10,9 +10,9 @@ import pytest
 from openai_stub import Server
 
 from eval import compare
-from eval.counters import COUNTED, EvaluationError
-from eval.record import read_rows
-from eval.stats import paired_interval
+from eval.figures.stats import paired_interval
+from eval.live.counters import COUNTED, EvaluationError
+from eval.live.record import read_rows
 
 COUNTS = dict.fromkeys(COUNTED, 0) | {"pages_attended": 10, "pages_held": 100, "decode_rows": 100}
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval import runner
-from eval.counters import EvaluationError
 from eval.infinitebench import InfiniteBenchSuite
-from eval.infinitebench_scores import SCORES, leading_share_after_first
-from eval.infinitebench_tasks import CALLS, RANKS, TASKS, expression, ranked
-from eval.suite import Case, Prompt
-from eval.text import WORDS_FILE
-from eval.tokens import Tokens, tokens
+from eval.live import runner
+from eval.live.counters import EvaluationError
+from eval.live.suite import Case, Prompt
+from eval.live.tokens import Tokens, tokens
+from eval.tasks.infinitebench_scores import SCORES, leading_share_after_first
+from eval.tasks.infinitebench_tasks import CALLS, RANKS, TASKS, expression, ranked
+from eval.texts.text import WORDS_FILE
 
 TOKENS: Tokens = tokens(str(WORDS_FILE.parent.parent / "models" / "tiny-gqa"))
 ROW = {"id": 0, "context": "CONTEXT", "input": "INPUT", "answer": ["b"], "options": ["a", "b", "c", "d"]}

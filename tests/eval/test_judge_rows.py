@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from eval.counters import EvaluationError
-from eval.judge_rows import (
+from eval.figures.stats import mean_interval
+from eval.figures.summary import summarise
+from eval.live.counters import EvaluationError
+from eval.parts.judge_rows import (
     agreement,
     difference_interval,
     gsm8k_items,
@@ -17,8 +19,6 @@ from eval.judge_rows import (
     serving_rows,
     unmatched,
 )
-from eval.stats import mean_interval
-from eval.summary import summarise
 
 
 def sizes(texts):

@@ -10,11 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from eval import judge_commands, judges
-from eval.arms import Arm
-from eval.client import LiveServer
-from eval.counters import EvaluationError
-from eval.judge_commands import (
+from eval import judges
+from eval.live.arms import Arm
+from eval.live.client import LiveServer
+from eval.live.counters import EvaluationError
+from eval.live.tokens import Tokens
+from eval.parts import judge_commands
+from eval.parts.judge_commands import (
     TASKS,
     Target,
     gsm8k_task,
@@ -25,7 +27,6 @@ from eval.judge_commands import (
     run_judge,
     serving_command,
 )
-from eval.tokens import Tokens
 
 MODEL = "eval/models/tiny-gqa"
 # Loading a tokenizer takes longer than all tests here.

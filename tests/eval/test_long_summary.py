@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from eval import long_generation
-from eval.counters import EvaluationError
-from eval.long_summary import plot, summarise
+from eval.figures.long_summary import plot, summarise
+from eval.live.counters import EvaluationError
 
 
 def hand_made(settings: Sequence[tuple[str, float | None, int | None, float]]) -> list[dict[str, Any]]:

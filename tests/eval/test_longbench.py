@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from eval import local_data, official_metrics, runner
-from eval.counters import EvaluationError
+from eval.live import runner
+from eval.live.counters import EvaluationError
+from eval.live.suite import Case, Prompt
+from eval.live.tokens import Tokens, tokens
 from eval.longbench import METRICS, LongBenchSuite, choice
-from eval.suite import Case, Prompt
-from eval.text import WORDS_FILE
-from eval.tokens import Tokens, tokens
+from eval.tasks import local_data, official_metrics
+from eval.texts.text import WORDS_FILE
 
 TOKENS: Tokens = tokens(str(WORDS_FILE.parent.parent / "models" / "tiny-gqa"))
 ROW = {"input": "Who?", "context": "Ann came.", "answers": ["Ann"], "length": 2, "all_classes": None, "_id": "r1"}

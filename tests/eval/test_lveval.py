@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from eval import lveval, runner
-from eval.counters import EvaluationError
+from eval import lveval
+from eval.live import runner
+from eval.live.counters import EvaluationError
+from eval.live.suite import Case
+from eval.live.tokens import Tokens, tokens
 from eval.lveval import Ignored, LVEvalSuite
-from eval.suite import Case
-from eval.text import WORDS_FILE
-from eval.tokens import Tokens, tokens
+from eval.texts.text import WORDS_FILE
 
 TOKENS: Tokens = tokens(str(WORDS_FILE.parent.parent / "models" / "tiny-gqa"))
 IGNORED = Ignored(en=frozenset({"of", "in"}), zh=frozenset({"的", "在"}))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from eval import runner
-from eval.counters import EvaluationError
+from eval.live import runner
+from eval.live.counters import EvaluationError
+from eval.live.suite import Case
+from eval.live.tokens import Tokens, tokens
 from eval.math import INSTRUCTION, MathSuite, judge, question_and_answer
-from eval.suite import Case
-from eval.text import WORDS_FILE
-from eval.tokens import Tokens, tokens
+from eval.texts.text import WORDS_FILE
 
 TOKENS: Tokens = tokens(str(WORDS_FILE.parent.parent / "models" / "tiny-gqa"))
 GSM8K = {"question": "Tom has 1000 nuts and finds 500. How many?", "answer": "1000+500=1500 nuts.\n#### 1,500"}

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval import haystacks, heatmap
-from eval.counters import EvaluationError
+from eval.figures import heatmap
+from eval.live.counters import EvaluationError
+from eval.live.suite import Case, Prompt
+from eval.live.tokens import Tokens, tokens
 from eval.niah import TASKS, NeedleSuite
-from eval.suite import Case, Prompt
-from eval.text import WORDS_FILE
-from eval.tokens import Tokens, tokens
+from eval.texts import haystacks
+from eval.texts.text import WORDS_FILE
 
 TOKENS: Tokens = tokens(str(WORDS_FILE.parent.parent / "models" / "tiny-gqa"))
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z-]+) is: (\d{7})\.")

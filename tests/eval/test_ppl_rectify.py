@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from eval import ppl_rectify
-from eval.client import checked
-from eval.counters import COUNTED, EvaluationError, density, moved, require_dense, require_sparse
-from eval.forced import bound_requests, custom_params, forced_logprobs, forced_request, prefill_logprobs
-from eval.ppl_summary import Cell
-from eval.windows import BOOK, SCORED, Window
+from eval.figures.ppl_summary import Cell
+from eval.live.client import checked
+from eval.live.counters import COUNTED, EvaluationError, density, moved, require_dense, require_sparse
+from eval.live.forced import bound_requests, custom_params, forced_logprobs, forced_request, prefill_logprobs
+from eval.texts.windows import BOOK, SCORED, Window
 
 NOTHING: dict[str, int] = dict.fromkeys(COUNTED, 0)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from eval import recall
-from eval.counters import EvaluationError
-from eval.recall_attention import Captured, capture, head_weights, load_model
-from eval.record import read_rows
-from eval.tokens import tokens
+from eval.live.counters import EvaluationError
+from eval.live.record import read_rows
+from eval.live.tokens import tokens
+from eval.parts.recall_attention import Captured, capture, head_weights, load_model
 
 MODEL = str(Path(recall.__file__).parent / "models" / "tiny-gqa")
 KV_HEADS = 2

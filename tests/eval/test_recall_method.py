@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from eval.counters import EvaluationError
-from eval.recall_attention import Captured, Selection, judge
-from eval.recall_method import ModelFacts, method_settings, require_served, select
+from eval.live.counters import EvaluationError
+from eval.parts.recall_attention import Captured, Selection, judge
+from eval.parts.recall_method import ModelFacts, method_settings, require_served, select
 from sglang_sparse.config import Settings
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import DecodeMethod, MethodConfig

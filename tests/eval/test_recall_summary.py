@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from eval.counters import EvaluationError
-from eval.recall_summary import plot, summarise
+from eval.figures.recall_summary import plot, summarise
+from eval.live.counters import EvaluationError
 
 
 def hand_made(prompts: int) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from eval.counters import EvaluationError
-from eval.record import Record, read_rows
+from eval.live.counters import EvaluationError
+from eval.live.record import Record, read_rows
 
 SERVER = {"version": "0.5.17", "model_path": "m", "max_total_num_tokens": 1000, "sparse": {"decode_rows": 0}}
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from eval import report
-from eval.counters import COUNTED
-from eval.report_tables import bounds, number, percent, table
+from eval.figures.report_tables import bounds, number, percent, table
+from eval.live.counters import COUNTED
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 from ruler_prompts import NEEDLE, TOKENS, coded, make, text_of
 
-from eval.ruler_needles import among
-from eval.suite import Case
-from eval.text import NOISE
+from eval.live.suite import Case
+from eval.tasks.ruler_needles import among
+from eval.texts.text import NOISE
 
 
 def test_needle_sentences() -> None:

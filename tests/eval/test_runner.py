@@ -10,11 +10,11 @@ from typing import ClassVar
 import pytest
 from openai_stub import Server
 
-from eval import client, runner
-from eval.arms import Arm, require_method, require_proof, require_reference
-from eval.counters import COUNTED, EvaluationError
-from eval.record import read_rows
-from eval.suite import Case, Prompt, Suite
+from eval.live import client, runner
+from eval.live.arms import Arm, require_method, require_proof, require_reference
+from eval.live.counters import COUNTED, EvaluationError
+from eval.live.record import read_rows
+from eval.live.suite import Case, Prompt, Suite
 
 TOKENIZER = str(Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa")
 
@@ -45,7 +45,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     found = Server()
     threading.Thread(target=found.serve_forever, daemon=True).start()
     original = client.post
-    monkeypatch.setattr("eval.completions.post", lambda c, p, r: original(c, p, r, pause=0.01))
+    monkeypatch.setattr("eval.live.completions.post", lambda c, p, r: original(c, p, r, pause=0.01))
     yield found
     found.shutdown()
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eval.stats import compare, interval, mean_interval, paired_interval, resamples, standard_error, verdict
+from eval.figures.stats import compare, interval, mean_interval, paired_interval, resamples, standard_error, verdict
 
 
 def test_bootstrap() -> None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from eval import text
+from eval.texts import text
 from eval.train import accuracy, card, gqa
 from eval.train.checkpoint import load, save
 from eval.train.model import dense
 from eval.train.ragged import VALUE_ROLE, Ragged, compact, concat
 from eval.train.sparse import Rows, select, sparse_rows
 
-MODEL = Path(text.__file__).parent / "models" / "tiny-gqa"
+MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
 CPU = torch.device("cpu")
 
 

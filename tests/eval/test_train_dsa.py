@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from eval import text
+from eval.texts import text
 from eval.train import accuracy, card, dsa, run, trainer
 from eval.train.batches import Batch
 from eval.train.checkpoint import INDEX, INDEXER, TRUNK, link_trunk, load, load_trunk, save
@@ -21,7 +21,7 @@ from eval.train.mla_model import TinyMLA
 from eval.train.schedule import rate_at
 from eval.train.sparse import Rows
 
-MODELS = Path(text.__file__).parent / "models"
+MODELS = Path(__file__).parent.parent.parent / "eval" / "models"
 CPU = torch.device("cpu")
 
 

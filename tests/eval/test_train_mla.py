@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from eval import text
+from eval.texts import text
 from eval.train import accuracy, card, mla, run, trainer
 from eval.train.checkpoint import load, save
 from eval.train.latent import MASKED, divergence, latent_rows
@@ -22,7 +22,7 @@ from eval.train.mla_model import ROPE, TinyMLA
 from eval.train.schedule import Stage, next_stage, passed, progress, rate_at
 from eval.train.sparse import Rows
 
-TOKENIZER = Path(text.__file__).parent / "models" / "tiny-gqa"
+TOKENIZER = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
 CPU = torch.device("cpu")
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.counters import EvaluationError
-from eval.text import IM_END, IM_START, read_book
-from eval.windows import BOOK, CUE, RECORDS, SCORED, make_windows, with_records, with_repetition
+from eval.live.counters import EvaluationError
+from eval.texts.text import IM_END, IM_START, read_book
+from eval.texts.windows import BOOK, CUE, RECORDS, SCORED, make_windows, with_records, with_repetition
 
 BOOKS = {"one": list(range(1000)), "two": list(range(5000, 5350))}
 

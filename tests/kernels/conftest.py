@@ -1,23 +1,7 @@
 """Kernel tests run on the GPU, or through Triton's interpreter on a machine without one."""
 
-import importlib
-import os
-import sys
-
 import pytest
-import torch
-
-OPERATIONS = ("page_summary", "page_score", "page_topk", "sparse_decode")
-HAS_GPU = torch.cuda.is_available()
-# Triton decides at import whether its functions are interpreted. The variable is set for that moment and for the
-# tests here alone: a server that another test starts must not inherit it.
-INTERPRETED = not HAS_GPU and "triton" not in sys.modules
-
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"
-    for operation in OPERATIONS:
-        importlib.import_module(f"sglang_sparse_kernels.{operation}.triton")
-    del os.environ["TRITON_INTERPRET"]
+from triton_interpreter import HAS_GPU, INTERPRETED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +21,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
     if HAS_GPU:
         return "cuda"
     if not INTERPRETED:
-        pytest.skip("Triton was imported before its interpreter could be turned on: run tests/kernels by themselves")
+        pytest.fail("Triton was imported before its interpreter could be turned on")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     return "cpu"

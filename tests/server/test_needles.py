@@ -10,8 +10,8 @@ import pytest
 from server_requests import sparse_state
 
 from eval import niah
-from eval.record import read_rows
-from eval.verdicts import read_folder
+from eval.figures.verdicts import read_folder
+from eval.live.record import read_rows
 from launch.server import ServerProcess
 
 ROOT = Path(__file__).parent.parent.parent

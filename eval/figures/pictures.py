@@ -1,0 +1,42 @@
+"""Files of results that figures are made of, and files of pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.live.counters import EvaluationError
+from eval.live.record import read_rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def rows_of(path: Path, command: str) -> list[dict[str, Any]]:
+    """The rows of a file that a command wrote.
+
+    Raises:
+        EvaluationError: it cannot be read, or another command wrote it.
+    """
+    rows = read_rows(path)
+    writer = rows[0].get("command") if rows else None
+    if writer != command:
+        raise EvaluationError(f"{path} is no file of {command}: its header names {writer}")
+    return rows
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """Write a picture as PNG and SVG.
+
+    Args:
+        figure: the picture.
+        stem: path without a suffix; folders are made.
+
+    Returns:
+        The paths written.
+    """
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    written = [Path(f"{stem}.{suffix}") for suffix in ("png", "svg")]
+    for path in written:
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return written

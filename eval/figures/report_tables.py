@@ -1,0 +1,216 @@
+"""Markdown tables from result files: one function for each kind of file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.figures import long_summary, ppl_summary, recall_summary, summary
+from eval.figures.verdicts import RANDOM, read_folder
+from eval.live.counters import EvaluationError
+from eval.live.record import read_rows
+
+Row = Mapping[str, Any]
+Column = tuple[str, Callable[[Row], str]]
+
+
+def table(rows: Iterable[Row], columns: Sequence[Column]) -> str:
+    """A Markdown table with a line for each row; columns that are empty throughout are left out."""
+    cells = [[write(row) for _, write in columns] for row in rows]
+    kept = [i for i in range(len(columns)) if any(line[i] for line in cells)]
+    lines = [[columns[i][0] for i in kept], ["---"] * len(kept), *([line[i] for i in kept] for line in cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def number(name: str, places: int, scale: float = 1.0, sign: bool = False) -> Callable[[Row], str]:
+    """Write a field with so many decimal places; nothing where it is missing."""
+
+    def write(row: Row) -> str:
+        value = row.get(name)
+        return "" if value is None else f"{value * scale:{'+' if sign else ''}.{places}f}"
+
+    return write
+
+
+def text(name: str) -> Callable[[Row], str]:
+    """Write a field as it is; nothing where it is missing."""
+    return lambda row: "" if row.get(name) is None else str(row[name])
+
+
+def bounds(name: str, places: int, sign: bool = True) -> Callable[[Row], str]:
+    """Write an interval."""
+
+    def write(row: Row) -> str:
+        if row.get(name) is None:
+            return ""
+        low, high = row[name]
+        form = f"{'+' if sign else ''}.{places}f"
+        return f"{low:{form}} … {high:{form}}"
+
+    return write
+
+
+def length(row: Row) -> str:
+    """Tokens, in k where they are a multiple of 1024."""
+    tokens = row.get("length")
+    return "" if tokens is None else f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def percent(name: str) -> Callable[[Row], str]:
+    """Write a share as a percentage."""
+    write = number(name, 1, 100.0)
+    return lambda row: f"{write(row)} %" if write(row) else ""
+
+
+def comparison_table(rows: Sequence[Row]) -> str:
+    """The table of ``eval.compare``: scores of 1 at best; perplexity as nats per token, where less is better."""
+    columns: list[Column] = [
+        ("task", lambda row: f"{row['suite']}: {row['task']}"),
+        ("length", length),
+        ("n", text("n")),
+        ("of", text("unit")),
+        ("dense", number("dense", 3)),
+        ("sparse", number("sparse", 3)),
+        ("difference", number("diff", 3, sign=True)),
+        ("95 %", bounds("diff_interval", 3)),
+        ("read", percent("density")),
+        ("rows dense", percent("dense_rows")),
+        ("true mass", number("true_mass", 3)),
+        ("random", number(RANDOM, 3)),
+        ("gates", lambda row: {None: "", True: "yes", False: "no"}[row["gates"]]),
+        ("verdict", text("verdict")),
+    ]
+    return table(rows, columns)
+
+
+def rectification(path: Path) -> str:
+    """Perplexity against the rectification interval."""
+    rows = ppl_summary.summarise(read_rows(path))
+
+    def every(row: Row) -> str:
+        return {"dense": "dense", "off": "never", "bound": "only the scored step sparse"}.get(
+            row["setting"], str(row["interval"])
+        )
+
+    columns: list[Column] = [
+        ("text", text("task")),
+        ("ratio", text("ratio")),
+        ("tokens between rectifications", every),
+        ("n", text("windows")),
+        ("perplexity", number("ppl", 3)),
+        ("nats over dense", number("diff", 4, sign=True)),
+        ("95 %", bounds("diff_interval", 4)),
+        ("won back", lambda row: f"{row['closing']:.0%}" if row.get("closing_interval") and row["drifts"] else ""),
+        ("read", percent("density")),
+    ]
+    return table(rows, columns)
+
+
+def drift(path: Path) -> str:
+    """Divergence from the dense server over the length of the output."""
+    columns: list[Column] = [
+        ("text", text("task")),
+        ("setting", text("arm")),
+        ("position", text("position")),
+        ("n", text("n")),
+        ("KL, nats", number("kl", 5)),
+        ("95 %", bounds("kl_interval", 5, sign=False)),
+        ("same best token", number("agreement", 3)),
+        ("read", percent("density")),
+    ]
+    return table(long_summary.summarise(read_rows(path)), columns)
+
+
+def recall(path: Path) -> str:
+    """Attention mass kept, layer by layer."""
+    columns: list[Column] = [
+        ("length", length),
+        ("layer", lambda row: "all" if row["layer"] is None else str(row["layer"])),
+        ("mass kept", number("mass", 3)),
+        ("5th percentile", number("mass_low", 3)),
+        ("best possible", number("best", 3)),
+        ("random", number("random", 3)),
+        ("relative L2", number("error", 3)),
+    ]
+    rows = recall_summary.summarise(read_rows(path))
+    return table([row for row in rows if row["head"] is None], columns)
+
+
+def decode(paths: Sequence[Path]) -> str:
+    """Time per output token of the arms of ``eval.bench_decode``."""
+    rows = [row for path in paths for row in read_rows(path) if row["kind"] == "summary"]
+    shown = {"dense": "dense", "sparse": "sparse, never rectified", "rectified": "sparse, rectified"}
+    columns: list[Column] = [
+        ("shape", text("shape")),
+        ("decode", lambda row: shown[row["arm"]]),
+        ("TPOT, ms", number("tpot", 2, 1e3)),
+        ("of the rounds", lambda row: " … ".join(f"{value * 1e3:.2f}" for value in row["tpot_range"])),
+        ("times faster", number("dense_ratio", 2)),
+        ("read", percent("density")),
+    ]
+    return table([row for row in rows if row["arm"] in shown], columns)
+
+
+def kernels(path: Path) -> str:
+    """Microseconds a layer of the operations of ``eval.bench_kernels``."""
+    rows = read_rows(path)
+    dense = {_shape(row): row["us"] for row in rows if row["op"] == "dense_decode"}
+    columns: list[Column] = [
+        ("shape", _shape),
+        ("operation", text("op")),
+        ("by", text("implementation")),
+        ("µs a layer", number("us", 1)),
+        ("spread", number("spread", 1)),
+        ("GB/s", number("gbps", 0)),
+        (
+            "times faster",
+            lambda row: f"{dense[_shape(row)] / row['us']:.2f}" if row["op"] == "score+topk+decode" else "",
+        ),
+    ]
+    return table(rows, columns)
+
+
+def _shape(row: Row) -> str:
+    return row["id"].split("/")[1]
+
+
+def questions(path: Path) -> str:
+    """The summary of a suite of questions."""
+    rows = read_rows(path)
+    if not any(row["kind"] == "summary" for row in rows):
+        raise EvaluationError(f"{path} has no summary: its run was refused or interrupted; run the same command again")
+    items, counters = ([row for row in rows if row["kind"] == kind] for kind in ("item", "counters"))
+    columns: list[Column] = [
+        ("task", text("task")),
+        ("length", length),
+        ("server", text("arm")),
+        ("n", text("n")),
+        ("failed", lambda row: str(row["failed"] or "")),
+        ("score", number("score", 3)),
+        ("95 %", bounds("score_interval", 3, sign=False)),
+        ("answer, tokens", number("tokens", 1)),
+        ("read", percent("density")),
+        ("difference", number("diff", 3, sign=True)),
+        ("95 % of it", bounds("diff_interval", 3)),
+        ("verdict", text("verdict")),
+    ]
+    return table(summary.summarise(items, counters), columns)
+
+
+def any_table(path: Path) -> str:
+    """The table of a file or a folder of results, by the command that wrote it.
+
+    Raises:
+        EvaluationError: it is none.
+    """
+    if path.is_dir():
+        return comparison_table(read_folder(path))
+    rows = read_rows(path)
+    command = rows[0].get("command") if rows else None
+    known = {"eval.ppl_rectify": rectification, "eval.long_generation": drift, "eval.recall": recall}
+    if command == "eval.bench_decode":
+        return decode([path])
+    if command is None:
+        raise EvaluationError(f"{path} is no file of results: its first line is no header")
+    return known.get(command, questions)(path)

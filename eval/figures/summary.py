@@ -1,0 +1,74 @@
+"""The summary of a suite's run, from the rows of its JSONL file alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from eval.figures.stats import compare, mean_interval
+from eval.live.counters import COUNTED, dense_rows, density
+
+Row = Mapping[str, Any]
+
+
+def summarise(items: Sequence[Row], counters: Sequence[Row]) -> list[dict[str, Any]]:
+    """Judge every task and length.
+
+    Args:
+        items: rows of kind ``item``; a failed one counts as wrong.
+        counters: rows of kind ``counters``.
+
+    Returns:
+        One dict for each task, length and arm, in the order of the items: ``n`` and ``failed``; ``score`` with its
+        95 % interval; the means of any further scores; ``tokens``, the mean length of the answers; what the server
+        read (see `reading`). The base arm of a run with two servers has the figures of `eval.figures.stats.compare`
+        too: paired, over the questions that both were asked.
+    """
+    groups: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in items:
+        groups.setdefault((row["task"], row["length"], row["arm"]), {})[row["id"]] = row
+    found = []
+    for (task, length, arm), rows in groups.items():
+        line = {"task": task, "length": length, "arm": arm, **_figures(list(rows.values()))}
+        line |= reading([c for c in counters if (c["task"], c["length"], c["arm"]) == (task, length, arm)])
+        theirs = groups.get((task, length, "compare"))
+        if arm == "base" and theirs:
+            both = [key for key in rows if key in theirs and same_question(rows[key], theirs[key])]
+            line |= compare([score(rows[key]) for key in both], [score(theirs[key]) for key in both])
+        found.append(line)
+    return found
+
+
+def score(row: Row, name: str = "score") -> float:
+    """A figure of an item; 0 where it failed."""
+    return float(row["scores"][name]) if not row.get("failed") else 0.0
+
+
+def _figures(rows: list[Row]) -> dict[str, Any]:
+    whole = [row for row in rows if not row.get("failed")]
+    scores = [score(row) for row in rows]
+    figures: dict[str, Any] = {"n": len(rows), "failed": len(rows) - len(whole)}
+    figures |= {"score": fmean(scores), "score_interval": mean_interval(scores)}
+    further = dict.fromkeys(name for row in whole for name in row["scores"] if name != "score")
+    # Some tasks score a subset of their questions by a further name, such as those of one difficulty.
+    figures |= {name: fmean(score(row, name) for row in whole if name in row["scores"]) for name in further}
+    figures["tokens"] = fmean(row["completion_tokens"] for row in whole) if whole else None
+    return figures
+
+
+def same_question(one: Row, other: Row) -> bool:
+    """Whether two items had the same prompt, as far as they got one: a failed request may have none."""
+    prompts = {row["prompt_sha"] for row in (one, other) if "prompt_sha" in row}
+    return len(prompts) < 2
+
+
+def reading(rows: Sequence[Row]) -> dict[str, float | None]:
+    """What a sparse server read, over ``counters`` rows; None where nobody counted.
+
+    Returns:
+        ``density``: the share of the held pages that sparse rows attended to. ``dense_rows``: the share of the decoded
+        rows that ran dense, which are not in it.
+    """
+    totals = {name: sum(row["counters"][name] for row in rows) for name in COUNTED}
+    return {"density": density(totals), "dense_rows": dense_rows(totals)}

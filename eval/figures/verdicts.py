@@ -1,0 +1,172 @@
+"""One table from the result files of several commands: what each task says about a sparse server beside a dense one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.figures.stats import Interval, compare, verdict
+from eval.figures.summary import reading, same_question, score
+from eval.live.counters import EvaluationError
+from eval.live.record import read_rows
+
+# A task where a dense server is often wrong, or a random choice of pages often right, cannot tell methods apart.
+GATE_DENSE = 0.95
+GATE_RANDOM = 0.2
+RANDOM = "random_pages"
+# Of the share of pages read.
+BUDGET_TOLERANCE = 0.05
+# Half a percent of perplexity, in nats.
+NLL_MARGIN = 0.005
+
+Row = Mapping[str, Any]
+
+
+def read_folder(folder: Path, suites: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """The lines of the result files of `eval.compare`, see `lines_of_questions` and its neighbours.
+
+    A file ``SUITE.jsonl`` has the two servers, ``SUITE--CONTROL.jsonl`` the same questions put to a control.
+
+    Args:
+        folder: where the files are.
+        suites: which of them; all by default.
+
+    Raises:
+        EvaluationError: there are none, or one is no file of results.
+    """
+    found = []
+    for path in sorted(folder.glob("*.jsonl")):
+        if "--" in path.stem or path.stem == "compare" or (suites is not None and path.stem not in suites):
+            continue
+        rows = _finished(path)
+        controls = {
+            other.stem.split("--")[1]: _finished(other) for other in sorted(folder.glob(f"{path.stem}--*.jsonl"))
+        }
+        found += lines(path.stem, rows, controls)
+    if not found:
+        raise EvaluationError(f"{folder} has no results of a comparison")
+    return found
+
+
+def _finished(path: Path) -> list[dict[str, Any]]:
+    rows = read_rows(path)
+    if not any(row["kind"] == "summary" for row in rows):
+        raise EvaluationError(f"{path} has no summary: its run was refused or interrupted; run the same command again")
+    return rows
+
+
+def lines(suite: str, rows: Sequence[Row], controls: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
+    """The lines of one file, by the command that made it."""
+    command = rows[0].get("command") if rows else None
+    if command == "eval.ppl_rectify":
+        return [{"suite": suite, **line} for line in lines_of_perplexity(rows)]
+    if command == "eval.long_generation":
+        return [{"suite": suite, **line} for line in lines_of_drift(rows)]
+    return [{"suite": suite, **line} for line in lines_of_questions(rows, controls)]
+
+
+def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
+    """A line for each task and length of a run over two servers.
+
+    Args:
+        rows: of the file.
+        controls: rows of the files in which other servers had the same questions, by name.
+
+    Returns:
+        ``task``, ``length``, ``n``; ``dense``, ``sparse`` and each control, their mean scores; ``diff``,
+        ``diff_interval`` and ``verdict`` of the paired comparison (see `eval.figures.stats.compare`); ``density`` that
+        the sparse server read; ``gates``: whether the task can tell methods apart at this length, None without the
+        control that chooses at random.
+
+    Raises:
+        EvaluationError: a control had other questions.
+    """
+    base, dense = _items(rows, "base"), _items(rows, "compare")
+    others = {name: _items(found, "base") for name, found in controls.items()}
+    found = []
+    for place in dict.fromkeys((row["task"], row["length"]) for row in dense.values()):
+        asked = [key for key, row in dense.items() if (row["task"], row["length"]) == place]
+        keys = [key for key in asked if key in base and same_question(base[key], dense[key])]
+        if not keys:
+            raise EvaluationError(f"{place[0]}: the two servers had no question in common: the run was not finished")
+        line: dict[str, Any] = {"task": place[0], "length": place[1], "n": len(keys), "unit": "score"}
+        line |= {name: _mean(items, keys) for name, items in (("dense", dense), ("sparse", base))}
+        line |= compare([score(base[key]) for key in keys], [score(dense[key]) for key in keys])
+        line |= reading(_counters(rows, place))
+        for name, items in others.items():
+            _require_same_questions(name, dense, items, keys)
+            _require_same_budget(name, place, line["density"], reading(_counters(controls[name], place))["density"])
+            line[name] = _mean(items, keys)
+        line["gates"] = None if RANDOM not in line else line["dense"] >= GATE_DENSE and line[RANDOM] < GATE_RANDOM
+        found.append(line)
+    return found
+
+
+def lines_of_perplexity(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A line for each text and rectified setting of ``eval.ppl_rectify``: log-perplexity, lower is better."""
+    summary = [row for row in rows if row["kind"] == "summary"]
+    dense = {row["task"]: row["nll"] for row in summary if row["setting"] == "dense"}
+    found = []
+    for row in summary:
+        if row["setting"] == "rectified":
+            low, high = row["diff_interval"]
+            line = {"task": f"{row['task']}, ratio {row['ratio']:g}, f = {row['interval']}", "length": row["length"]}
+            line |= {"n": row["windows"], "unit": "nats", "dense": dense[row["task"]], "sparse": row["nll"]}
+            line |= _difference(row["diff"], (low, high), (-high, -low), NLL_MARGIN)
+            found.append(line | {"density": row["density"], "gates": None})
+    return found
+
+
+def lines_of_drift(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A line for each text and setting of ``eval.long_generation``: top-1 agreement at the last checkpoint.
+
+    ``dense`` is the agreement of the dense server with itself.
+    """
+    summary = [row for row in rows if row["kind"] == "summary"]
+    found = []
+    for task in dict.fromkeys(row["task"] for row in summary):
+        last = max(row["position"] for row in summary if row["task"] == task)
+        mine = [row for row in summary if row["task"] == task and row["position"] == last]
+        noise = next(row for row in mine if row["interval"] is None)
+        for row in mine:
+            if row["interval"]:
+                low, high = row["agreement_interval"]
+                bounds = low - noise["agreement"], high - noise["agreement"]
+                line = {"task": f"{task}, ratio {row['ratio']:g}, f = {row['interval']}", "length": last, "n": row["n"]}
+                line |= {"unit": "agreement", "dense": noise["agreement"], "sparse": row["agreement"]}
+                line |= _difference(row["agreement"] - noise["agreement"], bounds, bounds)
+                found.append(line | {"density": row["density"], "gates": None})
+    return found
+
+
+def _difference(diff: float, bounds: Interval, better: Interval, margin: float = 0.01) -> dict[str, Any]:
+    return {"diff": diff, "diff_interval": bounds, "verdict": verdict(better, margin)}
+
+
+def _items(rows: Sequence[Row], arm: str) -> dict[str, Row]:
+    # Of equal items the last counts: a failed one was asked again.
+    return {row["id"]: row for row in rows if row["kind"] == "item" and row["arm"] == arm}
+
+
+def _counters(rows: Sequence[Row], place: tuple[str, int | None]) -> list[Row]:
+    found = [row for row in rows if row["kind"] == "counters" and row["arm"] == "base"]
+    return [row for row in found if (row["task"], row["length"]) == place]
+
+
+def _mean(items: Mapping[str, Row], keys: Sequence[str]) -> float:
+    return sum(score(items[key]) for key in keys) / len(keys)
+
+
+def _require_same_questions(name: str, dense: Mapping[str, Row], items: Mapping[str, Row], keys: Sequence[str]) -> None:
+    for key in keys:
+        if key not in items or not same_question(items[key], dense[key]):
+            raise EvaluationError(f"the control {name} was not asked {key}, or another question of this name")
+
+
+def _require_same_budget(name: str, place: tuple[str, int | None], mine: float | None, other: float | None) -> None:
+    if mine is not None and other is not None and abs(other - mine) > BUDGET_TOLERANCE * mine:
+        raise EvaluationError(
+            f"the control {name} read {other:.1%} of the pages in {place[0]} where the method read {mine:.1%}: start "
+            "it with the same active_ratio and min_pages"
+        )

@@ -1,0 +1,282 @@
+"""What the commands that measure a live server share: requests, streams and counters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import httpx
+from tqdm import tqdm
+
+from eval.live.counters import COUNTED, EvaluationError, Unreachable
+from eval.live.record import server_facts
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+ATTEMPTS = 4
+RETRIED_STATUS = {429, 502, 503, 504}
+# Above every vocabulary, and still what the server's request schema takes.
+NO_TOKEN = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One event of a stream: when it came, in seconds of ``time.perf_counter``, and how many tokens there were then."""
+
+    seconds: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A streamed answer: when the request was sent, and its chunks, each with at least one new token."""
+
+    sent: float
+    chunks: list[Chunk]
+    cached_tokens: int
+
+
+class LiveServer:
+    """A server under measurement: blocking calls for what it says about itself, concurrent ones for generation.
+
+    Args:
+        base_url: such as ``http://127.0.0.1:30000``.
+        concurrency: most items that `each` works on at a time.
+        timeout: seconds of one request.
+    """
+
+    def __init__(self, base_url: str, concurrency: int = 1, timeout: float = 1800.0) -> None:
+        self.concurrency = concurrency
+        self._options: dict[str, Any] = {"base_url": base_url, "timeout": timeout, "trust_env": False}
+        self._http = httpx.Client(**self._options)
+
+    def __enter__(self) -> LiveServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._http.close()
+
+    def facts(self) -> dict[str, Any]:
+        """Version, model, flags and counters, see `eval.live.record.server_facts`."""
+        return server_facts(self._http)
+
+    def ask(self, question: Callable[[httpx.Client], Result]) -> Result:
+        """What a function of a client of the server returns."""
+        return question(self._http)
+
+    def sparse_state(self) -> dict[str, Any]:
+        """The counters and the config of the sparse method, counts summed over data-parallel ranks.
+
+        Raises:
+            EvaluationError: the server runs no sparse method, or one without rectification.
+        """
+        states = self._http.get("/server_info").raise_for_status().json()["internal_states"]
+        found = [state.get("sparse") for state in states]
+        if any(state is None for state in found):
+            raise EvaluationError(f"{self._options['base_url']} does not run a sparse method")
+        missing = [name for name in COUNTED if name not in found[0]]
+        if missing:
+            raise EvaluationError(f"{self._options['base_url']} does not count {', '.join(missing)}")
+        return {**found[0], **{name: sum(state[name] for state in found) for name in COUNTED}}
+
+    def counters(self, patience: float = 30.0) -> dict[str, Any]:
+        """`sparse_state` once it stands still: the server may run a step that no request waits for any more.
+
+        Raises:
+            EvaluationError: it still counts after `patience` seconds.
+        """
+        deadline = time.monotonic() + patience
+        state = self.sparse_state()
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            earlier, state = state, self.sparse_state()
+            if all(earlier[name] == state[name] for name in COUNTED):
+                return state
+        raise EvaluationError(f"the server decodes although nothing was asked for {patience} s: somebody else uses it")
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids by the server's own tokenizer, without special tokens."""
+        request = {"model": "default", "prompt": text, "add_special_tokens": False}
+        return self._http.post("/tokenize", json=request).raise_for_status().json()["tokens"]
+
+    def vocabulary_size(self, wanted: int | None = None) -> int:
+        """How many token ids to draw from: the model's vocabulary size, or fewer if wanted.
+
+        No endpoint names the size, so it is read from the server's refusal of a token id beyond it.
+
+        Raises:
+            EvaluationError: the refusal does not name the size and none is wanted, or more are wanted than there are.
+        """
+        request = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1},
+            "return_logprob": True,
+            "token_ids_logprob": [NO_TOKEN],
+        }
+        answer = self._http.post("/generate", json=request)
+        found = re.search(r"valid range is \[0, (\d+)\)", answer.text)
+        size = int(found[1]) if found else wanted
+        if size is None:
+            raise EvaluationError("the server does not say how large the model's vocabulary is: give --vocab")
+        if wanted and wanted > size:
+            raise EvaluationError(f"--vocab {wanted}: the model has {size} tokens")
+        return wanted or size
+
+    def each(
+        self,
+        work: Callable[[httpx.AsyncClient, Item], Awaitable[Result]],
+        items: Sequence[Item],
+        label: str = "",
+    ) -> list[Result]:
+        """Work on all items, at most ``concurrency`` at a time, started in order.
+
+        Args:
+            work: gets a client of the server and an item.
+            items: what to work on.
+            label: of the progress bar; none is shown without.
+
+        Returns:
+            The results in the order of the items.
+
+        Raises:
+            Whatever `work` raises first; nothing is left out.
+        """
+        return asyncio.run(self._each(work, items, label))
+
+    async def _each(
+        self,
+        work: Callable[[httpx.AsyncClient, Item], Awaitable[Result]],
+        items: Sequence[Item],
+        label: str,
+    ) -> list[Result]:
+        gate = asyncio.Semaphore(self.concurrency)
+        limits = httpx.Limits(max_connections=self.concurrency)
+        with tqdm(total=len(items), desc=label, disable=not label) as bar:
+            async with httpx.AsyncClient(**self._options, limits=limits) as client:
+
+                async def one(item: Item) -> Result:
+                    async with gate:
+                        result = await work(client, item)
+                    bar.update()
+                    return result
+
+                return await asyncio.gather(*map(one, items))
+
+
+async def generate(client: httpx.AsyncClient, request: dict[str, Any], pause: float = 0.5) -> dict[str, Any]:
+    """POST ``/generate``, see `post`.
+
+    Raises:
+        EvaluationError: as `post`, or the request was aborted or retracted. A retracted request prefills its output
+            again, which is a rectification that nobody asked for.
+    """
+    return checked(await post(client, "/generate", request, pause))
+
+
+async def post(client: httpx.AsyncClient, path: str, request: dict[str, Any], pause: float = 0.5) -> dict[str, Any]:
+    """POST a request; tried again a few times where the connection broke or the server was not available.
+
+    Args:
+        client: of the server.
+        path: such as ``/generate``.
+        request: the body.
+        pause: seconds before the second attempt, doubled for each further one.
+
+    Raises:
+        Unreachable: no attempt got an answer.
+        EvaluationError: the answer is an error.
+    """
+    failure = ""
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            await asyncio.sleep(pause * 2 ** (attempt - 1))
+        try:
+            response = await client.post(path, json=request)
+        except httpx.TransportError as error:
+            failure = f"{type(error).__name__} {error}"
+            continue
+        if response.status_code not in RETRIED_STATUS:
+            if response.is_error:
+                raise EvaluationError(f"the server refused a request: {response.status_code} {response.text}")
+            return response.json()
+        failure = f"{response.status_code} {response.text}"
+    raise Unreachable(f"a request failed {ATTEMPTS} times, the last time by: {failure}")
+
+
+def checked(answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer, if it is whole and was decoded in one go.
+
+    Raises:
+        EvaluationError: it is an error, or was aborted or retracted.
+    """
+    if "error" in answer:
+        raise EvaluationError(f"the server refused a request: {answer['error']}")
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]
+    if reason is None or reason["type"] == "abort":
+        raise EvaluationError(f"a request was not finished: {reason}")
+    if meta.get("num_retractions"):
+        raise EvaluationError("the server ran out of KV memory and retracted a request: lower the concurrency")
+    return answer
+
+
+async def stream(client: httpx.AsyncClient, request: dict[str, Any]) -> Stream:
+    """POST ``/generate`` as a stream and time its chunks; never tried again.
+
+    Raises:
+        EvaluationError: the request failed or was aborted or retracted.
+    """
+    raw: list[tuple[float, bytes]] = []
+    sent = time.perf_counter()
+    async with client.stream("POST", "/generate", json={**request, "stream": True}) as response:
+        if response.is_error:
+            raise EvaluationError(f"the server refused a request: {response.status_code} {await response.aread()!r}")
+        # Parsed when all is over: the clock must not wait for a parser.
+        async for data in response.aiter_raw():
+            raw.append((time.perf_counter(), data))
+    return parse_stream(sent, raw)
+
+
+def parse_stream(sent: float, raw: Iterable[tuple[float, bytes]]) -> Stream:
+    """The chunks of a stream of server-sent events.
+
+    Args:
+        sent: when the request was sent.
+        raw: when each piece of the body came, and the piece; an event counts as come with its last byte.
+
+    Raises:
+        EvaluationError: the last event is missing, or says that the request failed.
+    """
+    chunks: list[Chunk] = []
+    rest, answer = b"", None
+    for seconds, data in raw:
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            body = event.removeprefix(b"data:").strip()
+            if body == b"[DONE]":
+                continue
+            answer = json.loads(body)
+            tokens = answer.get("meta_info", {}).get("completion_tokens", 0)
+            if tokens > (chunks[-1].tokens if chunks else 0):
+                chunks.append(Chunk(seconds, tokens))
+    if answer is None:
+        raise EvaluationError("a stream ended without an answer")
+    return Stream(sent, chunks, checked(answer)["meta_info"].get("cached_tokens", 0))
+
+
+def list_of(kind: Callable[[str], Item]) -> Callable[[str], list[Item]]:
+    """Parser of a comma-separated list on the command line."""
+
+    def parse(value: str) -> list[Item]:
+        return [kind(part) for part in value.split(",") if part]
+
+    # argparse names the parser where it complains.
+    parse.__name__ = "list"
+    return parse

@@ -1,0 +1,107 @@
+"""Log-probabilities of tokens that a server is made to decode, through ``custom_params.forced_tokens``.
+
+The *bound* of sparse decode is a request of its own for each scored position p: the tokens before p - 1 are its prompt,
+so that their KV is exact, and the tokens at p - 1 and p are forced; the one decode step, sparse, scores p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+import httpx
+
+from eval.figures.ppl_summary import Cell
+from eval.live.client import generate
+from eval.live.counters import EvaluationError
+from eval.texts.windows import Window
+
+
+def custom_params(cell: Cell) -> dict[str, Any]:
+    """What the requests of a setting ask of the server."""
+    if cell.setting == "dense":
+        return {"sparse": False}
+    return {"active_ratio": cell.ratio, "rectify_interval": cell.interval or 0}
+
+
+def forced_request(prompt: Sequence[int], forced: Sequence[int], params: dict[str, Any]) -> dict[str, Any]:
+    """Body of a request whose output is `forced`, with the log-probability of each of its tokens."""
+    sampling = {"temperature": 0, "max_new_tokens": len(forced), "ignore_eos": True}
+    sampling["custom_params"] = {**params, "forced_tokens": list(forced)}
+    return {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
+
+
+def bound_requests(window: Window, suffix: int, params: dict[str, Any]) -> list[dict[str, Any]]:
+    """One request for each scored position, in ascending order; the last log-probability of each counts."""
+    tokens = window.tokens
+    requests = []
+    for p in range(len(tokens) - window.scored, len(tokens)):
+        # The first token after the prompt is scored by prefill in all settings.
+        split = p if p == len(tokens) - suffix else p - 1
+        requests.append(forced_request(tokens[:split], tokens[split : p + 1], params))
+    return requests
+
+
+def forced_logprobs(answer: dict[str, Any], forced: Sequence[int]) -> list[float]:
+    """Log-probabilities of the forced tokens ``[len(forced)]``.
+
+    Raises:
+        EvaluationError: the output is another one, or a value is no number.
+    """
+    found = answer["meta_info"]["output_token_logprobs"]
+    if [token for _, token, _ in found] != list(forced):
+        raise EvaluationError("the output is not the forced one: the server does not know `forced_tokens`")
+    return _finite([logprob for logprob, _, _ in found])
+
+
+def prefill_logprobs(answer: dict[str, Any], expected: Sequence[int]) -> list[float]:
+    """Log-probabilities of the last prompt tokens ``[len(expected)]``, of a request with ``logprob_start_len``.
+
+    Raises:
+        EvaluationError: they are of other tokens, or a value is no number.
+    """
+    found = answer["meta_info"]["input_token_logprobs"][-len(expected) :]
+    if [token for _, token, _ in found] != list(expected):
+        raise EvaluationError("the prompt's log-probabilities are of other tokens")
+    return _finite([logprob for logprob, _, _ in found])
+
+
+def _finite(logprobs: list[float | None]) -> list[float]:
+    values = [value for value in logprobs if value is not None and math.isfinite(value)]
+    if len(values) != len(logprobs):
+        raise EvaluationError(f"{len(logprobs) - len(values)} of {len(logprobs)} log-probabilities are no numbers")
+    return values
+
+
+async def suffix_logprobs(
+    client: httpx.AsyncClient, tokens: Sequence[int], suffix: int, params: dict[str, Any]
+) -> list[float]:
+    """Log-probabilities of the last `suffix` tokens, forced through decode."""
+    forced = tokens[-suffix:]
+    return forced_logprobs(await generate(client, forced_request(tokens[:-suffix], forced, params)), forced)
+
+
+async def mean_nll(client: httpx.AsyncClient, window: Window, suffix: int, cell: Cell) -> float:
+    """Mean negative log-likelihood of the scored tokens of a window, in nats."""
+    params = custom_params(cell)
+    if cell.setting != "bound":
+        return -fmean((await suffix_logprobs(client, window.tokens, suffix, params))[-window.scored :])
+    scored = []
+    for request in bound_requests(window, suffix, params):
+        forced = request["sampling_params"]["custom_params"]["forced_tokens"]
+        scored.append(forced_logprobs(await generate(client, request), forced)[-1])
+    return -fmean(scored)
+
+
+async def prefilled_suffix(client: httpx.AsyncClient, tokens: Sequence[int], suffix: int) -> list[float]:
+    """Log-probabilities of the last `suffix` tokens as prefill gives them."""
+    request = {
+        "input_ids": list(tokens),
+        # With its scheduling overlapped, the server may run a decode step before it sees that none is wanted.
+        "sampling_params": {"temperature": 0, "max_new_tokens": 0, "custom_params": {"sparse": False}},
+        "return_logprob": True,
+        "logprob_start_len": len(tokens) - suffix - 1,
+    }
+    return prefill_logprobs(await generate(client, request), tokens[-suffix:])

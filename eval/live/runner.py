@@ -1,0 +1,269 @@
+"""Runs a suite of questions against one server, or against two and compares them question by question.
+
+Greedy answers of a server depend a little on what else is in its batch; ``--concurrency 1`` is for equality. What one
+run measured is kept: the same command with the same ``--out`` goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pandas as pd
+
+from eval.figures.summary import summarise
+from eval.live.arms import Arm, make_arm, require_method, require_proof, require_reference, require_room
+from eval.live.client import LiveServer
+from eval.live.completions import complete
+from eval.live.counters import EvaluationError, Unreachable, dense_rows, density, moved
+from eval.live.record import Record
+from eval.live.suite import Case, Prompt, Suite
+from eval.live.tokens import Tokens, tokens
+
+MAX_FAILED = 0.005
+ESTIMATED = 20
+# Not what the results depend on, or told in their own place.
+NOT_ARGUMENTS = ("base_url", "compare_url", "out", "concurrency", "timeout", "revision", "label", "plot")
+
+
+def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
+    """The command line of a suite: what every command takes, and the suite's own arguments."""
+    parser = argparse.ArgumentParser(
+        prog=suite.command, description=sys.modules[suite.__module__].__doc__, formatter_class=_Formatter
+    )
+    common = parser.add_argument_group("every command of its kind")
+    common.add_argument("--base-url", required=True, help="the server under judgement")
+    common.add_argument("--compare-url", help="another server, such as a dense one, to compare it with")
+    common.add_argument("--out", required=True, type=Path, help="JSONL file; a run that was interrupted goes on")
+    common.add_argument("--plot", type=Path, help="path without a suffix, for pictures as PNG and SVG")
+    common.add_argument("--model", help="its name at the server; the first one there by default")
+    common.add_argument("--tokenizer", help="folder or name; the server's own model path by default")
+    common.add_argument("--concurrency", type=int, default=8, help="questions in flight")
+    common.add_argument("--timeout", type=float, default=1800.0, help="seconds of one request")
+    common.add_argument("--seed", type=int, default=0, help="of the questions")
+    common.add_argument("--custom-params", type=json.loads, default={}, help="JSON, sent with each request")
+    common.add_argument("--compare-custom-params", type=json.loads, default={}, help="the same for --compare-url")
+    common.add_argument(
+        "--expect",
+        default="auto",
+        help="what the base server must prove by its counters: a method, dense, any (nothing), or auto: the method it "
+        "says it runs, and with --compare-url some method",
+    )
+    common.add_argument("--label", help="kept in the file's header")
+    common.add_argument("--revision", help="of this code, where its git history is not at hand")
+    suite.add_arguments(parser)
+    return parser
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    pass
+
+
+def groups_of(cases: Sequence[Case]) -> list[tuple[str, list[Case]]]:
+    """The cases by task and length, in the order in which they first come; each group has its own counters."""
+    groups: dict[str, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(" ".join(str(p) for p in (case.task, case.length) if p is not None), []).append(case)
+    return list(groups.items())
+
+
+class Run:
+    """One run of a suite.
+
+    Args:
+        suite: the questions.
+        record: the file.
+        arms: the servers, the one under judgement first.
+        expect: see `parser_of`.
+    """
+
+    def __init__(self, suite: Suite, record: Record, arms: Sequence[Arm], expect: str) -> None:
+        self.suite, self.record, self.arms, self.expect = suite, record, arms, expect
+        self.rows = [row for row in record.earlier if row["kind"] == "item" and not row.get("failed")]
+        self.counts = [row for row in record.earlier if row["kind"] == "counters"]
+
+    def all_groups(self, cases: Sequence[Case]) -> None:
+        """Ask everything that was not asked before.
+
+        Raises:
+            Unreachable: a server gave no answer; what was asked before is kept.
+            EvaluationError: see `require_proof`.
+        """
+        for label, group in groups_of(cases):
+            for arm in self.arms:
+                done = {row["id"] for row in self.rows if row["arm"] == arm.name}
+                left = [case for case in group if case.id not in done]
+                if not left and arm.counted and not self._counted(arm, group[0]):
+                    # Interrupted between the last answer and its counters.
+                    left = group[-1:]
+                if left:
+                    self._group(label, arm, left)
+                if arm.counted:
+                    require_proof(label, arm, self.expect, self._counted(arm, group[0]))
+
+    def _counted(self, arm: Arm, case: Case) -> list[dict[str, int]]:
+        """What the server counted for the group of a case, run by run."""
+        place = (arm.name, case.task, case.length)
+        return [row["counters"] for row in self.counts if (row["arm"], row["task"], row["length"]) == place]
+
+    def _group(self, label: str, arm: Arm, cases: Sequence[Case]) -> None:
+        async def work(client: httpx.AsyncClient, case: Case) -> None:
+            await self._item(client, arm, case)
+
+        before = arm.server.counters() if arm.counted else None
+        arm.server.each(work, cases, f"{label} {arm.name}")
+        if before is None:
+            return
+        counts = moved(before, arm.server.counters())
+        row = {"arm": arm.name, "task": cases[0].task, "length": cases[0].length, "items": len(cases)}
+        row |= {"density": density(counts), "dense_rows": dense_rows(counts)}
+        self.counts.append({"kind": "counters", **row, "counters": counts})
+        self.record.add(**self.counts[-1])
+
+    async def _item(self, client: httpx.AsyncClient, arm: Arm, case: Case) -> None:
+        row: dict[str, Any] = {"kind": "item", "arm": arm.name, "id": case.id, "task": case.task}
+        row |= {"length": case.length, "depth": case.depth, "index": case.index}
+        try:
+            prompt = await asyncio.to_thread(self.suite.build, case)
+            row |= _asked(prompt)
+            room = len(prompt.tokens) + prompt.max_new_tokens
+            if arm.context is not None and room > arm.context:
+                raise EvaluationError(f"prompt and answer take {room} tokens, the server's context is {arm.context}")
+            options = {**prompt.sampling, **arm.options}
+            answer = await complete(client, arm.model, prompt.tokens, prompt.max_new_tokens, options)
+            row |= {"output": answer.text, "finish": answer.finish, "seconds": round(answer.seconds, 4)}
+            row["completion_tokens"] = answer.completion_tokens
+            row["scores"] = self.suite.score(case, prompt, answer.text)
+        except Unreachable:
+            raise
+        except EvaluationError as error:
+            row["failed"] = str(error)
+        self.rows.append(row)
+        self.record.add(**row)
+
+
+def _asked(prompt: Prompt) -> dict[str, Any]:
+    digest = hashlib.sha256(json.dumps(list(prompt.tokens)).encode()).hexdigest()[:16]
+    answers = [answer if len(answer) <= 400 else answer[:400] + "…" for answer in prompt.answers]
+    return {"prompt_tokens": len(prompt.tokens), "prompt_sha": digest, "answers": answers, "facts": dict(prompt.facts)}
+
+
+def estimate(suite: Suite, arms: Sequence[Arm], cases: Sequence[Case]) -> None:
+    """Say on stderr how much is to be asked and how long reading it will take, by reading one of the longest prompts.
+
+    Short runs are not worth it.
+    """
+    if len(cases) < ESTIMATED:
+        return
+    longest = max(cases, key=lambda case: case.length or 0)
+    prompt = suite.build(longest)
+    sizes = sum(case.length or len(prompt.tokens) for case in cases)
+    print(
+        f"{len(cases)} questions for each of {len(arms)} server(s), about {sizes / 1e6:.2f} M tokens to read each",
+        file=sys.stderr,
+    )
+    for arm in arms:
+        if arm.context is not None and len(prompt.tokens) + prompt.max_new_tokens > arm.context:
+            continue
+
+        async def read(client: httpx.AsyncClient, asked: Prompt, arm: Arm = arm) -> float:
+            return (await complete(client, arm.model, asked.tokens, 1, arm.options)).seconds
+
+        (seconds,) = arm.server.each(read, [prompt])
+        minutes = seconds * sizes / len(prompt.tokens) / 60
+        print(f"{arm.name}: reading takes at most about {minutes:.1f} min, answering comes on top", file=sys.stderr)
+
+
+def arguments_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the results of a command line depend on, as JSON keeps it."""
+    kept = {name: value for name, value in vars(args).items() if name not in NOT_ARGUMENTS}
+    return json.loads(json.dumps(kept, default=str))
+
+
+def run(suite_class: type[Suite], args: argparse.Namespace) -> tuple[Suite, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Ask everything, write the file, and judge.
+
+    Returns:
+        The suite, the item rows, and the summary (see `eval.figures.summary.summarise`).
+
+    Raises:
+        EvaluationError: see the functions that this one calls; or so many requests failed that the run is void.
+    """
+    urls = [args.base_url, *([args.compare_url] if args.compare_url else [])]
+    servers = [LiveServer(url, args.concurrency, args.timeout) for url in urls]
+    names = ("base", "compare")[: len(servers)]
+    facts = [server.facts() for server in servers]
+    require_method(args.expect, facts[0], bool(args.compare_url))
+    if args.compare_url:
+        require_reference(args.expect, facts, args.compare_custom_params)
+    suite = suite_class(args, _tokens(args.tokenizer, facts[0]))
+    cases = suite.cases()
+    params = (args.custom_params, args.compare_custom_params)
+    arms = [make_arm(n, s, f, args.model, p) for n, s, f, p in zip(names, servers, facts, params, strict=False)]
+    require_room(cases, arms)
+    header = {"arguments": arguments_of(args), "label": args.label, "servers": dict(zip(names, facts, strict=True))}
+    with Record(args.out, suite.command, args.revision, resume=True, **header) as record:
+        work = Run(suite, record, arms, args.expect)
+        if not work.rows:
+            estimate(suite, arms, cases)
+        began = time.monotonic()
+        work.all_groups(cases)
+        print(f"{len(work.rows)} answers in {time.monotonic() - began:.0f} s", file=sys.stderr)
+        for arm in arms:
+            require_answers(arm.name, [row for row in work.rows if row["arm"] == arm.name])
+        # Written last: a file without a summary is of a run that was refused or interrupted.
+        summary = summarise(work.rows, work.counts)
+        for row in summary:
+            record.add("summary", **row)
+    return suite, work.rows, summary
+
+
+def require_answers(arm: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Refuse the scores of a server that did not answer half a percent of the questions.
+
+    Raises:
+        EvaluationError: names some reasons.
+    """
+    failed = [row for row in rows if row.get("failed")]
+    if len(failed) > MAX_FAILED * len(rows):
+        reasons = sorted({row["failed"] for row in failed})
+        raise EvaluationError(f"void: {len(failed)} of {len(rows)} {arm} requests failed: {'; '.join(reasons[:3])}")
+
+
+def _tokens(path: str | None, facts: dict[str, Any]) -> Tokens:
+    found = path or facts.get("model_path") or next(iter(facts.get("models", [])), None)
+    if found is None:
+        raise EvaluationError("the server does not say what model it has: give --tokenizer")
+    return tokens(found)
+
+
+def main(suite_class: type[Suite], arguments: list[str] | None = None) -> int:
+    """Run a suite's command; exit status 1 where its figures would not show what they say."""
+    parser = parser_of(suite_class)
+    args = parser.parse_args(arguments)
+    if args.concurrency < 1:
+        parser.error(f"--concurrency must be at least 1, got {args.concurrency}")
+    try:
+        suite, rows, summary = run(suite_class, args)
+        if args.plot:
+            suite.plot([row for row in rows if row["arm"] == "base" and not row.get("failed")], str(args.plot))
+    except Unreachable as error:
+        kept = f" (what was measured is in {args.out}: the same command goes on with it)" if args.out.exists() else ""
+        print(f"{suite_class.command}: {error}{kept}", file=sys.stderr)
+        return 1
+    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        print(f"{suite_class.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{suite_class.command}: interrupted; the same command goes on with {args.out}", file=sys.stderr)
+        return 130
+    print(pd.DataFrame(summary).to_string(index=False))
+    return 0

@@ -1,0 +1,122 @@
+"""What a set of questions is: cases that become prompts, and scores of what a server answered."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from eval.live.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question before its prompt is built.
+
+    Attributes:
+        task: such as "multikey"; figures are given for each task and length.
+        length: tokens of prompt and answer together that are wanted; None where the data decide.
+        depth: where the answer stands, from 0 (the beginning) to 1; None where it has no such place.
+        index: tells cases apart that are otherwise equal.
+    """
+
+    task: str
+    length: int | None = None
+    depth: float | None = None
+    index: int = 0
+
+    @property
+    def id(self) -> str:
+        """Unique within a run."""
+        parts = (self.task, self.length, None if self.depth is None else f"{self.depth:g}", self.index)
+        return "/".join(str(part) for part in parts if part is not None)
+
+    def rng(self, seed: int) -> random.Random:
+        """Random numbers of this case alone: the same for a seed, whatever other cases there are."""
+        return random.Random(f"{seed} {self.id}")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is sent and what is expected.
+
+    Attributes:
+        tokens: ids of the whole prompt, chat template included.
+        answers: what a right answer says; what more than one means is the suite's affair.
+        max_new_tokens: the answer's room.
+        sampling: further fields of an OpenAI completion request; greedy by default.
+        facts: kept with the result, such as the token at which the needle begins.
+    """
+
+    tokens: Sequence[int]
+    answers: Sequence[str]
+    max_new_tokens: int
+    sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Suite(ABC):
+    """Cases, prompts and scores of one command.
+
+    A prompt is a function of the case, the seed and the tokenizer alone, and is built just before it is sent, in a
+    thread: `build` must not change the suite.
+
+    Args:
+        args: the command line, see `add_arguments`.
+        tokens: the tokenizer of the model under test.
+    """
+
+    command: ClassVar[str]
+    """Such as ``eval.niah``."""
+
+    def __init__(self, args: argparse.Namespace, tokens: Tokens) -> None:
+        self.args = args
+        self.tokens = tokens
+
+    @classmethod
+    @abstractmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Declare what the suite can be told beside what every command knows (see `eval.live.runner`).
+
+        ``--seed`` is there already. What the values must be is checked in `cases`.
+        """
+
+    @abstractmethod
+    def cases(self) -> list[Case]:
+        """All questions, the shortest first.
+
+        Raises:
+            EvaluationError: an argument is wrong or a file is missing; names the argument, what it was and what is
+                allowed.
+        """
+
+    @abstractmethod
+    def build(self, case: Case) -> Prompt:
+        """The prompt of a case.
+
+        Raises:
+            EvaluationError: the case has no such prompt, such as a length that the question alone exceeds.
+        """
+
+    @abstractmethod
+    def score(self, case: Case, prompt: Prompt, output: str) -> dict[str, float]:
+        """Figures of one answer.
+
+        Returns:
+            ``score``, the official figure of the task from 0 to 1, and any further ones by name (also 0 to 1).
+        """
+
+    def plot(self, rows: Sequence[Mapping[str, Any]], path_stem: str) -> list[str]:
+        """Draw pictures of the item rows of a finished run, where tables do not say it all.
+
+        Args:
+            rows: the item rows of one server, see `eval.live.record`.
+            path_stem: path without a suffix; each picture is written as PNG and SVG.
+
+        Returns:
+            The paths written.
+        """
+        return []

@@ -1,0 +1,101 @@
+"""A model's tokenizer and chat template, and prompts of an exact length in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from eval.live.counters import EvaluationError
+
+TOLERANCE = 0.005
+ATTEMPTS = 6
+
+
+class Tokens:
+    """Text to token ids and back, as the model under test was trained to read them.
+
+    Args:
+        path: a folder or a name that transformers' ``AutoTokenizer`` loads.
+
+    Raises:
+        EvaluationError: it loads nothing.
+    """
+
+    def __init__(self, path: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise EvaluationError(
+                f"no tokenizer at {path!r}: give --tokenizer a folder or a name ({error.args[0]})"
+            ) from error
+        # Prompts longer than the tokenizer thinks right are the purpose here.
+        self._tokenizer.model_max_length = 10**9
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; special tokens that are written out are read as such, none is added."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def start(self) -> list[int]:
+        """What a raw prompt begins with, such as a BOS token; often nothing."""
+        return [i for i in self._tokenizer.encode("") if i != self._tokenizer.eos_token_id]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text if isinstance(text, str) else "".join(text)
+
+    def sizes(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text."""
+        found: Any = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return [len(ids) for ids in found]
+
+    def chat(self, messages: Sequence[dict[str, str]], prefix: str = "") -> list[int]:
+        """Token ids of a chat up to where the answer begins, or goes on after `prefix`.
+
+        Raises:
+            EvaluationError: the model has no chat template.
+        """
+        if self._tokenizer.chat_template is None:
+            raise EvaluationError("the model has no chat template: use --no-chat")
+        text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        return self.encode(str(text) + prefix)
+
+
+@cache
+def tokens(path: str) -> Tokens:
+    """The tokenizer at `path`, loaded once."""
+    return Tokens(path)
+
+
+def fit(make: Callable[[int], list[int]], wanted: int) -> list[int]:
+    """A prompt of `wanted` tokens, or at most .5 % (and eight tokens) fewer.
+
+    Args:
+        make: builds the prompt with a filling of about so many tokens; the same filling gives the same prompt.
+        wanted: tokens of the whole prompt.
+
+    Raises:
+        EvaluationError: what stands around the filling is already longer, or no filling fits.
+    """
+    least = wanted - max(8, int(TOLERANCE * wanted))
+    # The share of a filling's tokens that it is asked for changes little from try to try.
+    filling, best = wanted, None
+    bare = len(make(0))
+    if bare > wanted:
+        raise EvaluationError(f"a prompt of {wanted} tokens has no room for its question: that alone takes {bare}")
+    filling = wanted - bare
+    for _ in range(ATTEMPTS):
+        prompt = make(filling)
+        if least <= len(prompt) <= wanted:
+            return prompt
+        if len(prompt) < wanted and (best is None or len(prompt) > len(best)):
+            best = prompt
+        made = len(prompt) - bare
+        aim = (least + wanted) // 2 - bare
+        filling = max(0, round(filling * aim / made)) if made > 0 else filling + wanted - len(prompt)
+    if best is not None and len(best) >= 0.99 * wanted - 8:
+        return best
+    raise EvaluationError(f"no filling gives a prompt of {wanted} tokens: the nearest has {len(best or [])}")

@@ -1,0 +1,235 @@
+"""Local copies of benchmarks: their files, read strictly.
+
+Nothing is downloaded, and nothing of a benchmark's repository is run: of its Python files literal values are read.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eval.live.counters import EvaluationError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a field must be: in words, and as a test. A field that may be None may be missing."""
+
+    name: str
+    fits: Callable[[Any], bool]
+
+
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+MAYBE_TEXT = Kind("a text or null", lambda value: value is None or isinstance(value, str))
+INTEGER = Kind("an integer", lambda value: isinstance(value, int))
+TEXTS = Kind(
+    "a list of texts",
+    lambda value: isinstance(value, list) and bool(value) and all(isinstance(part, str) for part in value),
+)
+Fields = Mapping[str, Kind]
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """Rows of a JSONL file, checked once and read again when asked for: long texts need not fit into memory.
+
+    Args:
+        path: the file; empty lines do not count.
+        fields: what each row must have.
+        limit: only the first so many rows.
+        check: gets a row and where it stands, and raises if there is something else wrong with it.
+
+    Raises:
+        EvaluationError: there is no such file, it has no rows, or a line is not a JSON object with the fields; names
+            file, line and field.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        fields: Fields,
+        limit: int | None = None,
+        check: Callable[[dict[str, Any], str], object] | None = None,
+    ) -> None:
+        self.path = path
+        self._starts: list[int] = []
+        at = 0
+        with existing(path).open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if limit is not None and len(self._starts) == limit:
+                    break
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    row = parsed(line, where)
+                    require(row, fields, where)
+                    if check is not None:
+                        check(row, where)
+                    self._starts.append(at)
+                at += len(line)
+        if not self._starts:
+            raise EvaluationError(f"{path} has no rows")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: Any) -> Any:
+        with self.path.open("rb") as file:
+            file.seek(self._starts[index])
+            return json.loads(file.readline())
+
+
+def existing(path: Path) -> Path:
+    """The path, if it is a file.
+
+    Raises:
+        EvaluationError: it is not.
+    """
+    if not path.is_file():
+        raise EvaluationError(f"there is no file {path}")
+    return path
+
+
+def placed(folder: Path | None, option: str, *places: str) -> Path:
+    """The first of the places in a folder at which there is a file.
+
+    Raises:
+        EvaluationError: the option was not given, or the folder has none of them.
+    """
+    if folder is None:
+        raise EvaluationError(f"{option} is missing: give the folder with {places[0]}")
+    for place in places:
+        if (folder / place).is_file():
+            return folder / place
+    raise EvaluationError(f"{option} {folder} has no {' or '.join(places)}")
+
+
+def parsed(data: bytes, where: str) -> Any:
+    """The value that JSON text stands for.
+
+    Raises:
+        EvaluationError: it is not JSON in UTF-8; begins with `where`.
+    """
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise EvaluationError(f"{where}: not JSON in UTF-8 ({error})") from error
+
+
+def require(row: Any, fields: Fields, where: str) -> None:
+    """Refuse a row without the fields.
+
+    Raises:
+        EvaluationError: begins with `where`, names the field, what it is and what it should be.
+    """
+    if not isinstance(row, dict):
+        raise EvaluationError(f"{where}: wanted a JSON object, got {type(row).__name__}")
+    for name, kind in fields.items():
+        if name not in row and not kind.fits(None):
+            raise EvaluationError(f"{where}: field {name!r} is missing; there are {', '.join(row) or 'none'}")
+        if not kind.fits(row.get(name)):
+            raise EvaluationError(f"{where}: field {name!r} is {shown(row[name])}, wanted {kind.name}")
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, cut short."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "…"
+
+
+def read_array(path: Path, fields: Fields, limit: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a JSON file that holds one array of objects; they are counted from 1 in errors.
+
+    Raises:
+        EvaluationError: see `Rows`.
+    """
+    rows = parsed(existing(path).read_bytes(), str(path))
+    if not isinstance(rows, list) or not rows:
+        raise EvaluationError(f"{path}: wanted a JSON array of rows, got {type(rows).__name__} without any")
+    for number, row in enumerate(rows[:limit], 1):
+        require(row, fields, f"{path}, row {number}")
+    return rows[:limit]
+
+
+def assigned(path: Path, name: str) -> ast.expr:
+    """The expression that a Python file assigns to a name at its top level; the file is not run.
+
+    Raises:
+        EvaluationError: the file is missing or not Python, or assigns nothing to the name.
+    """
+    try:
+        body = ast.parse(existing(path).read_bytes(), str(path)).body
+    except (SyntaxError, ValueError) as error:
+        raise EvaluationError(f"{path}: not a Python file ({error})") from error
+    found = {
+        target.id: statement.value
+        for statement in body
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+    if name not in found:
+        raise EvaluationError(f"{path} does not assign {name}; it assigns {', '.join(found) or 'nothing'}")
+    return found[name]
+
+
+def literal(path: Path, name: str, kind: type[T]) -> T:
+    """The literal that a Python file assigns to a name at its top level.
+
+    Raises:
+        EvaluationError: see `assigned`; or the value is not a literal of the type.
+    """
+    try:
+        value = ast.literal_eval(assigned(path, name))
+    except ValueError as error:
+        raise EvaluationError(f"{path}: what it assigns to {name} is not a literal") from error
+    if not isinstance(value, kind):
+        raise EvaluationError(f"{path}: {name} is {shown(value)}, wanted a {kind.__name__}")
+    return value
+
+
+def entry(found: Mapping[str, Any], task: str, kind: type[T], where: str) -> T:
+    """What a benchmark's table says of a task, such as its template.
+
+    Raises:
+        EvaluationError: nothing of this type.
+    """
+    value = found.get(task)
+    if not isinstance(value, kind):
+        raise EvaluationError(f"{where}: for {task!r} it has {shown(value)}, wanted a {kind.__name__}")
+    return value
+
+
+def fill(template: str, values: Mapping[str, Any], where: str) -> str:
+    """A template with its fields filled in.
+
+    Raises:
+        EvaluationError: it is no template, or names a field that there is not.
+    """
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise EvaluationError(f"{where}: not a template ({error})") from error
+    missing = sorted(names - set(values))
+    if missing:
+        raise EvaluationError(f"{where}: the template wants {', '.join(missing)}; there are {', '.join(values)}")
+    return template.format_map(values)
+
+
+def chosen(wanted: Sequence[str] | None, allowed: Sequence[str], option: str = "--tasks") -> list[str]:
+    """The wanted names, each once, or all of them.
+
+    Raises:
+        EvaluationError: one is not allowed, or the list is empty.
+    """
+    if wanted is None:
+        return list(allowed)
+    unknown = [name for name in wanted if name not in allowed]
+    if unknown or not wanted:
+        raise EvaluationError(f"{option} {','.join(unknown)}: allowed are {', '.join(allowed)}")
+    return list(dict.fromkeys(wanted))

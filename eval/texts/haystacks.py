@@ -1,0 +1,202 @@
+"""Haystacks that fill a prompt to the token, places in them, and what the commands that use them are told by."""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from eval.live.client import list_of
+from eval.live.counters import EvaluationError
+from eval.live.tokens import Tokens
+from eval.texts.text import NOISE, Haystack, read_book, sentences, words
+from eval.texts.windows import BOOK
+
+KINDS = ("books", "noise", "repeated")
+
+
+class ExactHaystack(Haystack):
+    """A haystack whose texts have the wanted size in tokens, not just at most that.
+
+    Args:
+        parts: sentences, or whatever else the text consists of.
+        count: sizes of parts in tokens, with what stands between two of them.
+    """
+
+    def __init__(self, parts: Sequence[str], count: Callable[[Sequence[str]], list[int]]) -> None:
+        self.sentences = list(parts)
+        self.sizes = [max(1, size) for size in count(parts)]
+        self._by_size = sorted(range(len(parts)), key=self.sizes.__getitem__)
+        self._sorted = [self.sizes[i] for i in self._by_size]
+        self._text = "\n".join(self.sentences)
+
+    def __contains__(self, text: str) -> bool:
+        """Whether a text stands anywhere in it."""
+        return text in self._text
+
+    def draw(self, rng: random.Random, budget: int) -> list[str]:
+        """`take` from a random place."""
+        return self.take(rng.randrange(len(self.sentences)), budget)
+
+    def take(self, start: int, budget: int) -> list[str]:
+        """Consecutive sentences (the book is a ring), filled up to `budget` tokens.
+
+        A sentence too long for what is left is passed over, and some sentences are exchanged for longer ones from
+        elsewhere where that brings the sum closer to the budget.
+
+        Args:
+            start: number of the first sentence.
+            budget: tokens.
+        """
+        i, left, passed, taken = start, budget, 0, []
+        while left >= self._sorted[0] and passed < len(self.sentences):
+            passed += 1
+            if self.sizes[i] <= left:
+                taken.append(i)
+                left -= self.sizes[i]
+                passed = 0
+            i = (i + 1) % len(self.sentences)
+        self._exchange(taken, left)
+        return [self.sentences[i] for i in taken]
+
+    def _exchange(self, taken: list[int], left: int) -> None:
+        used = set(taken)
+        for at in reversed(range(len(taken))):
+            if not left:
+                return
+            size = self.sizes[taken[at]]
+            place = bisect_right(self._sorted, size + left) - 1
+            while self._sorted[place] > size and self._by_size[place] in used:
+                place -= 1
+            gain = self._sorted[place] - size
+            if gain > 0:
+                taken[at] = self._by_size[place]
+                used.add(taken[at])
+                left -= gain
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a text whose length is free.
+
+    Attributes:
+        ask: text and question, by the tokens of the text that are free; about so many.
+        prefix: what the answer goes on from.
+        answers: see `eval.live.suite.Prompt`.
+        separator: between the question and the prefix in a raw prompt.
+    """
+
+    ask: Callable[[int], str]
+    prefix: str
+    answers: Sequence[str]
+    separator: str = " "
+
+
+def spaced(tokens: Tokens, parts: Sequence[str], separator: str = " ") -> list[int]:
+    """Sizes of parts of a text, each with the separator before it."""
+    return tokens.sizes([separator + part for part in parts]) if parts else []
+
+
+@cache
+def haystack(kind: str, books: tuple[str, ...], tokens: Tokens) -> ExactHaystack:
+    """The haystack of a kind, made once for a tokenizer.
+
+    Args:
+        kind: "books" (sentences of the books, one after another), "noise" (as many random words in the place of each
+            sentence, none of them in a key) or "repeated" (the five noise sentences of RULER).
+        books: files, ``.txt`` or ``.txt.xz``; the held-out book of this project if empty.
+
+    Raises:
+        EvaluationError: the kind is unknown, or a file cannot be read or has no words.
+    """
+    if kind not in KINDS:
+        raise EvaluationError(f"--haystack {kind}: allowed are {', '.join(KINDS)}")
+    if kind == "repeated":
+        parts = sentences(NOISE)
+    else:
+        texts = [book_text(book) for book in books or (str(BOOK),)]
+        parts = [part for text in texts for part in sentences(text) if re.search(r"\w", part)]
+    if kind == "noise":
+        rng, choice = random.Random(0), words("train")
+        parts = [" ".join(rng.choices(choice, k=len(part.split()))) for part in parts]
+    return ExactHaystack(parts, lambda found: spaced(tokens, found))
+
+
+def book_text(path: str, option: str = "--book") -> str:
+    """Text of a file that an option names.
+
+    Raises:
+        EvaluationError: it cannot be read, or has no words.
+    """
+    try:
+        text = read_book(Path(path))
+    except (OSError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
+        raise EvaluationError(f"{option} {path}: not a readable .txt or .txt.xz file ({error})") from error
+    if not re.search(r"\w", text):
+        raise EvaluationError(f"{option} {path}: the file has no words")
+    return text
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Such as "a, b, and c"."""
+    return f"{', '.join(names[:-1])}, and {names[-1]}" if len(names) > 1 else names[0]
+
+
+def share(parts: Sequence[str], depth: float) -> float:
+    """The share of the parts after which `depth` of their text is over, for `eval.texts.text.hide`.
+
+    Args:
+        depth: 0 to 1, measured in characters.
+    """
+    wanted, passed = depth * sum(map(len, parts)), 0
+    for i, part in enumerate(parts):
+        if passed + len(part) / 2 > wanted:
+            return i / len(parts)
+        passed += len(part)
+    return 1.0
+
+
+def length(text: str) -> int:
+    """Tokens, such as "4096" or "4k" (k = 1024).
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    digits = text.strip().lower()
+    digits, factor = (digits[:-1], 1024) if digits.endswith("k") else (digits, 1)
+    if not digits.isdecimal() or not int(digits):
+        raise argparse.ArgumentTypeError(f"{text!r} is no length: allowed are positive integers such as 4096 or 4k")
+    return int(digits) * factor
+
+
+def add_arguments(parser: argparse.ArgumentParser, tasks: Sequence[str], lengths: str, n: int) -> None:
+    """``--tasks``, ``--lengths``, ``--n`` and ``--book`` with these defaults."""
+    parser.add_argument("--tasks", type=list_of(str), default=",".join(tasks), help="comma-separated")
+    parser.add_argument(
+        "--lengths", type=list_of(length), default=lengths, help="tokens of prompt and answer together, k = 1024"
+    )
+    parser.add_argument("--n", type=int, default=n, help="questions of each task and cell")
+    parser.add_argument(
+        "--book", action="append", default=[], help="text file of the books haystack instead of our own; repeatable"
+    )
+
+
+def check_arguments(args: argparse.Namespace, tasks: Sequence[str]) -> None:
+    """Refuse what `add_arguments` lets through.
+
+    Raises:
+        EvaluationError: an unknown task, no task or no length, or n below 1.
+    """
+    unknown = [task for task in args.tasks if task not in tasks]
+    if unknown or not args.tasks:
+        raise EvaluationError(f"--tasks {','.join(unknown)}: allowed are {', '.join(tasks)}")
+    if not args.lengths:
+        raise EvaluationError("--lengths: none given; allowed is a list such as 4k,8k")
+    if args.n < 1:
+        raise EvaluationError(f"--n {args.n}: allowed is 1 or more")

@@ -1,0 +1,3 @@
+"""Loaded before any test module."""
+
+import triton_interpreter  # noqa: F401
