@@ -91,7 +91,10 @@ class Run:
         # What a clock says of two halves says nothing about the whole.
         resume = args.judge == "ruler"
         self.record = Record(args.out, f"eval.judges {args.judge}", args.revision, resume, **header)
-        self.items = [row for row in self.record.earlier if row["kind"] == "item"]
+        # The check is written after the last item of its task and length.
+        self.finished = {(row["task"], row["length"]) for row in self.record.earlier if row["kind"] == "check"}
+        items = [row for row in self.record.earlier if row["kind"] == "item"]
+        self.items = [row for row in items if (row["task"], row["length"]) in self.finished]
         self.counts = [row for row in self.record.earlier if row["kind"] == "counters"]
 
     def judge(self, command: Sequence[str], scratch: Path, task: str, length: int | None) -> None:
@@ -147,8 +150,7 @@ def ruler(args: argparse.Namespace) -> Rows:
         lines = {group: lm_eval_command(target, args, *group, out) for group in groups}
         run = Run(args, target, lines.values(), lm_eval=LM_EVAL)
         with run.record:
-            done = {(row["task"], row["length"]) for row in run.items}
-            for task, length in tqdm([group for group in groups if group not in done], desc="lm-eval"):
+            for task, length in tqdm([group for group in groups if group not in run.finished], desc="lm-eval"):
                 run.judge(lines[task, length], scratch, task, length)
                 samples = read_samples(out, task)
                 # As large as all prompts together.

@@ -10,6 +10,7 @@ import numpy as np
 
 from eval.figures.pictures import save
 from eval.figures.stats import Floats, interval, resamples
+from eval.figures.summary import reading
 from eval.live.counters import EvaluationError
 
 if TYPE_CHECKING:
@@ -60,14 +61,13 @@ def summarise(rows: Sequence[Row], seed: int = 0) -> list[dict[str, Any]]:
     if not found:
         raise EvaluationError("there are no items to judge")
     _require_same(found)
-    densities = _densities(rows)
     summary = []
     for group, positions in found.items():
         task, name, ratio, every = group
         off = next((other for other in found if (other[0], other[2], other[3]) == (task, ratio, 0)), None)
         for position in sorted(positions):
             line = {"task": task, "arm": name, "ratio": ratio, "interval": every, "position": position}
-            line["density"] = densities.get((task, name))
+            line["density"] = reading(_counters(rows, task, name))["density"]
             partner = found[off][position] if every and off else None
             summary.append(line | _figures(positions[position], partner, seed))
     return summary
@@ -85,14 +85,8 @@ def _require_same(found: Mapping[Group, Mapping[int, Mapping[int, Row]]]) -> Non
             )
 
 
-def _densities(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
-    pages: dict[tuple[str, str], list[int]] = {}
-    for row in rows:
-        if row["kind"] == "counters":
-            total = pages.setdefault((row["task"], row["arm"]), [0, 0])
-            total[0] += row["counters"]["pages_attended"]
-            total[1] += row["counters"]["pages_held"]
-    return {key: attended / held for key, (attended, held) in pages.items() if held}
+def _counters(rows: Sequence[Row], task: str, arm: str) -> list[Row]:
+    return [row for row in rows if row["kind"] == "counters" and (row["task"], row["arm"]) == (task, arm)]
 
 
 def _figures(mine: Mapping[int, Row], off: Mapping[int, Row] | None, seed: int) -> dict[str, Any]:

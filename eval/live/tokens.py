@@ -49,6 +49,8 @@ class Tokens:
 
     def sizes(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text."""
+        if not texts:
+            return []
         found: Any = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return [len(ids) for ids in found]
 
@@ -59,7 +61,7 @@ class Tokens:
             EvaluationError: the model has no chat template.
         """
         if self._tokenizer.chat_template is None:
-            raise EvaluationError("the model has no chat template: use --no-chat")
+            raise EvaluationError("the model has no chat template: use raw prompts (--no-chat, --raw or --form ruler)")
         text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         return self.encode(str(text) + prefix)
 
@@ -71,7 +73,7 @@ def tokens(path: str) -> Tokens:
 
 
 def fit(make: Callable[[int], list[int]], wanted: int) -> list[int]:
-    """A prompt of `wanted` tokens, or at most .5 % (and eight tokens) fewer.
+    """A prompt of `wanted` tokens or a little fewer: .5 % or eight tokens, and up to 1 % if no try comes so near.
 
     Args:
         make: builds the prompt with a filling of about so many tokens; the same filling gives the same prompt.
@@ -82,7 +84,7 @@ def fit(make: Callable[[int], list[int]], wanted: int) -> list[int]:
     """
     least = wanted - max(8, int(TOLERANCE * wanted))
     # The share of a filling's tokens that it is asked for changes little from try to try.
-    filling, best = wanted, None
+    best: list[int] | None = None
     bare = len(make(0))
     if bare > wanted:
         raise EvaluationError(f"a prompt of {wanted} tokens has no room for its question: that alone takes {bare}")
@@ -96,6 +98,6 @@ def fit(make: Callable[[int], list[int]], wanted: int) -> list[int]:
         made = len(prompt) - bare
         aim = (least + wanted) // 2 - bare
         filling = max(0, round(filling * aim / made)) if made > 0 else filling + wanted - len(prompt)
-    if best is not None and len(best) >= 0.99 * wanted - 8:
+    if best is not None and len(best) >= 0.99 * wanted:
         return best
     raise EvaluationError(f"no filling gives a prompt of {wanted} tokens: the nearest has {len(best or [])}")

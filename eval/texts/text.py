@@ -244,9 +244,3 @@ def prompt_text(form: Form, haystack: str, question: str, turns: Sequence[tuple[
 def exact_match(output: str, answer: str) -> bool:
     """Whether an output is the answer, spaces around both apart."""
     return output.strip() == answer.strip()
-
-
-def same_value(output: str, value: str) -> bool:
-    """Whether the last run of digits of an output is `value`: exact match of the value, whatever stands around it."""
-    runs = re.findall(r"\d+", output)
-    return bool(runs) and runs[-1] == value
