@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -20,10 +20,10 @@ def summarise(items: Sequence[Row], counters: Sequence[Row]) -> list[dict[str, A
         counters: rows of kind ``counters``.
 
     Returns:
-        One dict for each task, length and arm, in the order of the items: ``n`` and ``failed``; ``score`` with its
-        95 % interval; the means of any further scores; ``tokens``, the mean length of the answers; what the server
-        read (see `reading`). The base arm of a run with two servers has the figures of `eval.figures.stats.compare`
-        too: paired, over the questions that both were asked.
+        One dict for each task, length and arm, in the order of the items: ``n`` questions and ``failed`` answers;
+        ``score`` with its 95 % interval; the means of any further scores; ``tokens``, the mean length of the answers;
+        what the server read (see `reading`). The base arm of a run with two servers has the figures of
+        `eval.figures.stats.compare` too: paired, over the questions that both were asked.
     """
     groups: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in items:
@@ -34,8 +34,9 @@ def summarise(items: Sequence[Row], counters: Sequence[Row]) -> list[dict[str, A
         line |= reading([c for c in counters if (c["task"], c["length"], c["arm"]) == (task, length, arm)])
         theirs = groups.get((task, length, "compare"))
         if arm == "base" and theirs:
-            both = [key for key in rows if key in theirs and same_question(rows[key], theirs[key])]
-            line |= compare([score(rows[key]) for key in both], [score(theirs[key]) for key in both])
+            mine, other = by_prompt(rows.values()), by_prompt(theirs.values())
+            both = [prompt for prompt in mine if prompt in other]
+            line |= compare([mine[prompt] for prompt in both], [other[prompt] for prompt in both])
         found.append(line)
     return found
 
@@ -47,8 +48,8 @@ def score(row: Row, name: str = "score") -> float:
 
 def _figures(rows: list[Row]) -> dict[str, Any]:
     whole = [row for row in rows if not row.get("failed")]
-    scores = [score(row) for row in rows]
-    figures: dict[str, Any] = {"n": len(rows), "failed": len(rows) - len(whole)}
+    scores = list(by_prompt(rows).values())
+    figures: dict[str, Any] = {"n": len(scores), "failed": len(rows) - len(whole)}
     figures |= {"score": fmean(scores), "score_interval": mean_interval(scores)}
     further = dict.fromkeys(name for row in whole for name in row["scores"] if name != "score")
     # Some tasks score a subset of their questions by a further name, such as those of one difficulty.
@@ -57,10 +58,16 @@ def _figures(rows: list[Row]) -> dict[str, Any]:
     return figures
 
 
-def same_question(one: Row, other: Row) -> bool:
-    """Whether two items had the same prompt, as far as they got one: a failed request may have none."""
-    prompts = {row["prompt_sha"] for row in (one, other) if "prompt_sha" in row}
-    return len(prompts) < 2
+def by_prompt(rows: Iterable[Row]) -> dict[str, float]:
+    """The score of each question, by its prompt: several answers to one prompt, such as samples, are averaged.
+
+    Their questions are what is independent, and a question of the same name with another prompt is another one.
+    """
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        # A prompt that could not be built has no checksum.
+        scores.setdefault(row.get("prompt_sha", row["id"]), []).append(score(row))
+    return {prompt: fmean(found) for prompt, found in scores.items()}
 
 
 def reading(rows: Sequence[Row]) -> dict[str, float | None]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from eval.figures.stats import Interval, compare, verdict
-from eval.figures.summary import reading, same_question, score
+from eval.figures.summary import by_prompt, reading
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
 
@@ -82,22 +83,23 @@ def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]
     Raises:
         EvaluationError: a control had other questions.
     """
-    base, dense = _items(rows, "base"), _items(rows, "compare")
-    others = {name: _items(found, "base") for name, found in controls.items()}
     found = []
-    for place in dict.fromkeys((row["task"], row["length"]) for row in dense.values()):
-        asked = [key for key, row in dense.items() if (row["task"], row["length"]) == place]
-        keys = [key for key in asked if key in base and same_question(base[key], dense[key])]
-        if not keys:
+    for place in dict.fromkeys(_place(row) for row in rows if row["kind"] == "item" and row["arm"] == "compare"):
+        base, dense = _scores(rows, "base", place), _scores(rows, "compare", place)
+        both = [prompt for prompt in dense if prompt in base]
+        if not both:
             raise EvaluationError(f"{place[0]}: the two servers had no question in common: the run was not finished")
-        line: dict[str, Any] = {"task": place[0], "length": place[1], "n": len(keys), "unit": "score"}
-        line |= {name: _mean(items, keys) for name, items in (("dense", dense), ("sparse", base))}
-        line |= compare([score(base[key]) for key in keys], [score(dense[key]) for key in keys])
+        mine, theirs = [base[prompt] for prompt in both], [dense[prompt] for prompt in both]
+        line: dict[str, Any] = {"task": place[0], "length": place[1], "n": len(both), "unit": "score"}
+        line |= {"dense": fmean(theirs), "sparse": fmean(mine), **compare(mine, theirs)}
         line |= reading(_counters(rows, place))
-        for name, items in others.items():
-            _require_same_questions(name, dense, items, keys)
-            _require_same_budget(name, place, line["density"], reading(_counters(controls[name], place))["density"])
-            line[name] = _mean(items, keys)
+        for name, other in controls.items():
+            scores = _scores(other, "base", place)
+            missing = sum(prompt not in scores for prompt in both)
+            if missing:
+                raise EvaluationError(f"the control {name} was not asked {missing} of the questions of {place[0]}")
+            _require_same_budget(name, place, line["density"], reading(_counters(other, place))["density"])
+            line[name] = fmean(scores[prompt] for prompt in both)
         line["gates"] = None if RANDOM not in line else line["dense"] >= GATE_DENSE and line[RANDOM] < GATE_RANDOM
         found.append(line)
     return found
@@ -144,24 +146,18 @@ def _difference(diff: float, bounds: Interval, better: Interval, margin: float =
     return {"diff": diff, "diff_interval": bounds, "verdict": verdict(better, margin)}
 
 
-def _items(rows: Sequence[Row], arm: str) -> dict[str, Row]:
+def _place(row: Row) -> tuple[str, int | None]:
+    return row["task"], row["length"]
+
+
+def _scores(rows: Sequence[Row], arm: str, place: tuple[str, int | None]) -> dict[str, float]:
+    mine = [row for row in rows if row["kind"] == "item" and row["arm"] == arm and _place(row) == place]
     # Of equal items the last counts: a failed one was asked again.
-    return {row["id"]: row for row in rows if row["kind"] == "item" and row["arm"] == arm}
+    return by_prompt({row["id"]: row for row in mine}.values())
 
 
 def _counters(rows: Sequence[Row], place: tuple[str, int | None]) -> list[Row]:
-    found = [row for row in rows if row["kind"] == "counters" and row["arm"] == "base"]
-    return [row for row in found if (row["task"], row["length"]) == place]
-
-
-def _mean(items: Mapping[str, Row], keys: Sequence[str]) -> float:
-    return sum(score(items[key]) for key in keys) / len(keys)
-
-
-def _require_same_questions(name: str, dense: Mapping[str, Row], items: Mapping[str, Row], keys: Sequence[str]) -> None:
-    for key in keys:
-        if key not in items or not same_question(items[key], dense[key]):
-            raise EvaluationError(f"the control {name} was not asked {key}, or another question of this name")
+    return [row for row in rows if row["kind"] == "counters" and row["arm"] == "base" and _place(row) == place]
 
 
 def _require_same_budget(name: str, place: tuple[str, int | None], mine: float | None, other: float | None) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from eval import report
 from eval.figures.report_tables import bounds, number, percent, table
+from eval.figures.stats import mean_interval
+from eval.figures.summary import summarise
 from eval.live.counters import COUNTED
 
 ROOT = Path(__file__).parent.parent.parent
@@ -81,6 +83,13 @@ def test_comparison_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (tmp_path / "pictures" / "niah-base.png").is_file()
 
 
+def test_samples_of_one_question_are_one_question() -> None:
+    rows = [item("base", i, float(i < 6), prompt_sha=str(i // 4)) for i in range(8)]
+    (line,) = summarise(rows, [])
+    assert line["n"] == 2 and line["score"] == 0.75
+    assert line["score_interval"] == mean_interval([1.0, 0.5])
+
+
 def test_a_file_of_an_unfinished_run_is_not_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"kind": "header", "command": "eval.niah"}, item("base", 0, 1.0)]
     (tmp_path / "niah.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -104,4 +113,4 @@ def test_a_control_with_other_questions_is_refused(tmp_path: Path, capsys: pytes
     write(tmp_path / "niah.jsonl", "eval.niah", rows)
     write(tmp_path / "niah--true_mass.jsonl", "eval.niah", [item("base", i, 1.0, prompt_sha="x") for i in range(3)])
     assert report.main([str(tmp_path)]) == 1
-    assert "the control true_mass was not asked single/1024/0.5/0" in capsys.readouterr().err
+    assert "the control true_mass was not asked 3 of the questions of single" in capsys.readouterr().err
