@@ -48,7 +48,8 @@ def summarise(rows: Sequence[Row], seed: int = 0) -> list[dict[str, Any]]:
     Returns:
         One dict for each text, setting and position, in the order of the file: ``n`` prompts; ``kl`` (nats) and
         ``agreement`` with the 95 % intervals of their means, by a bootstrap over prompts; of a rectified setting
-        ``kl_change``, its mean less the one that is never rectified at the same ratio, with its paired 95 % interval.
+        ``kl_change``, its mean less the one that is never rectified at the same ratio, and of a sparse one
+        ``agreement_change``, its mean less that of the noise, both with their paired 95 % intervals.
 
     Raises:
         EvaluationError: there are no items, or a setting lacks prompts that another one of its text has.
@@ -65,11 +66,17 @@ def summarise(rows: Sequence[Row], seed: int = 0) -> list[dict[str, Any]]:
     for group, positions in found.items():
         task, name, ratio, every = group
         off = next((other for other in found if (other[0], other[2], other[3]) == (task, ratio, 0)), None)
+        noise = next((other for other in found if (other[0], other[3]) == (task, None)), None)
         for position in sorted(positions):
             line = {"task": task, "arm": name, "ratio": ratio, "interval": every, "position": position}
             line["density"] = reading(_counters(rows, task, name))["density"]
-            partner = found[off][position] if every and off else None
-            summary.append(line | _figures(positions[position], partner, seed))
+            mine = positions[position]
+            line |= _figures(mine, seed)
+            if every and off:
+                line |= _change("kl", mine, found[off][position], seed)
+            if every is not None and noise:
+                line |= _change("agreement", mine, found[noise][position], seed)
+            summary.append(line)
     return summary
 
 
@@ -89,16 +96,19 @@ def _counters(rows: Sequence[Row], task: str, arm: str) -> list[Row]:
     return [row for row in rows if row["kind"] == "counters" and (row["task"], row["arm"]) == (task, arm)]
 
 
-def _figures(mine: Mapping[int, Row], off: Mapping[int, Row] | None, seed: int) -> dict[str, Any]:
+def _figures(mine: Mapping[int, Row], seed: int) -> dict[str, Any]:
     weights = resamples(len(mine), seed)
     figures: dict[str, Any] = {"n": len(mine)}
     for name in ("kl", "agreement"):
         values = _values(mine, name)
         figures |= {name: float(values.mean()), f"{name}_interval": interval(weights @ values)}
-    if off is not None:
-        change = _values(mine, "kl") - _values(off, "kl")
-        figures |= {"kl_change": float(change.mean()), "kl_change_interval": interval(weights @ change)}
     return figures
+
+
+def _change(name: str, mine: Mapping[int, Row], other: Mapping[int, Row], seed: int) -> dict[str, Any]:
+    change = _values(mine, name) - _values(other, name)
+    bounds = interval(resamples(len(mine), seed) @ change)
+    return {f"{name}_change": float(change.mean()), f"{name}_change_interval": bounds}
 
 
 def _values(items: Mapping[int, Row], name: str) -> Floats:

@@ -106,14 +106,17 @@ def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]
 
 
 def lines_of_perplexity(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A line for each text and rectified setting of ``eval.ppl_rectify``: log-perplexity, lower is better."""
+    """A line for each text and setting of ``eval.ppl_rectify``: log-perplexity, lower is better.
+
+    What is never rectified has a line only where nothing is, here and in `lines_of_drift`.
+    """
     summary = [row for row in rows if row["kind"] == "summary"]
     dense = {row["task"]: row["nll"] for row in summary if row["setting"] == "dense"}
     found = []
     for row in summary:
-        if row["setting"] == "rectified":
+        if row["setting"] in ("off", "rectified") and _is_own(row, summary):
             low, high = row["diff_interval"]
-            line = {"task": f"{row['task']}, ratio {row['ratio']:g}, f = {row['interval']}", "length": row["length"]}
+            line = {"task": _setting(row), "length": row["length"]}
             line |= {"n": row["windows"], "unit": "nats", "dense": dense[row["task"]], "sparse": row["nll"]}
             line |= _difference(row["diff"], (low, high), (-high, -low), NLL_MARGIN)
             found.append(line | {"density": row["density"], "gates": None})
@@ -132,14 +135,23 @@ def lines_of_drift(rows: Sequence[Row]) -> list[dict[str, Any]]:
         mine = [row for row in summary if row["task"] == task and row["position"] == last]
         noise = next(row for row in mine if row["interval"] is None)
         for row in mine:
-            if row["interval"]:
-                low, high = row["agreement_interval"]
-                bounds = low - noise["agreement"], high - noise["agreement"]
-                line = {"task": f"{task}, ratio {row['ratio']:g}, f = {row['interval']}", "length": last, "n": row["n"]}
+            if row["interval"] is not None and _is_own(row, mine):
+                bounds = row["agreement_change_interval"]
+                line = {"task": _setting(row), "length": last, "n": row["n"]}
                 line |= {"unit": "agreement", "dense": noise["agreement"], "sparse": row["agreement"]}
-                line |= _difference(row["agreement"] - noise["agreement"], bounds, bounds)
+                line |= _difference(row["agreement_change"], bounds, bounds)
                 found.append(line | {"density": row["density"], "gates": None})
     return found
+
+
+def _is_own(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether a setting rectifies, or none of its text and ratio does."""
+    others = [other for other in rows if (other["task"], other["ratio"]) == (row["task"], row["ratio"])]
+    return bool(row["interval"]) or not any(other["interval"] for other in others)
+
+
+def _setting(row: Row) -> str:
+    return f"{row['task']}, ratio {row['ratio']:g}, f = {row['interval'] or 'never'}"
 
 
 def _difference(diff: float, bounds: Interval, better: Interval, margin: float = 0.01) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from eval import report
 from eval.figures.report_tables import bounds, number, percent, table
 from eval.figures.stats import mean_interval
 from eval.figures.summary import summarise
+from eval.figures.verdicts import lines_of_drift
 from eval.live.counters import COUNTED
 
 ROOT = Path(__file__).parent.parent.parent
@@ -114,3 +115,18 @@ def test_a_control_with_other_questions_is_refused(tmp_path: Path, capsys: pytes
     write(tmp_path / "niah--true_mass.jsonl", "eval.niah", [item("base", i, 1.0, prompt_sha="x") for i in range(3)])
     assert report.main([str(tmp_path)]) == 1
     assert "the control true_mass was not asked 3 of the questions of single" in capsys.readouterr().err
+
+
+def drift(arm: str, ratio: float | None, every: int | None, agreement: float) -> dict[str, Any]:
+    row = {"kind": "summary", "task": "book", "arm": arm, "ratio": ratio, "interval": every, "position": 512}
+    bounds = (agreement - 1.005, agreement - 0.995)
+    row |= {"n": 20, "agreement": agreement, "density": 0.1, "agreement_change": agreement - 1}
+    return row | {"agreement_change_interval": bounds}
+
+
+def test_drift_has_a_line_for_what_the_server_does() -> None:
+    noise, off, often = drift("noise", None, None, 1.0), drift("off", 0.1, 0, 0.8), drift("f8", 0.1, 8, 1.0)
+    (line,) = lines_of_drift([noise, off, often])
+    assert line["task"] == "book, ratio 0.1, f = 8" and line["verdict"] == "same" and line["length"] == 512
+    (line,) = lines_of_drift([noise, off])
+    assert line["task"] == "book, ratio 0.1, f = never" and line["verdict"] == "worse"
