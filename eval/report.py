@@ -4,8 +4,8 @@
 ``eval.compare``) as Markdown, and with ``--out`` draws its picture as PNG and SVG.
 
 ``python -m eval.report`` writes every table between ``<!-- report: NAME -->`` and ``<!-- report end -->`` in the
-documents of this repository anew, from eval/results, and draws the pictures of eval/docs. With ``--check`` nothing is
-written, and the status is 1 where a document says something else than the results.
+documents of this repository anew, from eval/results, the cards of the tiny models too, and draws the pictures of
+eval/docs. With ``--check`` nothing is written, and the status is 1 where a document says something else.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from pathlib import Path
 from eval.figures import heatmap, long_summary, ppl_summary, recall_summary, report_tables
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
+from eval.train import card
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
 DOCUMENTS = (ROOT / "README.md", ROOT / "eval" / "docs" / "results.md")
+CARDS = tuple(ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-mla", "tiny-dsa"))
 BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
@@ -48,6 +50,12 @@ def fill(document: str) -> str:
         return f"{match[1]}{BLOCKS[match[2]]()}\n{match[4]}"
 
     return BLOCK.sub(made, document)
+
+
+def model_card(model: str) -> str:
+    """The card of a tiny model, from its accuracy and its training."""
+    accuracy, training = (card.read(RESULTS / f"{model}-{kind}.jsonl") for kind in ("accuracy", "training"))
+    return card.card(accuracy, training)
 
 
 def draw(path: Path, stem: Path) -> None:
@@ -80,9 +88,9 @@ def documents(check: bool) -> int:
         The exit status.
     """
     status = 0
-    for path in DOCUMENTS:
-        old = path.read_text()
-        new = fill(old)
+    for path in (*DOCUMENTS, *CARDS):
+        old = path.read_text() if path.exists() else ""
+        new = fill(old) if path in DOCUMENTS else model_card(path.parent.name)
         if check and new != old:
             name = path.relative_to(ROOT).as_posix()
             sys.stderr.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, "results"))

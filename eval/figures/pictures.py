@@ -38,5 +38,13 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     stem.parent.mkdir(parents=True, exist_ok=True)
     written = [Path(f"{stem}.{suffix}") for suffix in ("png", "svg")]
     for path in written:
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        write(figure, path)
     return written
+
+
+def write(figure: Figure, path: Path) -> None:
+    """Write a picture; the same rows give the same file."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": path.stem}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

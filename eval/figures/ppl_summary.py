@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from eval.figures.pictures import write
 from eval.figures.stats import Floats, Interval, interval, resamples, standard_error
 from eval.live.counters import EvaluationError
 
@@ -154,7 +155,7 @@ def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
         for number, ratio in enumerate(dict.fromkeys(row["ratio"] for row in mine if row["ratio"] is not None)):
             _draw_ratio(axes, [row for row in mine if row["ratio"] == ratio], intervals, f"C{number}")
         axes.legend()
-    figure.savefig(path)
+    write(figure, path)
 
 
 def _draw_ratio(axes: Axes, rows: Sequence[dict[str, Any]], intervals: Sequence[int], colour: str) -> None:

@@ -27,6 +27,7 @@ def test_a_document_that_disagrees_is_found(
     wrong = tmp_path / "results.md"
     wrong.write_text(re.sub(r"\b4\.66\b", "5.66", (ROOT / "eval" / "docs" / "results.md").read_text()))
     monkeypatch.setattr(report, "DOCUMENTS", (wrong,))
+    monkeypatch.setattr(report, "CARDS", ())
     monkeypatch.setattr(report, "ROOT", tmp_path)
     assert report.main(["--check"]) == 1
     shown = capsys.readouterr().err
