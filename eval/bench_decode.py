@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
 from eval.figures.tpot import decode_figures, summarise
-from eval.live.client import LiveServer, Stream, generate, stream
+from eval.live.client import FAILURES, LiveServer, Stream, generate, stream
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.record import Record
 
@@ -194,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
         summary = run(args)
-    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+    except FAILURES as error:
         print(f"eval.bench_decode: {error}", file=sys.stderr)
         return 1
     print(pd.DataFrame(summary).to_string(index=False))

@@ -24,11 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from eval.figures.report_tables import comparison_table
 from eval.figures.verdicts import read_folder
-from eval.live.client import LiveServer, list_of
+from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record
 from launch.server import ServerProcess
@@ -56,16 +54,12 @@ class Part:
     suite: bool = True
 
 
-def _own_setting(config: Mapping[str, Any]) -> tuple[object, object]:
-    return config.get("active_ratio", 1), config.get("rectify_interval", 0)
-
-
 def _ppl(args: argparse.Namespace, config: Mapping[str, Any]) -> Sequence[object]:
-    ratio, every = _own_setting(config)
+    ratio, every = config.get("active_ratio", 1), config.get("rectify_interval", 0)
     suffix = min(512, args.lengths[0] // 2)
     windows = _windows(args, args.n)
     sizes = ("--length", args.lengths[0], "--suffix", suffix, "--windows", windows, "--kind", "book,records")
-    return *sizes, "--ratios", ratio, "--intervals", every or "0", *_books(args)
+    return *sizes, "--ratios", ratio, "--intervals", every, *_books(args)
 
 
 def _drift(args: argparse.Namespace, config: Mapping[str, Any]) -> Sequence[object]:
@@ -135,7 +129,12 @@ def call(module: str, arguments: Sequence[object]) -> None:
         EvaluationError: it ended with another status than 0.
     """
     print(f"python -m {module} {shlex.join(map(str, arguments))}", file=sys.stderr)
-    if importlib.import_module(module).main([str(argument) for argument in arguments]):
+    try:
+        status = importlib.import_module(module).main([str(argument) for argument in arguments])
+    except SystemExit as refused:
+        # How argparse ends a program must not end the other parts.
+        status = refused.code
+    if status:
         raise EvaluationError(f"{module} failed")
 
 
@@ -264,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
         table, failed = run(args)
-    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError, TimeoutError) as error:
+    except (*FAILURES, RuntimeError) as error:
         print(f"eval.compare: {error}", file=sys.stderr)
         return 1
     print(comparison_table(table))

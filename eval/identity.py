@@ -18,6 +18,7 @@ import httpx
 from tqdm import tqdm
 
 from eval.figures.divergence import TOP, gap_change, kl
+from eval.live.client import FAILURES
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, server_facts
 from eval.texts.text import FORMS, Haystack, hide, prompt_text, random_key, random_number, read_books
@@ -118,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         summary = run(args)
-    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+    except FAILURES as error:
         print(f"eval.identity: {error}", file=sys.stderr)
         return 1
     print(summary)

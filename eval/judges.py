@@ -43,13 +43,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pandas as pd
 from tqdm import tqdm
 
 from eval.figures.summary import summarise
 from eval.live.arms import require_proof
-from eval.live.client import LiveServer, list_of
+from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError, density, moved
 from eval.live.record import Record, read_rows
 from eval.live.runner import MAX_FAILED, arguments_of
@@ -265,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
         rows = {"ruler": ruler, "gsm8k": gsm8k, "serving": serving, "agree": agree}[args.judge](args)
-    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+    except FAILURES as error:
         print(f"eval.judges: {error}", file=sys.stderr)
         return 1
     print(pd.DataFrame(rows).to_string(index=False))

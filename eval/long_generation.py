@@ -37,8 +37,8 @@ import pandas as pd
 
 from eval.figures.divergence import TOP, TopTokens, kl, same_best
 from eval.figures.long_summary import plot, proven, summarise
-from eval.figures.pictures import rows_of
-from eval.live.client import LiveServer, generate, list_of
+from eval.figures.pictures import add_file_arguments, rows_of
+from eval.live.client import FAILURES, LiveServer, generate, list_of
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.forced import forced_logprobs, forced_request
 from eval.live.record import Record
@@ -226,9 +226,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--base-url", help="the sparse server")
     parser.add_argument("--compare-url", help="the dense server (default: the sparse one, asked for `sparse: false`)")
-    parser.add_argument("--out", type=Path, help="JSONL file; a run that was interrupted goes on")
-    parser.add_argument("--plot", type=Path, help="path without a suffix, for a picture as PNG and SVG")
-    parser.add_argument("--from", type=Path, dest="file", help="take the figures of this JSONL file, without a server")
+    add_file_arguments(parser, "a server")
     parser.add_argument("--kind", type=list_of(str), default="book", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--book", action="append", help=f"text file; repeat for more (default: {BOOK.name})")
     parser.add_argument("--prompt-length", type=int, default=4096, help="tokens of the prompts")
@@ -240,8 +238,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=16, help="outputs in flight")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds of one request")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and the bootstrap")
-    parser.add_argument("--label", help="kept in the file's header")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
     args.book = args.book or [str(BOOK)]
     if args.file is None and (args.base_url is None or args.out is None):
@@ -265,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
         summary = summarise(rows_of(args.file, COMMAND), args.seed) if args.file else run(args)
         if args.plot:
             plot(summary, args.plot)
-    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+    except FAILURES as error:
         print(f"{COMMAND}: {error}", file=sys.stderr)
         return 1
     print(pd.DataFrame(summary).to_string(index=False, float_format="{:.5f}".format))

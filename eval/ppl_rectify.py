@@ -32,11 +32,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import httpx
 import pandas as pd
 
 from eval.figures.ppl_summary import Cell, cell_of, plot, summarise
-from eval.live.client import LiveServer, list_of
+from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.forced import mean_nll, prefilled_suffix, suffix_logprobs
 from eval.live.record import Record, read_rows
@@ -241,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
         summary = summarise(read_rows(args.file), args.seed) if args.file else run(args)
-    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+    except FAILURES as error:
         print(f"eval.ppl_rectify: {error}", file=sys.stderr)
         return 1
     if args.plot:

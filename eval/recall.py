@@ -31,7 +31,7 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from eval.figures.pictures import rows_of
+from eval.figures.pictures import add_file_arguments, rows_of
 from eval.figures.recall_summary import plot, summarise
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
@@ -209,12 +209,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", help="text file to take the prompts from, .txt or .txt.xz, instead of needles")
     parser.add_argument("--book", action="append", default=[], help="text file to hide needles in; repeat for more")
     parser.add_argument("--no-chat", action="store_true", help="raw prompts, for a model without a chat template")
-    parser.add_argument("--out", type=Path, help="JSONL file; a run that was interrupted goes on")
-    parser.add_argument("--plot", type=Path, help="path without a suffix, for a picture as PNG and SVG")
-    parser.add_argument("--from", type=Path, dest="file", help="take the figures of this JSONL file, without a model")
+    add_file_arguments(parser, "a model")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts, the random pages and the bootstrap")
-    parser.add_argument("--label", help="kept in the file's header")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
     if args.file is None and (args.model_path is None or args.out is None):
         raise EvaluationError("--model-path and --out are needed, or --from")

@@ -34,7 +34,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "rectification": lambda: report_tables.rectification(RESULTS / "ppl-rectify-records.jsonl"),
     "rectification-books": lambda: report_tables.rectification(RESULTS / "ppl-rectify-book.jsonl"),
 }
-PICTURES = {"ppl-rectify-records": "ppl-rectify-records.jsonl", "ppl-rectify-book": "ppl-rectify-book.jsonl"}
+PICTURES = ("ppl-rectify-records", "ppl-rectify-book")
 
 
 def fill(document: str) -> str:
@@ -98,8 +98,8 @@ def documents(check: bool) -> int:
         elif not check:
             path.write_text(new)
     if not check:
-        for stem, name in PICTURES.items():
-            draw(RESULTS / name, ROOT / "eval" / "docs" / stem)
+        for name in PICTURES:
+            draw(RESULTS / f"{name}.jsonl", ROOT / "eval" / "docs" / name)
     return status
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from eval.figures import long_summary, ppl_summary, recall_summary, summary
 from eval.figures.verdicts import RANDOM, read_folder
 from eval.live.counters import EvaluationError
-from eval.live.record import read_rows
+from eval.live.record import read_finished, read_rows
 
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], str]]
@@ -177,9 +177,7 @@ def _shape(row: Row) -> str:
 
 def questions(path: Path) -> str:
     """The summary of a suite of questions."""
-    rows = read_rows(path)
-    if not any(row["kind"] == "summary" for row in rows):
-        raise EvaluationError(f"{path} has no summary: its run was refused or interrupted; run the same command again")
+    rows = read_finished(path)
     items, counters = ([row for row in rows if row["kind"] == kind] for kind in ("item", "counters"))
     columns: list[Column] = [
         ("task", text("task")),

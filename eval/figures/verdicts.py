@@ -10,7 +10,7 @@ from typing import Any
 from eval.figures.stats import Interval, compare, verdict
 from eval.figures.summary import by_prompt, reading
 from eval.live.counters import EvaluationError
-from eval.live.record import read_rows
+from eval.live.record import read_finished
 
 # A task where a dense server is often wrong, or a random choice of pages often right, cannot tell methods apart.
 GATE_DENSE = 0.95
@@ -40,21 +40,14 @@ def read_folder(folder: Path, suites: Sequence[str] | None = None) -> list[dict[
     for path in sorted(folder.glob("*.jsonl")):
         if "--" in path.stem or path.stem == "compare" or (suites is not None and path.stem not in suites):
             continue
-        rows = _finished(path)
+        rows = read_finished(path)
         controls = {
-            other.stem.split("--")[1]: _finished(other) for other in sorted(folder.glob(f"{path.stem}--*.jsonl"))
+            other.stem.split("--")[1]: read_finished(other) for other in sorted(folder.glob(f"{path.stem}--*.jsonl"))
         }
         found += lines(path.stem, rows, controls)
     if not found:
         raise EvaluationError(f"{folder} has no results of a comparison")
     return found
-
-
-def _finished(path: Path) -> list[dict[str, Any]]:
-    rows = read_rows(path)
-    if not any(row["kind"] == "summary" for row in rows):
-        raise EvaluationError(f"{path} has no summary: its run was refused or interrupted; run the same command again")
-    return rows
 
 
 def lines(suite: str, rows: Sequence[Row], controls: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:

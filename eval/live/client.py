@@ -21,6 +21,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 ATTEMPTS = 4
+# What a command ends with one line for: what it refuses, a server that fails, a file that cannot be read or written.
+FAILURES = (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError)
 RETRIED_STATUS = {429, 502, 503, 504}
 # Above every vocabulary, and still what the server's request schema takes.
 NO_TOKEN = 2**31 - 1

@@ -117,6 +117,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_finished(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file whose run came to its end: the summary is written last.
+
+    Raises:
+        EvaluationError: it did not, or see `read_rows`.
+    """
+    rows = read_rows(path)
+    if not any(row["kind"] == "summary" for row in rows):
+        raise EvaluationError(f"{path} has no summary: its run was refused or interrupted; run the same command again")
+    return rows
+
+
 class Record:
     """A JSONL file that begins with its header; rows are on disk as soon as they are added.
 

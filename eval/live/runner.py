@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import pandas as pd
 
 from eval.figures.summary import summarise
 from eval.live.arms import Arm, make_arm, require_method, require_proof, require_reference, require_room
-from eval.live.client import LiveServer
+from eval.live.client import FAILURES, LiveServer
 from eval.live.completions import complete
 from eval.live.counters import EvaluationError, Unreachable, dense_rows, density, moved
 from eval.live.record import Record
@@ -198,7 +199,14 @@ def run(suite_class: type[Suite], args: argparse.Namespace) -> tuple[Suite, list
         EvaluationError: see the functions that this one calls; or so many requests failed that the run is void.
     """
     urls = [args.base_url, *([args.compare_url] if args.compare_url else [])]
-    servers = [LiveServer(url, args.concurrency, args.timeout) for url in urls]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(LiveServer(url, args.concurrency, args.timeout)) for url in urls]
+        return _ask(suite_class, args, servers)
+
+
+def _ask(
+    suite_class: type[Suite], args: argparse.Namespace, servers: Sequence[LiveServer]
+) -> tuple[Suite, list[dict[str, Any]], list[dict[str, Any]]]:
     names = ("base", "compare")[: len(servers)]
     facts = [server.facts() for server in servers]
     require_method(args.expect, facts[0], bool(args.compare_url))
@@ -259,7 +267,7 @@ def main(suite_class: type[Suite], arguments: list[str] | None = None) -> int:
         kept = f" (what was measured is in {args.out}: the same command goes on with it)" if args.out.exists() else ""
         print(f"{suite_class.command}: {error}{kept}", file=sys.stderr)
         return 1
-    except (EvaluationError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+    except FAILURES as error:
         print(f"{suite_class.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

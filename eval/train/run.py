@@ -147,6 +147,7 @@ def train(trainer: Trainer, size: int, widths: tuple[int, ...]) -> None:
                 # In bfloat16: the rounding is less than a step, and files of 14 MiB travel more easily.
                 save_weights(trainer.model, args.out / RESUME)
             (args.out / LOG).write_text("".join(json.dumps(line) + "\n" for line in log))
+            # A stage that --steps cuts short is not meant to learn.
             if stage.required and log[-1]["ended"] != "gate" and args.steps >= stage.steps:
                 raise SystemExit(f"the stage {stage.name} ended before its gate opened: try another seed")
     if args.evaluate_seconds:

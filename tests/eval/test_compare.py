@@ -95,6 +95,12 @@ def test_a_part_that_fails_does_not_hide_the_others(
     assert "eval.ruler failed" in shown.err and "niah: single" in shown.out and [c[0] for c in calls][1] == "eval.niah"
 
 
+def test_how_argparse_ends_a_part_ends_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EvaluationError, match=r"eval\.niah failed"):
+        compare.call("eval.niah", ["--lengths", "many"])
+    assert "--lengths" in capsys.readouterr().err
+
+
 def test_texts_that_the_server_decodes_dense_are_refused_first(
     sparse: Server, calls: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

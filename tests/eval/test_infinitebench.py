@@ -1,6 +1,5 @@
 """Generated tasks: length, place and answer; InfiniteBench's own files and scores."""
 
-import argparse
 import json
 import re
 from itertools import accumulate, pairwise
@@ -10,17 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from suites import TOKENS, suite_of
 
 from eval.infinitebench import InfiniteBenchSuite
 from eval.live import runner
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
-from eval.live.tokens import Tokens, tokens
 from eval.tasks.infinitebench_scores import SCORES, leading_share_after_first
 from eval.tasks.infinitebench_tasks import CALLS, RANKS, TASKS, expression, ranked
-from eval.texts.text import WORDS_FILE
 
-TOKENS: Tokens = tokens(str(WORDS_FILE.parent.parent / "models" / "tiny-gqa"))
 ROW = {"id": 0, "context": "CONTEXT", "input": "INPUT", "answer": ["b"], "options": ["a", "b", "c", "d"]}
 CODE_RUN = "Please give me the exact number of the return value of func_12(-4). Your response"
 MATH_FIND = "You should answer with only one number, no other words. The second largest number of the list is: "
@@ -40,10 +37,7 @@ kimi_templates = {"passkey": "a" + "b"}
 
 
 def make(*arguments: str) -> InfiniteBenchSuite:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    InfiniteBenchSuite.add_arguments(parser)
-    return InfiniteBenchSuite(parser.parse_args(arguments), TOKENS)
+    return suite_of(InfiniteBenchSuite, *arguments)
 
 
 def oracle(task: str, text: str) -> str:

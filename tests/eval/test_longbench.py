@@ -6,26 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from suites import TOKENS, suite_of
 
 from eval.live import runner
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
-from eval.live.tokens import Tokens, tokens
 from eval.longbench import METRICS, LongBenchSuite, choice
 from eval.tasks import local_data, official_metrics
-from eval.texts.text import WORDS_FILE
 
-TOKENS: Tokens = tokens(str(WORDS_FILE.parent.parent / "models" / "tiny-gqa"))
 ROW = {"input": "Who?", "context": "Ann came.", "answers": ["Ann"], "length": 2, "all_classes": None, "_id": "r1"}
 ROW_V2 = {"_id": "r1", "question": " Who? ", "context": " Ann. ", "answer": "B", "difficulty": "easy", "length": "long"}
 ROW_V2 |= {f"choice_{letter}": f" {letter}{letter} " for letter in "ABCD"}
 
 
 def make(tmp_path: Path, *arguments: str) -> LongBenchSuite:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    LongBenchSuite.add_arguments(parser)
-    return LongBenchSuite(parser.parse_args(["--data", str(tmp_path), "--prompts", str(tmp_path), *arguments]), TOKENS)
+    return suite_of(LongBenchSuite, "--data", str(tmp_path), "--prompts", str(tmp_path), *arguments)
 
 
 def write(folder: Path, task: str, *rows: Any, template: str = "{context}|{input}", room: int = 7) -> None:

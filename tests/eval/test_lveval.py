@@ -1,21 +1,18 @@
 """LV-Eval on stand-ins of its files: what is read of its configuration, and scores by keywords."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from suites import TOKENS, suite_of
 
 from eval import lveval
 from eval.live import runner
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case
-from eval.live.tokens import Tokens, tokens
 from eval.lveval import Ignored, LVEvalSuite
-from eval.texts.text import WORDS_FILE
 
-TOKENS: Tokens = tokens(str(WORDS_FILE.parent.parent / "models" / "tiny-gqa"))
 IGNORED = Ignored(en=frozenset({"of", "in"}), zh=frozenset({"的", "在"}))
 ROW = {"input": "Who?", "context": "Ann came.", "answers": ["Ann Lee", "Bob"], "answer_keywords": "Ann", "length": 2}
 CONFIG = """
@@ -28,10 +25,7 @@ DATASET_METRIC = {"loogle_SD_mixup": qa_f1_score_with_gold_ans, "factrecall_zh":
 
 
 def make(folder: Path, *arguments: str) -> LVEvalSuite:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    LVEvalSuite.add_arguments(parser)
-    return LVEvalSuite(parser.parse_args(["--data", str(folder), "--prompts", str(folder), *arguments]), TOKENS)
+    return suite_of(LVEvalSuite, "--data", str(folder), "--prompts", str(folder), *arguments)
 
 
 @pytest.fixture

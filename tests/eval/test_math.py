@@ -1,21 +1,18 @@
 """Mathematics: file formats, sampling, and answers judged right and wrong."""
 
-import argparse
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from suites import TOKENS, suite_of
 
 from eval.live import runner
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case
-from eval.live.tokens import Tokens, tokens
 from eval.math import INSTRUCTION, MathSuite, judge, question_and_answer
-from eval.texts.text import WORDS_FILE
 
-TOKENS: Tokens = tokens(str(WORDS_FILE.parent.parent / "models" / "tiny-gqa"))
 GSM8K = {"question": "Tom has 1000 nuts and finds 500. How many?", "answer": "1000+500=1500 nuts.\n#### 1,500"}
 AIME = {"ID": "2024-I-0", "Problem": "What is 3 x 11?", "Solution": "It is so.", "Answer": 33}
 MATH = {"problem": "Halve 1.", "level": "Level 1", "solution": "We get $x$, so \\boxed{\\frac{1}{2}}."}
@@ -23,10 +20,7 @@ MATH_500 = {"problem": "Halve 1.", "solution": "none", "answer": "\\frac{1}{2}"}
 
 
 def make(*arguments: str) -> MathSuite:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    MathSuite.add_arguments(parser)
-    return MathSuite(parser.parse_args(arguments), TOKENS)
+    return suite_of(MathSuite, *arguments)
 
 
 def write(path: Path, *rows: Any) -> str:

@@ -1,6 +1,5 @@
 """Needle prompts: length, depth, what is in them, and a scorer that can fail."""
 
-import argparse
 import random
 import re
 import time
@@ -10,24 +9,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from suites import TOKENS, suite_of
 
 from eval.figures import heatmap
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
-from eval.live.tokens import Tokens, tokens
 from eval.niah import TASKS, NeedleSuite
 from eval.texts import haystacks
-from eval.texts.text import WORDS_FILE
 
-TOKENS: Tokens = tokens(str(WORDS_FILE.parent.parent / "models" / "tiny-gqa"))
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z-]+) is: (\d{7})\.")
 
 
 def make(*arguments: str) -> NeedleSuite:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    NeedleSuite.add_arguments(parser)
-    return NeedleSuite(parser.parse_args(arguments), TOKENS)
+    return suite_of(NeedleSuite, *arguments)
 
 
 def oracle(prompt: Prompt) -> str:

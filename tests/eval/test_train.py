@@ -3,12 +3,13 @@
 import argparse
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from one_thread import one_thread  # noqa: F401
+from tiny_models import write_books
 from tokenizers import Tokenizer
 
 from eval.texts import text
@@ -22,24 +23,9 @@ MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every small product are slow where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    for split in ("train", "heldout"):
-        (folder / "books" / split).mkdir(parents=True)
-        rng = random.Random(split)
-        lines = (" ".join(rng.choices(text.words("train"), k=9)).capitalize() + "." for _ in range(300))
-        (folder / "books" / split / "book.txt").write_text(" ".join(lines))
-    return folder
+    return write_books(tmp_path_factory.mktemp("data"), 300)
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,14 @@
 import json
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from one_thread import one_thread  # noqa: F401
 from safetensors.torch import load_file
+from tiny_models import lively
 from tokenizers import Tokenizer
 
 from eval.texts import text
@@ -25,29 +26,11 @@ MODELS = Path(__file__).parent.parent.parent / "eval" / "models"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every small product are slow where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def trunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny MLA model with weights that make its attention uneven and its layers matter."""
     torch.manual_seed(1)
-    model = TinyMLA()
-    with torch.no_grad():
-        for i in range(4):
-            weights = model.layer_weights(i)
-            weights["self_attn.q_b_proj"].mul_(3)
-            for name in ("self_attn.o_proj", "mlp.down_proj"):
-                weights[name].normal_(std=0.06)
-            for name in ("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "input_layernorm"):
-                weights[name].uniform_(0.5, 1.5)
-        model.embed.normal_(std=0.1)
+    model = lively(TinyMLA())
     folder = tmp_path_factory.mktemp("models") / "tiny-mla"
     save(model, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

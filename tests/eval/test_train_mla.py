@@ -2,14 +2,14 @@
 
 import argparse
 import json
-import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from one_thread import one_thread  # noqa: F401
+from tiny_models import lively, write_books
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -26,39 +26,9 @@ TOKENIZER = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
 CPU = torch.device("cpu")
 
 
-def lively(model: TinyMLA) -> TinyMLA:
-    """The model with weights that make its attention uneven and its layers matter."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for i in range(4):
-            weights = model.layer_weights(i)
-            weights["self_attn.q_b_proj"].mul_(3)
-            for name in ("self_attn.o_proj", "mlp.down_proj"):
-                weights[name].normal_(std=0.06)
-            for name in ("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "input_layernorm"):
-                weights[name].uniform_(0.5, 1.5)
-        model.embed.normal_(std=0.1)
-    return model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every small product are slow where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    for split in ("train", "heldout"):
-        (folder / "books" / split).mkdir(parents=True)
-        rng = random.Random(split)
-        lines = (" ".join(rng.choices(text.words("train"), k=9)).capitalize() + "." for _ in range(200))
-        (folder / "books" / split / "book.txt").write_text(" ".join(lines))
-    return folder
+    return write_books(tmp_path_factory.mktemp("data"), 200)
 
 
 def command(monkeypatch: pytest.MonkeyPatch, data: Path, *flags: str) -> list[dict[str, Any]]:

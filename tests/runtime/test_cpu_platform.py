@@ -13,6 +13,7 @@ import pytest
 import sglang_cpu_platform
 import torch
 from checkpoints import random_mla, random_qwen3
+from one_thread import one_thread  # noqa: F401
 
 from launch.server import ServerProcess
 
@@ -43,15 +44,6 @@ def expected_tokens(checkpoint: Path, tokens: int = 16) -> list[list[int]]:
         )
         outputs.append(output[0, len(prompt) :].tolist())
     return outputs
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Leave the other cores to the servers; threads that wait for each other among them slow everything."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
