@@ -78,14 +78,19 @@ def _books(args: argparse.Namespace) -> list[object]:
 
 
 def _lengths(args: argparse.Namespace, n: int) -> list[object]:
-    return ["--lengths", ",".join(map(str, args.lengths)), "--n", n, *_books(args)]
+    return ["--lengths", ",".join(map(str, args.lengths)), "--n", n]
 
 
 PARTS: dict[str, Part] = {
     "niah": Part(
-        "eval.niah", lambda a, _: [*_lengths(a, -(-a.n // DEPTHS)), "--tasks", "single,multikey,multivalue,multiquery"]
+        "eval.niah",
+        lambda a, _: [
+            *_lengths(a, -(-a.n // DEPTHS)),
+            *_books(a),
+            *("--tasks", "single,multikey,multivalue,multiquery"),
+        ],
     ),
-    "ruler": Part("eval.ruler", lambda a, _: _lengths(a, a.n)),
+    "ruler": Part("eval.ruler", lambda a, _: [*_lengths(a, a.n), *_books(a)]),
     "infinitebench": Part("eval.infinitebench", lambda a, _: _lengths(a, -(-a.n // DEPTHS))),
     "long_generation": Part("eval.long_generation", _drift, suite=False),
     "ppl": Part("eval.ppl_rectify", _ppl, suite=False),

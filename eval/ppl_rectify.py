@@ -169,13 +169,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     prompt = args.length - args.suffix
     with LiveServer(args.base_url, args.concurrency) as server:
+        facts = server.facts()
         require_settings(server.sparse_state()["config"], prompt, args.length, args.ratios)
         books = {path.name.split(".")[0]: server.tokenize(read_book(path)) for path in args.book}
         plain = make_windows(books, args.length, args.windows, args.seed)
         texts = {text: make_text(text, plain, prompt, args.seed, server) for text in args.kind}
         names = ("length", "suffix", "intervals", "ratios", "kind", "seed")
         settings = {"windows": len(plain), "books": sorted(books), **{name: getattr(args, name) for name in names}}
-        header = {"servers": {"base": server.facts()}, "arguments": settings, "label": args.label}
+        header = {"servers": {"base": facts}, "arguments": settings, "label": args.label}
         with Record(args.out, "eval.ppl_rectify", args.revision, resume=True, **header) as record:
             rows = [row for row in record.earlier if row["kind"] in ("item", "counters")]
             checked = {row["task"] for row in record.earlier if row["kind"] == "check" and row["passed"]}

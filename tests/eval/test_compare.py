@@ -95,6 +95,17 @@ def test_a_part_that_fails_does_not_hide_the_others(
     assert "eval.ruler failed" in shown.err and "niah: single" in shown.out and [c[0] for c in calls][1] == "eval.niah"
 
 
+@pytest.mark.parametrize("name", compare.PARTS)
+def test_the_parts_know_their_arguments(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = "http://127.0.0.1:9"
+    book = tmp_path / "book.txt"
+    book.write_text("Call me Ishmael. " * 9)
+    args = compare.parse(["--base-url", url, "--out", str(tmp_path), "--book", str(book), "--revision", "1"])
+    with pytest.raises(EvaluationError, match="failed"):
+        compare.run_part(name, args, {"active_ratio": 0.1, "rectify_interval": 32}, url, ["--compare-url", url])
+    assert f"no server answers at {url}" in capsys.readouterr().err
+
+
 def test_how_argparse_ends_a_part_ends_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EvaluationError, match=r"eval\.niah failed"):
         compare.call("eval.niah", ["--lengths", "many"])
