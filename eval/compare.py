@@ -29,12 +29,12 @@ from eval.figures.verdicts import read_folder
 from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record
+from eval.texts.text import read_book
+from eval.texts.windows import BOOK
 from launch.server import ServerProcess
 
 CONTROLS = Path(__file__).parent / "controls"
 DEPTHS = 5
-# What our own book has with most tokenizers; a text model's vocabulary makes fewer tokens of it than tiny-gqa's.
-BOOK_TOKENS = 80_000
 # The least number of equal pairs whose 95 % interval is within one point, see `eval.figures.stats.paired_interval`.
 DECIDED_BY = 276
 
@@ -69,8 +69,15 @@ def _drift(args: argparse.Namespace, config: Mapping[str, Any]) -> Sequence[obje
 
 
 def _windows(args: argparse.Namespace, wanted: int) -> int:
-    """How many texts to take: no more than our own book has, if there is no other."""
-    return max(2, wanted if args.book else min(wanted, BOOK_TOKENS // args.lengths[0]))
+    """How many texts to take: no more than the books have."""
+    if args.texts < wanted:
+        print(f"the books have {args.texts} texts of {args.lengths[0]} tokens; --book gives more", file=sys.stderr)
+    return max(2, min(wanted, args.texts))
+
+
+def count_texts(server: LiveServer, books: Sequence[Path], length: int) -> int:
+    """How many texts of `length` tokens the books have that do not overlap, by the server's tokenizer."""
+    return sum(len(server.tokenize(read_book(book))) // length for book in books or [BOOK])
 
 
 def _books(args: argparse.Namespace) -> list[object]:
@@ -195,7 +202,9 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
         with LiveServer(base) as server:
             facts = server.facts()
             config = server.sparse_state()["config"]
-        require_sparse(config, args.lengths)
+            require_sparse(config, args.lengths)
+            forcing = any(not PARTS[name].suite for name in args.set)
+            args.texts = count_texts(server, args.book, args.lengths[0]) if forcing else 0
         with LiveServer(dense or base) as server:
             # A server with a method is as good a reference as a stock one, if it is asked to decode dense.
             asked = ["--compare-custom-params", json.dumps({"sparse": False})] if server.facts().get("sparse") else []

@@ -10,7 +10,7 @@ from typing import Any
 from eval.figures.stats import Interval, compare, verdict
 from eval.figures.summary import by_prompt, reading
 from eval.live.counters import EvaluationError
-from eval.live.record import read_finished
+from eval.live.record import read_finished, result_files
 
 # A task where a dense server is often wrong, or a random choice of pages often right, cannot tell methods apart.
 GATE_DENSE = 0.95
@@ -27,7 +27,8 @@ Row = Mapping[str, Any]
 def read_folder(folder: Path, suites: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """The lines of the result files of `eval.compare`, see `lines_of_questions` and its neighbours.
 
-    A file ``SUITE.jsonl`` has the two servers, ``SUITE--CONTROL.jsonl`` the same questions put to a control.
+    A file ``SUITE.jsonl`` has the two servers, ``SUITE--CONTROL.jsonl`` the same questions put to a control; either may
+    be compressed, as ``.jsonl.xz``.
 
     Args:
         folder: where the files are.
@@ -37,14 +38,13 @@ def read_folder(folder: Path, suites: Sequence[str] | None = None) -> list[dict[
         EvaluationError: there are none, or one is no file of results.
     """
     found = []
-    for path in sorted(folder.glob("*.jsonl")):
-        if "--" in path.stem or path.stem == "compare" or (suites is not None and path.stem not in suites):
+    files = result_files(folder)
+    for suite, path in files.items():
+        if "--" in suite or suite == "compare" or (suites is not None and suite not in suites):
             continue
-        rows = read_finished(path)
-        controls = {
-            other.stem.split("--")[1]: read_finished(other) for other in sorted(folder.glob(f"{path.stem}--*.jsonl"))
-        }
-        found += lines(path.stem, rows, controls)
+        others = {name.split("--")[1]: other for name, other in files.items() if name.startswith(f"{suite}--")}
+        controls = {name: read_finished(other) for name, other in others.items()}
+        found += lines(suite, read_finished(path), controls)
     if not found:
         raise EvaluationError(f"{folder} has no results of a comparison")
     return found

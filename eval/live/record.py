@@ -13,6 +13,7 @@ A file is a row of kind ``header``, then rows as they are measured, then the sum
 from __future__ import annotations
 
 import json
+import lzma
 import subprocess
 from pathlib import Path
 from types import TracebackType
@@ -94,15 +95,18 @@ def server_facts(client: httpx.Client) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file; a last line that was cut off is left out.
+    """The rows of a JSONL file, ``.jsonl`` or ``.jsonl.xz``; a last line that was cut off is left out.
 
     Raises:
         EvaluationError: there is no such file, or another line is no JSON.
     """
     try:
-        lines = path.read_text().splitlines()
+        raw = path.read_bytes()
+        lines = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode().splitlines()
     except OSError as error:
         raise EvaluationError(f"cannot read {path}: {error.strerror}") from error
+    except lzma.LZMAError as error:
+        raise EvaluationError(f"{path} is no xz file: {error}") from error
     except UnicodeDecodeError as error:
         raise EvaluationError(f"{path} is no text") from error
     rows = []
@@ -115,6 +119,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if any(not isinstance(row, dict) for row in rows):
         raise EvaluationError(f"{path} is no file of results: a line is no JSON object")
     return rows
+
+
+def result_files(folder: Path) -> dict[str, Path]:
+    """The JSONL files of a folder, compressed ones too, by their names without suffixes."""
+    paths = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.xz")])
+    return {path.name.split(".jsonl")[0]: path for path in paths}
 
 
 def read_finished(path: Path) -> list[dict[str, Any]]:

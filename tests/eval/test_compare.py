@@ -101,9 +101,25 @@ def test_the_parts_know_their_arguments(name: str, tmp_path: Path, capsys: pytes
     book = tmp_path / "book.txt"
     book.write_text("Call me Ishmael. " * 9)
     args = compare.parse(["--base-url", url, "--out", str(tmp_path), "--book", str(book), "--revision", "1"])
+    args.texts = 9
     with pytest.raises(EvaluationError, match="failed"):
         compare.run_part(name, args, {"active_ratio": 0.1, "rectify_interval": 32}, url, ["--compare-url", url])
     assert f"no server answers at {url}" in capsys.readouterr().err
+
+
+def test_texts_are_counted_by_the_servers_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = compare.LiveServer("http://127.0.0.1:9")
+    monkeypatch.setattr(server, "tokenize", lambda text: text.split())
+    books = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for book in books:
+        book.write_text("one two three four five")
+    assert compare.count_texts(server, books, 2) == 4
+    args = compare.parse(["--base-url", "u", "--out", str(tmp_path), "--lengths", "2"])
+    args.texts = 4
+    line = list(compare.PARTS["ppl"].arguments(args, {}))
+    assert line[line.index("--windows") + 1] == 4 and "the books have 4 texts" in capsys.readouterr().err
 
 
 def test_how_argparse_ends_a_part_ends_no_other(capsys: pytest.CaptureFixture[str]) -> None:

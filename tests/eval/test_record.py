@@ -1,13 +1,14 @@
 """Result files: what a later run may go on with."""
 
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eval.live.counters import EvaluationError
-from eval.live.record import Record, read_rows
+from eval.live.record import Record, read_rows, result_files
 
 SERVER = {"version": "0.5.17", "model_path": "m", "max_total_num_tokens": 1000, "sparse": {"decode_rows": 0}}
 
@@ -71,3 +72,15 @@ def test_without_resume_the_file_is_new(tmp_path: Path) -> None:
     with Record(path, "eval.bench", "abc") as record:
         record.add("row")
     assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["header", "row"]
+
+
+def test_a_compressed_file_is_read_as_it_was(tmp_path: Path) -> None:
+    with Record(tmp_path / "a.jsonl", "eval.x", "1") as record:
+        record.add("summary", score=1)
+    path = tmp_path / "b--control.jsonl.xz"
+    path.write_bytes(lzma.compress((tmp_path / "a.jsonl").read_bytes()))
+    assert read_rows(path) == read_rows(tmp_path / "a.jsonl")
+    assert result_files(tmp_path) == {"a": tmp_path / "a.jsonl", "b--control": path}
+    path.write_bytes(b"no xz")
+    with pytest.raises(EvaluationError, match="no xz file"):
+        read_rows(path)
