@@ -14,9 +14,9 @@ class SparseIndices:
     """The pages (or tokens) each KV head of each decode row attends to.
 
     Attributes:
-        indices: ``[rows, kv_heads, width]`` int32, physical ids in the KV pool in ascending order of position, padded
-            with -1; a static shape, so that the buffer can live in a CUDA graph.
-        counts: ``[rows, kv_heads]`` int32, how many entries of each list are real.
+        indices: ``[rows, kv_heads, width]`` int32, physical ids in the KV pool in ascending order of position; a
+            static shape, so that the buffer can live in a CUDA graph. What lies beyond the counts is not read.
+        counts: ``[rows, kv_heads]`` int32, how many entries of each list are meant.
         unit: what an id names: a page of the pool or a token slot.
     """
 

@@ -1,5 +1,6 @@
 """Page selection: reference against a sorted list, Triton against the reference, exactly."""
 
+import importlib
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels.page_topk import page_topk, reference
+from sglang_sparse_kernels.page_topk import cuda, page_topk, reference
 from sglang_sparse_kernels.page_topk.cases import CASES, Case, make
 
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1.0, -1.0, 1e-40, -1e-40, 3e38, -3e38]
@@ -19,6 +20,11 @@ def run_reference(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor
     options = {"dtype": torch.int32, "device": arguments["scores"].device}
     out = (torch.empty(batch, heads, arguments["max_select"], **options), torch.empty(batch, heads, **options))
     return reference.page_topk(**arguments, out=out)
+
+
+def meant(indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """``indices`` with -1 beyond the counts, where a kernel leaves what was there."""
+    return indices.masked_fill(torch.arange(indices.shape[2], device=indices.device) >= counts[:, :, None], -1)
 
 
 def highest(scores: list[float], n_select: int) -> list[int]:
@@ -34,7 +40,6 @@ def one_row(scores: list[float], n_select: int, device: str) -> list[int]:
     scores_row = torch.tensor(scores, dtype=torch.float32, device=device)[None, None]
     indices, counts = page_topk(scores_row, table[None], n_pages, wanted, max_select=max(1, len(scores)))
     count = counts.item()
-    assert (indices[0, 0, count:] == -1).all()
     return (indices[0, 0, :count] - 100).tolist()
 
 
@@ -51,14 +56,44 @@ def test_reference_is_the_head_of_a_stable_sort(case: Case) -> None:
             assert counts[row, head].item() == wanted
 
 
+def run_kernel(implementation: str, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one implementation; what it leaves unwritten is no page."""
+    kernel = importlib.import_module(f"sglang_sparse_kernels.page_topk.{implementation}")
+    batch, heads, _ = arguments["scores"].shape
+    shapes = (batch, heads, arguments["max_select"]), (batch, heads)
+    out = tuple(torch.full(shape, -7, dtype=torch.int32, device=arguments["scores"].device) for shape in shapes)
+    return kernel.page_topk(**arguments, out=out)
+
+
+@pytest.mark.parametrize("implementation", ["triton", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_triton_equals_the_reference(case: Case, device: str) -> None:
+def test_kernels_equal_the_reference(case: Case, implementation: str, device: str) -> None:
     arguments = make(case, device)
+    if implementation == "cuda" and not cuda.takes(arguments["scores"]):
+        pytest.skip(f"rows of more than {cuda.MAX_PAGES} pages are Triton's")
     expected_indices, expected_counts = run_reference(arguments)
     for _ in range(2):  # the same bits twice
-        indices, counts = page_topk(**arguments)
-        assert torch.equal(indices, expected_indices)
+        indices, counts = run_kernel(implementation, arguments)
         assert torch.equal(counts, expected_counts)
+        assert torch.equal(meant(indices, counts), expected_indices)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scores", ["normal", "ties", "constant", "special", "wide"])
+@pytest.mark.parametrize("pages", [17, 500, 2048, 2049, 5000, 16384, 32768])
+def test_cuda_holds_rows_of_any_length(pages: int, scores: str, device: str) -> None:
+    selected = (max(1, pages // 10), pages // 2, pages - 1)
+    arguments = make(Case((pages, pages, pages // 3), selected, pages, heads=3, scores=scores), device)
+    expected_indices, expected_counts = run_reference(arguments)
+    indices, counts = run_kernel("cuda", arguments)
+    assert torch.equal(counts, expected_counts)
+    assert torch.equal(meant(indices, counts), expected_indices)
+
+
+@pytest.mark.gpu
+def test_nvidia_gpus_take_the_cuda_kernel(device: str) -> None:
+    assert cuda.takes(torch.empty(1, 1, cuda.MAX_PAGES, device=device))
+    assert not cuda.takes(torch.empty(1, 1, cuda.MAX_PAGES + 1, device=device))
 
 
 @given(scores=st.lists(st.floats(width=32), min_size=1, max_size=150), n_select=st.integers(0, 160))
@@ -81,8 +116,8 @@ def test_rows_longer_than_a_block(device: str, monkeypatch: pytest.MonkeyPatch) 
         expected = run_reference(arguments)
         out = tuple(torch.empty_like(tensor) for tensor in expected)
         triton.page_topk(**arguments, out=out, config=triton.Config(max_block=128))
-        assert torch.equal(out[0], expected[0])
         assert torch.equal(out[1], expected[1])
+        assert torch.equal(meant(*out), expected[0])
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])

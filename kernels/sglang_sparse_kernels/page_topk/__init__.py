@@ -35,8 +35,9 @@ def page_topk(
             the pages they selected, and the pages they hold.
 
     Returns:
-        ``indices`` ``[B, Hkv, max_select]`` int32, physical pages in ascending logical order, padded with -1, and
-        ``counts`` ``[B, Hkv]`` int32.
+        ``indices`` ``[B, Hkv, max_select]`` int32, physical pages in ascending logical order, of which the first
+        ``counts`` ``[B, Hkv]`` int32 are meant. What lies beyond is -1 from the reference and *left unwritten* by the
+        GPU kernels.
 
     Raises:
         ValueError: a wrong dimension, dtype or size.
@@ -48,8 +49,8 @@ def page_topk(
         >>> page_table = torch.tensor([[7, 5, 9, 8]], dtype=torch.int32)
         >>> as_int32 = lambda value: torch.tensor([value], dtype=torch.int32)
         >>> indices, counts = page_topk(scores, page_table, as_int32(4), as_int32(3), max_select=4)
-        >>> indices.tolist(), counts.tolist()
-        ([[[7, 5, 8, -1]]], [[3]])
+        >>> indices[0, 0, : counts[0, 0]].tolist()
+        [7, 5, 8]
     """
     batch, num_kv_heads = scores.shape[:2]
     if out is None:
@@ -60,9 +61,10 @@ def page_topk(
     _check_arguments(scores, page_table, n_pages, n_select, max_select, out, stats)
     if dispatch.use_reference(scores):
         return reference.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats)
-    from . import triton
+    from . import cuda, triton
 
-    return triton.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats)
+    kernel = cuda if cuda.takes(scores) else triton
+    return kernel.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats)
 
 
 def _check_arguments(

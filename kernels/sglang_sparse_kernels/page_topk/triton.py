@@ -236,8 +236,6 @@ def _page_topk_kernel(
             _select(scores_ptr, table_ptr, indices_ptr, n_pages, wanted, BLOCK, WARPS, False)
         else:
             _select(scores_ptr, table_ptr, indices_ptr, n_pages, wanted, BLOCK, WARPS, True)
-    for start in range(wanted, max_select, BLOCK):
-        tl.store(indices_ptr + start + offsets, -1, mask=start + offsets < max_select)
     if STATS:
         _count_row(stats_ptr, head, wanted, n_pages, HEADS)
 
