@@ -3,7 +3,8 @@
 With ``--base-url`` the servers are there already; the dense one is ``--compare-url``, or the sparse server itself,
 asked to decode dense. With ``--model-path`` both are started on this machine, the sparse one without dense fallback.
 ``--control NAME=URL`` puts the same questions to a control (see eval/controls): a task gates only where a dense server
-is right and a random choice of as many pages is not.
+is right and a random choice of as many pages is not, and where the method by its definition, if that is asked, does not
+lose more than a point itself.
 
 Each suite writes its own file in the folder ``--out``, and the table goes to ``compare.jsonl`` there; the same command
 goes on where it was interrupted. A verdict is "same" where the sparse server is at most one point worse with 95 %

@@ -6,6 +6,9 @@
 ``python -m eval.report`` writes every table between ``<!-- report: NAME -->`` and ``<!-- report end -->`` in the
 documents of this repository anew, from eval/results, the cards of the tiny models too, and draws the pictures of
 eval/docs. With ``--check`` nothing is written, and the status is 1 where a document says something else.
+
+``python -m eval.report --goals`` prints the goals of speed beside what was measured; `eval.figures.goals` says which
+row counts.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from eval.figures import heatmap, long_summary, ppl_summary, recall_summary, report_tables
+from eval.figures import goals, heatmap, long_summary, ppl_summary, recall_summary, report_tables
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
 from eval.train import card
@@ -31,6 +34,8 @@ BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", r
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "decode": lambda: report_tables.decode(sorted(RESULTS.glob("bench-decode-*.jsonl"))),
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
+    "goals": lambda: goals.goals_table(RESULTS),
+    "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "rectification": lambda: report_tables.rectification(RESULTS / "ppl-rectify-records.jsonl"),
     "rectification-books": lambda: report_tables.rectification(RESULTS / "ppl-rectify-book.jsonl"),
 }
@@ -111,8 +116,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", type=Path, help="result files, or folders of eval.compare")
     parser.add_argument("--out", type=Path, help="folder for the pictures")
     parser.add_argument("--check", action="store_true", help="compare this repository's documents with its results")
+    parser.add_argument("--goals", action="store_true", help="print the goals of speed and what was measured")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder that --goals looks into")
     args = parser.parse_args(arguments)
     try:
+        if args.goals:
+            print(goals.goals_table(args.results))
+            return 0
         if not args.paths:
             return documents(args.check)
         for path in args.paths:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.figures import long_summary, ppl_summary, recall_summary, summary
-from eval.figures.verdicts import RANDOM, read_folder
+from eval.figures.verdicts import DEFINITION, RANDOM, read_folder
 from eval.live.counters import EvaluationError
 from eval.live.record import read_finished, read_rows
 
@@ -76,6 +76,7 @@ def comparison_table(rows: Sequence[Row]) -> str:
         ("95 %", bounds("diff_interval", 3)),
         ("read", percent("density")),
         ("rows dense", percent("dense_rows")),
+        ("by definition", number(DEFINITION, 3)),
         ("true mass", number("true_mass", 3)),
         ("random", number(RANDOM, 3)),
         ("gates", lambda row: {None: "", True: "yes", False: "no"}[row["gates"]]),
@@ -153,26 +154,28 @@ def decode(paths: Sequence[Path]) -> str:
 
 
 def kernels(path: Path) -> str:
-    """Microseconds a layer of the operations of ``eval.bench_kernels``."""
-    rows = read_rows(path)
-    dense = {_shape(row): row["us"] for row in rows if row["op"] == "dense_decode"}
+    """Microseconds a layer of the operations of ``eval.bench_kernels``, by whom, and what their outputs are worth."""
+    header, *rows = read_finished(path)
+    ceiling = header.get("ceiling_gbps")
+
+    def of_ceiling(row: Row) -> str:
+        return f"{row['gbps'] / ceiling:.0%}" if ceiling and "gbps" in row else ""
+
     columns: list[Column] = [
-        ("shape", _shape),
+        ("shape", text("shape")),
         ("operation", text("op")),
         ("by", text("implementation")),
         ("µs a layer", number("us", 1)),
         ("spread", number("spread", 1)),
         ("GB/s", number("gbps", 0)),
-        (
-            "times faster",
-            lambda row: f"{dense[_shape(row)] / row['us']:.2f}" if row["op"] == "score+topk+decode" else "",
-        ),
+        ("of the ceiling", of_ceiling),
+        # Of a part of a step this ratio would say too much.
+        ("times faster", lambda row: "" if row["op"] == "sparse_decode" else number("dense_ratio", 2)(row)),
+        ("relative L2", number("relative_l2", 4)),
+        ("mass kept", number("recall", 3)),
+        ("why not", text("unavailable")),
     ]
-    return table(rows, columns)
-
-
-def _shape(row: Row) -> str:
-    return row["id"].split("/")[1]
+    return table([row for row in rows if row["kind"] == "item"], columns)
 
 
 def questions(path: Path) -> str:
@@ -196,6 +199,25 @@ def questions(path: Path) -> str:
     return table(summary.summarise(items, counters), columns)
 
 
+def backends(paths: Sequence[Path]) -> str:
+    """The same questions on servers with several attention backends."""
+    rows = []
+    for path in paths:
+        header, *found = read_finished(path)
+        served = header["servers"]["base"]
+        place = {"served": f"{served['attention_backend']}, {served['device']}"}
+        rows += [place | row for row in found if row["kind"] == "summary" and row["arm"] == "base"]
+    columns: list[Column] = [
+        ("attention backend", text("served")),
+        ("task", text("task")),
+        ("length", length),
+        ("n", text("n")),
+        ("score", number("score", 3)),
+        ("95 %", bounds("score_interval", 3, sign=False)),
+    ]
+    return table(rows, columns)
+
+
 def any_table(path: Path) -> str:
     """The table of a file or a folder of results, by the command that wrote it.
 
@@ -209,6 +231,8 @@ def any_table(path: Path) -> str:
     known = {"eval.ppl_rectify": rectification, "eval.long_generation": drift, "eval.recall": recall}
     if command == "eval.bench_decode":
         return decode([path])
+    if command == "eval.bench_kernels":
+        return kernels(path)
     if command is None:
         raise EvaluationError(f"{path} is no file of results: its first line is no header")
     return known.get(command, questions)(path)

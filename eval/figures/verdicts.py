@@ -16,6 +16,9 @@ from eval.live.record import read_finished, result_files
 GATE_DENSE = 0.95
 GATE_RANDOM = 0.2
 RANDOM = "random_pages"
+# The method by its definition: what it loses against dense is no fault of the implementation.
+DEFINITION = "definition"
+DEFINITION_LOSS = 0.01
 # Of the share of pages read.
 BUDGET_TOLERANCE = 0.05
 # Half a percent of perplexity, in nats.
@@ -70,8 +73,8 @@ def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]
     Returns:
         ``task``, ``length``, ``n``; ``dense``, ``sparse`` and each control, their mean scores; ``diff``,
         ``diff_interval`` and ``verdict`` of the paired comparison (see `eval.figures.stats.compare`); ``density`` that
-        the sparse server read; ``gates``: whether the task can tell methods apart at this length, None without the
-        control that chooses at random.
+        the sparse server read; ``gates``: whether the task can tell implementations apart at this length, None without
+        the control that chooses at random. It cannot where the method loses by its definition, if that was asked.
 
     Raises:
         EvaluationError: a control had other questions.
@@ -88,14 +91,22 @@ def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]
         line |= reading(_counters(rows, place))
         for name, other in controls.items():
             scores = _scores(other, "base", place)
+            if not scores:
+                continue
             missing = sum(prompt not in scores for prompt in both)
             if missing:
                 raise EvaluationError(f"the control {name} was not asked {missing} of the questions of {place[0]}")
             _require_same_budget(name, place, line["density"], reading(_counters(other, place))["density"])
             line[name] = fmean(scores[prompt] for prompt in both)
-        line["gates"] = None if RANDOM not in line else line["dense"] >= GATE_DENSE and line[RANDOM] < GATE_RANDOM
-        found.append(line)
+        found.append(line | {"gates": _gates(line)})
     return found
+
+
+def _gates(line: Row) -> bool | None:
+    if RANDOM not in line:
+        return None
+    lost = line["dense"] - line.get(DEFINITION, line["dense"])
+    return line["dense"] >= GATE_DENSE and line[RANDOM] < GATE_RANDOM and lost <= DEFINITION_LOSS
 
 
 def lines_of_perplexity(rows: Sequence[Row]) -> list[dict[str, Any]]:

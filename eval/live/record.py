@@ -2,7 +2,8 @@
 
 A file is a row of kind ``header``, then rows as they are measured, then the summary. Kinds that several commands share:
 
-- ``header``: ``command``, ``revision`` of this code, ``arguments``, and what the servers say about themselves.
+- ``header``: ``command``, ``revision`` of this code, ``started`` (UTC), ``arguments``, and what the servers say about
+  themselves.
 - ``item``: one question, window or prompt: ``id`` (unique within an arm), ``task``, ``arm`` (which server or setting),
   ``scores`` by name, and what else the command keeps of it; ``failed`` says why there are no scores.
 - ``counters``: what a group of items did on a sparse server, and the ``density`` that it really read.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import lzma
 import subprocess
+from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -157,7 +159,9 @@ class Record:
     """
 
     def __init__(self, path: Path, command: str, revision: str | None = None, resume: bool = False, **header: Any):
-        first = {"kind": "header", "command": command, "revision": revision or git_revision(), **header}
+        started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        first = {"kind": "header", "command": command, "revision": revision or git_revision(), "started": started}
+        first |= header
         # As it will be read back: tuples become lists.
         first = json.loads(json.dumps(first))
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -50,10 +50,10 @@ def first_number(answers: Sequence[str], output: str) -> float:
 
 def leading_share(answers: Sequence[str], output: str) -> float:
     """Share of the right numbers up to the first wrong one: math_calc; signs do not count."""
-    found = [int(number) for number in re.findall("[0-9]+", output)]
     right = 0
-    for wanted, got in zip(map(int, answers), found, strict=False):
-        if wanted != got:
+    for wanted, got in zip(answers, re.findall("[0-9]+", output), strict=False):
+        # As digits: Python refuses to make an integer of the thousands that a model may write.
+        if str(int(wanted)) != (got.lstrip("0") or "0"):
             break
         right += 1
     return right / len(answers)

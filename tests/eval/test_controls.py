@@ -1,25 +1,28 @@
-"""The positive control computes the mass that it says it does."""
+"""The controls compute what they say they do."""
 
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from sglang_sparse_kernels.page_score import page_score
+from sglang_sparse_kernels.page_summary import update_page_summary
+
 CONTROLS = Path(__file__).parent.parent.parent / "eval" / "controls"
 
 
 @pytest.fixture
-def true_mass(monkeypatch: pytest.MonkeyPatch):
+def controls(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(CONTROLS))
-    import true_mass
-
-    yield true_mass
-    for name in ("true_mass", "random_pages"):
+    yield importlib.import_module
+    for name in ("true_mass", "random_pages", "definition"):
         sys.modules.pop(name, None)
 
 
-def test_mass_of_a_half_filled_page(true_mass) -> None:
+def test_mass_of_a_half_filled_page(controls) -> None:
+    true_mass = controls("true_mass")
     torch.manual_seed(0)
     page_size, kv_heads, group, dim = 4, 2, 3, 8
     k_cache = torch.randn(40, kv_heads, dim)
@@ -37,3 +40,18 @@ def test_mass_of_a_half_filled_page(true_mass) -> None:
         expected = torch.stack([part.sum(-1) for part in weights.split(page_size, -1)], -1).mean(0)
         torch.testing.assert_close(mass[0, head, :3], expected)
     assert mass[0, :, 3].eq(0).all() and mass[1].eq(0).all()
+
+
+def test_the_definition_scores_as_resa_does(controls) -> None:
+    definition, true_mass = controls("definition"), controls("true_mass")
+    torch.manual_seed(0)
+    page_size, kv_heads, group, dim = 4, 2, 3, 8
+    k_cache = torch.randn(40, kv_heads, dim)
+    keys, summary = torch.zeros(10, page_size, kv_heads, dim), torch.zeros(10, kv_heads, 2, dim)
+    last_slots = torch.tensor([31, 11, 21])
+    true_mass.copy_keys(k_cache, keys, last_slots, page_size, torch.zeros(1))
+    update_page_summary(k_cache, summary, last_slots, page_size)
+    query = torch.randn(1, kv_heads * group, dim)
+    table, n_pages = torch.tensor([[7, 2, 5]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    expected = page_score(query, summary, table, n_pages, local_pages=0)
+    torch.testing.assert_close(definition.page_bound(query, keys, table), expected)

@@ -11,7 +11,7 @@ from eval import report
 from eval.figures.report_tables import bounds, number, percent, table
 from eval.figures.stats import mean_interval
 from eval.figures.summary import summarise
-from eval.figures.verdicts import lines_of_drift
+from eval.figures.verdicts import lines_of_drift, read_folder
 from eval.live.counters import COUNTED
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,6 +83,21 @@ def test_comparison_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cells[1:7] == ["1k", "10", "score", "1.000", "0.900", "-0.100"]
     assert cells[8:] == ["10.0 %", "0.100", "yes", "unclear"]
     assert (tmp_path / "pictures" / "niah-base.png").is_file()
+
+
+def test_what_the_method_loses_by_its_definition_does_not_gate(tmp_path: Path) -> None:
+    rows = [item("base", i, float(i > 2)) for i in range(10)] + [item("compare", i, 1.0) for i in range(10)]
+    write(tmp_path / "niah.jsonl", "eval.niah", rows)
+    write(tmp_path / "niah--random_pages.jsonl", "eval.niah", [item("base", i, 0.0) for i in range(10)])
+    (line,) = read_folder(tmp_path)
+    assert line["gates"] and line["diff"] == pytest.approx(-0.3)
+    for lost, gates in ((2, False), (0, True)):
+        write(tmp_path / "niah--definition.jsonl", "eval.niah", [item("base", i, float(i >= lost)) for i in range(10)])
+        (line,) = read_folder(tmp_path)
+        assert line["gates"] is gates and line["definition"] == pytest.approx(1 - lost / 10)
+    write(tmp_path / "niah--definition.jsonl", "eval.niah", [item("base", 0, 0.0, task="another")])
+    (line,) = read_folder(tmp_path)
+    assert line["gates"] and "definition" not in line
 
 
 def test_samples_of_one_question_are_one_question() -> None:

@@ -1,0 +1,172 @@
+"""The goals of speed, ``eval/goals.json``, beside what the result files say of them.
+
+A goal that is set for several shapes is several entries with one ``id``. ``row`` of an entry says which row counts: a
+``summary`` row, so that unfinished runs do not, with these fields; what the row lacks is looked up among the
+``arguments`` of the file's header and in the header itself. ``read`` is the field with the figure.
+
+Where several files have such a row, the newest file counts: the one whose header says the latest ``started`` (UTC, ISO
+8601); files that do not say it are older than those that do, and among equals the last by name counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eval.figures.report_tables import Column, table, text
+from eval.live.counters import EvaluationError
+from eval.live.record import read_rows, result_files
+
+GOALS = Path(__file__).parent.parent / "goals.json"
+# How a figure is written, and whether more of it is better.
+UNITS = {
+    "ratio": ("{}x", True),
+    "us": ("{} µs", False),
+    "of dense": ("{} of dense", False),
+    "pages": ("{} pages", False),
+}
+QUALITY = {
+    "relative_l2": "relative L2 {:.2g}",
+    "recall": "mass kept {:.3f}",
+    "agreement": "same pages {:.1%}",
+    "density": "read {:.1%}",
+    "sparsity": "sparsity {:.1%}",
+    "dense_rows": "rows that ran dense {:.1%}",
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One figure to reach.
+
+    Attributes:
+        id: as performance goals are called, such as "K1".
+        part: which of its shapes or settings.
+        what: is measured.
+        unit: of `UNITS`: times faster than the strongest dense peer, or an upper bound in microseconds, in pages, or as
+            a multiple of the dense peer's time.
+        must: the figure to reach.
+        stretch: a better one.
+        limit: what the hardware allows.
+        row: fields of the row of results.
+        read: the field of the figure.
+        quality: fields of `QUALITY` that belong beside it, if the row has them.
+    """
+
+    id: str
+    part: str
+    what: str
+    unit: str
+    must: float
+    stretch: float | None
+    limit: float | None
+    row: Mapping[str, Any]
+    read: str
+    quality: Sequence[str] = field(default=())
+
+    def verdict(self, figure: float) -> str:
+        """ "stretch", "must" or "missed"."""
+        for name in ("stretch", "must"):
+            bound = getattr(self, name)
+            if bound is not None and (figure >= bound if UNITS[self.unit][1] else figure <= bound):
+                return name
+        return "missed"
+
+    def written(self, figure: float | None) -> str:
+        """A figure with its unit; nothing for none."""
+        return "" if figure is None else UNITS[self.unit][0].format(f"{figure:.4g}")
+
+
+@dataclass(frozen=True)
+class Results:
+    """The summary of a result file: where it is, when it was made, and its rows, the header's fields among theirs."""
+
+    path: Path
+    started: str
+    rows: list[dict[str, Any]]
+
+
+def read_goals(path: Path = GOALS) -> list[Goal]:
+    """The goals, in the order of the file."""
+    return [Goal(**entry) for entry in json.loads(path.read_text())]
+
+
+def read_results(folder: Path, commands: Iterable[str]) -> list[Results]:
+    """The result files that some commands wrote, newest first.
+
+    Raises:
+        EvaluationError: there is no such folder, or a file is no JSONL.
+    """
+    if not folder.is_dir():
+        raise EvaluationError(f"{folder} is no folder of results")
+    wanted, found = set(commands), []
+    for path in result_files(folder).values():
+        header, *rows = read_rows(path) or [{}]
+        if header.get("command") in wanted:
+            shared = {**header, **header.get("arguments", {})}
+            summary = [{**shared, **row} for row in rows if row.get("kind") == "summary"]
+            found.append(Results(path, header.get("started", ""), summary))
+    return sorted(found, key=lambda results: (results.started, results.path.name), reverse=True)
+
+
+def measured(goal: Goal, results: Iterable[Results]) -> tuple[dict[str, Any], Path] | None:
+    """The row of a goal and its file, None where nobody measured it.
+
+    Args:
+        goal: which.
+        results: newest first.
+
+    Raises:
+        EvaluationError: a file has two such rows.
+    """
+    for file in results:
+        rows = [row for row in file.rows if all(row.get(name) == value for name, value in goal.row.items())]
+        rows = [row for row in rows if row.get(goal.read) is not None]
+        if len(rows) > 1:
+            raise EvaluationError(f"{file.path} has {len(rows)} rows for goal {goal.id} ({goal.part}): one must count")
+        if rows:
+            return rows[0], file.path
+    return None
+
+
+def line(goal: Goal, found: tuple[dict[str, Any], Path] | None) -> dict[str, str]:
+    """The cells of a goal."""
+    cells = {"id": goal.id, "what": f"{goal.what}: {goal.part}", "verdict": "not measured"}
+    bounds = {name: goal.written(getattr(goal, name)) for name in ("must", "stretch", "limit")}
+    at_most = "" if UNITS[goal.unit][1] else "≤ "
+    cells |= {name: at_most + bound for name, bound in bounds.items() if bound}
+    if found is None:
+        return cells
+    row, path = found
+    quality = [QUALITY[name].format(row[name]) for name in goal.quality if row.get(name) is not None]
+    cells |= {"measured": goal.written(row[goal.read]), "verdict": goal.verdict(row[goal.read])}
+    return cells | {"quality": ", ".join(quality), "file": path.name}
+
+
+def goals_table(folder: Path, path: Path = GOALS) -> str:
+    """The goals as Markdown, a line each.
+
+    Args:
+        folder: with the result files.
+        path: of the goals.
+
+    Raises:
+        EvaluationError: see `read_results` and `measured`.
+    """
+    goals = read_goals(path)
+    results = read_results(folder, {goal.row["command"] for goal in goals})
+    columns: list[Column] = [
+        ("id", text("id")),
+        ("goal", text("what")),
+        ("measured", text("measured")),
+        ("must", text("must")),
+        ("stretch", text("stretch")),
+        ("limit", text("limit")),
+        ("verdict", text("verdict")),
+        ("quality", text("quality")),
+        ("result file", text("file")),
+    ]
+    return table([line(goal, measured(goal, results)) for goal in goals], columns)

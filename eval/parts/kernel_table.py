@@ -1,0 +1,118 @@
+"""The table of ``eval.bench_kernels``: who does which operation, this project and its peers.
+
+To add a peer: a function that gets the `Step` and returns a call for each of its layers, and a line in `TABLE`. What
+is not installed, or does not take the shape, raises there or at its first call and is reported. What a server does
+once for all layers of a batch (FlashInfer's plan, FA3's schedule) is done beforehand and not timed; nor is the
+translation of page ids into a peer's own numbering, which a selection could write at once.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from triton.errors import TritonError
+
+from eval.live.counters import EvaluationError
+from eval.parts import kernel_attention, kernel_selection
+from eval.parts.kernel_inputs import OPS, WHOLE, Layer, Step
+from eval.parts.kernel_timing import Run
+
+# What a server of this project runs: the public entry of an operation, which picks the kernel.
+OURS = "sglang_sparse"
+# All that a library that is absent, too old, not made for a shape, or not able to build its kernels was seen to raise.
+UNAVAILABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    TritonError,
+    subprocess.SubprocessError,
+)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to do an operation.
+
+    Attributes:
+        op: of `eval.parts.kernel_inputs.OPS`.
+        name: `OURS`, or the peer's.
+        prepare: makes the calls, one a layer.
+        peer: whether it is somebody else's.
+        kv_dtype: element type of the KV cache that it reads.
+    """
+
+    op: str
+    name: str
+    prepare: Callable[[Step], list[Run]]
+    peer: bool = True
+    kv_dtype: torch.dtype = torch.bfloat16
+
+
+def _ours(op: str, method: Callable[[Step, Layer], torch.Tensor | None]) -> Implementation:
+    return Implementation(op, OURS, lambda step: [partial(method, step, layer) for layer in step.layers], peer=False)
+
+
+_DENSE, _FOLDED = kernel_attention.dense_calls, kernel_attention.folded_calls
+TABLE = (
+    Implementation("dense_decode", "fa3", partial(kernel_attention.fa3, _DENSE, False)),
+    Implementation("dense_decode", "fa3-scheduled", partial(kernel_attention.fa3, _DENSE, True)),
+    Implementation("dense_decode", "flashinfer", partial(kernel_attention.flashinfer, _DENSE, torch.bfloat16)),
+    Implementation(
+        "dense_decode",
+        "flashinfer-fp8",
+        partial(kernel_attention.flashinfer, _DENSE, torch.float8_e4m3fn),
+        kv_dtype=torch.float8_e4m3fn,
+    ),
+    _ours("page_summary", Step.summarise),
+    _ours("page_score", Step.score),
+    _ours("page_topk", Step.select),
+    Implementation("page_topk", "torch", kernel_selection.torch_topk),
+    Implementation("page_topk", "flashinfer", kernel_selection.flashinfer_topk),
+    Implementation("page_topk", "sgl_kernel", kernel_selection.sgl_kernel_topk),
+    Implementation("page_topk", "deepseek-v4", kernel_selection.deepseek_v4_topk),
+    _ours("sparse_decode", Step.attend),
+    Implementation("sparse_decode", "fa3", partial(kernel_attention.fa3, _FOLDED, False)),
+    Implementation("sparse_decode", "fa3-scheduled", partial(kernel_attention.fa3, _FOLDED, True)),
+    Implementation("sparse_decode", "flashinfer", partial(kernel_attention.flashinfer, _FOLDED, torch.bfloat16)),
+    Implementation("sparse_decode", "minimax", kernel_attention.minimax),
+    _ours(WHOLE, Step.whole),
+)
+
+
+def chosen(ops: Sequence[str], peers: Sequence[str], table: Sequence[Implementation] = TABLE) -> list[Implementation]:
+    """What to measure: some operations, by this project and by some peers.
+
+    Args:
+        ops: of `OPS`.
+        peers: names of the table.
+        table: all there is.
+
+    Raises:
+        EvaluationError: an operation or a peer is unknown, or nothing is left to measure.
+    """
+    known = list(dict.fromkeys(one.name for one in table if one.peer))
+    for option, names, allowed in (("--ops", ops, OPS), ("--peers", peers, known)):
+        for name in names:
+            if name not in allowed:
+                raise EvaluationError(f"{option}: there is no {name!r}, there are {', '.join(allowed)}")
+    found = [one for one in table if one.op in ops and (not one.peer or one.name in peers)]
+    if not found:
+        raise EvaluationError(f"none of the peers {', '.join(peers)} does {', '.join(ops)}")
+    return found
+
+
+def reason(error: BaseException) -> str:
+    """Why an implementation is not there, on one line and without the paths of the machine."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "").strip()
+    return re.sub(r"(?<![\w.:/])/(?:[^\s/:'\"]+/)+", "", ": ".join(filter(None, (type(error).__name__, first)))[:300])

@@ -1,0 +1,261 @@
+"""The kernel benchmark: plan, rows, ratios, quality, and peers that are not there."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval import bench_kernels
+from eval.bench_kernels import Machine, measure, parse, parse_shape
+from eval.figures import report_tables
+from eval.live.counters import EvaluationError
+from eval.live.record import read_rows
+from eval.parts import kernel_selection
+from eval.parts.kernel_inputs import OPS, WHOLE, Shape, Step, num_layers
+from eval.parts.kernel_quality import quality, samples
+from eval.parts.kernel_rows import summarise, timing
+from eval.parts.kernel_table import OURS, TABLE, Implementation, chosen, reason
+from eval.parts.kernel_timing import Replay, Run, in_turn
+
+# The newest page is partly filled, and no two sizes are equal.
+SHAPE = Shape(2, 118, q_heads=6, kv_heads=3, dim=16, page_size=8, active_ratio=0.4, n_min=2)
+OWN = [one for one in TABLE if not one.peer]
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    return Step(SHAPE, "cpu", 2)
+
+
+def machine(*micros: float) -> Machine:
+    """A machine on which the n-th graph that is captured takes so many microseconds; five where nothing is said."""
+    times = iter(micros)
+
+    def capture(runs: Sequence[Run]) -> Replay:
+        for run in runs:
+            run()
+        one = next(times, 5.0)
+        return lambda: one
+
+    return Machine("a test", "cpu", 0, capture)
+
+
+def exact(step: Step) -> list[Run]:
+    """Dense attention in plain torch, row by row."""
+
+    def run(layer: Any) -> torch.Tensor:
+        out = []
+        for row in range(SHAPE.batch):
+            slots = (step.batch.page_table[row, :, None] * SHAPE.page_size + torch.arange(SHAPE.page_size)).flatten()
+            keys, values = (
+                cache[slots[: SHAPE.length]].float().repeat_interleave(2, 1).transpose(0, 1)
+                for cache in (layer.k_cache, layer.v_cache)
+            )
+            weights = (layer.q[row].float()[:, None] @ keys.transpose(1, 2) * step.sm_scale).softmax(-1)
+            out.append((weights @ values)[:, 0])
+        return torch.stack(out).bfloat16()
+
+    return [lambda layer=layer: run(layer) for layer in step.layers]
+
+
+def missing(step: Step) -> list[Run]:
+    raise ImportError("\n\nno module /opt/somebody/lib/fa9.so")
+
+
+def refusing(step: Step) -> list[Run]:
+    def run() -> torch.Tensor:
+        raise AssertionError("takes 2048 only")
+
+    return [run] * len(step.layers)
+
+
+def test_shapes_of_the_command_line() -> None:
+    assert parse_shape("8x64k") == (8, 65536) and parse_shape("1x100") == (1, 100)
+    for wrong in ("8", "0x4k", "8x", "x4k", "8x64m", "8x-1", "8 x 64k"):
+        with pytest.raises(EvaluationError, match="batch x tokens, such as 8x64k"):
+            parse_shape(wrong)
+
+
+def test_bytes_of_an_8b_layer() -> None:
+    shape = Shape(8, 65536)
+    assert shape.num_bytes("dense_decode") == 2 * shape.num_bytes("dense_decode", 1) == 8 * 65536 * 8 * 128 * 2 * 2
+    assert shape.n_select == 410 and shape.name == "8x64k"
+    assert shape.num_bytes(WHOLE) == sum(shape.num_bytes(op) for op in ("page_score", "page_topk", "sparse_decode"))
+    layers = num_layers(Shape(1, 32768), 60 * 2**20)
+    assert layers * Shape(1, 32768).num_bytes("page_score") >= 3 * 60 * 2**20
+    assert num_layers(shape, 0) == 2 and num_layers(Shape(1, 64), 60 * 2**20) == 128
+
+
+def test_graphs_are_replayed_in_turn() -> None:
+    played: list[str] = []
+
+    def replay(name: str) -> Callable[[], float]:
+        return lambda: float(played.append(name) or len(played))
+
+    times = in_turn([replay("a"), replay("b")], 3)
+    assert "".join(played) == "ab" * 5 and times == [[5, 7, 9], [6, 8, 10]]
+
+
+def test_median_and_spread() -> None:
+    row = timing([float(value) for value in range(1, 20)], 1000)
+    assert row == {"us": 10.0, "spread": 16.0, "us_range": [2.0, 18.0], "bytes": 1000, "gbps": 0.1}
+
+
+def test_rows_ratios_and_missing_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    table = [
+        Implementation("dense_decode", "slow", exact),
+        Implementation("dense_decode", "fast", exact),
+        Implementation("dense_decode", "fp8", exact, kv_dtype=torch.float8_e4m3fn),
+        Implementation("dense_decode", "absent", missing),
+        Implementation("page_topk", "picky", refusing),
+        Implementation("page_topk", "torch", kernel_selection.torch_topk),
+        *OWN,
+    ]
+    rows = measure(SHAPE, table, machine(50, 40, 20, 3, 1, 2, 4, 5, 10), 2)
+    by = {(row["op"], row["implementation"]): row for row in rows}
+    assert [row["implementation"] for row in rows] == [one.name for one in table]
+    assert [by["dense_decode", name]["dense_ratio"] for name in ("slow", "fast", "fp8")] == [0.8, 1.0, 2.0]
+    assert by["dense_decode", "fp8"]["bytes"] * 2 == by["dense_decode", "fast"]["bytes"]
+    assert by[WHOLE, OURS]["dense_ratio"] == 4.0 and "dense_ratio" not in by["page_topk", OURS]
+    assert by["dense_decode", "absent"]["unavailable"] == "ImportError: no module fa9.so"
+    assert by["page_topk", "picky"]["unavailable"] == "AssertionError: takes 2048 only"
+    assert "us" not in by["page_topk", "picky"]
+    assert capsys.readouterr().err.splitlines() == [
+        "eval.bench_kernels: 2x118, dense_decode: no absent: ImportError: no module fa9.so",
+        "eval.bench_kernels: 2x118, page_topk: no picky: AssertionError: takes 2048 only",
+    ]
+    summary = {row["op"]: row for row in summarise(rows)}
+    assert set(summary) == set(OPS) and summary["dense_decode"]["implementation"] == "fast"
+    assert (summary[WHOLE]["dense"], summary[WHOLE]["dense_us"], summary[WHOLE]["dense_ratio"]) == ("fast", 40, 4.0)
+    topk = summary["page_topk"]
+    assert (topk["implementation"], topk["us"], topk["best_peer"], topk["best_peer_ratio"]) == (
+        OURS,
+        4.0,
+        "torch",
+        0.75,
+    )
+    assert topk["agreement"] == 1.0 and summary[WHOLE]["recall"] == topk["recall"]
+
+
+def test_without_a_dense_peer_there_is_no_ratio() -> None:
+    rows = measure(SHAPE, [Implementation("dense_decode", "absent", missing), *OWN], machine(), 2)
+    assert not any("dense_ratio" in row for row in rows)
+    assert {row["op"] for row in summarise(rows)} == set(OPS) - {"dense_decode"}
+
+
+def test_inputs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bench_kernels, "Step", full)
+    with pytest.raises(EvaluationError, match="2 layers of 2x118 do not fit into the memory of a test"):
+        measure(SHAPE, OWN, machine(), 2)
+
+
+def test_quality_against_float64(step: Step) -> None:
+    over = samples(step)
+    assert [(s.row, s.head) for s in over] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    layer = step.layers[0]
+    sparse = quality(WHOLE, step.whole(layer), over)
+    assert sparse["relative_l2"] < 1e-2 < sparse["dense_l2"] and 0.3 < sparse["recall"] < 0.9
+    assert quality("sparse_decode", step.attend(layer).roll(1, 0), over)["relative_l2"] > 0.5
+    assert quality("dense_decode", exact(step)[0](), over)["relative_l2"] < 1e-2
+    assert quality("page_topk", layer.indices, over) == {"recall": sparse["recall"], "agreement": 1.0}
+    worse = layer.indices.clone()
+    worse[:, :, 0] = worse[:, :, 1]
+    found = quality("page_topk", worse, over)
+    assert found["agreement"] == 1 - 1 / SHAPE.n_select and found["recall"] < sparse["recall"]
+    assert quality("page_score", None, over) == {}
+
+
+def test_a_selection_of_all_pages_is_dense() -> None:
+    every = Step(replace(SHAPE, active_ratio=1.0), "cpu", 1)
+    found = quality(WHOLE, every.whole(every.layers[0]), samples(every))
+    assert found["recall"] == pytest.approx(1.0) and found["dense_l2"] == found["relative_l2"] < 1e-2
+
+
+def test_what_is_measured() -> None:
+    everyone = [one.name for one in TABLE]
+    assert [one.op for one in chosen(OPS, [], TABLE)] == [
+        "page_summary",
+        "page_score",
+        "page_topk",
+        "sparse_decode",
+        WHOLE,
+    ]
+    assert {one.name for one in chosen(["sparse_decode"], ["fa3", "torch"])} == {OURS, "fa3"}
+    assert len({(one.op, one.name) for one in TABLE}) == len(everyone)
+    for ops, peers, message in (
+        (["dense"], [], "--ops: there is no 'dense', there are dense_decode, page_summary"),
+        (["page_topk"], ["fa4"], "--peers: there is no 'fa4', there are fa3, "),
+        (["dense_decode"], ["torch"], "none of the peers torch does dense_decode"),
+    ):
+        with pytest.raises(EvaluationError, match=message):
+            chosen(ops, peers)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--shapes 8y64k", "--shapes: a shape is batch x tokens, such as 8x64k or 1x100, got '8y64k'"),
+        ("--shapes ,", "--shapes must be one at least, got []"),
+        ("--ops page_top", "--ops: there is no 'page_top'"),
+        ("--peers fa2", "--peers: there is no 'fa2'"),
+        ("--page-size 12", "--page-size must be one of 1, 2, 4, 8, 16, 32, 64, got 12"),
+        ("--active-ratio 0", "--active-ratio must be more than 0 and at most 1, got 0.0"),
+        ("--n-min 0", "--n-min must be 1 or more, got 0"),
+        ("--rounds 1", "--rounds must be 2 or more, got 1"),
+        ("", "measured on a CUDA device, and torch finds none"),
+    ],
+)
+def test_bad_input(
+    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "kernels.jsonl"
+    assert bench_kernels.main(["--out", str(out), *options.split()]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("eval.bench_kernels: ") and message in line and not out.exists()
+
+
+def test_the_file_and_its_table(tmp_path: Path) -> None:
+    args = parse(["--out", str(tmp_path / "k.jsonl"), "--shapes", "1x40,1x40,2x24", "--n-min", "1", "--rounds", "2"])
+    table = [Implementation("dense_decode", "absent", missing), *OWN]
+    assert bench_kernels.run(args, machine, table) == 0
+    header, *rows = read_rows(args.out)
+    assert header["command"] == "eval.bench_kernels" and header["device"] == "a test" and header["started"]
+    assert header["arguments"]["shapes"] == ["1x40", "2x24"] and header["arguments"]["peers"] == ["absent"]
+    assert header["versions"]["torch"] == torch.__version__.split("+")[0] and header["ceiling_gbps"] is None
+    assert [row["kind"] for row in rows] == ["item"] * 12 + ["summary"] * 10
+    assert len({row["id"] for row in rows if row["kind"] == "item"}) == 12
+    lines = report_tables.any_table(args.out).splitlines()
+    assert lines[0].endswith("| relative L2 | mass kept | why not |") and "times faster" not in lines[0]
+    assert lines[2].endswith("| ImportError: no module fa9.so |")
+
+
+def test_an_operation_of_our_own_that_fails_is_a_failure(tmp_path: Path) -> None:
+    table = [replace(one, prepare=refusing) if one.op == "page_topk" else one for one in OWN]
+    args = parse(["--out", str(tmp_path / "k.jsonl"), "--shapes", "1x40", "--rounds", "2"])
+    assert bench_kernels.run(args, machine, table) == 1
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()]
+    assert [row["op"] for row in rows if row["kind"] == "summary"] == [one.op for one in OWN if one.op != "page_topk"]
+
+
+def test_reasons_name_no_paths() -> None:
+    assert reason(OSError("/usr/lib/x/libfa.so: cannot open\nmore")) == "OSError: libfa.so: cannot open"
+    assert reason(ValueError("see https://docs/a/b, 1/2 of a/b")) == "ValueError: see https://docs/a/b, 1/2 of a/b"
+    assert reason(AssertionError()) == "AssertionError"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "kernels.jsonl"
+    assert bench_kernels.main(["--out", str(out), "--shapes", "1x4k", "--rounds", "3", "--peers", "torch"]) == 0
+    summary = {row["op"]: row for row in read_rows(out) if row["kind"] == "summary"}
+    assert summary[WHOLE]["relative_l2"] < 1e-2 and summary["page_topk"]["agreement"] == 1.0
+    assert all(row["us"] > 0 for row in summary.values())
