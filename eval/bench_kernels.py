@@ -35,7 +35,7 @@ from eval.parts.kernel_inputs import OPS, Shape, Step, num_layers
 from eval.parts.kernel_quality import quality, samples
 from eval.parts.kernel_rows import identity, summarise, timing, with_ratios
 from eval.parts.kernel_table import TABLE, UNAVAILABLE, Implementation, chosen, reason
-from eval.parts.kernel_timing import Replay, Run, capture, in_turn
+from sglang_sparse_kernels.timing import Replay, Run, capture, in_turn
 
 CEILING_GBPS = {"NVIDIA H200": 4800}
 PACKAGES = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer-python")

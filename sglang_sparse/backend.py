@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sglang_sparse import hooks, pools
+from sglang_sparse import crossover, hooks, pools
 from sglang_sparse.config import settings_of
 from sglang_sparse.delegate import DelegatingBackend
 from sglang_sparse.plan import DecodePlan, plan_decode, usual_selection
@@ -82,6 +82,11 @@ class SparseAttentionBackend(DelegatingBackend):
         usual = usual_selection(self.method, max_pages)
         self._limits = (model.num_kv_heads, max_pages, usual, page_size)
         device = self._pools.overflow.device
+        found = crossover.find(settings, model, device)
+        self.method.crossover_tokens = found.tokens
+        logger.info(
+            "sglang_sparse: batches of fewer than %d sparse KV tokens run dense (%s)", found.tokens, found.source
+        )
         self.counters = Counters(settings, self._pools, model, torch.zeros(3, dtype=torch.int64, device=device))
         self._view: BatchView | None = None
         self._graph_view: BatchView | None = None

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from sglang_sparse.view import BatchView
 
 MAX_PAGE_SIZE = 64
+# What "auto" means where no measurement of the GPU and the shape is at hand, see ``crossover.py``.
+DEFAULT_CROSSOVER = 16384
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,10 @@ class MethodConfig(BaseModel):
     page_size: int = Field(16, description="Tokens per KV page, which is the block of the selection: 1, 2, 4, … 64.")
     layers: str | list[int] = Field("all", description='Layers that run sparse: "all", a range "2-", or a list.')
     min_seq_len: int = Field(4096, ge=0, description="Rows with fewer KV tokens attend to all of them.")
-    crossover_tokens: int = Field(
-        16384, ge=0, description="A batch whose sparse rows hold fewer KV tokens in total runs dense."
+    crossover_tokens: int | Literal["auto"] = Field(
+        "auto",
+        description="A batch whose sparse rows hold fewer KV tokens in total runs dense; "
+        f"auto: as measured for this GPU, else {DEFAULT_CROSSOVER}.",
     )
     dense_fallback: Literal["auto", "never"] = Field(
         "auto", description='"never" is for tests: no row runs dense, as if both limits above were 0.'
@@ -96,6 +100,13 @@ class MethodConfig(BaseModel):
     def _page_size_is_a_power_of_two(cls, value: int) -> int:
         if value not in (1, 2, 4, 8, 16, 32, 64):
             raise ValueError(f"must be a power of two from 1 to {MAX_PAGE_SIZE}")
+        return value
+
+    @field_validator("crossover_tokens", mode="before")
+    @classmethod
+    def _crossover_is_a_count(cls, value: object) -> object:
+        if value != "auto" and (type(value) is not int or value < 0):
+            raise ValueError('must be "auto" or an integer of at least 0')
         return value
 
     @field_validator("layers")
@@ -179,12 +190,19 @@ class DecodeMethod(ABC):
 
     A method is one file with one subclass of this class; ``registry.py`` or an entry point of group
     ``sglang_sparse.methods`` names it. Nothing else needs to know it.
+
+    Attributes:
+        config: the configuration.
+        crossover_tokens: the config's number, or what "auto" stands for; a server that starts puts here what was
+            measured for its GPU and its model.
     """
 
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
 
     def __init__(self, config: MethodConfig):
         self.config = config
+        asked = config.crossover_tokens
+        self.crossover_tokens = DEFAULT_CROSSOVER if asked == "auto" else asked
 
     def refuse(self, model_config: object) -> str | None:
         """Say why this method cannot serve a model, or None when it can.

@@ -39,7 +39,7 @@ def plan_decode(
     """Decide a batch.
 
     Args:
-        method: the server's decode method, with its limits in ``method.config``.
+        method: the server's decode method, with its limits.
         page_size: tokens per page.
         seq_lens: ``[rows]`` on the CPU, tokens of each row with the new one.
         rows: what each row's request asked for; empty where no request asked for anything.
@@ -61,7 +61,7 @@ def plan_decode(
         return DecodePlan(True, n_pages, n_select, asked_dense)
     covered = n_select >= n_pages
     sparse_tokens = int(seq_lens[~covered].sum())
-    if sparse_tokens == 0 or sparse_tokens < config.crossover_tokens:
+    if sparse_tokens == 0 or sparse_tokens < method.crossover_tokens:
         return DecodePlan(False, n_pages, n_pages, torch.ones_like(covered))
     return DecodePlan(True, n_pages, n_select, covered)
 

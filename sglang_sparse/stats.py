@@ -138,7 +138,10 @@ class Counters:
         attended, held = device["pages_attended"], device["pages_held"]
         return {
             "method": self._settings.name,
-            "config": self._settings.config.model_dump(),
+            "config": {
+                **self._settings.config.model_dump(),
+                "crossover_tokens": self._settings.method.crossover_tokens,
+            },
             "sparse_layers": len(self._pools.layers),
             **self.host_totals(),
             "rectify_max_delay_steps": max(self._max_delay_steps, self.rectify.max_delay_steps),

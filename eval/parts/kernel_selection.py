@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from eval.parts.kernel_inputs import Layer, Step
-from eval.parts.kernel_timing import Run
+from sglang_sparse_kernels.timing import Run
 
 DEEPSEEK_V4 = "sglang.kernels.ops.attention.dsv4.topk"
 

@@ -20,7 +20,7 @@ from triton.errors import TritonError
 from eval.live.counters import EvaluationError
 from eval.parts import kernel_attention, kernel_selection
 from eval.parts.kernel_inputs import OPS, WHOLE, Layer, Step
-from eval.parts.kernel_timing import Run
+from sglang_sparse_kernels.timing import Run
 
 # What a server of this project runs: the public entry of an operation, which picks the kernel.
 OURS = "sglang_sparse"

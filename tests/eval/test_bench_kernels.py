@@ -19,7 +19,7 @@ from eval.parts.kernel_inputs import OPS, WHOLE, Shape, Step, num_layers
 from eval.parts.kernel_quality import quality, samples
 from eval.parts.kernel_rows import summarise, timing
 from eval.parts.kernel_table import OURS, TABLE, Implementation, chosen, reason
-from eval.parts.kernel_timing import Replay, Run, in_turn
+from sglang_sparse_kernels.timing import Replay, Run, in_turn
 
 # The newest page is partly filled, and no two sizes are equal.
 SHAPE = Shape(2, 118, q_heads=6, kv_heads=3, dim=16, page_size=8, active_ratio=0.4, n_min=2)

@@ -1,0 +1,178 @@
+"""The grid of ``eval.bench_serving``: what its cells need of a server, and figures of what was measured in them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+from eval.live.client import Chunk, Stream
+from eval.live.counters import EvaluationError
+
+# More than any page, on both sides of a request's KV.
+ROOM = 128
+DENSE = "dense"
+# One request fills the cache, and one compiles and allocates what a hit does for the first time.
+UNCOUNTED_HITS = 2
+BELOW = 8192
+# What counts of a cell: the first run's, and the median of all runs'.
+FIRST = ("ttft_median", "ttft_p99", "output_throughput", "request_throughput")
+EVERY = ("decode_tpot", "decode_itl_p50", "decode_itl_p99", "tpot_median", "tpot_p99", "itl_median", "itl_p99")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A batch of prompts of one length.
+
+    Attributes:
+        context: tokens of a prompt.
+        batch: requests at once.
+    """
+
+    context: int
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """Such as "4x32k"."""
+        size = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
+        return f"{self.batch}x{size}"
+
+    def tokens(self, output: int) -> int:
+        """Tokens of KV that the batch takes with answers of `output` tokens."""
+        return self.batch * (self.context + output + ROOM)
+
+
+def prefix_tokens(args: argparse.Namespace) -> int:
+    """Tokens of KV that the prefix hits take."""
+    return args.prefix + (args.hits + UNCOUNTED_HITS) * (args.tail + ROOM) if args.prefix else 0
+
+
+def server_flags(args: argparse.Namespace) -> list[str]:
+    """What every server is started with: room for the largest cell, and no more."""
+    cells = [Cell(context, batch) for context in args.contexts for batch in args.batch]
+    tokens = max([prefix_tokens(args), *(cell.tokens(args.output_length) for cell in cells)])
+    longest = max(max(args.contexts) + args.output_length, args.prefix + args.tail) + ROOM
+    flags = ["--context-length", str(longest), "--max-total-tokens", str(-(-tokens // ROOM) * ROOM)]
+    flags += ["--cuda-graph-max-bs-decode", str(max(args.batch)), "--max-running-requests", str(max(args.batch))]
+    return flags + (["--load-format", "dummy"] if args.shape else [])
+
+
+def unfit(facts: Row, needed: int) -> str | None:
+    """Why a server cannot hold so many tokens of KV, or None if it can."""
+    pool = facts["max_total_num_tokens"]
+    return f"needs {needed} tokens of KV, the server has {pool}" if needed > pool else None
+
+
+def streams(result: Row) -> list[Stream]:
+    """The answers of a run of SGLang's benchmark client, which sends all requests of a batch at once.
+
+    Args:
+        result: its file, with ``--output-details``.
+
+    Raises:
+        EvaluationError: a request failed, or brought fewer tokens than asked for.
+    """
+    names = ("output_lens", "ttfts", "itls", "errors", "cached_tokens")
+    found = []
+    for tokens, ttft, gaps, error, cached in zip(*(result[name] for name in names), strict=True):
+        if error or not ttft:
+            raise EvaluationError(f"a request failed: {error.strip().splitlines()[-1] if error else 'no text came'}")
+        if tokens < result["random_output_len"]:
+            raise EvaluationError(f"an answer has {tokens} tokens, asked for were {result['random_output_len']}")
+        # The client divides a chunk's time evenly among its tokens; those of the first chunk have no times.
+        first = tokens - len(gaps)
+        chunks = [Chunk(seconds, first + i) for i, seconds in enumerate(accumulate(gaps, initial=ttft))]
+        found.append(Stream(0.0, chunks, cached))
+    return found
+
+
+def summarise(items: Sequence[Row]) -> list[dict[str, Any]]:
+    """Compare every server with the dense one, cell by cell.
+
+    Args:
+        items: rows of runs, of kind ``item`` and task "serving".
+
+    Returns:
+        For each cell and each server but the dense one, where both have it: its own figures (seconds, and requests or
+        tokens a second), those of the dense server with the prefix ``dense_``, and their ratios with the suffix
+        ``_ratio``: times are dense over sparse and rates sparse over dense, so that above 1 the sparse server is
+        better. Of several runs times to the first token and rates are the first one's, in which nothing was cached;
+        all others are medians, ``decode_tpot_range`` is their range.
+    """
+    runs: dict[tuple[str, int, int], list[Row]] = {}
+    for item in items:
+        runs.setdefault((item["arm"], item["context"], item["batch"]), []).append(item)
+    summary = []
+    for (arm, context, batch), mine in runs.items():
+        theirs = runs.get((DENSE, context, batch))
+        if arm == DENSE or theirs is None:
+            continue
+        own, dense = _figures(mine), _figures(theirs)
+        row: dict[str, Any] = {"id": f"{arm}/{Cell(context, batch).name}", "task": "serving", "arm": arm}
+        row |= {"context": context, "batch": batch, "runs": len(mine)}
+        row |= {"density": mine[-1]["density"], "dense_rows": mine[-1]["dense_rows"], **own}
+        row |= {f"dense_{name}": value for name, value in dense.items()}
+        for name in (*FIRST, *EVERY):
+            better = (own, dense) if name.endswith("throughput") else (dense, own)
+            row[f"{name}_ratio"] = better[0][name] / better[1][name] if better[1][name] else None
+        summary.append(row)
+    return summary
+
+
+def _figures(runs: Sequence[Row]) -> dict[str, Any]:
+    times = [row["decode_tpot"] for row in runs]
+    figures = {name: runs[0][name] for name in FIRST} | {name: median(row[name] for row in runs) for name in EVERY}
+    return {**figures, "decode_tpot_range": (min(times), max(times))}
+
+
+def below_crossover(summary: Sequence[Row]) -> list[dict[str, Any]]:
+    """R2: the least ratio of dense to sparse time per output token at contexts of at most ``BELOW`` tokens.
+
+    Args:
+        summary: see `summarise`.
+
+    Returns:
+        A row for each server that has such cells: the ratio, the cell it was found in, and ``ratios`` of all of them;
+        ``dense_rows``: the least share of the rows that the sparse server chose to decode dense.
+    """
+    found = []
+    for arm in dict.fromkeys(row["arm"] for row in summary):
+        cells = [row for row in summary if row["arm"] == arm and row["context"] <= BELOW]
+        if cells:
+            least = min(cells, key=lambda row: row["decode_tpot_ratio"])
+            ratios = {Cell(row["context"], row["batch"]).name: row["decode_tpot_ratio"] for row in cells}
+            row = {"id": f"{arm}/below_crossover", "task": "below_crossover", "arm": arm, "context": BELOW}
+            row |= {"decode_tpot_ratio": least["decode_tpot_ratio"], "cell": least["id"], "ratios": ratios}
+            shares = [row["dense_rows"] for row in cells if row["dense_rows"] is not None]
+            found.append(row | {"dense_rows": min(shares, default=None)})
+    return found
+
+
+def prefix_hits(items: Sequence[Row]) -> list[dict[str, Any]]:
+    """R1: time to the first token where a long prefix is in the cache, sparse over dense.
+
+    Args:
+        items: rows of task "prefix_hit".
+
+    Returns:
+        A row for each server but the dense one; ``recomputed`` is how many pages were summarised beyond those of the
+        tokens that were not cached.
+    """
+    by_arm = {row["arm"]: row for row in items}
+    dense = by_arm.get(DENSE)
+    found = []
+    for arm, row in by_arm.items():
+        if arm == DENSE or dense is None:
+            continue
+        mine, theirs = median(row["ttft"]), median(dense["ttft"])
+        kept = {name: row[name] for name in ("task", "arm", "context", "hits", "pages_summarised", "recomputed")}
+        times = {"ttft": mine, "ttft_range": (min(row["ttft"]), max(row["ttft"])), "dense_ttft": theirs}
+        times["dense_ttft_range"] = (min(dense["ttft"]), max(dense["ttft"]))
+        found.append({"id": f"{arm}/prefix_hit", **kept, **times, "ttft_over_dense": mine / theirs})
+    return found

@@ -1,0 +1,104 @@
+"""From how many KV tokens on a batch runs sparse: what the user set, what was measured for this GPU, or the default.
+
+``crossover.json`` has an entry for each GPU, shape and share of the pages measured by ``python -m sglang_sparse.tune``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.method import DEFAULT_CROSSOVER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sglang_sparse.config import Settings
+    from sglang_sparse.method import ModelShape
+
+TABLE = Path(__file__).with_name("crossover.json")
+# What tells two entries of a table apart; the first ones are what `setup` returns.
+KEY = ("method", "gpu", "q_heads", "kv_heads", "head_dim", "page_size", "kv_dtype", "active_ratio")
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Where sparse decode begins.
+
+    Attributes:
+        tokens: KV tokens of a batch's sparse rows in total.
+        source: where the number comes from, for the log.
+    """
+
+    tokens: int
+    source: str
+
+
+def gpu_name(device: torch.device) -> str:
+    """What the driver calls a device; "cpu" for the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def setup(method: str, page_size: int, model: ModelShape, gpu: str) -> dict[str, Any]:
+    """What a measured crossover depends on, beside the share of the pages, as an entry of the table has it.
+
+    Args:
+        method: name of the decode method.
+        page_size: tokens per page.
+        model: the attention layers of one rank.
+        gpu: see `gpu_name`.
+    """
+    return {
+        "method": method,
+        "gpu": gpu,
+        "q_heads": model.num_q_heads,
+        "kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "page_size": page_size,
+        "kv_dtype": str(model.kv_dtype).removeprefix("torch."),
+    }
+
+
+@cache
+def packaged_table() -> tuple[Mapping[str, Any], ...]:
+    """The entries that ship with this package."""
+    return tuple(json.loads(TABLE.read_text()))
+
+
+def find(
+    settings: Settings, model: ModelShape, device: torch.device, table: Sequence[Mapping[str, Any]] | None = None
+) -> Crossover:
+    """Decide the crossover of a server.
+
+    A number that the user set wins. Of the entries for this GPU and shape the one counts whose share of the pages is
+    the smallest that is not below the server's: attending to fewer pages pays from fewer tokens on.
+
+    Args:
+        settings: the method and its config.
+        model: the attention layers of this rank.
+        device: of the KV pool.
+        table: entries to look in; the packaged ones by default.
+    """
+    config = settings.config
+    if config.dense_fallback == "never":
+        return Crossover(0, "dense_fallback is never")
+    if config.crossover_tokens != "auto":
+        return Crossover(config.crossover_tokens, "set by the user")
+    gpu = gpu_name(device)
+    wanted = setup(settings.name, config.page_size, model, gpu)
+    ratio = getattr(config, "active_ratio", float("inf"))
+    found = [
+        entry
+        for entry in (packaged_table() if table is None else table)
+        if entry["active_ratio"] >= ratio and all(entry[name] == value for name, value in wanted.items())
+    ]
+    if not found:
+        command = "python -m sglang_sparse.tune"
+        return Crossover(DEFAULT_CROSSOVER, f"the default; not measured for this shape on {gpu}, see {command}")
+    best = min(found, key=lambda entry: entry["active_ratio"])
+    return Crossover(best["crossover_tokens"], f"measured on {gpu} at an active ratio of {best['active_ratio']}")

@@ -1,0 +1,265 @@
+"""``python -m sglang_sparse.tune``: from how many KV tokens on a sparse decode step is faster than a dense one, here.
+
+For every batch size and context it times the attention of one decode step in CUDA graphs, replayed in turn: dense, by
+the faster of FA3 and FlashInfer (whichever are installed), and sparse as a server runs it: refresh of the newest pages'
+summaries, selection, attention over the selected pages. Each layer has caches of its own, so that none finds its inputs
+in the L2 cache. The answer is the least number of KV tokens in a batch from which on the sparse step was faster at
+every batch size, between two contexts by linear interpolation. The refresh counts for the sparse step only, although
+the dense graph of a sparse server has it too: that much is left for what a sparse step costs on the host.
+
+``--out FILE`` gets an entry for each shape and share of the pages, in place of an older one. A server looks into the
+``crossover.json`` of this package; elsewhere the printed number goes into its ``--sparse-config``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from sglang_sparse import crossover
+from sglang_sparse.config import explain_value
+from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.resa import Resa, ResaConfig
+from sglang_sparse.tune_step import PEERS, Peer, Run, Step, Timer, TuneError, graph_timer, num_layers
+
+KV_DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
+PACKAGES = ("sglang-sparse", "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
+# A crossover is given in whole steps of this, rounded up.
+STEP = 1024
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one batch took.
+
+    Attributes:
+        batch: rows.
+        context: KV tokens of each row.
+        dense: name of the faster dense implementation.
+        dense_us: its microseconds a layer.
+        sparse_us: those of the sparse step.
+    """
+
+    batch: int
+    context: int
+    dense: str
+    dense_us: float
+    sparse_us: float
+
+    @property
+    def tokens(self) -> int:
+        """KV tokens of the batch."""
+        return self.batch * self.context
+
+
+def measure(step: Step, timer: Timer, peers: Mapping[str, Peer]) -> Point:
+    """Time one batch, dense by the faster one of those peers that are installed.
+
+    Raises:
+        TuneError: no dense peer is installed.
+    """
+    runs: dict[str, Run] = {}
+    for name, make in peers.items():
+        try:
+            runs[name] = make(step)
+        except ImportError as error:
+            _say_once(f"without {name}: {error}")
+    if not runs:
+        raise TuneError(f"no dense attention to compare with: install one of {', '.join(peers)}")
+    times = timer({**runs, "sparse": step.sparse}, step.model.num_layers)
+    dense = min(runs, key=lambda name: times[name])
+    return Point(step.batch, step.context, dense, times[dense], times["sparse"])
+
+
+@cache
+def _say_once(text: str) -> None:
+    print(f"sglang_sparse.tune: {text}", file=sys.stderr, flush=True)
+
+
+def crossing(points: Iterable[Point]) -> int:
+    """The least number of KV tokens from which on the sparse step was faster, at every batch size.
+
+    Between the longest context at which it was not and the next one it is found by linear interpolation: both times
+    grow linearly with the tokens. Where it always was faster, the answer is the smallest batch measured.
+
+    Returns:
+        Tokens, rounded up to whole ``STEP``.
+
+    Raises:
+        TuneError: nothing was measured, or at the longest context of a batch size it was not faster.
+    """
+    by_batch: dict[int, list[Point]] = {}
+    for point in sorted(points, key=lambda point: point.tokens):
+        by_batch.setdefault(point.batch, []).append(point)
+    if not by_batch:
+        raise TuneError("no batch is within --most-tokens")
+    found = [min(row[0].tokens for row in by_batch.values())]
+    for batch, row in by_batch.items():
+        slower = [i for i, point in enumerate(row) if point.sparse_us >= point.dense_us]
+        if not slower:
+            continue
+        if slower[-1] + 1 == len(row):
+            raise TuneError(
+                f"a batch of {batch} is not faster sparse up to {row[-1].tokens} KV tokens: give longer --contexts"
+            )
+        before, after = row[slower[-1]], row[slower[-1] + 1]
+        lost, won = before.sparse_us - before.dense_us, after.dense_us - after.sparse_us
+        found.append(math.ceil(before.tokens + (after.tokens - before.tokens) * lost / (lost + won)))
+    return -(-max(found) // STEP) * STEP
+
+
+def entry(method: Resa, model: ModelShape, points: Sequence[Point], device: str, overhead: float) -> dict[str, Any]:
+    """What `sglang_sparse.crossover` looks up, and what it was made from.
+
+    Raises:
+        TuneError: see `crossing`.
+    """
+    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
+    counted = [replace(point, sparse_us=point.sparse_us + overhead) for point in points]
+    return {
+        **crossover.setup("resa", method.config.page_size, model, crossover.gpu_name(torch.device(device))),
+        "active_ratio": method.config.active_ratio,
+        "crossover_tokens": crossing(counted),
+        "overhead_us": overhead,
+        "summary_dtype": method.config.summary_dtype,
+        "versions": {name: installed[name] for name in PACKAGES if name in installed},
+        "points": [asdict(point) for point in points],
+    }
+
+
+def write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Put entries into a table, in place of those for the same GPU, shape and share of the pages.
+
+    Raises:
+        TuneError: the file is no such table.
+    """
+
+    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in crossover.KEY)
+
+    try:
+        rows = {key(row): row for row in json.loads(path.read_text())} if path.exists() else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise TuneError(f"--out {path} is no table of crossovers: {error!r}") from error
+    rows |= {key(row): row for row in entries}
+    path.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+
+
+def tune(args: argparse.Namespace, timer: Timer, device: str, peers: Mapping[str, Peer] = PEERS) -> bool:
+    """Measure every shape and share of the pages, print what was found, and put it into ``args.out``.
+
+    Returns:
+        Whether there was an answer for each.
+
+    Raises:
+        TuneError: a batch cannot be measured, or the file is no table.
+    """
+    answered = True
+    for (q_heads, kv_heads, head_dim), ratio in itertools.product(args.shape, args.active_ratio):
+        fields = {"page_size": args.page_size, "active_ratio": ratio, "summary_dtype": args.summary_dtype}
+        method = Resa(ResaConfig.model_validate(fields))
+        model = ModelShape(1, q_heads, kv_heads, head_dim, KV_DTYPES[args.kv_dtype])
+        print(f"{q_heads}x{kv_heads}x{head_dim}, active ratio {ratio}", flush=True)
+        points = []
+        for batch, context in itertools.product(args.batches, args.contexts):
+            if batch * context <= args.most_tokens:
+                layers = num_layers(method, model, batch * context, device)
+                step = Step(method, replace(model, num_layers=layers), batch, context, args.context_length, device)
+                points.append(measure(step, timer, peers))
+                print(_line(points[-1]), flush=True)
+        try:
+            found = entry(method, model, points, device, args.overhead_us)
+        except TuneError as error:
+            print(f"sglang_sparse.tune: {error}", file=sys.stderr)
+            answered = False
+            continue
+        tokens = json.dumps({"crossover_tokens": found["crossover_tokens"]})
+        print(f"faster sparse from {found['crossover_tokens']} tokens on: --sparse-config '{tokens}'", flush=True)
+        if args.out:
+            write(args.out, [found])
+    return answered
+
+
+def _line(point: Point) -> str:
+    times = f"{point.dense} {point.dense_us:8.2f} us, sparse {point.sparse_us:8.2f} us a layer"
+    return f"{point.batch:4} x {point.context:6} tokens: {times}, {point.dense_us / point.sparse_us:5.2f} times as fast"
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    heads = tuple(map(int, found.groups())) if found else (0, 0, 0)
+    if min(heads) < 1 or heads[0] % heads[1]:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, allowed: query heads x KV heads x head dimension of one rank, such as 32x8x128"
+        )
+    return heads[0], heads[1], heads[2]
+
+
+def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    def parse(text: str) -> list[Any]:
+        return [kind(part) for part in text.split(",")]
+
+    parse.__name__ = "list"
+    return parse
+
+
+def _tokens(text: str) -> int:
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser("sglang_sparse.tune", description=__doc__, formatter_class=_Formatter)
+    found.add_argument("--out", type=Path, help="JSON file to put the entries into")
+    found.add_argument("--shape", type=_shape, action="append", help="HQxHKVxD of one rank; repeat for more")
+    found.add_argument("--active-ratio", type=_list(float), default="0.1", help="shares of the pages")
+    found.add_argument("--page-size", type=int, default=16, help="tokens per page")
+    found.add_argument("--summary-dtype", default="auto", help="as in --sparse-config")
+    found.add_argument("--kv-dtype", choices=list(KV_DTYPES), default="bfloat16", help="of the KV cache")
+    found.add_argument("--batches", type=_list(int), default="1,2,4,8,16", help="rows")
+    found.add_argument("--contexts", type=_list(_tokens), default="4k,8k,16k,32k,64k,128k", help="tokens of each row")
+    found.add_argument("--most-tokens", type=_tokens, default="128k", help="leave larger batches out")
+    found.add_argument("--context-length", type=_tokens, default="128k", help="of the server; sizes its buffers")
+    found.add_argument(
+        "--overhead-us",
+        type=float,
+        default=0.0,
+        help="microseconds a layer that a sparse step costs beside its attention, such as its share of rectification",
+    )
+    return found
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    pass
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; exit status 1 where it cannot answer."""
+    args = parser().parse_args(arguments)
+    args.shape = args.shape or [(16, 8, 128), (32, 8, 128)]
+    try:
+        if not torch.cuda.is_available():
+            raise TuneError("a crossover is measured on a GPU, and torch finds none")
+        return 0 if tune(args, graph_timer, "cuda") else 1
+    except ValidationError as error:
+        print("\n".join(f"sglang_sparse.tune: {explain_value(detail)}" for detail in error.errors()), file=sys.stderr)
+    except (TuneError, OSError, torch.OutOfMemoryError) as error:
+        print(f"sglang_sparse.tune: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The serving benchmark: what it starts and asks, and what it makes of answers; servers and client are stand-ins."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_stubs import CONFIG, OUTPUT, FakeServer, after, result
+
+from eval import bench_serving
+from eval.bench_serving import parse
+from eval.figures import report_tables
+from eval.live.arms import Arm
+from eval.live.counters import COUNTED, EvaluationError
+from eval.live.record import read_rows
+from eval.parts import serving_runs
+from eval.parts.judge_commands import Target
+from eval.parts.serving_grid import Cell
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The lines of the client that were run."""
+    monkeypatch.setattr(FakeServer, "started", [])
+    found: list[list[str]] = []
+
+    def reach(args: argparse.Namespace, server: FakeServer, least: int) -> Target:
+        facts = {
+            "max_total_num_tokens": FakeServer.pool[server.name],
+            "page_size": 16,
+            "model_path": str(server.folder),
+        }
+        arm = Arm("base", server, "tiny", 10**6, {}, server.sparse)  # pyright: ignore[reportArgumentType]
+        return Target(arm, facts, str(server.folder), None)  # pyright: ignore[reportArgumentType]
+
+    def run_judge(command: list[str], scratch: Path, log: Path) -> None:
+        found.append(command)
+        name = after(command, "--base-url").removeprefix("http://")
+        server = next(server for server in FakeServer.started if server.name == name and not server.closed)
+        context, batch = int(after(command, "--random-input-len")), int(after(command, "--num-prompts"))
+        rows = batch * OUTPUT
+        server.counts["decode_rows"] += rows
+        if context < 4096:
+            server.counts["dense_fallback_rows"] += rows
+        else:
+            for counter, count in (("sparse_layer_rows", rows), ("pages_attended", rows), ("pages_held", 10 * rows)):
+                server.counts[counter] += count
+            server.counts["rectified_tokens"] += rows
+        Path(after(command, "--output-file")).write_text(json.dumps(result(context, batch, FakeServer.step[name])))
+
+    class Connected:
+        def __init__(self, url: str) -> None:
+            self.server = next(server for server in FakeServer.started if server.url == url and not server.closed)
+
+        def __enter__(self) -> FakeServer:
+            return self.server
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(bench_serving, "ServerProcess", FakeServer)
+    monkeypatch.setattr(bench_serving, "LiveServer", Connected)
+    monkeypatch.setattr(bench_serving, "reach", reach)
+    monkeypatch.setattr(serving_runs, "run_judge", run_judge)
+    return found
+
+
+def run(tmp_path: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    out = tmp_path / "serving.jsonl"
+    status = bench_serving.main(["--model-path", "m", "--contexts", "2k,32k", "--out", str(out), *arguments])
+    return status, read_rows(out)
+
+
+def kind(rows: list[dict[str, Any]], name: str, task: str = "serving") -> list[dict[str, Any]]:
+    return [row for row in rows if row["kind"] == name and row.get("task", task) == task]
+
+
+def test_the_grid_on_two_servers(commands: list[list[str]], tmp_path: Path) -> None:
+    status, rows = run(tmp_path, "--batch", "1,4", "--prefix", "1k", "--hits", "3", "--server-args", "--page-size 16")
+    assert status == 0
+    assert [row["arm"] for row in rows if row["kind"] == "server"] == ["sparse", "dense"]
+    assert [server.closed for server in FakeServer.started] == [True, True]
+    assert rows[1]["command"].startswith("python --context-length 33152 --max-total-tokens 132608 ")
+    items = kind(rows, "item")
+    assert len(items) == 8 and len(commands) == 8
+    assert [row["density"] for row in items] == [None, None, 0.1, 0.1, *[None] * 4]
+    assert [row["dense_rows"] for row in items[:4]] == [1.0, 1.0, 0.0, 0.0]
+    cells = kind(rows, "summary")
+    assert [row["id"] for row in cells] == ["sparse/1x2k", "sparse/4x2k", "sparse/1x32k", "sparse/4x32k"]
+    for row in cells:
+        assert row["decode_tpot"] == pytest.approx(0.002) and row["decode_tpot_ratio"] == pytest.approx(2.0)
+        assert row["output_throughput_ratio"] == row["ttft_p99_ratio"] == pytest.approx(2.0)
+    (below,) = kind(rows, "summary", "below_crossover")
+    assert below["decode_tpot_ratio"] == pytest.approx(2.0) and set(below["ratios"]) == {"1x2k", "4x2k"}
+    assert below["dense_rows"] == 1.0
+    (hits,) = kind(rows, "summary", "prefix_hit")
+    assert hits["ttft_over_dense"] == pytest.approx(0.5) and hits["recomputed"] == 0 and hits["hits"] == 3
+    assert hits["pages_summarised"] > 0
+    shown = report_tables.any_table(tmp_path / "serving.jsonl")
+    assert "| sparse/4x32k | 2.00 | 4.00 | 2.000 |" in shown and "| sparse/prefix_hit |" in shown
+
+
+def test_what_is_asked_of_the_client(commands: list[list[str]], tmp_path: Path) -> None:
+    run(tmp_path, "--batch", "2", "--prefix", "0", "--runs", "2", "--warmup", "0", "--seed", "7")
+    first, second, *_ = commands
+    assert first[:3] == ["python", "-m", "sglang.benchmark.serving"]
+    found = [after(first, f"--{name}") for name in ("num-prompts", "max-concurrency", "seed", "warmup-requests")]
+    assert found == ["2", "2", "7", "0"]
+    assert "--flush-cache" in first and "--flush-cache" not in second
+    assert [after(line, "--base-url") for line in commands] == ["http://sparse"] * 4 + ["http://dense"] * 4
+
+
+def test_what_is_asked_of_the_servers(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = [
+        "--server",
+        "dense=--page-size 1",
+        "--server",
+        "fp8=--kv-cache-dtype fp8_e4m3",
+        "--sparse-config",
+        '{"a": 1}',
+    ]
+    monkeypatch.setitem(FakeServer.step, "fp8", 0.003)
+    monkeypatch.setitem(FakeServer.pool, "fp8", 10**6)
+    _, rows = run(tmp_path, "--batch", "1,4", "--prefix", "0", "--both", "--server-args", "--page-size 16", *extra)
+    sparse, dense, fp8 = FakeServer.started
+    assert sparse.flags[-4:] == ["--sparse-method", "resa", "--sparse-config", '{"a": 1}']
+    assert dense.flags[-4:] == ["--page-size", "16", "--page-size", "1"]
+    assert fp8.flags[-2:] == ["--kv-cache-dtype", "fp8_e4m3"] and not fp8.sparse
+    # With all at once they take turns.
+    assert [after(line, "--base-url")[7:] for line in commands[:4]] == ["sparse", "dense", "fp8", "sparse"]
+    assert [row["arm"] for row in kind(rows, "summary")].count("fp8") == 4
+
+
+def test_a_cell_that_does_not_fit_is_skipped(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(FakeServer.pool, "dense", 40_000)
+    status, rows = run(tmp_path, "--batch", "1,4", "--prefix", "0", "--runs", "2")
+    assert status == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eval.bench_serving")]
+    assert line == "eval.bench_serving: dense 4x32k is left out: needs 132608 tokens of KV, the server has 40000"
+    assert [row["cell"] for row in rows if row["kind"] == "skipped"] == ["4x32k"]
+    assert [row["id"] for row in kind(rows, "summary")] == ["sparse/1x2k", "sparse/4x2k", "sparse/1x32k"]
+
+
+def test_a_cell_that_fails_does_not_hide_the_others(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serving_runs, "dense_rows", lambda counts: 0.5)
+    status, rows = run(tmp_path, "--batch", "1", "--prefix", "0")
+    assert status == 1
+    assert "sparse 1x32k is left out: 50% of the rows were decoded dense, allowed are 10%" in capsys.readouterr().err
+    assert [row["id"] for row in kind(rows, "summary")] == ["sparse/1x2k"]
+
+
+def test_a_server_that_does_not_start_is_one_line(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FakeServer, "dies", "sparse")
+    status, _ = run(tmp_path, "--batch", "1")
+    assert status == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("eval.bench_serving: the sparse server did not start: sglang_sparse: error: no such method")
+    monkeypatch.setattr(FakeServer, "dies", "")
+    status, _ = run(tmp_path, "--batch", "1", "--output-length", "255")
+    assert status == 1 and "--output-length: got 255, allowed: at least 256" in capsys.readouterr().err
+
+
+def test_nothing_sparse_is_refused_but_where_the_limits_say_dense() -> None:
+    counts = dict.fromkeys(COUNTED, 0) | {"decode_rows": 256, "dense_fallback_rows": 256}
+    for cell in (Cell(2048, 16), Cell(8192, 1)):
+        serving_runs.require_sparse_cell(cell, counts, CONFIG)
+    with pytest.raises(EvaluationError, match="2x8k: nothing ran sparse"):
+        serving_runs.require_sparse_cell(Cell(8192, 2), counts, CONFIG)
+    sparse = {**counts, "sparse_layer_rows": 9, "pages_attended": 1, "pages_held": 9, "dense_fallback_rows": 8}
+    serving_runs.require_sparse_cell(Cell(8192, 2), sparse, {**CONFIG, "rectify_interval": 0})
+    with pytest.raises(EvaluationError, match="rectified nothing"):
+        serving_runs.require_sparse_cell(Cell(8192, 2), sparse, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model-path", "m", "--shape", "qwen3-8b"], "not allowed with"),
+        (["--shape", "gpt"], "invalid choice: 'gpt' (choose from"),
+        (["--model-path", "m", "--batch", "0"], "--batch must be at least 1"),
+        (["--model-path", "m", "--contexts", "4m"], "'4m' is no length"),
+        (["--model-path", "m", "--server", "fp8"], "must be NAME=ARGS, got 'fp8'"),
+        (["--model-path", "m", "--runs", "0"], "--runs must be at least 1"),
+        (["--model-path", "m", "--batch", ","], "must name something"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([*arguments, "--out", "x"])
+    assert message in capsys.readouterr().err
