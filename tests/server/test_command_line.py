@@ -1,5 +1,6 @@
 """The real command line ends with one message and a non-zero status within a minute."""
 
+import json
 import subprocess
 import sys
 import time
@@ -29,27 +30,55 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_config(tmp_path_factory.mktemp("qwen3"), "qwen3")
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--sparse-method", "robs"], "--sparse-method: got 'robs', allowed: resa"),
-        (["--sparse-method", "resa", "--sparse-config", '{"active_ratio": 2}'], "active_ratio: got 2"),
-        (["--sparse-method", "resa", "--page-size", "64"], "the server's page size is 64 and the config's is 16"),
-        (["--sparse-method", "resa", "--enable-dp-attention"], "cannot run with data-parallel attention"),
-    ],
-)
-def test_one_message(qwen3: str, flags: list[str], expected: str) -> None:
-    status, stderr = launch("--model-path", qwen3, *flags)
+LINES = {
+    "--sparse-method: got 'robs', allowed: resa": ["--sparse-method", "robs"],
+    "active_ratio: got 2": ["--sparse-method", "resa", "--sparse-config", '{"active_ratio": 2}'],
+    "the server's page size is 64 and the config's is 16": ["--sparse-method", "resa", "--page-size", "64"],
+    "cannot run with data-parallel attention": ["--sparse-method", "resa", "--enable-dp-attention"],
+}
+MLA = "does not fit DeepseekV3ForCausalLM: resa needs an MHA or GQA model"
+# Imports take half a minute: every line runs in a fork of a process that has made them.
+FORKS = """
+import json, os, runpy, sys, warnings
+import sglang.launch_server
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+warnings.simplefilter("ignore")
+statuses = []
+for number, line in enumerate(json.loads(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(f"{sys.argv[2]}/{number}", os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv = ["sglang.launch_server", *line]
+        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+        os._exit(0)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print("statuses", *statuses)
+"""
+
+
+@pytest.fixture(scope="module")
+def endings(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit status and standard error of every command line, by what it is expected to say."""
+    folder, mla = tmp_path_factory.mktemp("errors"), write_config(tmp_path_factory.mktemp("mla"), "mla")
+    lines = {said: ["--model-path", qwen3, *flags] for said, flags in LINES.items()}
+    lines[MLA] = ["--model-path", mla, "--sparse-method", "resa"]
+    command = [sys.executable, "-c", FORKS, json.dumps(list(lines.values())), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (statuses,) = [line for line in done.stdout.splitlines() if line.startswith("statuses")]
+    found = zip(lines, statuses.split()[1:], strict=True)
+    return {said: (int(status), (folder / str(i)).read_text()) for i, (said, status) in enumerate(found)}
+
+
+@pytest.mark.parametrize("expected", [*LINES, MLA])
+def test_one_message(endings: dict[str, tuple[int, str]], expected: str) -> None:
+    status, stderr = endings[expected]
     messages = [line for line in stderr.splitlines() if line.startswith("sglang_sparse: error: ")]
     assert status == 2
     assert len(messages) == 1 and expected in messages[0]
     assert "Traceback" not in stderr
-
-
-def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
-    status, stderr = launch("--model-path", write_config(tmp_path, "mla"), "--sparse-method", "resa")
-    assert status == 2
-    assert "does not fit DeepseekV3ForCausalLM: resa needs an MHA or GQA model" in stderr
 
 
 def test_help_lists_the_flags() -> None:
