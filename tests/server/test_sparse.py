@@ -61,9 +61,15 @@ def test_eight_at_once_equal_solo(server, prompts, solo) -> None:
     assert_nothing_leaked(server)
 
 
-def test_chunked_prefill_equals_one_piece(serve, checkpoint, prompts, solo) -> None:
-    with serve(checkpoint, "--chunked-prefill-size", "4096", config=TENTH) as server:
-        assert greedy(server, prompts[-4:]) == solo[-4:]
+def test_two_ranks_and_prefill_in_one_piece_equal_one_rank_and_chunks(serve, checkpoint, prompts, solo) -> None:
+    """Each rank selects for its own KV head: what it selects, one rank selects for that head too."""
+    with serve(checkpoint, "--tp", "2", "--chunked-prefill-size", "4096", config=TENTH) as server:
+        assert greedy(server, prompts[::4]) == solo[::4]
+        state = sparse_state(server)
+        assert_nothing_leaked(server)
+    # Counted by the first rank, which has one of two KV heads, in all of four layers.
+    assert state["dense_fallback_rows"] == 0 and state["sparse_layer_rows"] == 4 * state["decode_rows"]
+    assert 0 < state["pages_attended"] < state["pages_held"] / 4
 
 
 def test_without_rectification_a_second_turn_hits_the_whole_pages_of_the_first_prompt(server, prompts) -> None:
