@@ -84,12 +84,14 @@ def allocate_view(
     Args:
         rows: most rows of a batch.
         kv_heads: KV heads of this rank.
-        max_pages: pages of the longest context.
+        max_pages: pages of the longest context; the buffers are up to three wider.
         usual_select: see ``BatchView``.
         page_size: tokens per page.
         stats: see ``BatchView.stats``.
     """
     device = stats.device
+    # Rows of scores then begin at multiples of 16 bytes, which lets a kernel load four at once.
+    max_pages = -(-max_pages // 4) * 4
     return BatchView(
         page_table=torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
         n_pages=torch.zeros(rows, dtype=torch.int32, device=device),

@@ -74,6 +74,14 @@ static unsigned __float_as_uint(float value) {
     std::memcpy(&bits, &value, sizeof bits);
     return bits;
 }
+static float __uint_as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+struct float4 {
+    float x, y, z, w;
+};
 template <typename Number> static Number atomicAdd(Number* place, Number value) {
     return __atomic_fetch_add(place, value, __ATOMIC_SEQ_CST);
 }

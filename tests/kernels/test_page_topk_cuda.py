@@ -19,9 +19,9 @@ RUN = """
 #include "{source}"
 extern "C" void run(unsigned heads, unsigned rows, const float* scores, const int* table, const int* n_pages,
                     const int* n_select, int* indices, int* counts, unsigned long long* stats, long long stride,
-                    long long width, long long max_select) {{
+                    long long width, long long max_select, long long aligned) {{
     launch(heads, rows, THREADS, [=] {{
-        page_topk(scores, table, n_pages, n_select, indices, counts, stats, stride, width, max_select);
+        page_topk(scores, table, n_pages, n_select, indices, counts, stats, stride, width, max_select, aligned);
     }});
 }}
 """
@@ -57,7 +57,8 @@ def on_cpu(library: Any, arguments: dict[str, Any], stats: torch.Tensor | None =
     tensors = (scores, table, arguments["n_pages"], arguments["n_select"], indices, counts)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     pointers.append(ctypes.c_void_p(stats.data_ptr() if stats is not None else 0))
-    numbers = [ctypes.c_longlong(value) for value in (table.stride(0), width, arguments["max_select"])]
+    sizes = (table.stride(0), width, arguments["max_select"], int(width % 4 == 0))
+    numbers = [ctypes.c_longlong(value) for value in sizes]
     library(cuda.shape_of(width, THREADS)[1])(heads, rows, *pointers, *numbers)
     return indices, counts
 

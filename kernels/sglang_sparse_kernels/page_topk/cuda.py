@@ -1,8 +1,9 @@
 """CUDA kernel of the page selection: one block per row and KV head, all keys in registers.
 
 A histogram of the keys' range in 2,048 equal bins finds the bin of the n-th highest score; the few keys of that bin
-are ranked against one another, or, where they are many, the bin is divided again. Ballots then place the selected
-pages in logical order. Triton cannot say either: its histogram counts by shuffles, and its scan takes many of them.
+are ranked against one another, or, where they are many, the bin is divided again. A running count over the threads,
+which hold consecutive pages, then places the selected ones in logical order. Triton cannot say this: its histogram
+counts by shuffles.
 """
 
 import functools
@@ -13,7 +14,7 @@ import torch
 from .. import nvrtc
 
 SOURCE = Path(__file__).with_name("cuda.cu")
-_ITEMS = (1, 2, 4, 8, 16, 32)
+_ITEMS = (4, 8, 16, 32)
 _MAX_THREADS = 1024
 MAX_PAGES = _ITEMS[-1] * _MAX_THREADS
 
@@ -51,5 +52,7 @@ def page_topk(
         return out
     threads, items = shape_of(width, threads)
     tensors = (scores, page_table, n_pages, n_select, indices, counts, stats)
-    _kernel(scores.device, threads, items)((heads, batch), threads, *tensors, page_table.stride(0), width, max_select)
+    aligned = int(width % 4 == 0 and scores.data_ptr() % 16 == 0)
+    sizes = (page_table.stride(0), width, max_select, aligned)
+    _kernel(scores.device, threads, items)((heads, batch), threads, *tensors, *sizes)
     return out
