@@ -140,7 +140,7 @@ def select(settings: Settings, captured: Captured, layers: int) -> Selection:
     pools = AuxPools(method.aux_specs(shape), (layer,), pages + 1, page, str(device))
     stats = torch.zeros(3, dtype=torch.int64, device=device)
     view = allocate_view(1, kv_heads, pages, usual_selection(method, pages), page, stats)
-    view.page_table[0] = torch.arange(1, pages + 1)
+    view.page_table[0, :pages] = torch.arange(1, pages + 1)
     prefilled = torch.arange(page, page + tokens - queries, device=device)
     pools.refresh(layer, cache, page_ends(prefilled, page))
     kept = torch.zeros(queries, kv_heads, tokens, dtype=torch.bool, device=device)

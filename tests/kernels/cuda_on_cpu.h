@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <barrier>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <thread>

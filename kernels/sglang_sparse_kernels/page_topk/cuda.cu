@@ -8,24 +8,46 @@
 #define WARPS (THREADS / 32)
 #define GROUP (ITEMS < 8 ? ITEMS : 8)
 #define ALL 0xFFFFFFFFu
-#define INFINITE 0xFF800000u  // key of +inf
-#define NO_KEY 0u             // below the key of every score
+#define INFINITE __uint_as_float(0x7F800000u)
+#define LARGEST 3.402823466e38f
 
-// Order of the keys is that of the scores: NaN counts as +inf, 0.0 and -0.0 are equal.
+// A score that counts as +inf if it is NaN, and as 0.0 if it is -0.0.
+__device__ float clean(float score) { return score == score ? score + 0.0f : INFINITE; }
+
+// Order of the keys is that of clean scores; bits in which every score has one key.
 __device__ unsigned key_of(float score) {
-    unsigned bits = __float_as_uint(score == score ? score + 0.0f : __uint_as_float(0x7F800000u));
+    unsigned bits = __float_as_uint(score);
     return bits ^ ((int)bits >> 31 | 0x80000000u);
 }
 
+__device__ float score_of(unsigned key) { return __uint_as_float(key ^ (~((int)key >> 31) | 0x80000000u)); }
+
+// Equal bins over the finite scores, in their order; rounding may shift the bins, but never changes the order.
+struct Bins {
+    float scale, offset;
+    __device__ unsigned operator()(float score) const {
+        // From 2^23 on, a float's last bit is worth one.
+        float place = fminf(fmaxf(fmaf(score, scale, offset), 8388608.0f), 8388608.0f + BINS - 1);
+        return __float_as_uint(place) & (BINS - 1);
+    }
+};
+
 struct Range {
-    unsigned low, span, above;  // candidates lie in [low, low + span]; `above` keys lie higher
+    unsigned low, high, above;  // candidates have keys from `low` to `high`; `above` scores are higher
 };
 
 struct Shared {
     unsigned histogram[BINS];
-    unsigned warp[3][WARPS];
+    unsigned warp[4][WARPS];
     unsigned list[LIST];
-    unsigned bin, above, inside, threshold, listed;
+    unsigned bin, above, inside, threshold, equal, listed;
+};
+
+// What is selected: all scores from the threshold on or, of those equal to it, the first `ties` only.
+struct Threshold {
+    float score;
+    unsigned ties;
+    bool all;
 };
 
 // Sum over the warps before this one of a value that each warp has once; all threads call it.
@@ -48,38 +70,39 @@ __device__ unsigned threads_before(unsigned mine, unsigned* slots) {
     return warps_before(__shfl_sync(ALL, running, 31), slots) + running - mine;
 }
 
-// Lowest key, distance to the highest key below +inf, and the number of keys at +inf.
-__device__ Range key_range(const unsigned (&keys)[ITEMS], int items, Shared& shared) {
-    unsigned low = ALL, high = NO_KEY, infinite = 0;
+// Lowest and highest key of the finite scores that `wanted` takes, and the number of scores at +inf. A missing score is
+// NaN, and so neither.
+template <typename Wanted>
+__device__ Range key_range(const float (&scores)[ITEMS], int items, Shared& shared, Wanted wanted) {
+    float low = INFINITE, high = -INFINITE;
+    unsigned infinite = 0;
 #pragma unroll
     for (int group = 0; group < ITEMS; group += 4) {
         if (group >= items) break;
 #pragma unroll
         for (int i = group; i < group + 4; i++) {
-            bool finite = keys[i] < INFINITE;
-            // Less one, a missing key is the highest of all.
-            low = min(low, keys[i] - 1);
-            high = max(high, finite ? keys[i] : NO_KEY);
-            infinite += !finite;
+            bool taken = scores[i] < INFINITE && wanted(scores[i]);
+            low = fminf(low, taken ? scores[i] : INFINITE);
+            high = fmaxf(high, taken ? scores[i] : -INFINITE);
+            infinite += scores[i] == INFINITE;
         }
     }
-    low = __reduce_min_sync(ALL, low);
-    high = __reduce_max_sync(ALL, high);
+    unsigned lowest = __reduce_min_sync(ALL, key_of(low)), highest = __reduce_max_sync(ALL, key_of(high));
     infinite = __reduce_add_sync(ALL, infinite);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane == 0) {
-        shared.warp[0][warp] = low;
-        shared.warp[1][warp] = high;
+        shared.warp[0][warp] = lowest;
+        shared.warp[1][warp] = highest;
         shared.warp[2][warp] = infinite;
     }
     __syncthreads();
-    low = __reduce_min_sync(ALL, lane < WARPS ? shared.warp[0][lane] : ALL) + 1;
-    high = __reduce_max_sync(ALL, lane < WARPS ? shared.warp[1][lane] : NO_KEY);
-    return Range{low, high - low, __reduce_add_sync(ALL, lane < WARPS ? shared.warp[2][lane] : 0u)};
+    lowest = __reduce_min_sync(ALL, lane < WARPS ? shared.warp[0][lane] : ALL);
+    highest = __reduce_max_sync(ALL, lane < WARPS ? shared.warp[1][lane] : 0u);
+    return Range{lowest, highest, __reduce_add_sync(ALL, lane < WARPS ? shared.warp[2][lane] : 0u)};
 }
 
-// Which bin holds the key of rank `wanted` from the top: shared.bin, with shared.above keys over it and
-// shared.inside keys in it.
+// Which bin holds the score of rank `wanted` from the top: shared.bin, with shared.above scores over it and
+// shared.inside scores in it.
 __device__ void find_bin(unsigned wanted, unsigned above, Shared& shared) {
     constexpr int EACH = BINS / THREADS;
     unsigned counts[EACH], total = 0;
@@ -102,82 +125,101 @@ __device__ void find_bin(unsigned wanted, unsigned above, Shared& shared) {
     __syncthreads();
 }
 
-// The key of rank `wanted` among those of a bin, ranked against one another: shared.threshold, and shared.above keys
-// higher than it. `above` keys are higher than the bin, which holds `inside`, at most LIST.
-__device__ void rank_bin(const unsigned (&keys)[ITEMS], int items, Range bin, unsigned inside, unsigned wanted,
-                         Shared& shared) {
+// Clears the histogram, which everybody has read.
+__device__ void clear(Shared& shared) {
+    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.histogram[bin] = 0;
+    __syncthreads();
+}
+
+// The score of rank `wanted` among the at most LIST ones that `inside` takes, ranked against one another. `above`
+// scores are higher than they, `count` is how many they are.
+template <typename Inside>
+__device__ Threshold rank(const float (&scores)[ITEMS], int items, unsigned above, unsigned count, unsigned wanted,
+                          Shared& shared, Inside inside) {
 #pragma unroll
     for (int group = 0; group < ITEMS; group += 4) {
         if (group >= items) break;
 #pragma unroll
         for (int i = group; i < group + 4; i++)
-            if (keys[i] - bin.low <= bin.span) shared.list[atomicAdd(&shared.listed, 1u)] = keys[i];
+            if (inside(scores[i])) shared.list[atomicAdd(&shared.listed, 1u)] = key_of(scores[i]);
     }
     __syncthreads();
-    if (threadIdx.x < inside) {
-        unsigned key = shared.list[threadIdx.x], higher = bin.above, equal = 0;
-        for (unsigned i = 0; i < inside; i++) {
+    for (unsigned mine = threadIdx.x; mine < count; mine += THREADS) {
+        unsigned key = shared.list[mine], higher = above, equal = 0;
+        for (unsigned i = 0; i < count; i++) {
             higher += shared.list[i] > key;
             equal += shared.list[i] == key;
         }
         if (higher < wanted && wanted <= higher + equal) {
-            // Where all its equals are selected they need not be told apart.
-            bool all = wanted == higher + equal;
-            shared.threshold = key - all;
-            shared.above = all ? wanted : higher;
+            shared.threshold = key;
+            shared.above = higher;
+            shared.equal = equal;
         }
     }
     __syncthreads();
+    unsigned ties = wanted - shared.above;
+    return Threshold{score_of(shared.threshold), ties, ties == shared.equal};
 }
 
-// The key of which all higher ones are selected, and of its equals the first `ties`.
-__device__ unsigned find_threshold(const unsigned (&keys)[ITEMS], int items, unsigned wanted, Shared& shared,
-                                   unsigned& ties) {
-    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.histogram[bin] = 0;
-    if (threadIdx.x == 0) shared.listed = 0;
-    Range range = key_range(keys, items, shared);
-    if (range.above >= wanted) {
-        ties = wanted;
-        return INFINITE;
-    }
+// The same among any number of scores in a range of keys, by dividing the range until few are left, or one key.
+__device__ Threshold divide(const float (&scores)[ITEMS], int items, Range range, unsigned wanted, Shared& shared) {
     while (true) {
-        int shift = max(0, 21 - __clz(range.span));
+        clear(shared);
+        unsigned span = range.high - range.low;
+        int shift = max(0, 21 - __clz(span));
 #pragma unroll
         for (int group = 0; group < ITEMS; group += 4) {
             if (group >= items) break;
 #pragma unroll
             for (int i = group; i < group + 4; i++) {
-                unsigned offset = keys[i] - range.low;
-                if (offset <= range.span) atomicAdd(&shared.histogram[offset >> shift], 1u);
+                unsigned distance = key_of(scores[i]) - range.low;
+                if (distance <= span) atomicAdd(&shared.histogram[distance >> shift], 1u);
             }
         }
         __syncthreads();
         find_bin(wanted, range.above, shared);
-        unsigned inside = shared.inside, start = shared.bin << shift;
-        Range bin = {range.low + start, min(range.span - start, (1u << shift) - 1), shared.above};
-        if (inside == wanted - bin.above) {
-            ties = 0;
-            return bin.low - 1;
-        }
-        if (shift == 0) {
-            ties = wanted - bin.above;
-            return bin.low;
-        }
-        if (inside <= LIST) {
-            rank_bin(keys, items, bin, inside, wanted, shared);
-            ties = wanted - shared.above;
-            return shared.threshold;
-        }
-        range = bin;
-        for (int i = threadIdx.x; i < BINS; i += THREADS) shared.histogram[i] = 0;
-        __syncthreads();
+        unsigned start = shared.bin << shift, count = shared.inside;
+        range = Range{range.low + start, range.low + min(span, start + (1u << shift) - 1), shared.above};
+        unsigned ties = wanted - range.above;
+        // A bin that is taken whole, or whose scores are equal.
+        if (ties == count || shift == 0) return Threshold{score_of(range.low), ties, ties == count};
+        if (count <= LIST)
+            return rank(scores, items, range.above, count, wanted, shared, [=](float score) {
+                return key_of(score) - range.low <= range.high - range.low;
+            });
     }
 }
 
-// Stores the selected pages in logical order; TIES where some keys at the threshold are not selected.
+__device__ Threshold find_threshold(const float (&scores)[ITEMS], int items, unsigned wanted, Shared& shared) {
+    if (threadIdx.x == 0) shared.listed = 0;
+    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.histogram[bin] = 0;
+    Range range = key_range(scores, items, shared, [](float) { return true; });
+    if (range.above >= wanted) return Threshold{INFINITE, wanted, range.above == wanted};
+    float low = fmaxf(score_of(range.low), -LARGEST), high = score_of(range.high);
+    Bins bins = {(BINS - 3) / (high - low), 0.0f};
+    bins.offset = 8388609.0f - low * bins.scale;
+    // Equal scores, or such a range that its bins cannot be said in floats: one bin, divided by its keys.
+    if (!(fabsf(bins.offset) <= LARGEST)) bins = Bins{0.0f, 8388608.0f};
+#pragma unroll
+    for (int group = 0; group < ITEMS; group += 4) {
+        if (group >= items) break;
+#pragma unroll
+        for (int i = group; i < group + 4; i++)
+            if (scores[i] < INFINITE) atomicAdd(&shared.histogram[bins(scores[i])], 1u);
+    }
+    __syncthreads();
+    find_bin(wanted, range.above, shared);
+    unsigned bin = shared.bin, above = shared.above, count = shared.inside;
+    auto inside = [=](float score) { return score < INFINITE && bins(score) == bin; };
+    if (count <= LIST) return rank(scores, items, above, count, wanted, shared, inside);
+    range = key_range(scores, items, shared, inside);
+    return divide(scores, items, Range{range.low, range.high, above}, wanted, shared);
+}
+
+// Stores the selected pages in logical order.
 template <bool TIES>
-__device__ void place(const unsigned (&keys)[ITEMS], int items, const int* page_table, int first, unsigned threshold,
-                      unsigned ties, int* indices, Shared& shared) {
+__device__ void place(const float (&scores)[ITEMS], int items, const int* page_table, Threshold threshold,
+                      int* indices, Shared& shared) {
     // At most 65,535 pages fit a half: see cuda.py.
     unsigned mine = 0;
 #pragma unroll
@@ -185,14 +227,13 @@ __device__ void place(const unsigned (&keys)[ITEMS], int items, const int* page_
         if (group >= items) break;
 #pragma unroll
         for (int i = group; i < group + 4; i++) {
-            mine += keys[i] > threshold;
-            if (TIES) mine += (unsigned)(keys[i] == threshold) << 16;
+            mine += TIES ? scores[i] > threshold.score : scores[i] >= threshold.score;
+            if (TIES) mine += (unsigned)(scores[i] == threshold.score) << 16;
         }
     }
-    unsigned before = threads_before(mine, shared.warp[1]);
+    unsigned before = threads_before(mine, shared.warp[3]);
     unsigned equal = before >> 16;
-    int* next = indices + (before & 0xFFFF) + (TIES ? min(equal, ties) : 0u);
-    page_table += first;
+    int* next = indices + (before & 0xFFFF) + (TIES ? min(equal, threshold.ties) : 0u);
     // In groups whose loads are all on their way before the first of them is stored.
 #pragma unroll
     for (int group = 0; group < ITEMS; group += GROUP) {
@@ -201,9 +242,9 @@ __device__ void place(const unsigned (&keys)[ITEMS], int items, const int* page_
         bool selected[GROUP];
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
-            unsigned key = keys[group + i];
-            selected[i] = key > threshold;
-            if (TIES && key == threshold) selected[i] = equal++ < ties;
+            float score = scores[group + i];
+            selected[i] = TIES ? score > threshold.score : score >= threshold.score;
+            if (TIES && score == threshold.score) selected[i] = equal++ < threshold.ties;
             if (selected[i]) pages[i] = page_table[group + i];
         }
 #pragma unroll
@@ -245,29 +286,28 @@ page_topk(const float* scores, const int* page_table, const int* n_pages_ptr, co
     int items = (n_pages + 4 * THREADS - 1) / (4 * THREADS) * 4;
     int first = threadIdx.x * items;
     scores += pair * width;
-    float values[ITEMS];
+    float held[ITEMS];
 #pragma unroll
     for (int group = 0; group < ITEMS; group += 4) {
         if (group >= items || first + group >= n_pages) break;
         if (aligned) {
             // What lies between a row's last page and the next row may be read.
             float4 four = *(const float4*)(scores + first + group);
-            values[group] = four.x;
-            values[group + 1] = four.y;
-            values[group + 2] = four.z;
-            values[group + 3] = four.w;
+            held[group] = four.x;
+            held[group + 1] = four.y;
+            held[group + 2] = four.z;
+            held[group + 3] = four.w;
         } else {
 #pragma unroll
-            for (int i = group; i < group + 4; i++) values[i] = first + i < n_pages ? scores[first + i] : 0.0f;
+            for (int i = group; i < group + 4; i++) held[i] = first + i < n_pages ? scores[first + i] : 0.0f;
         }
     }
-    unsigned keys[ITEMS];
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) keys[i] = i < items && first + i < n_pages ? key_of(values[i]) : NO_KEY;
-    unsigned ties;
-    unsigned threshold = find_threshold(keys, items, wanted, shared, ties);
-    if (ties == 0)
-        place<false>(keys, items, page_table, first, threshold, ties, indices, shared);
+    for (int i = 0; i < ITEMS; i++)
+        held[i] = i < items && first + i < n_pages ? clean(held[i]) : __uint_as_float(0x7FC00000u);
+    Threshold threshold = find_threshold(held, items, wanted, shared);
+    if (threshold.all)
+        place<false>(held, items, page_table + first, threshold, indices, shared);
     else
-        place<true>(keys, items, page_table, first, threshold, ties, indices, shared);
+        place<true>(held, items, page_table + first, threshold, indices, shared);
 }
