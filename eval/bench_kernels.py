@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from eval.figures import report_tables
+from eval.figures.ceilings import CEILING_GBPS
 from eval.live.client import FAILURES, list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record
@@ -37,7 +38,6 @@ from eval.parts.kernel_rows import identity, summarise, timing, with_ratios
 from eval.parts.kernel_table import TABLE, UNAVAILABLE, Implementation, chosen, reason
 from sglang_sparse_kernels.timing import Replay, Run, capture, in_turn
 
-CEILING_GBPS = {"NVIDIA H200": 4800}
 PACKAGES = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer-python")
 SUMMARY_DTYPES = ("bfloat16", "float8_e4m3fn")
 

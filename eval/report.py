@@ -1,7 +1,8 @@
 """Tables and pictures from result files, and the figures of this repository's documents.
 
 ``python -m eval.report FILE|FOLDER ... [--out FOLDER]`` prints the table of each result file (or folder of
-``eval.compare``) as Markdown, and with ``--out`` draws its picture as PNG and SVG.
+``eval.compare``) as Markdown, and with ``--out`` draws its picture as PNG and SVG. A file that ends in
+``.json`` is taken for a table of ``sglang_sparse.tune``.
 
 ``python -m eval.report`` writes every table between ``<!-- report: NAME -->`` and ``<!-- report end -->`` in the
 documents of this repository anew, from eval/results, the cards of the tiny models too, and draws the pictures of
@@ -20,13 +21,23 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from eval.figures import goals, heatmap, long_summary, ppl_summary, recall_summary, report_tables
+from eval.figures import (
+    crossover,
+    goals,
+    heatmap,
+    latency,
+    long_summary,
+    ppl_summary,
+    recall_summary,
+    report_tables,
+)
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
 from eval.train import card
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
+CROSSOVERS = ROOT / "sglang_sparse" / "crossover.json"
 DOCUMENTS = (ROOT / "README.md", ROOT / "eval" / "docs" / "results.md")
 CARDS = tuple(ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-mla", "tiny-dsa"))
 BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
@@ -34,12 +45,13 @@ BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", r
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "decode": lambda: report_tables.decode(sorted(RESULTS.glob("bench-decode-*.jsonl"))),
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
+    "crossover": lambda: crossover.crossover_table(CROSSOVERS),
     "goals": lambda: goals.goals_table(RESULTS),
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "rectification": lambda: report_tables.rectification(RESULTS / "ppl-rectify-records.jsonl"),
     "rectification-books": lambda: report_tables.rectification(RESULTS / "ppl-rectify-book.jsonl"),
 }
-PICTURES = ("ppl-rectify-records", "ppl-rectify-book")
+PICTURES: Mapping[str, Path] = {name: RESULTS / f"{name}.jsonl" for name in ("ppl-rectify-records", "ppl-rectify-book")}
 
 
 def fill(document: str) -> str:
@@ -69,13 +81,21 @@ def draw(path: Path, stem: Path) -> None:
     Args:
         path: the file.
         stem: path without a suffix.
+
+    Raises:
+        EvaluationError: it is no file of results, or there is nothing in it to draw.
     """
+    if path.suffix == ".json":
+        crossover.draw(path, stem)
+        return
     rows = read_rows(path)
     command = rows[0].get("command") if rows else None
     stem.parent.mkdir(parents=True, exist_ok=True)
     if command == "eval.ppl_rectify":
         for suffix in ("png", "svg"):
             ppl_summary.plot(ppl_summary.summarise(rows), Path(f"{stem}.{suffix}"))
+    elif command == latency.COMMAND:
+        latency.draw(path, stem)
     elif command == "eval.long_generation":
         long_summary.plot(long_summary.summarise(rows), stem)
     elif command == "eval.recall":
@@ -103,8 +123,8 @@ def documents(check: bool) -> int:
         elif not check:
             path.write_text(new)
     if not check:
-        for name in PICTURES:
-            draw(RESULTS / f"{name}.jsonl", ROOT / "eval" / "docs" / name)
+        for name, file in PICTURES.items():
+            draw(file, ROOT / "eval" / "docs" / name)
     return status
 
 
@@ -126,7 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not args.paths:
             return documents(args.check)
         for path in args.paths:
-            print(f"**{path}**\n\n{report_tables.any_table(path)}\n")
+            made = crossover.crossover_table if path.suffix == ".json" else report_tables.any_table
+            print(f"**{path}**\n\n{made(path)}\n")
             files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
             for file in files if args.out else []:
                 draw(file, args.out / file.stem)

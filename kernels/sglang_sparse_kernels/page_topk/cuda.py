@@ -1,9 +1,9 @@
 """CUDA kernel of the page selection: one block per row and KV head, all scores in registers.
 
 A histogram of the scores' range in 2,048 equal bins finds the bin of the n-th highest; the few scores of that bin are
-ranked against one another. Where they are many, as with outliers, the bin is divided by the scores' bits. A running count over the threads,
-which hold consecutive pages, then places the selected ones in logical order. Triton cannot say this: its histogram
-counts by shuffles.
+ranked against one another. Where they are many, as with outliers, the bin is divided by the scores' bits. A running
+count over the threads, which hold consecutive pages, then places the selected ones in logical order. Triton cannot say
+this: its histogram counts by shuffles.
 """
 
 import functools

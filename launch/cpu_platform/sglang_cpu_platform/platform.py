@@ -50,6 +50,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Pinned memory is for copies to a GPU."""
         return False
 
+    def get_torch_profiler_activity_str(self) -> str:
+        """No activity of torch's profiler: what runs here is its "CPU", which SGLang knows by itself."""
+        return "none"
+
     def get_default_attention_backend(self) -> str:
         """The one attention backend of SGLang that is plain PyTorch."""
         return "torch_native"

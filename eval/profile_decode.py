@@ -1,0 +1,259 @@
+"""``python -m eval.profile_decode``: where the time of one decode step goes, kernel by kernel, in microseconds.
+
+    python -m eval.profile_decode --base-url URL --arm sparse --batch 4 --context 262144 --out after.jsonl
+
+A batch of prompts of random tokens is prefilled, then decoded twice. The first time checks the arm and times it on this
+client's clock (``tpot_us``), which shows by how much the profiler slows a step down. The second time, once all requests
+decode, SGLang's own profiler (``/start_profile``) traces some steps. Run this on the server's machine, because the
+server writes the trace there: beside ``--out``, or into ``--trace-dir``. `eval.parts.profile_trace` says what a step is
+and how its time is charged, `eval.figures.profile` which kernels make up which part of it.
+
+Arm ``dense`` asks a sparse server with ``sparse: false``, ``sparse`` never rectifies, so that all steps are alike. Only
+rank 0 of a tensor-parallel server is read. ``--from FILE`` prints the tables of a result file, or of a trace, again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from eval.bench_decode import Arm, random_prompts, request_of, require_capacity, run_arm
+from eval.figures import profile
+from eval.figures.tpot import decode_figures
+from eval.live.client import FAILURES, LiveServer, generate, parse_stream, stream
+from eval.live.counters import EvaluationError, density
+from eval.live.record import Record
+from eval.parts.profile_trace import decode_steps, read_trace
+
+# Steps traced beyond those that count: the first ones may wait for the profiler, and the last one has no end.
+SPARE_STEPS = 4
+ARGUMENTS = ("arm", "batch", "context", "tokens", "steps", "active_ratio", "seed", "label")
+
+
+def require_profiler(facts: dict[str, Any], url: str) -> None:
+    """Refuse servers without a GPU to trace, before they are asked: SGLang's scheduler may end on such a question.
+
+    Raises:
+        EvaluationError: the server is none of SGLang's, or runs on another device.
+    """
+    if "device" not in facts:
+        raise EvaluationError(f"{url} is no SGLang server (no /server_info): its steps cannot be profiled")
+    if facts["device"] != "cuda":
+        raise EvaluationError(f"{url} runs on {facts['device']}: only CUDA servers have GPU kernels to trace")
+
+
+def make_arm(args: argparse.Namespace, facts: dict[str, Any], vocabulary: int) -> Arm:
+    """What is profiled.
+
+    Raises:
+        EvaluationError: ``--arm sparse`` on a dense server.
+    """
+    serves_sparse = facts["sparse"] is not None
+    params: dict[str, Any] = {"sparse": False} if serves_sparse else {}
+    if args.arm == "sparse":
+        if not serves_sparse:
+            raise EvaluationError(f"{args.base_url} runs no sparse method: it has --arm dense alone")
+        params = {"rectify_interval": 0}
+        params |= {} if args.active_ratio is None else {"active_ratio": args.active_ratio}
+    return Arm(args.arm, params, random_prompts(args.batch, args.context, vocabulary, args.seed))
+
+
+def decode_untraced(server: LiveServer, arm: Arm, tokens: int, facts: dict[str, Any]) -> dict[str, Any]:
+    """Decode the batch without the profiler, and check that it runs as the arm says.
+
+    Returns:
+        ``tpot_us``, microseconds a token on this client's clock, and ``density`` of a sparse server.
+
+    Raises:
+        EvaluationError: as `run_arm` and `decode_figures`.
+    """
+    if facts["sparse"] is not None:
+        streams, counts = run_arm(server, arm, tokens, facts["page_size"])
+        read = {"density": density(counts)}
+    else:
+        requests = [request_of(prompt, tokens, arm.params) for prompt in arm.prompts]
+        streams, read = server.each(stream, requests), {}
+    return {"tpot_us": decode_figures(streams)["tpot_mean"] * 1e6, **read}
+
+
+async def decode(client: httpx.AsyncClient, request: dict[str, Any], begun: asyncio.Event) -> None:
+    """Stream an answer to its end, and say when its first token has come.
+
+    Raises:
+        EvaluationError: the request failed or was aborted or retracted.
+    """
+    pieces = []
+    async with client.stream("POST", "/generate", json={**request, "stream": True}) as response:
+        if response.is_error:
+            raise EvaluationError(f"the server refused a request: {response.status_code} {await response.aread()!r}")
+        async for piece in response.aiter_raw():
+            pieces.append((0.0, piece))
+            begun.set()
+    parse_stream(0.0, pieces)
+
+
+async def start_profiler(client: httpx.AsyncClient, order: dict[str, Any], begun: Sequence[asyncio.Event]) -> None:
+    """Ask for the trace once all requests decode.
+
+    Raises:
+        EvaluationError: the server does not profile, or does so already.
+    """
+    for event in begun:
+        await event.wait()
+    answer = await client.post("/start_profile", json=order)
+    if answer.is_error:
+        raise EvaluationError(f"the server does not profile: /start_profile answers {answer.status_code} {answer.text}")
+
+
+def traced(server: LiveServer, requests: Sequence[dict[str, Any]], steps: int, folder: Path, prefix: str) -> Path:
+    """Decode a batch and have some of its steps traced.
+
+    Args:
+        server: one more connection than there are requests.
+        requests: of the batch.
+        steps: that the profiler sees.
+        folder: absolute, where the server writes the trace.
+        prefix: of the trace's file name.
+
+    Returns:
+        The trace of rank 0.
+
+    Raises:
+        EvaluationError: see `decode` and `start_profiler`, or the trace is not there.
+    """
+    identity = str(time.time_ns())
+    order = {"output_dir": str(folder), "profile_prefix": prefix, "profile_id": identity, "num_steps": steps}
+    order |= {"activities": ["GPU"], "with_stack": False, "record_shapes": False}
+    begun = [asyncio.Event() for _ in requests]
+
+    async def work(client: httpx.AsyncClient, number: int) -> None:
+        if number < len(requests):
+            await decode(client, requests[number], begun[number])
+        else:
+            await start_profiler(client, order, begun)
+
+    def written() -> list[Path]:
+        # The scheduler writes the trace between two steps, so it is whole before the last token comes.
+        return sorted(folder.glob(f"*{identity}-TP-0*.trace.json.gz"))
+
+    try:
+        server.each(work, range(len(requests) + 1))
+    finally:
+        if not written():
+            # After fewer steps than asked for the profiler would go on with those of later requests. Refused where off.
+            server.ask(lambda client: client.post("/stop_profile"))
+    if not written():
+        raise EvaluationError(
+            f"there is no trace in {folder}: the server writes it on its own machine, so this command must run there "
+            "and see the same folders; see --trace-dir, and the server's log"
+        )
+    return written()[0]
+
+
+def add_rows(record: Record, path: Path, args: argparse.Namespace, **measured: Any) -> tuple[list[Any], list[Any]]:
+    """Write the figures of a trace.
+
+    Returns:
+        The rows by kernel, and those by part of a step.
+
+    Raises:
+        EvaluationError: see `read_trace` and `decode_steps`.
+    """
+    kernels, parts = profile.summarise(decode_steps(read_trace(path), args.steps))
+    for row in kernels:
+        record.add("item", arm=args.arm, **row)
+    for row in parts:
+        record.add("summary", arm=args.arm, **row, **(measured if row["part"] == "step" else {}))
+    return kernels, parts
+
+
+def run(args: argparse.Namespace) -> str:
+    """Profile a server and write the file.
+
+    Returns:
+        The tables.
+
+    Raises:
+        EvaluationError: see the functions that this one calls.
+    """
+    folder = (args.trace_dir or args.out.parent).resolve()
+    with LiveServer(args.base_url, args.batch + 1) as server:
+        facts = server.facts()
+        require_profiler(facts, args.base_url)
+        require_capacity(facts, args.batch, args.context, 0, args.tokens)
+        arm = make_arm(args, facts, server.vocabulary_size(args.vocab))
+        asked = {name: getattr(args, name) for name in ARGUMENTS}
+        with Record(args.out, "eval.profile_decode", args.revision, server=facts, arguments=asked) as record:
+            server.each(generate, [request_of(prompt, 1, arm.params) for prompt in arm.prompts], "prefill")
+            measured = decode_untraced(server, arm, args.tokens, facts)
+            requests = [request_of(prompt, args.tokens, arm.params) for prompt in arm.prompts]
+            trace = traced(server, requests, args.steps + SPARE_STEPS, folder, args.out.name.split(".")[0])
+            print(f"trace: {trace}", file=sys.stderr)
+            kernels, parts = add_rows(record, trace, args, trace=trace.name, **measured)
+    return profile.tables(kernels, parts)
+
+
+def again(path: Path, steps: int) -> str:
+    """The tables of a result file or of a trace.
+
+    Raises:
+        EvaluationError: it is neither.
+    """
+    if path.name.endswith((".json", ".json.gz")):
+        return profile.tables(*profile.summarise(decode_steps(read_trace(path), steps)))
+    return profile.profile(path)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        prog="eval.profile_decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--base-url", help="the server, on this machine, with nothing else to do")
+    source.add_argument("--from", dest="source", type=Path, help="result file or trace to print again")
+    parser.add_argument("--out", type=Path, help="JSONL file to write")
+    parser.add_argument("--arm", choices=("dense", "sparse"), default="dense", help="how the server decodes")
+    parser.add_argument("--batch", type=int, default=1, help="concurrent requests")
+    parser.add_argument("--context", type=int, default=131072, help="tokens of a prompt")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps that count")
+    parser.add_argument("--tokens", type=int, default=256, help="output tokens of a request")
+    parser.add_argument("--active-ratio", type=float, help="share of the pages (default: the server's)")
+    parser.add_argument("--trace-dir", type=Path, help="folder for the trace (default: that of --out)")
+    parser.add_argument("--vocab", type=int, help="token ids to draw from (default: all that the server allows)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--label", help="kept with the figures")
+    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
+    args = parser.parse_args(arguments)
+    for name in ("batch", "context", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.base_url and not args.out:
+        parser.error("--base-url needs --out")
+    if args.tokens < 4 * (args.steps + SPARE_STEPS):
+        parser.error(f"--tokens must be at least 4 times --steps and {SPARE_STEPS} more, got {args.tokens}")
+    if args.arm == "dense" and args.active_ratio is not None:
+        parser.error("--active-ratio is of --arm sparse")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; exit status 1 when there is no profile."""
+    args = parse(arguments)
+    try:
+        print(again(args.source, args.steps) if args.source else run(args))
+    except FAILURES as error:
+        print(f"eval.profile_decode: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
