@@ -15,7 +15,8 @@ a batch they hold the time for which the first request waits until the others ar
 Two measures have rows of their own. ``prefix_hit``: the time to the first token of prompts whose first ``--prefix``
 tokens are cached, sent as token ids by our own client, since the texts that SGLang's shared-prefix prompts are take
 longer to tokenize than to prefill; and the pages that the sparse server summarised beyond what was not cached, which
-must be none. ``below_crossover``: the least ratio at contexts up to 8k, where the server decodes dense by itself.
+must be none. ``below_crossover``: the least ratio at contexts up to 8k in cells that the server decoded dense by
+itself.
 
 A server's arguments are those of the grid, then ``--server-args``, then its own; the later ones win. ``--server
 dense="--page-size 1"`` gives the dense one some of its own, and any other name starts one more dense server, such as

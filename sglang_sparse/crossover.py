@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sglang_sparse.config import Settings
-    from sglang_sparse.method import ModelShape
+    from sglang_sparse.method import MethodConfig, ModelShape
 
 TABLE = Path(__file__).with_name("crossover.json")
 # What tells two entries of a table apart; the first ones are what `setup` returns.
-KEY = ("method", "gpu", "q_heads", "kv_heads", "head_dim", "page_size", "kv_dtype", "active_ratio")
+KEY = ("method", "gpu", "q_heads", "kv_heads", "head_dim", "page_size", "kv_dtype", "summary_dtype", "active_ratio")
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def setup(method: str, page_size: int, model: ModelShape, gpu: str) -> dict[str, Any]:
+def setup(method: str, config: MethodConfig, model: ModelShape, gpu: str) -> dict[str, Any]:
     """What a measured crossover depends on, beside the share of the pages, as an entry of the table has it.
 
     Args:
         method: name of the decode method.
-        page_size: tokens per page.
+        config: its config.
         model: the attention layers of one rank.
         gpu: see `gpu_name`.
     """
@@ -59,8 +59,9 @@ def setup(method: str, page_size: int, model: ModelShape, gpu: str) -> dict[str,
         "q_heads": model.num_q_heads,
         "kv_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
-        "page_size": page_size,
+        "page_size": config.page_size,
         "kv_dtype": str(model.kv_dtype).removeprefix("torch."),
+        "summary_dtype": getattr(config, "summary_dtype", "auto"),
     }
 
 
@@ -90,15 +91,15 @@ def find(
     if config.crossover_tokens != "auto":
         return Crossover(config.crossover_tokens, "set by the user")
     gpu = gpu_name(device)
-    wanted = setup(settings.name, config.page_size, model, gpu)
+    wanted = setup(settings.name, config, model, gpu)
     ratio = getattr(config, "active_ratio", float("inf"))
-    found = [
-        entry
-        for entry in (packaged_table() if table is None else table)
-        if entry["active_ratio"] >= ratio and all(entry[name] == value for name, value in wanted.items())
-    ]
+    entries = packaged_table() if table is None else table
+    measured = [entry for entry in entries if all(entry[name] == value for name, value in wanted.items())]
+    found = [entry for entry in measured if entry["active_ratio"] >= ratio]
     if not found:
+        # Attending to more pages than was measured pays later, if at all.
+        tokens = max([DEFAULT_CROSSOVER, *(entry["crossover_tokens"] for entry in measured)])
         command = "python -m sglang_sparse.tune"
-        return Crossover(DEFAULT_CROSSOVER, f"the default; not measured for this shape on {gpu}, see {command}")
+        return Crossover(tokens, f"the default; not measured for this shape on {gpu}, see {command}")
     best = min(found, key=lambda entry: entry["active_ratio"])
     return Crossover(best["crossover_tokens"], f"measured on {gpu} at an active ratio of {best['active_ratio']}")

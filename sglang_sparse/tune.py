@@ -130,11 +130,10 @@ def entry(method: Resa, model: ModelShape, points: Sequence[Point], device: str,
     installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
     counted = [replace(point, sparse_us=point.sparse_us + overhead) for point in points]
     return {
-        **crossover.setup("resa", method.config.page_size, model, crossover.gpu_name(torch.device(device))),
+        **crossover.setup("resa", method.config, model, crossover.gpu_name(torch.device(device))),
         "active_ratio": method.config.active_ratio,
         "crossover_tokens": crossing(counted),
         "overhead_us": overhead,
-        "summary_dtype": method.config.summary_dtype,
         "versions": {name: installed[name] for name in PACKAGES if name in installed},
         "points": [asdict(point) for point in points],
     }

@@ -1,7 +1,7 @@
-"""What the method itself loses: ReSA's score by its definition, in plain torch and from the keys themselves.
+"""What the method's score itself loses: ReSA's bound by its definition, in plain torch and from the keys themselves.
 
-No summary is kept and no kernel scores. Where a server with this selection loses as much as one with ReSA, the loss is
-that of the method at this budget; where it does not, that of its implementation.
+No summary is kept and no kernel scores; all else is as on any sparse server. So where a server with this selection
+loses as much as one with ReSA, and one with `true_mass` loses nothing, the loss is the score's at this budget.
 """
 
 import torch

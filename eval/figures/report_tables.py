@@ -81,6 +81,7 @@ def comparison_table(rows: Sequence[Row]) -> str:
         ("random", number(RANDOM, 3)),
         ("gates", lambda row: {None: "", True: "yes", False: "no"}[row["gates"]]),
         ("verdict", text("verdict")),
+        ("against the definition", text("definition_verdict")),
     ]
     return table(rows, columns)
 

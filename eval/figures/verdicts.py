@@ -16,9 +16,10 @@ from eval.live.record import read_finished, result_files
 GATE_DENSE = 0.95
 GATE_RANDOM = 0.2
 RANDOM = "random_pages"
-# The method by its definition: what it loses against dense is no fault of the implementation.
-DEFINITION = "definition"
-DEFINITION_LOSS = 0.01
+# Controls that tell whose a loss is: ReSA's score by its definition, and the best choice of as many pages.
+DEFINITION, TRUE_MASS = "definition", "true_mass"
+# The rounding of a difference of two means is less than this.
+POINT = 0.01 + 1e-9
 # Of the share of pages read.
 BUDGET_TOLERANCE = 0.05
 # Half a percent of perplexity, in nats.
@@ -73,11 +74,13 @@ def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]
     Returns:
         ``task``, ``length``, ``n``; ``dense``, ``sparse`` and each control, their mean scores; ``diff``,
         ``diff_interval`` and ``verdict`` of the paired comparison (see `eval.figures.stats.compare`); ``density`` that
-        the sparse server read; ``gates``: whether the task can tell implementations apart at this length, None without
-        the control that chooses at random. It cannot where the method loses by its definition, if that was asked.
+        the sparse server read; ``gates``: whether the task can tell methods apart at this length, None without the
+        control that chooses at random. Where the method loses more than a point by its definition, and the best choice
+        of as many pages does not, ``definition_verdict``: that of the sparse server paired with the definition. The
+        two controls differ in the score alone, so that the loss is then the score's.
 
     Raises:
-        EvaluationError: a control had other questions.
+        EvaluationError: a control had other questions, or the one that chooses at random had none of a task.
     """
     found = []
     for place in dict.fromkeys(_place(row) for row in rows if row["kind"] == "item" and row["arm"] == "compare"):
@@ -91,22 +94,26 @@ def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]
         line |= reading(_counters(rows, place))
         for name, other in controls.items():
             scores = _scores(other, "base", place)
-            if not scores:
+            if not scores and name != RANDOM:
                 continue
             missing = sum(prompt not in scores for prompt in both)
             if missing:
                 raise EvaluationError(f"the control {name} was not asked {missing} of the questions of {place[0]}")
             _require_same_budget(name, place, line["density"], reading(_counters(other, place))["density"])
             line[name] = fmean(scores[prompt] for prompt in both)
-        found.append(line | {"gates": _gates(line)})
+            if name == DEFINITION:
+                line["definition_verdict"] = compare(mine, [scores[prompt] for prompt in both])["verdict"]
+        if not _lost_by_score(line):
+            line.pop("definition_verdict", None)
+        line["gates"] = None if RANDOM not in line else line["dense"] >= GATE_DENSE and line[RANDOM] < GATE_RANDOM
+        found.append(line)
     return found
 
 
-def _gates(line: Row) -> bool | None:
-    if RANDOM not in line:
-        return None
-    lost = line["dense"] - line.get(DEFINITION, line["dense"])
-    return line["dense"] >= GATE_DENSE and line[RANDOM] < GATE_RANDOM and lost <= DEFINITION_LOSS
+def _lost_by_score(line: Row) -> bool:
+    if DEFINITION not in line or TRUE_MASS not in line:
+        return False
+    return line["dense"] - line[DEFINITION] > POINT >= line["dense"] - line[TRUE_MASS]
 
 
 def lines_of_perplexity(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ DENSE = "dense"
 # One request fills the cache, and one compiles and allocates what a hit does for the first time.
 UNCOUNTED_HITS = 2
 BELOW = 8192
+# Share of the rows of a cell that count as the choice of the server.
+MOSTLY = 0.99
 # What counts of a cell: the first run's, and the median of all runs'.
 FIRST = ("ttft_median", "ttft_p99", "output_throughput", "request_throughput")
 EVERY = ("decode_tpot", "decode_itl_p50", "decode_itl_p99", "tpot_median", "tpot_p99", "itl_median", "itl_p99")
@@ -132,25 +134,26 @@ def _figures(runs: Sequence[Row]) -> dict[str, Any]:
 
 
 def below_crossover(summary: Sequence[Row]) -> list[dict[str, Any]]:
-    """R2: the least ratio of dense to sparse time per output token at contexts of at most ``BELOW`` tokens.
+    """R2: the least ratio of dense to sparse time per output token at contexts of at most ``BELOW`` tokens, where the
+    sparse server chose to decode dense.
 
     Args:
         summary: see `summarise`.
 
     Returns:
         A row for each server that has such cells: the ratio, the cell it was found in, and ``ratios`` of all of them;
-        ``dense_rows``: the least share of the rows that the sparse server chose to decode dense.
+        ``dense_rows``: the share of its rows that were decoded dense.
     """
     found = []
     for arm in dict.fromkeys(row["arm"] for row in summary):
         cells = [row for row in summary if row["arm"] == arm and row["context"] <= BELOW]
+        cells = [row for row in cells if (row["dense_rows"] or 0.0) >= MOSTLY]
         if cells:
             least = min(cells, key=lambda row: row["decode_tpot_ratio"])
             ratios = {Cell(row["context"], row["batch"]).name: row["decode_tpot_ratio"] for row in cells}
             row = {"id": f"{arm}/below_crossover", "task": "below_crossover", "arm": arm, "context": BELOW}
             row |= {"decode_tpot_ratio": least["decode_tpot_ratio"], "cell": least["id"], "ratios": ratios}
-            shares = [row["dense_rows"] for row in cells if row["dense_rows"] is not None]
-            found.append(row | {"dense_rows": min(shares, default=None)})
+            found.append(row | {"dense_rows": least["dense_rows"]})
     return found
 
 

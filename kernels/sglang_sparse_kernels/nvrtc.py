@@ -29,13 +29,17 @@ def available(device: torch.device) -> bool:
         return False
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return False
-    from cuda.bindings import nvrtc  # pyright: ignore[reportAttributeAccessIssue]
-
     try:
-        _check(nvrtc.nvrtcVersion())
-    except RuntimeError as error:
+        from cuda.bindings import nvrtc  # pyright: ignore[reportAttributeAccessIssue]
+
+        known = _check(nvrtc.nvrtcGetSupportedArchs())
+    except (ImportError, RuntimeError) as error:
         # Without it all is right and some operations are slower.
         logger.warning("sglang_sparse: kernels in CUDA C++ are not used, NVRTC cannot be loaded: %s", error)
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    if 10 * major + minor not in known:
+        logger.warning("sglang_sparse: kernels in CUDA C++ are not used, NVRTC does not know sm_%d%d", major, minor)
         return False
     return True
 
@@ -57,6 +61,7 @@ class Kernel:
         from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
         self._driver = driver
+        self._device = device
         # The module is loaded into the context of the current device.
         with torch.cuda.device(device):
             image = compile_file(source, torch.cuda.get_device_capability(device), defines)
@@ -70,7 +75,8 @@ class Kernel:
             self._attributes = [attribute]
 
     def __call__(self, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int | None) -> None:
-        """Launch on the current stream.
+        """Launch on the current stream of the kernel's device; not for the first time while a graph is captured there,
+        since that loads the kernel.
 
         Args:
             grid: blocks in x and y.
@@ -80,11 +86,12 @@ class Kernel:
         config = self._driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.hStream = torch.cuda.current_stream(self._device).cuda_stream
         config.attrs, config.numAttrs = self._attributes, len(self._attributes)
         values = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x or 0 for x in arguments)
         types = tuple(_LONG if isinstance(x, int) else _POINTER for x in arguments)
-        _check(self._driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
+        with torch.cuda.device(self._device):
+            _check(self._driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
 
 
 def compile_file(source: Path, capability: tuple[int, int], defines: dict[str, int]) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eval import report
+from eval import compare, report
 from eval.figures.report_tables import bounds, number, percent, table
 from eval.figures.stats import mean_interval
 from eval.figures.summary import summarise
@@ -85,19 +85,37 @@ def test_comparison_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (tmp_path / "pictures" / "niah-base.png").is_file()
 
 
-def test_what_the_method_loses_by_its_definition_does_not_gate(tmp_path: Path) -> None:
-    rows = [item("base", i, float(i > 2)) for i in range(10)] + [item("compare", i, 1.0) for i in range(10)]
-    write(tmp_path / "niah.jsonl", "eval.niah", rows)
-    write(tmp_path / "niah--random_pages.jsonl", "eval.niah", [item("base", i, 0.0) for i in range(10)])
+def test_what_the_score_loses_is_told_from_what_the_server_loses(tmp_path: Path) -> None:
+    def answers(control: str, right: int) -> None:
+        items = [item("base", i, float(i < right)) for i in range(300)]
+        write(tmp_path / f"niah{control}.jsonl", "eval.niah", items if control else items + dense)
+
+    dense = [item("compare", i, 1.0) for i in range(300)]
+    answers("", 280)
+    answers("--random_pages", 0)
+    answers("--definition", 280)
     (line,) = read_folder(tmp_path)
-    assert line["gates"] and line["diff"] == pytest.approx(-0.3)
-    for lost, gates in ((2, False), (0, True)):
-        write(tmp_path / "niah--definition.jsonl", "eval.niah", [item("base", i, float(i >= lost)) for i in range(10)])
-        (line,) = read_folder(tmp_path)
-        assert line["gates"] is gates and line["definition"] == pytest.approx(1 - lost / 10)
+    assert line["gates"] and line["verdict"] == "worse" and "definition_verdict" not in line, "who else lost is open"
+    answers("--true_mass", 300)
+    (line,) = read_folder(tmp_path)
+    assert line["verdict"] == "worse" and line["definition_verdict"] == "same" and compare.passes([line])
+    answers("--definition", 290)
+    (line,) = read_folder(tmp_path)
+    assert line["definition_verdict"] == "worse" and not compare.passes([line])
+    # A point is lost: that is allowed, and the verdict against dense stands.
+    answers("--definition", 297)
+    (line,) = read_folder(tmp_path)
+    assert "definition_verdict" not in line and not compare.passes([line])
+
+
+def test_controls_may_leave_tasks_out_but_for_the_random_one(tmp_path: Path) -> None:
+    write(tmp_path / "niah.jsonl", "eval.niah", [item(arm, i, 1.0) for arm in ("base", "compare") for i in range(3)])
     write(tmp_path / "niah--definition.jsonl", "eval.niah", [item("base", 0, 0.0, task="another")])
     (line,) = read_folder(tmp_path)
-    assert line["gates"] and "definition" not in line
+    assert "definition" not in line and line["gates"] is None
+    write(tmp_path / "niah--random_pages.jsonl", "eval.niah", [item("base", 0, 0.0, task="another")])
+    with pytest.raises(report.EvaluationError, match="the control random_pages was not asked 3 of the questions"):
+        read_folder(tmp_path)
 
 
 def test_samples_of_one_question_are_one_question() -> None:

@@ -52,7 +52,10 @@ def test_of_several_runs_the_first_and_the_median_count() -> None:
     assert row["runs"] == 3 and row["decode_tpot_ratio"] == 2.0 and row["decode_tpot_range"] == (1.0, 3.0)
     assert row["ttft_median_ratio"] == 4.0 and row["output_throughput_ratio"] == 0.25
     assert summarise(runs) == [] and summarise(dense) == []
-    others = [item("sparse", 0, 5.0, context=8192), item("dense", 0, 4.0, context=8192), item("dense", 0, 1.0, 16384)]
+    runs = [item("sparse", i, tpot, dense_rows=1.0) for i, tpot in enumerate((1.0, 3.0, 2.0))]
+    others = [item("sparse", 0, 5.0, 8192, dense_rows=1.0), item("dense", 0, 4.0, 8192), item("dense", 0, 1.0, 16384)]
+    # Decoded sparse: no cell below the crossover.
+    others += [item("sparse", 0, 9.0, 6144, dense_rows=0.0), item("dense", 0, 4.0, 6144)]
     (below,) = below_crossover(summarise([*runs, *dense, *others]))
     assert below["decode_tpot_ratio"] == 0.8 and below["cell"] == "sparse/1x8k"
     assert below["ratios"] == {"1x4k": 2.0, "1x8k": 0.8}

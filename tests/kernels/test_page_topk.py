@@ -91,6 +91,44 @@ def test_cuda_holds_rows_of_any_length(pages: int, scores: str, device: str) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "cuda"])
+def test_replays_of_a_graph_give_the_same_bits(implementation: str, device: str) -> None:
+    """A hundred times, between kernels that are launched dependently, into poisoned outputs."""
+    arguments = make(Case((4096, 37, 0, 1000), (410, 16, 4, 1000), 1000, heads=4), device)
+    expected_indices, expected_counts = run_reference(arguments)
+    source = arguments["scores"].clone()
+    out = torch.empty_like(expected_indices), torch.empty_like(expected_counts)
+    kernel = importlib.import_module(f"sglang_sparse_kernels.page_topk.{implementation}")
+
+    def step() -> None:
+        arguments["scores"].copy_(source)
+        kernel.page_topk(**arguments, out=out)
+        kernel.page_topk(**arguments, out=out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(100):
+        arguments["scores"].zero_()
+        for tensor in out:
+            tensor.fill_(-7)
+        graph.replay()
+        assert torch.equal(out[1], expected_counts)
+        assert torch.equal(meant(*out), expected_indices)
+
+
+def test_strides_that_no_kernel_takes_are_refused(device: str) -> None:
+    arguments = make(Case((40, 40), (4, 4), 8), device)
+    table = arguments["page_table"].repeat_interleave(2, 1)[:, ::2]
+    with pytest.raises(ValueError, match="page_table must be contiguous along its pages"):
+        page_topk(**{**arguments, "page_table": table})
+    with pytest.raises(ValueError, match="n_select must be contiguous"):
+        page_topk(**{**arguments, "n_select": arguments["n_select"].repeat_interleave(2)[::2]})
+
+
+@pytest.mark.gpu
 def test_nvidia_gpus_take_the_cuda_kernel(device: str) -> None:
     assert cuda.takes(torch.empty(1, 1, cuda.MAX_PAGES, device=device))
     assert not cuda.takes(torch.empty(1, 1, cuda.MAX_PAGES + 1, device=device))

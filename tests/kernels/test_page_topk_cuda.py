@@ -29,26 +29,26 @@ extern "C" void run(unsigned heads, unsigned rows, const float* scores, const in
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Builds the kernel for so many scores a thread, once each."""
+    """Builds the kernel for so many threads of a block and scores of a thread, once each."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     folder, built = tmp_path_factory.mktemp("cuda"), {}
 
-    def build(items: int) -> Any:
-        if items not in built:
-            source, target = folder / f"{items}.cpp", folder / f"{items}.so"
+    def build(threads: int, items: int) -> Any:
+        if (threads, items) not in built:
+            source, target = folder / f"{threads}-{items}.cpp", folder / f"{threads}-{items}.so"
             source.write_text(RUN.format(source=cuda.SOURCE))
             options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w", f"-I{Path(__file__).parent}"]
-            options += [f"-DTHREADS={THREADS}", f"-DITEMS={items}"]
+            options += [f"-DTHREADS={threads}", f"-DITEMS={items}"]
             subprocess.run([compiler, *options, str(source), "-o", str(target)], check=True)
-            built[items] = ctypes.CDLL(str(target)).run
-        return built[items]
+            built[threads, items] = ctypes.CDLL(str(target)).run
+        return built[threads, items]
 
     return build
 
 
-def on_cpu(library: Any, arguments: dict[str, Any], stats: torch.Tensor | None = None) -> Any:
+def on_cpu(library: Any, arguments: dict[str, Any], stats: torch.Tensor | None = None, threads: int = THREADS) -> Any:
     """What the kernel selects; places that it leaves unwritten hold -1."""
     scores, table = arguments["scores"], arguments["page_table"]
     rows, heads, width = scores.shape
@@ -59,7 +59,7 @@ def on_cpu(library: Any, arguments: dict[str, Any], stats: torch.Tensor | None =
     pointers.append(ctypes.c_void_p(stats.data_ptr() if stats is not None else 0))
     sizes = (table.stride(0), width, arguments["max_select"], int(width % 4 == 0))
     numbers = [ctypes.c_longlong(value) for value in sizes]
-    library(cuda.shape_of(width, THREADS)[1])(heads, rows, *pointers, *numbers)
+    library(*cuda.shape_of(width, threads))(heads, rows, *pointers, *numbers)
     return indices, counts
 
 
@@ -81,6 +81,13 @@ def test_it_equals_the_reference(case: Case, library: Any) -> None:
     assert torch.equal(counts, expected_counts)
     assert torch.equal(indices, expected_indices)
     assert torch.equal(stats, others)
+
+
+def test_a_block_of_the_size_that_gpus_get(library: Any) -> None:
+    arguments = make(Case((1100,), (110,), 110, heads=1), "cpu")
+    indices, counts = on_cpu(library, arguments, threads=512)
+    expected_indices, expected_counts = expected(arguments, torch.zeros(3, dtype=torch.int64))
+    assert torch.equal(counts, expected_counts) and torch.equal(indices, expected_indices)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-6])

@@ -22,7 +22,7 @@ from sglang_sparse.tune_step import PEERS, Run, Step, graph_timer, num_layers
 SHAPE = ModelShape(num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64, kv_dtype=torch.bfloat16)
 CPU = torch.device("cpu")
 ENTRY = {
-    **crossover.setup("resa", 16, SHAPE, "cpu"),
+    **crossover.setup("resa", ResaConfig(), SHAPE, "cpu"),
     "active_ratio": 0.1,
     "crossover_tokens": 7168,
 }
@@ -172,7 +172,9 @@ def test_the_next_larger_share_that_was_measured_counts() -> None:
         9216,
         20480,
     ]
-    assert find({"active_ratio": 0.6}, *entries).tokens == DEFAULT_CROSSOVER
+    # More than was measured pays no earlier than what was.
+    assert find({"active_ratio": 0.6}, *entries).tokens == 20480
+    assert find({"active_ratio": 0.6}, {}).tokens == DEFAULT_CROSSOVER
 
 
 @pytest.mark.parametrize("other", [{"num_kv_heads": 2}, {"head_dim": 128}, {"kv_dtype": torch.float8_e4m3fn}])
@@ -181,6 +183,7 @@ def test_another_shape_is_not_measured(other: dict[str, Any]) -> None:
     assert found.tokens == DEFAULT_CROSSOVER
     assert found.source == "the default; not measured for this shape on cpu, see python -m sglang_sparse.tune"
     assert find({}, {"gpu": "NVIDIA H100"}).tokens == find({"page_size": 32}, {}).tokens == DEFAULT_CROSSOVER
+    assert find({"summary_dtype": "fp8"}, {}).tokens == DEFAULT_CROSSOVER
 
 
 def test_the_packaged_table_is_one() -> None:

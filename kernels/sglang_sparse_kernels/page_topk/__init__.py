@@ -25,8 +25,8 @@ def page_topk(
     its scores are not read. NaN counts as +inf; 0.0 and -0.0 are equal; ties go to the lowest logical page.
 
     Args:
-        scores: ``[B, Hkv, M]`` float32, contiguous; only the first ``n_pages[b]`` entries of a row are read.
-        page_table: ``[B, M]`` int32, the physical page of each logical page.
+        scores: ``[B, Hkv, M]`` float32, contiguous; only the first ``n_pages[b]`` entries of a row count.
+        page_table: ``[B, M]`` int32, the physical page of each logical page; ``M`` is contiguous.
         n_pages: ``[B]`` int32, pages of each row, at most ``M``.
         n_select: ``[B]`` int32, pages wanted; 0 marks a padded row.
         max_select: width of the result, at least 1.
@@ -91,8 +91,12 @@ def _check_arguments(
     dispatch.check_tensor("counts", counts, 2, (torch.int32,))
     dispatch.check_shape("indices", indices, (batch, num_kv_heads, max_select))
     dispatch.check_shape("counts", counts, (batch, num_kv_heads))
-    for name, tensor in (("scores", scores), ("indices", indices), ("counts", counts)):
+    tensors = {"scores": scores, "n_pages": n_pages, "n_select": n_select, "indices": indices, "counts": counts}
+    tensors |= {"stats": stats} if stats is not None else {}
+    for name, tensor in tensors.items():
         dispatch.check_contiguous(name, tensor)
+    if width > 1 and page_table.stride(1) != 1:
+        raise ValueError(f"page_table must be contiguous along its pages, got the strides {page_table.stride()}")
     if stats is not None:
         dispatch.check_tensor("stats", stats, 1, (torch.int64,))
         dispatch.check_shape("stats", stats, (3,))

@@ -145,12 +145,13 @@ __device__ Threshold rank(const float (&scores)[ITEMS], int items, unsigned abov
     }
     __syncthreads();
     for (unsigned mine = threadIdx.x; mine < count; mine += THREADS) {
-        unsigned key = shared.list[mine], higher = above, equal = 0;
+        unsigned key = shared.list[mine], higher = above, equal = 0, earlier = 0;
         for (unsigned i = 0; i < count; i++) {
             higher += shared.list[i] > key;
             equal += shared.list[i] == key;
+            earlier += shared.list[i] == key && i < mine;
         }
-        if (higher < wanted && wanted <= higher + equal) {
+        if (earlier == 0 && higher < wanted && wanted <= higher + equal) {
             shared.threshold = key;
             shared.above = higher;
             shared.equal = equal;
