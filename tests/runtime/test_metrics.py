@@ -1,24 +1,18 @@
-"""Metrics and the log line: intervals that add up, a device that nobody waits for, and what a live server shows."""
+"""Metrics and the log line: intervals that add up, and a device that nobody waits for."""
 
 import logging
 import math
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from checkpoints import random_qwen3
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from launch.server import ServerProcess
 from sglang_sparse import metrics
 from sglang_sparse.config import build
 from sglang_sparse.method import ModelShape
@@ -27,11 +21,6 @@ from sglang_sparse.pools import AuxPools
 from sglang_sparse.stats import Counters
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
-TENTH = '{"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never", "rectify_interval": 8}'
-LINE = re.compile(
-    r"Sparse decode, active fraction: ([\d.]+), pages attended/held: (\d+)/(\d+), "
-    r"rectified: \d+ requests (\d+) tokens .* dense rows: \d+/(\d+),"
-)
 
 
 def counters(device: str = "cpu") -> Counters:
@@ -217,47 +206,3 @@ def test_a_busy_gpu_is_not_waited_for(overlap: bool) -> None:
     launch(1, 1)
     assert copy.read() == [1, 1, 1]
     assert copy.arrived()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("metrics")
-    checkpoint: Path = random_qwen3(folder / "checkpoint")
-    flags = ["--page-size", "16", "--sparse-method", "resa", "--sparse-config", TENTH]
-    flags += ["--enable-metrics", "--decode-log-interval", "4"]
-    with ServerProcess(checkpoint, *flags, log_path=folder / "log") as server:
-        yield server
-
-
-def samples(server: ServerProcess) -> dict[str, Any]:
-    text = server.client.get("/metrics").raise_for_status().text
-    return {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert condition()
-
-
-def test_a_live_server_shows_all_of_it(server: ServerProcess) -> None:
-    params = {"max_new_tokens": 42, "temperature": 0.0, "ignore_eos": True}
-    server.generate(input_ids=[list(range(10, 810))], sampling_params=params)
-    wait_for(lambda: server.log().count("Decode batch") >= 10)
-    wait_for(lambda: server.log().count("Sparse decode") == server.log().count("Decode batch"))
-    found = [[float(value) for value in groups] for groups in LINE.findall(server.log())]
-    assert len(found) == server.log().count("Decode batch")
-    shown = samples(server)
-    labels = shown["sglang:num_running_reqs"].labels
-    assert labels["tp_rank"] == "0"
-    for name in [*(f"{name}_total" for name in metrics.COUNTERS), *metrics.GAUGES]:
-        assert shown[f"sglang:sparse_{name}"].labels == labels
-    for name, column in (("pages_attended", 1), ("pages_held", 2), ("rectified_tokens", 3), ("decode_rows", 4)):
-        assert shown[f"sglang:sparse_{name}_total"].value == sum(line[column] for line in found)
-    assert shown["sglang:sparse_rectified_tokens_total"].value >= 5 * 8
-    assert shown["sglang:sparse_active_fraction"].value == pytest.approx(found[-1][0], abs=5e-4)
-    state = server.server_info()["internal_states"][0]["sparse"]
-    assert shown["sglang:sparse_aux_bytes"].value == state["aux_bytes"]
-    for name in metrics.COUNTERS:
-        assert shown[f"sglang:sparse_{name}_total"].value <= state[name]

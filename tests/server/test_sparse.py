@@ -1,23 +1,32 @@
 """SGLang's features on a server that attends to a tenth of its pages on every decode step."""
 
 import json
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from server_requests import assert_nothing_leaked, greedy, sparse_state
 
 from launch.server import ServerProcess
+from sglang_sparse import metrics
 
 PAGE = 16
 TENTH = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never"}
+METRICS = ("--enable-metrics", "--decode-log-interval", "4")
+LINE = re.compile(
+    r"Sparse decode, active fraction: ([\d.]+), pages attended/held: (\d+)/(\d+), "
+    r"rectified: \d+ requests (\d+) tokens .* dense rows: \d+/(\d+),"
+)
 
 
 @pytest.fixture(scope="module")
 def server(serve, checkpoint) -> Iterator[ServerProcess]:
-    with serve(checkpoint, "--chunked-prefill-size", "512", config=TENTH) as server:
+    with serve(checkpoint, "--chunked-prefill-size", "512", *METRICS, config=TENTH) as server:
         yield server
 
 
@@ -38,9 +47,10 @@ def test_a_tenth_is_attended(server, prompts) -> None:
     assert attended == 13
 
 
-def test_sparse_is_not_dense(server, solo, serve, checkpoint, prompts) -> None:
-    with serve(checkpoint, "--chunked-prefill-size", "512") as dense:
-        assert greedy(dense, prompts[-4:]) != solo[-4:]
+def test_sparse_is_not_dense(server, solo, prompts) -> None:
+    params = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True, "custom_params": {"sparse": False}}
+    answers = [server.generate(input_ids=prompt, sampling_params=params)["output_ids"] for prompt in prompts[-4:]]
+    assert answers != solo[-4:]
 
 
 def test_prefix_hit_summarises_nothing_again(server, prompts) -> None:
@@ -61,10 +71,11 @@ def test_eight_at_once_equal_solo(server, prompts, solo) -> None:
     assert_nothing_leaked(server)
 
 
-def test_two_ranks_and_prefill_in_one_piece_equal_one_rank_and_chunks(serve, checkpoint, prompts, solo) -> None:
+def test_two_ranks_without_chunks_or_prefix_cache_equal_one_with_both(serve, checkpoint, prompts, solo) -> None:
     """Each rank selects for its own KV head: what it selects, one rank selects for that head too."""
-    with serve(checkpoint, "--tp", "2", "--chunked-prefill-size", "4096", config=TENTH) as server:
-        assert greedy(server, prompts[::4]) == solo[::4]
+    flags = ("--tp", "2", "--chunked-prefill-size", "4096", "--disable-radix-cache")
+    with serve(checkpoint, *flags, config=TENTH) as server:
+        assert greedy(server, prompts[::4], at_once=5) == solo[::4]
         state = sparse_state(server)
         assert_nothing_leaked(server)
     # Counted by the first rank, which has one of two KV heads, in all of four layers.
@@ -150,12 +161,6 @@ def test_forced_retraction_with_mixed_chunks_and_without_overlap(serve, checkpoi
         assert_nothing_leaked(server)
 
 
-def test_without_the_radix_cache(serve, checkpoint, prompts, solo) -> None:
-    with serve(checkpoint, "--chunked-prefill-size", "512", "--disable-radix-cache", config=TENTH) as server:
-        assert greedy(server, prompts, at_once=8) == solo
-        assert_nothing_leaked(server)
-
-
 def test_frontend_program_forks_share_the_prefix(server, prompts) -> None:
     import sglang as sgl
 
@@ -179,3 +184,37 @@ def test_frontend_program_forks_share_the_prefix(server, prompts) -> None:
     made = sparse_state(server)["extend_pages_summarised"] - before
     # Each of the three forks prefills only its own question, at most three pages, and the shared text nothing.
     assert made <= 3 * 3, made
+
+
+def samples(server: ServerProcess) -> dict[str, Any]:
+    text = server.client.get("/metrics").raise_for_status().text
+    return {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert condition()
+
+
+def test_a_live_server_shows_all_of_it(server: ServerProcess) -> None:
+    params = {"max_new_tokens": 42, "temperature": 0.0, "ignore_eos": True}
+    server.generate(input_ids=list(range(10, 810)), sampling_params=params)
+    wait_for(lambda: server.log().count("Decode batch") >= 10)
+    wait_for(lambda: server.log().count("Sparse decode") == server.log().count("Decode batch"))
+    found = [[float(value) for value in groups] for groups in LINE.findall(server.log())]
+    assert len(found) == server.log().count("Decode batch")
+    shown = samples(server)
+    labels = shown["sglang:num_running_reqs"].labels
+    assert labels["tp_rank"] == "0"
+    for name in [*(f"{name}_total" for name in metrics.COUNTERS), *metrics.GAUGES]:
+        assert shown[f"sglang:sparse_{name}"].labels == labels
+    for name, column in (("pages_attended", 1), ("pages_held", 2), ("rectified_tokens", 3), ("decode_rows", 4)):
+        assert shown[f"sglang:sparse_{name}_total"].value == sum(line[column] for line in found)
+    assert shown["sglang:sparse_rectified_tokens_total"].value >= 5 * 8
+    assert shown["sglang:sparse_active_fraction"].value == pytest.approx(found[-1][0], abs=5e-4)
+    state = server.server_info()["internal_states"][0]["sparse"]
+    assert shown["sglang:sparse_aux_bytes"].value == state["aux_bytes"]
+    for name in metrics.COUNTERS:
+        assert shown[f"sglang:sparse_{name}_total"].value <= state[name]
