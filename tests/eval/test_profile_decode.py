@@ -20,18 +20,20 @@ from eval.live.counters import COUNTED, EvaluationError
 from eval.live.record import read_rows
 
 
+CPU_ONLY = {"traceEvents": [event("aten::mm", 0, 1, 1, cat="cpu_op")]}
+NO_GRAPH = {"traceEvents": [event("mm", i, 1, i) for i in range(20)]}
+
+
+# Named, because a compressed file holds the time at which it was made.
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (gzip.compress(b'{"traceEvents": []}'), "holds no GPU kernels"),
-        (
-            gzip.compress(json.dumps({"traceEvents": [event("aten::mm", 0, 1, 1, cat="cpu_op")]}).encode()),
-            "no GPU kern",
-        ),
-        (gzip.compress(b'{"traceEvents": ['), "no whole trace"),
-        (gzip.compress(b"{}" * 1000)[:20], "no whole trace"),
-        (b"nothing", "no whole trace"),
-        (gzip.compress(json.dumps({"traceEvents": [event("mm", i, 1, i) for i in range(20)]}).encode()), "CUDA graph"),
+        pytest.param(gzip.compress(b'{"traceEvents": []}'), "holds no GPU kernels", id="empty"),
+        pytest.param(gzip.compress(json.dumps(CPU_ONLY).encode()), "no GPU kern", id="CPU alone"),
+        pytest.param(gzip.compress(b'{"traceEvents": ['), "no whole trace", id="cut JSON"),
+        pytest.param(gzip.compress(b"{}" * 1000)[:20], "no whole trace", id="cut file"),
+        pytest.param(b"nothing", "no whole trace", id="no gzip"),
+        pytest.param(gzip.compress(json.dumps(NO_GRAPH).encode()), "CUDA graph", id="no graph"),
     ],
 )
 def test_bad_traces(content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
