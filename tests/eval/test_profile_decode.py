@@ -19,7 +19,6 @@ from eval import profile_decode, report
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.record import read_rows
 
-
 CPU_ONLY = {"traceEvents": [event("aten::mm", 0, 1, 1, cat="cpu_op")]}
 NO_GRAPH = {"traceEvents": [event("mm", i, 1, i) for i in range(20)]}
 
