@@ -17,7 +17,6 @@ where that happens to one of this project's own operations.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from eval.figures import report_tables
 from eval.figures.ceilings import CEILING_GBPS
 from eval.live.client import FAILURES, list_of
 from eval.live.counters import EvaluationError
-from eval.live.record import Record
+from eval.live.record import Record, versions
 from eval.parts.kernel_inputs import OPS, Shape, Step, num_layers
 from eval.parts.kernel_quality import quality, samples
 from eval.parts.kernel_rows import identity, summarise, timing, with_ratios
@@ -153,12 +152,11 @@ def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu, table: S
     peers = list(dict.fromkeys(one.name for one in table if one.peer)) if args.peers is None else args.peers
     plan = chosen(args.ops, peers, table)
     found = machine()
-    installed = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
     names = ("page_size", "active_ratio", "n_min", "summary_dtype", "rounds", "ops")
     header: dict[str, Any] = {
         "device": found.name,
         "ceiling_gbps": CEILING_GBPS.get(found.name),
-        "versions": {name: installed.get(name) for name in PACKAGES},
+        "versions": versions(PACKAGES),
         "arguments": {name: getattr(args, name) for name in names},
     }
     header["arguments"] |= {"shapes": [shape.name for shape in wanted], "peers": peers, "inputs": "normal"}

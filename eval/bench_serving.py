@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import shlex
 import sys
 import tempfile
@@ -41,7 +40,7 @@ from tqdm import tqdm
 
 from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError
-from eval.live.record import Record
+from eval.live.record import Record, versions
 from eval.live.runner import arguments_of
 from eval.parts import model_shapes
 from eval.parts.judge_commands import reach
@@ -180,9 +179,8 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
         own[name] = [*own.get(name, []), *shlex.split(flags)]
     shared = [*server_flags(args), *shlex.split(args.server_args)]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
     header = {"arguments": arguments_of(args), "label": args.label, "device": device}
-    header["versions"] = {name: installed.get(name) for name in PACKAGES}
+    header["versions"] = versions(PACKAGES)
     with (
         tempfile.TemporaryDirectory() as name,
         Record(args.out, "eval.bench_serving", args.revision, **header) as record,

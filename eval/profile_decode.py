@@ -27,7 +27,7 @@ import httpx
 from eval.bench_decode import Arm, random_prompts, request_of, require_capacity, run_arm
 from eval.figures import profile
 from eval.figures.tpot import decode_figures
-from eval.live.client import FAILURES, LiveServer, generate, parse_stream, stream
+from eval.live.client import FAILURES, LiveServer, generate, stream
 from eval.live.counters import EvaluationError, density
 from eval.live.record import Record
 from eval.parts.profile_trace import decode_steps, read_trace
@@ -83,22 +83,6 @@ def decode_untraced(server: LiveServer, arm: Arm, tokens: int, facts: dict[str, 
     return {"tpot_us": decode_figures(streams)["tpot_mean"] * 1e6, **read}
 
 
-async def decode(client: httpx.AsyncClient, request: dict[str, Any], begun: asyncio.Event) -> None:
-    """Stream an answer to its end, and say when its first token has come.
-
-    Raises:
-        EvaluationError: the request failed or was aborted or retracted.
-    """
-    pieces = []
-    async with client.stream("POST", "/generate", json={**request, "stream": True}) as response:
-        if response.is_error:
-            raise EvaluationError(f"the server refused a request: {response.status_code} {await response.aread()!r}")
-        async for piece in response.aiter_raw():
-            pieces.append((0.0, piece))
-            begun.set()
-    parse_stream(0.0, pieces)
-
-
 async def start_profiler(client: httpx.AsyncClient, order: dict[str, Any], begun: Sequence[asyncio.Event]) -> None:
     """Ask for the trace once all requests decode.
 
@@ -126,7 +110,7 @@ def traced(server: LiveServer, requests: Sequence[dict[str, Any]], steps: int, f
         The trace of rank 0.
 
     Raises:
-        EvaluationError: see `decode` and `start_profiler`, or the trace is not there.
+        EvaluationError: see `stream` and `start_profiler`, or the trace is not there.
     """
     identity = str(time.time_ns())
     order = {"output_dir": str(folder), "profile_prefix": prefix, "profile_id": identity, "num_steps": steps}
@@ -135,7 +119,7 @@ def traced(server: LiveServer, requests: Sequence[dict[str, Any]], steps: int, f
 
     async def work(client: httpx.AsyncClient, number: int) -> None:
         if number < len(requests):
-            await decode(client, requests[number], begun[number])
+            await stream(client, requests[number], begun[number].set)
         else:
             await start_profiler(client, order, begun)
 

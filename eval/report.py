@@ -32,7 +32,7 @@ from eval.figures import (
     report_tables,
 )
 from eval.live.counters import EvaluationError
-from eval.live.record import read_rows
+from eval.live.record import read_rows, result_files
 from eval.train import card
 
 ROOT = Path(__file__).parent.parent
@@ -148,9 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
         for path in args.paths:
             made = crossover.crossover_table if path.suffix == ".json" else report_tables.any_table
             print(f"**{path}**\n\n{made(path)}\n")
-            files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-            for file in files if args.out else []:
-                draw(file, args.out / file.stem)
+            files = result_files(path) if path.is_dir() else {Path(path.name.removesuffix(".xz")).stem: path}
+            for stem, file in files.items() if args.out else ():
+                draw(file, args.out / stem)
     except (EvaluationError, OSError) as error:
         print(f"eval.report: {error}", file=sys.stderr)
         return 1

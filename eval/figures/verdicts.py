@@ -92,6 +92,7 @@ def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]
         line: dict[str, Any] = {"task": place[0], "length": place[1], "n": len(both), "unit": "score"}
         line |= {"dense": fmean(theirs), "sparse": fmean(mine), **compare(mine, theirs)}
         line |= reading(_counters(rows, place))
+        definition: list[float] = []
         for name, other in controls.items():
             scores = _scores(other, "base", place)
             if not scores and name != RANDOM:
@@ -100,11 +101,11 @@ def lines_of_questions(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]
             if missing:
                 raise EvaluationError(f"the control {name} was not asked {missing} of the questions of {place[0]}")
             _require_same_budget(name, place, line["density"], reading(_counters(other, place))["density"])
-            line[name] = fmean(scores[prompt] for prompt in both)
-            if name == DEFINITION:
-                line["definition_verdict"] = compare(mine, [scores[prompt] for prompt in both])["verdict"]
-        if not _lost_by_score(line):
-            line.pop("definition_verdict", None)
+            answers = [scores[prompt] for prompt in both]
+            line[name] = fmean(answers)
+            definition = answers if name == DEFINITION else definition
+        if _lost_by_score(line):
+            line["definition_verdict"] = compare(mine, definition)["verdict"]
         line["gates"] = None if RANDOM not in line else line["dense"] >= GATE_DENSE and line[RANDOM] < GATE_RANDOM
         found.append(line)
     return found

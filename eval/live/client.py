@@ -229,8 +229,15 @@ def checked(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-async def stream(client: httpx.AsyncClient, request: dict[str, Any]) -> Stream:
+async def stream(
+    client: httpx.AsyncClient, request: dict[str, Any], begun: Callable[[], None] = lambda: None
+) -> Stream:
     """POST ``/generate`` as a stream and time its chunks; never tried again.
+
+    Args:
+        client: of the server.
+        request: the body.
+        begun: called whenever a piece has come, so first when the answer begins.
 
     Raises:
         EvaluationError: the request failed or was aborted or retracted.
@@ -243,6 +250,7 @@ async def stream(client: httpx.AsyncClient, request: dict[str, Any]) -> Stream:
         # Parsed when all is over: the clock must not wait for a parser.
         async for data in response.aiter_raw():
             raw.append((time.perf_counter(), data))
+            begun()
     return parse_stream(sent, raw)
 
 

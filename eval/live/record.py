@@ -13,9 +13,11 @@ A file is a row of kind ``header``, then rows as they are measured, then the sum
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import lzma
 import subprocess
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -121,6 +123,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if any(not isinstance(row, dict) for row in rows):
         raise EvaluationError(f"{path} is no file of results: a line is no JSON object")
     return rows
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Which version of each is installed; None where none is."""
+    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
+    return {name: installed.get(name) for name in packages}
 
 
 def result_files(folder: Path) -> dict[str, Path]:

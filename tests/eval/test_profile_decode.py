@@ -197,7 +197,7 @@ def test_a_refused_request_ends_the_profile() -> None:
 
     async def ask() -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            await profile_decode.decode(client, {}, asyncio.Event())
+            await profile_decode.stream(client, {}, asyncio.Event().set)
 
     with pytest.raises(EvaluationError, match="refused a request: 400"):
         asyncio.run(ask())

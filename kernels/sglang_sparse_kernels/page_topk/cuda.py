@@ -43,14 +43,13 @@ def page_topk(
     max_select: int,
     out: tuple[torch.Tensor, torch.Tensor],
     stats: torch.Tensor | None = None,
-    threads: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``page_topk.page_topk``; for what ``takes`` allows."""
     indices, counts = out
     batch, heads, width = scores.shape
     if batch == 0:
         return out
-    threads, items = shape_of(width, threads)
+    threads, items = shape_of(width)
     tensors = (scores, page_table, n_pages, n_select, indices, counts, stats)
     aligned = int(width % 4 == 0 and scores.data_ptr() % 16 == 0)
     sizes = (page_table.stride(0), width, max_select, aligned)
