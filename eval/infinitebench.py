@@ -124,7 +124,7 @@ class InfiniteBenchSuite(LocalSuite):
             found[tuple(prompt)] = made
             return prompt
 
-        prompt = fit(make, case.length - room)
+        prompt = fit(make, case.length - room, case.spare(self.args.seed))
         made = found[tuple(prompt)]
         return Prompt(prompt, made.answers, room, facts=made.facts)
 

@@ -144,7 +144,7 @@ class NeedleSuite(Suite):
             texts.setdefault(len(prompt), text)
             return prompt
 
-        prompt = fit(make, case.length - room)
+        prompt = fit(make, case.length - room, case.spare(self.args.seed))
         place = self._place(prompt, texts[len(prompt)], needles.records[0])
         facts = {"needle_token": place, "keys": needles.keys}
         kind = "needles" if task.fills else self.args.haystack

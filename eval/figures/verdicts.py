@@ -163,7 +163,9 @@ def _is_own(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _setting(row: Row) -> str:
-    return f"{row['task']}, ratio {row['ratio']:g}, f = {row['interval'] or 'never'}"
+    # Without a ratio of its own a setting has the server's, which the header tells.
+    ratio = "" if row["ratio"] is None else f", ratio {row['ratio']:g}"
+    return f"{row['task']}{ratio}, f = {row['interval'] or 'never'}"
 
 
 def _difference(diff: float, bounds: Interval, better: Interval, margin: float = 0.01) -> dict[str, Any]:

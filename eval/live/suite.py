@@ -38,6 +38,14 @@ class Case:
         """Random numbers of this case alone: the same for a seed, whatever other cases there are."""
         return random.Random(f"{seed} {self.id}")
 
+    def spare(self, seed: int) -> int:
+        """Tokens that the prompt has less than its length allows: up to .4 % of it and 64, evenly.
+
+        Were all prompts equally long, the question would stand at one place of a KV page in all of them, and that place
+        alone can decide what sparse decode over pages finds.
+        """
+        return random.Random(f"spare {seed} {self.id}").randrange(max(1, min(64, (self.length or 0) // 250)))
+
 
 @dataclass(frozen=True)
 class Prompt:

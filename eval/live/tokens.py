@@ -72,12 +72,13 @@ def tokens(path: str) -> Tokens:
     return Tokens(path)
 
 
-def fit(make: Callable[[int], list[int]], wanted: int) -> list[int]:
+def fit(make: Callable[[int], list[int]], wanted: int, spare: int = 0) -> list[int]:
     """A prompt of `wanted` tokens or a little fewer: .5 % or eight tokens, and up to 1 % if no try comes so near.
 
     Args:
         make: builds the prompt with a filling of about so many tokens; the same filling gives the same prompt.
         wanted: tokens of the whole prompt.
+        spare: so many fewer are aimed for, within the same bounds.
 
     Raises:
         EvaluationError: what stands around the filling is already longer, or no filling fits.
@@ -88,7 +89,7 @@ def fit(make: Callable[[int], list[int]], wanted: int) -> list[int]:
     bare = len(make(0))
     if bare > wanted:
         raise EvaluationError(f"a prompt of {wanted} tokens has no room for its question: that alone takes {bare}")
-    filling = wanted - bare
+    filling = max(0, wanted - spare - bare)
     for _ in range(ATTEMPTS):
         prompt = make(filling)
         if least <= len(prompt) <= wanted:

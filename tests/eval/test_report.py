@@ -164,3 +164,5 @@ def test_drift_has_a_line_for_what_the_server_does() -> None:
     assert line["task"] == "book, ratio 0.1, f = 8" and line["verdict"] == "same" and line["length"] == 512
     (line,) = lines_of_drift([noise, off])
     assert line["task"] == "book, ratio 0.1, f = never" and line["verdict"] == "worse"
+    (line,) = lines_of_drift([noise, drift("f32", None, 32, 1.0)])
+    assert line["task"] == "book, f = 32" and line["verdict"] == "same"
