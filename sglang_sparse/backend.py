@@ -59,6 +59,7 @@ class SparseAttentionBackend(DelegatingBackend):
             "counters",
             "rectifying",
             "_pools",
+            "_k_caches",
             "_config",
             "_limits",
             "_view",
@@ -76,6 +77,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self.method = settings.method
         self._config = settings.config
         self._pools: pools.AuxPools = getattr(runner.token_to_kv_pool, pools.ATTRIBUTE)
+        self._k_caches = {layer: runner.token_to_kv_pool.get_key_buffer(layer) for layer in sorted(self._pools.layers)}
         model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
         page_size = settings.config.page_size
         max_pages = -(-runner.req_to_token_pool.req_to_token.shape[1] // page_size)
@@ -191,7 +193,9 @@ class SparseAttentionBackend(DelegatingBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend, and refresh the summaries of the pages whose keys this pass wrote.
+        """Attend, and in the last sparse layer refresh the summaries of the pages whose keys this pass wrote.
+
+        Once for all layers: a decode step reads no summary of what it writes, as the newest page is always selected.
 
         Args:
             q: ``[tokens, q_heads * head_dim]``.
@@ -213,9 +217,11 @@ class SparseAttentionBackend(DelegatingBackend):
             return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         _require_plain(layer, k, kwargs)
         if mode.is_decode() and self._view is not None:
-            return self._decode(q, k, v, layer, forward_batch, self._view, save_kv_cache)
-        output = self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        self._pools.refresh(layer.layer_id, self._key_cache(layer), self._written(forward_batch))
+            output = self._decode(q, k, v, layer, forward_batch, self._view, save_kv_cache)
+        else:
+            output = self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if layer.layer_id == max(self._k_caches):
+            self._pools.refresh(self._k_caches, self._written(forward_batch))
         return output
 
     def _written(self, forward_batch: Any) -> torch.Tensor:
@@ -226,9 +232,6 @@ class SparseAttentionBackend(DelegatingBackend):
             self._last_slots = pools.page_ends(forward_batch.out_cache_loc, self._config.page_size)
             self.counters.add_extend(self._last_slots)
         return self._last_slots
-
-    def _key_cache(self, layer: Any) -> torch.Tensor:
-        return self.dense.token_to_kv_pool.get_key_buffer(layer.layer_id)
 
     def _decode(
         self,
@@ -244,13 +247,11 @@ class SparseAttentionBackend(DelegatingBackend):
         slots = forward_batch.out_cache_loc
         if save_kv_cache:
             pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, layer.k_scale, layer.v_scale)
-        key_cache = self._key_cache(layer)
-        self._pools.refresh(layer.layer_id, key_cache, slots)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         selected = self.method.select(view, layer.layer_id, query, self._pools)
         output = sparse_decode(
             query,
-            key_cache,
+            self._k_caches[layer.layer_id],
             pool.get_value_buffer(layer.layer_id),
             selected.indices,
             selected.counts,

@@ -62,7 +62,7 @@ def stale_summaries(kv_pool: Any, last_slots: torch.Tensor) -> torch.Tensor:
         for spec in aux.specs:
             stored = _gather(aux.buffer(spec.name, layer), pages)
             fresh = torch.zeros_like(stored)
-            spec.refresh(keys, fresh, compact, size, torch.zeros_like(aux.overflow))
+            spec.refresh([keys], [fresh], compact, size, torch.zeros_like(aux.overflow))
             # NaN stands for a bound that an fp8 summary cannot hold.
             equal = stored.float().eq(fresh.float()) | (stored.float().isnan() & fresh.float().isnan())
             stale |= ~equal.flatten(1).all(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -49,16 +49,18 @@ class AuxSpec:
         name: how ``select`` asks for it.
         page_shape: shape of one page's entry.
         dtype: element type.
-        refresh: ``refresh(k_cache, buffer, last_slots, page_size, overflow)`` recomputes from the K cache the entries
-            of the pages whose last written slots are ``last_slots`` (-1: skip), and adds to ``overflow`` (int32
-            ``[1]``) the values that ``dtype`` cannot hold. An entry must be a pure function of its page's keys: then
-            whoever holds the page holds a valid entry, and prefix reuse, forks, retraction and eviction need no code.
+        refresh: ``refresh(k_caches, buffers, last_slots, page_size, overflow)`` recomputes from the K caches of some
+            layers, in their buffers, the entries of the pages whose last written slots are ``last_slots`` (-1: skip),
+            and adds to ``overflow`` (int32 ``[1]``) the values that ``dtype`` cannot hold. It runs once at the end of
+            a pass, for all layers: what ``select`` reads of the newest page, which the pass writes, is out of date.
+            An entry must be a pure function of its page's keys: then whoever holds the page holds a valid entry, and
+            prefix reuse, forks, retraction and eviction need no code.
     """
 
     name: str
     page_shape: tuple[int, ...]
     dtype: torch.dtype
-    refresh: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
+    refresh: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor, int, torch.Tensor], None]
 
     @property
     def bytes_per_page(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,17 +59,16 @@ class AuxPools:
         """Return a buffer ``[num_pages, *page_shape]``."""
         return self._buffers[name][layer_id]
 
-    def refresh(self, layer_id: int, k_cache: torch.Tensor, last_slots: torch.Tensor) -> None:
+    def refresh(self, k_caches: Mapping[int, torch.Tensor], last_slots: torch.Tensor) -> None:
         """Recompute the entries of the pages that were just written.
 
         Args:
-            layer_id: a sparse layer.
-            k_cache: ``[slots, kv_heads, head_dim]``, the layer's K cache.
+            k_caches: K caches ``[slots, kv_heads, head_dim]`` by sparse layer.
             last_slots: ``[n]`` int64, the last written slot of each touched page, or -1.
         """
         for spec in self.specs:
-            buffer = self._buffers[spec.name][layer_id]
-            spec.refresh(k_cache, buffer, last_slots, self.page_size, self.overflow)
+            buffers = [self._buffers[spec.name][layer] for layer in k_caches]
+            spec.refresh(list(k_caches.values()), buffers, last_slots, self.page_size, self.overflow)
 
     def require_in_range(self) -> None:
         """End the server when an entry could not hold a key, one or two passes after it happened.

@@ -61,8 +61,7 @@ class Step:
         specs = method.aux_specs(model)
         self.pools = AuxPools(specs, tuple(layers), self.rows.num_pages, self.page_size, device)
         page_ends = torch.arange(1, self.rows.num_pages + 1, device=device) * self.page_size - 1
-        for layer in layers:
-            self.pools.refresh(layer, self.caches[layer][0], page_ends)
+        self.pools.refresh(self._k_caches, page_ends)
         width = max(longest, context) // self.page_size
         stats = torch.zeros(3, dtype=torch.int64, device=device)
         usual = usual_selection(method, width)
@@ -76,10 +75,18 @@ class Step:
     def sparse(self, layer: int) -> torch.Tensor:
         """The sparse step of a layer, ``[batch, q_heads, head_dim]``, as the backend of a server runs it."""
         keys, values = self.caches[layer]
-        self.pools.refresh(layer, keys, self.rows.last_slots)
         selected = self.method.select(self.view, layer, self.queries[layer], self.pools)
         pages = (selected.indices, selected.counts, self.rows.last_slots, self.page_size)
-        return sparse_decode(self.queries[layer], keys, values, *pages, self.scale, usual_pages=self.view.usual_select)
+        output = sparse_decode(
+            self.queries[layer], keys, values, *pages, self.scale, usual_pages=self.view.usual_select
+        )
+        if layer == self.model.num_layers - 1:
+            self.pools.refresh(self._k_caches, self.rows.last_slots)
+        return output
+
+    @property
+    def _k_caches(self) -> dict[int, torch.Tensor]:
+        return {layer: keys for layer, (keys, _) in enumerate(self.caches)}
 
     def paged(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer, each ``[num_pages, page_size, kv_heads, head_dim]``."""

@@ -142,12 +142,12 @@ def select(settings: Settings, captured: Captured, layers: int) -> Selection:
     view = allocate_view(1, kv_heads, pages, usual_selection(method, pages), page, stats)
     view.page_table[0, :pages] = torch.arange(1, pages + 1)
     prefilled = torch.arange(page, page + tokens - queries, device=device)
-    pools.refresh(layer, cache, page_ends(prefilled, page))
+    pools.refresh({layer: cache}, page_ends(prefilled, page))
     kept = torch.zeros(queries, kv_heads, tokens, dtype=torch.bool, device=device)
     counts = torch.zeros(queries, kv_heads, dtype=torch.int64, device=device)
     unit = page
     for row, position in enumerate(captured.positions.tolist()):
-        pools.refresh(layer, cache, torch.tensor([page + position], device=device))
+        pools.refresh({layer: cache}, torch.tensor([page + position], device=device))
         plan = plan_decode(method, page, torch.tensor([position + 1]))
         view.n_pages.copy_(plan.n_pages)
         view.n_select.copy_(plan.n_select)

@@ -3,6 +3,9 @@
 Source: "Rectified Sparse Attention" (ReSA), sections 2.1 to 2.3; the score is Quest's upper bound. What the paper calls
 p for both the ratio and the sparsity is ``active_ratio`` here. Rectification is the scheduler's work, see
 ``rectify.py``; with ``rectify_interval`` 0 this is Quest with one selection a GQA group.
+
+The paper keeps one newest page (n_local), here it is two: a page that has just begun holds one token, and then nothing
+would make sure that the words before it are attended to. Answers that cross the end of a page show it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from pydantic import Field, field_validator
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape, RectifyConfig
 from sglang_sparse_kernels.page_score import page_score
-from sglang_sparse_kernels.page_summary import update_page_summary
+from sglang_sparse_kernels.page_summary import update_page_summaries
 from sglang_sparse_kernels.page_topk import page_topk
 
 if TYPE_CHECKING:
@@ -33,7 +36,9 @@ class ResaConfig(RectifyConfig):
 
     active_ratio: float = Field(0.1, gt=0, le=1, description="Share of a row's pages that a decode step attends to.")
     min_pages: int = Field(16, ge=1, description="Attend to at least this many pages.")
-    local_pages: int = Field(1, ge=1, description="The newest pages that are always attended to.")
+    local_pages: int = Field(
+        2, ge=1, validate_default=True, description="The newest pages that are always attended to."
+    )
     summary_dtype: Literal["auto", "bf16", "fp8"] = Field(
         "auto", description="Element type of the page summaries; auto is the KV cache's."
     )
@@ -61,7 +66,7 @@ class Resa(DecodeMethod):
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
         """One entry a page: the element-wise maximum and minimum of its keys, ``[kv_heads, 2, head_dim]``."""
         dtype = SUMMARY_DTYPES.get(self.config.summary_dtype, model.kv_dtype)
-        return (AuxSpec(SUMMARY, (model.num_kv_heads, 2, model.head_dim), dtype, update_page_summary),)
+        return (AuxSpec(SUMMARY, (model.num_kv_heads, 2, model.head_dim), dtype, update_page_summaries),)
 
     def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
         """``max(min_pages, ceil(n_pages * active_ratio))`` (methods of the paper, section 2.2)."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels.page_summary import reference, update_page_summary
+from sglang_sparse_kernels.page_summary import reference, update_page_summaries, update_page_summary
 from sglang_sparse_kernels.page_summary.cases import CASES, Case, make
 
 ROUNDED = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -98,3 +98,27 @@ def test_strided_cache(device: str) -> None:
     wide[:, 1:-1] = k_cache
     update_page_summary(**{**arguments, "k_cache": wide[:, 1:-1]})
     assert torch.equal(arguments["summary"], expected["summary"])
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[9], CASES[13]], ids=str)
+def test_all_layers_in_one_launch(case: Case, device: str) -> None:
+    layers = [make(case, device, seed) for seed in range(3)]
+    # One batch writes to the same slots of all layers.
+    rows = {name: layers[0][name] for name in ("last_slots", "page_size", "overflow")}
+    layers = [{**layer, **rows} for layer in layers]
+    overflow = rows["overflow"].clone()
+    expected = [run_reference({**layer, "overflow": overflow}) for layer in layers]
+    update_page_summaries([layer["k_cache"] for layer in layers], [layer["summary"] for layer in layers], **rows)
+    for layer, wanted in zip(layers, expected, strict=True):
+        assert torch.equal(layer["summary"].float().nan_to_num(), wanted["summary"].float().nan_to_num())
+    assert rows["overflow"].item() == sum(wanted["overflow"].item() for wanted in expected)
+
+
+def test_layers_that_differ_are_refused() -> None:
+    arguments = make(CASES[0], "cpu")
+    k_cache, summary = arguments.pop("k_cache"), arguments.pop("summary")
+    with pytest.raises(ValueError, match="as many, got 2 and 1"):
+        update_page_summaries([k_cache, k_cache], [summary], **arguments)
+    strided = torch.zeros(k_cache.shape[0], k_cache.shape[1] * 2, k_cache.shape[2], dtype=k_cache.dtype)[:, ::2]
+    with pytest.raises(ValueError, match="k_caches must have the same dtype, shape and strides"):
+        update_page_summaries([k_cache, strided], [summary, summary], **arguments)

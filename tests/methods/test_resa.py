@@ -45,7 +45,7 @@ def test_selection(fields: dict[str, object]) -> None:
         view.page_table[row, :n_pages] = table
         view.n_pages[row] = n_pages
         slots = (table[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
-        aux.refresh(0, cache, page_ends(slots, PAGE))
+        aux.refresh({0: cache}, page_ends(slots, PAGE))
     view.n_select.copy_(torch.minimum(method.n_select(view.n_pages), view.n_pages))
     query = torch.randn(len(lengths), KV_HEADS * GROUP, DIM)
     selected = method.select(view, 0, query, aux)

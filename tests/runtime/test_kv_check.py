@@ -15,7 +15,7 @@ from sglang_sparse.kv_check import (
     stale_summaries,
 )
 from sglang_sparse.method import AuxSpec
-from sglang_sparse_kernels.page_summary import update_page_summary
+from sglang_sparse_kernels.page_summary import update_page_summaries
 
 PAGES, SIZE, HEADS, DIM = 6, 4, 2, 64
 
@@ -25,14 +25,14 @@ def kv_pool(request) -> SimpleNamespace:
     generator = torch.Generator().manual_seed(0)
     shape = (PAGES * SIZE, HEADS, DIM)
     keys, values = ([torch.randn(shape, generator=generator).to(request.param) for _ in range(2)] for _ in range(2))
-    spec = AuxSpec("summary", (HEADS, 2, DIM), request.param, update_page_summary)
+    spec = AuxSpec("summary", (HEADS, 2, DIM), request.param, update_page_summaries)
     aux = pools.AuxPools((spec,), (0, 1), PAGES, SIZE, "cpu")
     pool = SimpleNamespace(
         start_layer=0, layer_num=2, get_key_buffer=keys.__getitem__, get_value_buffer=values.__getitem__
     )
     setattr(pool, pools.ATTRIBUTE, aux)
     for layer in (0, 1):
-        aux.refresh(layer, keys[layer], torch.arange(PAGES) * SIZE + SIZE - 1)
+        aux.refresh({layer: keys[layer]}, torch.arange(PAGES) * SIZE + SIZE - 1)
     return pool
 
 
@@ -50,7 +50,7 @@ def test_a_page_is_judged_up_to_its_last_written_slot(kv_pool) -> None:
     aux = getattr(kv_pool, pools.ATTRIBUTE)
     last = torch.tensor([2 * SIZE + 1])
     for layer in (0, 1):
-        aux.refresh(layer, kv_pool.get_key_buffer(layer), last)
+        aux.refresh({layer: kv_pool.get_key_buffer(layer)}, last)
     kv_pool.get_key_buffer(0)[2 * SIZE + 2] = 9.0
     assert not stale_summaries(kv_pool, last).any()
     assert stale_summaries(kv_pool, last + 1).all()

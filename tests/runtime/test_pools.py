@@ -64,7 +64,7 @@ def test_a_page_written_in_pieces_has_the_summary_of_all_its_keys() -> None:
     aux = pools.AuxPools(specs, (0,), 8, 4, "cpu")
     keys = torch.randn(32, 2, 64).to(torch.bfloat16)
     for slots in ([20, 21], [22], [23]):
-        aux.refresh(0, keys, pools.page_ends(torch.tensor(slots), 4))
+        aux.refresh({0: keys}, pools.page_ends(torch.tensor(slots), 4))
         written = keys[20 : slots[-1] + 1]
         summary = aux.buffer(SUMMARY, 0)[5]
         assert torch.equal(summary[:, 0], written.amax(0)) and torch.equal(summary[:, 1], written.amin(0))
@@ -80,11 +80,11 @@ def test_a_key_outside_fp8_ends_the_server() -> None:
     settings = build("resa", {"summary_dtype": "fp8"})
     aux = pools.AuxPools(settings.method.aux_specs(SHAPE), (0,), 8, 16, "cpu")
     keys = torch.randn(128, 2, 64).to(torch.bfloat16)
-    aux.refresh(0, keys, torch.tensor([31]))
+    aux.refresh({0: keys}, torch.tensor([31]))
     aux.require_in_range()
     aux.require_in_range()
     keys[40, 1, 3] = 600.0
-    aux.refresh(0, keys, torch.tensor([47]))
+    aux.refresh({0: keys}, torch.tensor([47]))
     aux.require_in_range()
     with pytest.raises(RuntimeError, match=r'needs \{"summary_dtype": "bf16"\}'):
         aux.require_in_range()

@@ -16,7 +16,7 @@ from sglang_sparse import pools, tree_check
 from sglang_sparse.kv_check import InexactTreeError
 from sglang_sparse.method import AuxSpec
 from sglang_sparse.tree_check import check_tree, check_when_idle
-from sglang_sparse_kernels.page_summary import update_page_summary
+from sglang_sparse_kernels.page_summary import update_page_summaries
 
 PAGES, SIZE, HEADS, DIM = 24, 4, 1, 64
 ROUNDING = 2.0**-14
@@ -31,7 +31,7 @@ class Model:
         self.values = [torch.zeros_like(keys) for keys in self.keys]
         self.tokens = 0
         aux = pools.AuxPools(
-            (AuxSpec("summary", (HEADS, 2, DIM), torch.float32, update_page_summary),), (0, 1), PAGES + 1, SIZE, "cpu"
+            (AuxSpec("summary", (HEADS, 2, DIM), torch.float32, update_page_summaries),), (0, 1), PAGES + 1, SIZE, "cpu"
         )
         self.token_to_kv_pool = SimpleNamespace(
             page_size=SIZE,
@@ -55,7 +55,7 @@ class Model:
             self.keys[layer][slots] = content.float()
             self.values[layer][slots] = -content.float()
             last = pools.page_ends(slots, SIZE)
-            getattr(self.token_to_kv_pool, pools.ATTRIBUTE).refresh(layer, self.keys[layer], last)
+            getattr(self.token_to_kv_pool, pools.ATTRIBUTE).refresh({layer: self.keys[layer]}, last)
 
 
 @pytest.fixture

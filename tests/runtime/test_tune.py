@@ -71,7 +71,7 @@ def test_the_step_is_what_a_server_runs() -> None:
         pages = step.rows.page_table[row].long()
         bounds = step.pools.buffer(SUMMARY, 0)[pages, 0].float() * query.mean(0)
         score = bounds.amax(1).sum(-1)
-        score[-1] = math.inf
+        score[-2:] = math.inf
         chosen = pages[score.topk(8).indices]
         logits = torch.einsum("hd,pod->hpo", query, keys[chosen, :, 0]) * step.scale
         weights = logits.flatten(1).softmax(-1)

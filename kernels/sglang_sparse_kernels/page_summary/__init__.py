@@ -3,10 +3,67 @@
 Source: the block representation of ReSA (arXiv:2506.04108, section 3.1), which is that of Quest (arXiv:2406.10774).
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from .. import dispatch
 from . import reference
+
+
+def update_page_summaries(
+    k_caches: Sequence[torch.Tensor],
+    summaries: Sequence[torch.Tensor],
+    last_slots: torch.Tensor,
+    page_size: int,
+    overflow: torch.Tensor | None = None,
+) -> None:
+    """Recompute the summaries of the pages that were just written, in place and in all layers at once.
+
+    For every ``last_slots[n] >= 0`` the page ``p = last_slots[n] // page_size`` gets the maximum (index 0) and minimum
+    (index 1) over the slots ``p * page_size .. last_slots[n]``, both ends included. Nothing is patched: a summary is
+    a pure function of the page's written keys. Entries of -1 are skipped, and no page may occur twice.
+
+    One launch serves all layers: a decode step touches one page a row, which is next to no work in each of them.
+
+    A summary dtype coarser than the KV dtype keeps the bound: maxima are rounded up and minima down. In
+    ``float8_e4m3fn`` a value outside +-448 is stored as NaN, which ``page_score`` reads as "always select".
+
+    Args:
+        k_caches: for each layer ``[S, Hkv, d]``, float32, float16, bfloat16 or float8_e4m3fn (stored values,
+            unscaled); finite. ``d`` is contiguous, the other strides are free; all layers have the same.
+        summaries: for each layer ``[num_pages, Hkv, 2, d]``, contiguous; the KV dtype, bfloat16, or float8_e4m3fn.
+            Overwritten in the touched pages.
+        last_slots: ``[N]`` int64, the last written slot of a touched page, or -1.
+        page_size: slots per page, a power of two from 1 to 64.
+        overflow: optional ``[1]`` int32 counter, incremented by the number of values stored as NaN.
+
+    Raises:
+        ValueError: a wrong dimension, dtype or page size, or layers that differ.
+
+    Example:
+        >>> import torch
+        >>> from sglang_sparse_kernels.page_summary import update_page_summaries
+        >>> k_cache = torch.arange(8.0).view(8, 1, 1).expand(8, 1, 64).contiguous()
+        >>> summary = torch.zeros(2, 1, 2, 64)
+        >>> update_page_summaries([k_cache], [summary], torch.tensor([6, -1]), page_size=4)
+        >>> summary[1, 0, :, 0].tolist()
+        [6.0, 4.0]
+    """
+    if len(k_caches) != len(summaries) or not k_caches:
+        raise ValueError(f"k_caches and summaries must be as many, got {len(k_caches)} and {len(summaries)}")
+    for k_cache, summary in zip(k_caches, summaries, strict=True):
+        _check_arguments(k_cache, summary, last_slots, page_size, overflow)
+        for name, tensor, first in (("k_caches", k_cache, k_caches[0]), ("summaries", summary, summaries[0])):
+            if (tensor.dtype, tensor.shape, tensor.stride()) != (first.dtype, first.shape, first.stride()):
+                raise ValueError(f"{name} must have the same dtype, shape and strides in all layers")
+    if dispatch.use_reference(k_caches[0]):
+        for k_cache, summary in zip(k_caches, summaries, strict=True):
+            reference.update_page_summary(k_cache, summary, last_slots, page_size, overflow)
+        return
+    from . import triton
+
+    triton.update_page_summaries(k_caches, summaries, last_slots, page_size, overflow)
 
 
 def update_page_summary(
@@ -16,43 +73,8 @@ def update_page_summary(
     page_size: int,
     overflow: torch.Tensor | None = None,
 ) -> None:
-    """Recompute the summaries of the pages that were just written, in place.
-
-    For every ``last_slots[n] >= 0`` the page ``p = last_slots[n] // page_size`` gets the maximum (index 0) and minimum
-    (index 1) over the slots ``p * page_size .. last_slots[n]``, both ends included. Nothing is patched: a summary is
-    a pure function of the page's written keys. Entries of -1 are skipped, and no page may occur twice.
-
-    A summary dtype coarser than the KV dtype keeps the bound: maxima are rounded up and minima down. In
-    ``float8_e4m3fn`` a value outside +-448 is stored as NaN, which ``page_score`` reads as "always select".
-
-    Args:
-        k_cache: ``[S, Hkv, d]``, float32, float16, bfloat16 or float8_e4m3fn (stored values, unscaled); finite.
-            ``d`` is contiguous, the other strides are free.
-        summary: ``[num_pages, Hkv, 2, d]``, contiguous; the KV dtype, bfloat16, or float8_e4m3fn. Overwritten in
-            the touched pages.
-        last_slots: ``[N]`` int64, the last written slot of a touched page, or -1.
-        page_size: slots per page, a power of two from 1 to 64.
-        overflow: optional ``[1]`` int32 counter, incremented by the number of values stored as NaN.
-
-    Raises:
-        ValueError: a wrong dimension, dtype or page size.
-
-    Example:
-        >>> import torch
-        >>> from sglang_sparse_kernels.page_summary import update_page_summary
-        >>> k_cache = torch.arange(8.0).view(8, 1, 1).expand(8, 1, 64).contiguous()
-        >>> summary = torch.zeros(2, 1, 2, 64)
-        >>> update_page_summary(k_cache, summary, torch.tensor([6, -1]), page_size=4)
-        >>> summary[1, 0, :, 0].tolist()
-        [6.0, 4.0]
-    """
-    _check_arguments(k_cache, summary, last_slots, page_size, overflow)
-    if dispatch.use_reference(k_cache):
-        reference.update_page_summary(k_cache, summary, last_slots, page_size, overflow)
-    else:
-        from . import triton
-
-        triton.update_page_summary(k_cache, summary, last_slots, page_size, overflow)
+    """``update_page_summaries`` of one layer."""
+    update_page_summaries((k_cache,), (summary,), last_slots, page_size, overflow)
 
 
 def _check_arguments(

@@ -1,7 +1,10 @@
-"""Triton kernel of the page summary: one program per touched page and KV head."""
+"""Triton kernel of the page summary: one program per touched page, layer and KV head."""
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -55,10 +58,12 @@ def _store_bound(pointers, bound, away, mask, ROUNDING: tl.constexpr):
 def _page_summary_kernel(
     k_ptr,
     summary_ptr,
+    offsets_ptr,
     last_slots_ptr,
     overflow_ptr,
     k_stride_slot,
     k_stride_head,
+    LAYERS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -70,6 +75,10 @@ def _page_summary_kernel(
     await_inputs(DEPENDENT)
     last_slot = tl.load(last_slots_ptr + tl.program_id(0))
     if last_slot >= 0:
+        if LAYERS > 1:
+            layer = tl.program_id(2)
+            k_ptr += tl.multiple_of(tl.load(offsets_ptr + layer), 16)
+            summary_ptr += tl.multiple_of(tl.load(offsets_ptr + LAYERS + layer), 16)
         page = last_slot // PAGE
         slots = page * PAGE + tl.arange(0, PAGE)
         dims = tl.arange(0, BLOCK_DIM)
@@ -90,28 +99,32 @@ def _page_summary_kernel(
                     tl.atomic_add(overflow_ptr, count, sem="relaxed")
 
 
-def update_page_summary(
-    k_cache: torch.Tensor,
-    summary: torch.Tensor,
+def update_page_summaries(
+    k_caches: Sequence[torch.Tensor],
+    summaries: Sequence[torch.Tensor],
     last_slots: torch.Tensor,
     page_size: int,
     overflow: torch.Tensor | None = None,
 ) -> None:
-    """See ``page_summary.update_page_summary``."""
+    """See ``page_summary.update_page_summaries``."""
     entries = last_slots.shape[0]
     if entries == 0:
         return
+    k_cache, summary = k_caches[0], summaries[0]
+    layers = len(k_caches)
     _, heads, dim = k_cache.shape
     block_dim = triton.next_power_of_2(dim)
     rounding = _rounding(k_cache.dtype, summary.dtype)
     dependent = dependent_launch(k_cache.device)
-    _page_summary_kernel[(entries, heads if entries <= _MANY_ENTRIES else 1)](
+    _page_summary_kernel[(entries, heads if entries <= _MANY_ENTRIES else 1, layers)](
         k_cache,
         summary,
+        _offsets(k_caches, summaries) if layers > 1 else last_slots,
         last_slots.contiguous(),
         overflow if overflow is not None else last_slots,
         k_cache.stride(0),
         k_cache.stride(1),
+        LAYERS=layers,
         HEADS=heads,
         DIM=dim,
         BLOCK_DIM=block_dim,
@@ -122,6 +135,24 @@ def update_page_summary(
         num_warps=4 if page_size * block_dim <= 8192 else 8,
         launch_pdl=dependent,
     )
+
+
+def _offsets(k_caches: Sequence[torch.Tensor], summaries: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``[2, layers]`` int64: how many elements after the first layer's tensor each layer's begins."""
+    addresses = tuple(x.data_ptr() // x.element_size() for tensors in (k_caches, summaries) for x in tensors)
+    return _offsets_of(addresses, k_caches[0].device)
+
+
+# Kept for good: the passes that warm up a CUDA graph make the table that its replays read.
+@functools.cache
+def _offsets_of(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    layers = len(addresses) // 2
+    firsts = [addresses[0]] * layers + [addresses[layers]] * layers
+    offsets = [address - first for address, first in zip(addresses, firsts, strict=True)]
+    # The kernel loads rows of 16 elements at once.
+    if any(offset % 16 for offset in offsets):
+        raise ValueError("k_caches and summaries must begin at multiples of 16 elements from one another")
+    return torch.tensor(offsets, dtype=torch.int64, device=device)
 
 
 def _rounding(kv_dtype: torch.dtype, summary_dtype: torch.dtype) -> int:
