@@ -164,8 +164,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self._view = None
         if sparse:
             self._view = self._rows(rows)
-            self._view.n_pages.zero_()
-            self._view.n_select.zero_()
+            self._view.clear(self.dense.req_to_token_pool.req_to_token)
 
     def _prepare(self, forward_batch: Any) -> None:
         self._pools.require_in_range()

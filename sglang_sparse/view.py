@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse_kernels.page_table import load_page_table
+
 if TYPE_CHECKING:
     from sglang_sparse.plan import DecodePlan
 
 
 @dataclass(frozen=True)
 class BatchView:
-    """A decode batch as methods and kernels see it. Rows that pad a CUDA graph have ``n_select`` 0.
+    """A decode batch as methods and kernels see it. Rows that pad a CUDA graph have ``n_pages`` and ``n_select`` 0.
 
     Attributes:
-        page_table: ``[rows, max_pages]`` int32, physical page of each logical page.
+        page_table: ``[rows, max_pages]`` int32, physical page of each logical page; beyond a row's pages those of
+            an earlier batch, or page 0.
         n_pages: ``[rows]`` int32, pages held.
         n_select: ``[rows]`` int32, pages to attend to.
         usual_select: the largest ``n_select`` of a sparse row unless its request asks for more; what kernels are
@@ -65,15 +68,29 @@ class BatchView:
             forward_batch: SGLang's batch or replay view.
             req_to_token: ``[requests, max_context]``, SGLang's token table.
         """
-        real = plan.n_pages.shape[0]
-        width = int(plan.n_pages.max()) if real else 0
-        columns = req_to_token[:, : width * self.page_size : self.page_size]
-        pages = columns[forward_batch.req_pool_indices[:real]] // self.page_size
-        self.page_table[:real, :width].copy_(pages)
-        self.n_pages[:real].copy_(plan.n_pages, non_blocking=True)
-        self.n_select[:real].copy_(plan.n_select, non_blocking=True)
-        self.n_pages[real:].zero_()
-        self.n_select[real:].zero_()
+        sizes = torch.stack((plan.n_pages, plan.n_select)).int()
+        widest = int(plan.n_pages.max()) if sizes.numel() else 0
+        self._load(req_to_token, forward_batch.req_pool_indices[: sizes.shape[1]], sizes, widest)
+
+    def clear(self, req_to_token: torch.Tensor) -> None:
+        """Make all rows padding; by the same kernel, so that no step of a running server is the first to compile it."""
+        no_rows = torch.empty(0, dtype=torch.int64, device=req_to_token.device)
+        self._load(req_to_token, no_rows, torch.empty(2, 0, dtype=torch.int32), 0)
+
+    def _load(self, req_to_token: torch.Tensor, requests: torch.Tensor, sizes: torch.Tensor, widest: int) -> None:
+        padded = torch.nn.functional.pad(sizes, (0, self.n_pages.shape[0] - sizes.shape[1]))
+        load_page_table(
+            req_to_token,
+            requests,
+            # From pageable memory, which the driver has read when the call returns. A pinned buffer that is used again
+            # could be overwritten before its copy: the host runs ahead of the device.
+            padded.to(self.page_table.device, non_blocking=True),
+            widest,
+            self.page_size,
+            self.page_table,
+            self.n_pages,
+            self.n_select,
+        )
 
 
 def allocate_view(
@@ -84,14 +101,15 @@ def allocate_view(
     Args:
         rows: most rows of a batch.
         kv_heads: KV heads of this rank.
-        max_pages: pages of the longest context; the buffers are up to three wider.
+        max_pages: pages of the longest context; the buffers are up to fifteen wider.
         usual_select: see ``BatchView``.
         page_size: tokens per page.
         stats: see ``BatchView.stats``.
     """
     device = stats.device
-    # Rows of scores then begin at multiples of 16 bytes, which lets a kernel load four at once.
-    max_pages = -(-max_pages // 4) * 4
+    # Rows then begin at multiples of 16 bytes, which lets a kernel load four entries at once; Triton sees that only
+    # where their number is a multiple of 16.
+    max_pages = -(-max_pages // 16) * 16
     return BatchView(
         page_table=torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
         n_pages=torch.zeros(rows, dtype=torch.int32, device=device),

@@ -17,6 +17,7 @@ from eval.parts.profile_trace import Step, Use
 # Our own stand first, then what is told by one word, such as a norm of FlashInfer's, then what takes the rest of a
 # library. A kernel that does two things belongs to the first one that is named here.
 PARTS: tuple[tuple[str, str], ...] = (
+    ("page_table", r"page_table"),
     ("page_summary", r"page_summary"),
     ("page_score", r"page_score"),
     ("page_topk", r"page_topk"),

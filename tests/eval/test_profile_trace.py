@@ -55,6 +55,7 @@ def test_time_is_charged_once() -> None:
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
+        ("_page_table_kernel", "page_table"),
         ("_page_summary_kernel", "page_summary"),
         ("_page_score_kernel", "page_score"),
         ("page_topk", "page_topk"),

@@ -1,0 +1,63 @@
+"""What a decode batch looks like to methods and kernels after it was loaded."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_sparse.plan import DecodePlan
+from sglang_sparse.view import BatchView, allocate_view
+
+REQUESTS, CONTEXT = 6, 70
+
+
+def load(view: BatchView, n_pages: list[int], n_select: list[int], requests: list[int], table: torch.Tensor) -> None:
+    held, attended = (torch.tensor(sizes, dtype=torch.int32) for sizes in (n_pages, n_select))
+    plan = DecodePlan(True, held, attended, held == attended)
+    # SGLang pads the indices of a graph's rows.
+    padded = requests + [0] * (view.n_pages.shape[0] - len(requests))
+    view.load(plan, SimpleNamespace(req_pool_indices=torch.tensor(padded)), table)
+
+
+def make_view(rows: int, page_size: int) -> BatchView:
+    return allocate_view(rows, 2, -(-CONTEXT // page_size), 3, page_size, torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_load_finds_the_pages_of_the_requests(page_size: int) -> None:
+    pages = -(-CONTEXT // page_size)
+    physical = torch.randperm(REQUESTS * pages, generator=torch.Generator().manual_seed(0)).view(REQUESTS, pages)
+    slots = physical[:, :, None] * page_size + torch.arange(page_size)
+    table = slots.flatten(1)[:, :CONTEXT].int()
+    view = make_view(4, page_size)
+    load(view, [pages, 1], [1, 1], [5, 2], table)
+    assert view.n_pages.tolist() == [pages, 1, 0, 0]
+    assert view.n_select.tolist() == [1, 1, 0, 0]
+    expected = torch.zeros_like(view.page_table)
+    expected[0, :pages] = physical[5]
+    expected[1, 0] = physical[2, 0]
+    assert torch.equal(view.page_table, expected)
+
+
+def test_a_batch_leaves_nothing_of_the_one_before_but_valid_pages() -> None:
+    table = torch.arange(REQUESTS * CONTEXT, dtype=torch.int32).view(REQUESTS, CONTEXT)
+    view = make_view(3, 1)
+    load(view, [5, 4, 3], [5, 2, 1], [0, 1, 2], table)
+    load(view.rows(2), [2], [1], [3], table)
+    assert view.n_pages.tolist() == [2, 0, 3], "the third row is not of the batch"
+    assert view.n_select.tolist() == [1, 0, 1]
+    assert view.page_table[0, :6].tolist() == [3 * CONTEXT, 3 * CONTEXT + 1, 2, 3, 4, 0]
+
+
+def test_a_batch_of_padding_alone() -> None:
+    view = make_view(2, 16)
+    load(view, [3], [3], [1], torch.full((REQUESTS, CONTEXT), 32, dtype=torch.int32))
+    load(view, [], [], [], torch.full((REQUESTS, CONTEXT), 48, dtype=torch.int32))
+    assert view.n_pages.tolist() == view.n_select.tolist() == [0, 0]
+    assert view.page_table[0, :4].tolist() == [2, 2, 2, 0]
+
+
+def test_rows_begin_where_wide_loads_can() -> None:
+    view = make_view(2, 1)
+    assert view.max_select == 80
+    assert view.scores.shape == view.selected[0].shape == (2, 2, 80)
