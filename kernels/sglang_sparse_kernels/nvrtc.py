@@ -52,12 +52,14 @@ class Kernel:
         name: of its ``extern "C"`` function.
         device: it is loaded there.
         defines: names and values for the preprocessor.
+        cluster: consecutive blocks in x that form a cluster; more than 1 on GPUs with dependent launch only, and more
+            than 8 on some of them.
 
     Raises:
         RuntimeError: it does not compile; has the compiler's messages.
     """
 
-    def __init__(self, source: Path, name: str, device: torch.device, defines: dict[str, int]):
+    def __init__(self, source: Path, name: str, device: torch.device, defines: dict[str, int], cluster: int = 1):
         from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
         self._driver = driver
@@ -67,19 +69,28 @@ class Kernel:
             image = compile_file(source, torch.cuda.get_device_capability(device), defines)
             self._module = _check(driver.cuModuleLoadData(image))
         self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()))
+        if cluster > 8:
+            allowed = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            _check(driver.cuFuncSetAttribute(self._function, allowed, 1))
         self._attributes = []
         if dependent_launch(device):
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            self._attributes = [attribute]
+            self._attributes.append(attribute)
+        if cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+            self._attributes.append(attribute)
 
     def __call__(self, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int | None) -> None:
         """Launch on the current stream of the kernel's device; not for the first time while a graph is captured there,
         since that loads the kernel.
 
         Args:
-            grid: blocks in x and y.
+            grid: blocks in x and y; in x a multiple of the cluster.
             threads: of a block.
             arguments: tensors and None are passed as pointers, numbers as ``long long``.
         """

@@ -2,6 +2,7 @@
 // so that its logic can be tested without a GPU. Nothing here says anything about memory order or speed on one.
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstring>
@@ -11,9 +12,8 @@
 
 #define __device__
 #define __global__
-#define __launch_bounds__(threads)
-// One block runs at a time.
-#define __shared__ static
+#define __launch_bounds__(...)
+#define SHARED(type, name) type& name = *(type*)memory[place_in_cluster]
 
 using std::max;
 using std::min;
@@ -21,21 +21,41 @@ using std::min;
 struct Index {
     unsigned x, y;
 };
-static thread_local Index threadIdx, blockIdx;
-static Index gridDim;
-
 struct Warp {
     std::barrier<> barrier{32};
     unsigned values[32];
 };
-static std::vector<std::unique_ptr<Warp>> warps;
-static std::unique_ptr<std::barrier<>> block;
+struct Block {
+    std::barrier<> barrier;
+    std::vector<std::unique_ptr<Warp>> warps;
+    std::atomic<unsigned> running;
+};
+static thread_local Index threadIdx, blockIdx;
+static thread_local unsigned place_in_cluster;
+static Index gridDim;
 
-static void __syncthreads() { block->arrive_and_wait(); }
+// The blocks of one cluster run at a time; where there are no clusters, they are of one block.
+static std::vector<std::unique_ptr<Block>> blocks;
+static std::unique_ptr<std::barrier<>> cluster;
+alignas(16) static unsigned char memory[16][1 << 16];
+
+static void __syncthreads() { blocks[place_in_cluster]->barrier.arrive_and_wait(); }
+
+static void launch_dependents() {}
+static void await_inputs() {}
+static void hide(float&) {}
+
+static thread_local std::unique_ptr<std::barrier<>::arrival_token> arrival;
+static void cluster_arrive() { arrival = std::make_unique<std::barrier<>::arrival_token>(cluster->arrive()); }
+static void cluster_wait() { cluster->wait(std::move(*arrival)); }
+static void cluster_barrier() { cluster->arrive_and_wait(); }
+static unsigned load_from(unsigned rank, const unsigned* place) {
+    return *(const unsigned*)(memory[rank] + ((const unsigned char*)place - memory[place_in_cluster]));
+}
 
 // The values of all lanes.
 static std::vector<unsigned> exchange(unsigned value) {
-    Warp& warp = *warps[threadIdx.x / 32];
+    Warp& warp = *blocks[place_in_cluster]->warps[threadIdx.x / 32];
     warp.values[threadIdx.x % 32] = value;
     warp.barrier.arrive_and_wait();
     std::vector<unsigned> all(warp.values, warp.values + 32);
@@ -68,7 +88,6 @@ static unsigned __shfl_up_sync(unsigned, unsigned value, int step) {
     return all[lane >= step ? lane - step : lane];
 }
 
-static int __popc(unsigned value) { return __builtin_popcount(value); }
 static int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
 static unsigned __float_as_uint(float value) {
     unsigned bits;
@@ -83,25 +102,37 @@ static float __uint_as_float(unsigned bits) {
 struct float4 {
     float x, y, z, w;
 };
+struct int4 {
+    int x, y, z, w;
+};
 template <typename Number> static Number atomicAdd(Number* place, Number value) {
     return __atomic_fetch_add(place, value, __ATOMIC_SEQ_CST);
 }
 
-// Runs a kernel's body in all threads of a grid, block after block.
-template <typename Body> static void launch(unsigned columns, unsigned rows, unsigned threads, Body body) {
+// Runs a kernel's body in all threads of a grid, one cluster of `size` blocks of a row after the other.
+template <typename Body>
+static void launch(unsigned columns, unsigned rows, unsigned threads, unsigned size, Body body) {
     gridDim = {columns, rows};
-    for (unsigned row = 0; row < rows; row++) {
-        for (unsigned column = 0; column < columns; column++) {
-            block = std::make_unique<std::barrier<>>(threads);
-            warps.clear();
-            for (unsigned warp = 0; warp < threads / 32; warp++) warps.push_back(std::make_unique<Warp>());
-            std::vector<std::jthread> running;
-            for (unsigned thread = 0; thread < threads; thread++)
-                running.emplace_back([=] {
-                    threadIdx = {thread, 0};
-                    blockIdx = {column, row};
-                    body();
-                });
+    for (unsigned place = 0; place < columns * rows; place += size) {
+        // What is not written is not zero.
+        std::memset(memory, 0xA5, sizeof memory);
+        cluster = std::make_unique<std::barrier<>>(size * threads);
+        blocks.clear();
+        for (unsigned rank = 0; rank < size; rank++) {
+            blocks.emplace_back(new Block{std::barrier<>(threads), {}, threads});
+            for (unsigned warp = 0; warp < threads / 32; warp++)
+                blocks[rank]->warps.push_back(std::make_unique<Warp>());
         }
+        std::vector<std::jthread> running;
+        for (unsigned thread = 0; thread < size * threads; thread++)
+            running.emplace_back([=] {
+                threadIdx = {thread % threads, 0};
+                place_in_cluster = thread / threads;
+                blockIdx = {place % columns + place_in_cluster, place / columns};
+                body();
+                // A block's memory ends with it.
+                if (--blocks[place_in_cluster]->running == 0)
+                    for (unsigned char& byte : memory[place_in_cluster]) byte = 0x5A;
+            });
     }
 }

@@ -1,5 +1,6 @@
 """Page scores: reference against loops, Triton against the reference, and the bound itself."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_sparse_kernels.page_score import page_score, reference
-from sglang_sparse_kernels.page_score.cases import CASES, Case, make
+from sglang_sparse_kernels.page_score.cases import BF16, CASES, Case, make
 from sglang_sparse_kernels.page_summary import update_page_summary
 from sglang_sparse_kernels.testing import random_cache, seeded
 
@@ -44,6 +45,20 @@ def test_reference_is_the_bound_summed_over_dimensions(case: Case) -> None:
 def test_triton_equals_the_reference(case: Case, device: str) -> None:
     arguments = make(case, device)
     assert_same_scores(page_score(**arguments), run_reference(arguments), arguments["n_pages"])
+
+
+@pytest.mark.parametrize("programs", [1, 5], ids="{} programs a processor".format)
+def test_programs_take_pages_in_turn(programs: int, device: str) -> None:
+    triton = importlib.import_module("sglang_sparse_kernels.page_score.triton")
+    case = Case((70, 0, 33, 1, 64), 2, 4, 128, BF16, BF16, width=100)
+    arguments = make(case, device)
+    expected = run_reference(arguments)
+    # Beyond a row's pages the table may hold anything, in the width that is loaded before n_pages is known, too.
+    beyond = torch.arange(case.width, device=device) >= arguments["n_pages"][:, None]
+    arguments["page_table"].masked_fill_(beyond, 2**31 - 1)
+    config = triton.Config(programs_per_processor=programs)
+    got = triton.page_score(**arguments, out=torch.empty_like(expected), config=config)
+    assert_same_scores(got, expected, arguments["n_pages"])
 
 
 def test_same_input_gives_the_same_bits(device: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_sparse_kernels.launch import dependent_launch
 from sglang_sparse_kernels.page_topk import cuda, page_topk, reference
 from sglang_sparse_kernels.page_topk.cases import CASES, Case, make
 
@@ -56,13 +57,21 @@ def test_reference_is_the_head_of_a_stable_sort(case: Case) -> None:
             assert counts[row, head].item() == wanted
 
 
-def run_kernel(implementation: str, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def on_clusters(arguments: dict[str, Any], size: int) -> dict[str, Any]:
+    """The argument of the CUDA kernel that has it select with so many blocks of a row; skips where none can."""
+    scores = arguments["scores"]
+    if size > 1 and not dependent_launch(scores.device):
+        pytest.skip("clusters of blocks need a GPU of compute capability 9.0 or later")
+    return {"shape": cuda.shape_of(scores.shape[2], scores.shape[0] * scores.shape[1], 0, cluster=size)}
+
+
+def run_kernel(implementation: str, arguments: dict[str, Any], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one implementation; what it leaves unwritten is no page."""
     kernel = importlib.import_module(f"sglang_sparse_kernels.page_topk.{implementation}")
     batch, heads, _ = arguments["scores"].shape
     shapes = (batch, heads, arguments["max_select"]), (batch, heads)
     out = tuple(torch.full(shape, -7, dtype=torch.int32, device=arguments["scores"].device) for shape in shapes)
-    return kernel.page_topk(**arguments, out=out)
+    return kernel.page_topk(**arguments, out=out, **options)
 
 
 @pytest.mark.parametrize("implementation", ["triton", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -70,7 +79,7 @@ def run_kernel(implementation: str, arguments: dict[str, Any]) -> tuple[torch.Te
 def test_kernels_equal_the_reference(case: Case, implementation: str, device: str) -> None:
     arguments = make(case, device)
     if implementation == "cuda" and not cuda.takes(arguments["scores"]):
-        pytest.skip(f"rows of more than {cuda.MAX_PAGES} pages are Triton's")
+        pytest.skip("rows as long as these are Triton's on this GPU")
     expected_indices, expected_counts = run_reference(arguments)
     for _ in range(2):  # the same bits twice
         indices, counts = run_kernel(implementation, arguments)
@@ -81,9 +90,20 @@ def test_kernels_equal_the_reference(case: Case, implementation: str, device: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("scores", ["normal", "ties", "constant", "special", "wide"])
 @pytest.mark.parametrize("pages", [17, 500, 2048, 2049, 5000, 16384, 32768])
-def test_cuda_holds_rows_of_any_length(pages: int, scores: str, device: str) -> None:
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+def test_cuda_holds_rows_of_any_length(cluster: int, pages: int, scores: str, device: str) -> None:
     selected = (max(1, pages // 10), pages // 2, pages - 1)
     arguments = make(Case((pages, pages, pages // 3), selected, pages, heads=3, scores=scores), device)
+    expected_indices, expected_counts = run_reference(arguments)
+    indices, counts = run_kernel("cuda", arguments, **on_clusters(arguments, cluster))
+    assert torch.equal(counts, expected_counts)
+    assert torch.equal(meant(indices, counts), expected_indices)
+
+
+@pytest.mark.gpu
+def test_cuda_holds_the_longest_rows(device: str) -> None:
+    pages = cuda.max_pages(dependent_launch(torch.device(device)))
+    arguments = make(Case((pages, 5000), (pages // 10, 500), pages // 10, heads=2), device)
     expected_indices, expected_counts = run_reference(arguments)
     indices, counts = run_kernel("cuda", arguments)
     assert torch.equal(counts, expected_counts)
@@ -91,10 +111,12 @@ def test_cuda_holds_rows_of_any_length(pages: int, scores: str, device: str) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["triton", "cuda"])
-def test_replays_of_a_graph_give_the_same_bits(implementation: str, device: str) -> None:
+@pytest.mark.parametrize("scores", ["normal", "ties", "wide"])
+@pytest.mark.parametrize(("implementation", "cluster"), [("triton", 0), *(("cuda", size) for size in (1, 2, 4, 8))])
+def test_replays_of_a_graph_give_the_same_bits(implementation: str, cluster: int, scores: str, device: str) -> None:
     """A hundred times, between kernels that are launched dependently, into poisoned outputs."""
-    arguments = make(Case((4096, 37, 0, 1000), (410, 16, 4, 1000), 1000, heads=4), device)
+    arguments = make(Case((4096, 37, 0, 1000), (410, 16, 4, 1000), 1000, heads=4, scores=scores), device)
+    options = on_clusters(arguments, cluster) if implementation == "cuda" else {}
     expected_indices, expected_counts = run_reference(arguments)
     source = arguments["scores"].clone()
     out = torch.empty_like(expected_indices), torch.empty_like(expected_counts)
@@ -102,8 +124,8 @@ def test_replays_of_a_graph_give_the_same_bits(implementation: str, device: str)
 
     def step() -> None:
         arguments["scores"].copy_(source)
-        kernel.page_topk(**arguments, out=out)
-        kernel.page_topk(**arguments, out=out)
+        kernel.page_topk(**arguments, out=out, **options)
+        kernel.page_topk(**arguments, out=out, **options)
 
     step()
     torch.cuda.synchronize()
@@ -130,8 +152,9 @@ def test_strides_that_no_kernel_takes_are_refused(device: str) -> None:
 
 @pytest.mark.gpu
 def test_nvidia_gpus_take_the_cuda_kernel(device: str) -> None:
-    assert cuda.takes(torch.empty(1, 1, cuda.MAX_PAGES, device=device))
-    assert not cuda.takes(torch.empty(1, 1, cuda.MAX_PAGES + 1, device=device))
+    most = cuda.max_pages(dependent_launch(torch.device(device)))
+    assert cuda.takes(torch.empty(1, 1, most, device=device))
+    assert not cuda.takes(torch.empty(1, 1, most + 1, device=device))
 
 
 @given(scores=st.lists(st.floats(width=32), min_size=1, max_size=150), n_select=st.integers(0, 160))

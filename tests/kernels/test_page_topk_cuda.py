@@ -1,6 +1,9 @@
 """The CUDA kernel of the page selection without a GPU: its source as C++, each of its threads a thread of the CPU."""
 
 import ctypes
+import dataclasses
+import math
+import random
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,47 +11,60 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.page_topk import cuda, reference
 from sglang_sparse_kernels.page_topk.cases import CASES, Case, make
+from sglang_sparse_kernels.page_topk.cuda import Shape
+from sglang_sparse_kernels.testing import seeded
 
-THREADS = 64
-RUN = """
-#include "cuda_on_cpu.h"
+# All hold rows of 2,048 pages, but the last one. Short rows leave most blocks of a large cluster with nothing.
+SHAPES = [Shape(*shape) for shape in ((1, 64, 32), (2, 64, 16), (4, 64, 8), (8, 32, 8), (16, 32, 4), (1, 512, 4))]
+CLUSTERS = pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda shape: f"cluster{shape.cluster}")
+KERNEL = """
+#define CLUSTER {cluster}
+#define THREADS {threads}
+#define ITEMS {items}
+#define page_topk kernel_{cluster}_{threads}
+namespace shape_{cluster}_{threads} {{
 #include "{source}"
-extern "C" void run(unsigned heads, unsigned rows, const float* scores, const int* table, const int* n_pages,
-                    const int* n_select, int* indices, int* counts, unsigned long long* stats, long long stride,
-                    long long width, long long max_select, long long aligned) {{
-    launch(heads, rows, THREADS, [=] {{
-        page_topk(scores, table, n_pages, n_select, indices, counts, stats, stride, width, max_select, aligned);
+}}
+extern "C" void run_{cluster}_{threads}(
+    unsigned heads, unsigned rows, const float* scores, const int* table, const int* n_pages, const int* n_select,
+    int* indices, int* counts, unsigned long long* stats, long long stride, long long width, long long max_select,
+    long long aligned) {{
+    launch(CLUSTER * heads, rows, THREADS, CLUSTER, [=] {{
+        shape_{cluster}_{threads}::page_topk(scores, table, n_pages, n_select, indices, counts, stats, stride, width,
+                                             max_select, aligned);
     }});
 }}
+#undef page_topk
+#undef CLUSTER
+#undef THREADS
+#undef ITEMS
 """
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Builds the kernel for so many threads of a block and scores of a thread, once each."""
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel of every shape; in one file, since reading the headers takes longest."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
-    folder, built = tmp_path_factory.mktemp("cuda"), {}
-
-    def build(threads: int, items: int) -> Any:
-        if (threads, items) not in built:
-            source, target = folder / f"{threads}-{items}.cpp", folder / f"{threads}-{items}.so"
-            source.write_text(RUN.format(source=cuda.SOURCE))
-            options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w", f"-I{Path(__file__).parent}"]
-            options += [f"-DTHREADS={threads}", f"-DITEMS={items}"]
-            subprocess.run([compiler, *options, str(source), "-o", str(target)], check=True)
-            built[threads, items] = ctypes.CDLL(str(target)).run
-        return built[threads, items]
-
-    return build
+    folder = tmp_path_factory.mktemp("cuda")
+    source, target = folder / "kernels.cpp", folder / "kernels.so"
+    kernels = (KERNEL.format(source=cuda.SOURCE, **dataclasses.asdict(shape)) for shape in SHAPES)
+    source.write_text("".join(['#include "cuda_on_cpu.h"', *kernels]))
+    options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w", f"-I{Path(__file__).parent}"]
+    subprocess.run([compiler, *options, str(source), "-o", str(target)], check=True)
+    return ctypes.CDLL(str(target))
 
 
-def on_cpu(library: Any, arguments: dict[str, Any], stats: torch.Tensor | None = None, threads: int = THREADS) -> Any:
+def on_cpu(
+    library: ctypes.CDLL, arguments: dict[str, Any], shape: Shape, stats: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel selects; places that it leaves unwritten hold -1."""
     scores, table = arguments["scores"], arguments["page_table"]
     rows, heads, width = scores.shape
@@ -57,56 +73,122 @@ def on_cpu(library: Any, arguments: dict[str, Any], stats: torch.Tensor | None =
     tensors = (scores, table, arguments["n_pages"], arguments["n_select"], indices, counts)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     pointers.append(ctypes.c_void_p(stats.data_ptr() if stats is not None else 0))
-    sizes = (table.stride(0), width, arguments["max_select"], int(width % 4 == 0))
+    sizes = (table.stride(0), width, arguments["max_select"], int(cuda.aligned(scores, table)))
     numbers = [ctypes.c_longlong(value) for value in sizes]
-    library(*cuda.shape_of(width, threads))(heads, rows, *pointers, *numbers)
+    library[f"run_{shape.cluster}_{shape.threads}"](heads, rows, *pointers, *numbers)
     return indices, counts
 
 
-def expected(arguments: dict[str, Any], stats: torch.Tensor) -> Any:
+def check(library: ctypes.CDLL, arguments: dict[str, Any], shape: Shape) -> None:
+    """Against the reference."""
     batch, heads, _ = arguments["scores"].shape
+    stats, expected_stats = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
     indices = torch.empty(batch, heads, arguments["max_select"], dtype=torch.int32)
-    out = indices, torch.empty(batch, heads, dtype=torch.int32)
-    return reference.page_topk(**arguments, out=out, stats=stats)
+    expected = reference.page_topk(
+        **arguments, out=(indices, torch.empty(batch, heads, dtype=torch.int32)), stats=expected_stats
+    )
+    indices, counts = on_cpu(library, arguments, shape, stats)
+    assert torch.equal(counts, expected[1])
+    assert torch.equal(indices, expected[0])
+    assert torch.equal(stats, expected_stats)
 
 
 MORE = [Case((1900, 640), (190, 639), 700, heads=1, scores=scores) for scores in ("normal", "ties", "special", "wide")]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.gpu_only] + MORE, ids=str)
-def test_it_equals_the_reference(case: Case, library: Any) -> None:
-    arguments, stats, others = make(case, "cpu"), *(torch.zeros(3, dtype=torch.int64) for _ in range(2))
-    indices, counts = on_cpu(library, arguments, stats)
-    expected_indices, expected_counts = expected(arguments, others)
-    assert torch.equal(counts, expected_counts)
-    assert torch.equal(indices, expected_indices)
-    assert torch.equal(stats, others)
+def test_it_equals_the_reference(case: Case, library: ctypes.CDLL) -> None:
+    check(library, make(case, "cpu"), SHAPES[0])
 
 
-def test_a_block_of_the_size_that_gpus_get(library: Any) -> None:
-    arguments = make(Case((1100,), (110,), 110, heads=1), "cpu")
-    indices, counts = on_cpu(library, arguments, threads=512)
-    expected_indices, expected_counts = expected(arguments, torch.zeros(3, dtype=torch.int64))
-    assert torch.equal(counts, expected_counts) and torch.equal(indices, expected_indices)
+@CLUSTERS
+@pytest.mark.parametrize("scores", ["normal", "ties", "special", "wide"])
+def test_clusters_equal_the_reference(scores: str, shape: Shape, library: ctypes.CDLL) -> None:
+    check(library, make(Case((1900, 7), (190, 3), 200, heads=1, scores=scores), "cpu"), shape)
 
 
-@pytest.mark.parametrize("spread", [0.0, 1e-6])
-def test_scores_that_are_close_together(spread: float, library: Any) -> None:
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=lambda shape: f"cluster{shape.cluster}")
+@pytest.mark.parametrize("seed", range(3))
+def test_any_row(seed: int, shape: Shape, library: ctypes.CDLL) -> None:
+    """Of any length, also shorter than the cluster, with few or many scores that are equal, infinite or far out."""
+    pick = random.Random(seed)
+    n_pages = [pick.choice((pick.randint(0, 9), pick.randint(10, 300), pick.randint(300, 2000))) for _ in range(2)]
+    n_select = [pick.randint(0, pages + 1) for pages in n_pages]
+    case = Case(
+        tuple(n_pages), tuple(n_select), max(n_select) + 1, heads=1, width=max(n_pages) + pick.randint(0, 3) + 1
+    )
+    arguments = make(case, "cpu", seed)
+    scores = arguments["scores"]
+    scores.mul_(10.0 ** pick.randint(-3, 3)).add_(pick.choice((0.0, 50.0)))
+    if pick.random() < 0.5:
+        scores.copy_((scores * pick.choice((0.1, 1.0))).round())
+    generator = seeded("cpu", seed)
+    for value in (math.inf, -math.inf, math.nan, 1e30, -1e30, 0.0, -0.0):
+        chances = torch.rand(scores.shape, generator=generator)
+        if pick.random() < 0.5:
+            scores.masked_fill_(chances < pick.choice((0.01, 0.3)), value)
+    check(library, arguments, shape)
+
+
+def test_a_block_of_the_size_that_gpus_get(library: ctypes.CDLL) -> None:
+    check(library, make(Case((1100,), (110,), 110, heads=1), "cpu"), SHAPES[-1])
+
+
+@CLUSTERS
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 1e-2])
+def test_scores_that_are_close_together(spread: float, shape: Shape, library: ctypes.CDLL) -> None:
     """More of them in one bin than are ranked at once: the bin is divided again."""
     arguments = make(Case((1200,), (300,), 300, heads=1), "cpu")
     arguments["scores"] = 5.0 + spread * arguments["scores"]
-    arguments["scores"][:, :, 0] = -1e30
-    indices, counts = on_cpu(library, arguments)
-    expected_indices, expected_counts = expected(arguments, torch.zeros(3, dtype=torch.int64))
-    assert torch.equal(counts, expected_counts) and torch.equal(indices, expected_indices)
+    arguments["scores"][:, :, :4] = torch.tensor([-1e30, 1e30, 1e20, -1e20])
+    check(library, arguments, shape)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
-def test_it_compiles_for_gpus(capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("width", "rows", "processors", "expected"),
+    [
+        (100, 8, 132, Shape(1, 512, 4)),
+        (2048, 8, 132, Shape(1, 512, 4)),
+        (8192, 8, 132, Shape(4, 512, 4)),  # as many blocks as have enough to do
+        (4096, 8, 132, Shape(2, 512, 4)),
+        (16384, 8, 132, Shape(8, 512, 4)),
+        (4096, 64, 132, Shape(2, 512, 4)),  # as many as run at once
+        (4096, 67, 132, Shape(1, 512, 8)),
+        (16384, 8, 0, Shape(1, 1024, 16)),  # a GPU without clusters
+        (65536, 512, 132, Shape(2, 1024, 32)),  # as many as hold the row
+        (262144, 512, 132, Shape(8, 1024, 32)),
+    ],
+)
+def test_shapes(width: int, rows: int, processors: int, expected: Shape) -> None:
+    assert cuda.shape_of(width, rows, processors) == expected
+
+
+@given(width=st.integers(1, 262144), rows=st.integers(1, 1000), processors=st.sampled_from((0, 78, 132)))
+def test_rows_fit_their_shape(width: int, rows: int, processors: int) -> None:
+    assume(width <= cuda.max_pages(clusters=processors > 0))
+    shape = cuda.shape_of(width, rows, processors)
+    assert shape.cluster * shape.threads * shape.items >= width
+    assert shape.cluster == 1 or processors > 0
+
+
+def test_given_shapes_must_hold_the_row() -> None:
+    assert cuda.shape_of(16384, 8, 132, cluster=16, threads=256) == Shape(16, 256, 4)
+    with pytest.raises(ValueError, match="16384 pages do not fit 1 blocks of 256 threads with 32 each"):
+        cuda.shape_of(16384, 8, 132, cluster=1, threads=256)
+
+
+@pytest.mark.parametrize(
+    ("capability", "shape"),
+    [
+        ((8, 0), Shape(1, 1024, 16)),
+        ((9, 0), Shape(1, 1024, 32)),
+        ((9, 0), Shape(8, 512, 4)),
+        ((10, 0), Shape(2, 1024, 4)),
+    ],
+)
+def test_it_compiles_for_gpus(capability: tuple[int, int], shape: Shape) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    for width in (1, 16384, cuda.MAX_PAGES):
-        threads, items = cuda.shape_of(width)
-        assert nvrtc.compile_file(cuda.SOURCE, capability, {"THREADS": threads, "ITEMS": items}).startswith(b"\x7fELF")
+    assert nvrtc.compile_file(cuda.SOURCE, capability, shape.defines).startswith(b"\x7fELF")
 
 
 def test_what_does_not_compile_says_why(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Sparse decode attention: reference against loops, Triton against the reference, both against dense attention."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,10 +9,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_sparse_kernels.sparse_decode import reference, sparse_decode
+from sglang_sparse_kernels.sparse_decode import triton as kernels
 from sglang_sparse_kernels.sparse_decode.cases import CASES, Case, make
+from sglang_sparse_kernels.sparse_decode.triton import Config
 
 # Relative L2 error by the dtype of the query; bfloat16 also rounds the weights of the softmax.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+# Many splits of one small tile each.
+SPLIT = Config(block_tokens=16, programs_per_processor=64)
+VARIANTS = [SPLIT, replace(SPLIT, narrow=True)]
+SPLIT_CASES = [
+    Case((90, 0, 33, 1), 16, 1, 4, 64, torch.bfloat16, torch.bfloat16),
+    Case((40, 20), 1, 1, 7, 64, torch.float16, torch.float16, v_dim=96),
+    Case((70,), 8, 2, 1, 64, torch.bfloat16, torch.float8_e4m3fn, k_scale=0.5, v_scale=2.0),
+]
 
 
 def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
@@ -109,3 +121,56 @@ def test_large_logits_do_not_overflow(device: str) -> None:
     got = sparse_decode(**arguments)
     assert got.isfinite().all()
     assert relative_error(got, run_reference(arguments)) < TOLERANCE[torch.bfloat16]
+
+
+def poisoned(arguments: dict[str, Any], extra: int = 9) -> dict[str, Any]:
+    """The same selection in wider rows that hold anything beyond the count, as memory that was never written does."""
+    indices, counts = arguments["indices"], arguments["counts"]
+    rows, heads, width = indices.shape
+    wide = torch.full((rows, heads, width + extra), 2**31 - 1, dtype=torch.int32, device=indices.device)
+    wide[:, :, 1::2] = 0
+    chosen = torch.arange(width + extra, device=indices.device) < counts[..., None]
+    wide[:, :, :width] = torch.where(chosen[..., :width], indices, wide[:, :, :width])
+    return {**arguments, "indices": wide}
+
+
+def run_config(arguments: dict[str, Any], config: Config, usual_pages: int | None = None) -> torch.Tensor:
+    q = arguments["q"]
+    out = torch.full((*q.shape[:2], arguments["v_cache"].shape[2]), float("nan"), dtype=q.dtype, device=q.device)
+    return kernels.sparse_decode(**arguments, out=out, config=config, usual_pages=usual_pages)
+
+
+@pytest.mark.parametrize("config", VARIANTS, ids=str)
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
+def test_every_variant_equals_the_reference(case: Case, config: Config, device: str) -> None:
+    arguments = poisoned(make(case, device))
+    got = run_config(arguments, config)
+    assert relative_error(got, run_reference(arguments)) < TOLERANCE[case.dtype]
+    padded = [row for row, length in enumerate(case.lengths) if length == 0]
+    assert got[padded].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("config", VARIANTS, ids=str)
+@pytest.mark.parametrize("usual_pages", [1, 3])
+def test_counts_of_any_size_are_served(usual_pages: int, config: Config, device: str) -> None:
+    """Nothing, less than a tile, one tile, and more than the work was split for."""
+    case = Case((150, 0, 5, 16, 33), 16, 1, 2, 64, torch.float16, torch.float16, ratio=1.0)
+    arguments = poisoned(make(case, device))
+    got = run_config(arguments, config, usual_pages)
+    assert relative_error(got, run_reference(arguments)) < TOLERANCE[torch.float16]
+    assert got[1].count_nonzero() == 0
+
+
+def test_batches_without_any_page_give_zeros(device: str) -> None:
+    arguments = poisoned(make(SPLIT_CASES[0], device))
+    arguments["counts"] = torch.zeros_like(arguments["counts"])
+    for config in VARIANTS:
+        assert torch.equal(run_config(arguments, config), torch.zeros_like(arguments["q"]))
+
+
+@pytest.mark.parametrize("tokens", [100, 1000, 10000])
+@pytest.mark.parametrize("case", [case for case in CASES if case.gpu_only], ids=str)
+def test_every_default_on_the_gpu(case: Case, tokens: int, device: str) -> None:
+    arguments = poisoned(make(case, device))
+    got = run_config(arguments, kernels.default_config(512, tokens))
+    assert relative_error(got, run_reference(arguments)) < TOLERANCE[case.dtype]

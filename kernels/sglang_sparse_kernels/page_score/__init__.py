@@ -27,7 +27,7 @@ def page_score(
     Args:
         q: ``[B, Hq, d]``, float32, float16 or bfloat16; ``d`` is contiguous.
         summary: ``[num_pages, Hkv, 2, d]`` from ``update_page_summary``, contiguous.
-        page_table: ``[B, M]`` int32, the physical page of each logical page; only the first ``n_pages[b]`` are read.
+        page_table: ``[B, M]`` int32, the physical page of each logical page; only the first ``n_pages[b]`` count.
         n_pages: ``[B]`` int32, pages of each row, at most ``M``.
         out: optional ``[B, Hkv, M]`` float32, contiguous.
         local_pages: newest pages that always score +inf.

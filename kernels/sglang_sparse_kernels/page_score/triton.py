@@ -9,29 +9,47 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import await_inputs, dependent_launch
+from ..launch import await_inputs, dependent_launch, num_processors
 from .reference import UNBOUNDED
 
-_MANY_PROGRAMS = 8192
+_NUM_WARPS = 4
+# What one load instruction of a warp brings, at 16 bytes a thread.
+_WARP_BYTES = 32 * 16
 _UNBOUNDED = tl.constexpr(UNBOUNDED)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters: pages per program and step, warps (0: by the size of the launch), most programs."""
+    """Launch parameters: pages per program and step, and programs aimed for per multiprocessor, all resident at once.
+
+    The pages beyond their first step the programs take in turn.
+    """
 
     block_pages: int = 16
-    num_warps: int = 0
-    max_programs: int = 16384
+    programs_per_processor: int = 8
 
 
 @triton.jit
 def _group_query(q_ptr, stride_head, dims, DIM: tl.constexpr, GROUP: tl.constexpr):
-    """Mean query of a group in float32."""
+    """Mean query of a group in float32, in the shape of ``dims``."""
     query = tl.load(q_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     for member in tl.static_range(1, GROUP):
         query += tl.load(q_ptr + member * stride_head + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     return query / GROUP
+
+
+@triton.jit
+def _load_bounds(summary_ptr, page, dims, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Maximum and minimum of the keys of ``page`` [lanes, steps], each [lanes, steps, BLOCK_DIM]."""
+    pointers = summary_ptr + (page.to(tl.int64) * (HEADS * 2 * DIM))[:, :, None] + dims[None, None, :]
+    # Page 0 is the pool's dummy page and always readable: the wide loads need no mask.
+    if DIM == BLOCK_DIM:
+        k_max = tl.load(pointers)
+        k_min = tl.load(pointers + DIM)
+    else:
+        k_max = tl.load(pointers, mask=(dims < DIM)[None, None, :], other=0.0)
+        k_min = tl.load(pointers + DIM, mask=(dims < DIM)[None, None, :], other=0.0)
+    return k_max, k_min
 
 
 @triton.jit
@@ -50,37 +68,47 @@ def _page_score_kernel(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    BLOCK_PAGES: tl.constexpr,
+    LANES: tl.constexpr,
+    STEPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     await_inputs(DEPENDENT)
     # Heads run fastest: the programs that share pages, whose summaries are neighbours in memory, run together.
     head = tl.program_id(0)
     row = tl.program_id(2)
+    first = tl.program_id(1) * (LANES * STEPS)
+    stride = tl.num_programs(1) * (LANES * STEPS)
+    # A lane is the threads that together read one row of a summary, 16 bytes each. Its pages follow each other in the
+    # table, so that one load can bring several.
+    logical = first + tl.arange(0, LANES)[:, None] * STEPS + tl.arange(0, STEPS)[None, :]
+    page_table_ptr += row * table_stride
+    # Only the summaries wait for another load: the table is read before it is known how many pages there are.
     n_pages = tl.load(n_pages_ptr + row)
-    first = tl.program_id(1) * BLOCK_PAGES
+    page = tl.load(page_table_ptr + logical, mask=logical < width, other=0)
     if first < n_pages:
-        dims = tl.arange(0, BLOCK_DIM)
-        query = _group_query(q_ptr + row * q_stride_row + head * GROUP * q_stride_head, q_stride_head, dims, DIM, GROUP)
-        positive = tl.maximum(query, 0.0)[None, :]
-        negative = tl.minimum(query, 0.0)[None, :]
+        summary_ptr += head * (2 * DIM)
+        q_ptr += row * q_stride_row + head * GROUP * q_stride_head
         out_ptr += (row * HEADS + head).to(tl.int64) * width
-        for start in range(first, n_pages, tl.num_programs(1) * BLOCK_PAGES):
-            logical = start + tl.arange(0, BLOCK_PAGES)
-            held = logical < n_pages
-            # Page 0 is the pool's dummy page and always readable: the wide loads below need no mask.
-            page = tl.load(page_table_ptr + row * table_stride + logical, mask=held, other=0).to(tl.int64)
-            pointers = summary_ptr + ((page * HEADS + head) * (2 * DIM))[:, None] + dims[None, :]
-            if DIM == BLOCK_DIM:
-                k_max = tl.load(pointers)
-                k_min = tl.load(pointers + DIM)
-            else:
-                k_max = tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
-                k_min = tl.load(pointers + DIM, mask=(dims < DIM)[None, :], other=0.0)
+        dims = tl.arange(0, BLOCK_DIM)
+        # In the layout of the summaries: every lane loads the dimensions that it will need.
+        query = _group_query(q_ptr, q_stride_head, dims[None, :] + tl.zeros([LANES, 1], tl.int32), DIM, GROUP)
+        positive = tl.maximum(query, 0.0)[:, None, :]
+        negative = tl.minimum(query, 0.0)[:, None, :]
+        page = tl.where(logical < n_pages, page, 0)
+        k_max, k_min = _load_bounds(summary_ptr, page, dims, HEADS, DIM, BLOCK_DIM)
+        for start in range(first, n_pages, stride):
+            now_max, now_min = k_max, k_min
+            following = logical + stride
+            # On their way before the present ones are reduced.
+            if start + stride < n_pages:
+                page = tl.load(page_table_ptr + following, mask=following < n_pages, other=0)
+                k_max, k_min = _load_bounds(summary_ptr, page, dims, HEADS, DIM, BLOCK_DIM)
             # Sums, not maxima, of products: a NaN in the summary reaches the score, which then differs from itself.
-            score = tl.sum(positive * k_max.to(tl.float32) + negative * k_min.to(tl.float32), axis=1)
+            score = tl.sum(positive * now_max.to(tl.float32) + negative * now_min.to(tl.float32), axis=2)
             score = tl.where(score != score, _UNBOUNDED, score)  # noqa: PLR0124
-            tl.store(out_ptr + logical, tl.where(logical >= n_pages - local_pages, float("inf"), score), mask=held)
+            score = tl.where(logical >= n_pages - local_pages, float("inf"), score)
+            tl.store(out_ptr + logical, score, mask=logical < n_pages)
+            logical = following
 
 
 def page_score(
@@ -99,9 +127,10 @@ def page_score(
     if batch == 0 or width == 0:
         return out
     block_pages = min(config.block_pages, triton.next_power_of_2(width))
-    per_row = min(triton.cdiv(width, block_pages), max(1, config.max_programs // (batch * heads)))
-    # Few programs need the loads of many warps in flight; many programs have them, and pay for each reduction.
-    num_warps = config.num_warps or (1 if batch * heads * per_row >= _MANY_PROGRAMS else 4)
+    block_dim = triton.next_power_of_2(dim)
+    lanes = min(block_pages, max(1, _NUM_WARPS * _WARP_BYTES // (block_dim * summary.element_size())))
+    programs = config.programs_per_processor * num_processors(q.device)
+    per_row = min(triton.cdiv(width, block_pages), max(1, programs // (batch * heads)))
     dependent = dependent_launch(q.device)
     _page_score_kernel[(heads, per_row, batch)](
         q,
@@ -117,10 +146,11 @@ def page_score(
         HEADS=heads,
         GROUP=num_q_heads // heads,
         DIM=dim,
-        BLOCK_DIM=triton.next_power_of_2(dim),
-        BLOCK_PAGES=block_pages,
+        BLOCK_DIM=block_dim,
+        LANES=lanes,
+        STEPS=block_pages // lanes,
         DEPENDENT=dependent,
-        num_warps=num_warps,
+        num_warps=_NUM_WARPS,
         launch_pdl=dependent,
     )
     return out

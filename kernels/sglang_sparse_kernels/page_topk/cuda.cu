@@ -1,15 +1,68 @@
-// Page selection for one row and KV head per block; see cuda.py for the method and the launch.
+// Page selection for one row and KV head per cluster of blocks; see cuda.py for the method and the launch.
 //
-// Compile-time: THREADS (multiple of 32, a divisor of BINS), ITEMS (scores a thread holds in registers, multiple of 4).
-// A block is bound by the instructions that it issues for each score, so these are what the code saves.
+// Compile-time: CLUSTER (blocks of a cluster; a power of two, 1 before Hopper), THREADS (of a block; a power of two, at
+// least 32), ITEMS (scores a thread holds in registers, multiple of 4). A block is bound by the instructions that it
+// issues for each score, so these are what the code saves, and what a cluster divides.
+//
+// A cluster's blocks hold consecutive parts of a row. All take the same decisions from the same numbers, so that they
+// meet at the same barriers. They only read from one another, and none ends before all have read.
 
 #define BINS 2048
 #define LIST 256
 #define WARPS (THREADS / 32)
 #define GROUP (ITEMS < 8 ? ITEMS : 8)
+// Whether registers are left for the page table.
+#define PAGES_HELD (ITEMS <= 8)
 #define ALL 0xFFFFFFFFu
+#define NOT_A_NUMBER __uint_as_float(0x7FC00000u)
 #define INFINITE __uint_as_float(0x7F800000u)
 #define LARGEST 3.402823466e38f
+
+// What CUDA C++ has no words for without its headers; tests on a CPU bring their own.
+#ifdef __CUDACC__
+#define SHARED(type, name) __shared__ type name
+
+// PTX of Hopper and later, left out before.
+#if __CUDA_ARCH__ >= 900
+#define HOPPER(...) asm volatile(__VA_ARGS__)
+#else
+#define HOPPER(...)
+#endif
+
+__device__ void launch_dependents() { HOPPER("griddepcontrol.launch_dependents;"); }
+
+__device__ void await_inputs() { HOPPER("griddepcontrol.wait;" ::: "memory"); }
+
+// All threads of the cluster come here before any of them leaves `cluster_wait`.
+__device__ void cluster_arrive() { HOPPER("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+
+__device__ void cluster_wait() { HOPPER("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// From here on, all threads of the cluster see what each block has written to its own shared memory. The barrier's own
+// release would wait for global memory as well, as the only fence does that compilers before CUDA 12.8 know.
+__device__ void cluster_barrier() {
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
+    HOPPER("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+#else
+    HOPPER("fence.acq_rel.cluster;" ::: "memory");
+#endif
+    cluster_arrive();
+    cluster_wait();
+}
+
+// The number at `place`, in this block's shared memory, as the block `rank` of the cluster has it.
+__device__ unsigned load_from(unsigned rank, const unsigned* place) {
+    unsigned value = 0, own = (unsigned)__cvta_generic_to_shared(place);
+    HOPPER("{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.u32 %0, [there];\n}"
+           : "=r"(value) : "r"(own), "r"(rank) : "memory");
+    return value;
+}
+
+// Hides where a score comes from: knowing which are missing, the compiler would keep that in registers.
+__device__ void hide(float& score) { asm("" : "+f"(score)); }
+#endif
+
+__device__ unsigned block_rank() { return blockIdx.x % CLUSTER; }
 
 // A score that counts as +inf if it is NaN, and as 0.0 if it is -0.0.
 __device__ float clean(float score) { return score == score ? score + 0.0f : INFINITE; }
@@ -22,7 +75,8 @@ __device__ unsigned key_of(float score) {
 
 __device__ float score_of(unsigned key) { return __uint_as_float(key ^ (~((int)key >> 31) | 0x80000000u)); }
 
-// Equal bins over the finite scores, in their order; rounding may shift the bins, but never changes the order.
+// Bins over a range of scores, equal and from the highest down; what lies outside is in the first or the last. Rounding
+// may shift the bins, but never changes the order.
 struct Bins {
     float scale, offset;
     __device__ unsigned operator()(float score) const {
@@ -33,139 +87,236 @@ struct Bins {
 };
 
 struct Range {
-    unsigned low, high, above;  // candidates have keys from `low` to `high`; `above` scores are higher
+    unsigned low, high;  // keys
+};
+
+// A bin: how many scores are higher, how many in it, and how many of each the blocks before this one hold.
+struct Bin {
+    unsigned index, above, inside, above_before, inside_before;
 };
 
 struct Shared {
     unsigned histogram[BINS];
-    unsigned warp[4][WARPS];
-    unsigned list[LIST];
-    unsigned bin, above, inside, threshold, equal, listed;
+    unsigned sums[32];  // of the histogram's 32 parts
+    unsigned warp[2][WARPS];
+    unsigned list[LIST], merged[CLUSTER == 1 ? 1 : LIST];
+    unsigned listed, threshold, low, high;
+    Bin bin;
 };
 
-// What is selected: all scores from the threshold on or, of those equal to it, the first `ties` only.
+// What is selected: all scores from the threshold on or, of those equal to it, the first `ties` only. The blocks before
+// this one hold so many higher and equal ones.
 struct Threshold {
     float score;
-    unsigned ties;
+    unsigned ties, higher_before, equal_before;
     bool all;
 };
 
-// Sum over the warps before this one of a value that each warp has once; all threads call it.
-__device__ unsigned warps_before(unsigned mine, unsigned* slots) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (lane == 0) slots[warp] = mine;
-    __syncthreads();
-    return __reduce_add_sync(ALL, lane < warp ? slots[lane] : 0u);
+// Sum over the lanes up to this one.
+__device__ unsigned lanes_through(unsigned mine) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        unsigned other = __shfl_up_sync(ALL, mine, step);
+        if (lane >= step) mine += other;
+    }
+    return mine;
 }
 
 // Sum over the threads before this one; all threads call it.
 __device__ unsigned threads_before(unsigned mine, unsigned* slots) {
-    int lane = threadIdx.x % 32;
-    unsigned running = mine;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        unsigned other = __shfl_up_sync(ALL, running, step);
-        if (lane >= step) running += other;
-    }
-    return warps_before(__shfl_sync(ALL, running, 31), slots) + running - mine;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    unsigned running = lanes_through(mine);
+    if (lane == 31) slots[warp] = running;
+    __syncthreads();
+    return __reduce_add_sync(ALL, lane < warp ? slots[lane] : 0u) + running - mine;
 }
 
-// Lowest and highest key of the finite scores that `wanted` takes, and the number of scores at +inf. A missing score is
-// NaN, and so neither.
-template <typename Wanted>
-__device__ Range key_range(const float (&scores)[ITEMS], int items, Shared& shared, Wanted wanted) {
+// Lowest and highest key of the scores that `wanted` takes; never of a missing score, which is NaN.
+template <int SIZE, typename Wanted>
+__device__ Range key_range(const float (&scores)[SIZE], int items, Shared& shared, Wanted wanted) {
     float low = INFINITE, high = -INFINITE;
-    unsigned infinite = 0;
 #pragma unroll
-    for (int group = 0; group < ITEMS; group += 4) {
+    for (int group = 0; group < SIZE; group += 4) {
         if (group >= items) break;
 #pragma unroll
         for (int i = group; i < group + 4; i++) {
-            bool taken = scores[i] < INFINITE && wanted(scores[i]);
+            bool taken = wanted(scores[i]);
             low = fminf(low, taken ? scores[i] : INFINITE);
             high = fmaxf(high, taken ? scores[i] : -INFINITE);
-            infinite += scores[i] == INFINITE;
         }
     }
     unsigned lowest = __reduce_min_sync(ALL, key_of(low)), highest = __reduce_max_sync(ALL, key_of(high));
-    infinite = __reduce_add_sync(ALL, infinite);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane == 0) {
         shared.warp[0][warp] = lowest;
         shared.warp[1][warp] = highest;
-        shared.warp[2][warp] = infinite;
     }
     __syncthreads();
     lowest = __reduce_min_sync(ALL, lane < WARPS ? shared.warp[0][lane] : ALL);
     highest = __reduce_max_sync(ALL, lane < WARPS ? shared.warp[1][lane] : 0u);
-    return Range{lowest, highest, __reduce_add_sync(ALL, lane < WARPS ? shared.warp[2][lane] : 0u)};
+    return Range{lowest, highest};
 }
 
-// Which bin holds the score of rank `wanted` from the top: shared.bin, with shared.above scores over it and
-// shared.inside scores in it.
-__device__ void find_bin(unsigned wanted, unsigned above, Shared& shared) {
-    constexpr int EACH = BINS / THREADS;
-    unsigned counts[EACH], total = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        // Bins in falling order.
-        counts[i] = shared.histogram[BINS - 1 - (threadIdx.x * EACH + i)];
-        total += counts[i];
+// The range of all blocks' ranges.
+__device__ Range over_cluster(Range range, Shared& shared) {
+    if (threadIdx.x == 0) {
+        shared.low = range.low;
+        shared.high = range.high;
     }
+    cluster_barrier();
+    for (unsigned rank = 0; rank < CLUSTER; rank++) {
+        range.low = min(range.low, load_from(rank, &shared.low));
+        range.high = max(range.high, load_from(rank, &shared.high));
+    }
+    return range;
+}
+
+// Which bin holds the score of rank `wanted` from the top, by one block.
+__device__ Bin find_bin_alone(unsigned wanted, unsigned above, Shared& shared) {
+    constexpr int EACH = BINS / THREADS;
+    unsigned counts[EACH], total = 0, first = threadIdx.x * EACH;
+#pragma unroll
+    for (unsigned i = 0; i < EACH; i++) total += counts[i] = shared.histogram[first + i];
     unsigned before = above + threads_before(total, shared.warp[0]);
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        if (before < wanted && wanted <= before + counts[i]) {
-            shared.bin = BINS - 1 - (threadIdx.x * EACH + i);
-            shared.above = before;
-            shared.inside = counts[i];
-        }
+    for (unsigned i = 0; i < EACH; i++) {
+        if (before < wanted && wanted <= before + counts[i]) shared.bin = Bin{first + i, before, counts[i]};
         before += counts[i];
     }
     __syncthreads();
+    return Bin{shared.bin.index, shared.bin.above, shared.bin.inside, 0, 0};
 }
 
-// Clears the histogram, which everybody has read.
+// One warp: which of 32 * EACH counts, of all blocks together, holds the score of rank `wanted`. `bin` has what comes
+// before the counts, and then what is found.
+template <int EACH>
+__device__ void descend(const unsigned* counts, unsigned wanted, Bin& bin) {
+    unsigned lane = threadIdx.x % 32, sums[EACH] = {}, before[EACH] = {}, total = 0;
+#pragma unroll
+    for (unsigned rank = 0; rank < CLUSTER; rank++) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            unsigned count = load_from(rank, counts + lane * EACH + i);
+            sums[i] += count;
+            total += count;
+            if (rank < block_rank()) before[i] += count;
+        }
+    }
+    unsigned above = bin.above + lanes_through(total) - total, above_before = 0;
+    bool found = false;
+    Bin mine = {};
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (above < wanted && wanted <= above + sums[i]) {
+            mine = Bin{lane * EACH + i, above, sums[i], above_before, before[i]};
+            found = true;
+        }
+        above += sums[i];
+        above_before += before[i];
+    }
+    unsigned source = 31 - __clz(__ballot_sync(ALL, found));
+    bin.above_before += __reduce_add_sync(ALL, lane < source ? above_before : mine.above_before);
+    bin.index = __shfl_sync(ALL, mine.index, source);
+    bin.above = __shfl_sync(ALL, mine.above, source);
+    bin.inside = __shfl_sync(ALL, mine.inside, source);
+    bin.inside_before = __shfl_sync(ALL, mine.inside_before, source);
+}
+
+// The same by a cluster: from sums over parts of the blocks' histograms and then from one part, since to read all of
+// the others' histograms would take longer than to make them.
+__device__ Bin find_bin(unsigned wanted, unsigned above, unsigned above_before, Shared& shared) {
+    if (CLUSTER == 1) return find_bin_alone(wanted, above, shared);
+    constexpr int PART = BINS / 32;
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int part = threadIdx.x / 32; part < 32; part += WARPS) {
+        unsigned count = 0;
+#pragma unroll
+        for (int i = lane; i < PART; i += 32) count += shared.histogram[part * PART + i];
+        count = __reduce_add_sync(ALL, count);
+        if (lane == 0) shared.sums[part] = count;
+    }
+    cluster_barrier();
+    if (threadIdx.x < 32) {
+        Bin bin = {0, above, 0, above_before, 0};
+        descend<1>(shared.sums, wanted, bin);
+        unsigned part = bin.index * PART;
+        descend<PART / 32>(shared.histogram + part, wanted, bin);
+        bin.index += part;
+        if (lane == 0) shared.bin = bin;
+    }
+    __syncthreads();
+    return shared.bin;
+}
+
 __device__ void clear(Shared& shared) {
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.histogram[bin] = 0;
-    __syncthreads();
 }
 
-// The score of rank `wanted` among the at most LIST ones that `inside` takes, ranked against one another. `above`
-// scores are higher than they, `count` is how many they are.
+// The list of all blocks: each has its part where it belongs, and zeros elsewhere.
+__device__ const unsigned* merge(unsigned count, Shared& shared) {
+    cluster_barrier();
+    for (unsigned i = threadIdx.x; i < count; i += THREADS) {
+        unsigned key = 0;
+#pragma unroll
+        for (unsigned rank = 0; rank < CLUSTER; rank++) key |= load_from(rank, &shared.list[i]);
+        shared.merged[i] = key;
+    }
+    __syncthreads();
+    cluster_arrive();
+    return shared.merged;
+}
+
+// The score of rank `wanted` among the at most LIST ones of a bin, which `inside` takes: ranked against one another in
+// each block, which gets them from all.
 template <typename Inside>
-__device__ Threshold rank(const float (&scores)[ITEMS], int items, unsigned above, unsigned count, unsigned wanted,
-                          Shared& shared, Inside inside) {
+__device__ Threshold rank_all(const float (&scores)[ITEMS], int items, Bin bin, unsigned wanted, Shared& shared,
+                              Inside inside) {
 #pragma unroll
     for (int group = 0; group < ITEMS; group += 4) {
         if (group >= items) break;
 #pragma unroll
         for (int i = group; i < group + 4; i++)
-            if (inside(scores[i])) shared.list[atomicAdd(&shared.listed, 1u)] = key_of(scores[i]);
+            if (inside(scores[i]))
+                shared.list[bin.inside_before + atomicAdd(&shared.listed, 1u)] = key_of(scores[i]);
     }
-    __syncthreads();
-    for (unsigned mine = threadIdx.x; mine < count; mine += THREADS) {
-        unsigned key = shared.list[mine], higher = above, equal = 0, earlier = 0;
-        for (unsigned i = 0; i < count; i++) {
-            higher += shared.list[i] > key;
-            equal += shared.list[i] == key;
-            earlier += shared.list[i] == key && i < mine;
+    const unsigned* list = shared.list;
+    if (CLUSTER == 1) __syncthreads();
+    else list = merge(bin.inside, shared);
+    for (unsigned mine = threadIdx.x; mine < bin.inside; mine += THREADS) {
+        unsigned key = list[mine], higher = 0, equal = 0, earlier = 0, higher_before = 0, equal_before = 0;
+        for (unsigned i = 0; i < bin.inside; i++) {
+            unsigned other = list[i];
+            higher += other > key;
+            equal += other == key;
+            earlier += other == key && i < mine;
+            if (CLUSTER > 1 && i < bin.inside_before) {
+                higher_before += other > key;
+                equal_before += other == key;
+            }
         }
+        higher += bin.above;
         if (earlier == 0 && higher < wanted && wanted <= higher + equal) {
             shared.threshold = key;
-            shared.above = higher;
-            shared.equal = equal;
+            shared.bin = Bin{0, higher, equal, bin.above_before + higher_before, equal_before};
         }
     }
     __syncthreads();
-    unsigned ties = wanted - shared.above;
-    return Threshold{score_of(shared.threshold), ties, ties == shared.equal};
+    bin = shared.bin;
+    unsigned ties = wanted - bin.above;
+    return Threshold{score_of(shared.threshold), ties, CLUSTER == 1 ? 0 : bin.above_before,
+                     CLUSTER == 1 ? 0 : bin.inside_before, ties == bin.inside};
 }
 
 // The same among any number of scores in a range of keys, by dividing the range until few are left, or one key.
-__device__ Threshold divide(const float (&scores)[ITEMS], int items, Range range, unsigned wanted, Shared& shared) {
+__device__ Threshold divide(const float (&scores)[ITEMS], int items, Range range, Bin bin, unsigned wanted,
+                            Shared& shared) {
     while (true) {
+        // Everybody has read this block's histogram.
+        if (CLUSTER > 1) cluster_barrier();
         clear(shared);
+        __syncthreads();
         unsigned span = range.high - range.low;
         int shift = max(0, 21 - __clz(span));
 #pragma unroll
@@ -173,55 +324,58 @@ __device__ Threshold divide(const float (&scores)[ITEMS], int items, Range range
             if (group >= items) break;
 #pragma unroll
             for (int i = group; i < group + 4; i++) {
-                unsigned distance = key_of(scores[i]) - range.low;
+                unsigned distance = range.high - key_of(scores[i]);
                 if (distance <= span) atomicAdd(&shared.histogram[distance >> shift], 1u);
             }
         }
         __syncthreads();
-        find_bin(wanted, range.above, shared);
-        unsigned start = shared.bin << shift, count = shared.inside;
-        range = Range{range.low + start, range.low + min(span, start + (1u << shift) - 1), shared.above};
-        unsigned ties = wanted - range.above;
+        bin = find_bin(wanted, bin.above, bin.above_before, shared);
+        unsigned start = bin.index << shift, ties = wanted - bin.above;
+        range = Range{range.high - min(span, start + (1u << shift) - 1), range.high - start};
         // A bin that is taken whole, or whose scores are equal.
-        if (ties == count || shift == 0) return Threshold{score_of(range.low), ties, ties == count};
-        if (count <= LIST)
-            return rank(scores, items, range.above, count, wanted, shared, [=](float score) {
-                return key_of(score) - range.low <= range.high - range.low;
+        if (ties == bin.inside || shift == 0) {
+            if (CLUSTER > 1) cluster_arrive();
+            return Threshold{score_of(range.low), ties, bin.above_before, bin.inside_before, ties == bin.inside};
+        }
+        if (bin.inside <= LIST)
+            return rank_all(scores, items, bin, wanted, shared, [=](float score) {
+                return range.high - key_of(score) <= range.high - range.low;
             });
     }
 }
 
-__device__ Threshold find_threshold(const float (&scores)[ITEMS], int items, unsigned wanted, Shared& shared) {
-    if (threadIdx.x == 0) shared.listed = 0;
-    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.histogram[bin] = 0;
-    Range range = key_range(scores, items, shared, [](float) { return true; });
-    if (range.above >= wanted) return Threshold{INFINITE, wanted, range.above == wanted};
-    float low = fmaxf(score_of(range.low), -LARGEST), high = score_of(range.high);
-    Bins bins = {(BINS - 3) / (high - low), 0.0f};
-    bins.offset = 8388609.0f - low * bins.scale;
+// `sample` is some of the row's scores, the same in all blocks; they say how wide the bins are. The caller still has to
+// wait for the cluster.
+__device__ Threshold find_threshold(const float (&scores)[ITEMS], const float (&sample)[4], int items, unsigned wanted,
+                                    Shared& shared) {
+    Range range = key_range(sample, 4, shared, [](float score) { return fabsf(score) < INFINITE; });
+    float low = score_of(range.low), high = score_of(range.high);
+    Bins bins = {(BINS - 3) / (low - high), 0.0f};
+    bins.offset = 8388609.0f - high * bins.scale;
     // Equal scores, or such a range that its bins cannot be said in floats: one bin, divided by its keys.
-    if (!(fabsf(bins.offset) <= LARGEST)) bins = Bins{0.0f, 8388608.0f};
+    if (!(bins.scale < 0.0f && fabsf(bins.offset) <= LARGEST)) bins = Bins{0.0f, 8388608.0f};
 #pragma unroll
     for (int group = 0; group < ITEMS; group += 4) {
         if (group >= items) break;
 #pragma unroll
         for (int i = group; i < group + 4; i++)
-            if (scores[i] < INFINITE) atomicAdd(&shared.histogram[bins(scores[i])], 1u);
+            if (scores[i] == scores[i]) atomicAdd(&shared.histogram[bins(scores[i])], 1u);
     }
     __syncthreads();
-    find_bin(wanted, range.above, shared);
-    unsigned bin = shared.bin, above = shared.above, count = shared.inside;
-    auto inside = [=](float score) { return score < INFINITE && bins(score) == bin; };
-    if (count <= LIST) return rank(scores, items, above, count, wanted, shared, inside);
+    Bin bin = find_bin(wanted, 0, 0, shared);
+    unsigned index = bin.index;
+    auto inside = [=](float score) { return score == score && bins(score) == index; };
+    if (bin.inside <= LIST) return rank_all(scores, items, bin, wanted, shared, inside);
     range = key_range(scores, items, shared, inside);
-    return divide(scores, items, Range{range.low, range.high, above}, wanted, shared);
+    if (CLUSTER > 1) range = over_cluster(range, shared);
+    return divide(scores, items, range, bin, wanted, shared);
 }
 
-// Stores the selected pages in logical order.
+// Stores the selected pages in logical order. `pages` are those of `page_table`, where they are held.
 template <bool TIES>
-__device__ void place(const float (&scores)[ITEMS], int items, const int* page_table, Threshold threshold,
-                      int* indices, Shared& shared) {
-    // At most 65,535 pages fit a half: see cuda.py.
+__device__ void place(const float (&scores)[ITEMS], const int* pages, int items, const int* page_table,
+                      Threshold threshold, int* indices, Shared& shared) {
+    // At most 32,768 pages of a block, which fit a half: see cuda.py.
     unsigned mine = 0;
 #pragma unroll
     for (int group = 0; group < ITEMS; group += 4) {
@@ -232,45 +386,101 @@ __device__ void place(const float (&scores)[ITEMS], int items, const int* page_t
             if (TIES) mine += (unsigned)(scores[i] == threshold.score) << 16;
         }
     }
-    unsigned before = threads_before(mine, shared.warp[3]);
-    unsigned equal = before >> 16;
-    int* next = indices + (before & 0xFFFF) + (TIES ? min(equal, threshold.ties) : 0u);
+    unsigned before = threads_before(mine, shared.warp[1]);
+    unsigned equal = threshold.equal_before + (before >> 16);
+    unsigned taken = TIES ? min(equal, threshold.ties) : threshold.equal_before;
+    int* next = indices + threshold.higher_before + (before & 0xFFFF) + taken;
     // In groups whose loads are all on their way before the first of them is stored.
 #pragma unroll
     for (int group = 0; group < ITEMS; group += GROUP) {
         if (group >= items) break;
-        int pages[GROUP];
+        int chosen[GROUP];
         bool selected[GROUP];
 #pragma unroll
         for (int i = 0; i < GROUP; i++) {
             float score = scores[group + i];
             selected[i] = TIES ? score > threshold.score : score >= threshold.score;
             if (TIES && score == threshold.score) selected[i] = equal++ < threshold.ties;
-            if (selected[i]) pages[i] = page_table[group + i];
+            if (PAGES_HELD) chosen[i] = pages[group + i];
+            else if (selected[i]) chosen[i] = page_table[group + i];
         }
 #pragma unroll
         for (int i = 0; i < GROUP; i++)
-            if (selected[i]) *next++ = pages[i];
+            if (selected[i]) *next++ = chosen[i];
     }
 }
 
+// Four of `left` numbers; where `aligned`, what lies between a row's last page and the next row may be read.
+template <typename Four, typename Number>
+__device__ void load_four(const Number* source, int left, bool aligned, Number* target) {
+    if (left <= 0) return;
+    if (aligned) {
+        Four four = *(const Four*)source;
+        target[0] = four.x;
+        target[1] = four.y;
+        target[2] = four.z;
+        target[3] = four.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i < left) target[i] = source[i];
+    }
+}
+
+// Selects `wanted` of `n_pages` pages.
+__device__ void select(const float* scores, const int* page_table, int n_pages, int wanted, int* indices, bool aligned,
+                       Shared& shared) {
+    // Each block, and in it each thread, holds consecutive pages, in fours.
+    unsigned part = (n_pages + 4 * CLUSTER - 1u) / (4 * CLUSTER) * 4;
+    int items = (part + 4 * THREADS - 1) / (4 * THREADS) * 4, first = block_rank() * part + threadIdx.x * items;
+    int left = min(n_pages, (int)(block_rank() * part + part)) - first;
+    float held[ITEMS], sample[4];
+    int pages[PAGES_HELD ? ITEMS : 1];
+#pragma unroll
+    for (int group = 0; group < ITEMS; group += 4) {
+        if (group >= items) break;
+        load_four<float4>(scores + first + group, left - group, aligned, held + group);
+    }
+    int start = threadIdx.x * ((n_pages + 4 * THREADS - 1u) / (4 * THREADS) * 4);
+    if (CLUSTER > 1) load_four<float4>(scores + start, n_pages - start, aligned, sample);
+#pragma unroll
+    for (int group = 0; group < ITEMS; group += 4) {
+        if (!PAGES_HELD || group >= items) break;
+        load_four<int4>(page_table + first + group, left - group, aligned, pages + group);
+    }
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        held[i] = i < items && i < left ? clean(held[i]) : NOT_A_NUMBER;
+        hide(held[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        sample[i] = CLUSTER == 1 ? held[i] : start + i < n_pages ? clean(sample[i]) : NOT_A_NUMBER;
+    Threshold threshold = find_threshold(held, sample, items, wanted, shared);
+    if (threshold.all) place<false>(held, pages, items, page_table + first, threshold, indices, shared);
+    else place<true>(held, pages, items, page_table + first, threshold, indices, shared);
+    if (CLUSTER > 1) cluster_wait();
+}
+
 // No pointer is __restrict__: what the kernel before this one wrote must not be read as constant, or before the wait.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 page_topk(const float* scores, const int* page_table, const int* n_pages_ptr, const int* n_select_ptr, int* indices,
           int* counts, unsigned long long* stats, long long table_stride, long long width, long long max_select_wide,
           long long aligned) {
-    __shared__ Shared shared;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-    int head = blockIdx.x, row = blockIdx.y, heads = gridDim.x;
+    SHARED(Shared, shared);
+    launch_dependents();
+    clear(shared);
+    if (CLUSTER > 1)
+        for (int i = threadIdx.x; i < LIST; i += THREADS) shared.list[i] = 0;
+    if (threadIdx.x == 0) shared.listed = 0;
+    await_inputs();
+    int head = blockIdx.x / CLUSTER, row = blockIdx.y, heads = gridDim.x / CLUSTER;
     long long pair = (long long)row * heads + head;
     int n_pages = n_pages_ptr[row], max_select = (int)max_select_wide;
     int wanted = max(0, min(min(n_select_ptr[row], n_pages), max_select));
     page_table += row * table_stride;
     indices += pair * max_select;
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && block_rank() == 0) {
         counts[pair] = wanted;
         if (stats && head == 0 && wanted > 0) {
             atomicAdd(stats, (unsigned long long)heads);
@@ -280,35 +490,9 @@ page_topk(const float* scores, const int* page_table, const int* n_pages_ptr, co
     }
     if (wanted == 0) return;
     if (wanted == n_pages) {
-        for (int i = threadIdx.x; i < n_pages; i += THREADS) indices[i] = page_table[i];
+        int start = block_rank() * THREADS + threadIdx.x;
+        for (int i = start; i < n_pages; i += CLUSTER * THREADS) indices[i] = page_table[i];
         return;
     }
-    // Each thread holds consecutive pages, in fours.
-    int items = (n_pages + 4 * THREADS - 1) / (4 * THREADS) * 4;
-    int first = threadIdx.x * items;
-    scores += pair * width;
-    float held[ITEMS];
-#pragma unroll
-    for (int group = 0; group < ITEMS; group += 4) {
-        if (group >= items || first + group >= n_pages) break;
-        if (aligned) {
-            // What lies between a row's last page and the next row may be read.
-            float4 four = *(const float4*)(scores + first + group);
-            held[group] = four.x;
-            held[group + 1] = four.y;
-            held[group + 2] = four.z;
-            held[group + 3] = four.w;
-        } else {
-#pragma unroll
-            for (int i = group; i < group + 4; i++) held[i] = first + i < n_pages ? scores[first + i] : 0.0f;
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-        held[i] = i < items && first + i < n_pages ? clean(held[i]) : __uint_as_float(0x7FC00000u);
-    Threshold threshold = find_threshold(held, items, wanted, shared);
-    if (threshold.all)
-        place<false>(held, items, page_table + first, threshold, indices, shared);
-    else
-        place<true>(held, items, page_table + first, threshold, indices, shared);
+    select(scores + pair * width, page_table, n_pages, wanted, indices, aligned, shared);
 }

@@ -1,38 +1,92 @@
-"""CUDA kernel of the page selection: one block per row and KV head, all scores in registers.
+"""CUDA kernel of the page selection: a cluster of blocks per row and KV head, all scores in registers.
 
-A histogram of the scores' range in 2,048 equal bins finds the bin of the n-th highest; the few scores of that bin are
-ranked against one another. Where they are many, as with outliers, the bin is divided by the scores' bits. A running
-count over the threads, which hold consecutive pages, then places the selected ones in logical order. Triton cannot say
-this: its histogram counts by shuffles.
+A histogram in 2,048 equal bins, over the range of a sample of the scores, finds the bin of the n-th highest; the few
+scores of that bin are ranked against one another. Where they are many, as with outliers, the bin is divided by the
+scores' bits. A running count over the threads, which hold consecutive pages, then places the selected ones in logical
+order. Triton cannot say this: its histogram counts by shuffles.
+
+The blocks of a cluster (Hopper and later) divide a row. They meet twice: for the sums of their histograms, and for the
+scores of the bin; each then knows what the others select.
 """
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from .. import nvrtc
+from ..launch import dependent_launch, num_processors
 
 SOURCE = Path(__file__).with_name("cuda.cu")
 _ITEMS = (4, 8, 16, 32)
 _MAX_THREADS = 1024
-MAX_PAGES = _ITEMS[-1] * _MAX_THREADS
+_CLUSTERS = (8, 4, 2)
+# A block's part of a row, below which two more barriers cost more than its scores.
+_LEAST_PART = 2048
+# A part of that many pages or fewer is faster with half of the threads.
+_FEW_PAGES = 4096
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``threads`` of a block, a power of two of at least 32; ``items`` is how many scores a thread holds at most."""
+
+    cluster: int
+    threads: int
+    items: int
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """What the source is compiled with."""
+        return {"CLUSTER": self.cluster, "THREADS": self.threads, "ITEMS": self.items}
+
+
+def max_pages(clusters: bool) -> int:
+    """Pages of the longest row, with clusters of blocks or without."""
+    return _ITEMS[-1] * _MAX_THREADS * (_CLUSTERS[0] if clusters else 1)
 
 
 def takes(scores: torch.Tensor) -> bool:
-    """Whether rows as wide as those of ``scores`` can be selected from here: at most ``MAX_PAGES``, on NVIDIA GPUs."""
-    return scores.shape[2] <= MAX_PAGES and nvrtc.available(scores.device)
+    """Whether rows as wide as those of ``scores`` can be selected from here: on NVIDIA GPUs, up to ``max_pages``."""
+    return nvrtc.available(scores.device) and scores.shape[2] <= max_pages(dependent_launch(scores.device))
 
 
-def shape_of(width: int, threads: int | None = None) -> tuple[int, int]:
-    """Threads of a block, as given or for rows of ``width`` pages, and scores that each holds at most."""
-    threads = threads or (512 if width <= 512 else _MAX_THREADS)
-    return threads, next(items for items in _ITEMS if items * threads >= width)
+def shape_of(width: int, rows: int, processors: int, cluster: int | None = None, threads: int | None = None) -> Shape:
+    """How rows are selected from.
+
+    Args:
+        width: pages of the longest row.
+        rows: pairs of a row and a KV head.
+        processors: of a GPU with clusters; 0 if it has none.
+        cluster: blocks of a row, as given: 1, 2, 4 or 8, or 16 where the GPU allows it.
+        threads: of a block, as given.
+
+    Raises:
+        ValueError: the row does not fit so many blocks and threads.
+    """
+    cluster = cluster or _cluster_of(width, rows, processors)
+    part = -(-width // cluster)
+    if threads is None:
+        threads = 512 if part <= _FEW_PAGES else _MAX_THREADS
+    items = next((items for items in _ITEMS if items * threads >= part), None)
+    if items is None:
+        raise ValueError(f"{width} pages do not fit {cluster} blocks of {threads} threads with {_ITEMS[-1]} each")
+    return Shape(cluster, threads, items)
+
+
+def _cluster_of(width: int, rows: int, processors: int) -> int:
+    """The most blocks that all run at once and have enough to do; more only where a row does not fit otherwise."""
+    if processors == 0:
+        return 1
+    least = next((size for size in (1, 2, 4) if size * max_pages(clusters=False) >= width), _CLUSTERS[0])
+    useful = (size for size in _CLUSTERS if size * rows <= processors and size * _LEAST_PART <= width)
+    return max(least, next(useful, 1))
 
 
 @functools.cache
-def _kernel(device: torch.device, threads: int, items: int) -> nvrtc.Kernel:
-    return nvrtc.Kernel(SOURCE, "page_topk", device, {"THREADS": threads, "ITEMS": items})
+def _kernel(device: torch.device, shape: Shape) -> nvrtc.Kernel:
+    return nvrtc.Kernel(SOURCE, "page_topk", device, shape.defines, shape.cluster)
 
 
 def page_topk(
@@ -43,15 +97,24 @@ def page_topk(
     max_select: int,
     out: tuple[torch.Tensor, torch.Tensor],
     stats: torch.Tensor | None = None,
+    shape: Shape | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``page_topk.page_topk``; for what ``takes`` allows."""
     indices, counts = out
     batch, heads, width = scores.shape
     if batch == 0:
         return out
-    threads, items = shape_of(width)
+    if shape is None:
+        processors = num_processors(scores.device) if dependent_launch(scores.device) else 0
+        shape = shape_of(width, batch * heads, processors)
     tensors = (scores, page_table, n_pages, n_select, indices, counts, stats)
-    aligned = int(width % 4 == 0 and scores.data_ptr() % 16 == 0)
-    sizes = (page_table.stride(0), width, max_select, aligned)
-    _kernel(scores.device, threads, items)((heads, batch), threads, *tensors, *sizes)
+    sizes = (page_table.stride(0), width, max_select, int(aligned(scores, page_table)))
+    _kernel(scores.device, shape)((shape.cluster * heads, batch), shape.threads, *tensors, *sizes)
     return out
+
+
+def aligned(scores: torch.Tensor, page_table: torch.Tensor) -> bool:
+    """Whether the kernel may read four numbers of a row at once."""
+    strides = (scores.shape[2], page_table.stride(0))
+    pointers = (scores.data_ptr(), page_table.data_ptr())
+    return all(stride % 4 == 0 for stride in strides) and all(pointer % 16 == 0 for pointer in pointers)

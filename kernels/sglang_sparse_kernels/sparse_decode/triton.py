@@ -16,25 +16,36 @@ _LOG2_E = 1.4426950408889634
 _MIN_DOT = 16
 # Partial results that one program of the combination holds.
 _COMBINE_TILE = 4096
-# Selected tokens per multiprocessor below which smaller tiles balance the programs better.
+# Selected tokens per multiprocessor below which smaller tiles balance the programs better, or a program has so few of
+# them that more should be on their way at once.
 _FEW_TOKENS = 2048
+_FEWEST_TOKENS = 400
 
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters: tokens per step, warps, pipeline stages, and programs aimed for per multiprocessor."""
+    """Launch parameters: tokens per step, warps, pipeline stages, and programs aimed for per multiprocessor.
+
+    With ``narrow`` the results of the splits have the dtype of the output instead of float32.
+    """
 
     block_tokens: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    programs_per_processor: int = 4
+    programs_per_processor: int = 3
+    narrow: bool = False
 
 
 @triton.jit
-def _token_slots(indices_ptr, first, count, last_slot, tokens, PAGE: tl.constexpr):
-    """Slots of one tile's tokens, and which of them hold a token of a selected page."""
+def _load_ids(indices_ptr, first, end, tokens, PAGE: tl.constexpr):
+    """The page of each of one tile's tokens; -1 for positions from ``end`` on."""
     position = first + tokens // PAGE
-    page = tl.load(indices_ptr + position, mask=position < count, other=-1)
+    return tl.load(indices_ptr + position, mask=position < end, other=-1)
+
+
+@triton.jit
+def _token_slots(page, last_slot, tokens, PAGE: tl.constexpr):
+    """Slots of one tile's tokens, and which of them hold a token of a selected page."""
     slot = page.to(tl.int64) * PAGE + tokens % PAGE
     return slot, (page >= 0) & ((page != last_slot // PAGE) | (slot <= last_slot))
 
@@ -53,6 +64,7 @@ def _attend(
     k_ptr,
     v_ptr,
     indices_ptr,
+    first_ids,
     first_page,
     count,
     last_slot,
@@ -67,15 +79,21 @@ def _attend(
     PAGE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Online softmax over one split's tiles: unnormalised output, row sums and row maxima (base 2)."""
+    """Online softmax over one split's tiles: unnormalised output, row sums and row maxima (base 2).
+
+    The page ids of a tile are loaded one tile early: loads of keys and values that waited for them would leave the
+    pipeline one tile deep, whatever its stages.
+    """
     tokens = tl.arange(0, BLOCK_TOKENS)
     dims = tl.arange(0, BLOCK_DIM)
     v_dims = tl.arange(0, BLOCK_V_DIM)
     maximum = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.full([query.shape[0]], 0.0, tl.float32)
     output = tl.full([query.shape[0], BLOCK_V_DIM], 0.0, tl.float32)
+    ids = first_ids
     for first in range(first_page, count, STEP_PAGES):
-        slot, valid = _token_slots(indices_ptr, first, count, last_slot, tokens, PAGE)
+        slot, valid = _token_slots(ids, last_slot, tokens, PAGE)
+        ids = _load_ids(indices_ptr, first + STEP_PAGES, count, tokens, PAGE)
         keys = _load_rows(k_ptr + slot[:, None] * k_stride_slot + dims[None, :], valid, dims, DIM, BLOCK_DIM)
         logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * logit_scale
         logits = tl.where(valid[None, :], logits, float("-inf"))
@@ -130,27 +148,32 @@ def _split_kernel(
     head = tl.program_id(1)
     row = tl.program_id(2)
     pair = (row * HEADS + head).to(tl.int64)
-    count = tl.load(counts_ptr + pair)
+    tokens = tl.arange(0, BLOCK_TOKENS)
+    members = tl.arange(0, BLOCK_GROUP)
+    dims = tl.arange(0, BLOCK_DIM)
+    v_dims = tl.arange(0, BLOCK_V_DIM)
     # Splits take tiles in turn: whatever the count on the device is, they differ by one tile at most.
     first_page = split * (BLOCK_TOKENS // PAGE)
+    indices_ptr += pair * max_pages
+    q_ptr += row.to(tl.int64) * q_stride_row + head * GROUP * q_stride_head
+    # No load waits for another one: an id beyond the count is read as well, whatever it is, and dropped afterwards.
+    count = tl.load(counts_ptr + pair)
+    ids = _load_ids(indices_ptr, first_page, max_pages, tokens, PAGE)
+    last_slot = tl.load(last_slots_ptr + row)
+    query = tl.load(
+        q_ptr + members[:, None] * q_stride_head + dims[None, :],
+        mask=(members < GROUP)[:, None] & (dims < DIM)[None, :],
+        other=0.0,
+    )
+    if UPCAST:
+        query = query.to(tl.float32)
     if (first_page < count) | (SPLITS == 1):
-        last_slot = tl.load(last_slots_ptr + row)
-        members = tl.arange(0, BLOCK_GROUP)
-        dims = tl.arange(0, BLOCK_DIM)
-        v_dims = tl.arange(0, BLOCK_V_DIM)
-        q_ptr += row.to(tl.int64) * q_stride_row + head * GROUP * q_stride_head
-        query = tl.load(
-            q_ptr + members[:, None] * q_stride_head + dims[None, :],
-            mask=(members < GROUP)[:, None] & (dims < DIM)[None, :],
-            other=0.0,
-        )
-        if UPCAST:
-            query = query.to(tl.float32)
         output, total, maximum = _attend(
             query,
             k_ptr + head * k_stride_head,
             v_ptr + head * v_stride_head,
-            indices_ptr + pair * max_pages,
+            indices_ptr,
+            tl.where(first_page + tokens // PAGE < count, ids, -1),
             first_page,
             count,
             last_slot,
@@ -166,15 +189,18 @@ def _split_kernel(
             BLOCK_TOKENS,
         )
         output *= (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-        in_out = (members < GROUP)[:, None] & (v_dims < V_DIM)[None, :]
-        q_heads = pair * GROUP + members
+        in_group = members < GROUP
+        in_out = in_group[:, None] & (v_dims < V_DIM)[None, :]
+        offsets = members[:, None] * V_DIM + v_dims[None, :]
+        out_ptr += pair * GROUP * V_DIM
         if SPLITS == 1:
-            pointers = out_ptr + q_heads[:, None] * V_DIM + v_dims[None, :]
-            tl.store(pointers, output.to(out_ptr.dtype.element_ty), mask=in_out)
+            tl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=in_out)
         else:
-            tl.store(lse_ptr + q_heads * SPLITS + split, maximum + tl.log2(total), mask=members < GROUP)
-            pointers = partial_ptr + (q_heads * SPLITS + split)[:, None] * V_DIM + v_dims[None, :]
-            tl.store(pointers, output, mask=in_out)
+            lse_ptr += pair * SPLITS * GROUP
+            partial_ptr += pair * SPLITS * GROUP * V_DIM
+            tl.store(lse_ptr + split * GROUP + members, maximum + tl.log2(total), mask=in_group)
+            pointers = partial_ptr + split * GROUP * V_DIM + offsets
+            tl.store(pointers, output.to(partial_ptr.dtype.element_ty), mask=in_out)
 
 
 @triton.jit
@@ -198,10 +224,11 @@ def _combine_kernel(
     in_partial = (splits < SPLITS)[:, None] & (v_dims < V_DIM)[None, :]
     # Splits without pages wrote nothing, so their entries may hold anything. They are loaded all the same: the loads
     # of the count, the sums and the partial results then run at once instead of one after the other.
-    count = tl.load(counts_ptr + q_head // GROUP)
-    lse = tl.load(lse_ptr + q_head * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
-    pointers = partial_ptr + (q_head * SPLITS + splits)[:, None] * V_DIM + v_dims[None, :]
-    partial = tl.load(pointers, mask=in_partial, other=0.0)
+    pair = q_head // GROUP
+    count = tl.load(counts_ptr + pair)
+    rows = (pair * SPLITS + splits) * GROUP + q_head % GROUP
+    lse = tl.load(lse_ptr + rows, mask=splits < SPLITS, other=float("-inf"))
+    partial = tl.load(partial_ptr + rows[:, None] * V_DIM + v_dims[None, :], mask=in_partial, other=0.0).to(tl.float32)
     used = (splits < SPLITS) & (splits * TILE_PAGES < count)
     lse = tl.where(used, lse, float("-inf"))
     partial = tl.where(used[:, None], partial, 0.0)
@@ -250,8 +277,8 @@ def sparse_decode(
     block_tokens = max(config.block_tokens, page_size)
     tile_pages = block_tokens // page_size
     splits = _num_splits(batch * heads, planned_pages, tile_pages, config.programs_per_processor * processors)
-    sizes = [batch * num_q_heads * splits * v_dim, batch * num_q_heads * splits]
-    partial, lse = torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes)
+    lse = torch.empty(batch * num_q_heads * splits, dtype=torch.float32, device=q.device)
+    partial = torch.empty(lse.numel() * v_dim, dtype=q.dtype if config.narrow else torch.float32, device=q.device)
     dependent = dependent_launch(q.device)
     tensors = (q, k_cache, v_cache, indices, counts, last_slots, out, partial, lse)
     strides = [stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]]
@@ -319,10 +346,13 @@ def _combine(
 
 
 def default_config(row_bytes: int, tokens_per_processor: int) -> Config:
-    """Small tiles where a program gets only a few of them, or where a token's key and value (in bytes) are large.
+    """What was fastest on one H200, see ``eval.bench_kernels``.
 
-    Either way four or five programs fit a multiprocessor, in registers and in shared memory.
+    Small tiles where a program gets only a few of them, or where a token's key and value (in bytes) are large; as many
+    programs as fit a multiprocessor in registers and in shared memory.
     """
-    if row_bytes > 512 or tokens_per_processor < _FEW_TOKENS:
-        return Config(block_tokens=32, programs_per_processor=5)
+    if tokens_per_processor < _FEWEST_TOKENS and row_bytes <= 512:
+        return Config(block_tokens=32, num_stages=4, programs_per_processor=4)
+    if tokens_per_processor < _FEW_TOKENS or row_bytes > 512:
+        return Config(block_tokens=32, programs_per_processor=5, narrow=True)
     return Config()
