@@ -11,7 +11,8 @@ from dense attention, and the share of the dense softmax that the selected pages
 Queries, keys and values are normally distributed: they have no structure to find, so this share is no model's.
 
 A peer that is not installed, or that does not take a shape, is reported and the others go on. The exit status is 1
-where that happens to one of this project's own operations.
+where that happens to one of this project's own operations. FlashInfer compiles its kernels at their first use, which
+can take minutes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from eval.figures import report_tables
 from eval.figures.ceilings import CEILING_GBPS
@@ -119,7 +121,9 @@ def measure(shape: Shape, plan: Sequence[Implementation], machine: Machine, roun
         ) from error
     rows: list[dict[str, Any]] = []
     replays: dict[int, Replay] = {}
-    for place, one in enumerate(plan):
+    bar = tqdm(plan, desc=shape.name)
+    for place, one in enumerate(bar):
+        bar.set_postfix_str(f"{one.op}, {one.name}")
         row = identity(shape, one) | {"layers": layers}
         try:
             runs = one.prepare(step)
@@ -127,7 +131,8 @@ def measure(shape: Shape, plan: Sequence[Implementation], machine: Machine, roun
             replays[place] = machine.capture(runs)
         except UNAVAILABLE as error:
             row["unavailable"] = reason(error)
-            print(f"eval.bench_kernels: {shape.name}, {one.op}: no {one.name}: {row['unavailable']}", file=sys.stderr)
+            what = f"{shape.name}, {one.op}: no {one.name}"
+            tqdm.write(f"eval.bench_kernels: {what}: {row['unavailable']}", file=sys.stderr)
         rows.append(row)
     for place, times in zip(replays, in_turn(list(replays.values()), rounds), strict=True):
         rows[place] |= timing(times, shape.num_bytes(plan[place].op, plan[place].kv_dtype.itemsize))

@@ -28,6 +28,7 @@ from eval.figures import (
     latency,
     long_summary,
     ppl_summary,
+    profile,
     recall_summary,
     report_tables,
 )
@@ -38,12 +39,13 @@ from eval.train import card
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
 CROSSOVERS = ROOT / "sglang_sparse" / "crossover.json"
-DOCUMENTS = (ROOT / "README.md", ROOT / "eval" / "docs" / "results.md")
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "eval" / "docs" / name for name in ("results.md", "performance.md")))
 CARDS = tuple(ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-mla", "tiny-dsa"))
 BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "decode": lambda: report_tables.decode(sorted(RESULTS.glob("bench-decode-*.jsonl"))),
+    "profile": lambda: profile.profile(RESULTS / "profile-qwen3-1.7b-1x256k.jsonl"),
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
     "crossover": lambda: crossover.crossover_table(CROSSOVERS),
     "goals": lambda: goals.goals_table(RESULTS),

@@ -24,8 +24,8 @@ def test_documents_agree_with_the_results(capsys: pytest.CaptureFixture[str]) ->
 def test_a_document_that_disagrees_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = tmp_path / "results.md"
-    wrong.write_text(re.sub(r"\b4\.66\b", "5.66", (ROOT / "eval" / "docs" / "results.md").read_text()))
+    wrong = tmp_path / "performance.md"
+    wrong.write_text(re.sub(r"\b4\.66\b", "5.66", (ROOT / "eval" / "docs" / "performance.md").read_text()))
     monkeypatch.setattr(report, "DOCUMENTS", (wrong,))
     monkeypatch.setattr(report, "CARDS", ())
     monkeypatch.setattr(report, "ROOT", tmp_path)
