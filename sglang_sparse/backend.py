@@ -246,11 +246,13 @@ class SparseAttentionBackend(DelegatingBackend):
         slots = forward_batch.out_cache_loc
         if save_kv_cache:
             pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, layer.k_scale, layer.v_scale)
+        key_cache = self._k_caches[layer.layer_id]
+        self._pools.refresh({layer.layer_id: key_cache}, slots, before_select=True)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         selected = self.method.select(view, layer.layer_id, query, self._pools)
         output = sparse_decode(
             query,
-            self._k_caches[layer.layer_id],
+            key_cache,
             pool.get_value_buffer(layer.layer_id),
             selected.indices,
             selected.counts,

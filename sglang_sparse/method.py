@@ -52,15 +52,18 @@ class AuxSpec:
         refresh: ``refresh(k_caches, buffers, last_slots, page_size, overflow)`` recomputes from the K caches of some
             layers, in their buffers, the entries of the pages whose last written slots are ``last_slots`` (-1: skip),
             and adds to ``overflow`` (int32 ``[1]``) the values that ``dtype`` cannot hold. It runs once at the end of
-            a pass, for all layers: what ``select`` reads of the newest page, which the pass writes, is out of date.
-            An entry must be a pure function of its page's keys: then whoever holds the page holds a valid entry, and
-            prefix reuse, forks, retraction and eviction need no code.
+            a pass, for all layers: what ``select`` reads of the newest page, which the pass writes, is out of date,
+            and may be what the page's last owner left. An entry must be a pure function of its page's keys: then
+            whoever holds the page holds a valid entry, and prefix reuse, forks, retraction and eviction need no code.
+        fresh: ``select`` reads the newest page's entries too: a decode step then refreshes each layer's before it,
+            which is one more launch a layer.
     """
 
     name: str
     page_shape: tuple[int, ...]
     dtype: torch.dtype
     refresh: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor, int, torch.Tensor], None]
+    fresh: bool = False
 
     @property
     def bytes_per_page(self) -> int:

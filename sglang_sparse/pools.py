@@ -59,14 +59,19 @@ class AuxPools:
         """Return a buffer ``[num_pages, *page_shape]``."""
         return self._buffers[name][layer_id]
 
-    def refresh(self, k_caches: Mapping[int, torch.Tensor], last_slots: torch.Tensor) -> None:
+    def refresh(
+        self, k_caches: Mapping[int, torch.Tensor], last_slots: torch.Tensor, before_select: bool = False
+    ) -> None:
         """Recompute the entries of the pages that were just written.
 
         Args:
             k_caches: K caches ``[slots, kv_heads, head_dim]`` by sparse layer.
             last_slots: ``[n]`` int64, the last written slot of each touched page, or -1.
+            before_select: only what ``select`` needs fresh.
         """
         for spec in self.specs:
+            if before_select and not spec.fresh:
+                continue
             buffers = [self._buffers[spec.name][layer] for layer in k_caches]
             spec.refresh(list(k_caches.values()), buffers, last_slots, self.page_size, self.overflow)
 

@@ -4,6 +4,8 @@ It computes what a selector is meant to estimate, so it reads every key at every
 the selection is as good as one a KV head can be, and nothing is won by it.
 """
 
+from collections.abc import Sequence
+
 import torch
 from random_pages import best_pages
 
@@ -22,7 +24,7 @@ class TrueMass(Resa):
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
         """A copy of each page's keys ``[page_size, kv_heads, head_dim]``, NaN where none was written yet."""
         shape = (self.config.page_size, model.num_kv_heads, model.head_dim)
-        return (AuxSpec(KEYS, shape, model.kv_dtype, copy_keys),)
+        return (AuxSpec(KEYS, shape, model.kv_dtype, copy_keys, fresh=True),)
 
     def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
         """One selection a KV head."""
@@ -32,15 +34,20 @@ class TrueMass(Resa):
 
 
 def copy_keys(
-    k_cache: torch.Tensor, buffer: torch.Tensor, last_slots: torch.Tensor, page_size: int, overflow: torch.Tensor
+    k_caches: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    last_slots: torch.Tensor,
+    page_size: int,
+    overflow: torch.Tensor,
 ) -> None:
     """Copy the pages of ``last_slots``; see `sglang_sparse.method.AuxSpec`."""
     # Page 0 is SGLang's padding: what a slot of -1 writes there is nobody's.
     last = last_slots.clamp(min=0).long()
     pages = last // page_size
-    slots = pages[:, None] * page_size + torch.arange(page_size, device=k_cache.device)
-    keys = k_cache[slots].masked_fill((slots > last[:, None])[:, :, None, None], float("nan"))
-    buffer[pages] = keys.to(buffer.dtype)
+    slots = pages[:, None] * page_size + torch.arange(page_size, device=last.device)
+    missing = (slots > last[:, None])[:, :, None, None]
+    for k_cache, buffer in zip(k_caches, buffers, strict=True):
+        buffer[pages] = k_cache[slots].masked_fill(missing, float("nan")).to(buffer.dtype)
 
 
 def page_mass(query: torch.Tensor, keys: torch.Tensor, page_table: torch.Tensor, n_pages: torch.Tensor) -> torch.Tensor:

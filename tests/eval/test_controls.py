@@ -29,7 +29,7 @@ def test_mass_of_a_half_filled_page(controls) -> None:
     buffer = torch.zeros(10, page_size, kv_heads, dim)
     # Logical pages 7, 2, 5; 10 tokens: the last page holds two.
     pages, length = [7, 2, 5], 10
-    true_mass.copy_keys(k_cache, buffer, torch.tensor([31, -1, 11, 21]), page_size, torch.zeros(1))
+    true_mass.copy_keys([k_cache], [buffer], torch.tensor([31, -1, 11, 21]), page_size, torch.zeros(1))
     query = torch.randn(2, kv_heads * group, dim)
     table = torch.tensor([[*pages, 0], [0, 0, 0, 0]], dtype=torch.int32)
     mass = true_mass.page_mass(query, buffer, table, torch.tensor([3, 0], dtype=torch.int32))
@@ -49,7 +49,7 @@ def test_the_definition_scores_as_resa_does(controls) -> None:
     k_cache = torch.randn(40, kv_heads, dim)
     keys, summary = torch.zeros(10, page_size, kv_heads, dim), torch.zeros(10, kv_heads, 2, dim)
     last_slots = torch.tensor([31, 11, 21])
-    true_mass.copy_keys(k_cache, keys, last_slots, page_size, torch.zeros(1))
+    true_mass.copy_keys([k_cache], [keys], last_slots, page_size, torch.zeros(1))
     update_page_summary(k_cache, summary, last_slots, page_size)
     query = torch.randn(1, kv_heads * group, dim)
     table, n_pages = torch.tensor([[7, 2, 5]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)

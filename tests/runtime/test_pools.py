@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_sparse import pools
 from sglang_sparse.config import build
-from sglang_sparse.method import ModelShape
+from sglang_sparse.method import AuxSpec, ModelShape
 from sglang_sparse.methods.resa import SUMMARY
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
@@ -68,6 +68,18 @@ def test_a_page_written_in_pieces_has_the_summary_of_all_its_keys() -> None:
         written = keys[20 : slots[-1] + 1]
         summary = aux.buffer(SUMMARY, 0)[5]
         assert torch.equal(summary[:, 0], written.amax(0)) and torch.equal(summary[:, 1], written.amin(0))
+
+
+def test_only_what_selection_needs_fresh_is_refreshed_before_it() -> None:
+    asked: list[str] = []
+
+    def spec(name: str, fresh: bool) -> AuxSpec:
+        return AuxSpec(name, (1,), torch.float32, lambda *_: asked.append(name), fresh)
+
+    aux = pools.AuxPools((spec("late", False), spec("early", True)), (0, 1), 8, 16, "cpu")
+    aux.refresh({0: torch.zeros(128, 1, 1)}, torch.tensor([31]), before_select=True)
+    aux.refresh({0: torch.zeros(128, 1, 1)}, torch.tensor([31]))
+    assert asked == ["early", "late", "early"]
 
 
 def test_bytes_are_those_of_the_buffers() -> None:
