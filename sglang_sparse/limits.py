@@ -94,7 +94,11 @@ FLAG_LIMITS = (
     FlagLimit("diffusion LLM decoding", _set("dllm_algorithm"), "tokens are not decoded one by one"),
     FlagLimit("HiSparse", _set("enable_hisparse"), "it is another sparse attention"),
     FlagLimit("unified memory pool", _set("enable_unified_memory"), "the summaries would not be allocated"),
-    FlagLimit("page-major KV layout", _set("enable_page_major_kv_layout"), "the kernels read one layer's K at a time"),
+    FlagLimit(
+        "page-major KV layout",
+        _set("enable_page_major_kv_layout"),
+        "the kernels want a tensor of K for each layer",
+    ),
     FlagLimit("streaming sessions", _set("enable_streaming_session"), "a session keeps approximate KV"),
     FlagLimit("torch.compile", _set("enable_torch_compile"), "the sparse and the dense graph would share one"),
     FlagLimit(

@@ -55,15 +55,15 @@ class AuxSpec:
             a pass, for all layers: what ``select`` reads of the newest page, which the pass writes, is out of date,
             and may be what the page's last owner left. An entry must be a pure function of its page's keys: then
             whoever holds the page holds a valid entry, and prefix reuse, forks, retraction and eviction need no code.
-        fresh: ``select`` reads the newest page's entries too: a decode step then refreshes each layer's before it,
-            which is one more launch a layer.
+        before_select: ``select`` reads the newest page's entries too: a decode step then refreshes each layer's before
+            it, which is one more launch a layer.
     """
 
     name: str
     page_shape: tuple[int, ...]
     dtype: torch.dtype
     refresh: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor, int, torch.Tensor], None]
-    fresh: bool = False
+    before_select: bool = False
 
     @property
     def bytes_per_page(self) -> int:

@@ -51,6 +51,7 @@ class AuxPools:
             for spec in specs
         }
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self._uncounted = torch.zeros_like(self.overflow)
         self._overflow_seen = torch.zeros(1, dtype=torch.int32, pin_memory=self.overflow.is_cuda)
         self.accounted_bytes = 0
         self.measured_bytes: int | None = None
@@ -67,13 +68,15 @@ class AuxPools:
         Args:
             k_caches: K caches ``[slots, kv_heads, head_dim]`` by sparse layer.
             last_slots: ``[n]`` int64, the last written slot of each touched page, or -1.
-            before_select: only what ``select`` needs fresh.
+            before_select: only the buffers whose spec asks for it.
         """
         for spec in self.specs:
-            if before_select and not spec.fresh:
+            if before_select and not spec.before_select:
                 continue
             buffers = [self._buffers[spec.name][layer] for layer in k_caches]
-            spec.refresh(list(k_caches.values()), buffers, last_slots, self.page_size, self.overflow)
+            # The refresh at the end of the pass counts.
+            overflow = self._uncounted if before_select else self.overflow
+            spec.refresh(list(k_caches.values()), buffers, last_slots, self.page_size, overflow)
 
     def require_in_range(self) -> None:
         """End the server when an entry could not hold a key, one or two passes after it happened.

@@ -1,11 +1,11 @@
 """``python -m sglang_sparse.tune``: from how many KV tokens on a sparse decode step is faster than a dense one, here.
 
 For every batch size and context it times the attention of one decode step in CUDA graphs, replayed in turn: dense, by
-the faster of FA3 and FlashInfer (whichever are installed), and sparse as a server runs it: refresh of the newest pages'
-summaries, selection, attention over the selected pages. Each layer has caches of its own, so that none finds its inputs
-in the L2 cache. The answer is the least number of KV tokens in a batch from which on the sparse step was faster at
-every batch size, between two contexts by linear interpolation. The refresh counts for the sparse step only, although
-the dense graph of a sparse server has it too: that much is left for what a sparse step costs on the host.
+the faster of FA3 and FlashInfer (whichever are installed), and sparse: selection, attention over the selected pages,
+and one refresh of the newest pages' summaries in all layers that are timed. Each layer has caches of its own, so that
+none finds its inputs in the L2 cache. The answer is the least number of KV tokens in a batch from which on the sparse
+step was faster at every batch size, between two contexts by linear interpolation. ``--overhead-us`` is what a sparse
+step has beside: loading the page table, and the gaps around it.
 
 ``--out FILE`` gets an entry for each shape and share of the pages, in place of an older one. A server looks into the
 ``crossover.json`` of this package; elsewhere the printed number goes into its ``--sparse-config``.
@@ -235,8 +235,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--overhead-us",
         type=float,
-        default=0.0,
-        help="microseconds a layer that a sparse step costs beside its attention, such as its share of rectification",
+        default=0.3,
+        help="microseconds a layer that a sparse step costs beside its attention; its share of rectification too",
     )
     return found
 

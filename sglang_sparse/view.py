@@ -73,7 +73,7 @@ class BatchView:
         self._load(req_to_token, forward_batch.req_pool_indices[: sizes.shape[1]], sizes, widest)
 
     def clear(self, req_to_token: torch.Tensor) -> None:
-        """Make all rows padding; by the same kernel, so that no step of a running server is the first to compile it."""
+        """Make all rows padding; by the same kernel, so that a server with CUDA graphs compiles it before it serves."""
         no_rows = torch.empty(0, dtype=torch.int64, device=req_to_token.device)
         self._load(req_to_token, no_rows, torch.empty(2, 0, dtype=torch.int32), 0)
 

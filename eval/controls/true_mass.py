@@ -24,7 +24,7 @@ class TrueMass(Resa):
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
         """A copy of each page's keys ``[page_size, kv_heads, head_dim]``, NaN where none was written yet."""
         shape = (self.config.page_size, model.num_kv_heads, model.head_dim)
-        return (AuxSpec(KEYS, shape, model.kv_dtype, copy_keys, fresh=True),)
+        return (AuxSpec(KEYS, shape, model.kv_dtype, copy_keys, before_select=True),)
 
     def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
         """One selection a KV head."""

@@ -97,7 +97,7 @@ def fit(make: Callable[[int], list[int]], wanted: int, spare: int = 0) -> list[i
         if len(prompt) < wanted and (best is None or len(prompt) > len(best)):
             best = prompt
         made = len(prompt) - bare
-        aim = (least + wanted) // 2 - bare
+        aim = max(least, min(wanted - spare, (least + wanted) // 2)) - bare
         filling = max(0, round(filling * aim / made)) if made > 0 else filling + wanted - len(prompt)
     if best is not None and len(best) >= 0.99 * wanted:
         return best

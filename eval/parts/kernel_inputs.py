@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sglang_sparse_kernels.page_score import page_score
-from sglang_sparse_kernels.page_summary import update_page_summary
+from sglang_sparse_kernels.page_summary import update_page_summaries, update_page_summary
 from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.testing import PagedBatch, paged_batch, random_cache, seeded
@@ -141,8 +141,10 @@ class Step:
             self.select(layer)
 
     def summarise(self, layer: Layer) -> None:
-        """Summarise the newest page of every row."""
-        update_page_summary(layer.k_cache, layer.summary, self.batch.last_slots, self.shape.page_size)
+        """Summarise the newest page of every row, in all layers after the last one, as a server does."""
+        if layer is self.layers[-1]:
+            caches, summaries = zip(*((one.k_cache, one.summary) for one in self.layers), strict=True)
+            update_page_summaries(caches, summaries, self.batch.last_slots, self.shape.page_size)
 
     def score(self, layer: Layer) -> None:
         """Score every page."""

@@ -119,7 +119,8 @@ def select(settings: Settings, captured: Captured, layers: int) -> Selection:
     """What a method attends to at each of the captured queries, one decode step after the other.
 
     The page after the dummy page holds the first tokens and so on. As on a server, the method's buffers are refreshed
-    for all pages by the prefill of the tokens before the first query, and then for the page that a step writes to.
+    for all pages by the prefill of the tokens before the first query, and then at the end of each step for the page
+    that it writes to; at its begin too where the method asks for that.
 
     Args:
         settings: of `method_settings`.
@@ -147,11 +148,13 @@ def select(settings: Settings, captured: Captured, layers: int) -> Selection:
     counts = torch.zeros(queries, kv_heads, dtype=torch.int64, device=device)
     unit = page
     for row, position in enumerate(captured.positions.tolist()):
-        pools.refresh({layer: cache}, torch.tensor([page + position], device=device))
+        written = torch.tensor([page + position], device=device)
+        pools.refresh({layer: cache}, written, before_select=True)
         plan = plan_decode(method, page, torch.tensor([position + 1]))
         view.n_pages.copy_(plan.n_pages)
         view.n_select.copy_(plan.n_select)
         found = method.select(view, layer, query[row : row + 1].contiguous(), pools)
+        pools.refresh({layer: cache}, written)
         unit = page if found.unit == "page" else 1
         units = _units(found, page // unit, -(-(position + 1) // unit), (pages * page) // unit)
         kept[row] = units.repeat_interleave(unit, 1)[:, :tokens]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape, RectifyConfig
@@ -36,12 +36,17 @@ class ResaConfig(RectifyConfig):
 
     active_ratio: float = Field(0.1, gt=0, le=1, description="Share of a row's pages that a decode step attends to.")
     min_pages: int = Field(16, ge=1, description="Attend to at least this many pages.")
-    local_pages: int = Field(
-        2, ge=1, validate_default=True, description="The newest pages that are always attended to."
-    )
+    local_pages: int = Field(2, ge=1, description="The newest pages that are always attended to; at most min_pages.")
     summary_dtype: Literal["auto", "bf16", "fp8"] = Field(
         "auto", description="Element type of the page summaries; auto is the KV cache's."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_local_pages_fit(cls, data: object) -> object:
+        if isinstance(data, dict) and data.get("min_pages") == 1:
+            return {"local_pages": 1, **data}
+        return data
 
     @field_validator("local_pages")
     @classmethod

@@ -118,7 +118,7 @@ def test_mass_and_error_are_those_of_plain_attention() -> None:
 
 def test_best_is_best_and_random_is_none_of_the_worst() -> None:
     data = captured(sharp=3.0)
-    found = select(method_settings("resa", '{"active_ratio": 0.2, "min_pages": 1, "local_pages": 1}'), data, 4)
+    found = select(method_settings("resa", '{"active_ratio": 0.2, "min_pages": 1}'), data, 4)
     judged = judge(data, found, 0)
     by_group = {name: mass.view(KV_HEADS, GROUP, -1).sum(1) for name, mass in judged.mass.items()}
     assert (by_group["best"] >= by_group["method"] - 1e-5).all() and (

@@ -62,7 +62,7 @@ def test_config_without_method(qwen3: str) -> None:
         ('{"min_pages": true}', ["min_pages: got True", "integer"]),
         ('{"min_pages": 0}', ["min_pages: got 0"]),
         ('{"local_pages": 20}', ["local_pages: got 20", "at most min_pages (16)"]),
-        ('{"min_pages": 1}', ["local_pages: got 2", "at most min_pages (1)"]),
+        ('{"min_pages": 1, "local_pages": 2}', ["local_pages: got 2", "at most min_pages (1)"]),
         ('{"min_seq_len": -1}', ["min_seq_len: got -1"]),
         ('{"summary_dtype": "int8"}', ["summary_dtype: got 'int8'", "'auto', 'bf16' or 'fp8'"]),
         ('{"dense_fallback": "sometimes"}', ["dense_fallback: got 'sometimes'", "'auto' or 'never'"]),

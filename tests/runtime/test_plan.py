@@ -57,7 +57,7 @@ def test_a_ratio_of_one_covers_everything() -> None:
 
 @given(st.integers(1, 10**6), st.integers(1, 100))
 def test_count_is_the_exact_ceiling(n_pages: int, percent: int) -> None:
-    method = build("resa", {"active_ratio": percent / 100, "min_pages": 1, "local_pages": 1}).method
+    method = build("resa", {"active_ratio": percent / 100, "min_pages": 1}).method
     exact = -(-n_pages * percent // 100)
     assert method.n_select(torch.tensor([n_pages], dtype=torch.int32)).tolist() == [exact]
 
@@ -73,7 +73,6 @@ def test_layers(spec: object, expected: tuple[int, ...]) -> None:
 @given(st.sampled_from([1, 4, 16, 64]), st.floats(0.01, 1.0), st.integers(1, 40))
 def test_no_sparse_row_selects_more_than_the_usual_selection(page: int, ratio: float, least: int) -> None:
     fields = {"min_seq_len": 0, "crossover_tokens": 0, "page_size": page, "active_ratio": ratio, "min_pages": least}
-    fields["local_pages"] = 1
     method = build("resa", fields).method
     plan = plan_decode(method, page, torch.arange(1, 4001))
     widest = int(plan.n_select[~plan.covered].max()) if not plan.covered.all() else 0

@@ -73,8 +73,8 @@ def test_a_page_written_in_pieces_has_the_summary_of_all_its_keys() -> None:
 def test_only_what_selection_needs_fresh_is_refreshed_before_it() -> None:
     asked: list[str] = []
 
-    def spec(name: str, fresh: bool) -> AuxSpec:
-        return AuxSpec(name, (1,), torch.float32, lambda *_: asked.append(name), fresh)
+    def spec(name: str, early: bool) -> AuxSpec:
+        return AuxSpec(name, (1,), torch.float32, lambda *_: asked.append(name), early)
 
     aux = pools.AuxPools((spec("late", False), spec("early", True)), (0, 1), 8, 16, "cpu")
     aux.refresh({0: torch.zeros(128, 1, 1)}, torch.tensor([31]), before_select=True)

@@ -109,7 +109,7 @@ def test_tune_writes_what_a_server_finds(tmp_path: Path, capsys: pytest.CaptureF
     tune._say_once.cache_clear()
     path = tmp_path / "table.json"
     sizes = ["--batches", "1,2", "--contexts", "512,1k", "--out", str(path)]
-    assert run(*sizes, "--active-ratio", "0.1,0.2", "--most-tokens", "1k")
+    assert run(*sizes, "--active-ratio", "0.1,0.2", "--most-tokens", "1k", "--overhead-us", "0")
     told = capsys.readouterr()
     assert """--sparse-config '{"crossover_tokens": 1024}'""" in told.out
     assert told.err.splitlines() == ["sglang_sparse.tune: without none: no such package"]

@@ -28,7 +28,7 @@ CROSSING = {"rectify_interval": 4, "dense_fallback": "auto", "min_seq_len": 16, 
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},
-    {"overlap": False, "config": {"rectify_interval": 3, "rectify_on_finish": True}},
+    {"overlap": False, "config": {"rectify_interval": 3, "rectify_on_finish": True, "layers": "0"}},
     {"overlap": True, "config": {"rectify_interval": 5, "rectify_on_finish": True, "rectify_max_batch": 1}},
     {"overlap": False, "config": CROSSING},
     {"overlap": True, "page_size": 16, "config": {"rectify_interval": 12, "rectify_on_finish": True}},

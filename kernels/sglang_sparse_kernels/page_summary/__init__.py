@@ -22,7 +22,8 @@ def update_page_summaries(
 
     For every ``last_slots[n] >= 0`` the page ``p = last_slots[n] // page_size`` gets the maximum (index 0) and minimum
     (index 1) over the slots ``p * page_size .. last_slots[n]``, both ends included. Nothing is patched: a summary is
-    a pure function of the page's written keys. Entries of -1 are skipped, and no page may occur twice.
+    a pure function of the page's written keys. Entries of -1 are skipped. Of the pages only 0, to which a server writes
+    what pads a batch, may occur more than once.
 
     One launch serves all layers: a decode step touches one page a row, which is next to no work in each of them.
 
@@ -39,7 +40,8 @@ def update_page_summaries(
         overflow: optional ``[1]`` int32 counter, incremented by the number of values stored as NaN.
 
     Raises:
-        ValueError: a wrong dimension, dtype or page size, or layers that differ.
+        ValueError: a wrong dimension, dtype or page size, or layers that differ or do not begin at multiples of 16
+            elements from one another.
 
     Example:
         >>> import torch

@@ -76,7 +76,11 @@ def shape_of(width: int, rows: int, processors: int, cluster: int | None = None,
 
 
 def _cluster_of(width: int, rows: int, processors: int) -> int:
-    """The most blocks that all run at once and have enough to do; more only where a row does not fit otherwise."""
+    """The most blocks that all run at once and have enough to do; more only where a row does not fit otherwise.
+
+    By the longest row that may come, as the lengths of the batch are known on the device alone: a shorter one then has
+    more blocks than it needs.
+    """
     if processors == 0:
         return 1
     least = next((size for size in (1, 2, 4) if size * max_pages(clusters=False) >= width), _CLUSTERS[0])

@@ -1,0 +1,104 @@
+"""When the backend refreshes a method's buffers: before each selection where asked, and once at the end of a pass."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_sparse.backend import SparseAttentionBackend
+from sglang_sparse.indices import SparseIndices
+from sglang_sparse.method import AuxSpec
+from sglang_sparse.pools import AuxPools
+
+LAYERS, SLOTS, HEADS, DIM, PAGE = (1, 3), 32, 1, 16, 4
+SLOT = 17
+
+
+def last_key(k_caches: Any, buffers: Any, last_slots: torch.Tensor, page_size: int, overflow: torch.Tensor) -> None:
+    """An entry is its page's newest key; every refresh counts as an overflow."""
+    for k_cache, buffer in zip(k_caches, buffers, strict=True):
+        buffer[last_slots // page_size] = k_cache[last_slots, 0]
+    overflow += 1
+
+
+class Keep:
+    """Attends to one page, and keeps what it saw in its buffers."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    def select(self, view: Any, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+        early, late = (pools.buffer(name, layer_id)[SLOT // PAGE].clone() for name in ("early", "late"))
+        self.seen.append((layer_id, early, late))
+        return SparseIndices(
+            torch.full((1, 1, 1), SLOT // PAGE, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
+        )
+
+
+class Pool:
+    """K and V of every layer."""
+
+    def __init__(self) -> None:
+        self.keys, self.values = ({layer: torch.zeros(SLOTS, HEADS, DIM) for layer in range(5)} for _ in range(2))
+
+    def set_kv_buffer(self, layer: Any, location: Any, k: torch.Tensor, v: torch.Tensor, *scales: Any) -> None:
+        self.keys[layer.layer_id][SLOT], self.values[layer.layer_id][SLOT] = k[0], v[0]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.values[layer_id]
+
+
+class Dense:
+    """The dense backend: writes K and V."""
+
+    def __init__(self) -> None:
+        self.token_to_kv_pool = Pool()
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, *rest: Any) -> torch.Tensor:
+        self.token_to_kv_pool.set_kv_buffer(layer, None, k, v)
+        return q
+
+
+def make_backend() -> SparseAttentionBackend:
+    """A backend over two sparse layers of a model of five, in a decode step of one row."""
+    backend = object.__new__(SparseAttentionBackend)
+    dense = Dense()
+    object.__setattr__(backend, "dense", dense)
+    specs = [AuxSpec(name, (DIM,), torch.float32, last_key, name == "early") for name in ("early", "late")]
+    backend._pools = AuxPools(tuple(specs), LAYERS, SLOTS // PAGE, PAGE, "cpu")
+    backend._k_caches = {layer: dense.token_to_kv_pool.keys[layer] for layer in LAYERS}
+    backend.method = Keep()  # pyright: ignore[reportAttributeAccessIssue]
+    backend._view = SimpleNamespace(page_size=PAGE, usual_select=1)  # pyright: ignore[reportAttributeAccessIssue]
+    return backend
+
+
+def forward(backend: SparseAttentionBackend, layer_id: int) -> torch.Tensor:
+    """One layer of the step; its key is 1 + its id in every dimension. Returns that key."""
+    layer = SimpleNamespace(
+        layer_id=layer_id, tp_q_head_num=1, qk_head_dim=DIM, scaling=1.0, k_scale=None, v_scale=None, logit_cap=0.0
+    )
+    vars(layer).update(k_scale_float=None, v_scale_float=None, is_cross_attention=False, sliding_window_size=-1)
+    layer.attn_type = SimpleNamespace(value="decoder")
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True)
+    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
+    key = torch.full((1, HEADS, DIM), 1.0 + layer_id)
+    backend.forward(torch.ones(1, DIM), key, key, layer, batch)
+    return key[0, 0]
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_buffers_are_refreshed_when_their_spec_says(sparse: bool) -> None:
+    backend = make_backend()
+    if not sparse:
+        backend._view = None
+    keys = {layer: forward(backend, layer) for layer in range(4)}
+    for layer in LAYERS:
+        for name in ("early", "late"):
+            assert torch.equal(backend._pools.buffer(name, layer)[SLOT // PAGE], keys[layer])
+    # Two specs at the end of the pass; what came before a selection is not counted twice.
+    assert int(backend._pools.overflow) == 2
+    seen = backend.method.seen  # pyright: ignore[reportAttributeAccessIssue]
+    assert [layer for layer, *_ in seen] == (list(LAYERS) if sparse else [])
+    for layer, early, late in seen:
+        assert torch.equal(early, keys[layer]) and late.count_nonzero() == 0
