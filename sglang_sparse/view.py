@@ -68,29 +68,23 @@ class BatchView:
             forward_batch: SGLang's batch or replay view.
             req_to_token: ``[requests, max_context]``, SGLang's token table.
         """
-        sizes = torch.stack((plan.n_pages, plan.n_select)).int()
-        widest = int(plan.n_pages.max()) if sizes.numel() else 0
-        self._load(req_to_token, forward_batch.req_pool_indices[: sizes.shape[1]], sizes, widest)
+        self._load(req_to_token, forward_batch.req_pool_indices, plan.n_pages, plan.n_select)
 
     def clear(self, req_to_token: torch.Tensor) -> None:
         """Make all rows padding; by the same kernel, so that a server with CUDA graphs compiles it before it serves."""
-        no_rows = torch.empty(0, dtype=torch.int64, device=req_to_token.device)
-        self._load(req_to_token, no_rows, torch.empty(2, 0, dtype=torch.int32), 0)
+        nothing = torch.empty(0, dtype=torch.int32)
+        self._load(req_to_token, torch.empty(0, dtype=torch.int64, device=req_to_token.device), nothing, nothing)
 
-    def _load(self, req_to_token: torch.Tensor, requests: torch.Tensor, sizes: torch.Tensor, widest: int) -> None:
-        padded = torch.nn.functional.pad(sizes, (0, self.n_pages.shape[0] - sizes.shape[1]))
-        load_page_table(
-            req_to_token,
-            requests,
+    def _load(
+        self, req_to_token: torch.Tensor, requests: torch.Tensor, n_pages: torch.Tensor, n_select: torch.Tensor
+    ) -> None:
+        real, rows = n_pages.shape[0], self.n_pages.shape[0]
+        for target, counts in ((self.n_pages, n_pages), (self.n_select, n_select)):
             # From pageable memory, which the driver has read when the call returns. A pinned buffer that is used again
             # could be overwritten before its copy: the host runs ahead of the device.
-            padded.to(self.page_table.device, non_blocking=True),
-            widest,
-            self.page_size,
-            self.page_table,
-            self.n_pages,
-            self.n_select,
-        )
+            target.copy_(torch.nn.functional.pad(counts.int(), (0, rows - real)), non_blocking=True)
+        widest = int(n_pages.max()) if real else 0
+        load_page_table(req_to_token, requests[:real], self.n_pages, widest, self.page_size, self.page_table)
 
 
 def allocate_view(

@@ -61,3 +61,18 @@ def test_rows_begin_where_wide_loads_can() -> None:
     view = make_view(2, 1)
     assert view.max_select == 80
     assert view.scores.shape == view.selected[0].shape == (2, 2, 80)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_step_allocates_nothing_on_the_device() -> None:
+    table = torch.arange(REQUESTS * CONTEXT, dtype=torch.int32, device="cuda").view(REQUESTS, CONTEXT)
+    view = allocate_view(4, 2, CONTEXT, 3, 1, torch.zeros(3, dtype=torch.int64, device="cuda"))
+    sizes = torch.tensor([5, 4, 3], dtype=torch.int32)
+    plan = DecodePlan(True, sizes, sizes - 1, sizes < 0)
+    batch = SimpleNamespace(req_pool_indices=torch.tensor([3, 1, 0, 0], device="cuda"))
+    view.load(plan, batch, table)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(3):
+        view.load(plan, batch, table)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

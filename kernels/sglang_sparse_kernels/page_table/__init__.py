@@ -12,14 +12,12 @@ from . import reference
 def load_page_table(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
-    sizes: torch.Tensor,
+    n_pages: torch.Tensor,
     widest: int,
     page_size: int,
     page_table: torch.Tensor,
-    n_pages: torch.Tensor,
-    n_select: torch.Tensor,
 ) -> None:
-    """Fill the page table of a batch, and how many pages its rows hold and attend to, in place and in one launch.
+    """Fill the page table of a batch, in place and in one launch.
 
     The first ``n`` rows are requests, the others pad a graph and hold no pages. Entries of the table at and beyond the
     pages of a row keep their values.
@@ -28,13 +26,10 @@ def load_page_table(
         req_to_token: ``[requests, max_context]`` int32, the slot of each token; ``max_context`` is contiguous. The
             slots of a page follow each other, and its first is a multiple of ``page_size``.
         req_pool_indices: ``[n]`` int64 or int32, the request of each row.
-        sizes: ``[2, rows]`` int32, contiguous: pages that each row holds, and pages that it attends to. Both are 0
-            for the rows that pad.
+        n_pages: ``[rows]`` int32, contiguous: pages that each row holds; 0 for the rows that pad.
         widest: the most pages of a row, known to the host.
         page_size: slots per page, a power of two from 1 to 64.
         page_table: ``[rows, M]`` int32, the output: the physical page of each logical page; ``M`` is contiguous.
-        n_pages: ``[rows]`` int32, contiguous, gets the first row of ``sizes``.
-        n_select: ``[rows]`` int32, contiguous, gets the second one.
 
     Raises:
         ValueError: a wrong dimension, dtype or page size, or rows wider than the tables.
@@ -43,15 +38,13 @@ def load_page_table(
         >>> import torch
         >>> from sglang_sparse_kernels.page_table import load_page_table
         >>> req_to_token = torch.tensor([[0, 0, 0, 0], [4, 5, 2, 3]], dtype=torch.int32)
-        >>> page_table = torch.zeros(2, 3, dtype=torch.int32)
-        >>> n_pages, n_select = torch.empty(2, 2, dtype=torch.int32)
-        >>> sizes = torch.tensor([[2, 0], [1, 0]], dtype=torch.int32)
-        >>> load_page_table(req_to_token, torch.tensor([1]), sizes, 2, 2, page_table, n_pages, n_select)
-        >>> page_table.tolist(), n_pages.tolist(), n_select.tolist()
-        ([[2, 1, 0], [0, 0, 0]], [2, 0], [1, 0])
+        >>> page_table, n_pages = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+        >>> load_page_table(req_to_token, torch.tensor([1]), n_pages, widest=2, page_size=2, page_table=page_table)
+        >>> page_table.tolist()
+        [[2, 1, 0], [0, 0, 0]]
     """
-    _check_arguments(req_to_token, req_pool_indices, sizes, widest, page_size, page_table, n_pages, n_select)
-    arguments = req_to_token, req_pool_indices, sizes, widest, page_size, page_table, n_pages, n_select
+    arguments = req_to_token, req_pool_indices, n_pages, widest, page_size, page_table
+    _check_arguments(*arguments)
     if dispatch.use_reference(page_table):
         reference.load_page_table(*arguments)
     else:
@@ -63,25 +56,19 @@ def load_page_table(
 def _check_arguments(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
-    sizes: torch.Tensor,
+    n_pages: torch.Tensor,
     widest: int,
     page_size: int,
     page_table: torch.Tensor,
-    n_pages: torch.Tensor,
-    n_select: torch.Tensor,
 ) -> None:
     dispatch.check_tensor("req_to_token", req_to_token, 2, (torch.int32,))
     dispatch.check_tensor("req_pool_indices", req_pool_indices, 1, (torch.int64, torch.int32))
-    dispatch.check_tensor("sizes", sizes, 2, (torch.int32,))
+    dispatch.check_tensor("n_pages", n_pages, 1, (torch.int32,))
     dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
     dispatch.check_page_size(page_size)
     rows, width = page_table.shape
-    dispatch.check_shape("sizes", sizes, (2, rows))
-    dispatch.check_contiguous("sizes", sizes)
-    for name, tensor in (("n_pages", n_pages), ("n_select", n_select)):
-        dispatch.check_tensor(name, tensor, 1, (torch.int32,))
-        dispatch.check_shape(name, tensor, (rows,))
-        dispatch.check_contiguous(name, tensor)
+    dispatch.check_shape("n_pages", n_pages, (rows,))
+    dispatch.check_contiguous("n_pages", n_pages)
     if req_pool_indices.shape[0] > rows:
         raise ValueError(f"req_pool_indices must have at most {rows} entries, got {req_pool_indices.shape[0]}")
     most = min(width, -(-req_to_token.shape[1] // page_size))

@@ -45,16 +45,12 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
     req_to_token = torch.full((requests + 3, case.width * case.page_size), POISON, dtype=torch.int32, device=device)
     firsts = torch.where(pages >= 0, pages * case.page_size, POISON)
     req_to_token[indices, :: case.page_size] = firsts
-    sizes = torch.zeros(2, rows, dtype=torch.int32)
-    sizes[0, :requests] = torch.tensor(case.n_pages, dtype=torch.int32)
-    sizes[1] = (sizes[0] + 1) // 2
+    n_pages = torch.tensor([*case.n_pages, *[0] * case.padding], dtype=torch.int32, device=device)
     return {
         "req_to_token": req_to_token,
         "req_pool_indices": indices.to(case.index_dtype),
-        "sizes": sizes.to(device),
+        "n_pages": n_pages,
         "widest": max(case.n_pages, default=0),
         "page_size": case.page_size,
         "page_table": torch.full((rows, case.width), POISON, dtype=torch.int32, device=device),
-        "n_pages": torch.full((rows,), POISON, dtype=torch.int32, device=device),
-        "n_select": torch.full((rows,), POISON, dtype=torch.int32, device=device),
     }

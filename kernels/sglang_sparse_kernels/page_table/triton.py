@@ -10,27 +10,20 @@ import triton.language as tl
 _BLOCK_PAGES = 256
 
 
-# One kernel serves every batch size: a step in a running server compiles nothing.
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _page_table_kernel(
     req_to_token_ptr,
     req_pool_indices_ptr,
-    sizes_ptr,
-    page_table_ptr,
     n_pages_ptr,
-    n_select_ptr,
+    page_table_ptr,
     req_to_token_stride,
     table_stride,
-    rows,
     PAGE: tl.constexpr,
     BLOCK_PAGES: tl.constexpr,
 ):
     row = tl.program_id(0)
     first = tl.program_id(1) * BLOCK_PAGES
-    n_pages = tl.load(sizes_ptr + row)
-    if first == 0:
-        tl.store(n_pages_ptr + row, n_pages)
-        tl.store(n_select_ptr + row, tl.load(sizes_ptr + rows + row))
+    n_pages = tl.load(n_pages_ptr + row)
     # A row that pads has no request.
     if first < n_pages:
         request = tl.load(req_pool_indices_ptr + row).to(tl.int64)
@@ -43,12 +36,10 @@ def _page_table_kernel(
 def load_page_table(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
-    sizes: torch.Tensor,
+    n_pages: torch.Tensor,
     widest: int,
     page_size: int,
     page_table: torch.Tensor,
-    n_pages: torch.Tensor,
-    n_select: torch.Tensor,
 ) -> None:
     """See ``page_table.load_page_table``.
 
@@ -60,13 +51,10 @@ def load_page_table(
     _page_table_kernel[(rows, max(1, triton.cdiv(widest, _BLOCK_PAGES)))](
         req_to_token,
         req_pool_indices,
-        sizes,
-        page_table,
         n_pages,
-        n_select,
+        page_table,
         req_to_token.stride(0),
         page_table.stride(0),
-        rows,
         PAGE=page_size,
         BLOCK_PAGES=_BLOCK_PAGES,
     )
