@@ -143,7 +143,7 @@ def line(goal: Goal, found: tuple[dict[str, Any], Path] | None) -> dict[str, str
     row, path = found
     quality = [QUALITY[name].format(row[name]) for name in goal.quality if row.get(name) is not None]
     cells |= {"measured": goal.written(row[goal.read]), "verdict": goal.verdict(row[goal.read])}
-    return cells | {"quality": ", ".join(quality), "file": path.name}
+    return cells | {"quality": ", ".join(quality), "revision": row.get("revision") or "", "file": path.name}
 
 
 def goals_table(folder: Path, path: Path = GOALS) -> str:
@@ -167,6 +167,7 @@ def goals_table(folder: Path, path: Path = GOALS) -> str:
         ("limit", text("limit")),
         ("verdict", text("verdict")),
         ("quality", text("quality")),
+        ("revision", text("revision")),
         ("result file", text("file")),
     ]
     return table([line(goal, measured(goal, results)) for goal in goals], columns)
