@@ -194,7 +194,7 @@ class SparseAttentionBackend(DelegatingBackend):
     ) -> torch.Tensor:
         """Attend, and in the last sparse layer refresh the summaries of the pages whose keys this pass wrote.
 
-        Once for all layers: a decode step reads no summary of what it writes, as the newest page is always selected.
+        Once for all layers; what a selection may read of the pages that its own step writes, see ``AuxSpec``.
 
         Args:
             q: ``[tokens, q_heads * head_dim]``.

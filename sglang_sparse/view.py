@@ -82,7 +82,7 @@ class BatchView:
         for target, counts in ((self.n_pages, n_pages), (self.n_select, n_select)):
             # From pageable memory, which the driver has read when the call returns. A pinned buffer that is used again
             # could be overwritten before its copy: the host runs ahead of the device.
-            target.copy_(torch.nn.functional.pad(counts.int(), (0, rows - real)), non_blocking=True)
+            target.copy_(torch.nn.functional.pad(counts, (0, rows - real)), non_blocking=True)
         widest = int(n_pages.max()) if real else 0
         load_page_table(req_to_token, requests[:real], self.n_pages, widest, self.page_size, self.page_table)
 

@@ -52,8 +52,7 @@ class Kernel:
         name: of its ``extern "C"`` function.
         device: it is loaded there.
         defines: names and values for the preprocessor.
-        cluster: consecutive blocks in x that form a cluster; more than 1 on GPUs with dependent launch only, and more
-            than 8 on some of them.
+        cluster: consecutive blocks in x that form a cluster, at most 8; more than 1 on GPUs with dependent launch only.
 
     Raises:
         RuntimeError: it does not compile; has the compiler's messages.
@@ -69,9 +68,6 @@ class Kernel:
             image = compile_file(source, torch.cuda.get_device_capability(device), defines)
             self._module = _check(driver.cuModuleLoadData(image))
         self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()))
-        if cluster > 8:
-            allowed = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-            _check(driver.cuFuncSetAttribute(self._function, allowed, 1))
         self._attributes = []
         if dependent_launch(device):
             attribute = driver.CUlaunchAttribute()

@@ -5,6 +5,7 @@ import importlib
 
 import pytest
 import torch
+from triton_interpreter import OPERATIONS
 
 from sglang_sparse_kernels import dispatch
 from sglang_sparse_kernels.page_score import page_score
@@ -18,7 +19,7 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("operation", ["page_summary", "page_score", "page_topk", "page_table", "sparse_decode"])
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_docstring_example_runs(operation: str) -> None:
     result = doctest.testmod(importlib.import_module(f"sglang_sparse_kernels.{operation}"))
     assert result.attempted > 0

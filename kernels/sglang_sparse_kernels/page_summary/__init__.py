@@ -54,11 +54,10 @@ def update_page_summaries(
     """
     if len(k_caches) != len(summaries) or not k_caches:
         raise ValueError(f"k_caches and summaries must be as many, got {len(k_caches)} and {len(summaries)}")
-    for k_cache, summary in zip(k_caches, summaries, strict=True):
-        _check_arguments(k_cache, summary, last_slots, page_size, overflow)
-        for name, tensor, first in (("k_caches", k_cache, k_caches[0]), ("summaries", summary, summaries[0])):
-            if (tensor.dtype, tensor.shape, tensor.stride()) != (first.dtype, first.shape, first.stride()):
-                raise ValueError(f"{name} must have the same dtype, shape and strides in all layers")
+    _check_arguments(k_caches[0], summaries[0], last_slots, page_size, overflow)
+    for name, tensors in (("k_caches", k_caches), ("summaries", summaries)):
+        if len({(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors}) > 1:
+            raise ValueError(f"{name} must have the same dtype, shape and strides in all layers")
     if dispatch.use_reference(k_caches[0]):
         for k_cache, summary in zip(k_caches, summaries, strict=True):
             reference.update_page_summary(k_cache, summary, last_slots, page_size, overflow)

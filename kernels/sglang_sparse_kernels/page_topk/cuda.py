@@ -21,7 +21,7 @@ from ..launch import dependent_launch, num_processors
 SOURCE = Path(__file__).with_name("cuda.cu")
 _ITEMS = (4, 8, 16, 32)
 _MAX_THREADS = 1024
-_CLUSTERS = (8, 4, 2)
+_CLUSTERS = (1, 2, 4, 8)
 # A block's part of a row, below which two more barriers cost more than its scores.
 _LEAST_PART = 2048
 # A part of that many pages or fewer is faster with half of the threads.
@@ -44,7 +44,7 @@ class Shape:
 
 def max_pages(clusters: bool) -> int:
     """Pages of the longest row, with clusters of blocks or without."""
-    return _ITEMS[-1] * _MAX_THREADS * (_CLUSTERS[0] if clusters else 1)
+    return _ITEMS[-1] * _MAX_THREADS * (_CLUSTERS[-1] if clusters else 1)
 
 
 def takes(scores: torch.Tensor) -> bool:
@@ -59,7 +59,7 @@ def shape_of(width: int, rows: int, processors: int, cluster: int | None = None,
         width: pages of the longest row.
         rows: pairs of a row and a KV head.
         processors: of a GPU with clusters; 0 if it has none.
-        cluster: blocks of a row, as given: 1, 2, 4 or 8, or 16 where the GPU allows it.
+        cluster: blocks of a row, as given, a power of two; GPUs take at most 8.
         threads: of a block, as given.
 
     Raises:
@@ -83,9 +83,9 @@ def _cluster_of(width: int, rows: int, processors: int) -> int:
     """
     if processors == 0:
         return 1
-    least = next((size for size in (1, 2, 4) if size * max_pages(clusters=False) >= width), _CLUSTERS[0])
-    useful = (size for size in _CLUSTERS if size * rows <= processors and size * _LEAST_PART <= width)
-    return max(least, next(useful, 1))
+    holding = [size for size in _CLUSTERS if size * max_pages(clusters=False) >= width] or [_CLUSTERS[-1]]
+    useful = [size for size in _CLUSTERS if size * rows <= processors and size * _LEAST_PART <= width] or [1]
+    return max(holding[0], useful[-1])
 
 
 @functools.cache
