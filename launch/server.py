@@ -72,10 +72,7 @@ class ServerProcess:
     def start(self) -> ServerProcess:
         """Start the process and return when it answers a generation request."""
         began = time.monotonic()
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, env=self.env, start_new_session=True
-            )
+        self.process = self._open()
         try:
             self._wait(began + self.timeout)
         except BaseException:
@@ -83,6 +80,12 @@ class ServerProcess:
             raise
         self.start_seconds = time.monotonic() - began
         return self
+
+    def _open(self) -> subprocess.Popen[bytes]:
+        with self.log_path.open("wb") as log:
+            return subprocess.Popen(
+                self.command, stdout=log, stderr=subprocess.STDOUT, env=self.env, start_new_session=True
+            )
 
     def _wait(self, deadline: float) -> None:
         assert self.process is not None

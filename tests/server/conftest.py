@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import random_qwen3
+from forked_server import ForkedServer
 
 from launch.server import ServerProcess
 
@@ -30,7 +32,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractCon
     ) -> Iterator[ServerProcess]:
         sparse = [] if config is None else ["--sparse-method", "resa", "--sparse-config", json.dumps(config)]
         log = logs / f"{len(list(logs.iterdir()))}.log"
-        with ServerProcess(
+        # A process that has seen the GPU cannot be forked.
+        kind = ServerProcess if torch.cuda.is_available() else ForkedServer
+        with kind(
             checkpoint, "--page-size", "16", *flags, *sparse, log_path=log, env={**STRICT_MEMORY, **(env or {})}
         ) as server:
             yield server

@@ -1,18 +1,17 @@
 """The real command line ends with one message and a non-zero status within a minute."""
 
-import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from forked_server import Forked
 from model_configs import write_config
 
 
 def launch(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str]:
-    import os
-
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "sglang.launch_server", *arguments],
@@ -37,39 +36,19 @@ LINES = {
     "cannot run with data-parallel attention": ["--sparse-method", "resa", "--enable-dp-attention"],
 }
 MLA = "does not fit DeepseekV3ForCausalLM: resa needs an MHA or GQA model"
-# Imports take half a minute: every line runs in a fork of a process that has made them.
-FORKS = """
-import json, os, runpy, sys, warnings
-import sglang.launch_server
-from sglang.srt.plugins import load_plugins
-
-load_plugins()
-warnings.simplefilter("ignore")
-statuses = []
-for number, line in enumerate(json.loads(sys.argv[1])):
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(f"{sys.argv[2]}/{number}", os.O_WRONLY | os.O_CREAT), 2)
-        sys.argv = ["sglang.launch_server", *line]
-        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-        os._exit(0)
-    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-print("statuses", *statuses)
-"""
 
 
 @pytest.fixture(scope="module")
 def endings(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Exit status and standard error of every command line, by what it is expected to say."""
+    """Exit status and output of every command line, by what it is expected to say."""
     folder, mla = tmp_path_factory.mktemp("errors"), write_config(tmp_path_factory.mktemp("mla"), "mla")
     lines = {said: ["--model-path", qwen3, *flags] for said, flags in LINES.items()}
     lines[MLA] = ["--model-path", mla, "--sparse-method", "resa"]
-    command = [sys.executable, "-c", FORKS, json.dumps(list(lines.values())), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (statuses,) = [line for line in done.stdout.splitlines() if line.startswith("statuses")]
-    found = zip(lines, statuses.split()[1:], strict=True)
-    return {said: (int(status), (folder / str(i)).read_text()) for i, (said, status) in enumerate(found)}
+    found = {}
+    for number, (said, line) in enumerate(lines.items()):
+        log = folder / str(number)
+        found[said] = Forked(line, dict(os.environ), str(log)).wait(120.0), log.read_text()
+    return found
 
 
 @pytest.mark.parametrize("expected", [*LINES, MLA])
