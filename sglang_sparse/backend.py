@@ -1,4 +1,4 @@
-"""The attention backend: the dense one that SGLang chose, with decode of sparse layers routed to a method."""
+"""The attention backend: the dense one that SGLang chose, with sparse layers routed to a method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang_sparse import crossover, hooks, pools
 from sglang_sparse.config import settings_of
 from sglang_sparse.delegate import DelegatingBackend
+from sglang_sparse.method import parse_layers
 from sglang_sparse.plan import DecodePlan, plan_decode, usual_selection
+from sglang_sparse.prefill_path import PrefillPath
 from sglang_sparse.stats import Counters
 from sglang_sparse.view import BatchView, allocate_view
 from sglang_sparse_kernels.sparse_decode import sparse_decode
@@ -50,7 +52,7 @@ class SparseAttentionBackend(DelegatingBackend):
     Args:
         dense: the backend that SGLang built.
         runner: SGLang's ``ModelRunner``.
-        settings: the sparse method and its config.
+        settings: the sparse methods and their configs.
     """
 
     _OWN = frozenset(
@@ -58,6 +60,7 @@ class SparseAttentionBackend(DelegatingBackend):
             "method",
             "counters",
             "rectifying",
+            "prefill",
             "_pools",
             "_k_caches",
             "_config",
@@ -84,12 +87,19 @@ class SparseAttentionBackend(DelegatingBackend):
         usual = usual_selection(self.method, max_pages)
         self._limits = (model.num_kv_heads, max_pages, usual, page_size)
         device = self._pools.overflow.device
-        found = crossover.find(settings, model, device)
-        self.method.crossover_tokens = found.tokens
-        logger.info(
-            "sglang_sparse: batches of fewer than %d sparse KV tokens run dense (%s)", found.tokens, found.source
-        )
-        self.counters = Counters(settings, self._pools, model, torch.zeros(3, dtype=torch.int64, device=device))
+        if settings.name:
+            found = crossover.find(settings, model, device)
+            self.method.crossover_tokens = found.tokens
+            logger.info(
+                "sglang_sparse: batches of fewer than %d sparse KV tokens run dense (%s)", found.tokens, found.source
+            )
+        self.prefill: PrefillPath | None = None
+        if settings.prefill:
+            layers = parse_layers(settings.prefill.config.layers, model.num_layers)
+            table = runner.req_to_token_pool.req_to_token
+            self.prefill = PrefillPath(settings.prefill, layers, runner.token_to_kv_pool, table, page_size)
+        select_stats = torch.zeros(3, dtype=torch.int64, device=device)
+        self.counters = Counters(settings, self._pools, model, select_stats, self.prefill)
         self._view: BatchView | None = None
         self._graph_view: BatchView | None = None
         self._eager_view: BatchView | None = None
@@ -122,6 +132,8 @@ class SparseAttentionBackend(DelegatingBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static buffers of the decode graphs, the dense backend's and ours."""
         self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
+        if not self._pools.specs:
+            return
         self._graph_view = allocate_view(max_bs, *self._limits, self.counters.select_stats)
         logger.info(
             "sglang_sparse: %.1f MiB of static buffers for decode graphs up to batch size %d, beside the KV pool",
@@ -212,14 +224,16 @@ class SparseAttentionBackend(DelegatingBackend):
             RuntimeError: a sparse layer needs attention that is not plain causal GQA.
         """
         mode = forward_batch.forward_mode
-        if layer.layer_id not in self._pools.layers or mode.is_idle():
-            return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        _require_plain(layer, k, kwargs)
-        if mode.is_decode() and self._view is not None:
+        prefill = self.prefill
+        if prefill and mode.is_extend() and prefill.takes(layer.layer_id):
+            _require_plain(layer, k, kwargs)
+            output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache)
+        elif layer.layer_id in self._pools.layers and mode.is_decode() and self._view is not None:
+            _require_plain(layer, k, kwargs)
             output = self._decode(q, k, v, layer, forward_batch, self._view, save_kv_cache)
         else:
             output = self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        if layer.layer_id == max(self._k_caches):
+        if layer.layer_id == max(self._k_caches) and not mode.is_idle():
             self._pools.refresh(self._k_caches, self._written(forward_batch))
         return output
 

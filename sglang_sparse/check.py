@@ -22,13 +22,14 @@ def capability_table() -> str:
     lines = [
         f"SGLang: {', '.join(SUPPORTED_SGLANG)} (installed: {installed_sglang()})",
         f"decode methods: {', '.join(registry.decode_methods())}",
-        f"prefill methods: {', '.join(registry.PREFILL_METHODS) or 'none in this release'}",
+        f"prefill methods: {', '.join(registry.PREFILL_METHODS)}",
         f"dense attention backends: {', '.join(limits.DENSE_BACKENDS)}",
         "",
         "| refused | why |",
         "| --- | --- |",
     ]
     lines += [f"| {limit.name} | {limit.reason} |" for limit in (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS)]
+    lines += [f"| sparse prefill with {limit.name} | {limit.reason} |" for limit in limits.PREFILL_LIMITS]
     lines += [f"| rectification with {limit.name} | {limit.reason} |" for limit in limits.RECTIFY_LIMITS]
     return "\n".join(lines)
 
@@ -44,11 +45,16 @@ def main(arguments: list[str]) -> int:
     from sglang.srt.server_args import prepare_server_args
 
     server_args = cast("SparseServerArgs", prepare_server_args(arguments))
-    if server_args.sparse_method is None:
-        print("these arguments start a dense server: --sparse-method was not given")
-        return 0
-    print(f"--sparse-method {server_args.sparse_method} fits {server_args.model_path}; resolved config:")
-    print(json.dumps(json.loads(str(server_args.sparse_config)), indent=2))
+    flags = {
+        f"--sparse-method {server_args.sparse_method}": server_args.sparse_method and server_args.sparse_config,
+        f"--sparse-prefill-method {server_args.sparse_prefill_method}": server_args.sparse_prefill_config,
+    }
+    for flag, resolved in flags.items():
+        if resolved:
+            print(f"{flag} fits {server_args.model_path}; resolved config:")
+            print(json.dumps(json.loads(str(resolved)), indent=2))
+    if not any(flags.values()):
+        print("these arguments start a dense server: neither --sparse-method nor --sparse-prefill-method was given")
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
 from sglang_sparse import hooks, refusals, registry
-from sglang_sparse.config import SparseArgumentError, build, read_config, settings_of
+from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields, read_config, settings_of
 from sglang_sparse.versions import UnsupportedSGLangError, require_supported_sglang
 
 if TYPE_CHECKING:
@@ -19,16 +19,17 @@ SOURCE = "sglang_sparse"
 
 def _help() -> dict[str, str]:
     decode = ", ".join(registry.decode_methods())
-    prefill = ", ".join(registry.PREFILL_METHODS) or "none in this release"
+    prefill = ", ".join(registry.PREFILL_METHODS)
     return {
         "sparse_method": f"Sparse attention method of decode: {decode}.",
         "sparse_prefill_method": f"Sparse attention method of prefill: {prefill}.",
-        "sparse_config": "Config of the sparse method: inline JSON, or a .json, .toml or .yaml file.",
+        "sparse_config": "Config of the decode method: inline JSON, or a .json, .toml or .yaml file.",
+        "sparse_prefill_config": "Config of the prefill method, likewise.",
     }
 
 
 def add_server_args() -> None:
-    """Add the three fields to SGLang's ``ServerArgs`` dataclass in place.
+    """Add the four fields to SGLang's ``ServerArgs`` dataclass in place.
 
     In place, because the class is bound by name in many modules and is an attribute of ``Engine``. Decorating a
     dataclass again loses two things that are put back here: the ``Field`` objects of fields with a default factory,
@@ -75,15 +76,16 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
         SparseArgumentError: a sparse flag, config field or combination cannot be served.
         UnsupportedSGLangError: the SGLang version is not supported, or one of its seams moved.
     """
-    if not self.sparse_method:
-        _refuse_orphans(self)
+    _refuse_orphans(self)
+    if not self.sparse_method and not self.sparse_prefill_method:
         return original(self)
     require_supported_sglang()
     hooks.verify()
-    if self.sparse_prefill_method:
-        _require_known_prefill(self.sparse_prefill_method)
-    settings = build(self.sparse_method, read_config(self.sparse_config))
-    self.sparse_config = settings.config.model_dump_json()
+    settings = _build(self)
+    if settings.name:
+        self.sparse_config = settings.config.model_dump_json()
+    if settings.prefill:
+        self.sparse_prefill_config = settings.prefill.config.model_dump_json()
     if self.page_size is None:
         self.page_size = settings.config.page_size
     refusals.require_before(self, settings)
@@ -103,18 +105,17 @@ def refuse_model(_: None, self: SparseServerArgs) -> None:
         refusals.require_model(self, settings)
 
 
+def _build(server_args: SparseServerArgs) -> Settings:
+    fields = read_config(server_args.sparse_config) if server_args.sparse_method else page_size_fields(server_args)
+    prefill = read_config(server_args.sparse_prefill_config, "--sparse-prefill-config")
+    return build(server_args.sparse_method or None, fields, server_args.sparse_prefill_method or None, prefill)
+
+
 def _refuse_orphans(server_args: SparseServerArgs) -> None:
-    if server_args.sparse_prefill_method:
-        _require_known_prefill(server_args.sparse_prefill_method)
-    if server_args.sparse_config is not None:
-        raise SparseArgumentError("--sparse-config needs --sparse-method, which was not given")
-
-
-def _require_known_prefill(name: str) -> None:
-    try:
-        registry.require_known("--sparse-prefill-method", name, registry.PREFILL_METHODS)
-    except ValueError as error:
-        raise SparseArgumentError(str(error)) from error
+    for config, method in (("sparse_config", "sparse_method"), ("sparse_prefill_config", "sparse_prefill_method")):
+        if getattr(server_args, config) is not None and not getattr(server_args, method):
+            flag, needed = (f"--{name.replace('_', '-')}" for name in (config, method))
+            raise SparseArgumentError(f"{flag} needs {needed}, which was not given")
 
 
 def prepare_server_args(original: Callable[[list[str]], SparseServerArgs], argv: list[str]) -> SparseServerArgs:

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from sglang_sparse import registry
-from sglang_sparse.method import DecodeMethod, MethodConfig, RectifyConfig
+from sglang_sparse.method import PAGE_SIZES, DecodeMethod, MethodConfig, RectifyConfig, SparseConfig
+from sglang_sparse.methods.dense import Dense
+from sglang_sparse.prefill_method import PrefillMethod
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
         sparse_method: str | None
         sparse_prefill_method: str | None
         sparse_config: str | dict[str, Any] | None
+        sparse_prefill_config: str | dict[str, Any] | None
 
 
 class SparseArgumentError(ValueError):
@@ -39,15 +42,36 @@ class SparseArgumentError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for, validated: one instance a process."""
+    """What the user asked for, validated: one instance a process.
 
-    name: str
+    Attributes:
+        name: the decode method's; None for dense decode.
+        method: the decode method.
+        prefill_name: the prefill method's; None for dense prefill.
+        prefill: the prefill method.
+    """
+
+    name: str | None
     method: DecodeMethod
+    prefill_name: str | None = None
+    prefill: PrefillMethod | None = None
+
+    @property
+    def flag(self) -> str:
+        """What of the command line asked for sparsity."""
+        if self.name is None:
+            return f"--sparse-prefill-method {self.prefill_name}"
+        return f"--sparse-method {self.name}"
 
     @property
     def config(self) -> MethodConfig:
         """The method's configuration."""
         return self.method.config
+
+    @property
+    def check_exactness(self) -> bool:
+        """Whether an idle server proves what its prefix cache holds."""
+        return self.config.check_exactness or (self.prefill is not None and self.prefill.config.check_exactness)
 
     @property
     def rectify(self) -> RectifyConfig | None:
@@ -64,10 +88,11 @@ _PARSERS = {
 }
 
 
-def read_config(value: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Read the value of ``--sparse-config``.
+def read_config(value: str | dict[str, Any] | None, flag: str = "--sparse-config") -> dict[str, Any]:
+    """Read the value of ``--sparse-config`` or ``--sparse-prefill-config``.
 
     Args:
+        flag: which of the two.
         value: inline JSON (it starts with ``{``), a path to a .json, .toml, .yaml or .yml file, a mapping (from
             ``sglang.Engine``), or None.
 
@@ -80,20 +105,20 @@ def read_config(value: str | dict[str, Any] | None) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     if not isinstance(value, str):
-        raise SparseArgumentError(f"--sparse-config: got {type(value).__name__}, allowed: JSON text, a path, a mapping")
+        raise SparseArgumentError(f"{flag}: got {type(value).__name__}, allowed: JSON text, a path, a mapping")
     if value.lstrip().startswith("{"):
-        return _parse(value, ".json", "--sparse-config")
+        return _parse(value, ".json", flag)
     path = Path(value)
     if path.suffix not in _PARSERS:
         raise SparseArgumentError(
-            f"--sparse-config: got {value!r}, allowed: inline JSON that starts with '{{', "
+            f"{flag}: got {value!r}, allowed: inline JSON that starts with '{{', "
             f"or a file that ends in {', '.join(_PARSERS)}"
         )
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise SparseArgumentError(f"--sparse-config: cannot read {value!r}: {error}") from error
-    return _parse(text, path.suffix, f"--sparse-config {value}")
+        raise SparseArgumentError(f"{flag}: cannot read {value!r}: {error}") from error
+    return _parse(text, path.suffix, f"{flag} {value}")
 
 
 def _parse(text: str, suffix: str, origin: str) -> dict[str, Any]:
@@ -109,22 +134,44 @@ def _parse(text: str, suffix: str, origin: str) -> dict[str, Any]:
     return data
 
 
-def build(method_name: str, fields: dict[str, Any]) -> Settings:
-    """Validate a method's config.
+def build(
+    name: str | None,
+    fields: dict[str, Any],
+    prefill_name: str | None = None,
+    prefill_fields: dict[str, Any] | None = None,
+) -> Settings:
+    """Validate the methods' configs.
+
+    Args:
+        name: the decode method's; None for dense decode.
+        fields: its config.
+        prefill_name: the prefill method's; None for dense prefill.
+        prefill_fields: its config.
 
     Raises:
-        SparseArgumentError: the method is unknown, or fields are unknown, mistyped or out of range; each is named
-            with what was got and what is allowed.
+        SparseArgumentError: a method is unknown, or fields are unknown, mistyped or out of range; each is named with
+            what was got and what is allowed.
     """
     try:
-        method_class = registry.load_decode_method(method_name)
+        method_class = registry.load_decode_method(name) if name else Dense
+        prefill_class = registry.load_prefill_method(prefill_name) if prefill_name else None
     except ValueError as error:
         raise SparseArgumentError(str(error)) from error
+    method = method_class(_validated(f"--sparse-config of {name}", method_class.config_class, fields))
+    prefill = prefill_class and prefill_class(
+        _validated(f"--sparse-prefill-config of {prefill_name}", prefill_class.config_class, prefill_fields or {})
+    )
+    return Settings(name, method, prefill_name, prefill)
+
+
+C = TypeVar("C", bound=SparseConfig)
+
+
+def _validated(origin: str, config_class: type[C], fields: dict[str, Any]) -> C:
     try:
-        config = method_class.config_class.model_validate(fields)
+        return config_class.model_validate(fields)
     except ValidationError as error:
-        raise SparseArgumentError(_explain(method_name, method_class.config_class, error)) from error
-    return Settings(method_name, method_class(config))
+        raise SparseArgumentError(_explain(origin, config_class, error)) from error
 
 
 def explain_value(detail: Mapping[str, Any]) -> str:
@@ -133,7 +180,7 @@ def explain_value(detail: Mapping[str, Any]) -> str:
     return f"{field}: got {detail['input']!r}; {detail['msg'].removeprefix('Value error, ')}"
 
 
-def _explain(method_name: str, config_class: type[MethodConfig], error: ValidationError) -> str:
+def _explain(origin: str, config_class: type[SparseConfig], error: ValidationError) -> str:
     allowed = list(config_class.model_fields)
     messages = []
     for detail in error.errors():
@@ -146,19 +193,31 @@ def _explain(method_name: str, config_class: type[MethodConfig], error: Validati
             message = explain_value(detail)
         if message not in messages:
             messages.append(message)
-    return f"--sparse-config of {method_name}: " + "; ".join(messages)
+    return f"{origin}: " + "; ".join(messages)
 
 
 def settings_of(server_args: SparseServerArgs) -> Settings | None:
     """Return the settings of a server, or None where no sparse method was asked for.
 
-    The main process has replaced ``sparse_config`` by the resolved fields as JSON, so a scheduler sees what was
-    validated even if a config file changed meanwhile.
+    The main process has replaced the configs by the resolved fields as JSON, so a scheduler sees what was validated
+    even if a config file changed meanwhile.
     """
     name = getattr(server_args, "sparse_method", None)
-    return _settings(name, str(server_args.sparse_config)) if name else None
+    prefill = getattr(server_args, "sparse_prefill_method", None)
+    if not name and not prefill:
+        return None
+    resolved = server_args.sparse_config if name else json.dumps(page_size_fields(server_args))
+    return _settings(
+        name or None, str(resolved), prefill or None, str(getattr(server_args, "sparse_prefill_config", None))
+    )
+
+
+def page_size_fields(server_args: SparseServerArgs) -> dict[str, Any]:
+    """Config of dense decode: the pages are the server's. A size that nobody serves is refused elsewhere."""
+    return {"page_size": server_args.page_size} if server_args.page_size in PAGE_SIZES else {}
 
 
 @lru_cache(maxsize=1)
-def _settings(name: str, resolved: str) -> Settings:
-    return build(name, json.loads(resolved))
+def _settings(name: str | None, resolved: str, prefill_name: str | None, prefill_resolved: str) -> Settings:
+    prefill_fields = json.loads(prefill_resolved) if prefill_name else None
+    return build(name, json.loads(resolved), prefill_name, prefill_fields)

@@ -91,7 +91,7 @@ def find(
     if config.crossover_tokens != "auto":
         return Crossover(config.crossover_tokens, "set by the user")
     gpu = gpu_name(device)
-    wanted = setup(settings.name, config, model, gpu)
+    wanted = setup(str(settings.name), config, model, gpu)
     ratio = getattr(config, "active_ratio", float("inf"))
     entries = packaged_table() if table is None else table
     measured = [entry for entry in entries if all(entry[name] == value for name, value in wanted.items())]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_sparse import forcing
+from sglang_sparse import forcing, prefill
 from sglang_sparse.config import settings_of
 from sglang_sparse.requests import ensure_state, state_of
 
@@ -25,6 +25,7 @@ def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_
     backend = model_runner.attn_backend
     states = [ensure_state(settings, backend.counters.rectify, request) for request in batch.reqs]
     forcing.prepare(forward_batch, batch, states)
+    prefill.begin(backend, forward_batch, batch)
     mode = batch.forward_mode
     if backend.rectifying is not None and backend.rectifying.outer_batch is batch:
         # Only its sampling runs; the passes over its rows come here one by one.
@@ -53,13 +54,17 @@ def forget_exact_length(_: None, request: Any) -> None:
     state = state_of(request)
     if state is not None:
         state.exact_len = None
+        state.split_group = None
 
 
 def exact_committed_len(original: Callable[[Any], int], request: Any) -> int:
     """Around ``Req.effective_kv_committed_len``: what a finished request inserts into the radix tree ends here."""
     committed = original(request)
     exact = exact_len(request)
-    return committed if exact is None else min(committed, exact)
+    if exact is None:
+        return committed
+    method = prefill.sharing_method(request)
+    return min(committed, exact if method is None else min(exact, prefill.share_limit(request, method)))
 
 
 def release_inexact_tail(original: Callable[..., None], request: Any, start: int, end: int, tree_cache: Any) -> None:

@@ -22,12 +22,13 @@ def capture_both(
 ) -> None:
     """Around ``DecodeCudaGraphRunner.capture_one_shape``: capture the dense and the sparse variant.
 
-    With ``dense_fallback: never`` only the sparse one exists.
+    With ``dense_fallback: never`` only the sparse one exists, without a decode method only the dense one.
     """
     settings = settings_of(runner.model_runner.server_args)
     if settings is None or runner.model_runner.is_draft_worker:
         return original(runner, size, forward, stream_idx, variant_label)
-    for variant in ("sparse",) if settings.config.dense_fallback == "never" else ("dense", "sparse"):
+    variants = ("sparse",) if settings.config.dense_fallback == "never" else ("dense", "sparse")
+    for variant in variants if settings.name else ("dense",):
         runner.attn_backend.begin_capture(size, sparse=variant == "sparse")
         original(runner, size, forward, stream_idx, variant)
 

@@ -21,11 +21,11 @@ ROUNDINGS = 16
 
 
 class InexactTreeError(RuntimeError):
-    """A page of the radix tree is not what a dense run over its tokens would have written."""
+    """A page of the radix tree is not what a cold run over its tokens would have written."""
 
 
 def default_tolerance(dtype: torch.dtype, magnitude: float) -> float:
-    """The largest absolute difference between two dense runs over the same tokens.
+    """The largest absolute difference between two cold runs over the same tokens.
 
     They differ by rounding alone: batch shapes and chunk borders change the order of sums, and coarse dtypes round
     every activation. Approximate KV differs by about its own magnitude, so there is room between the two.
@@ -149,7 +149,7 @@ def compare(
         wrong = positions[~(differences <= allowed)]
         if len(wrong):
             raise InexactTreeError(
-                f"{name} of layer {layer} differs by {float(differences.max()):.3g} from a dense run (allowed: "
+                f"{name} of layer {layer} differs by {float(differences.max()):.3g} from its recomputation (allowed: "
                 f"{allowed:.3g}) at {len(wrong)} of the tokens {int(wrong.min())} to {int(wrong.max())} of the path of "
                 f"{len(tokens)} tokens that starts with {tokens[:8]}"
             )

@@ -138,6 +138,12 @@ RECTIFY_LIMITS = (
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
 )
 
+PREFILL_LIMITS = (
+    FlagLimit(
+        "mixed chunk", _set("enable_mixed_chunk"), "a decode row in a prefill pass would take the prefill's path"
+    ),
+)
+
 
 def _mamba_like(model: Any) -> bool:
     from sglang.srt.configs.hybrid_arch import mambaish_config

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang_sparse.pools import AuxPools
     from sglang_sparse.view import BatchView
 
-MAX_PAGE_SIZE = 64
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # What "auto" means where no measurement of the GPU and the shape is at hand, see ``crossover.py``.
 DEFAULT_CROSSOVER = 16384
 
@@ -74,8 +74,8 @@ class AuxSpec:
         return elements * self.dtype.itemsize
 
 
-class MethodConfig(BaseModel):
-    """Fields that every decode method has; a method adds its own by subclassing.
+class SparseConfig(BaseModel):
+    """Fields that every method has, of decode or prefill.
 
     Attributes:
         request_fields: the fields that a single request may override.
@@ -85,26 +85,38 @@ class MethodConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    page_size: int = Field(16, description="Tokens per KV page, which is the block of the selection: 1, 2, 4, … 64.")
     layers: str | list[int] = Field("all", description='Layers that run sparse: "all", a range "2-", or a list.')
+    dense_fallback: Literal["auto", "never"] = Field(
+        "auto", description='"never" is for tests: nothing runs dense for being short, as if every such limit were 0.'
+    )
+
+    check_exactness: bool = Field(
+        False, description="Debug: an idle server proves by recomputation that the prefix cache is exact."
+    )
+
+    @field_validator("layers")
+    @classmethod
+    def _layers_parse(cls, value: str | list[int]) -> str | list[int]:
+        parse_layers(value, num_layers=None)
+        return value
+
+
+class MethodConfig(SparseConfig):
+    """Fields that every decode method has; a method adds its own by subclassing."""
+
+    page_size: int = Field(16, description="Tokens per KV page, which is the block of the selection: 1, 2, 4, … 64.")
     min_seq_len: int = Field(4096, ge=0, description="Rows with fewer KV tokens attend to all of them.")
     crossover_tokens: int | Literal["auto"] = Field(
         "auto",
         description="A batch whose sparse rows hold fewer KV tokens in total runs dense; "
         f"auto: as measured for this GPU, else {DEFAULT_CROSSOVER}.",
     )
-    dense_fallback: Literal["auto", "never"] = Field(
-        "auto", description='"never" is for tests: no row runs dense, as if both limits above were 0.'
-    )
-    check_exactness: bool = Field(
-        False, description="Debug: an idle server proves by recomputation that the prefix cache is exact."
-    )
 
     @field_validator("page_size")
     @classmethod
     def _page_size_is_a_power_of_two(cls, value: int) -> int:
-        if value not in (1, 2, 4, 8, 16, 32, 64):
-            raise ValueError(f"must be a power of two from 1 to {MAX_PAGE_SIZE}")
+        if value not in PAGE_SIZES:
+            raise ValueError(f"must be a power of two from 1 to {PAGE_SIZES[-1]}")
         return value
 
     @field_validator("crossover_tokens", mode="before")
@@ -112,12 +124,6 @@ class MethodConfig(BaseModel):
     def _crossover_is_a_count(cls, value: object) -> object:
         if value != "auto" and (type(value) is not int or value < 0):
             raise ValueError('must be "auto" or an integer of at least 0')
-        return value
-
-    @field_validator("layers")
-    @classmethod
-    def _layers_parse(cls, value: str | list[int]) -> str | list[int]:
-        parse_layers(value, num_layers=None)
         return value
 
     @model_validator(mode="before")

@@ -57,6 +57,7 @@ def extend_view(batch: Any, spans: Sequence[Span], newest: torch.Tensor | None =
     table = batch.req_to_token_pool.req_to_token
     view = _rows_view(batch, [span.request for span in spans])
     view.forward_mode = ForwardMode.EXTEND
+    view.dense_pass = True
     view.prefix_lens = [span.start for span in spans]
     view.extend_lens = [span.tokens for span in spans]
     view.extend_num_tokens = sum(view.extend_lens)

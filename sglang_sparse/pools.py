@@ -169,7 +169,7 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     if type(kv_pool) is not MHATokenToKVPool:
-        raise RuntimeError(f"--sparse-method {settings.name} needs MHATokenToKVPool, got {type(kv_pool).__name__}")
+        raise RuntimeError(f"{settings.flag} needs MHATokenToKVPool, got {type(kv_pool).__name__}")
     model = model_shape(configurator.model_config, kv_pool.dtype)
     specs = settings.method.aux_specs(model)
     layers = parse_layers(settings.config.layers, model.num_layers)
@@ -183,13 +183,13 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
         pools.measured_bytes = torch.cuda.memory_allocated() - before
     setattr(kv_pool, ATTRIBUTE, pools)
     logger.info(
-        "sglang_sparse: method %s, %d of %d layers, page size %d, %s; aux memory %d bytes per token, %.1f MiB in all; "
+        "sglang_sparse: %s, %d of %d layers, page size %d, %s; aux memory %d bytes per token, %.1f MiB in all; "
         "kernels %s",
-        settings.name,
+        "dense decode" if settings.name is None else f"method {settings.name}",
         len(layers),
         model.num_layers,
         page_size,
-        ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs),
+        ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs) or "nothing beside the KV",
         aux_bytes_per_token(settings, model),
         pools.nbytes / 2**20,
         "reference" if pools.overflow.device.type == "cpu" else "triton",
@@ -198,4 +198,4 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
 
 def no_post_capture_sizing(original: Callable[[Any], bool], server_args: Any) -> bool:
     """Around ``post_capture_kv_sizing_planned``: never with sparsity, whose buffers are sized with the KV pool."""
-    return False if getattr(server_args, "sparse_method", None) else original(server_args)
+    return original(server_args) if settings_of(server_args) is None else False

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import Settings, SparseArgumentError
-from sglang_sparse.limits import DENSE_BACKENDS, FLAG_LIMITS, GPU_ONLY_BACKENDS, MODEL_LIMITS, RECTIFY_LIMITS, FlagLimit
-from sglang_sparse.method import parse_layers
+from sglang_sparse.limits import (
+    DENSE_BACKENDS,
+    FLAG_LIMITS,
+    GPU_ONLY_BACKENDS,
+    MODEL_LIMITS,
+    PREFILL_LIMITS,
+    RECTIFY_LIMITS,
+    FlagLimit,
+)
+from sglang_sparse.method import PAGE_SIZES, SparseConfig, parse_layers
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
@@ -18,15 +26,15 @@ def require_before(args: SparseServerArgs, settings: Settings) -> None:
     Raises:
         SparseArgumentError: names every refused flag, what was got and why not.
     """
-    found = _found(args, FLAG_LIMITS)
+    limits = (*FLAG_LIMITS, *PREFILL_LIMITS) if settings.prefill else FLAG_LIMITS
+    found = _found(args, limits)
     if found:
-        raise SparseArgumentError(f"--sparse-method {settings.name} cannot run with {found}")
+        raise SparseArgumentError(f"{settings.flag} cannot run with {found}")
     rectify = settings.rectify
     found = rectify and rectify.rectify_interval and _found(args, RECTIFY_LIMITS)
     if found:
         raise SparseArgumentError(
-            f"--sparse-method {settings.name} cannot rectify with {found}; "
-            'allowed without rectification: {"rectify_interval": 0}'
+            f'{settings.flag} cannot rectify with {found}; allowed without rectification: {{"rectify_interval": 0}}'
         )
     if rectify and rectify.rectify_on_finish and args.disable_radix_cache:
         raise SparseArgumentError(
@@ -76,15 +84,15 @@ def require_after(args: SparseServerArgs, settings: Settings) -> None:
     Raises:
         SparseArgumentError: says what was got and what is allowed.
     """
+    _require_prefill(args, settings)
     for name in args.get_attention_backends():
         if name not in DENSE_BACKENDS:
             raise SparseArgumentError(
-                f"--sparse-method {settings.name}: attention backend {name!r} is not supported; "
-                f"allowed: {', '.join(DENSE_BACKENDS)}"
+                f"{settings.flag}: attention backend {name!r} is not supported; allowed: {', '.join(DENSE_BACKENDS)}"
             )
     if args.cuda_graph_config is not None and args.cuda_graph_config.prefill.backend == "full":
         raise SparseArgumentError(
-            f"--sparse-method {settings.name}: the prefill CUDA graph backend 'full' would not refresh the summaries; "
+            f"{settings.flag}: the prefill CUDA graph backend 'full' would not refresh the summaries; "
             "allowed: breakable, tc_piecewise, disabled"
         )
     _require_dtypes(args, settings)
@@ -92,11 +100,37 @@ def require_after(args: SparseServerArgs, settings: Settings) -> None:
         require_interval(settings.rectify.rectify_interval if settings.rectify else 0, args, args.get_model_config())
     except ValueError as error:
         raise SparseArgumentError(f"--sparse-config of {settings.name}: {error}") from error
+    if settings.name is None and args.page_size not in PAGE_SIZES:
+        allowed = ", ".join(str(size) for size in PAGE_SIZES)
+        raise SparseArgumentError(f"{settings.flag}: the server's page size is {args.page_size}; allowed: {allowed}")
     if args.page_size != settings.config.page_size:
         raise SparseArgumentError(
-            f"--sparse-method {settings.name}: the server's page size is {args.page_size} and the config's is "
+            f"{settings.flag}: the server's page size is {args.page_size} and the config's is "
             f"{settings.config.page_size}; they must be equal: set --page-size {settings.config.page_size} "
             f'or {{"page_size": {args.page_size}}}'
+        )
+
+
+def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
+    if settings.prefill is None:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        raise SparseArgumentError(
+            f"--sparse-prefill-method {settings.prefill_name}: got a GPU, allowed in this release: the CPU platform; "
+            "its GPU kernels are not measured yet"
+        )
+    config, group = settings.prefill.config, settings.prefill.group_tokens
+    chunk = args.chunked_prefill_size or -1
+    if chunk > 0 and chunk % group and not config.share_partial_groups:
+        raise SparseArgumentError(
+            f"--sparse-prefill-method {settings.prefill_name}: the chunked prefill size is {chunk}; allowed: multiples "
+            f'of {group} tokens, the group that can be cached, or {{"share_partial_groups": true}}'
+        )
+    if config.share_partial_groups and settings.check_exactness:
+        raise SparseArgumentError(
+            f"{settings.flag}: check_exactness cannot prove what share_partial_groups puts into the prefix cache"
         )
 
 
@@ -107,17 +141,17 @@ def _require_dtypes(args: SparseServerArgs, settings: Settings) -> None:
     cache = {"auto": dtype, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
     if cache not in (dtype, "fp8_e4m3"):
         raise SparseArgumentError(
-            f"--sparse-method {settings.name}: the KV cache dtype is {args.kv_cache_dtype} and the model's is {dtype}; "
+            f"{settings.flag}: the KV cache dtype is {args.kv_cache_dtype} and the model's is {dtype}; "
             "allowed: auto, fp8_e4m3"
         )
     if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
         raise SparseArgumentError(
-            f"--sparse-method {settings.name}: the attention backend torch_native writes fp8 KV without its scales; "
+            f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales; "
             f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(GPU_ONLY_BACKENDS)}"
         )
     if dtype == "float32" and torch.cuda.is_available():
         raise SparseArgumentError(
-            f"--sparse-method {settings.name}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
+            f"{settings.flag}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
         )
 
 
@@ -134,13 +168,18 @@ def require_model(args: SparseServerArgs, settings: Settings) -> None:
     architecture = (model.hf_config.architectures or ["unknown"])[0]
     for limit in MODEL_LIMITS:
         if limit.applies(model):
-            raise SparseArgumentError(
-                f"--sparse-method {settings.name} does not fit {architecture}: {limit.name}; {limit.reason}"
-            )
+            raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {limit.name}; {limit.reason}")
     reason = settings.method.refuse(model)
+    if settings.prefill:
+        page_size = args.page_size or settings.config.page_size
+        reason = reason or settings.prefill.refuse(model, page_size)
     if reason:
-        raise SparseArgumentError(f"--sparse-method {settings.name} does not fit {architecture}: {reason}")
-    try:
-        parse_layers(settings.config.layers, model.num_hidden_layers)
-    except ValueError as error:
-        raise SparseArgumentError(f"--sparse-config of {settings.name}: {error}") from error
+        raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
+    configs: dict[str, SparseConfig] = {f"--sparse-config of {settings.name}": settings.config}
+    if settings.prefill:
+        configs[f"--sparse-prefill-config of {settings.prefill_name}"] = settings.prefill.config
+    for origin, config in configs.items():
+        try:
+            parse_layers(config.layers, model.num_hidden_layers)
+        except ValueError as error:
+            raise SparseArgumentError(f"{origin}: {error}") from error

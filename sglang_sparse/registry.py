@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from sglang_sparse.method import DecodeMethod
+    from sglang_sparse.prefill_method import PrefillMethod
 
 ENTRY_POINT_GROUP = "sglang_sparse.methods"
 
 DECODE_METHODS = {"resa": "sglang_sparse.methods.resa:Resa"}
-PREFILL_METHODS: dict[str, str] = {}
+PREFILL_METHODS = {"anchor": "sglang_sparse.methods.anchor:Anchor"}
 
 
 def decode_methods() -> dict[str, str]:
@@ -40,7 +41,7 @@ def require_known(flag: str, name: str, known: dict[str, str]) -> None:
         return
     nearest = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    allowed = ", ".join(sorted(known)) or "none in this release"
+    allowed = ", ".join(sorted(known))
     raise ValueError(f"{flag}: got {name!r}, allowed: {allowed}{hint}")
 
 
@@ -50,10 +51,22 @@ def load_decode_method(name: str) -> type[DecodeMethod]:
     Raises:
         ValueError: the name is unknown, or a third party's entry point leads nowhere.
     """
-    known = decode_methods()
-    require_known("--sparse-method", name, known)
+    return cast("type[DecodeMethod]", _load("--sparse-method", name, decode_methods()))
+
+
+def load_prefill_method(name: str) -> type[PrefillMethod]:
+    """Import and return the class of a prefill method.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    return cast("type[PrefillMethod]", _load("--sparse-prefill-method", name, PREFILL_METHODS))
+
+
+def _load(flag: str, name: str, known: dict[str, str]) -> type:
+    require_known(flag, name, known)
     module, _, attribute = known[name].partition(":")
     try:
-        return cast("type[DecodeMethod]", getattr(importlib.import_module(module), attribute))
+        return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"--sparse-method {name}: cannot load {known[name]!r}: {error}") from error
+        raise ValueError(f"{flag} {name}: cannot load {known[name]!r}: {error}") from error

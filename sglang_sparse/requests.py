@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
 from sglang_sparse import refusals
 from sglang_sparse.config import Settings, explain_value, settings_of
-from sglang_sparse.method import DecodeMethod
+from sglang_sparse.method import DecodeMethod, SparseConfig
+from sglang_sparse.prefill_method import PrefillMethod
 
 if TYPE_CHECKING:
     from sglang_sparse.stats import RectifyCounts
 
 SPARSE = "sparse"
 FORCED_TOKENS = "forced_tokens"
-# The attribute of SGLang's Req that holds its RequestState; a request of a dense server never has it.
+# The attributes of SGLang's Req that hold its RequestState and RequestOptions; a request of a dense server has neither.
 ATTRIBUTE = "sglang_sparse"
+OPTIONS_ATTRIBUTE = "sglang_sparse_options"
+# Fields of some method that a client may send to a server without it.
+KNOWN_ELSEWHERE = ("active_ratio", "rectify_interval", "theta", "exact_prefix")
+# Begins the part of a radix namespace (SGLang's extra_key) that names how a request overrides its prefill.
+NAMESPACE = "sglang_sparse:"
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,16 @@ class RequestOptions:
         sparse: False asks for dense decode.
         rectify_interval: generated tokens between dense rectifications; 0 means never.
         forced_tokens: the output, decided beforehand; see ``forcing.py``.
+        prefill: the server's prefill method, with the fields that the request overrides; None for dense prefill.
+        namespace: names these overrides; empty without any. KV is shared among equals only.
     """
 
     method: DecodeMethod
     sparse: bool
     rectify_interval: int
     forced_tokens: tuple[int, ...]
+    prefill: PrefillMethod | None = None
+    namespace: str = ""
 
 
 @dataclass
@@ -47,12 +58,15 @@ class RequestState:
     Attributes:
         options: how it runs.
         counts: where its rectifications are counted.
-        exact_len: KV of positions ``[0, exact_len)`` is exact; None while nothing of it is computed.
+        exact_len: KV of positions ``[0, exact_len)`` is exact; None while nothing of it is computed. What a sparse
+            prefill wrote counts as exact here: nothing makes it better.
+        split_group: position of the first group of the prompt that a sparse prefill did not see in one piece, if any.
     """
 
     options: RequestOptions
     counts: RectifyCounts
     exact_len: int | None = None
+    split_group: int | None = None
 
 
 def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> RequestOptions:
@@ -66,13 +80,17 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
         ValueError: a field is mistyped, misspelt, out of range or not one that this server's method has; names it.
     """
     params = params or {}
-    overridable = settings.config.request_fields
+    of_decode = settings.config.request_fields
+    of_prefill = settings.prefill.config.request_fields if settings.prefill else ()
+    overridable = (*of_decode, *of_prefill)
     names = (*overridable, SPARSE, FORCED_TOKENS)
     for key in params:
         if key in names:
             continue
-        if key in ("active_ratio", "rectify_interval"):
-            raise ValueError(f"{key}: --sparse-method {settings.name} has no such field; allowed: {', '.join(names)}")
+        if key in KNOWN_ELSEWHERE:
+            raise ValueError(f"{key}: {settings.flag} has no such field; allowed: {', '.join(names)}")
+        if any(key in type(config).model_fields for config in _configs(settings)):
+            raise ValueError(f"{key}: belongs to the server's config; allowed in a request: {', '.join(names)}")
         # A short name such as "sparse" is close to too many that mean something else.
         nearest = difflib.get_close_matches(str(key), [*overridable, FORCED_TOKENS], n=1, cutoff=0.85)
         if nearest:
@@ -80,31 +98,74 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
     sparse = params.get(SPARSE, True)
     if not isinstance(sparse, bool):
         raise ValueError(f"{SPARSE}: got {sparse!r}, allowed: true or false")
-    # The types are part of the key: True equals 1, and only one of them is an interval.
-    overrides = tuple((name, type(params[name]), params[name]) for name in overridable if name in params)
-    for name, _, value in overrides:
+    overrides = _overrides(params, of_decode)
+    of_prompt = _overrides(params, of_prefill)
+    for name, _, value in (*overrides, *of_prompt):
         if not sparse:
             raise ValueError(f"{name}: has no meaning for a request with {SPARSE}: false")
         if not isinstance(value, (int, float, str)):
-            raise ValueError(f"{name}: got {value!r}, allowed: a number")
+            raise ValueError(f"{name}: got {value!r}, allowed: a number, or true or false")
     forced = params.get(FORCED_TOKENS, [])
     if not isinstance(forced, list) or not all(type(token) is int and token >= 0 for token in forced):
         raise ValueError(f"{FORCED_TOKENS}: got {str(forced)[:80]}, allowed: a list of token ids")
-    method = _method_with(settings, overrides) if overrides else settings.method
+    method = _method_with(settings.method, overrides)
     interval = getattr(method.config, "rectify_interval", 0) if sparse else 0
-    return RequestOptions(method, sparse, interval, tuple(forced))
+    prefill, namespace = _prefill_with(settings.prefill, of_prompt, sparse) if settings.prefill else (None, "")
+    return RequestOptions(method, sparse, interval, tuple(forced), prefill, namespace)
 
 
-@lru_cache(maxsize=256)
-def _method_with(settings: Settings, overrides: tuple[tuple[str, type, Any], ...]) -> DecodeMethod:
-    fields = settings.config.model_dump() | {name: value for name, _, value in overrides}
+def _configs(settings: Settings) -> list[SparseConfig]:
+    return [settings.config, *([settings.prefill.config] if settings.prefill else [])]
+
+
+Overrides = tuple[tuple[str, type, Any], ...]
+C = TypeVar("C", bound=SparseConfig)
+
+
+def _overrides(params: Mapping[str, Any], names: Sequence[str]) -> Overrides:
+    # The types are part of the key: True equals 1, and only one of them is an interval.
+    return tuple((name, type(params[name]), params[name]) for name in names if name in params)
+
+
+def _config_with(config: C, overrides: Overrides) -> C:
+    fields = config.model_dump() | {name: value for name, _, value in overrides}
     if fields.get("rectify_interval") == 0 and "rectify_on_finish" in fields:
         fields["rectify_on_finish"] = False
     try:
-        config = type(settings.config).model_validate(fields)
+        return type(config).model_validate(fields)
     except ValidationError as error:
         raise ValueError(explain_value(error.errors()[0])) from None
-    return type(settings.method)(config)
+
+
+@lru_cache(maxsize=256)
+def _method_with(method: DecodeMethod, overrides: Overrides) -> DecodeMethod:
+    return type(method)(_config_with(method.config, overrides)) if overrides else method
+
+
+@lru_cache(maxsize=256)
+def _prefill_with(server: PrefillMethod, overrides: Overrides, sparse: bool) -> tuple[PrefillMethod | None, str]:
+    """The prefill method of a request, and the namespace of what differs from the server's."""
+    config = _config_with(server.config, overrides)
+    if config.exact_prefix or not sparse:
+        return None, "" if server.config.exact_prefix else f"{NAMESPACE}exact_prefix"
+    fields = {name: getattr(config, name) for name in config.request_fields}
+    if all(value == getattr(server.config, name) for name, value in fields.items()):
+        return server, ""
+    return type(server)(config), NAMESPACE + json.dumps(fields, sort_keys=True)
+
+
+def namespaced(extra_key: str | None, options: RequestOptions) -> str | None:
+    """Return the radix namespace of a request that the client wants in ``extra_key``."""
+    return f"{extra_key or ''}|{options.namespace}" if options.namespace else extra_key
+
+
+def prefill_of_namespace(settings: Settings, extra_key: str | None) -> PrefillMethod | None:
+    """Return the prefill method whose KV a radix namespace holds; None for dense prefill."""
+    _, found, fields = (extra_key or "").rpartition(NAMESPACE)
+    if settings.prefill is None or fields == "exact_prefix":
+        return None
+    given = json.loads(fields) if found else {}
+    return _prefill_with(settings.prefill, _overrides(given, sorted(given)), sparse=True)[0]
 
 
 def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,11 +177,14 @@ def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *ar
     settings = settings_of(manager.server_args)
     if settings is not None:
         sampling = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
-        _validate(settings, manager, sampling.get("custom_params"))
+        options = _validate(settings, manager, sampling.get("custom_params"))
+        tokenized = original(manager, obj, *args, **kwargs)
+        tokenized.extra_key = namespaced(tokenized.extra_key, options)
+        return tokenized
     return original(manager, obj, *args, **kwargs)
 
 
-def _validate(settings: Settings, manager: Any, params: Any) -> None:
+def _validate(settings: Settings, manager: Any, params: Any) -> RequestOptions:
     if params is not None and not isinstance(params, dict):
         raise ValueError(f"custom_params: got {params!r}, allowed: a mapping")
     options = parse_options(settings, params)
@@ -128,6 +192,7 @@ def _validate(settings: Settings, manager: Any, params: Any) -> None:
     vocabulary = manager.model_config.vocab_size
     if any(token >= vocabulary for token in options.forced_tokens):
         raise ValueError(f"{FORCED_TOKENS}: got {max(options.forced_tokens)}, allowed: ids below {vocabulary}")
+    return options
 
 
 def state_of(request: Any) -> RequestState | None:
@@ -135,10 +200,19 @@ def state_of(request: Any) -> RequestState | None:
     return getattr(request, ATTRIBUTE, None)
 
 
+def options_of(settings: Settings, request: Any) -> RequestOptions:
+    """Return what a ``Req`` asks for, read when it is first needed."""
+    options = getattr(request, OPTIONS_ATTRIBUTE, None)
+    if options is None:
+        options = parse_options(settings, request.sampling_params.custom_params)
+        setattr(request, OPTIONS_ATTRIBUTE, options)
+    return options
+
+
 def ensure_state(settings: Settings, counts: RectifyCounts, request: Any) -> RequestState:
     """Return what is kept about a ``Req``, made when it first runs."""
     state = state_of(request)
     if state is None:
-        state = RequestState(parse_options(settings, request.sampling_params.custom_params), counts)
+        state = RequestState(options_of(settings, request), counts)
         setattr(request, ATTRIBUTE, state)
     return state

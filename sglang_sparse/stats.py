@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sglang_sparse.config import Settings
     from sglang_sparse.plan import DecodePlan
     from sglang_sparse.pools import AuxPools
+    from sglang_sparse.prefill_path import PrefillPath
 
 KEY = "sparse"
 
@@ -58,19 +59,28 @@ class Counters:
         aux_pools: the page summaries.
         model: the model on this rank.
         select_stats: int64 ``[3]`` on the device, which the selection itself increments: see ``BatchView.stats``.
+        prefill: the prefill method at work, if any.
 
     Attributes:
         rectify: what rectification did.
         aux_bytes: bytes of the page summaries on this rank.
     """
 
-    def __init__(self, settings: Settings, aux_pools: AuxPools, model: ModelShape, select_stats: torch.Tensor):
+    def __init__(
+        self,
+        settings: Settings,
+        aux_pools: AuxPools,
+        model: ModelShape,
+        select_stats: torch.Tensor,
+        prefill: PrefillPath | None = None,
+    ):
         self.select_stats = select_stats
         self.rectify = RectifyCounts()
         self.aux_bytes = aux_pools.nbytes
         self._settings = settings
         self._pools = aux_pools
         self._model = model
+        self._prefill = prefill
         self._decode_steps = 0
         self._decode_rows = 0
         self._dense_rows = 0
@@ -153,6 +163,20 @@ class Counters:
             "aux_bytes": self.aux_bytes,
             "aux_bytes_accounted": self._pools.accounted_bytes,
             "aux_bytes_measured": self._pools.measured_bytes,
+            **({"prefill": self._prefill_snapshot(self._prefill)} if self._prefill else {}),
+        }
+
+    def _prefill_snapshot(self, path: PrefillPath) -> dict[str, Any]:
+        attended, causal = path.pairs.tolist()
+        return {
+            "method": self._settings.prefill_name,
+            "config": {**path.method.config.model_dump(), "crossover_tokens": path.method.dense_below},
+            "sparse_layers": len(path.layers),
+            "sparse_tokens": path.sparse_tokens,
+            "dense_tokens": path.dense_tokens,
+            "pairs_attended": attended,
+            "pairs_causal": causal,
+            "sparsity": 1 - attended / causal if causal else 0.0,
         }
 
 
@@ -166,6 +190,7 @@ def report_active(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
         backend = scheduler.tp_worker.model_runner.attn_backend
         if type(backend).__name__ == "SparseAttentionBackend":
             info["sparse_method"] = scheduler.server_args.sparse_method
+            info["sparse_prefill_method"] = scheduler.server_args.sparse_prefill_method
 
 
 def require_active_schedulers(result: Any, cls: type, server_args: Any, *_: Any, **__: Any) -> None:
@@ -174,13 +199,14 @@ def require_active_schedulers(result: Any, cls: type, server_args: Any, *_: Any,
     Raises:
         RuntimeError: a scheduler came up without the sparse backend.
     """
-    method = getattr(server_args, "sparse_method", None)
-    if not method:
+    settings = settings_of(server_args)
+    if settings is None:
         return
+    asked = {"sparse_method": settings.name, "sparse_prefill_method": settings.prefill_name}
     for rank, info in enumerate(result[3].scheduler_infos):
-        if info.get("sparse_method") != method:
+        if any(info.get(field) != name for field, name in asked.items()):
             raise RuntimeError(
-                f"--sparse-method {method}: scheduler {rank} runs dense; the plugin is not active in its process "
+                f"{settings.flag}: scheduler {rank} runs dense; the plugin is not active in its process "
                 f"(SGLang {installed_sglang()})"
             )
 

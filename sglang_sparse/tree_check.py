@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,12 @@ from sglang_sparse.kv_check import (
     page_slots,
     stale_summaries,
 )
+from sglang_sparse.prefill import split_prompt
+from sglang_sparse.requests import prefill_of_namespace
+
+if TYPE_CHECKING:
+    from sglang_sparse.prefill_method import PrefillMethod
+    from sglang_sparse.prefill_path import PrefillPath
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +76,7 @@ def check_when_idle(_result: None, scheduler: Any, *_: Any) -> None:
         InexactTreeError: see ``check_tree``.
     """
     settings = settings_of(scheduler.server_args)
-    if settings is None or not settings.config.check_exactness or not scheduler.is_fully_idle():
+    if settings is None or not settings.check_exactness or not scheduler.is_fully_idle():
         return
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
@@ -83,7 +89,7 @@ def check_when_idle(_result: None, scheduler: Any, *_: Any) -> None:
     memory.seen = seen
     if report.pages_checked:
         logger.info(
-            "sglang_sparse: %d pages of the radix tree equal a dense recomputation, worst difference %.3g",
+            "sglang_sparse: %d pages of the radix tree equal their recomputation, worst difference %.3g",
             report.pages_checked,
             report.worst_abs_difference,
         )
@@ -92,9 +98,10 @@ def check_when_idle(_result: None, scheduler: Any, *_: Any) -> None:
 def check_tree(scheduler: Any, tolerance: float | None = None) -> TreeReport:
     """Prove that every page of the radix tree is exact: its K and V dense, its summaries those of its keys.
 
-    Pages that no earlier check has proven, and those whose contents changed since, are compared with a dense pass over
-    the whole path from the root, one path at a time (see ``compare_with_dense``). No pass may be in flight on another
-    stream than the forward stream.
+    With a prefill method, K and V are those of its cold run instead, dense only where that is. Pages that no earlier
+    check has proven, and those whose contents changed since, are compared with such a run over the whole path from the
+    root, one path at a time (see ``compare_with_recomputed``). No pass may be in flight on another stream than the
+    forward stream.
 
     Args:
         scheduler: SGLang's ``Scheduler``.
@@ -110,6 +117,7 @@ def check_tree(scheduler: Any, tolerance: float | None = None) -> TreeReport:
         return TreeReport(0, 0.0)
     memory = _memory(tree)
     runner = scheduler.tp_worker.model_runner
+    settings = settings_of(runner.server_args)
     with torch.inference_mode(), _forward_stream(scheduler):
         nodes = list(_nodes(tree))
         if not nodes:
@@ -123,7 +131,8 @@ def check_tree(scheduler: Any, tolerance: float | None = None) -> TreeReport:
         for node in sorted(nodes, key=lambda node: node.start, reverse=True):
             if unproven.isdisjoint(node.pages):
                 continue
-            difference, proven = _check_path(runner, node.node, tree.page_size, unproven, tolerance)
+            prefill = prefill_of_namespace(settings, node.node.key.extra_key) if settings else None
+            difference, proven = _check_path(runner, node.node, tree.page_size, unproven, tolerance, prefill)
             worst = max(worst, difference)
             checked += len(proven)
             unproven -= proven
@@ -131,10 +140,15 @@ def check_tree(scheduler: Any, tolerance: float | None = None) -> TreeReport:
     return TreeReport(checked, worst)
 
 
-def compare_with_dense(
-    runner: Any, tokens: list[int], slots: torch.Tensor, positions: torch.Tensor, tolerance: float | None = None
+def compare_with_recomputed(
+    runner: Any,
+    tokens: list[int],
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    tolerance: float | None = None,
+    prefill: tuple[PrefillMethod | None, int] | None = None,
 ) -> float:
-    """Compare stored KV with that of a dense run over the same tokens.
+    """Compare stored KV with that of another run over the same tokens, dense or by a prefill method.
 
     The run takes place in the very slots, which hold what they held before when this returns or raises: a full pool
     has no others. Meanwhile host memory holds the KV and summaries of the whole sequence, so at most those of SGLang's
@@ -147,6 +161,7 @@ def compare_with_dense(
         slots: ``[len(tokens)]`` int64, where its KV is. Nobody else may use them meanwhile.
         positions: ``[n]`` int64, the compared positions.
         tolerance: largest allowed absolute difference; ``default_tolerance`` if None.
+        prefill: the method of the run's prefill, and how many tokens are prompt; None for a dense run.
 
     Returns:
         The largest absolute difference.
@@ -156,18 +171,25 @@ def compare_with_dense(
     """
     kv_pool = runner.token_to_kv_pool
     with borrowed(kv_pool, slots) as stored:
-        _dense_pass(runner, tokens, slots)
+        method, prompt = prefill or (None, 0)
+        _recompute(runner, tokens, slots, method, prompt)
         return compare(kv_pool, tokens, positions, slots, stored, tolerance)
 
 
-def _dense_pass(runner: Any, tokens: list[int], slots: torch.Tensor) -> None:
+def _recompute(runner: Any, tokens: list[int], slots: torch.Tensor, prefill: PrefillMethod | None, prompt: int) -> None:
+    path: PrefillPath | None = runner.attn_backend.prefill
+    # A sparse prefill in one piece, or in chunks of whole groups, writes the same.
+    group = prefill.group_tokens if prefill else 1
+    size = max(1, FORWARD_TOKENS // group) * group
     # SGLang keeps the first row for padding.
     row = runner.req_to_token_pool.req_to_token[0, : len(tokens)]
     before = row.clone()
     row.copy_(slots)
     try:
-        for start in range(0, len(tokens), FORWARD_TOKENS):
-            end = min(start + FORWARD_TOKENS, len(tokens))
+        for start in range(0, len(tokens), size):
+            end = min(start + size, len(tokens))
+            if path:
+                path.begin([*split_prompt(0, start, end, prompt, prefill)], torch.zeros_like(slots[:1]), counted=False)
             runner.forward(_extend_batch(tokens[start:end], slots[start:end], start))
     finally:
         row.copy_(before)
@@ -231,14 +253,15 @@ def _require_fresh_summaries(kv_pool: Any, pages: list[int]) -> None:
 
 
 def _check_path(
-    runner: Any, node: Any, size: int, unproven: set[int], tolerance: float | None
+    runner: Any, node: Any, size: int, unproven: set[int], tolerance: float | None, prefill: PrefillMethod | None
 ) -> tuple[float, set[int]]:
     """Prove the unproven pages from the root to the end of a node; returns the worst difference and these pages."""
     tokens, slots = _path(node)
     pages = (slots[::size] // size).tolist()
     places = [place for place, page in enumerate(pages) if page in unproven]
     positions = page_slots(torch.tensor(places, device=slots.device), size)
-    return compare_with_dense(runner, tokens, slots, positions, tolerance), {pages[place] for place in places}
+    worst = compare_with_recomputed(runner, tokens, slots, positions, tolerance, (prefill, len(tokens)))
+    return worst, {pages[place] for place in places}
 
 
 def _extend_batch(tokens: list[int], slots: torch.Tensor, start: int) -> Any:

@@ -39,17 +39,17 @@ def assert_nothing_leaked(server: ServerProcess) -> None:
 
 def proven_pages(server: ServerProcess) -> int:
     """Pages of the radix tree that a server with ``check_exactness`` has proven exact so far."""
-    return sum(map(int, re.findall(r"(\d+) pages of the radix tree equal a dense recomputation", server.log())))
+    return sum(map(int, re.findall(r"(\d+) pages of the radix tree equal their recomputation", server.log())))
 
 
-def assert_exact(server: ServerProcess) -> None:
+def assert_exact(server: ServerProcess, tokens: int = 64) -> None:
     """Give a server with ``check_exactness`` something new to check, and wait until it has proven its whole tree.
 
-    It ends when a page is not exact.
+    It ends when a page is not exact. ``tokens`` of a new prompt are at least four pages that can be shared.
     """
     rng = random.Random()
     before = proven_pages(server)
-    greedy(server, [[rng.randrange(10, 1000) for _ in range(64)]], tokens=2)
+    greedy(server, [[rng.randrange(10, 1000) for _ in range(tokens)]], tokens=2)
     deadline = time.monotonic() + 120.0
     while proven_pages(server) < before + 4:
         assert time.monotonic() < deadline, server.log_tail()

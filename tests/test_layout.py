@@ -35,6 +35,8 @@ MAY_IMPORT_SGLANG = {
     "limits.py",
     "refusals.py",
     "check.py",
+    "prefill.py",
+    "prefill_path.py",
 }
 
 

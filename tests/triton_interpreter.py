@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-OPERATIONS = ("page_summary", "page_score", "page_topk", "page_table", "sparse_decode")
+OPERATIONS = ("page_summary", "page_score", "page_topk", "page_table", "sparse_decode", "anchor_prefill")
 HAS_GPU = torch.cuda.is_available()
 INTERPRETED = not HAS_GPU and "triton" not in sys.modules
 

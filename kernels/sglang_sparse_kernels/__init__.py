@@ -7,4 +7,5 @@ One folder per operation, each usable without SGLang:
 - ``page_score``: upper bound of each page's attention logit for one query group.
 - ``page_topk``: the highest pages of each row, exact and deterministic.
 - ``sparse_decode``: decode attention over the selected pages.
+- ``anchor_prefill``: prefill attention over the initial block, the own group and the keys that come near their scores.
 """

@@ -43,8 +43,8 @@ def test_unknown_method_names_the_list_and_the_nearest(qwen3: str) -> None:
 
 def test_unknown_prefill_method(qwen3: str) -> None:
     for method in ("resa", None):
-        message = refused(qwen3, sparse_method=method, sparse_prefill_method="anchor")
-        assert "--sparse-prefill-method: got 'anchor', allowed: none in this release" in message
+        message = refused(qwen3, sparse_method=method, sparse_prefill_method="ankor")
+        assert "--sparse-prefill-method: got 'ankor', allowed: anchor; did you mean 'anchor'?" in message
 
 
 def test_config_without_method(qwen3: str) -> None:

@@ -69,6 +69,7 @@ def make_backend() -> SparseAttentionBackend:
     backend._pools = AuxPools(tuple(specs), LAYERS, SLOTS // PAGE, PAGE, "cpu")
     backend._k_caches = {layer: dense.token_to_kv_pool.keys[layer] for layer in LAYERS}
     backend.method = Keep()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.prefill = None
     backend._view = SimpleNamespace(page_size=PAGE, usual_select=1)  # pyright: ignore[reportAttributeAccessIssue]
     return backend
 

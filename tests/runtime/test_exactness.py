@@ -30,6 +30,7 @@ def follow(
         plan_rows=lambda seq_lens, rows: plan_decode(settings.method, 16, seq_lens, rows),
         counters=SimpleNamespace(rectify=RectifyCounts()),
         rectifying=None,
+        prefill=None,
     )
     runner = SimpleNamespace(server_args=args, is_draft_worker=False, attn_backend=backend)
     batch = SimpleNamespace(

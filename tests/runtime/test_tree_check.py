@@ -41,6 +41,8 @@ class Model:
             get_value_buffer=self.values.__getitem__,
         )
         setattr(self.token_to_kv_pool, pools.ATTRIBUTE, aux)
+        self.server_args = SimpleNamespace(sparse_method=None)
+        self.attn_backend = SimpleNamespace(prefill=None)
         self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(3, 512, dtype=torch.int32))
 
     def forward(self, batch: Any) -> None:

@@ -25,6 +25,15 @@ FAILURES = (AssertionError, RuntimeError, ValueError, LookupError, TypeError, At
 MOST_FAILURES = 20
 # Rows cross from dense to sparse on their own and by what else is in the batch, and back when neighbours leave.
 CROSSING = {"rectify_interval": 4, "dense_fallback": "auto", "min_seq_len": 16, "crossover_tokens": 20}
+# Sparse prefill beside rectification and alone; with groups of two blocks the chunk holds one group and a half of it.
+PREFILL_VARIANTS: tuple[dict[str, Any], ...] = (
+    {"overlap": True, "config": {"rectify_interval": 4, "rectify_on_finish": True}, "prefill": {}},
+    {
+        "overlap": False,
+        "config": {"rectify_interval": 5},
+        "prefill": {"crossover_tokens": 16, "dense_fallback": "auto"},
+    },
+)
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},
@@ -37,6 +46,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": False, "page_size": 1, "config": {"rectify_interval": 4, "min_pages": 6}},
     {"overlap": True, "config": {**CROSSING, "rectify_on_finish": True}},
     {"overlap": False, "page_size": 16, "config": {"rectify_interval": 7}},
+    *PREFILL_VARIANTS,
 )
 
 
@@ -67,6 +77,7 @@ class Block:
             "slots": options.slots,
             "chunk": options.chunk,
             "config": f"'{json.dumps(options.config)}'",
+            "prefill": f"'{json.dumps(options.prefill)}'",
             "steps": self.steps,
             "first-seed": seed,
             "schedules": 1,

@@ -9,7 +9,8 @@ from engine import Engine
 
 from sglang_sparse import exactness
 from sglang_sparse.kv_check import stale_summaries
-from sglang_sparse.tree_check import TreeReport, check_tree, compare_with_dense
+from sglang_sparse.requests import state_of
+from sglang_sparse.tree_check import TreeReport, check_tree, compare_with_recomputed
 
 
 class BrokenInvariantError(AssertionError):
@@ -101,14 +102,19 @@ def check_exact_lengths(engine: Engine) -> None:
 
 
 def check_running_kv(engine: Engine) -> float:
-    """KV below the exact length of every request is that of a dense run; returns the worst difference."""
+    """KV below the exact length of every request is that of a cold run alone; returns the worst difference."""
     worst = 0.0
     for request in holders(engine.scheduler):
         end = exactness.exact_len(request)
         tokens = [*request.origin_input_ids, *request.output_ids][:end]
         # The newest token of an overlapped step is only on the device; the step that wrote its KV ends with it.
         end = len(tokens)
-        worst = max(worst, compare_with_dense(engine.runner, tokens, row_of(engine, request, end), torch.arange(end)))
+        state = state_of(request)
+        # A group that two passes shared has KV of its own.
+        compared = torch.arange(end if state.split_group is None else min(end, state.split_group))
+        run = state.options.prefill, len(request.origin_input_ids)
+        found = compare_with_recomputed(engine.runner, tokens, row_of(engine, request, end), compared, prefill=run)
+        worst = max(worst, found)
     return worst
 
 

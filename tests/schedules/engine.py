@@ -14,9 +14,11 @@ from typing import Any
 from checkpoints import random_qwen3
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, TokenizedGenerateReqInput
-from sglang.srt.runtime_context import publish
+from sglang.srt.runtime_context import get_server_args, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
+
+from sglang_sparse import config, requests
 
 VOCABULARY = 300
 CONTEXT = 512
@@ -37,6 +39,7 @@ class EngineOptions:
         slots: tokens of the KV pool; few, so that requests are retracted and prefixes evicted.
         chunk: chunked prefill size; small, so that most prompts are chunked.
         config: further fields of ``--sparse-config``.
+        prefill: further fields of ``--sparse-prefill-config``; None for dense prefill.
     """
 
     overlap: bool
@@ -44,6 +47,7 @@ class EngineOptions:
     slots: int = 144
     chunk: int = 16
     config: dict[str, Any] = field(default_factory=dict)
+    prefill: dict[str, Any] | None = None
 
     @property
     def pages(self) -> int:
@@ -55,6 +59,14 @@ class EngineOptions:
         """The complete config: nearly every decode step is sparse."""
         base = {"page_size": self.page_size, "active_ratio": 0.1, "min_pages": 2, "dense_fallback": "never"}
         return {**base, **self.config}
+
+    @property
+    def prefill_flags(self) -> dict[str, str]:
+        """Groups are as small as can be, and nearly everything outside the anchor is left out."""
+        if self.prefill is None:
+            return {}
+        config = {"block_size": 16, "step": 1, "theta": 0.0, "dense_fallback": "never", **self.prefill}
+        return {"sparse_prefill_method": "anchor", "sparse_prefill_config": json.dumps(config)}
 
     @property
     def rectifies(self) -> bool:
@@ -108,6 +120,7 @@ class Engine:
             log_level="error",
             sparse_method="resa",
             sparse_config=json.dumps(options.sparse_config),
+            **options.prefill_flags,
         )
         publish(args, role="scheduler")
         self.scheduler: Any = scheduler_module.Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
@@ -154,6 +167,9 @@ def request(rid: str, tokens: list[int], sampling: dict[str, Any], logprob: bool
     """A tokenized request as the tokenizer process would send it."""
     params = SamplingParams(**sampling)
     params.normalize(None)
+    settings = config.settings_of(get_server_args())  # pyright: ignore[reportArgumentType]
+    assert settings is not None
+    options = requests.parse_options(settings, params.custom_params)
     return TokenizedGenerateReqInput(
         rid=rid,
         input_text=None,
@@ -167,6 +183,7 @@ def request(rid: str, tokens: list[int], sampling: dict[str, Any], logprob: bool
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,
+        extra_key=requests.namespaced(None, options),
     )
 
 

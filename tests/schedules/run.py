@@ -45,9 +45,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=144, help="tokens of the KV pool")
     parser.add_argument("--chunk", type=int, default=16, help="chunked prefill size")
     parser.add_argument("--config", type=json.loads, default={"rectify_interval": 4}, help="more of --sparse-config")
+    parser.add_argument("--prefill", type=json.loads, help="sparse prefill with this of --sparse-prefill-config")
     parser.add_argument("--vary", action="store_true", help="blocks take turns with VARIANTS of the above")
     parser.add_argument(
-        "--sabotage", choices=["guard", "summary", "rectified", "leak"], help="break the product, to see it caught"
+        "--sabotage",
+        choices=["guard", "summary", "rectified", "leak", "groups", "match"],
+        help="break the product, to see it caught",
     )
     parser.add_argument("--self-test", action="store_true", help="afterwards, require that every sabotage is caught")
     parser.add_argument("--revision", help="of the code; asked of git by default")
@@ -143,7 +146,7 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
     end = args.first_seed + args.schedules
     for number, first in enumerate(range(args.first_seed, end, args.block)):
         overlap = number % 2 == 0 if args.overlap == "both" else args.overlap == "on"
-        options = EngineOptions(overlap, args.page_size, args.slots, args.chunk, args.config)
+        options = EngineOptions(overlap, args.page_size, args.slots, args.chunk, args.config, args.prefill)
         if args.vary:
             options = replace(options, **VARIANTS[number % len(VARIANTS)])
         blocks.append(Block(first, min(first + args.block, end) - 1, args.steps, options, args.sabotage))
@@ -158,7 +161,8 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
 
     missed = []
     for name in SABOTAGES:
-        options = EngineOptions(True, config={"rectify_interval": 4})
+        prefill = {} if name in ("groups", "match") else None
+        options = EngineOptions(True, config={"rectify_interval": 4}, prefill=prefill)
         block = Block(args.first_seed, args.first_seed + SELF_TEST_SCHEDULES - 1, 8, options, name)
         (row,) = run_blocks([block], model, workers=1, most_failures=1)
         write("sabotage", **row)

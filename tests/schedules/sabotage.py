@@ -9,7 +9,8 @@ import torch
 from engine import Engine
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_sparse import pools
+from sglang_sparse import pools, prefill
+from sglang_sparse.prefill_method import PrefillMethod
 
 
 def let_approximate_kv_in(engine: Engine) -> None:
@@ -68,9 +69,21 @@ def lose_a_page(engine: Engine) -> None:
     allocator.free_segment = free_segment
 
 
+def share_incomplete_groups(engine: Engine) -> None:
+    """Let whatever was prefilled into the tree."""
+    prefill.share_limit = lambda request, method: len(request.origin_input_ids)
+
+
+def match_within_groups(engine: Engine) -> None:
+    """Use cached prefixes up to their last page, and let chunks end anywhere."""
+    PrefillMethod.boundary = lambda self, position: position
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "guard": let_approximate_kv_in,
     "summary": corrupt_a_summary,
     "rectified": spoil_rectified_kv,
     "leak": lose_a_page,
+    "groups": share_incomplete_groups,
+    "match": match_within_groups,
 }

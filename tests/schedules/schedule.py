@@ -188,11 +188,17 @@ class Schedule:
 
     def _custom_params(self) -> dict[str, Any] | None:
         rng = self._rng
-        kind = rng.choice(["none", "none", "dense", "ratio", "interval", "both"])
+        kinds = ["none", "none", "dense", "ratio", "interval", "both"]
+        if self.engine.options.prefill is not None:
+            # Requests of one namespace, mostly, or nobody would share a prefix.
+            kinds += ["theta", "exact", *["none"] * 6]
+        kind = rng.choice(kinds)
         if kind == "none":
             return None
         if kind == "dense":
             return {"sparse": False}
+        if kind in ("theta", "exact"):
+            return {"theta": 1.0} if kind == "theta" else {"exact_prefix": True}
         ratio, interval = (
             {"active_ratio": rng.choice([0.01, 0.2, 0.5, 1.0])},
             {"rectify_interval": rng.choice([2, 4, 13])},

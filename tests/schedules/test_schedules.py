@@ -45,7 +45,14 @@ def test_the_schedules_reach_what_they_are_for(rows) -> None:
 
 @pytest.mark.parametrize(
     ("sabotage", "kind"),
-    [("guard", "mismatch"), ("summary", "mismatch"), ("rectified", "mismatch"), ("leak", "leak")],
+    [
+        ("guard", "mismatch"),
+        ("summary", "mismatch"),
+        ("rectified", "mismatch"),
+        ("leak", "leak"),
+        ("groups", "mismatch"),
+        ("match", "mismatch"),
+    ],
 )
 def test_a_broken_product_is_noticed(rows, sabotage, kind) -> None:
     (row,) = [row for row in rows if row["kind"] == "sabotage" and row["sabotage"] == sabotage]

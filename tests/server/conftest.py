@@ -23,14 +23,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[ServerProcess]]:
-    """Start a server: ``serve(checkpoint, *flags, config={...} or None, env={...})``."""
+    """Start a server: ``serve(checkpoint, *flags, config={...} or None, prefill={...} or None, env={...})``."""
     logs = tmp_path_factory.mktemp("servers")
 
     @contextmanager
     def start(
-        checkpoint: Path, *flags: str, config: dict[str, object] | None = None, env: dict[str, str] | None = None
+        checkpoint: Path,
+        *flags: str,
+        config: dict[str, object] | None = None,
+        prefill: dict[str, object] | None = None,
+        env: dict[str, str] | None = None,
     ) -> Iterator[ServerProcess]:
         sparse = [] if config is None else ["--sparse-method", "resa", "--sparse-config", json.dumps(config)]
+        if prefill is not None:
+            sparse += ["--sparse-prefill-method", "anchor", "--sparse-prefill-config", json.dumps(prefill)]
         log = logs / f"{len(list(logs.iterdir()))}.log"
         # A process that has seen the GPU cannot be forked.
         kind = ServerProcess if torch.cuda.is_available() else ForkedServer

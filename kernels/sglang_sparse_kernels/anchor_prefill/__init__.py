@@ -1,0 +1,131 @@
+"""Anchor attention for the prefill of GQA and MHA models: stripes of keys close to an anchor score.
+
+Source: AnchorAttention (arXiv:2505.23520, section 3 and algorithms 1 to 3), on a paged cache and in chunks of any size.
+"""
+
+import torch
+
+from .. import dispatch
+from . import reference
+from .plan import AnchorPlan, make_plan
+
+__all__ = ["AnchorPlan", "anchor_prefill", "make_plan"]
+
+
+def anchor_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    plan: AnchorPlan,
+    theta: torch.Tensor,
+    page_size: int,
+    sm_scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    stats: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of a ragged extend batch in which each step group of queries picks the earlier keys it attends to.
+
+    A query at position ``p`` of the group that starts at ``s`` attends to the keys of the first block and to those from
+    ``s`` to ``p``. Of the keys between, every query of the group attends to those for which, in any of the group's
+    query blocks, the mean maximum logit so far exceeds the mean query's logit by at most ``theta``. Blocks and groups
+    are aligned to absolute positions, so that chunks of whole groups give what one piece gives. Differences from the
+    paper: equality counts as a hit, and so does a difference that is infinite or NaN, so that a broken key shows in the
+    output as in dense attention; blocks of queries and keys have one size; a block that a chunk cuts has the mean of
+    its queries in this pass.
+
+    Args:
+        q: ``[N, Hq, d]``, float32 (CPU only), float16 or bfloat16, the query tokens of all rows one after the other;
+            ``d`` is contiguous.
+        k_cache: ``[S, Hkv, d]``, the dtype of ``q`` or float8_e4m3fn, with the keys of the queries too; ``d`` is
+            contiguous.
+        v_cache: ``[S, Hkv, dv]``, the dtype of ``k_cache``; ``dv`` is contiguous.
+        page_table: ``[B, M]`` int32, the physical page of each logical page; entries past a row's pages are not read.
+        plan: the blocks and groups of the pass, see ``make_plan``.
+        theta: ``[B]`` float32, contiguous, in natural logarithm units; infinity makes a row dense.
+        page_size: slots per page, a power of two from 1 to 64 that divides the block size.
+        sm_scale: softmax scale, usually ``d ** -0.5``.
+        k_scale: factor of the stored keys (float8 caches).
+        v_scale: factor of the stored values (float8 caches).
+        out: optional ``[N, Hq, dv]`` in the dtype of ``q``, contiguous.
+        stats: optional ``[2]`` int64 on the device of ``q``, to which the query-key pairs attended and the pairs of
+            dense causal attention are added, over all query heads.
+
+    Returns:
+        ``[N, Hq, dv]`` in the dtype of ``q``.
+
+    Raises:
+        ValueError: a wrong dimension, dtype, head count, layout, page size or scale, or a plan of another batch.
+
+    Example:
+        >>> import torch
+        >>> from sglang_sparse_kernels.anchor_prefill import anchor_prefill, make_plan
+        >>> q, k_cache, v_cache = torch.zeros(64, 2, 64), torch.zeros(64, 1, 64), torch.ones(64, 1, 64)
+        >>> pages, theta = torch.arange(4, dtype=torch.int32)[None], torch.tensor([12.0])
+        >>> plan = make_plan([0], [64], block_size=16, step=2, device="cpu")
+        >>> out = anchor_prefill(q, k_cache, v_cache, pages, plan, theta, page_size=16, sm_scale=0.125)
+        >>> out.shape, out.unique().tolist()
+        (torch.Size([64, 2, 64]), [1.0])
+    """
+    if out is None:
+        out = torch.empty(*q.shape[:2], v_cache.shape[2], dtype=q.dtype, device=q.device)
+    _check_arguments(q, k_cache, v_cache, page_table, theta, out, stats)
+    _check_plan(q, page_table, plan, page_size)
+    if not sm_scale * k_scale > 0:
+        raise ValueError(f"sm_scale * k_scale must be positive, got {sm_scale} and {k_scale}")
+    arguments = (q, k_cache, v_cache, page_table, plan, theta, page_size, sm_scale, k_scale, v_scale, out, stats)
+    if dispatch.use_reference(q):
+        return reference.anchor_prefill(*arguments)
+    from . import triton
+
+    return triton.anchor_prefill(*arguments)
+
+
+def _check_arguments(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    theta: torch.Tensor,
+    out: torch.Tensor,
+    stats: torch.Tensor | None,
+) -> None:
+    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    dispatch.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
+    dispatch.check_tensor("v_cache", v_cache, 3, (k_cache.dtype,))
+    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
+    dispatch.check_tensor("theta", theta, 1, (torch.float32,))
+    dispatch.check_tensor("out", out, 3, (q.dtype,))
+    num_queries, num_q_heads, head_dim = q.shape
+    num_slots, num_kv_heads, v_head_dim = v_cache.shape
+    dispatch.check_heads(num_q_heads, num_kv_heads)
+    dispatch.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
+    dispatch.check_shape("theta", theta, (page_table.shape[0],))
+    dispatch.check_shape("out", out, (num_queries, num_q_heads, v_head_dim))
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"the last dimension of {name} must be contiguous, got the strides {tensor.stride()}")
+    for name, tensor in (("theta", theta), ("out", out)):
+        dispatch.check_contiguous(name, tensor)
+    if stats is not None:
+        dispatch.check_tensor("stats", stats, 1, (torch.int64,))
+        dispatch.check_shape("stats", stats, (2,))
+
+
+def _check_plan(q: torch.Tensor, page_table: torch.Tensor, plan: AnchorPlan, page_size: int) -> None:
+    dispatch.check_page_size(page_size)
+    if plan.block_size % page_size:
+        raise ValueError(f"block_size must be a multiple of page_size, got {plan.block_size} and {page_size}")
+    if plan.num_queries != q.shape[0] or plan.num_rows != page_table.shape[0]:
+        raise ValueError(
+            f"the plan has {plan.num_queries} query tokens in {plan.num_rows} rows,"
+            f" got {q.shape[0]} in q and {page_table.shape[0]} in page_table"
+        )
+    if plan.max_length > page_table.shape[1] * page_size:
+        raise ValueError(
+            f"page_table must hold {plan.max_length} tokens a row, got {page_table.shape[1]} pages of {page_size}"
+        )
+    if plan.device.type != q.device.type:
+        raise ValueError(f"the plan must be on the device of q, got {plan.device} and {q.device}")

@@ -1,0 +1,193 @@
+"""The definition of anchor attention in plain torch."""
+
+from typing import NamedTuple
+
+import torch
+
+from .plan import AnchorPlan, GroupPart, QueryBlock
+
+
+class State(NamedTuple):
+    """Online softmax of some queries: maximum (natural units) and sum ``[Hkv, G, n]``, output ``[Hkv, G, n, dv]``."""
+
+    maximum: torch.Tensor
+    total: torch.Tensor
+    output: torch.Tensor
+
+
+class Row(NamedTuple):
+    """One row's keys and values: the pool, and the slot of each position up to the last one in use."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slots: torch.Tensor
+
+    def read(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[Hkv, T, d]`` and values ``[Hkv, T, dv]`` in float32."""
+        slots = self.slots[positions]
+        return self.k_cache[slots].float().transpose(0, 1), self.v_cache[slots].float().transpose(0, 1)
+
+
+def anchor_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    plan: AnchorPlan,
+    theta: torch.Tensor,
+    page_size: int,
+    sm_scale: float,
+    k_scale: float,
+    v_scale: float,
+    out: torch.Tensor,
+    stats: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See ``anchor_prefill.anchor_prefill``."""
+    attended = plan.anchor_pairs * q.shape[1]
+    scale = sm_scale * k_scale
+    for piece in plan.slices:
+        window = slice(piece.first_query, piece.first_query + piece.num_queries)
+        queries, results = _by_kv_head(q[window], k_cache.shape[1]), out[window]
+        for part in piece.parts:
+            blocks = piece.blocks[part.first_block : part.first_block + part.num_blocks]
+            row = _row(k_cache, v_cache, page_table, part, blocks, page_size)
+            states = [_anchor(queries, row, block, plan, scale) for block in blocks]
+            active = _gaps(queries, row, blocks, states, part, plan.block_size, scale)
+            active = _hit(active, theta[part.row]).any(0)
+            attended += int(active.sum()) * part.num_queries
+            for block, state in zip(blocks, states, strict=True):
+                state = _resume(_of_block(queries, block), row, active, state, plan.block_size, scale)
+                result = (state.output / state.total[..., None] * v_scale).flatten(0, 1)
+                results[block.first_query : block.first_query + block.num_queries] = result.transpose(0, 1)
+    if stats is not None:
+        stats += torch.tensor([attended, plan.causal_pairs * q.shape[1]], device=stats.device)
+    return out
+
+
+def key_gaps(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    plan: AnchorPlan,
+    page_size: int,
+    sm_scale: float,
+    k_scale: float,
+    row: int,
+    group: int,
+) -> torch.Tensor:
+    """How far each candidate key of a row's group lies below the anchor, in natural logarithm units.
+
+    Returns:
+        ``[blocks, Hq, candidates]`` float32: mean anchor of the query block minus its mean query's logit. Candidate
+        ``c`` is the key at position ``block_size + c``.
+
+    Raises:
+        ValueError: the pass has no query of this group.
+    """
+    for piece in plan.slices:
+        queries = _by_kv_head(q[piece.first_query : piece.first_query + piece.num_queries], k_cache.shape[1])
+        for part in piece.parts:
+            if (part.row, part.group) == (row, group):
+                blocks = piece.blocks[part.first_block : part.first_block + part.num_blocks]
+                keys = _row(k_cache, k_cache, page_table, part, blocks, page_size)
+                states = [_anchor(queries, keys, block, plan, sm_scale * k_scale) for block in blocks]
+                gaps = _gaps(queries, keys, blocks, states, part, plan.block_size, sm_scale * k_scale)
+                return gaps.flatten(1, 2)
+    raise ValueError(f"row {row} has no query of group {group} in this pass")
+
+
+def active_keys(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    plan: AnchorPlan,
+    theta: torch.Tensor,
+    page_size: int,
+    sm_scale: float,
+    k_scale: float,
+    row: int,
+    group: int,
+) -> torch.Tensor:
+    """Which candidate keys are active for a row's group, ``[Hq, candidates]`` bool; see ``key_gaps``."""
+    gaps = key_gaps(q, k_cache, page_table, plan, page_size, sm_scale, k_scale, row, group)
+    return _hit(gaps, theta[row]).any(0)
+
+
+def _by_kv_head(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    return q.float().transpose(0, 1).unflatten(0, (num_kv_heads, -1))
+
+
+def _of_block(queries: torch.Tensor, block: QueryBlock) -> torch.Tensor:
+    return queries[:, :, block.first_query : block.first_query + block.num_queries]
+
+
+def _row(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    part: GroupPart,
+    blocks: tuple[QueryBlock, ...],
+    page_size: int,
+) -> Row:
+    positions = torch.arange(blocks[-1].first_position + blocks[-1].num_queries, device=page_table.device)
+    pages = page_table[part.row, positions // page_size].long()
+    return Row(k_cache, v_cache, pages * page_size + positions % page_size)
+
+
+def _anchor(queries: torch.Tensor, row: Row, block: QueryBlock, plan: AnchorPlan, scale: float) -> State:
+    """Attention of one block over the initial keys and its group's keys up to the diagonal."""
+    query = _of_block(queries, block)
+    start, end = block.window, block.first_position + block.num_queries
+    local = torch.arange(start, end, device=query.device)
+    keys = torch.cat([torch.arange(min(plan.block_size, start), device=query.device), local])
+    causal = keys <= torch.arange(block.first_position, end, device=query.device)[:, None]
+    shape = query.shape[:3]
+    empty = State(
+        query.new_full(shape, float("-inf")), query.new_zeros(shape), query.new_zeros(*shape, row.v_cache.shape[2])
+    )
+    return _continue(empty, query, *row.read(keys), causal, scale)
+
+
+def _gaps(
+    queries: torch.Tensor,
+    row: Row,
+    blocks: tuple[QueryBlock, ...],
+    states: list[State],
+    part: GroupPart,
+    block_size: int,
+    scale: float,
+) -> torch.Tensor:
+    """``[blocks, Hkv, G, candidates]``."""
+    keys = row.k_cache[row.slots[block_size : block_size + part.candidates]].float()
+    query = torch.stack([_of_block(queries, block).mean(2) for block in blocks])
+    anchor = torch.stack([state.maximum.mean(2) for state in states])
+    return anchor[..., None] - query @ keys.permute(1, 2, 0) * scale
+
+
+def _hit(gaps: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+    """A key whose gap is infinite or NaN counts as hit, so that it shows in the output as in dense attention."""
+    return ~((gaps > theta) & (gaps < float("inf")))
+
+
+def _resume(query: torch.Tensor, row: Row, active: torch.Tensor, state: State, block_size: int, scale: float) -> State:
+    """Go on over the keys that are active for any head, each head over its own of them."""
+    union = active.flatten(0, 1).any(0).nonzero().flatten()
+    if not len(union):
+        return state
+    keys, values = row.read(block_size + union)
+    return _continue(state, query, keys, values, active[:, :, None, union], scale)
+
+
+def _continue(
+    state: State, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, allowed: torch.Tensor, scale: float
+) -> State:
+    heads, group, count, _ = query.shape
+    logits = (query.flatten(1, 2) @ keys.transpose(1, 2)).view(heads, group, count, -1).mul_(scale)
+    logits.masked_fill_(~allowed, float("-inf"))
+    maximum = torch.maximum(state.maximum, logits.amax(-1))
+    # Infinite keys may leave a query without any finite logit, and -inf - -inf would be NaN.
+    finite = maximum.masked_fill(maximum == float("-inf"), 0.0)
+    weights = logits.sub_(finite[..., None]).exp_()
+    decay = (state.maximum - finite).exp()
+    output = (weights.flatten(1, 2) @ values).view(heads, group, count, -1)
+    return State(maximum, state.total * decay + weights.sum(-1), state.output * decay[..., None] + output)

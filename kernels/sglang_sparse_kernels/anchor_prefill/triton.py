@@ -1,0 +1,495 @@
+"""Triton kernels of anchor attention: anchor, identification of the active keys, and attention over those."""
+
+# Type checkers know neither the launch options of a kernel nor its compile-time values.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from .plan import AnchorPlan, GroupPart, QueryBlock, Scratch, Slice
+
+_LOG2_E = 1.4426950408889634
+_MIN_DOT = 16
+# Mean queries that one product of the identification takes, over a KV head's query heads and a group's blocks.
+_MAX_POOLED = 128
+_BLOCK_FIELDS = tl.constexpr(len(QueryBlock._fields))
+_PART_FIELDS = tl.constexpr(len(GroupPart._fields))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters: keys per step of the attention, of the identification and of the compaction (a multiple of
+    the former), and warps and pipeline stages of the attention.
+    """
+
+    block_keys: int = 64
+    identify_keys: int = 128
+    compact_keys: int = 1024
+    num_warps: int = 8
+    num_stages: int = 3
+    identify_warps: int = 8
+
+
+@triton.jit
+def _load_slots(table_ptr, positions, end, PAGE: tl.constexpr):
+    """Slots of one row's positions; positions from ``end`` on get any valid one."""
+    page = tl.load(table_ptr + positions // PAGE, mask=positions < end, other=0)
+    return page.to(tl.int64) * PAGE + positions % PAGE
+
+
+@triton.jit
+def _load_rows(pointers, valid, dims, DIM: tl.constexpr):
+    if dims.shape[0] == DIM:
+        return tl.load(pointers, mask=valid[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=valid[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _attend(
+    query,
+    k_rows,
+    v_rows,
+    valid,
+    limits,
+    scale,
+    maximum,
+    total,
+    output,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One step of the online softmax; with ``MASKED``, query ``m`` takes only the first ``limits[m]`` keys.
+
+    The maximum stays a product of query and key: one fused multiply-add then scales (to base 2) and subtracts.
+    """
+    dims = tl.arange(0, query.shape[1])
+    v_dims = tl.arange(0, output.shape[1])
+    keys = _load_rows(k_rows[:, None] + dims[None, :], valid, dims, DIM)
+    logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
+    if MASKED:
+        allowed = tl.arange(0, k_rows.shape[0])[None, :] < limits[:, None]
+        logits = tl.where(allowed, logits, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
+    # Infinite keys may leave a query without any finite logit, and -inf - -inf would be NaN.
+    finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) * scale
+    decay = tl.exp2(maximum * scale - finite)
+    weights = tl.exp2(logits * scale - finite[:, None])
+    values = _load_rows(v_rows[:, None] + v_dims[None, :], valid, v_dims, V_DIM)
+    total = total * decay + tl.sum(weights, axis=1)
+    output = tl.dot(weights.to(query.dtype), values.to(query.dtype), output * decay[:, None], input_precision="ieee")
+    return new_maximum, total, output
+
+
+@triton.jit
+def _tile_start(tile, init_tiles, group_start, TILE: tl.constexpr):
+    """Position of a tile of the anchor region: first those of the initial block, then those of the group."""
+    return tl.where(tile < init_tiles, tile * TILE, group_start + (tile - init_tiles) * TILE)
+
+
+@triton.jit(do_not_specialize=["num_queries", "table_stride"])
+def _anchor_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    blocks_ptr,
+    maximum_ptr,
+    total_ptr,
+    output_ptr,
+    pooled_ptr,
+    anchors_ptr,
+    q_stride_row,
+    q_stride_head,
+    k_stride_slot,
+    k_stride_head,
+    v_stride_slot,
+    v_stride_head,
+    table_stride,
+    num_queries,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One query block and head: attention over the anchor region, the mean query and the mean anchor."""
+    # The last blocks of a group have the most keys: they start first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    blocks_ptr += block * _BLOCK_FIELDS
+    row = tl.load(blocks_ptr).to(tl.int64)
+    index = tl.load(blocks_ptr + 1)
+    first_position = tl.load(blocks_ptr + 2)
+    first_query = tl.load(blocks_ptr + 3).to(tl.int64)
+    count = tl.load(blocks_ptr + 4)
+    members = tl.arange(0, BLOCK)
+    tokens = tl.arange(0, TILE)
+    dims = tl.arange(0, triton.next_power_of_2(DIM))
+    v_dims = tl.arange(0, triton.next_power_of_2(V_DIM))
+    in_block = members < count
+    end = first_position + count
+    table_ptr += row * table_stride
+    k_ptr += (head // GROUP) * k_stride_head
+    v_ptr += (head // GROUP) * v_stride_head
+    q_ptr += first_query * q_stride_row + head * q_stride_head
+    query = _load_rows(q_ptr + members[:, None] * q_stride_row + dims[None, :], in_block, dims, DIM)
+    mean_query = tl.sum(query.to(tl.float32), axis=0) / count
+    if UPCAST:
+        query = query.to(tl.float32)
+    maximum = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    output = tl.full([BLOCK, v_dims.shape[0]], 0.0, tl.float32)
+    group_start = tl.load(blocks_ptr + 6)
+    block_start = index * BLOCK
+    init_tiles = tl.where(group_start > 0, BLOCK // TILE, 0)
+    full_tiles = init_tiles + (block_start - group_start) // TILE
+    every = tokens >= 0
+    slot = _load_slots(table_ptr, _tile_start(0, init_tiles, group_start, TILE) + tokens, end, PAGE)
+    for tile in range(full_tiles):
+        # The slots of a tile are loaded one tile early, or keys and values would wait for them.
+        ahead = _load_slots(table_ptr, _tile_start(tile + 1, init_tiles, group_start, TILE) + tokens, end, PAGE)
+        k_rows, v_rows = k_ptr + slot * k_stride_slot, v_ptr + slot * v_stride_slot
+        maximum, total, output = _attend(
+            query, k_rows, v_rows, every, every, scale, maximum, total, output, DIM, V_DIM, False
+        )
+        slot = ahead
+    for start in range(block_start, end, TILE):
+        slot = _load_slots(table_ptr, start + tokens, end, PAGE)
+        k_rows, v_rows = k_ptr + slot * k_stride_slot, v_ptr + slot * v_stride_slot
+        valid, limits = start + tokens < end, first_position + members + 1 - start
+        maximum, total, output = _attend(
+            query, k_rows, v_rows, valid, limits, scale, maximum, total, output, DIM, V_DIM, True
+        )
+    states = head * num_queries + first_query + members
+    tl.store(maximum_ptr + states, maximum, mask=in_block)
+    tl.store(total_ptr + states, total, mask=in_block)
+    offsets = (first_query + members)[:, None] * (HEADS * V_DIM) + head * V_DIM + v_dims[None, :]
+    tl.store(output_ptr + offsets, output, mask=in_block[:, None] & (v_dims < V_DIM)[None, :])
+    # The hardware's maximum drops NaN, the sum does not.
+    anchor = tl.where(total >= 0, maximum, float("nan"))
+    entry = block.to(tl.int64) * HEADS + head
+    tl.store(anchors_ptr + entry, tl.sum(tl.where(in_block, anchor, 0.0), axis=0) / count)
+    tl.store(pooled_ptr + entry * DIM + dims, mean_query.to(pooled_ptr.dtype.element_ty), mask=dims < DIM)
+
+
+@triton.jit(do_not_specialize=["max_tiles", "table_stride"])
+def _identify_kernel(
+    k_ptr,
+    table_ptr,
+    parts_ptr,
+    theta_ptr,
+    pooled_ptr,
+    anchors_ptr,
+    hits_ptr,
+    tile_counts_ptr,
+    k_stride_slot,
+    k_stride_head,
+    table_stride,
+    max_tiles,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One tile of candidate keys, KV head and group part: which keys any block hits, for each query head."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    parts_ptr += part * _PART_FIELDS
+    candidates = tl.load(parts_ptr + 5)
+    if tile * TILE < candidates:
+        row = tl.load(parts_ptr).to(tl.int64)
+        first_block = tl.load(parts_ptr + 2)
+        num_blocks = tl.load(parts_ptr + 3)
+        hits_ptr += tl.load(parts_ptr + 6).to(tl.int64) * HEADS
+        theta = tl.load(theta_ptr + row)
+        dims = tl.arange(0, triton.next_power_of_2(DIM))
+        members = tl.arange(0, BLOCK_GROUP)
+        pairs = tl.arange(0, BLOCK_GROUP * BLOCK_STEP)
+        tokens = tile * TILE + tl.arange(0, TILE)
+        valid = tokens < candidates
+        slot = _load_slots(table_ptr + row * table_stride, BLOCK + tokens, BLOCK + candidates, PAGE)
+        k_ptr += kv_head * k_stride_head
+        keys = _load_rows(k_ptr + slot[:, None] * k_stride_slot + dims[None, :], valid, dims, DIM)
+        member = pairs // BLOCK_STEP
+        hit = tl.full([TILE, BLOCK_GROUP], 0, tl.int32)
+        for first in range(0, num_blocks, BLOCK_STEP):
+            block = first + pairs % BLOCK_STEP
+            used = (block < num_blocks) & (member < GROUP)
+            entry = (first_block + block).to(tl.int64) * HEADS + kv_head * GROUP + member
+            pooled = _load_rows(pooled_ptr + entry[:, None] * DIM + dims[None, :], used, dims, DIM)
+            if UPCAST:
+                pooled = pooled.to(tl.float32)
+            anchors = tl.load(anchors_ptr + entry, mask=used, other=0.0)
+            # Keys are the rows: a group of few query heads fills the tensor core all the same.
+            logits = tl.dot(keys.to(pooled.dtype), tl.trans(pooled), input_precision="ieee")
+            gaps = (anchors[None, :] - logits) * scale
+            missed = (gaps > theta) & (gaps < float("inf"))
+            found = tl.where(missed | (used[None, :] == 0), 0, 1)
+            hit = tl.maximum(hit, tl.max(tl.reshape(found, [TILE, BLOCK_GROUP, BLOCK_STEP]), axis=2))
+        hit = tl.where(valid[:, None], hit, 0)
+        q_head = kv_head * GROUP + members
+        pointers = hits_ptr + q_head.to(tl.int64)[None, :] * candidates + tokens[:, None]
+        tl.store(pointers, hit.to(tl.int8), mask=valid[:, None] & (members < GROUP)[None, :])
+        tile_counts = tile_counts_ptr + (part * HEADS + q_head).to(tl.int64) * max_tiles + tile
+        tl.store(tile_counts, tl.sum(hit, axis=0), mask=members < GROUP)
+
+
+@triton.jit(do_not_specialize=["max_tiles", "table_stride"])
+def _compact_kernel(
+    hits_ptr,
+    tile_counts_ptr,
+    table_ptr,
+    parts_ptr,
+    slots_ptr,
+    counts_ptr,
+    table_stride,
+    max_tiles,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNK_TILES: tl.constexpr,
+):
+    """One chunk of candidates, query head and group part: the slots of its hits, behind those of earlier chunks."""
+    chunk = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    parts_ptr += part * _PART_FIELDS
+    candidates = tl.load(parts_ptr + 5)
+    if chunk * CHUNK < candidates:
+        row = tl.load(parts_ptr).to(tl.int64)
+        start = tl.load(parts_ptr + 6).to(tl.int64) * HEADS + head.to(tl.int64) * candidates
+        pair = part * HEADS + head
+        tile_counts_ptr += pair.to(tl.int64) * max_tiles
+        tokens = tl.arange(0, CHUNK)
+        earlier = tl.full([CHUNK], 0, tl.int32)
+        for first in range(0, chunk * CHUNK_TILES, CHUNK):
+            earlier += tl.load(tile_counts_ptr + first + tokens, mask=first + tokens < chunk * CHUNK_TILES, other=0)
+        before = tl.sum(earlier, axis=0)
+        tokens += chunk * CHUNK
+        hit = tl.load(hits_ptr + start + tokens, mask=tokens < candidates, other=0).to(tl.int32)
+        slot = _load_slots(table_ptr + row * table_stride, BLOCK + tokens, BLOCK + candidates, PAGE)
+        position = before + tl.cumsum(hit, axis=0) - 1
+        tl.store(slots_ptr + start + position, slot.to(tl.int32), mask=hit != 0)
+        if (chunk + 1) * CHUNK >= candidates:
+            tl.store(counts_ptr + pair, before + tl.sum(hit, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_queries"])
+def _sparse_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    blocks_ptr,
+    parts_ptr,
+    maximum_ptr,
+    total_ptr,
+    output_ptr,
+    slots_ptr,
+    counts_ptr,
+    out_ptr,
+    q_stride_row,
+    q_stride_head,
+    k_stride_slot,
+    k_stride_head,
+    v_stride_slot,
+    v_stride_head,
+    num_queries,
+    scale,
+    v_scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One query block and head: the anchor's softmax goes on over the group's active keys."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    blocks_ptr += block * _BLOCK_FIELDS
+    first_query = tl.load(blocks_ptr + 3).to(tl.int64)
+    queries = tl.load(blocks_ptr + 4)
+    part = tl.load(blocks_ptr + 5)
+    candidates = tl.load(parts_ptr + part * _PART_FIELDS + 5)
+    slots_ptr += tl.load(parts_ptr + part * _PART_FIELDS + 6).to(tl.int64) * HEADS + head.to(tl.int64) * candidates
+    count = tl.load(counts_ptr + part * HEADS + head)
+    members = tl.arange(0, BLOCK)
+    tokens = tl.arange(0, TILE)
+    dims = tl.arange(0, triton.next_power_of_2(DIM))
+    v_dims = tl.arange(0, triton.next_power_of_2(V_DIM))
+    in_block = members < queries
+    k_ptr += (head // GROUP) * k_stride_head
+    v_ptr += (head // GROUP) * v_stride_head
+    q_ptr += first_query * q_stride_row + head * q_stride_head
+    query = _load_rows(q_ptr + members[:, None] * q_stride_row + dims[None, :], in_block, dims, DIM)
+    if UPCAST:
+        query = query.to(tl.float32)
+    states = head * num_queries + first_query + members
+    maximum = tl.load(maximum_ptr + states, mask=in_block, other=0.0)
+    total = tl.load(total_ptr + states, mask=in_block, other=1.0)
+    offsets = (first_query + members)[:, None] * (HEADS * V_DIM) + head * V_DIM + v_dims[None, :]
+    in_out = in_block[:, None] & (v_dims < V_DIM)[None, :]
+    output = tl.load(output_ptr + offsets, mask=in_out, other=0.0)
+    every = tokens >= 0
+    full = count // TILE * TILE
+    slot = tl.load(slots_ptr + tokens, mask=tokens < count, other=0)
+    for first in range(0, full, TILE):
+        # As in the anchor: one tile early.
+        ahead = tl.load(slots_ptr + first + TILE + tokens, mask=first + TILE + tokens < count, other=0)
+        k_rows, v_rows = k_ptr + slot.to(tl.int64) * k_stride_slot, v_ptr + slot.to(tl.int64) * v_stride_slot
+        maximum, total, output = _attend(
+            query, k_rows, v_rows, every, every, scale, maximum, total, output, DIM, V_DIM, False
+        )
+        slot = ahead
+    if full < count:
+        k_rows, v_rows = k_ptr + slot.to(tl.int64) * k_stride_slot, v_ptr + slot.to(tl.int64) * v_stride_slot
+        valid, limits = tokens < count - full, tl.full([BLOCK], count - full, tl.int32)
+        maximum, total, output = _attend(
+            query, k_rows, v_rows, valid, limits, scale, maximum, total, output, DIM, V_DIM, True
+        )
+    output *= (v_scale / total)[:, None]
+    tl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=in_out)
+
+
+def anchor_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    plan: AnchorPlan,
+    theta: torch.Tensor,
+    page_size: int,
+    sm_scale: float,
+    k_scale: float,
+    v_scale: float,
+    out: torch.Tensor,
+    stats: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """See ``anchor_prefill.anchor_prefill``."""
+    config = config or default_config(plan.block_size, max(q.shape[2], v_cache.shape[2]))
+    pairs = 0
+    for piece in plan.slices:
+        window = slice(piece.first_query, piece.first_query + piece.num_queries)
+        launch = Launch(q[window], k_cache, v_cache, page_table, plan, piece, page_size, sm_scale * k_scale, config)
+        scratch = find_active_keys(launch, theta)
+        _attend_active(launch, scratch, out[window], v_scale)
+        pairs += (scratch.counts.sum(dim=1) * piece.part_table[:, 4]).sum() if stats is not None else 0
+    if stats is not None:
+        stats[0] += pairs + plan.anchor_pairs * q.shape[1]
+        stats[1] += plan.causal_pairs * q.shape[1]
+    return out
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One slice of a call: ``q`` holds the slice's queries alone, ``scale`` makes natural units of a product."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+    plan: AnchorPlan
+    piece: Slice
+    page_size: int
+    scale: float
+    config: Config
+
+    def strides(self, *names: str) -> list[int]:
+        """Those of the first two dimensions of each tensor."""
+        return [stride for name in names for stride in getattr(self, name).stride()[:2]]
+
+    def constants(self, *names: str) -> dict[str, int]:
+        """Compile-time values by name."""
+        heads, dim = self.q.shape[1:]
+        values = {
+            "HEADS": heads,
+            "GROUP": heads // self.k_cache.shape[1],
+            "BLOCK": self.plan.block_size,
+            "DIM": dim,
+            "V_DIM": self.v_cache.shape[2],
+            "PAGE": self.page_size,
+            "TILE": min(self.config.block_keys, self.plan.block_size),
+            # The interpreter multiplies the bit patterns of bfloat16.
+            "UPCAST": knobs.runtime.interpret,
+        }
+        return {name: values[name] for name in ("HEADS", "BLOCK", *names)}
+
+
+def find_active_keys(launch: Launch, theta: torch.Tensor) -> Scratch:
+    """The anchor's state of every query, and the slots of each part's active keys in ascending order of position."""
+    piece, config, heads = launch.piece, launch.config, launch.q.shape[1]
+    scratch = Scratch.allocate(piece, launch.q, launch.v_cache.shape[2], config.identify_keys)
+    table, table_stride = launch.page_table, launch.page_table.stride(0)
+    _anchor_kernel[(len(piece.blocks), heads)](
+        *(launch.q, launch.k_cache, launch.v_cache, table, piece.block_table),
+        *(scratch.maximum, scratch.total, scratch.output, scratch.pooled, scratch.anchors),
+        *launch.strides("q", "k_cache", "v_cache"),
+        *(table_stride, piece.num_queries, launch.scale * _LOG2_E),
+        **launch.constants("GROUP", "DIM", "V_DIM", "PAGE", "TILE", "UPCAST"),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if not piece.max_candidates:
+        return scratch
+    group = heads // launch.k_cache.shape[1]
+    block_group = triton.next_power_of_2(group)
+    pooled = min(triton.next_power_of_2(launch.plan.step), _MAX_POOLED // min(block_group, _MAX_POOLED))
+    max_tiles = scratch.tile_counts.shape[2]
+    _identify_kernel[(max_tiles, launch.k_cache.shape[1], len(piece.parts))](
+        *(launch.k_cache, table, piece.part_table, theta, scratch.pooled, scratch.anchors),
+        *(scratch.hits, scratch.tile_counts),
+        *launch.strides("k_cache"),
+        *(table_stride, max_tiles, launch.scale),
+        **launch.constants("GROUP", "DIM", "PAGE", "UPCAST"),
+        BLOCK_GROUP=block_group,
+        BLOCK_STEP=max(pooled, _MIN_DOT // min(block_group, _MIN_DOT)),
+        TILE=config.identify_keys,
+        num_warps=config.identify_warps,
+        num_stages=1,
+    )
+    _compact_kernel[(triton.cdiv(piece.max_candidates, config.compact_keys), heads, len(piece.parts))](
+        *(scratch.hits, scratch.tile_counts, table, piece.part_table, scratch.slots, scratch.counts),
+        *(table_stride, max_tiles),
+        **launch.constants("PAGE"),
+        CHUNK=config.compact_keys,
+        CHUNK_TILES=config.compact_keys // config.identify_keys,
+    )
+    return scratch
+
+
+def _attend_active(launch: Launch, scratch: Scratch, out: torch.Tensor, v_scale: float) -> None:
+    piece = launch.piece
+    _sparse_kernel[(len(piece.blocks), launch.q.shape[1])](
+        *(launch.q, launch.k_cache, launch.v_cache, piece.block_table, piece.part_table),
+        *(scratch.maximum, scratch.total, scratch.output, scratch.slots, scratch.counts, out),
+        *launch.strides("q", "k_cache", "v_cache"),
+        *(piece.num_queries, launch.scale * _LOG2_E, v_scale),
+        **launch.constants("GROUP", "DIM", "V_DIM", "TILE", "UPCAST"),
+        num_warps=launch.config.num_warps,
+        num_stages=launch.config.num_stages,
+    )
+
+
+def default_config(block_size: int, dim: int) -> Config:
+    """Not measured yet: tiles and warps such that nothing is spilled on Hopper."""
+    return Config(block_keys=64 if dim <= 128 else 32, num_warps=8 if block_size == 128 else 4)

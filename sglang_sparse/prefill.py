@@ -1,0 +1,163 @@
+"""Sparse prefill in the scheduler: which tokens of an extend batch are sparse, and what of their KV may be shared.
+
+The rule of sharing: KV of a sparsely prefilled prompt is a function of its prefix at the ends of complete groups only
+(see ``PrefillMethod``). So matches in the radix tree, chunks and what enters the tree are cut there, and everybody who
+shares a prefix has the KV that a cold prefill of the prompt in one piece would have given. Generated tokens are encoded
+by decode and rectification, not by prefill; they are shared only as far as a prompt would be dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from sglang_sparse.config import settings_of
+from sglang_sparse.prefill_method import PrefillSpan
+from sglang_sparse.requests import options_of, state_of
+
+if TYPE_CHECKING:
+    from sglang_sparse.config import SparseServerArgs
+    from sglang_sparse.prefill_method import PrefillMethod
+
+
+def method_of(request: Any) -> PrefillMethod | None:
+    """Return the prefill method of SGLang's ``Req`` with its own config, or None where its prefill is dense."""
+    state = state_of(request)
+    if state is not None:
+        return state.options.prefill
+    from sglang.srt.runtime_context import get_server_args
+
+    settings = settings_of(cast("SparseServerArgs", get_server_args()))
+    if settings is None or settings.prefill is None:
+        return None
+    return options_of(settings, request).prefill
+
+
+def sharing_method(request: Any) -> PrefillMethod | None:
+    """The same, where sharing is restricted."""
+    method = method_of(request)
+    return None if method is None or method.config.share_partial_groups else method
+
+
+def share_limit(request: Any, method: PrefillMethod) -> int:
+    """Return how many leading tokens of a request have KV that others may share."""
+    limit = max(method.boundary(len(request.origin_input_ids)), method.dense_below)
+    state = state_of(request)
+    split = None if state is None else state.split_group
+    return limit if split is None else min(limit, split)
+
+
+def split_prompt(row: int, start: int, end: int, prompt: int, method: PrefillMethod | None) -> Iterator[PrefillSpan]:
+    """Split a row's query tokens: those of the prompt are the method's, generated ones are dense.
+
+    Generated tokens are in a prefill after a retraction.
+    """
+    if start < min(end, prompt):
+        yield PrefillSpan(row, start, min(end, prompt), method)
+    if max(start, prompt) < end:
+        yield PrefillSpan(row, max(start, prompt), end, None)
+
+
+def note_chunk_end(request: Any, end: int) -> None:
+    """Remember that a pass ended within a group: nothing from this group on may be shared."""
+    method, state = sharing_method(request), state_of(request)
+    if method is None or state is None or end >= len(request.origin_input_ids):
+        return
+    boundary = method.boundary(end)
+    if boundary < end:
+        state.split_group = boundary if state.split_group is None else min(boundary, state.split_group)
+
+
+def limit_match(found: int, request: Any, *_: Any) -> int:
+    """After ``Req._compute_max_prefix_len``: a prefix ends where its KV is a function of its tokens."""
+    method = sharing_method(request)
+    return found if method is None else method.boundary(min(found, share_limit(request, method)))
+
+
+def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``PrefillAdder.add_one_req``: a request's first chunk ends at a group's end, or waits for more budget."""
+    with _whole_groups(adder, request, adder.rem_chunk_tokens) as fits:
+        if fits:
+            return original(adder, request, *args, **kwargs)
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.OTHER
+
+
+def add_chunk(original: Callable[..., Any], adder: Any, request: Any) -> Any:
+    """Around ``PrefillAdder.add_chunked_req``: further chunks likewise.
+
+    SGLang must be given a chunk here. Where memory for a whole group is lacking it gets what there is, and the request
+    shares nothing from that group on.
+    """
+    budget = adder.rem_chunk_tokens
+    if budget is not None and adder.rem_total_tokens > 0:
+        budget = min(budget, int(adder.rem_total_tokens))
+    with _whole_groups(adder, request, budget):
+        return original(adder, request)
+
+
+@contextmanager
+def _whole_groups(adder: Any, request: Any, budget: int | None) -> Iterator[bool]:
+    """Lower the chunk budget to what ends a chunk of the request at a boundary; yields whether there is any such."""
+    method = sharing_method(request)
+    start, end = len(request.prefix_indices), len(request.full_untruncated_fill_ids)
+    size = adder.page_size
+    if method is None or budget is None or -(-(end - start) // size) * size <= budget:
+        yield True
+        return
+    boundary = start + budget // size * size
+    # Generated tokens, in a prefill after a retraction, are dense.
+    if boundary < len(request.origin_input_ids):
+        boundary = method.boundary(boundary)
+    if boundary <= start:
+        yield False
+        return
+    saved = adder.rem_chunk_tokens
+    adder.rem_chunk_tokens = boundary - start
+    try:
+        yield True
+    finally:
+        adder.rem_chunk_tokens += saved - (boundary - start)
+
+
+def cache_whole_groups(original: Callable[..., None], tree: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Around ``RadixCache.cache_unfinished_req``: insert whole groups; the rest stays the request's own."""
+    method, extended = sharing_method(request), request.extend_range
+    if method is None or (limit := share_limit(request, method)) >= extended.end:
+        return original(tree, request, *args, **kwargs)
+    request.extend_range = extended._replace(end=limit)
+    try:
+        original(tree, request, *args, **kwargs)
+    finally:
+        request.extend_range = extended
+    slots = tree.req_to_token_pool.req_to_token[request.req_pool_idx, : extended.end]
+    kept = len(request.prefix_indices)
+    request.prefix_indices = torch.cat([request.prefix_indices, slots[kept:].to(request.prefix_indices.dtype)])
+    return None
+
+
+def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
+    """Tell the backend what of an extend batch is sparse.
+
+    Args:
+        backend: the ``SparseAttentionBackend``.
+        forward_batch: SGLang's ``ForwardBatch``.
+        batch: the ``ScheduleBatch`` that it was made from.
+    """
+    if backend.prefill is None:
+        return
+    spans: Sequence[PrefillSpan] = ()
+    if batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False):
+        rows = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
+        spans = [
+            span
+            for row, (request, start, length) in enumerate(rows)
+            for span in split_prompt(row, start, start + length, len(request.origin_input_ids), method_of(request))
+        ]
+        for request, start, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+            note_chunk_end(request, start + length)
+    backend.prefill.begin(spans, forward_batch.req_pool_indices)

@@ -1,0 +1,164 @@
+"""The contract between a sparse prefill method and the rest of the plugin."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from sglang_sparse.method import SparseConfig
+
+if TYPE_CHECKING:
+    import torch
+
+# What "auto" means: no GPU has been measured yet.
+DEFAULT_DENSE_BELOW = 8192
+
+
+class PrefillConfig(SparseConfig):
+    """Fields that every prefill method has; a method adds its own by subclassing."""
+
+    request_fields: ClassVar[tuple[str, ...]] = ("exact_prefix",)
+
+    crossover_tokens: int | Literal["auto"] = Field(
+        "auto",
+        description="Prompt tokens below this position attend densely, whatever the prompt's length, so that shorter "
+        f"prompts are cached and shared as always; auto: {DEFAULT_DENSE_BELOW}.",
+    )
+    exact_prefix: bool = Field(
+        False, description="Prefill densely all the same; meant for single requests whose cached prefix must be exact."
+    )
+    share_partial_groups: bool = Field(
+        False,
+        description="Cache a prompt's incomplete last group too, and let chunks end anywhere. Its KV depends on where "
+        "the prompt, or the chunk, ended.",
+    )
+
+    @field_validator("crossover_tokens", mode="before")
+    @classmethod
+    def _crossover_is_a_count(cls, value: object) -> object:
+        if value != "auto" and (type(value) is not int or value < 0):
+            raise ValueError('must be "auto" or an integer of at least 0')
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _never_means_no_limit(cls, data: object) -> object:
+        if isinstance(data, dict) and data.get("dense_fallback") == "never":
+            return {**data, "crossover_tokens": 0}
+        return data
+
+
+@dataclass(frozen=True)
+class PrefillSpan:
+    """Consecutive query tokens of one row of an extend batch that are treated alike.
+
+    Attributes:
+        row: row of the batch, which is the row of its page table.
+        start: position of the first query token.
+        end: position behind the last.
+        method: the method with this request's config; None attends densely.
+    """
+
+    row: int
+    start: int
+    end: int
+    method: PrefillMethod | None
+
+
+@dataclass(frozen=True)
+class PrefillInputs:
+    """What one layer attends over: the queries of an extend batch and SGLang's paged KV.
+
+    Attributes:
+        query: ``[tokens, q_heads, head_dim]``, after RoPE, row after row in the order of positions.
+        key_cache: ``[slots, kv_heads, head_dim]``, with the pass's own keys.
+        value_cache: ``[slots, kv_heads, v_head_dim]``.
+        page_table: ``[rows, pages]`` int32, physical pages; what lies beyond a row's pages is undefined.
+        page_size: tokens per page.
+        scaling: softmax scale.
+        k_scale: factor of the stored keys.
+        v_scale: factor of the stored values.
+        out: ``[tokens, q_heads, v_head_dim]``, written.
+        pairs: int64 ``[2]`` on the device; the pass adds the query-key pairs that it attended to, and those that dense
+            attention would have.
+    """
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    page_table: torch.Tensor
+    page_size: int
+    scaling: float
+    k_scale: float
+    v_scale: float
+    out: torch.Tensor
+    pairs: torch.Tensor
+
+
+class PrefillMethod(ABC):
+    """A prefill method: which keys each query of a prompt attends to.
+
+    The KV that a prompt's sparse prefill leaves is a function of the tokens before it only at the ends of complete
+    groups of ``group_tokens``, aligned to absolute positions: within a group a token's output may depend on later
+    tokens of the group. Prefixes are therefore matched, cached and cut into chunks at these ends alone, see
+    ``prefill.py``. Positions below ``dense_below`` are dense for every prompt, and there any page end will do.
+
+    Attributes:
+        config: the configuration.
+    """
+
+    config_class: ClassVar[type[PrefillConfig]] = PrefillConfig
+
+    def __init__(self, config: PrefillConfig):
+        self.config = config
+
+    @property
+    @abstractmethod
+    def group_tokens(self) -> int:
+        """Tokens of a group."""
+
+    @property
+    def dense_below(self) -> int:
+        """Tokens before this position attend densely; a multiple of the group."""
+        asked = self.config.crossover_tokens
+        tokens = DEFAULT_DENSE_BELOW if asked == "auto" else asked
+        return -(-tokens // self.group_tokens) * self.group_tokens
+
+    def boundary(self, position: int) -> int:
+        """Return the last position, up to ``position``, at which the KV before it is a function of its tokens."""
+        if position <= self.dense_below:
+            return position
+        return position // self.group_tokens * self.group_tokens
+
+    def refuse(self, model_config: Any, page_size: int) -> str | None:
+        """Say why this method cannot serve a model or page size, or None when it can.
+
+        Args:
+            model_config: SGLang's ``ModelConfig``.
+            page_size: tokens per KV page.
+        """
+        return None
+
+    @abstractmethod
+    def plan(self, spans: Sequence[PrefillSpan], device: torch.device) -> Any:
+        """Prepare a pass, once for all layers.
+
+        Args:
+            spans: all query tokens of the pass, row after row in the order of positions. Their methods are of this
+                class and differ in the fields that a request may override.
+            device: where the pass runs.
+        """
+
+    @abstractmethod
+    def attend(self, plan: Any, layer_id: int, inputs: PrefillInputs) -> None:
+        """Attend in one layer; fills ``inputs.out``.
+
+        Args:
+            plan: what ``plan`` returned.
+            layer_id: the layer.
+            inputs: queries and KV.
+        """

@@ -1,0 +1,122 @@
+"""Prefill in the attention backend: the passes that the method takes over from the dense backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sglang_sparse.prefill_method import PrefillInputs
+
+if TYPE_CHECKING:
+    from sglang_sparse.prefill_method import PrefillMethod, PrefillSpan
+
+
+class PrefillPath:
+    """A prefill method at work.
+
+    Args:
+        method: the server's method.
+        layers: the layers whose prefill is sparse.
+        kv_pool: SGLang's KV pool.
+        req_to_token: ``[requests, positions]``, SGLang's table of slots.
+        page_size: tokens per page.
+
+    Attributes:
+        method: the server's method.
+        layers: the layers whose prefill is sparse.
+        sparse_tokens: query tokens of sparse groups since the server started.
+        dense_tokens: query tokens of prefill that attended densely.
+        pairs: int64 ``[2]`` on the device, see ``PrefillInputs``.
+    """
+
+    def __init__(
+        self, method: PrefillMethod, layers: Sequence[int], kv_pool: Any, req_to_token: torch.Tensor, page_size: int
+    ):
+        self.method = method
+        self.layers = frozenset(layers)
+        self.sparse_tokens = 0
+        self.dense_tokens = 0
+        self.pairs = torch.zeros(2, dtype=torch.int64, device=req_to_token.device)
+        self._pairs = self.pairs
+        self._kv_pool = kv_pool
+        self._req_to_token = req_to_token
+        self._page_size = page_size
+        self._plan: Any = None
+        self._tokens = 0
+        self._page_table = torch.zeros(0, 0, dtype=torch.int32)
+
+    def begin(self, spans: Sequence[PrefillSpan], req_pool_indices: torch.Tensor, counted: bool = True) -> None:
+        """Decide the pass that runs next.
+
+        Args:
+            spans: all its query tokens; none for a pass that is not a prefill, which the dense backend takes.
+            req_pool_indices: ``[rows]`` int64, rows of ``req_to_token``.
+            counted: False for a pass that serves no request.
+        """
+        sparse = sum(_sparse_tokens(span) for span in spans)
+        self._tokens = sum(span.end - span.start for span in spans)
+        self._plan = None
+        self._pairs = self.pairs if counted else torch.zeros_like(self.pairs)
+        if counted:
+            self.sparse_tokens += sparse
+            self.dense_tokens += self._tokens - sparse
+        if not sparse:
+            return
+        device = self._req_to_token.device
+        self._plan = self.method.plan(spans, device)
+        ends = self._req_to_token[req_pool_indices, : max(span.end for span in spans) : self._page_size]
+        self._page_table = (ends // self._page_size).to(torch.int32).contiguous()
+
+    def takes(self, layer_id: int) -> bool:
+        """Whether the pass is sparse in this layer."""
+        return self._plan is not None and layer_id in self.layers
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: Any,
+        slots: torch.Tensor,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
+        """Write K and V, and attend.
+
+        Args:
+            query: ``[tokens, q_heads * head_dim]``; a graph pads it.
+            key: ``[tokens, kv_heads, head_dim]``.
+            value: ``[tokens, kv_heads, v_head_dim]``.
+            layer: SGLang's ``RadixAttention``.
+            slots: ``[tokens]`` int64, where K and V go.
+            save_kv_cache: whether they still have to be written.
+
+        Returns:
+            ``[tokens, q_heads * v_head_dim]``, zeros for padding.
+        """
+        if save_kv_cache:
+            self._kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), key, value, layer.k_scale, layer.v_scale)
+        heads = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = heads.new_zeros(heads.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        inputs = PrefillInputs(
+            query=heads[: self._tokens],
+            key_cache=self._kv_pool.get_key_buffer(layer.layer_id),
+            value_cache=self._kv_pool.get_value_buffer(layer.layer_id),
+            page_table=self._page_table,
+            page_size=self._page_size,
+            scaling=layer.scaling,
+            k_scale=layer.k_scale_float or 1.0,
+            v_scale=layer.v_scale_float or 1.0,
+            out=out[: self._tokens],
+            pairs=self._pairs,
+        )
+        self.method.attend(self._plan, layer.layer_id, inputs)
+        return out.reshape(out.shape[0], -1)
+
+
+def _sparse_tokens(span: PrefillSpan) -> int:
+    if span.method is None:
+        return 0
+    return max(0, span.end - max(span.start, span.method.dense_below, span.method.group_tokens))

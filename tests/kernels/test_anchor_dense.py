@@ -1,0 +1,174 @@
+"""Anchor attention against dense attention: thresholds that keep everything or nothing, ties, and broken keys."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_sparse_kernels.anchor_prefill import anchor_prefill, cases, make_plan, reference
+from sglang_sparse_kernels.anchor_prefill.cases import Case, make
+
+FP32, FP16 = torch.float32, torch.float16
+BLOCK, STEP = 16, 2
+GROUP = BLOCK * STEP
+INF = float("inf")
+# Relative L2 error of float16 queries and weights.
+TOLERANCE = 2e-3
+
+
+def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
+    """The reference in float32, so that only the kernel under test rounds."""
+    q = arguments["q"].float()
+    out = torch.full((*q.shape[:2], arguments["v_cache"].shape[2]), float("nan"), device=q.device)
+    return reference.anchor_prefill(**{**arguments, "q": q}, out=out)
+
+
+def run_triton(arguments: dict[str, Any]) -> torch.Tensor:
+    return anchor_prefill(**arguments)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
+
+
+def row_slots(arguments: dict[str, Any], row: int, length: int) -> torch.Tensor:
+    return cases.row_slots(arguments["page_table"], row, length, arguments["page_size"])
+
+
+def dense(arguments: dict[str, Any], prefixes: tuple[int, ...], extends: tuple[int, ...]) -> torch.Tensor:
+    """Causal attention in float64."""
+    results, first = [], 0
+    for row, (prefix, extend) in enumerate(zip(prefixes, extends, strict=True)):
+        slots = row_slots(arguments, row, prefix + extend)
+        q = arguments["q"][first : first + extend].double()
+        group = q.shape[1] // arguments["k_cache"].shape[1]
+        keys, values = (
+            arguments[name][slots].double().repeat_interleave(group, dim=1) for name in ("k_cache", "v_cache")
+        )
+        logits = torch.einsum("qhd,khd->hqk", q, keys) * (arguments["sm_scale"] * arguments["k_scale"])
+        causal = torch.ones(extend, prefix + extend, dtype=torch.bool, device=q.device).tril(prefix)
+        weights = logits.masked_fill(~causal, -INF).softmax(dim=-1)
+        results.append(torch.einsum("hqk,khd->qhd", weights, values) * arguments["v_scale"])
+        first += extend
+    return torch.cat(results)
+
+
+def with_theta(arguments: dict[str, Any], theta: float) -> dict[str, Any]:
+    return {**arguments, "theta": torch.full_like(arguments["theta"], theta)}
+
+
+def chunked(arguments: dict[str, Any], chunks: list[int], run: Any, prefix: int = 0) -> torch.Tensor:
+    """A one-row pass in pieces."""
+    outs, first = [], 0
+    for size in chunks:
+        pass_plan = make_plan([prefix + first], [size], BLOCK, STEP, arguments["q"].device)
+        outs.append(run({**arguments, "q": arguments["q"][first : first + size], "plan": pass_plan}))
+        first += size
+    return torch.cat(outs)
+
+
+LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP - 1, 2 * GROUP, 2 * GROUP + 1, 81]
+
+
+@pytest.mark.parametrize("prefix", [0, 1, BLOCK, GROUP - 1, GROUP, GROUP + BLOCK, 77])
+def test_infinite_theta_is_dense_attention_in_the_reference(prefix: int) -> None:
+    prefixes, extends = (prefix,) * len(LENGTHS), tuple(LENGTHS)
+    arguments = with_theta(make(Case(prefixes, extends, 16, 2, 2, 64, FP32, FP32), "cpu"), INF)
+    assert relative_error(run_reference(arguments), dense(arguments, prefixes, extends)) < 1e-5
+
+
+@pytest.mark.parametrize("prefix", [0, 41])
+def test_infinite_theta_is_dense_attention(prefix: int, device: str) -> None:
+    prefixes, extends = (prefix,) * len(LENGTHS), tuple(LENGTHS)
+    arguments = with_theta(make(Case(prefixes, extends, 16, 1, 1, 64, FP16, FP16), device), INF)
+    stats = torch.zeros(2, dtype=torch.int64, device=device)
+    got = anchor_prefill(**arguments, stats=stats)
+    assert relative_error(got, dense(arguments, prefixes, extends)) < TOLERANCE
+    assert stats[0] == stats[1]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, BLOCK, 23, 50])
+def test_chunks_of_any_size_are_dense_attention_at_infinite_theta(chunk: int) -> None:
+    arguments = with_theta(make(Case((19,), (110,), 16, 1, 4, 64, FP32, FP32), "cpu"), INF)
+    sizes = [min(chunk, 110 - first) for first in range(0, 110, chunk)]
+    got = chunked(arguments, sizes, run_reference, prefix=19)
+    assert relative_error(got, dense(arguments, (19,), (110,))) < 1e-5
+
+
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_theta_of_minus_infinity_leaves_the_anchor(run: Any, device: str) -> None:
+    arguments = with_theta(make(Case((0,), (90,), 16, 1, 2, 64, FP16, FP16), device), -INF)
+    got = run(arguments)
+    slots = row_slots(arguments, 0, 90)
+    for position in (15, 40, 64, 89):
+        start = position // GROUP * GROUP
+        kept = slots[[*range(min(BLOCK, start)), *range(start, position + 1)]]
+        keys, values = arguments["k_cache"][kept, 0].double(), arguments["v_cache"][kept, 0].double()
+        expected = (arguments["q"][position].double() @ keys.T * arguments["sm_scale"]).softmax(dim=-1) @ values
+        assert relative_error(got[position], expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_the_first_group_is_dense_and_each_row_has_its_theta(run: Any, device: str) -> None:
+    prefixes, extends = (5, 40, 40), (GROUP - 5, 30, 30)
+    arguments = make(Case(prefixes, extends, 16, 1, 2, 64, FP16, FP16), device)
+    arguments["theta"] = torch.tensor([-INF, INF, -INF], device=device)
+    got, expected = run(arguments), dense(arguments, prefixes, extends)
+    dense_rows = sum(extends[:2])
+    assert relative_error(got[:dense_rows], expected[:dense_rows]) < TOLERANCE
+    assert relative_error(got[dense_rows:], expected[dense_rows:]) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_queries_outside_the_sparse_range_are_dense_and_those_inside_do_not_notice(run: Any, device: str) -> None:
+    prefix, extend, low, high = 20, 120, 2 * GROUP, 3 * GROUP + 21
+    arguments = with_theta(make(Case((prefix,), (extend,), 16, 1, 2, 64, FP16, FP16), device), -INF)
+    plan = make_plan([prefix], [extend], BLOCK, STEP, device, [(low, high)])
+    stats = torch.zeros(2, dtype=torch.int64, device=device)
+    got = run({**arguments, "plan": plan, "stats": stats})
+    inside = torch.arange(prefix, prefix + extend)
+    inside = ((inside >= low) & (inside < high)).to(got.device)
+    expected = dense(arguments, (prefix,), (extend,))
+    assert relative_error(got[~inside], expected[~inside]) < TOLERANCE
+    assert relative_error(got[inside], expected[inside]) > 10 * TOLERANCE
+    # The last part ends with the range, as it would with the prompt.
+    alone = run(
+        {
+            **arguments,
+            "q": arguments["q"][: high - prefix],
+            "plan": make_plan([prefix], [high - prefix], BLOCK, STEP, device),
+        }
+    )
+    assert torch.equal(got[inside], alone[inside[: high - prefix]])
+    left_out = sum(max(0, position // GROUP * GROUP - BLOCK) for position in range(low, high)) * 2
+    assert (stats[1] - stats[0]).item() == left_out
+
+
+@pytest.mark.parametrize(("theta", "active"), [(2.0, True), (1.9999998, False)])
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_equality_with_theta_is_a_hit(run: Any, theta: float, active: bool, device: str) -> None:
+    length, key = 3 * BLOCK, 20
+    arguments = make(Case((0,), (length,), 16, 1, 1, 64, FP16, FP16, step=1, theta=theta), device)
+    slots = row_slots(arguments, 0, length)
+    arguments["q"].zero_()[..., 0] = 1.0
+    arguments["k_cache"][slots] = 0.0
+    arguments["k_cache"][slots, :, 0] = -50.0
+    arguments["k_cache"][slots[0], :, 0], arguments["k_cache"][slots[key], :, 0] = 3.0, 1.0
+    arguments["v_cache"][slots] = 0.0
+    arguments["v_cache"][slots[key]] = 1.0
+    seen = run({**arguments, "sm_scale": 1.0})[2 * BLOCK :]
+    assert seen.min() > 0.1 if active else seen.abs().max() == 0
+
+
+@pytest.mark.parametrize("component", [slice(None), slice(3, 4)])
+@pytest.mark.parametrize("value", [float("nan"), INF, -INF])
+@pytest.mark.parametrize("position", [2, 20, 50])
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_broken_keys_show_as_in_dense_attention(
+    run: Any, position: int, value: float, component: slice, device: str
+) -> None:
+    arguments = make(Case((30,), (40,), 16, 1, 1, 64, FP16, FP16), device)
+    arguments["k_cache"][row_slots(arguments, 0, 70)[position], 0, component] = value
+    expected = dense(arguments, (30,), (40,)).isnan()
+    assert expected.any()
+    assert torch.equal(run(arguments).isnan(), expected)

@@ -1,0 +1,114 @@
+"""The plan of anchor attention, the bound of its scratch memory, and the arguments that are refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_sparse_kernels.anchor_prefill import anchor_prefill, make_plan, plan
+from sglang_sparse_kernels.anchor_prefill.cases import CASES, make
+from sglang_sparse_kernels.anchor_prefill.plan import Scratch
+
+BLOCK, STEP = 16, 2
+
+
+def test_plan_lists_blocks_and_parts() -> None:
+    made = make_plan([30, 7, 0], [37, 0, 17], BLOCK, STEP, "cpu")
+    (piece,) = made.slices
+    assert [tuple(block) for block in piece.blocks] == [
+        (0, 1, 30, 0, 2, 0, 0),
+        (0, 2, 32, 2, 16, 1, 32),
+        (0, 3, 48, 18, 16, 1, 32),
+        (0, 4, 64, 34, 3, 2, 64),
+        (2, 0, 0, 37, 16, 3, 0),
+        (2, 1, 16, 53, 1, 3, 0),
+    ]
+    assert [tuple(part) for part in piece.parts] == [
+        (0, 0, 0, 1, 2, 0, 0),
+        (0, 1, 1, 2, 32, 16, 0),
+        (0, 2, 3, 1, 3, 48, 16),
+        (2, 0, 4, 2, 17, 0, 64),
+    ]
+    assert piece.block_table.tolist() == [list(block) for block in piece.blocks]
+    assert piece.part_table.tolist() == [list(part) for part in piece.parts]
+    assert (made.num_rows, made.num_queries, made.max_length) == (3, 54, 67)
+
+
+def test_dense_queries_have_a_window_of_all_keys_and_no_candidates() -> None:
+    (piece,) = make_plan([40, 0], [50, 20], BLOCK, STEP, "cpu", [(64, 85), (0, 0)]).slices
+    assert [(block.first_position, block.num_queries, block.part, block.window) for block in piece.blocks] == [
+        (40, 8, 0, 0),
+        (48, 16, 0, 0),
+        (64, 16, 1, 64),
+        (80, 5, 1, 64),
+        (85, 5, 2, 0),
+        (0, 16, 3, 0),
+        (16, 4, 3, 0),
+    ]
+    assert [part.candidates for part in piece.parts] == [0, 48, 0, 0]
+    with pytest.raises(ValueError, match="as many sparse ranges as rows are needed, got 1 and 2"):
+        make_plan([0, 0], [1, 1], BLOCK, STEP, "cpu", [(0, 1)])
+
+
+@pytest.mark.parametrize(("heads", "dim", "v_dim"), [(32, 128, 128), (8, 64, 96)])
+def test_scratch_stays_within_its_bound(heads: int, dim: int, v_dim: int) -> None:
+    for prefix, extend in ((131072 - 8192, 8192), (0, 40000), (1000, 1)):
+        made = make_plan([prefix], [extend], 128, 16, "cpu")
+        bound = made.scratch_bytes(heads, dim, v_dim)
+        for piece in made.slices:
+            q = torch.empty(piece.num_queries, heads, dim, dtype=torch.bfloat16, device="meta")
+            scratch = Scratch.allocate(piece, q, v_dim, 128)
+            assert sum(tensor.nbytes for tensor in vars(scratch).values()) <= bound
+            assert piece.num_queries <= plan.SLICE_QUERIES
+        per_query = (4 * v_dim + 8 + (4 * dim + 4) / 128) * min(extend, plan.SLICE_QUERIES)
+        lists = (5 + 4 / 128) * min(plan.SLICE_CANDIDATES, (prefix + extend) * (extend / 2048 + 1))
+        assert bound <= heads * (per_query + lists + 4 * dim + 4096)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([0], [1], 8, 2), "block_size must be a power of two from 16 to 128, got 8"),
+        (([0], [1], 48, 2), "got 48"),
+        (([0], [1], 256, 2), "got 256"),
+        (([0], [1], 16, 0), "step must be at least 1, got 0"),
+        (([0, 0], [1], 16, 1), "as many prefix as extend lengths are needed, got 2 and 1"),
+        (([-1], [1], 16, 1), "lengths must be at least 0"),
+        (([0], [-2], 16, 1), "lengths must be at least 0"),
+    ],
+)
+def test_make_plan_refuses_wrong_arguments(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(*arguments, device="cpu")
+
+
+def test_wrong_arguments_are_refused() -> None:
+    arguments = make(replace(CASES[2], page_size=16), "cpu")
+    q, k_cache, theta = arguments["q"], arguments["k_cache"], arguments["theta"]
+    other = make_plan([0, 70], [96, 31], 16, 2, "cpu")
+    for change, message in [
+        ({"page_size": 5}, "power of two from 1 to 64, got 5"),
+        ({"page_size": 32}, "block_size must be a multiple of page_size, got 16 and 32"),
+        ({"q": q[0]}, "q must have 3 dimensions"),
+        ({"q": q.double()}, "q must have one of the dtypes"),
+        ({"q": q[:, [0, 1, 0]]}, "multiple of KV heads, got 3 and 2"),
+        ({"q": torch.cat([q, q], dim=2)[..., ::2]}, "last dimension of q must be contiguous"),
+        ({"q": q[1:]}, "the plan has 126 query tokens in 2 rows, got 125 in q"),
+        ({"plan": other}, "the plan has 127 query tokens"),
+        ({"plan": replace(arguments["plan"], device=torch.device("meta"))}, "plan must be on the device of q"),
+        ({"k_cache": k_cache.half()}, "k_cache must have one of the dtypes"),
+        ({"k_cache": k_cache[..., :32]}, "k_cache must have the shape"),
+        ({"v_cache": arguments["v_cache"].half()}, "v_cache must have one of the dtypes"),
+        ({"page_table": arguments["page_table"].long()}, "page_table must have one of the dtypes"),
+        ({"page_table": arguments["page_table"][:, :6]}, "page_table must hold 100 tokens a row, got 6 pages of 16"),
+        ({"theta": theta[:1]}, r"theta must have the shape \(2,\)"),
+        ({"theta": theta.double()}, "theta must have one of the dtypes"),
+        ({"sm_scale": 0.0}, "sm_scale [*] k_scale must be positive"),
+        ({"out": torch.empty(126, 2, 32)}, "out must have the shape"),
+        ({"out": torch.empty(126, 64, 2).transpose(1, 2)}, "out must be contiguous"),
+        ({"stats": torch.zeros(2)}, "stats must have one of the dtypes"),
+        ({"stats": torch.zeros(3, dtype=torch.int64)}, r"stats must have the shape \(2,\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            anchor_prefill(**{**arguments, **change})

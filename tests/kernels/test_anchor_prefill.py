@@ -1,0 +1,247 @@
+"""Anchor attention: reference against loops, Triton against the reference, chunks and slices against one pass."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_sparse_kernels.anchor_prefill import anchor_prefill, cases, make_plan, plan, reference
+from sglang_sparse_kernels.anchor_prefill import triton as kernels
+from sglang_sparse_kernels.anchor_prefill.cases import CASES, Case, make
+from sglang_sparse_kernels.anchor_prefill.plan import GroupPart
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# Relative L2 error by the dtype of the query; bfloat16 also rounds the weights of the softmax.
+TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 1.2e-2}
+# Keys this close to the threshold may be active or not: the kernel rounds the mean queries to the dtype of the query.
+BORDERLINE = {FP32: 1e-4, FP16: 0.02, BF16: 0.15}
+SMALL = [case for case in CASES if not case.gpu_only]
+BLOCK, STEP = 16, 2
+GROUP = BLOCK * STEP
+
+
+def run_reference(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
+    """The reference in float32, so that only the kernel under test rounds."""
+    q = arguments["q"].float()
+    out = torch.full((*q.shape[:2], arguments["v_cache"].shape[2]), float("nan"), device=q.device)
+    return reference.anchor_prefill(**{**arguments, "q": q}, out=out, stats=stats)
+
+
+def run_triton(arguments: dict[str, Any]) -> torch.Tensor:
+    return anchor_prefill(**arguments)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
+
+
+def row_slots(arguments: dict[str, Any], row: int, length: int) -> torch.Tensor:
+    return cases.row_slots(arguments["page_table"], row, length, arguments["page_size"])
+
+
+def parts(arguments: dict[str, Any]) -> list[GroupPart]:
+    return [part for piece in arguments["plan"].slices for part in piece.parts]
+
+
+def reference_active(arguments: dict[str, Any], part: GroupPart) -> torch.Tensor:
+    names = ("q", "k_cache", "page_table", "plan", "theta", "page_size", "sm_scale", "k_scale")
+    return reference.active_keys(*(arguments[name] for name in names), row=part.row, group=part.group)
+
+
+def naive_head(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prefix: int, sizes: tuple[int, int], theta: float
+) -> tuple[torch.Tensor, dict[int, list[int]], int]:
+    """One row and query head in float64, query by query: output, active positions by group, attended pairs.
+
+    ``q`` has the softmax scale in it already.
+    """
+    block_size, step = sizes
+    span, length = block_size * step, prefix + len(q)
+    logits = q @ keys.T
+    anchors = {}
+    for p in range(prefix, length):
+        start = p // span * span
+        anchors[p] = sorted(set(range(min(block_size, p + 1))) | set(range(start, p + 1)))
+    active: dict[int, list[int]] = {}
+    for group in range(prefix // span, (length - 1) // span + 1):
+        hits = set()
+        for index in range(group * step, (group + 1) * step):
+            block = [p for p in range(index * block_size, (index + 1) * block_size) if prefix <= p < length]
+            if block:
+                query = q[[p - prefix for p in block]].mean(dim=0)
+                anchor = torch.stack([logits[p - prefix, anchors[p]].max() for p in block]).mean()
+                gaps = anchor - keys[block_size : group * span] @ query
+                hits |= {block_size + c for c in (gaps <= theta).nonzero().flatten().tolist()}
+        active[group] = sorted(hits)
+    out, pairs = [], 0
+    for p in range(prefix, length):
+        chosen = anchors[p] + active[p // span]
+        pairs += len(chosen)
+        out.append(logits[p - prefix, chosen].softmax(dim=0) @ values[chosen])
+    return torch.stack(out), active, pairs
+
+
+def chunked(arguments: dict[str, Any], chunks: list[int], run: Any, prefix: int = 0) -> torch.Tensor:
+    """A one-row pass in pieces."""
+    outs, first = [], 0
+    for size in chunks:
+        pass_plan = make_plan([prefix + first], [size], BLOCK, STEP, arguments["q"].device)
+        outs.append(run({**arguments, "q": arguments["q"][first : first + size], "plan": pass_plan}))
+        first += size
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_reference_is_the_definition(case: Case) -> None:
+    arguments = make(case, "cpu")
+    stats = torch.zeros(2, dtype=torch.int64)
+    got = run_reference(arguments, stats)
+    pairs, first = 0, 0
+    for row, (prefix, extend) in enumerate(zip(case.prefixes, case.extends, strict=True)):
+        slots = row_slots(arguments, row, prefix + extend)
+        own = [part for part in parts(arguments) if part.row == row]
+        masks = {part.group: reference_active(arguments, part) for part in own}
+        for head in range(case.heads * case.group if extend else 0):
+            keys = arguments["k_cache"][slots, head // case.group].double() * case.k_scale
+            values = arguments["v_cache"][slots, head // case.group].double() * case.v_scale
+            q = arguments["q"][first : first + extend, head].double() * arguments["sm_scale"]
+            expected, active, count = naive_head(q, keys, values, prefix, (case.block_size, case.step), case.theta)
+            torch.testing.assert_close(got[first : first + extend, head].double(), expected, rtol=1e-4, atol=1e-5)
+            for group, mask in masks.items():
+                assert (case.block_size + mask[head].nonzero().flatten()).tolist() == active[group]
+            pairs += count
+        first += extend
+    causal = sum(
+        extend * prefix + extend * (extend + 1) // 2 for prefix, extend in zip(case.prefixes, case.extends, strict=True)
+    )
+    assert stats.tolist() == [pairs, causal * case.heads * case.group]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_cases_have_active_and_inactive_keys(case: Case) -> None:
+    arguments = make(case, "cpu")
+    masks = [reference_active(arguments, part).flatten() for part in parts(arguments) if part.candidates]
+    fraction = torch.cat(masks).float().mean().item()
+    assert 0.02 < fraction < 0.5
+    assert not all(part.group == 0 for part in parts(arguments))
+
+
+def triton_active(arguments: dict[str, Any], case: Case) -> list[tuple[GroupPart, torch.Tensor]]:
+    """The kernels' active keys ``[Hq, candidates]`` of each part; asserts that the lists ascend."""
+    masks = []
+    for piece in arguments["plan"].slices:
+        q = arguments["q"][piece.first_query : piece.first_query + piece.num_queries]
+        config = kernels.default_config(case.block_size, case.dim)
+        scale = arguments["sm_scale"] * case.k_scale
+        k_cache, v_cache, table, made = (arguments[name] for name in ("k_cache", "v_cache", "page_table", "plan"))
+        launch = kernels.Launch(q, k_cache, v_cache, table, made, piece, case.page_size, scale, config)
+        scratch = kernels.find_active_keys(launch, arguments["theta"])
+        for number, part in enumerate(piece.parts):
+            slots = row_slots(arguments, part.row, case.block_size + part.candidates)
+            position = torch.full((arguments["k_cache"].shape[0],), -1, dtype=torch.int64, device=q.device)
+            position[slots] = torch.arange(len(slots), device=q.device) - case.block_size
+            mask = torch.zeros(q.shape[1], part.candidates, dtype=torch.bool, device=q.device)
+            for head in range(q.shape[1]):
+                start = part.offset * q.shape[1] + head * part.candidates
+                listed = scratch.slots[start : start + int(scratch.counts[number, head])].long()
+                keys = position[listed]
+                assert (keys.diff() > 0).all()
+                mask[head, keys] = True
+            masks.append((part, mask))
+    return masks
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_triton_equals_the_reference(case: Case, device: str) -> None:
+    if case.dtype == FP32 and device == "cuda":
+        pytest.skip("float32 caches are for the CPU")
+    arguments = make(case, device)
+    stats = torch.tensor([5, 7], device=device)
+    got = anchor_prefill(**arguments, stats=stats)
+    assert got.dtype == case.dtype
+    assert relative_error(got, run_reference(arguments)) < TOLERANCE[case.dtype]
+    names = ("q", "k_cache", "page_table", "plan", "page_size", "sm_scale", "k_scale")
+    attended = arguments["plan"].anchor_pairs * got.shape[1]
+    for part, mask in triton_active(arguments, case):
+        attended += int(mask.sum()) * part.num_queries
+        gaps = reference.key_gaps(*(arguments[name] for name in names), row=part.row, group=part.group)
+        surely = (gaps <= case.theta - BORDERLINE[case.dtype]).any(0)
+        possibly = (gaps <= case.theta + BORDERLINE[case.dtype]).any(0)
+        assert (mask | ~surely).all()
+        assert (~mask | possibly).all()
+    assert stats.tolist() == [5 + attended, 7 + arguments["plan"].causal_pairs * got.shape[1]]
+
+
+@pytest.mark.parametrize("case", [SMALL[1], *(case for case in CASES if case.gpu_only)], ids=str)
+def test_results_are_equal_from_run_to_run(case: Case, device: str) -> None:
+    arguments = make(case, device)
+    assert torch.equal(anchor_prefill(**arguments), anchor_prefill(**arguments))
+
+
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_chunks_of_whole_groups_equal_one_piece(run: Any, device: str) -> None:
+    arguments = make(Case((0,), (3 * GROUP + 5,), 16, 1, 2, 64, BF16, BF16), device)
+    whole = run(arguments)
+    assert torch.equal(chunked(arguments, [GROUP, 2 * GROUP, 5], run), whole)
+    assert torch.equal(chunked(arguments, [2 * GROUP, GROUP + 5], run), whole)
+
+
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_page_table_entries_past_a_row_are_not_read(run: Any, device: str) -> None:
+    arguments = make(SMALL[1], device)
+    expected = run(arguments)
+    wide = torch.full((4, 40), 2**31 - 1, dtype=torch.int32, device=device)
+    wide[:, 1::2] = -(2**31)
+    for row, (prefix, extend) in enumerate(zip(SMALL[1].prefixes, SMALL[1].extends, strict=True)):
+        pages = -(-(prefix + extend) // 16)
+        wide[row, :pages] = arguments["page_table"][row, :pages]
+    assert torch.equal(run({**arguments, "page_table": wide[:, :20]}), expected)
+
+
+def test_strided_queries_and_caches(device: str) -> None:
+    arguments = make(SMALL[4], device)
+    expected = run_reference(arguments)
+    both = torch.cat([arguments["k_cache"], arguments["v_cache"]], dim=1)
+    heads = arguments["k_cache"].shape[1]
+    arguments.update(k_cache=both[:, :heads], v_cache=both[:, heads:])
+    q = arguments["q"]
+    arguments["q"] = torch.cat([q, torch.randn_like(q)], dim=1)[:, : q.shape[1]]
+    assert relative_error(anchor_prefill(**arguments), expected) < TOLERANCE[BF16]
+
+
+def test_other_launch_parameters_give_the_same_active_keys(device: str) -> None:
+    """Several chunks of the compaction, and query blocks that take several products of the identification."""
+    arguments = make(Case((0,), (100,), 16, 1, 4, 64, FP16, FP16, step=3), device)
+    config = kernels.Config(block_keys=16, identify_keys=16, compact_keys=32, num_warps=4)
+    got = kernels.anchor_prefill(**arguments, out=torch.empty_like(arguments["q"]), config=config)
+    assert relative_error(got, run_reference(arguments)) < TOLERANCE[FP16]
+
+
+def test_identification_in_several_products(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = make(Case((0,), (5 * 4 * BLOCK + 3,), 16, 1, 4, 64, FP16, FP16, step=5), device)
+    arguments["q"] = arguments["q"][-83:]
+    arguments["plan"] = make_plan([4 * 4 * BLOCK - 16], [83], BLOCK, 5, device)
+    expected = run_reference(arguments)
+    monkeypatch.setattr(kernels, "_MAX_POOLED", 16)
+    assert relative_error(anchor_prefill(**arguments), expected) < TOLERANCE[FP16]
+
+
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_slices_give_what_one_pass_gives(run: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = SMALL[1]
+    arguments = make(case, device)
+    expected = run(arguments)
+    monkeypatch.setattr(plan, "SLICE_QUERIES", 40)
+    monkeypatch.setattr(plan, "SLICE_CANDIDATES", 50)
+    arguments["plan"] = make_plan(case.prefixes, case.extends, case.block_size, case.step, device)
+    assert len(arguments["plan"].slices) > 2
+    assert torch.equal(run(arguments), expected)
+
+
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_a_pass_without_queries_is_empty(run: Any, device: str) -> None:
+    arguments = make(Case((20, 0), (0, 0), 16, 1, 2, 64, FP16, FP16), device)
+    assert run(arguments).shape == (0, 2, 64)
+    assert arguments["plan"].scratch_bytes(2, 64, 64) == 0
+    with pytest.raises(ValueError, match="row 0 has no query of group 0"):
+        reference_active(arguments, GroupPart(0, 0, 0, 0, 0, 0, 0))

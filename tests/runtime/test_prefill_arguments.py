@@ -1,0 +1,74 @@
+"""Bad input to ``--sparse-prefill-method``: as in ``test_arguments.py``."""
+
+import json
+from pathlib import Path
+
+import pytest
+from model_configs import write_config
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang.srt.server_args import ServerArgs
+
+from sglang_sparse import config
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_config(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+def resolve(model: str, **kwargs: object) -> ServerArgs:
+    return ServerArgs(model_path=model, **kwargs)
+
+
+def refused(model: str, **kwargs: object) -> str:
+    with pytest.raises(ValueError) as caught:
+        resolve(model, **kwargs)
+    return str(caught.value)
+
+
+PREFILL = {"sparse_prefill_method": "anchor"}
+
+
+def test_prefill_alone_resolves(qwen3: str) -> None:
+    args = resolve(qwen3, **PREFILL, sparse_prefill_config='{"theta": 10}', chunked_prefill_size=4096)
+    assert args.page_size == 16 and args.sparse_config is None
+    assert json.loads(args.sparse_prefill_config)["theta"] == 10
+    settings = config.settings_of(args)
+    assert settings is not None and settings.name is None and settings.prefill is not None
+    assert settings.prefill.group_tokens == 2048 and settings.prefill.dense_below == 8192
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({"sparse_prefill_config": '{"theta": -1}'}, "--sparse-prefill-config of anchor: theta: got -1"),
+        ({"sparse_prefill_config": '{"theta": NaN}'}, "theta: got nan"),
+        ({"sparse_prefill_config": '{"step": 0}'}, "step: got 0"),
+        ({"sparse_prefill_config": '{"block_size": 100}'}, "block_size: got 100; must be 16, 32, 64 or 128"),
+        ({"sparse_prefill_config": '{"tetha": 1}'}, "unknown field 'tetha'"),
+        ({"page_size": 64, "sparse_prefill_config": '{"block_size": 32}'}, "a multiple of the page size of 64"),
+        ({"page_size": 128}, "the server's page size is 128; allowed: 1, 2, 4"),
+        ({"chunked_prefill_size": 3000}, "the chunked prefill size is 3000; allowed: multiples of 2048 tokens"),
+        ({"enable_mixed_chunk": True}, "--sparse-prefill-method anchor cannot run with mixed chunk"),
+        ({"sparse_config": "{}"}, "--sparse-config needs --sparse-method, which was not given"),
+        (
+            {"sparse_prefill_config": '{"share_partial_groups": true, "check_exactness": true}'},
+            "check_exactness cannot prove what share_partial_groups puts into the prefix cache",
+        ),
+    ],
+)
+def test_bad_prefill_arguments(qwen3: str, kwargs: dict[str, object], expected: str) -> None:
+    assert expected in refused(qwen3, **{**PREFILL, "chunked_prefill_size": 4096, **kwargs})
+
+
+def test_prefill_config_without_method(qwen3: str) -> None:
+    message = refused(qwen3, sparse_prefill_config="{}")
+    assert "--sparse-prefill-config needs --sparse-prefill-method, which was not given" in message
+
+
+def test_prefill_refuses_models(tmp_path: Path) -> None:
+    message = refused(write_config(tmp_path, "mla"), **PREFILL)
+    assert "--sparse-prefill-method anchor does not fit" in message and "MLA" in message

@@ -1,0 +1,170 @@
+"""Sparse prefill on real servers: dense where nothing is left out, one and the same for all who share a prefix."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from httpx import HTTPStatusError
+from server_load import RETRACT
+from server_requests import assert_exact, assert_nothing_leaked, greedy, sparse_state
+
+from launch.server import ServerProcess
+
+PAGE, LAYERS, GROUP, CHUNK = 16, 4, 128, 512
+CHUNKS = ("--chunked-prefill-size", str(CHUNK))
+BLOCKS = {"block_size": 32, "step": GROUP // 32, "check_exactness": True}
+# Leaves out much of these models' attention, which is spread evenly.
+SPARSE = {**BLOCKS, "theta": 0.0, "crossover_tokens": 2 * GROUP}
+EXACT = {"exact_prefix": True}
+
+
+def ask(server: ServerProcess, prompt: list[int], tokens: int = 8, options: dict[str, Any] | None = None):
+    params = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "custom_params": options}
+    return server.generate(input_ids=prompt, sampling_params=params)
+
+
+def logprobs(server: ServerProcess, prompt: list[int], options: dict[str, Any] | None = None) -> list[float]:
+    params = {"max_new_tokens": 1, "temperature": 0.0, "custom_params": options}
+    answer = server.generate(input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=0)
+    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+def used(server: ServerProcess, before: dict[str, Any], field: str) -> int:
+    return sparse_state(server)["prefill"][field] - before["prefill"][field]
+
+
+@pytest.fixture(scope="module")
+def server(serve, checkpoint) -> Iterator[ServerProcess]:
+    """Both phases are sparse."""
+    decode = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never", "rectify_interval": 8}
+    with serve(checkpoint, *CHUNKS, config=decode, prefill=SPARSE) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def long_prompts() -> list[list[int]]:
+    """Prompts of up to 1,500 tokens; eight of them go on from the same 1,024, by 0 to 400."""
+    rng = random.Random(3)
+    shared = [rng.randrange(10, 1000) for _ in range(1024)]
+    more = [0, 1, 130, 127, 128, 129, 300, 400]
+    return [shared + [rng.randrange(10, 1000) for _ in range(count)] for count in more]
+
+
+def test_a_threshold_that_keeps_all_is_dense(serve, checkpoint, prompts) -> None:
+    prefill = {**BLOCKS, "theta": 1e9, "dense_fallback": "never", "check_exactness": False}
+    with serve(checkpoint, *CHUNKS, prefill=prefill) as server:
+        before = sparse_state(server)
+        found = greedy(server, prompts)
+        tokens = sum(max(0, len(prompt) - GROUP) for prompt in prompts)
+        assert used(server, before, "sparse_tokens") == tokens > 9_000
+        assert used(server, before, "dense_tokens") == sum(map(len, prompts)) - tokens
+        state = sparse_state(server)["prefill"]
+        assert state["sparse_layers"] == LAYERS and state["pairs_attended"] == state["pairs_causal"] > 0
+        params = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True, "custom_params": EXACT}
+        before = sparse_state(server)
+        dense = [server.generate(input_ids=prompt, sampling_params=params)["output_ids"] for prompt in prompts]
+        assert used(server, before, "sparse_tokens") == 0
+        assert found == dense
+        assert_nothing_leaked(server)
+
+
+def test_much_is_left_out(server, long_prompts) -> None:
+    server.flush_cache()
+    before = sparse_state(server)
+    sparse = logprobs(server, long_prompts[-1])
+    causal, attended = (used(server, before, f"pairs_{kind}") for kind in ("causal", "attended"))
+    assert attended < 0.8 * causal
+    dense = logprobs(server, long_prompts[-1], EXACT)
+    differs = [i for i, (a, b) in enumerate(zip(sparse, dense, strict=True)) if abs(a - b) > 1e-3]
+    # The prompt is dense below the crossover.
+    assert differs and differs[0] >= 2 * GROUP - 1
+
+
+def test_prefixes_chunks_and_company_change_nothing(server, long_prompts) -> None:
+    server.flush_cache()
+    cold = []
+    for prompt in long_prompts:
+        server.flush_cache()
+        cold.append(ask(server, prompt)["output_ids"])
+    server.flush_cache()
+    ask(server, long_prompts[-1])
+    hits = [ask(server, prompt) for prompt in long_prompts]
+    assert [answer["output_ids"] for answer in hits] == cold
+    for prompt, answer in zip(long_prompts, hits, strict=True):
+        # The last token must be forwarded, and with it its group.
+        shared = len(prompt) if prompt == long_prompts[-1] else 1024
+        assert answer["meta_info"]["cached_tokens"] == min(shared, len(prompt) - 1) // GROUP * GROUP
+    assert_exact(server, 2 * GROUP)
+    server.flush_cache()
+    with ThreadPoolExecutor(8) as pool:
+        assert [answer["output_ids"] for answer in pool.map(lambda prompt: ask(server, prompt), long_prompts)] == cold
+    assert_exact(server, 2 * GROUP)
+    assert_nothing_leaked(server)
+
+
+def test_short_prompts_are_cached_page_by_page(server) -> None:
+    server.flush_cache()
+    prompt = list(range(20, 20 + 2 * GROUP - 5))
+    before = sparse_state(server)
+    ask(server, prompt)
+    assert ask(server, prompt)["meta_info"]["cached_tokens"] == (len(prompt) - 1) // PAGE * PAGE
+    assert used(server, before, "sparse_tokens") == 0
+
+
+def test_a_second_turn_hits_the_groups_of_the_first_prompt(server, long_prompts) -> None:
+    server.flush_cache()
+    before = sparse_state(server)
+    first = ask(server, long_prompts[-1], tokens=40)
+    sparse = used(server, before, "sparse_tokens")
+    # Rectifying passes are extend passes, too, and none of the prefill's.
+    assert sparse == len(long_prompts[-1]) - 2 * GROUP
+    assert sparse_state(server)["rectified_tokens"] - before["rectified_tokens"] >= 4 * 8
+    second = ask(server, [*long_prompts[-1], *first["output_ids"], 11, 12])
+    assert second["meta_info"]["cached_tokens"] == len(long_prompts[-1]) // GROUP * GROUP
+    assert_exact(server, 2 * GROUP)
+
+
+def test_requests_that_differ_share_nothing(server, long_prompts) -> None:
+    server.flush_cache()
+    prompt = long_prompts[-1]
+    kinds: list[dict[str, Any] | None] = [None, {"theta": 3.0}, EXACT, {"sparse": False}, {"theta": 0.0}]
+    hits = [ask(server, prompt, options=options)["meta_info"]["cached_tokens"] for options in kinds]
+    # A dense prompt is cached page by page; a threshold that is the server's own is no difference.
+    assert hits == [0, 0, 0, (len(prompt) - 1) // PAGE * PAGE, len(prompt) // GROUP * GROUP]
+    assert_exact(server, 2 * GROUP)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"theta": -1}, "theta: got -1"),
+        ({"theta": "much"}, "theta: got 'much'"),
+        ({"exact_prefix": 1}, "exact_prefix: got 1"),
+        ({"thet": 2.0}, "unknown field 'thet'; did you mean 'theta'?"),
+        ({"sparse": False, "theta": 2.0}, "theta: has no meaning for a request with sparse: false"),
+        (
+            {"step": 4},
+            "step: belongs to the server's config; allowed in a request: active_ratio, rectify_interval, theta",
+        ),
+    ],
+)
+def test_bad_options_are_refused(server, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(HTTPStatusError, match=said.replace("?", r"\?")) as caught:
+        ask(server, [5, 6, 7], options=options)
+    assert caught.value.response.status_code == 400
+
+
+def test_retracted_requests_end_as_if_alone(serve, checkpoint, prompts) -> None:
+    retract = (*CHUNKS, "--max-total-tokens", "12000")
+    with serve(checkpoint, *retract, prefill=SPARSE, env=RETRACT) as server:
+        chosen = prompts[-8:]
+        alone = greedy(server, chosen, tokens=60)
+        server.flush_cache()
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda prompt: ask(server, prompt, tokens=60), chosen))
+        assert [answer["output_ids"] for answer in answers] == alone
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+        assert_exact(server, 2 * GROUP)
+        assert_nothing_leaked(server)
