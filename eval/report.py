@@ -31,6 +31,7 @@ from eval.figures import (
     profile,
     recall_summary,
     report_tables,
+    theta_summary,
 )
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows, result_files
@@ -43,6 +44,8 @@ DOCUMENTS = (ROOT / "README.md", *(ROOT / "eval" / "docs" / name for name in ("r
 CARDS = tuple(ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-mla", "tiny-dsa"))
 BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
 
+THETA = ("theta-tiny-gqa", "theta-structured")
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "decode": lambda: report_tables.decode(sorted(RESULTS.glob("bench-decode-*.jsonl"))),
     "profile": lambda: profile.profile(RESULTS / "profile-qwen3-1.7b-1x256k.jsonl"),
@@ -50,10 +53,13 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "crossover": lambda: crossover.crossover_table(CROSSOVERS),
     "goals": lambda: goals.goals_table(RESULTS),
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
+    "theta": lambda: theta_summary.theta([RESULTS / f"{name}.jsonl" for name in THETA]),
     "rectification": lambda: report_tables.rectification(RESULTS / "ppl-rectify-records.jsonl"),
     "rectification-books": lambda: report_tables.rectification(RESULTS / "ppl-rectify-book.jsonl"),
 }
-PICTURES: Mapping[str, Path] = {name: RESULTS / f"{name}.jsonl" for name in ("ppl-rectify-records", "ppl-rectify-book")}
+PICTURES: Mapping[str, Path] = {
+    name: RESULTS / f"{name}.jsonl" for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA)
+}
 
 
 def fill(document: str) -> str:
@@ -102,6 +108,8 @@ def draw(path: Path, stem: Path) -> None:
         long_summary.plot(long_summary.summarise(rows), stem)
     elif command == "eval.recall":
         recall_summary.plot(recall_summary.summarise(rows), stem)
+    elif command == "eval.theta":
+        theta_summary.plot(theta_summary.summarise(rows), stem)
     elif command == "eval.niah":
         items = [row for row in rows if row["kind"] == "item" and not row.get("failed")]
         for arm in dict.fromkeys(row["arm"] for row in items):

@@ -212,6 +212,6 @@ def test_an_idle_server_checks_once_and_only_if_asked(scheduler, monkeypatch, ca
     assert scheduler.tp_worker.model_runner.tokens == 0
     idle(scheduler, check=True)
     assert scheduler.tp_worker.model_runner.tokens == 8
-    assert "2 pages of the radix tree equal a dense recomputation" in caplog.text
+    assert "2 pages of the radix tree equal their recomputation" in caplog.text
     monkeypatch.setattr(tree_check, "check_tree", lambda scheduler: pytest.fail("nothing has changed"))
     idle(scheduler, check=True)

@@ -1,0 +1,86 @@
+"""What AnchorAttention keeps of a layer's attention at any threshold, by the definition that the kernels implement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eval.parts.recall_attention import Captured
+from sglang_sparse_kernels.anchor_prefill import make_plan
+from sglang_sparse_kernels.anchor_prefill.reference import key_gaps
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one threshold keeps, by query head.
+
+    Attributes:
+        anchor: whether scores are compared with the anchor's; without, with 0.
+        theta: the threshold, in natural-log units.
+        sparsity: ``[q_heads]``, share of the causal query-key pairs that are left out.
+        recall: ``[q_heads]``, share of the attention mass that falls on the others, mean over queries.
+    """
+
+    anchor: bool
+    theta: float
+    sparsity: Tensor
+    recall: Tensor
+
+
+def measure(
+    captured: Captured, thetas: Sequence[float], block_size: int, step: int, with_anchor: Sequence[bool] = (True, False)
+) -> list[Kept]:
+    """Judge thresholds on a prompt that is prefilled in one piece.
+
+    Args:
+        captured: a layer's attention, with the queries of all positions.
+        thetas: thresholds.
+        block_size: queries of a block.
+        step: query blocks of a group.
+        with_anchor: which of the two comparisons. The other one is the ablation of the paper's table 4, which puts a
+            tensor of zeros in the anchor's place.
+    """
+    tokens, heads = captured.query.shape[:2]
+    page = block_size
+    pages = torch.arange(-(-tokens // page), dtype=torch.int32)[None]
+    plan = make_plan([0], [tokens], block_size, step, "cpu")
+    mass = {(anchor, theta): torch.zeros(heads) for anchor in with_anchor for theta in thetas}
+    left_out = {place: torch.zeros(heads, dtype=torch.int64) for place in mass}
+    for first in range(0, tokens, block_size * step):
+        end = min(first + block_size * step, tokens)
+        weights = _candidate_mass(captured, first, end, block_size)
+        for anchor in with_anchor:
+            if anchor:
+                arguments = (captured.query, captured.key, pages, plan, page, captured.scaling, 1.0, 0)
+                gaps = key_gaps(*arguments, first // (block_size * step)).amin(0)
+            else:
+                gaps = -_mean_logits(captured, first, end, block_size)
+            for theta in thetas:
+                missed = (gaps > theta).float()
+                mass[anchor, theta] += (weights * missed).sum(1)
+                left_out[anchor, theta] += missed.sum(1).long() * (end - first)
+    causal = tokens * (tokens + 1) // 2
+    return [Kept(*place, left_out[place] / causal, 1 - mass[place] / tokens) for place in mass]
+
+
+def _candidate_mass(captured: Captured, first: int, end: int, block_size: int) -> Tensor:
+    """Attention mass of the queries from ``first`` to ``end`` on each candidate key, ``[q_heads, candidates]``."""
+    heads, group = captured.query.shape[1], captured.query.shape[1] // captured.key.shape[1]
+    later = torch.arange(end) > torch.arange(first, end)[:, None]
+    found = []
+    for head in range(heads):
+        logits = captured.query[first:end, head].float() @ captured.key[:end, head // group].float().T
+        weights = (logits * captured.scaling).masked_fill_(later, -torch.inf).softmax(-1)
+        found.append(weights[:, block_size : max(block_size, first)].sum(0))
+    return torch.stack(found)
+
+
+def _mean_logits(captured: Captured, first: int, end: int, block_size: int) -> Tensor:
+    """The highest logit of any block's mean query with each candidate key, ``[q_heads, candidates]``."""
+    group = captured.query.shape[1] // captured.key.shape[1]
+    means = [part.float().mean(0) for part in captured.query[first:end].split(block_size)]
+    keys = captured.key[block_size : max(block_size, first)].float().repeat_interleave(group, dim=1)
+    return torch.einsum("bhd,khd->bhk", torch.stack(means), keys).amax(0) * captured.scaling

@@ -1,0 +1,154 @@
+"""``python -m eval.theta``: sparsity and attention mass of AnchorAttention's prefill against its threshold.
+
+No server: prompts are prefilled in one piece, each layer's queries and keys are looked at in this process, and the
+definition of the method (the reference of the kernel op) says which query-key pairs it keeps at every threshold. For
+each threshold, with the anchor and without (the ablation of the paper's table 4: scores are compared with 0, so that
+thresholds below 0 are of interest, too), averaged over layers and heads:
+
+- *sparsity*: the share of the causal query-key pairs that are left out;
+- *recall*: the share of the attention mass that falls on the pairs that are kept, mean over queries.
+
+Prompts are needles in books or stretches of a text (``--text``) on a checkpoint, as for `eval.recall`, or attention of
+a known structure (``--structured``, see `eval.structured`), which needs no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from eval.figures.pictures import add_file_arguments, rows_of
+from eval.figures.theta_summary import plot, summarise
+from eval.live.client import list_of
+from eval.live.counters import EvaluationError
+from eval.live.record import Record
+from eval.live.tokens import tokens
+from eval.parts.recall_attention import Captured, capture, load_model
+from eval.parts.recall_prefill import measure
+from eval.recall import prompts
+from eval.structured.generator import make_qkv, read_recipe
+from eval.texts import haystacks
+
+COMMAND = "eval.theta"
+ARGUMENTS = ("model_path", "structured", "lengths", "n", "thetas", "block_size", "step", "text", "book", "no_chat")
+
+
+def sources(args: argparse.Namespace) -> Iterator[tuple[str, int, Callable[[Callable[[Captured], None]], None]]]:
+    """Every prompt: its id, its tokens, and a function that shows its layers one by one."""
+    if args.structured is None:
+        model, tokenizer = load_model(args.model_path, "cpu", torch.float32), tokens(args.model_path)
+        for prompt in prompts(args, tokenizer):
+            ids = prompt.tokens
+            yield prompt.id, prompt.length, lambda visit, ids=ids: capture(model, ids, len(ids), visit)
+        return
+    recipe = read_recipe(args.structured)
+    for length in args.lengths:
+        for index in range(args.n):
+
+            def show(visit: Callable[[Captured], None], length: int = length, index: int = index) -> None:
+                query, key, value = make_qkv(length, 8, 2, 64, recipe, args.seed + index, dtype=torch.float32)
+                visit(Captured(0, query, key, value, 64**-0.5))
+
+            yield f"{length}/{index}", length, show
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all prompts and write the file.
+
+    Returns:
+        The summary, see `eval.figures.theta_summary.summarise`.
+
+    Raises:
+        EvaluationError: see the functions that this one calls.
+    """
+    arguments = {name: getattr(args, name) for name in ARGUMENTS} | {"seed": args.seed}
+    with Record(args.out, COMMAND, args.revision, resume=True, arguments=arguments, label=args.label) as record:
+        rows = list(record.earlier)
+        done = {row["id"] for row in rows if row["kind"] == "prompt"}
+        for prompt, length, show in tqdm(sources(args), total=args.n * len(args.lengths), desc=COMMAND):
+            if prompt in done:
+                continue
+
+            def visit(captured: Captured, prompt: str = prompt, length: int = length) -> None:
+                for kept in measure(captured, args.thetas, args.block_size, args.step):
+                    row = {
+                        "id": f"{prompt}/{captured.layer}/{kept.anchor}/{kept.theta}",
+                        "task": "structured" if args.structured is not None else "needle" if not args.text else "text",
+                        "length": length,
+                        "layer": captured.layer,
+                        "anchor": kept.anchor,
+                        "theta": kept.theta,
+                        "sparsity": [round(share, 5) for share in kept.sparsity.tolist()],
+                        "recall": [round(share, 5) for share in kept.recall.tolist()],
+                    }
+                    rows.append({"kind": "item", **row})
+                    record.add("item", **row)
+
+            with torch.inference_mode():
+                show(visit)
+            # Only now is the prompt whole.
+            record.add("prompt", id=prompt, tokens=length)
+        summary = summarise(rows)
+        for row in summary:
+            record.add("summary", **row)
+    return summary
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        EvaluationError: names the argument, what it was and what is allowed.
+    """
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model-path", help="folder or name of a checkpoint that transformers loads")
+    parser.add_argument("--structured", type=json.loads, help="recipe of structured attention, as JSON, {} for its own")
+    parser.add_argument("--lengths", type=list_of(haystacks.length), default="8k", help="tokens of the prompts")
+    parser.add_argument("--thetas", type=list_of(float), default="-8,-6,-4,-2,0,2,4,6,8,10,12,14", help="thresholds")
+    parser.add_argument("--block-size", type=int, default=128, help="queries of a block")
+    parser.add_argument("--step", type=int, default=16, help="query blocks of a group")
+    parser.add_argument("--n", type=int, default=1, help="prompts of each length")
+    parser.add_argument("--text", help="text file to take the prompts from, .txt or .txt.xz, instead of needles")
+    parser.add_argument("--book", action="append", default=[], help="text file to hide needles in; repeat for more")
+    parser.add_argument("--no-chat", action="store_true", help="raw prompts, for a model without a chat template")
+    add_file_arguments(parser, "a model")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    args = parser.parse_args(arguments)
+    if args.file is None and args.out is None:
+        raise EvaluationError("--out is needed, or --from")
+    if args.file is None and (args.model_path is None) == (args.structured is None):
+        raise EvaluationError("one of --model-path and --structured is needed, and only one")
+    if args.n < 1:
+        raise EvaluationError(f"--n {args.n}: allowed is 1 or more")
+    args.lengths, args.thetas = sorted(set(args.lengths)), sorted(set(args.thetas))
+    group = args.block_size * args.step
+    if not args.lengths or args.lengths[0] <= group:
+        raise EvaluationError(f"--lengths {args.lengths}: allowed is a list of lengths above a group of {group} tokens")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; exit status 1 when its figures would not show what they say."""
+    try:
+        args = parse(arguments)
+        summary = summarise(rows_of(args.file, COMMAND)) if args.file else run(args)
+        if args.plot:
+            plot(summary, args.plot)
+    except (EvaluationError, ValueError) as error:
+        print(f"{COMMAND}: {error}", file=sys.stderr)
+        return 1
+    print(pd.DataFrame(summary).to_string(index=False, float_format="{:.4f}".format))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
