@@ -1,7 +1,8 @@
 """How much of a request's KV is exact, and the rule that only exact KV enters the radix tree.
 
 ``exact_len`` of a request: KV of positions ``[0, exact_len)`` equals what dense attention over the same tokens would
-have written. A dense pass over tokens that follow exact KV writes exact KV; a sparse decode step does not.
+have written. A dense pass over tokens that follow exact KV writes exact KV; a sparse decode step does not. What a
+sparse prefill writes counts as exact, see ``prefill.py``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def exact_len(request: Any) -> int | None:
 
 
 def forget_exact_length(_: None, request: Any) -> None:
-    """After ``Req.reset_for_retract``: its KV is gone, and will be written again by a dense prefill."""
+    """After ``Req.reset_for_retract``: its KV is gone, and will be written again by a prefill."""
     state = state_of(request)
     if state is not None:
         state.exact_len = None

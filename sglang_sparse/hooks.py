@@ -149,7 +149,7 @@ SEAMS = (
         "AFTER",
         "exactness:forget_exact_length",
         "scheduler",
-        "a retracted request is prefilled again, densely",
+        "a retracted request is prefilled again",
     ),
     Seam(
         "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
@@ -178,6 +178,20 @@ SEAMS = (
         "prefill:cache_whole_groups",
         "scheduler",
         "sparse prefill: only complete groups enter the radix tree",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix",
+        "AROUND",
+        "group_keys:mark_key",
+        "scheduler",
+        "sparse prefill: prompts that part within a group share nothing of it",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.radix_cache.RadixCache.insert",
+        "AROUND",
+        "group_keys:mark_key",
+        "scheduler",
+        "the same, for what enters the tree",
     ),
     Seam(
         "sglang.srt.managers.schedule_batch.Req.effective_kv_committed_len",

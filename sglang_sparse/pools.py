@@ -182,14 +182,16 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
     if on_gpu:
         pools.measured_bytes = torch.cuda.memory_allocated() - before
     setattr(kv_pool, ATTRIBUTE, pools)
+    if settings.name is None:
+        return
     logger.info(
-        "sglang_sparse: %s, %d of %d layers, page size %d, %s; aux memory %d bytes per token, %.1f MiB in all; "
+        "sglang_sparse: method %s, %d of %d layers, page size %d, %s; aux memory %d bytes per token, %.1f MiB in all; "
         "kernels %s",
-        "dense decode" if settings.name is None else f"method {settings.name}",
+        settings.name,
         len(layers),
         model.num_layers,
         page_size,
-        ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs) or "nothing beside the KV",
+        ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs),
         aux_bytes_per_token(settings, model),
         pools.nbytes / 2**20,
         "reference" if pools.overflow.device.type == "cpu" else "triton",

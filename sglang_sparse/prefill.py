@@ -1,15 +1,15 @@
 """Sparse prefill in the scheduler: which tokens of an extend batch are sparse, and what of their KV may be shared.
 
 The rule of sharing: KV of a sparsely prefilled prompt is a function of its prefix at the ends of complete groups only
-(see ``PrefillMethod``). So matches in the radix tree, chunks and what enters the tree are cut there, and everybody who
-shares a prefix has the KV that a cold prefill of the prompt in one piece would have given. Generated tokens are encoded
-by decode and rectification, not by prefill; they are shared only as far as a prompt would be dense.
+(see ``PrefillMethod``). So matches in the radix tree, chunks and what enters the tree are cut there, a group counts as
+one in its keys (``group_keys.py``), and everybody who shares a prefix has the KV that a cold prefill of the prompt in
+one piece would have given. Generated tokens are encoded by decode and rectification, not by prefill; they are shared
+only as far as a prompt would be dense.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,8 +19,18 @@ from sglang_sparse.prefill_method import PrefillSpan
 from sglang_sparse.requests import options_of, state_of
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import SparseServerArgs
+    from sglang_sparse.config import Settings, SparseServerArgs
     from sglang_sparse.prefill_method import PrefillMethod
+
+
+def current_settings() -> Settings | None:
+    """Return the settings of this process's server; None where it is dense, or where there is none."""
+    from sglang.srt.runtime_context import get_server_args
+
+    try:
+        return settings_of(cast("SparseServerArgs", get_server_args()))
+    except ValueError:
+        return None
 
 
 def method_of(request: Any) -> PrefillMethod | None:
@@ -28,9 +38,7 @@ def method_of(request: Any) -> PrefillMethod | None:
     state = state_of(request)
     if state is not None:
         return state.options.prefill
-    from sglang.srt.runtime_context import get_server_args
-
-    settings = settings_of(cast("SparseServerArgs", get_server_args()))
+    settings = current_settings()
     if settings is None or settings.prefill is None:
         return None
     return options_of(settings, request).prefill
@@ -79,9 +87,8 @@ def limit_match(found: int, request: Any, *_: Any) -> int:
 
 def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``PrefillAdder.add_one_req``: a request's first chunk ends at a group's end, or waits for more budget."""
-    with _whole_groups(adder, request, adder.rem_chunk_tokens) as fits:
-        if fits:
-            return original(adder, request, *args, **kwargs)
+    if _end_with_group(adder, request, adder.rem_chunk_tokens):
+        return original(adder, request, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     return AddReqResult.OTHER
@@ -96,32 +103,29 @@ def add_chunk(original: Callable[..., Any], adder: Any, request: Any) -> Any:
     budget = adder.rem_chunk_tokens
     if budget is not None and adder.rem_total_tokens > 0:
         budget = min(budget, int(adder.rem_total_tokens))
-    with _whole_groups(adder, request, budget):
-        return original(adder, request)
+    _end_with_group(adder, request, budget)
+    return original(adder, request)
 
 
-@contextmanager
-def _whole_groups(adder: Any, request: Any, budget: int | None) -> Iterator[bool]:
-    """Lower the chunk budget to what ends a chunk of the request at a boundary; yields whether there is any such."""
+def _end_with_group(adder: Any, request: Any, budget: int | None) -> bool:
+    """Lower the chunk budget to what ends a chunk of the request at a boundary; returns whether there is any such.
+
+    What the chunk then leaves of the budget is given up: SGLang takes requests on until the budget is used up, and a
+    second one that is cut short is more than it can hold.
+    """
     method = sharing_method(request)
     start, end = len(request.prefix_indices), len(request.full_untruncated_fill_ids)
     size = adder.page_size
     if method is None or budget is None or -(-(end - start) // size) * size <= budget:
-        yield True
-        return
+        return True
     boundary = start + budget // size * size
     # Generated tokens, in a prefill after a retraction, are dense.
     if boundary < len(request.origin_input_ids):
         boundary = method.boundary(boundary)
     if boundary <= start:
-        yield False
-        return
-    saved = adder.rem_chunk_tokens
+        return False
     adder.rem_chunk_tokens = boundary - start
-    try:
-        yield True
-    finally:
-        adder.rem_chunk_tokens += saved - (boundary - start)
+    return True
 
 
 def cache_whole_groups(original: Callable[..., None], tree: Any, request: Any, *args: Any, **kwargs: Any) -> None:

@@ -134,13 +134,16 @@ class PrefillMethod(ABC):
             return position
         return position // self.group_tokens * self.group_tokens
 
-    def refuse(self, model_config: Any, page_size: int) -> str | None:
-        """Say why this method cannot serve a model or page size, or None when it can.
+    def refuse(self, model_config: Any) -> str | None:
+        """Say why this method cannot serve a model, or None when it can.
 
         Args:
             model_config: SGLang's ``ModelConfig``.
-            page_size: tokens per KV page.
         """
+        return None
+
+    def refuse_page_size(self, page_size: int) -> str | None:
+        """Say why this config does not fit pages of ``page_size`` tokens, or None when it does."""
         return None
 
     @abstractmethod

@@ -29,7 +29,7 @@ class PrefillPath:
         layers: the layers whose prefill is sparse.
         sparse_tokens: query tokens of sparse groups since the server started.
         dense_tokens: query tokens of prefill that attended densely.
-        pairs: int64 ``[2]`` on the device, see ``PrefillInputs``.
+        pairs: int64 ``[2]`` on the device, see ``PrefillInputs``: of passes that had a sparse token.
     """
 
     def __init__(
@@ -47,6 +47,14 @@ class PrefillPath:
         self._plan: Any = None
         self._tokens = 0
         self._page_table = torch.zeros(0, 0, dtype=torch.int32)
+
+    def describe(self, num_layers: int) -> str:
+        """Say in a line what runs, of a model of ``num_layers``."""
+        kernels = "reference" if self._req_to_token.device.type == "cpu" else "triton"
+        return (
+            f"{len(self.layers)} of {num_layers} layers, groups of {self.method.group_tokens} tokens, dense below "
+            f"position {self.method.dense_below}; kernels {kernels}"
+        )
 
     def begin(self, spans: Sequence[PrefillSpan], req_pool_indices: torch.Tensor, counted: bool = True) -> None:
         """Decide the pass that runs next.
@@ -119,4 +127,4 @@ class PrefillPath:
 def _sparse_tokens(span: PrefillSpan) -> int:
     if span.method is None:
         return 0
-    return max(0, span.end - max(span.start, span.method.dense_below, span.method.group_tokens))
+    return max(0, span.end - max(span.start, span.method.dense_below))

@@ -26,10 +26,12 @@ def require_before(args: SparseServerArgs, settings: Settings) -> None:
     Raises:
         SparseArgumentError: names every refused flag, what was got and why not.
     """
-    limits = (*FLAG_LIMITS, *PREFILL_LIMITS) if settings.prefill else FLAG_LIMITS
-    found = _found(args, limits)
+    found = _found(args, FLAG_LIMITS)
     if found:
         raise SparseArgumentError(f"{settings.flag} cannot run with {found}")
+    found = settings.prefill and _found(args, PREFILL_LIMITS)
+    if found:
+        raise SparseArgumentError(f"--sparse-prefill-method {settings.prefill_name} cannot run with {found}")
     rectify = settings.rectify
     found = rectify and rectify.rectify_interval and _found(args, RECTIFY_LIMITS)
     if found:
@@ -121,6 +123,9 @@ def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
             f"--sparse-prefill-method {settings.prefill_name}: got a GPU, allowed in this release: the CPU platform; "
             "its GPU kernels are not measured yet"
         )
+    reason = settings.prefill.refuse_page_size(settings.config.page_size)
+    if reason:
+        raise SparseArgumentError(f"--sparse-prefill-config of {settings.prefill_name}: {reason}")
     config, group = settings.prefill.config, settings.prefill.group_tokens
     chunk = args.chunked_prefill_size or -1
     if chunk > 0 and chunk % group and not config.share_partial_groups:
@@ -170,11 +175,13 @@ def require_model(args: SparseServerArgs, settings: Settings) -> None:
         if limit.applies(model):
             raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {limit.name}; {limit.reason}")
     reason = settings.method.refuse(model)
-    if settings.prefill:
-        page_size = args.page_size or settings.config.page_size
-        reason = reason or settings.prefill.refuse(model, page_size)
     if reason:
         raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
+    reason = settings.prefill and settings.prefill.refuse(model)
+    if reason:
+        raise SparseArgumentError(
+            f"--sparse-prefill-method {settings.prefill_name} does not fit {architecture}: {reason}"
+        )
     configs: dict[str, SparseConfig] = {f"--sparse-config of {settings.name}": settings.config}
     if settings.prefill:
         configs[f"--sparse-prefill-config of {settings.prefill_name}"] = settings.prefill.config

@@ -110,6 +110,8 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
         raise ValueError(f"{FORCED_TOKENS}: got {str(forced)[:80]}, allowed: a list of token ids")
     method = _method_with(settings.method, overrides)
     interval = getattr(method.config, "rectify_interval", 0) if sparse else 0
+    if params.get("exact_prefix") is True and "theta" in params:
+        raise ValueError("theta: has no meaning for a request with exact_prefix: true")
     prefill, namespace = _prefill_with(settings.prefill, of_prompt, sparse) if settings.prefill else (None, "")
     return RequestOptions(method, sparse, interval, tuple(forced), prefill, namespace)
 
@@ -161,7 +163,9 @@ def namespaced(extra_key: str | None, options: RequestOptions) -> str | None:
 
 def prefill_of_namespace(settings: Settings, extra_key: str | None) -> PrefillMethod | None:
     """Return the prefill method whose KV a radix namespace holds; None for dense prefill."""
-    _, found, fields = (extra_key or "").rpartition(NAMESPACE)
+    _, found, rest = (extra_key or "").rpartition(NAMESPACE)
+    # SGLang may add to a namespace.
+    fields = rest.partition("|")[0]
     if settings.prefill is None or fields == "exact_prefix":
         return None
     given = json.loads(fields) if found else {}
@@ -179,6 +183,8 @@ def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *ar
         sampling = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
         options = _validate(settings, manager, sampling.get("custom_params"))
         tokenized = original(manager, obj, *args, **kwargs)
+        if NAMESPACE in (tokenized.extra_key or ""):
+            raise ValueError(f"extra_key: got {tokenized.extra_key!r}, allowed: anything without {NAMESPACE!r}")
         tokenized.extra_key = namespaced(tokenized.extra_key, options)
         return tokenized
     return original(manager, obj, *args, **kwargs)

@@ -151,8 +151,10 @@ class Counters:
             "config": {
                 **self._settings.config.model_dump(),
                 "crossover_tokens": self._settings.method.crossover_tokens,
-            },
-            "sparse_layers": len(self._pools.layers),
+            }
+            if self._settings.name
+            else None,
+            "sparse_layers": len(self._pools.layers) if self._settings.name else 0,
             **self.host_totals(),
             "rectify_max_delay_steps": max(self._max_delay_steps, self.rectify.max_delay_steps),
             **device,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.config import settings_of
+from sglang_sparse.group_keys import plain
 from sglang_sparse.kv_check import (
     InexactTreeError,
     borrowed,
@@ -218,7 +219,7 @@ def _nodes(tree: Any) -> Iterator[_Node]:
     stack = [(child, 0, 0) for child in tree.root_node.children.values()]
     while stack:
         node, start, parent_hash = stack.pop()
-        tokens = list(node.key.raw_token_ids())
+        tokens = plain(node.key.raw_token_ids())
         hashes = []
         for first in range(0, len(tokens), size):
             parent_hash = hash((parent_hash, *tokens[first : first + size]))
@@ -234,7 +235,9 @@ def _path(node: Any) -> tuple[list[int], torch.Tensor]:
         nodes.append(node)
         node = node.parent
     nodes.reverse()
-    return [token for node in nodes for token in node.key.raw_token_ids()], torch.cat([node.value for node in nodes])
+    return [token for node in nodes for token in plain(node.key.raw_token_ids())], torch.cat(
+        [node.value for node in nodes]
+    )
 
 
 def _identities(kv_pool: Any, nodes: list[_Node], pages: list[int]) -> Iterator[tuple[int, int]]:

@@ -36,6 +36,7 @@ MAY_IMPORT_SGLANG = {
     "refusals.py",
     "check.py",
     "prefill.py",
+    "group_keys.py",
     "prefill_path.py",
 }
 

@@ -13,6 +13,7 @@ from eval.live.counters import EvaluationError
 from eval.live.record import read_finished
 
 Row = Mapping[str, Any]
+VISIBLE = 0.002
 LABELS = {True: "with anchor", False: "without anchor"}
 
 
@@ -49,12 +50,14 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def theta(paths: Sequence[Path]) -> str:
-    """Sparsity and recall at every threshold, of files of ``eval.theta``."""
-    rows = [
-        {**row, "score": LABELS[row["anchor"]], "threshold": f"{row['theta']:g}"}
-        for path in paths
-        for row in summarise(read_finished(path))
-    ]
+    """Sparsity and recall of files of ``eval.theta``, at every threshold that changes them."""
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        for row in summarise(read_finished(path)):
+            last = rows[-1] if rows else None
+            same = last and all(last[name] == row[name] for name in ("task", "length", "anchor"))
+            if not same or max(abs(last[name] - row[name]) for name in ("sparsity", "recall")) > VISIBLE:
+                rows.append({**row, "score": LABELS[row["anchor"]], "threshold": f"{row['theta']:g}"})
     columns = [
         ("input", text("task")),
         ("length", length),

@@ -56,10 +56,19 @@ class Anchor(PrefillMethod):
         """``block_size * step``."""
         return self.config.block_size * self.config.step
 
-    def refuse(self, model_config: Any, page_size: int) -> str | None:
-        """Refuse MLA models, and pages that are no part of a block."""
+    @property
+    def dense_below(self) -> int:
+        """The first group has all its keys in the anchor region."""
+        return max(super().dense_below, self.group_tokens)
+
+    def refuse(self, model_config: Any) -> str | None:
+        """Refuse MLA models: their cache holds latents, not the keys of KV heads."""
         if model_config.attention_arch.name == "MLA":
             return "anchor needs an MHA or GQA model; this one uses MLA (multi-head latent attention)"
+        return None
+
+    def refuse_page_size(self, page_size: int) -> str | None:
+        """Refuse pages that are no part of a block."""
         if self.config.block_size % page_size:
             return f"block_size: got {self.config.block_size}, allowed: a multiple of the page size of {page_size}"
         return None

@@ -140,6 +140,8 @@ def test_queries_outside_the_sparse_range_are_dense_and_those_inside_do_not_noti
         }
     )
     assert torch.equal(got[inside], alone[inside[: high - prefix]])
+    gaps = reference.key_gaps(arguments["q"], arguments["k_cache"], arguments["page_table"], plan, 16, 0.1, 1.0, 0, 3)
+    assert gaps.shape[-1] == 3 * GROUP - BLOCK
     left_out = sum(max(0, position // GROUP * GROUP - BLOCK) for position in range(low, high)) * 2
     assert (stats[1] - stats[0]).item() == left_out
 

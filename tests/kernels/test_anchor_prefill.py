@@ -243,5 +243,5 @@ def test_a_pass_without_queries_is_empty(run: Any, device: str) -> None:
     arguments = make(Case((20, 0), (0, 0), 16, 1, 2, 64, FP16, FP16), device)
     assert run(arguments).shape == (0, 2, 64)
     assert arguments["plan"].scratch_bytes(2, 64, 64) == 0
-    with pytest.raises(ValueError, match="row 0 has no query of group 0"):
+    with pytest.raises(ValueError, match="row 0 has no sparse query of group 0"):
         reference_active(arguments, GroupPart(0, 0, 0, 0, 0, 0, 0))

@@ -25,13 +25,21 @@ FAILURES = (AssertionError, RuntimeError, ValueError, LookupError, TypeError, At
 MOST_FAILURES = 20
 # Rows cross from dense to sparse on their own and by what else is in the batch, and back when neighbours leave.
 CROSSING = {"rectify_interval": 4, "dense_fallback": "auto", "min_seq_len": 16, "crossover_tokens": 20}
-# Sparse prefill beside rectification and alone; with groups of two blocks the chunk holds one group and a half of it.
+# Sparse prefill in chunks of two groups; with a crossover above the chunk, dense chunks end and begin anywhere.
 PREFILL_VARIANTS: tuple[dict[str, Any], ...] = (
-    {"overlap": True, "config": {"rectify_interval": 4, "rectify_on_finish": True}, "prefill": {}},
+    {
+        "overlap": True,
+        "slots": 480,
+        "chunk": 64,
+        "config": {"rectify_interval": 4, "rectify_on_finish": True},
+        "prefill": {},
+    },
     {
         "overlap": False,
+        "slots": 480,
+        "chunk": 64,
         "config": {"rectify_interval": 5},
-        "prefill": {"crossover_tokens": 16, "dense_fallback": "auto"},
+        "prefill": {"crossover_tokens": 96, "dense_fallback": "auto"},
     },
 )
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
@@ -40,13 +48,13 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": False, "config": {"rectify_interval": 3, "rectify_on_finish": True, "layers": "0"}},
     {"overlap": True, "config": {"rectify_interval": 5, "rectify_on_finish": True, "rectify_max_batch": 1}},
     {"overlap": False, "config": CROSSING},
+    *PREFILL_VARIANTS,
     {"overlap": True, "page_size": 16, "config": {"rectify_interval": 12, "rectify_on_finish": True}},
     {"overlap": False, "config": {"rectify_interval": 0}},
     {"overlap": True, "config": {"rectify_interval": 0, "summary_dtype": "bf16"}},
     {"overlap": False, "page_size": 1, "config": {"rectify_interval": 4, "min_pages": 6}},
     {"overlap": True, "config": {**CROSSING, "rectify_on_finish": True}},
     {"overlap": False, "page_size": 16, "config": {"rectify_interval": 7}},
-    *PREFILL_VARIANTS,
 )
 
 

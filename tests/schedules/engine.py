@@ -62,10 +62,10 @@ class EngineOptions:
 
     @property
     def prefill_flags(self) -> dict[str, str]:
-        """Groups are as small as can be, and nearly everything outside the anchor is left out."""
+        """Groups are small, and about half of what is outside the anchor is left out."""
         if self.prefill is None:
             return {}
-        config = {"block_size": 16, "step": 1, "theta": 0.0, "dense_fallback": "never", **self.prefill}
+        config = {"block_size": 16, "step": 2, "theta": 2.0, "dense_fallback": "never", **self.prefill}
         return {"sparse_prefill_method": "anchor", "sparse_prefill_config": json.dumps(config)}
 
     @property

@@ -49,7 +49,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vary", action="store_true", help="blocks take turns with VARIANTS of the above")
     parser.add_argument(
         "--sabotage",
-        choices=["guard", "summary", "rectified", "leak", "groups", "match"],
+        choices=["guard", "summary", "rectified", "leak", "groups", "match", "keys"],
         help="break the product, to see it caught",
     )
     parser.add_argument("--self-test", action="store_true", help="afterwards, require that every sabotage is caught")
@@ -161,8 +161,9 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
 
     missed = []
     for name in SABOTAGES:
-        prefill = {} if name in ("groups", "match") else None
-        options = EngineOptions(True, config={"rectify_interval": 4}, prefill=prefill)
+        options = EngineOptions(True, config={"rectify_interval": 4})
+        if name in ("groups", "match", "keys"):
+            options = replace(options, slots=480, chunk=64, prefill={})
         block = Block(args.first_seed, args.first_seed + SELF_TEST_SCHEDULES - 1, 8, options, name)
         (row,) = run_blocks([block], model, workers=1, most_failures=1)
         write("sabotage", **row)

@@ -9,7 +9,7 @@ import torch
 from engine import Engine
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_sparse import pools, prefill
+from sglang_sparse import group_keys, pools, prefill
 from sglang_sparse.prefill_method import PrefillMethod
 
 
@@ -79,6 +79,11 @@ def match_within_groups(engine: Engine) -> None:
     PrefillMethod.boundary = lambda self, position: position
 
 
+def forget_what_a_group_is(engine: Engine) -> None:
+    """Let prompts that part within a group share its first pages."""
+    group_keys.marked = lambda tokens, method: tokens
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "guard": let_approximate_kv_in,
     "summary": corrupt_a_summary,
@@ -86,4 +91,5 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "leak": lose_a_page,
     "groups": share_incomplete_groups,
     "match": match_within_groups,
+    "keys": forget_what_a_group_is,
 }

@@ -65,6 +65,9 @@ class Schedule:
         self._decode_heavy = self._rng.random() < 0.2
         self._longest_output = max(4, (4 if self._decode_heavy else 2) * steps)
         self._longest_prompt = 8 if self._decode_heavy else max(16, 4 * steps)
+        if engine.options.prefill is not None:
+            # Prompts of several groups, which part within them.
+            self._longest_prompt *= 12
         self._rounds = [self._rng.randint(max(1, steps // 2), steps) for _ in range(self._rng.choice([1, 1, 2]))]
         self._steps_left = self._rounds.pop()
         self._drained = 0

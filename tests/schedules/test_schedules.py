@@ -26,7 +26,7 @@ def run(out: Path, *flags: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("schedules") / "rows.jsonl"
-    flags = ["--schedules", "300", "--block", "75", "--steps", "3", "--slots", "80", "--vary", "--self-test"]
+    flags = ["--schedules", "300", "--block", "50", "--steps", "3", "--slots", "80", "--vary", "--self-test"]
     return run(out, *flags, "--workers", str(WORKERS))
 
 
@@ -52,6 +52,7 @@ def test_the_schedules_reach_what_they_are_for(rows) -> None:
         ("leak", "leak"),
         ("groups", "mismatch"),
         ("match", "mismatch"),
+        ("keys", "mismatch"),
     ],
 )
 def test_a_broken_product_is_noticed(rows, sabotage, kind) -> None:

@@ -13,10 +13,11 @@ from server_requests import assert_exact, assert_nothing_leaked, greedy, sparse_
 from launch.server import ServerProcess
 
 PAGE, LAYERS, GROUP, CHUNK = 16, 4, 128, 512
+THETA, SHARED = 0.5, 1024
 CHUNKS = ("--chunked-prefill-size", str(CHUNK))
 BLOCKS = {"block_size": 32, "step": GROUP // 32, "check_exactness": True}
-# Leaves out much of these models' attention, which is spread evenly.
-SPARSE = {**BLOCKS, "theta": 0.0, "crossover_tokens": 2 * GROUP}
+# Leaves out some of the keys outside the anchor, not all.
+SPARSE = {**BLOCKS, "theta": THETA, "crossover_tokens": 2 * GROUP}
 EXACT = {"exact_prefix": True}
 
 
@@ -45,11 +46,11 @@ def server(serve, checkpoint) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def long_prompts() -> list[list[int]]:
-    """Prompts of up to 1,500 tokens; eight of them go on from the same 1,024, by 0 to 400."""
+    """Prompts of up to 1,500 tokens that part where a group ends, or 1, 40 or 100 tokens later."""
     rng = random.Random(3)
-    shared = [rng.randrange(10, 1000) for _ in range(1024)]
-    more = [0, 1, 130, 127, 128, 129, 300, 400]
-    return [shared + [rng.randrange(10, 1000) for _ in range(count)] for count in more]
+    shared = [rng.randrange(10, 1000) for _ in range(SHARED + 100)]
+    parts = [(0, 0), (0, 1), (1, 129), (40, 127), (40, 129), (100, 300), (100, 1), (0, 400)]
+    return [shared[: SHARED + kept] + [rng.randrange(10, 1000) for _ in range(more)] for kept, more in parts]
 
 
 def test_a_threshold_that_keeps_all_is_dense(serve, checkpoint, prompts) -> None:
@@ -76,6 +77,13 @@ def test_much_is_left_out(server, long_prompts) -> None:
     sparse = logprobs(server, long_prompts[-1])
     causal, attended = (used(server, before, f"pairs_{kind}") for kind in ("causal", "attended"))
     assert attended < 0.8 * causal
+    kept = []
+    for theta in (0.0, THETA, 3.0):
+        before = sparse_state(server)
+        logprobs(server, long_prompts[-1], {"theta": theta})
+        kept.append(used(server, before, "pairs_attended"))
+    # The threshold finds some keys outside the anchor and leaves some out.
+    assert kept[0] < kept[1] < kept[2] < causal
     dense = logprobs(server, long_prompts[-1], EXACT)
     differs = [i for i, (a, b) in enumerate(zip(sparse, dense, strict=True)) if abs(a - b) > 1e-3]
     # The prompt is dense below the crossover.
@@ -94,7 +102,7 @@ def test_prefixes_chunks_and_company_change_nothing(server, long_prompts) -> Non
     assert [answer["output_ids"] for answer in hits] == cold
     for prompt, answer in zip(long_prompts, hits, strict=True):
         # The last token must be forwarded, and with it its group.
-        shared = len(prompt) if prompt == long_prompts[-1] else 1024
+        shared = len(prompt) if prompt == long_prompts[-1] else SHARED
         assert answer["meta_info"]["cached_tokens"] == min(shared, len(prompt) - 1) // GROUP * GROUP
     assert_exact(server, 2 * GROUP)
     server.flush_cache()
@@ -129,7 +137,7 @@ def test_a_second_turn_hits_the_groups_of_the_first_prompt(server, long_prompts)
 def test_requests_that_differ_share_nothing(server, long_prompts) -> None:
     server.flush_cache()
     prompt = long_prompts[-1]
-    kinds: list[dict[str, Any] | None] = [None, {"theta": 3.0}, EXACT, {"sparse": False}, {"theta": 0.0}]
+    kinds: list[dict[str, Any] | None] = [None, {"theta": 3.0}, EXACT, {"sparse": False}, {"theta": THETA}]
     hits = [ask(server, prompt, options=options)["meta_info"]["cached_tokens"] for options in kinds]
     # A dense prompt is cached page by page; a threshold that is the server's own is no difference.
     assert hits == [0, 0, 0, (len(prompt) - 1) // PAGE * PAGE, len(prompt) // GROUP * GROUP]
@@ -143,6 +151,7 @@ def test_requests_that_differ_share_nothing(server, long_prompts) -> None:
         ({"theta": "much"}, "theta: got 'much'"),
         ({"exact_prefix": 1}, "exact_prefix: got 1"),
         ({"thet": 2.0}, "unknown field 'thet'; did you mean 'theta'?"),
+        ({"exact_prefix": True, "theta": 2.0}, "theta: has no meaning for a request with exact_prefix: true"),
         ({"sparse": False, "theta": 2.0}, "theta: has no meaning for a request with sparse: false"),
         (
             {"step": 4},
@@ -154,6 +163,13 @@ def test_bad_options_are_refused(server, options: dict[str, Any], said: str) -> 
     with pytest.raises(HTTPStatusError, match=said.replace("?", r"\?")) as caught:
         ask(server, [5, 6, 7], options=options)
     assert caught.value.response.status_code == 400
+
+
+def test_a_client_cannot_enter_anothers_namespace(server) -> None:
+    with pytest.raises(HTTPStatusError, match="extra_key: got") as caught:
+        server.generate(input_ids=[5, 6, 7], extra_key="mine|sglang_sparse:exact_prefix")
+    assert caught.value.response.status_code == 400
+    assert server.generate(input_ids=[5, 6, 7], extra_key="mine", sampling_params={"max_new_tokens": 2})["output_ids"]
 
 
 def test_retracted_requests_end_as_if_alone(serve, checkpoint, prompts) -> None:

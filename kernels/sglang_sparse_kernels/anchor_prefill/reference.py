@@ -82,18 +82,19 @@ def key_gaps(
         ``c`` is the key at position ``block_size + c``.
 
     Raises:
-        ValueError: the pass has no query of this group.
+        ValueError: the pass has no sparse query of this group.
     """
     for piece in plan.slices:
         queries = _by_kv_head(q[piece.first_query : piece.first_query + piece.num_queries], k_cache.shape[1])
         for part in piece.parts:
-            if (part.row, part.group) == (row, group):
-                blocks = piece.blocks[part.first_block : part.first_block + part.num_blocks]
+            blocks = piece.blocks[part.first_block : part.first_block + part.num_blocks]
+            # The dense part of a group that a sparse range cuts looks for no keys.
+            if (part.row, part.group, blocks[0].window) == (row, group, group * plan.step * plan.block_size):
                 keys = _row(k_cache, k_cache, page_table, part, blocks, page_size)
                 states = [_anchor(queries, keys, block, plan, sm_scale * k_scale) for block in blocks]
                 gaps = _gaps(queries, keys, blocks, states, part, plan.block_size, sm_scale * k_scale)
                 return gaps.flatten(1, 2)
-    raise ValueError(f"row {row} has no query of group {group} in this pass")
+    raise ValueError(f"row {row} has no sparse query of group {group} in this pass")
 
 
 def active_keys(

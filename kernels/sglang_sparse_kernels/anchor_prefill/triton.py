@@ -16,6 +16,7 @@ _LOG2_E = 1.4426950408889634
 _MIN_DOT = 16
 # Mean queries that one product of the identification takes, over a KV head's query heads and a group's blocks.
 _MAX_POOLED = 128
+# The tables of a plan begin anywhere in one copy: their alignment must not make another kernel.
 _BLOCK_FIELDS = tl.constexpr(len(QueryBlock._fields))
 _PART_FIELDS = tl.constexpr(len(GroupPart._fields))
 
@@ -92,7 +93,7 @@ def _tile_start(tile, init_tiles, group_start, TILE: tl.constexpr):
     return tl.where(tile < init_tiles, tile * TILE, group_start + (tile - init_tiles) * TILE)
 
 
-@triton.jit(do_not_specialize=["num_queries", "table_stride"])
+@triton.jit(do_not_specialize=["num_queries", "table_stride"], do_not_specialize_on_alignment=["blocks_ptr"])
 def _anchor_kernel(
     q_ptr,
     k_ptr,
@@ -139,9 +140,9 @@ def _anchor_kernel(
     in_block = members < count
     end = first_position + count
     table_ptr += row * table_stride
-    k_ptr += (head // GROUP) * k_stride_head
-    v_ptr += (head // GROUP) * v_stride_head
-    q_ptr += first_query * q_stride_row + head * q_stride_head
+    k_ptr += (head // GROUP).to(tl.int64) * k_stride_head
+    v_ptr += (head // GROUP).to(tl.int64) * v_stride_head
+    q_ptr += first_query * q_stride_row + head.to(tl.int64) * q_stride_head
     query = _load_rows(q_ptr + members[:, None] * q_stride_row + dims[None, :], in_block, dims, DIM)
     mean_query = tl.sum(query.to(tl.float32), axis=0) / count
     if UPCAST:
@@ -182,7 +183,7 @@ def _anchor_kernel(
     tl.store(pooled_ptr + entry * DIM + dims, mean_query.to(pooled_ptr.dtype.element_ty), mask=dims < DIM)
 
 
-@triton.jit(do_not_specialize=["max_tiles", "table_stride"])
+@triton.jit(do_not_specialize=["max_tiles", "table_stride"], do_not_specialize_on_alignment=["parts_ptr"])
 def _identify_kernel(
     k_ptr,
     table_ptr,
@@ -225,7 +226,7 @@ def _identify_kernel(
         tokens = tile * TILE + tl.arange(0, TILE)
         valid = tokens < candidates
         slot = _load_slots(table_ptr + row * table_stride, BLOCK + tokens, BLOCK + candidates, PAGE)
-        k_ptr += kv_head * k_stride_head
+        k_ptr += kv_head.to(tl.int64) * k_stride_head
         keys = _load_rows(k_ptr + slot[:, None] * k_stride_slot + dims[None, :], valid, dims, DIM)
         member = pairs // BLOCK_STEP
         hit = tl.full([TILE, BLOCK_GROUP], 0, tl.int32)
@@ -251,7 +252,7 @@ def _identify_kernel(
         tl.store(tile_counts, tl.sum(hit, axis=0), mask=members < GROUP)
 
 
-@triton.jit(do_not_specialize=["max_tiles", "table_stride"])
+@triton.jit(do_not_specialize=["max_tiles", "table_stride"], do_not_specialize_on_alignment=["parts_ptr"])
 def _compact_kernel(
     hits_ptr,
     tile_counts_ptr,
@@ -292,7 +293,7 @@ def _compact_kernel(
             tl.store(counts_ptr + pair, before + tl.sum(hit, axis=0))
 
 
-@triton.jit(do_not_specialize=["num_queries"])
+@triton.jit(do_not_specialize=["num_queries"], do_not_specialize_on_alignment=["blocks_ptr", "parts_ptr"])
 def _sparse_kernel(
     q_ptr,
     k_ptr,
@@ -337,9 +338,9 @@ def _sparse_kernel(
     dims = tl.arange(0, triton.next_power_of_2(DIM))
     v_dims = tl.arange(0, triton.next_power_of_2(V_DIM))
     in_block = members < queries
-    k_ptr += (head // GROUP) * k_stride_head
-    v_ptr += (head // GROUP) * v_stride_head
-    q_ptr += first_query * q_stride_row + head * q_stride_head
+    k_ptr += (head // GROUP).to(tl.int64) * k_stride_head
+    v_ptr += (head // GROUP).to(tl.int64) * v_stride_head
+    q_ptr += first_query * q_stride_row + head.to(tl.int64) * q_stride_head
     query = _load_rows(q_ptr + members[:, None] * q_stride_row + dims[None, :], in_block, dims, DIM)
     if UPCAST:
         query = query.to(tl.float32)
@@ -391,9 +392,8 @@ def anchor_prefill(
     for piece in plan.slices:
         window = slice(piece.first_query, piece.first_query + piece.num_queries)
         launch = Launch(q[window], k_cache, v_cache, page_table, plan, piece, page_size, sm_scale * k_scale, config)
-        scratch = find_active_keys(launch, theta)
-        _attend_active(launch, scratch, out[window], v_scale)
-        pairs += (scratch.counts.sum(dim=1) * piece.part_table[:, 4]).sum() if stats is not None else 0
+        counts = _attend_slice(launch, theta, out[window], v_scale)
+        pairs += (counts.sum(dim=1) * piece.part_table[:, 4]).sum() if stats is not None else 0
     if stats is not None:
         stats[0] += pairs + plan.anchor_pairs * q.shape[1]
         stats[1] += plan.causal_pairs * q.shape[1]
@@ -477,8 +477,9 @@ def find_active_keys(launch: Launch, theta: torch.Tensor) -> Scratch:
     return scratch
 
 
-def _attend_active(launch: Launch, scratch: Scratch, out: torch.Tensor, v_scale: float) -> None:
-    piece = launch.piece
+def _attend_slice(launch: Launch, theta: torch.Tensor, out: torch.Tensor, v_scale: float) -> torch.Tensor:
+    """Attend in one slice, whose scratch ends here; returns the active keys' counts."""
+    piece, scratch = launch.piece, find_active_keys(launch, theta)
     _sparse_kernel[(len(piece.blocks), launch.q.shape[1])](
         *(launch.q, launch.k_cache, launch.v_cache, piece.block_table, piece.part_table),
         *(scratch.maximum, scratch.total, scratch.output, scratch.slots, scratch.counts, out),
@@ -488,8 +489,9 @@ def _attend_active(launch: Launch, scratch: Scratch, out: torch.Tensor, v_scale:
         num_warps=launch.config.num_warps,
         num_stages=launch.config.num_stages,
     )
+    return scratch.counts
 
 
 def default_config(block_size: int, dim: int) -> Config:
-    """Not measured yet: tiles and warps such that nothing is spilled on Hopper."""
+    """Not measured yet: tiles and warps such that nothing is spilled on Hopper up to a head dimension of 128."""
     return Config(block_keys=64 if dim <= 128 else 32, num_warps=8 if block_size == 128 else 4)

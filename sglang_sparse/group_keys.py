@@ -1,0 +1,68 @@
+"""Keys of the radix tree that tell groups apart as wholes, not token by token.
+
+KV of a sparsely prefilled group depends on all its tokens. Two prompts that part within a group have different KV from
+the group's first token on, while SGLang's tree would let them share pages up to where they part. So in the tree every
+token of a sparse group carries a digest of its group: keys of different groups part at the group's edge, and lookup,
+insertion and splitting stay SGLang's own, page by page.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.prefill import current_settings
+from sglang_sparse.requests import prefill_of_namespace
+
+if TYPE_CHECKING:
+    from sglang_sparse.prefill_method import PrefillMethod
+
+# A token id and a digest of 40 bits share 63.
+TOKEN_BITS = 22
+DIGEST_BYTES = 5
+
+
+def marked(tokens: array[int], method: PrefillMethod) -> array[int]:
+    """Return token ids, those of sparse groups with the digest of their group.
+
+    Args:
+        tokens: ids from the first token on, type code ``q``. An incomplete last group is marked by what it has.
+        method: says where groups begin.
+    """
+    start, size = method.dense_below, method.group_tokens
+    if len(tokens) <= start:
+        return tokens
+    view = memoryview(tokens)
+    digests = [
+        int.from_bytes(blake2b(view[first : first + size], digest_size=DIGEST_BYTES).digest(), "big") << TOKEN_BITS
+        for first in range(start, len(tokens), size)
+    ]
+    found = array("q", tokens)
+    ids = torch.frombuffer(found, dtype=torch.int64)[start:]
+    ids |= torch.tensor(digests, dtype=torch.int64).repeat_interleave(size)[: len(ids)]
+    return found
+
+
+def plain(tokens: array[int]) -> list[int]:
+    """Return the token ids of a key in the tree."""
+    return [token & ((1 << TOKEN_BITS) - 1) for token in tokens]
+
+
+def mark_key(original: Callable[..., Any], tree: Any, params: Any) -> Any:
+    """Around ``RadixCache.match_prefix`` and ``RadixCache.insert``, the only ways into the tree."""
+    settings = current_settings()
+    if settings is None or settings.prefill is None:
+        return original(tree, params)
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    method = prefill_of_namespace(settings, params.key.extra_key)
+    if method is None or method.config.share_partial_groups:
+        return original(tree, params)
+    tokens = params.key.raw_token_ids()
+    key = RadixKey(marked(array("q", tokens), method), params.key.extra_key)
+    return original(tree, replace(params, key=key))

@@ -1,0 +1,41 @@
+"""Keys of groups: prompts that part within a group have no token of it in common."""
+
+from array import array
+
+import pytest
+
+from sglang_sparse.config import build
+from sglang_sparse.group_keys import TOKEN_BITS, marked, plain
+
+FIELDS = {"block_size": 16, "step": 2, "crossover_tokens": 64}
+PROMPT = array("q", range(5, 5 + 200))
+
+
+@pytest.fixture(scope="module")
+def method():
+    return build(None, {}, "anchor", FIELDS).prefill
+
+
+def common(one: array, other: array) -> int:
+    return next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+
+
+@pytest.mark.parametrize(("place", "shared"), [(10, 10), (63, 63), (64, 64), (80, 64), (95, 64), (96, 96), (150, 128)])
+def test_keys_part_at_the_edge_of_the_group_in_which_prompts_do(method, place: int, shared: int) -> None:
+    other = array("q", PROMPT)
+    other[place] = 3
+    assert common(marked(PROMPT, method), marked(other, method)) == shared
+
+
+def test_complete_groups_are_the_same_in_a_longer_prompt(method) -> None:
+    longer = PROMPT + array("q", [7] * 50)
+    assert common(marked(PROMPT, method), marked(longer, method)) == 192
+    assert common(marked(PROMPT[:128], method), marked(longer, method)) == 128
+
+
+def test_the_tokens_come_back(method) -> None:
+    before = array("q", PROMPT)
+    largest = array("q", [(1 << TOKEN_BITS) - 1] * 200)
+    for tokens in (PROMPT, PROMPT[:40], largest, array("q")):
+        assert plain(marked(tokens, method)) == list(tokens)
+    assert before == PROMPT and min(marked(largest, method)) > 0
