@@ -54,8 +54,8 @@ def theta(paths: Sequence[Path]) -> str:
     rows: list[dict[str, Any]] = []
     for path in paths:
         for row in summarise(read_finished(path)):
-            last = rows[-1] if rows else None
-            same = last and all(last[name] == row[name] for name in ("task", "length", "anchor"))
+            last = rows[-1] if rows else {}
+            same = all(last.get(name) == row[name] for name in ("task", "length", "anchor"))
             if not same or max(abs(last[name] - row[name]) for name in ("sparsity", "recall")) > VISIBLE:
                 rows.append({**row, "score": LABELS[row["anchor"]], "threshold": f"{row['theta']:g}"})
     columns = [
