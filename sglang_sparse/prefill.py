@@ -28,9 +28,10 @@ def current_settings() -> Settings | None:
     from sglang.srt.runtime_context import get_server_args
 
     try:
-        return settings_of(cast("SparseServerArgs", get_server_args()))
+        server_args = get_server_args()
     except ValueError:
         return None
+    return settings_of(cast("SparseServerArgs", server_args))
 
 
 def method_of(request: Any) -> PrefillMethod | None:

@@ -48,6 +48,13 @@ def make_arm(name: str, server: LiveServer, facts: dict[str, Any], model: str | 
     return Arm(name, server, found, context, {"custom_params": params} if params else {}, counted)
 
 
+def methods_of(facts: dict[str, Any]) -> str | None:
+    """Return the sparse methods that a server runs, such as "resa" or "resa+anchor"; None for a dense one."""
+    state = facts.get("sparse") or {}
+    names = [state.get("method"), (state.get("prefill") or {}).get("method")]
+    return "+".join(name for name in names if name) or None
+
+
 def require_method(expect: str, facts: dict[str, Any], compared: bool) -> None:
     """Refuse a server that does not run what is expected of it.
 
@@ -59,14 +66,14 @@ def require_method(expect: str, facts: dict[str, Any], compared: bool) -> None:
     Raises:
         EvaluationError: names both.
     """
-    method = (facts.get("sparse") or {}).get("method")
+    method = methods_of(facts)
     if expect == "any" or (expect == "auto" and (method or not compared)):
         return
     wanted = {"auto": "a sparse method", "dense": None}.get(expect, expect)
     if method != wanted:
         raise EvaluationError(
             f"the base server runs {method or 'no sparse method'}, expected {wanted or 'none'}: "
-            f"start it with --sparse-method, or say --expect {method or 'dense'}"
+            f"start it so, or say --expect {method or 'dense'}"
         )
 
 
@@ -79,13 +86,13 @@ def require_reference(expect: str, facts: Sequence[dict[str, Any]], params: dict
         params: custom parameters of the second one's requests.
 
     Raises:
-        EvaluationError: it runs a sparse method and is not asked to decode dense, or has another model.
+        EvaluationError: it runs a sparse method and is not asked to run dense, or has another model.
     """
-    method = (facts[1].get("sparse") or {}).get("method")
+    method = methods_of(facts[1])
     if method and params.get("sparse") is not False and expect != "any":
         raise EvaluationError(
             f"the server to compare with runs {method}: say --compare-custom-params '{{\"sparse\": false}}' to have it "
-            "decode dense, or --expect any"
+            "run dense, or --expect any"
         )
     models = [fact.get("model_path") for fact in facts]
     if all(models) and models[0] != models[1]:

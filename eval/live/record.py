@@ -40,6 +40,8 @@ SERVER_FIELDS = (
     "chunked_prefill_size",
     "sparse_method",
     "sparse_config",
+    "sparse_prefill_method",
+    "sparse_prefill_config",
     "max_total_num_tokens",
 )
 # What two servers must have in common for one's results to go on with the other's; a restart may change the rest.
@@ -49,6 +51,8 @@ SAME_SERVER = (
     "model_path",
     "sparse_method",
     "sparse_config",
+    "sparse_prefill_method",
+    "sparse_prefill_config",
     "kv_cache_dtype",
     "dtype",
     "page_size",

@@ -149,6 +149,10 @@ def test_a_reference_must_be_dense_and_of_the_same_model() -> None:
     require_reference("any", [resa, resa], {})
     with pytest.raises(EvaluationError, match="compare with runs resa"):
         require_reference("auto", [resa, resa], {})
+    # A server whose prefill alone is sparse is no reference either.
+    anchor = {"model_path": "m", "sparse": {"method": None, "prefill": {"method": "anchor"}}}
+    with pytest.raises(EvaluationError, match="compare with runs anchor"):
+        require_reference("auto", [resa, anchor], {})
     with pytest.raises(EvaluationError, match="different models, m and n"):
         require_reference("auto", [resa, other], {})
 
@@ -177,3 +181,7 @@ def test_a_compared_server_needs_a_method(server: Server) -> None:
         require_method("auto", {}, compared=True)
     require_method("auto", {}, compared=False)
     require_method("dense", {"sparse": None}, compared=True)
+    both = {"sparse": {"method": "resa", "prefill": {"method": "anchor"}}}
+    require_method("resa+anchor", both, compared=True)
+    with pytest.raises(EvaluationError, match=r"runs resa\+anchor, expected resa"):
+        require_method("resa", both, compared=True)
