@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse.kv_check import InexactTreeError
 from sglang_sparse.prefill import current_settings
 from sglang_sparse.requests import prefill_of_namespace
 
@@ -53,10 +54,24 @@ def plain(tokens: array[int]) -> list[int]:
     return [token & ((1 << TOKEN_BITS) - 1) for token in tokens]
 
 
+def require_whole_groups(method: PrefillMethod | None, start: int, end: int) -> None:
+    """Prove of a node of the tree that it begins and ends where KV is a function of its tokens.
+
+    Raises:
+        InexactTreeError: it does not, so that prompts that part within a group share some of it.
+    """
+    if method is None or method.config.share_partial_groups:
+        return
+    for position in (start, end):
+        if method.boundary(position) != position:
+            raise InexactTreeError(f"a node of the radix tree, of the tokens {start} to {end - 1}, cuts a group")
+
+
 def mark_key(original: Callable[..., Any], tree: Any, params: Any) -> Any:
     """Around ``RadixCache.match_prefix`` and ``RadixCache.insert``, the only ways into the tree."""
     settings = current_settings()
-    if settings is None or settings.prefill is None:
+    # A tree without a pool only sorts the waiting queue.
+    if settings is None or settings.prefill is None or tree.req_to_token_pool is None:
         return original(tree, params)
     from sglang.srt.mem_cache.radix_cache import RadixKey
 

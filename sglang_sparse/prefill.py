@@ -102,7 +102,7 @@ def add_chunk(original: Callable[..., Any], adder: Any, request: Any) -> Any:
     shares nothing from that group on.
     """
     budget = adder.rem_chunk_tokens
-    if budget is not None and adder.rem_total_tokens > 0:
+    if budget is not None and int(adder.rem_total_tokens) > 0:
         budget = min(budget, int(adder.rem_total_tokens))
     _end_with_group(adder, request, budget)
     return original(adder, request)

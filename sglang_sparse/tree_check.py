@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.config import settings_of
-from sglang_sparse.group_keys import plain
+from sglang_sparse.group_keys import plain, require_whole_groups
 from sglang_sparse.kv_check import (
     InexactTreeError,
     borrowed,
@@ -133,6 +133,7 @@ def check_tree(scheduler: Any, tolerance: float | None = None) -> TreeReport:
             if unproven.isdisjoint(node.pages):
                 continue
             prefill = prefill_of_namespace(settings, node.node.key.extra_key) if settings else None
+            require_whole_groups(prefill, node.start, node.start + len(node.hashes) * tree.page_size)
             difference, proven = _check_path(runner, node.node, tree.page_size, unproven, tolerance, prefill)
             worst = max(worst, difference)
             checked += len(proven)
@@ -216,7 +217,7 @@ def _forward_stream(scheduler: Any) -> Iterator[None]:
 
 def _nodes(tree: Any) -> Iterator[_Node]:
     size = tree.page_size
-    stack = [(child, 0, 0) for child in tree.root_node.children.values()]
+    stack = [(child, 0, hash(child.key.extra_key)) for child in tree.root_node.children.values()]
     while stack:
         node, start, parent_hash = stack.pop()
         tokens = plain(node.key.raw_token_ids())

@@ -5,7 +5,8 @@ from array import array
 import pytest
 
 from sglang_sparse.config import build
-from sglang_sparse.group_keys import TOKEN_BITS, marked, plain
+from sglang_sparse.group_keys import TOKEN_BITS, marked, plain, require_whole_groups
+from sglang_sparse.kv_check import InexactTreeError
 
 FIELDS = {"block_size": 16, "step": 2, "crossover_tokens": 64}
 PROMPT = array("q", range(5, 5 + 200))
@@ -31,6 +32,15 @@ def test_complete_groups_are_the_same_in_a_longer_prompt(method) -> None:
     longer = PROMPT + array("q", [7] * 50)
     assert common(marked(PROMPT, method), marked(longer, method)) == 192
     assert common(marked(PROMPT[:128], method), marked(longer, method)) == 128
+
+
+def test_a_node_that_cuts_a_group_is_no_proof(method) -> None:
+    for start, end in ((0, 10), (10, 64), (64, 96), (0, 128)):
+        require_whole_groups(method, start, end)
+    for start, end in ((0, 80), (80, 96), (16, 100)):
+        with pytest.raises(InexactTreeError, match=f"of the tokens {start} to {end - 1}, cuts a group"):
+            require_whole_groups(method, start, end)
+    require_whole_groups(None, 0, 80)
 
 
 def test_the_tokens_come_back(method) -> None:

@@ -52,6 +52,7 @@ def test_prefill_alone_resolves(qwen3: str) -> None:
         ({"page_size": 64, "sparse_prefill_config": '{"block_size": 32}'}, "a multiple of the page size of 64"),
         ({"page_size": 128}, "the server's page size is 128; allowed: 1, 2, 4"),
         ({"chunked_prefill_size": 3000}, "the chunked prefill size is 3000; allowed: multiples of 2048 tokens"),
+        ({"kv_events_config": "{}"}, "--sparse-prefill-method anchor cannot run with KV cache events"),
         ({"enable_mixed_chunk": True}, "--sparse-prefill-method anchor cannot run with mixed chunk"),
         ({"sparse_config": "{}"}, "--sparse-config needs --sparse-method, which was not given"),
         (
