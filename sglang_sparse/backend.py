@@ -133,7 +133,7 @@ class SparseAttentionBackend(DelegatingBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static buffers of the decode graphs, the dense backend's and ours."""
         self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
-        if not self._pools.specs:
+        if not self._pools.layers:
             return
         self._graph_view = allocate_view(max_bs, *self._limits, self.counters.select_stats)
         logger.info(
@@ -224,17 +224,18 @@ class SparseAttentionBackend(DelegatingBackend):
         Raises:
             RuntimeError: a sparse layer needs attention that is not plain causal GQA.
         """
-        mode = forward_batch.forward_mode
-        prefill = self.prefill
+        mode, prefill = forward_batch.forward_mode, self.prefill
+        decodes_sparse = layer.layer_id in self._pools.layers
+        if mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
+            return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        _require_plain(layer, k, kwargs)
         if prefill and mode.is_extend() and prefill.takes(layer.layer_id):
-            _require_plain(layer, k, kwargs)
             output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache)
-        elif layer.layer_id in self._pools.layers and mode.is_decode() and self._view is not None:
-            _require_plain(layer, k, kwargs)
+        elif decodes_sparse and mode.is_decode() and self._view is not None:
             output = self._decode(q, k, v, layer, forward_batch, self._view, save_kv_cache)
         else:
             output = self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        if layer.layer_id == max(self._k_caches) and not mode.is_idle():
+        if decodes_sparse and layer.layer_id == max(self._k_caches):
             self._pools.refresh(self._k_caches, self._written(forward_batch))
         return output
 

@@ -172,9 +172,9 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
         raise RuntimeError(f"{settings.flag} needs MHATokenToKVPool, got {type(kv_pool).__name__}")
     model = model_shape(configurator.model_config, kv_pool.dtype)
     specs = settings.method.aux_specs(model)
-    layers = parse_layers(settings.config.layers, model.num_layers)
+    layers = parse_layers(settings.config.layers, model.num_layers) if settings.name else ()
     page_size = settings.config.page_size
-    num_pages = kv_pool.get_key_buffer(layers[0]).shape[0] // page_size
+    num_pages = kv_pool.get_key_buffer(next(iter(layers), 0)).shape[0] // page_size
     on_gpu = torch.device(configurator.device).type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
     pools = AuxPools(specs, layers, num_pages, page_size, configurator.device)

@@ -154,7 +154,7 @@ class Counters:
             }
             if self._settings.name
             else None,
-            "sparse_layers": len(self._pools.layers) if self._settings.name else 0,
+            "sparse_layers": len(self._pools.layers),
             **self.host_totals(),
             "rectify_max_delay_steps": max(self._max_delay_steps, self.rectify.max_delay_steps),
             **device,

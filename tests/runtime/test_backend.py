@@ -103,3 +103,33 @@ def test_buffers_are_refreshed_when_their_spec_says(sparse: bool) -> None:
     assert [layer for layer, *_ in seen] == (list(LAYERS) if sparse else [])
     for layer, early, late in seen:
         assert torch.equal(early, keys[layer]) and late.count_nonzero() == 0
+
+
+def test_a_sparse_layer_must_be_plain_in_every_pass() -> None:
+    backend = make_backend()
+    backend._view = None
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False, is_extend=lambda: True)
+    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
+    key = torch.ones(1, HEADS, DIM)
+    windowed = SimpleNamespace(layer_id=LAYERS[0], is_cross_attention=False, sliding_window_size=64, logit_cap=0.0)
+    windowed.attn_type = SimpleNamespace(value="decoder")
+    with pytest.raises(RuntimeError, match=f"layer {LAYERS[0]} uses a sliding window"):
+        backend.forward(torch.ones(1, DIM), key, key, windowed, batch)
+    windowed.layer_id = 0
+    assert backend.forward(torch.ones(1, DIM), key, key, windowed, batch).shape == (1, DIM)
+
+
+@pytest.mark.parametrize(("layers", "static"), [(LAYERS, True), ((), False)])
+def test_decode_graphs_have_buffers_of_their_own_wherever_a_layer_is_sparse(
+    layers: tuple[int, ...], static: bool
+) -> None:
+    """Also for a method that keeps nothing beside the KV pool."""
+    backend = make_backend()
+    backend.dense.init_cuda_graph_state = lambda *_: None
+    backend._pools = AuxPools((), layers, SLOTS // PAGE, PAGE, "cpu")
+    backend._limits, backend._graph_view = (HEADS, 4, 2, PAGE), None
+    backend.counters = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        select_stats=torch.zeros(3, dtype=torch.int64)
+    )
+    backend.init_cuda_graph_state(2, 2)
+    assert (backend._graph_view is not None) == static
