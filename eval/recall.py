@@ -191,6 +191,22 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return summary
 
 
+def add_prompt_arguments(parser: argparse.ArgumentParser, lengths: str, n: int) -> None:
+    """Arguments of a command whose prompts are those of `prompts`, but for the seed.
+
+    Args:
+        parser: of the command line.
+        lengths: default of ``--lengths``.
+        n: default of ``--n``.
+    """
+    parser.add_argument("--model-path", help="folder or name of a checkpoint that transformers loads")
+    parser.add_argument("--lengths", type=list_of(haystacks.length), default=lengths, help="tokens of the prompts")
+    parser.add_argument("--n", type=int, default=n, help="prompts of each length")
+    parser.add_argument("--text", help="text file to take the prompts from, .txt or .txt.xz, instead of needles")
+    parser.add_argument("--book", action="append", default=[], help="text file to hide needles in; repeat for more")
+    parser.add_argument("--no-chat", action="store_true", help="raw prompts, for a model without a chat template")
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked as far as neither method nor model are needed for it.
 
@@ -200,15 +216,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model-path", help="folder or name of a checkpoint that transformers loads")
+    add_prompt_arguments(parser, "1k,8k", 4)
     parser.add_argument("--method", default="resa", help="as for --sparse-method of a server")
     parser.add_argument("--sparse-config", help="as for --sparse-config of a server: JSON or a file")
-    parser.add_argument("--lengths", type=list_of(haystacks.length), default="1k,8k", help="tokens of the prompts")
-    parser.add_argument("--n", type=int, default=4, help="prompts of each length")
     parser.add_argument("--queries", type=int, default=32, help="last positions of a prompt that are judged")
-    parser.add_argument("--text", help="text file to take the prompts from, .txt or .txt.xz, instead of needles")
-    parser.add_argument("--book", action="append", default=[], help="text file to hide needles in; repeat for more")
-    parser.add_argument("--no-chat", action="store_true", help="raw prompts, for a model without a chat template")
     add_file_arguments(parser, "a model")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts, the random pages and the bootstrap")
     args = parser.parse_args(arguments)

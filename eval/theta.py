@@ -32,9 +32,8 @@ from eval.live.record import Record
 from eval.live.tokens import tokens
 from eval.parts.recall_attention import Captured, capture, load_model
 from eval.parts.recall_prefill import measure
-from eval.recall import prompts
+from eval.recall import add_prompt_arguments, prompts
 from eval.structured.generator import make_qkv, read_recipe
-from eval.texts import haystacks
 
 COMMAND = "eval.theta"
 ARGUMENTS = ("model_path", "structured", "lengths", "n", "thetas", "block_size", "step", "text", "book", "no_chat")
@@ -110,16 +109,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model-path", help="folder or name of a checkpoint that transformers loads")
+    add_prompt_arguments(parser, "8k", 1)
     parser.add_argument("--structured", type=json.loads, help="recipe of structured attention, as JSON, {} for its own")
-    parser.add_argument("--lengths", type=list_of(haystacks.length), default="8k", help="tokens of the prompts")
     parser.add_argument("--thetas", type=list_of(float), default="-8,-6,-4,-2,0,2,4,6,8,10,12,14", help="thresholds")
     parser.add_argument("--block-size", type=int, default=128, help="queries of a block")
     parser.add_argument("--step", type=int, default=16, help="query blocks of a group")
-    parser.add_argument("--n", type=int, default=1, help="prompts of each length")
-    parser.add_argument("--text", help="text file to take the prompts from, .txt or .txt.xz, instead of needles")
-    parser.add_argument("--book", action="append", default=[], help="text file to hide needles in; repeat for more")
-    parser.add_argument("--no-chat", action="store_true", help="raw prompts, for a model without a chat template")
     add_file_arguments(parser, "a model")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     args = parser.parse_args(arguments)

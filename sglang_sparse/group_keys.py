@@ -9,7 +9,7 @@ insertion and splitting stay SGLang's own, page by page.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -28,22 +28,21 @@ TOKEN_BITS = 22
 DIGEST_BYTES = 5
 
 
-def marked(tokens: array[int], method: PrefillMethod) -> array[int]:
-    """Return token ids, those of sparse groups with the digest of their group.
+def marked(tokens: Sequence[int], method: PrefillMethod) -> array[int]:
+    """Return a copy of token ids, those of sparse groups with the digest of their group.
 
     Args:
-        tokens: ids from the first token on, type code ``q``. An incomplete last group is marked by what it has.
+        tokens: ids from the first token on. An incomplete last group is marked by what it has.
         method: says where groups begin.
     """
-    start, size = method.dense_below, method.group_tokens
-    if len(tokens) <= start:
-        return tokens
-    view = memoryview(tokens)
+    start, size, found = method.dense_below, method.group_tokens, array("q", tokens)
+    if len(found) <= start:
+        return found
+    view = memoryview(found)
     digests = [
         int.from_bytes(blake2b(view[first : first + size], digest_size=DIGEST_BYTES).digest(), "big") << TOKEN_BITS
-        for first in range(start, len(tokens), size)
+        for first in range(start, len(found), size)
     ]
-    found = array("q", tokens)
     ids = torch.frombuffer(found, dtype=torch.int64)[start:]
     ids |= torch.tensor(digests, dtype=torch.int64).repeat_interleave(size)[: len(ids)]
     return found
@@ -78,6 +77,5 @@ def mark_key(original: Callable[..., Any], tree: Any, params: Any) -> Any:
     method = prefill_of_namespace(settings, params.key.extra_key)
     if method is None or method.config.share_partial_groups:
         return original(tree, params)
-    tokens = params.key.raw_token_ids()
-    key = RadixKey(marked(array("q", tokens), method), params.key.extra_key)
+    key = RadixKey(marked(params.key.raw_token_ids(), method), params.key.extra_key)
     return original(tree, replace(params, key=key))

@@ -6,9 +6,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 if TYPE_CHECKING:
     import torch
@@ -74,14 +74,25 @@ class AuxSpec:
         return elements * self.dtype.itemsize
 
 
+def _crossover_is_a_count(value: object) -> object:
+    if value != "auto" and (type(value) is not int or value < 0):
+        raise ValueError('must be "auto" or an integer of at least 0')
+    return value
+
+
+Crossover = Annotated[int | Literal["auto"], BeforeValidator(_crossover_is_a_count)]
+
+
 class SparseConfig(BaseModel):
     """Fields that every method has, of decode or prefill.
 
     Attributes:
         request_fields: the fields that a single request may override.
+        limits: the fields below which something runs dense; ``dense_fallback: never`` makes them 0.
     """
 
     request_fields: ClassVar[tuple[str, ...]] = ()
+    limits: ClassVar[tuple[str, ...]] = ("crossover_tokens",)
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -89,7 +100,6 @@ class SparseConfig(BaseModel):
     dense_fallback: Literal["auto", "never"] = Field(
         "auto", description='"never" is for tests: nothing runs dense for being short, as if every such limit were 0.'
     )
-
     check_exactness: bool = Field(
         False, description="Debug: an idle server proves by recomputation that the prefix cache is exact."
     )
@@ -100,13 +110,22 @@ class SparseConfig(BaseModel):
         parse_layers(value, num_layers=None)
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _never_means_no_limits(cls, data: object) -> object:
+        if isinstance(data, dict) and data.get("dense_fallback") == "never":
+            return {**data, **dict.fromkeys(cls.limits, 0)}
+        return data
+
 
 class MethodConfig(SparseConfig):
     """Fields that every decode method has; a method adds its own by subclassing."""
 
+    limits: ClassVar[tuple[str, ...]] = ("min_seq_len", "crossover_tokens")
+
     page_size: int = Field(16, description="Tokens per KV page, which is the block of the selection: 1, 2, 4, … 64.")
     min_seq_len: int = Field(4096, ge=0, description="Rows with fewer KV tokens attend to all of them.")
-    crossover_tokens: int | Literal["auto"] = Field(
+    crossover_tokens: Crossover = Field(
         "auto",
         description="A batch whose sparse rows hold fewer KV tokens in total runs dense; "
         f"auto: as measured for this GPU, else {DEFAULT_CROSSOVER}.",
@@ -118,20 +137,6 @@ class MethodConfig(SparseConfig):
         if value not in PAGE_SIZES:
             raise ValueError(f"must be a power of two from 1 to {PAGE_SIZES[-1]}")
         return value
-
-    @field_validator("crossover_tokens", mode="before")
-    @classmethod
-    def _crossover_is_a_count(cls, value: object) -> object:
-        if value != "auto" and (type(value) is not int or value < 0):
-            raise ValueError('must be "auto" or an integer of at least 0')
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _never_means_no_limits(cls, data: object) -> object:
-        if isinstance(data, dict) and data.get("dense_fallback") == "never":
-            return {**data, "min_seq_len": 0, "crossover_tokens": 0}
-        return data
 
 
 class RectifyConfig(MethodConfig):

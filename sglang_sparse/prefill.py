@@ -9,7 +9,7 @@ only as far as a prompt would be dense.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -155,14 +155,10 @@ def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
     """
     if backend.prefill is None:
         return
-    spans: Sequence[PrefillSpan] = ()
+    spans: list[PrefillSpan] = []
     if batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False):
-        rows = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
-        spans = [
-            span
-            for row, (request, start, length) in enumerate(rows)
-            for span in split_prompt(row, start, start + length, len(request.origin_input_ids), method_of(request))
-        ]
-        for request, start, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
-            note_chunk_end(request, start + length)
+        for row, request in enumerate(batch.reqs):
+            start, end = batch.prefix_lens[row], batch.prefix_lens[row] + batch.extend_lens[row]
+            spans += split_prompt(row, start, end, len(request.origin_input_ids), method_of(request))
+            note_chunk_end(request, end)
     backend.prefill.begin(spans, forward_batch.req_pool_indices)

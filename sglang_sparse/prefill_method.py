@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
-from sglang_sparse.method import SparseConfig
+from sglang_sparse.method import Crossover, SparseConfig
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ class PrefillConfig(SparseConfig):
 
     request_fields: ClassVar[tuple[str, ...]] = ("exact_prefix",)
 
-    crossover_tokens: int | Literal["auto"] = Field(
+    crossover_tokens: Crossover = Field(
         "auto",
         description="Prompt tokens below this position attend densely, whatever the prompt's length, so that shorter "
         f"prompts are cached and shared as always; auto: {DEFAULT_DENSE_BELOW}.",
@@ -36,20 +36,6 @@ class PrefillConfig(SparseConfig):
         description="Cache a prompt's incomplete last group too, and let chunks end anywhere. Its KV depends on where "
         "the prompt, or the chunk, ended.",
     )
-
-    @field_validator("crossover_tokens", mode="before")
-    @classmethod
-    def _crossover_is_a_count(cls, value: object) -> object:
-        if value != "auto" and (type(value) is not int or value < 0):
-            raise ValueError('must be "auto" or an integer of at least 0')
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _never_means_no_limit(cls, data: object) -> object:
-        if isinstance(data, dict) and data.get("dense_fallback") == "never":
-            return {**data, "crossover_tokens": 0}
-        return data
 
 
 @dataclass(frozen=True)

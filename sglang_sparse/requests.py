@@ -110,8 +110,9 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
         raise ValueError(f"{FORCED_TOKENS}: got {str(forced)[:80]}, allowed: a list of token ids")
     method = _method_with(settings.method, overrides)
     interval = getattr(method.config, "rectify_interval", 0) if sparse else 0
-    if params.get("exact_prefix") is True and "theta" in params:
-        raise ValueError("theta: has no meaning for a request with exact_prefix: true")
+    if params.get("exact_prefix") is True and len(of_prompt) > 1:
+        name = next(name for name, _, _ in of_prompt if name != "exact_prefix")
+        raise ValueError(f"{name}: has no meaning for a request with exact_prefix: true")
     prefill, namespace = _prefill_with(settings.prefill, of_prompt, sparse) if settings.prefill else (None, "")
     return RequestOptions(method, sparse, interval, tuple(forced), prefill, namespace)
 
