@@ -4,35 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from anchor_runs import BLOCK, STEP, chunked, relative_error, row_slots, run_reference, run_triton
 
-from sglang_sparse_kernels.anchor_prefill import anchor_prefill, cases, make_plan, reference
+from sglang_sparse_kernels.anchor_prefill import anchor_prefill, make_plan, reference
 from sglang_sparse_kernels.anchor_prefill.cases import Case, make
 
 FP32, FP16 = torch.float32, torch.float16
-BLOCK, STEP = 16, 2
 GROUP = BLOCK * STEP
 INF = float("inf")
 # Relative L2 error of float16 queries and weights.
 TOLERANCE = 2e-3
-
-
-def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
-    """The reference in float32, so that only the kernel under test rounds."""
-    q = arguments["q"].float()
-    out = torch.full((*q.shape[:2], arguments["v_cache"].shape[2]), float("nan"), device=q.device)
-    return reference.anchor_prefill(**{**arguments, "q": q}, out=out)
-
-
-def run_triton(arguments: dict[str, Any]) -> torch.Tensor:
-    return anchor_prefill(**arguments)
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
-
-
-def row_slots(arguments: dict[str, Any], row: int, length: int) -> torch.Tensor:
-    return cases.row_slots(arguments["page_table"], row, length, arguments["page_size"])
 
 
 def dense(arguments: dict[str, Any], prefixes: tuple[int, ...], extends: tuple[int, ...]) -> torch.Tensor:
@@ -55,16 +36,6 @@ def dense(arguments: dict[str, Any], prefixes: tuple[int, ...], extends: tuple[i
 
 def with_theta(arguments: dict[str, Any], theta: float) -> dict[str, Any]:
     return {**arguments, "theta": torch.full_like(arguments["theta"], theta)}
-
-
-def chunked(arguments: dict[str, Any], chunks: list[int], run: Any, prefix: int = 0) -> torch.Tensor:
-    """A one-row pass in pieces."""
-    outs, first = [], 0
-    for size in chunks:
-        pass_plan = make_plan([prefix + first], [size], BLOCK, STEP, arguments["q"].device)
-        outs.append(run({**arguments, "q": arguments["q"][first : first + size], "plan": pass_plan}))
-        first += size
-    return torch.cat(outs)
 
 
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP - 1, 2 * GROUP, 2 * GROUP + 1, 81]

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from anchor_runs import BLOCK, STEP, chunked, relative_error, row_slots, run_reference, run_triton
 
-from sglang_sparse_kernels.anchor_prefill import anchor_prefill, cases, make_plan, plan, reference
+from sglang_sparse_kernels.anchor_prefill import anchor_prefill, make_plan, plan, reference
 from sglang_sparse_kernels.anchor_prefill import triton as kernels
 from sglang_sparse_kernels.anchor_prefill.cases import CASES, Case, make
 from sglang_sparse_kernels.anchor_prefill.plan import GroupPart
@@ -16,27 +17,7 @@ TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 1.2e-2}
 # Keys this close to the threshold may be active or not: the kernel rounds the mean queries to the dtype of the query.
 BORDERLINE = {FP32: 1e-4, FP16: 0.02, BF16: 0.15}
 SMALL = [case for case in CASES if not case.gpu_only]
-BLOCK, STEP = 16, 2
 GROUP = BLOCK * STEP
-
-
-def run_reference(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
-    """The reference in float32, so that only the kernel under test rounds."""
-    q = arguments["q"].float()
-    out = torch.full((*q.shape[:2], arguments["v_cache"].shape[2]), float("nan"), device=q.device)
-    return reference.anchor_prefill(**{**arguments, "q": q}, out=out, stats=stats)
-
-
-def run_triton(arguments: dict[str, Any]) -> torch.Tensor:
-    return anchor_prefill(**arguments)
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
-
-
-def row_slots(arguments: dict[str, Any], row: int, length: int) -> torch.Tensor:
-    return cases.row_slots(arguments["page_table"], row, length, arguments["page_size"])
 
 
 def parts(arguments: dict[str, Any]) -> list[GroupPart]:
@@ -79,16 +60,6 @@ def naive_head(
         pairs += len(chosen)
         out.append(logits[p - prefix, chosen].softmax(dim=0) @ values[chosen])
     return torch.stack(out), active, pairs
-
-
-def chunked(arguments: dict[str, Any], chunks: list[int], run: Any, prefix: int = 0) -> torch.Tensor:
-    """A one-row pass in pieces."""
-    outs, first = [], 0
-    for size in chunks:
-        pass_plan = make_plan([prefix + first], [size], BLOCK, STEP, arguments["q"].device)
-        outs.append(run({**arguments, "q": arguments["q"][first : first + size], "plan": pass_plan}))
-        first += size
-    return torch.cat(outs)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
