@@ -33,12 +33,14 @@ from eval.figures import (
     report_tables,
     theta_summary,
 )
+from eval.figures.verdicts import read_folder
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows, result_files
 from eval.train import card
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
+COMPARISON = RESULTS / "compare-tiny-gqa"
 CROSSOVERS = ROOT / "sglang_sparse" / "crossover.json"
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "eval" / "docs" / name for name in ("results.md", "performance.md")))
 CARDS = tuple(ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-mla", "tiny-dsa"))
@@ -46,19 +48,32 @@ BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", r
 
 THETA = ("theta-tiny-gqa", "theta-structured")
 
+
+def _file(name: str) -> Path:
+    """A file of the results by its name without suffixes."""
+    return result_files(RESULTS)[name]
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "decode": lambda: report_tables.decode(sorted(RESULTS.glob("bench-decode-*.jsonl"))),
     "profile": lambda: profile.profile(RESULTS / "profile-qwen3-1.7b-1x256k.jsonl"),
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
     "crossover": lambda: crossover.crossover_table(CROSSOVERS),
     "goals": lambda: goals.goals_table(RESULTS),
+    "comparison": lambda: report_tables.comparison_table(read_folder(COMPARISON)),
+    "comparison-2000": lambda: report_tables.comparison_table(read_folder(RESULTS / "compare-tiny-gqa-2000")),
+    "local-pages-1": lambda: report_tables.questions(_file("ruler-local-pages-1")),
+    "drift": lambda: report_tables.drift(result_files(COMPARISON)["long_generation"]),
+    "agreement": lambda: report_tables.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "theta": lambda: theta_summary.theta([RESULTS / f"{name}.jsonl" for name in THETA]),
-    "rectification": lambda: report_tables.rectification(RESULTS / "ppl-rectify-records.jsonl"),
-    "rectification-books": lambda: report_tables.rectification(RESULTS / "ppl-rectify-book.jsonl"),
+    "rectification": lambda: report_tables.rectification(_file("ppl-rectify-records")),
+    "rectification-books": lambda: report_tables.rectification(_file("ppl-rectify-book")),
 }
 PICTURES: Mapping[str, Path] = {
-    name: RESULTS / f"{name}.jsonl" for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA)
+    **{name: _file(name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA)},
+    "compare-niah": result_files(COMPARISON)["niah"],
+    "compare-long-generation": result_files(COMPARISON)["long_generation"],
 }
 
 

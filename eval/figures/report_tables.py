@@ -9,7 +9,8 @@ from typing import Any
 from eval.figures import long_summary, ppl_summary, recall_summary, summary
 from eval.figures.verdicts import DEFINITION, RANDOM, read_folder
 from eval.live.counters import EvaluationError
-from eval.live.record import read_finished, read_rows
+from eval.live.record import read_finished, read_rows, result_files
+from eval.parts.judge_rows import agreement
 
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], str]]
@@ -220,6 +221,29 @@ def questions(path: Path) -> str:
         ("verdict", text("verdict")),
     ]
     return table(summary.summarise(items, counters), columns)
+
+
+def agreements(folder: Path) -> str:
+    """Scores of ``eval.ruler`` beside those of lm-eval, from files ``ruler-SERVER`` and ``lm-eval-SERVER-...``."""
+    rows, files = [], result_files(folder)
+    for name, path in files.items():
+        if name.startswith("lm-eval-"):
+            server = name.split("-")[2]
+            found = agreement(read_rows(files[f"ruler-{server}"]), read_rows(path))
+            rows += [{"server": server, "verdict": "yes" if row["agrees"] else "no", **row} for row in found]
+    columns: list[Column] = [
+        ("server", text("server")),
+        ("task", text("task")),
+        ("length", length),
+        ("n, ours", text("n_ours")),
+        ("lm-eval", text("n_theirs")),
+        ("ours", number("ours", 3)),
+        ("lm-eval's", number("theirs", 3)),
+        ("points", number("points", 1, sign=True)),
+        ("95 %", bounds("points_interval", 1)),
+        ("within two", text("verdict")),
+    ]
+    return table(rows, columns)
 
 
 def backends(paths: Sequence[Path]) -> str:
