@@ -52,12 +52,14 @@ class Machine:
         device: torch's name of it.
         l2_bytes: size of its L2 cache.
         capture: makes calls, one a layer, into something that can be timed again and again.
+        usable: whether it can go on after an error.
     """
 
     name: str
     device: str
     l2_bytes: int
     capture: Callable[[Sequence[Run]], Replay]
+    usable: Callable[[], bool]
 
 
 def gpu() -> Machine:
@@ -69,7 +71,16 @@ def gpu() -> Machine:
     if not torch.cuda.is_available():
         raise EvaluationError("the kernels are measured on a CUDA device, and torch finds none")
     properties = torch.cuda.get_device_properties("cuda")
-    return Machine(properties.name, "cuda", properties.L2_cache_size, capture)
+    return Machine(properties.name, "cuda", properties.L2_cache_size, capture, _usable)
+
+
+def _usable() -> bool:
+    # An access to memory that is not mapped ends the whole CUDA context, unlike a launch that is refused.
+    try:
+        torch.cuda.synchronize()
+    except torch.AcceleratorError:
+        return False
+    return True
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -109,7 +120,7 @@ def measure(shape: Shape, plan: Sequence[Implementation], machine: Machine, roun
     """A row for each implementation, in the order of the plan; what is unavailable has the reason instead of figures.
 
     Raises:
-        EvaluationError: the inputs do not fit into the machine's memory.
+        EvaluationError: the inputs do not fit into the machine's memory, or an implementation broke the machine.
     """
     layers = num_layers(shape, machine.l2_bytes)
     try:
@@ -128,10 +139,18 @@ def measure(shape: Shape, plan: Sequence[Implementation], machine: Machine, roun
         try:
             runs = one.prepare(step)
             row |= quality(one.op, runs[0](), over)
-            replays[place] = machine.capture(runs)
+            replay = machine.capture(runs)
+            # Here, so that an error is known to be this one's.
+            replay()
+            replays[place] = replay
         except UNAVAILABLE as error:
             row["unavailable"] = reason(error)
             what = f"{shape.name}, {one.op}: no {one.name}"
+            if not machine.usable():
+                raise EvaluationError(
+                    f"{what}: {row['unavailable']}; nothing can be measured after it in this process: leave it out "
+                    "with --peers"
+                ) from error
             tqdm.write(f"eval.bench_kernels: {what}: {row['unavailable']}", file=sys.stderr)
         rows.append(row)
     for place, times in zip(replays, in_turn(list(replays.values()), rounds), strict=True):

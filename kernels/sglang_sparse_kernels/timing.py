@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,14 +14,33 @@ Run = Callable[[], "torch.Tensor | None"]
 Replay = Callable[[], float]
 
 
-def capture(runs: Sequence[Run]) -> Replay:
+@dataclass(frozen=True)
+class Graph:
+    """A CUDA graph of ``calls`` calls.
+
+    ``runs`` are kept because the graph reads the memory of tensors that they alone may hold.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+    runs: Sequence[Run]
+    start: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(enable_timing=True))
+    end: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(enable_timing=True))
+
+    def __call__(self) -> float:
+        """Replay it; microseconds a call, by CUDA events."""
+        self.start.record()
+        self.graph.replay()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) * 1e3 / self.calls
+
+
+def capture(runs: Sequence[Run]) -> Graph:
     """Capture a call for each layer as one CUDA graph, over and over until there are `MIN_CALLS` at least.
 
     Args:
         runs: one call a layer, each already called once.
-
-    Returns:
-        A function that replays the graph and returns microseconds a call, by CUDA events.
     """
     calls = max(MIN_CALLS, len(runs))
     for run in runs:
@@ -30,16 +50,7 @@ def capture(runs: Sequence[Run]) -> Replay:
     with torch.cuda.graph(graph):
         for call in range(calls):
             runs[call % len(runs)]()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / calls
-
-    return replay
+    return Graph(graph, calls, runs)
 
 
 def in_turn(replays: Sequence[Replay], rounds: int) -> list[list[float]]:

@@ -1,6 +1,7 @@
 """The kernel benchmark: plan, rows, ratios, quality, and peers that are not there."""
 
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from eval.parts.kernel_inputs import OPS, WHOLE, Shape, Step, num_layers
 from eval.parts.kernel_quality import quality, samples
 from eval.parts.kernel_rows import summarise, timing
 from eval.parts.kernel_table import OURS, TABLE, Implementation, chosen, reason
-from sglang_sparse_kernels.timing import Replay, Run, in_turn
+from sglang_sparse_kernels.timing import Replay, Run, capture, in_turn
 
 # The newest page is partly filled, and no two sizes are equal.
 SHAPE = Shape(2, 118, q_heads=6, kv_heads=3, dim=16, page_size=8, active_ratio=0.4, n_min=2)
@@ -41,7 +42,7 @@ def machine(*micros: float) -> Machine:
         one = next(times, 5.0)
         return lambda: one
 
-    return Machine("a test", "cpu", 0, capture)
+    return Machine("a test", "cpu", 0, capture, lambda: True)
 
 
 def exact(step: Step) -> list[Run]:
@@ -247,10 +248,26 @@ def test_an_operation_of_our_own_that_fails_is_a_failure(tmp_path: Path) -> None
     assert [row["op"] for row in rows if row["kind"] == "summary"] == [one.op for one in OWN if one.op != "page_topk"]
 
 
+def test_a_peer_that_ends_the_cuda_context_is_named() -> None:
+    broken = replace(machine(), usable=lambda: False)
+    with pytest.raises(EvaluationError, match="page_topk: no somebody: .*2048 only; nothing can be measured after"):
+        measure(SHAPE, [*OWN[:1], Implementation("page_topk", "somebody", refusing)], broken, 2)
+
+
 def test_reasons_name_no_paths() -> None:
     assert reason(OSError("/usr/lib/x/libfa.so: cannot open\nmore")) == "OSError: libfa.so: cannot open"
     assert reason(ValueError("see https://docs/a/b, 1/2 of a/b")) == "ValueError: see https://docs/a/b, 1/2 of a/b"
     assert reason(AssertionError()) == "AssertionError"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_graph_keeps_what_its_calls_hold() -> None:
+    table = torch.ones(1024, device="cuda")
+    alive = weakref.ref(table)
+    replay = capture([lambda table=table: table.sum()])
+    del table
+    assert replay() > 0 and alive() is not None
 
 
 @pytest.mark.gpu

@@ -14,8 +14,9 @@ from ..launch import await_inputs, dependent_launch, num_processors
 
 _LOG2_E = 1.4426950408889634
 _MIN_DOT = 16
-# Partial results that one program of the combination holds.
+# Partial results that one program of the combination holds, and that a warp of it has at least.
 _COMBINE_TILE = 4096
+_COMBINE_WARP = 1024
 # Selected tokens per multiprocessor below which smaller tiles balance the programs better, or a program has so few of
 # them that more should be on their way at once.
 _FEW_TOKENS = 2048
@@ -340,7 +341,7 @@ def _combine(
         BLOCK_SPLITS=block_splits,
         TILE_PAGES=tile_pages,
         DEPENDENT=dependent,
-        num_warps=4,
+        num_warps=min(4, max(1, block_splits * block_v_dim // _COMBINE_WARP)),
         launch_pdl=dependent,
     )
 
