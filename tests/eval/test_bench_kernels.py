@@ -250,7 +250,7 @@ def test_an_operation_of_our_own_that_fails_is_a_failure(tmp_path: Path) -> None
 
 def test_a_peer_that_ends_the_cuda_context_is_named() -> None:
     broken = replace(machine(), usable=lambda: False)
-    with pytest.raises(EvaluationError, match="page_topk: no somebody: .*2048 only; nothing can be measured after"):
+    with pytest.raises(EvaluationError, match=r"page_topk: no somebody: .*2048 only; nothing can be measured after"):
         measure(SHAPE, [*OWN[:1], Implementation("page_topk", "somebody", refusing)], broken, 2)
 
 
