@@ -28,6 +28,7 @@ from typing import Any
 
 from eval.figures.report_tables import comparison_table
 from eval.figures.verdicts import read_folder
+from eval.live.arms import methods_of
 from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record
@@ -125,15 +126,14 @@ def run_part(
     shared = [*part.arguments(args, config), "--concurrency", args.concurrency, "--seed", args.seed]
     shared += ["--revision", args.revision] if args.revision else []
     first: list[object] = ["--base-url", base, "--out", args.out / f"{name}.jsonl"]
-    if not part.suite:
-        # They force tokens, which a stock server cannot do: the sparse one decodes dense for them.
-        call(part.module, [*first, *shared])
-        return
-    tokenizer = ["--tokenizer", args.tokenizer] if args.tokenizer else []
-    call(part.module, [*first, *reference, *shared, *tokenizer, "--plot", args.out / name])
+    tokenizer = ["--tokenizer", args.tokenizer] if args.tokenizer and part.suite else []
+    # The others force tokens, which a stock server cannot do: the sparse one decodes dense for them.
+    own = [*reference, "--plot", args.out / name] if part.suite else []
+    call(part.module, [*first, *own, *shared, *tokenizer])
     for control, url in args.control:
+        expected = ["--expect", control] if part.suite else []
         out = args.out / f"{name}--{control}.jsonl"
-        call(part.module, ["--base-url", url, "--expect", control, "--out", out, *shared, *tokenizer])
+        call(part.module, ["--base-url", url, *expected, "--out", out, *shared, *tokenizer])
 
 
 def call(module: str, arguments: Sequence[object]) -> None:
@@ -207,6 +207,11 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
             require_sparse(config, args.lengths)
             forcing = any(not PARTS[name].suite for name in args.set)
             args.texts = count_texts(server, args.book, args.lengths[0]) if forcing else 0
+        for control, url in args.control:
+            with LiveServer(url) as server:
+                found = methods_of(server.facts()) or "no sparse method"
+            if found != control:
+                raise EvaluationError(f"--control {control}={url}: the server there runs {found}")
         with LiveServer(dense or base) as server:
             # A server with a method is as good a reference as a stock one, if it is asked to decode dense.
             asked = ["--compare-custom-params", json.dumps({"sparse": False})] if server.facts().get("sparse") else []

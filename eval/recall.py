@@ -37,8 +37,17 @@ from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record
 from eval.live.tokens import Tokens, fit, tokens
-from eval.parts.recall_attention import SELECTORS, Captured, Judged, Selection, capture, judge, load_model
-from eval.parts.recall_method import method_settings, model_facts, require_served, select, selected_share
+from eval.parts.recall_attention import (
+    SELECTORS,
+    Captured,
+    Judged,
+    Selection,
+    capture,
+    judge,
+    load_model,
+    model_facts,
+)
+from eval.parts.recall_method import method_settings, require_served, select, selected_share
 from eval.texts import haystacks
 from eval.texts.text import FORMS, hide, messages, prompt_text, random_key, random_number
 from eval.texts.windows import make_windows

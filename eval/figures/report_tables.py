@@ -64,6 +64,12 @@ def percent(name: str) -> Callable[[Row], str]:
     return lambda row: f"{write(row)} %" if write(row) else ""
 
 
+def gates(row: Row) -> str:
+    """Whether a task of ``eval.compare`` decides: on the method, or on what its definition leaves of the task."""
+    decides = {None: "", True: "yes", False: "no"}[row["gates"]]
+    return "by definition" if decides == "yes" and row.get("definition_verdict") else decides
+
+
 def comparison_table(rows: Sequence[Row]) -> str:
     """The table of ``eval.compare``: scores of 1 at best; perplexity as nats per token, where less is better."""
     columns: list[Column] = [
@@ -80,7 +86,7 @@ def comparison_table(rows: Sequence[Row]) -> str:
         ("by definition", number(DEFINITION, 3)),
         ("true mass", number("true_mass", 3)),
         ("random", number(RANDOM, 3)),
-        ("gates", lambda row: {None: "", True: "yes", False: "no"}[row["gates"]]),
+        ("gates", gates),
         ("verdict", text("verdict")),
         ("against the definition", text("definition_verdict")),
     ]
@@ -229,15 +235,17 @@ def agreements(folder: Path) -> str:
     for name, path in files.items():
         if name.startswith("lm-eval-"):
             server = name.split("-")[2]
-            found = agreement(read_rows(files[f"ruler-{server}"]), read_rows(path))
+            found = agreement(read_finished(files[f"ruler-{server}"]), read_finished(path))
             rows += [{"server": server, "verdict": "yes" if row["agrees"] else "no", **row} for row in found]
     columns: list[Column] = [
         ("server", text("server")),
         ("task", text("task")),
         ("length", length),
         ("n, ours", text("n_ours")),
-        ("lm-eval", text("n_theirs")),
-        ("ours", number("ours", 3)),
+        ("lm-eval's", text("n_theirs")),
+        ("tokens, ours", number("tokens_ours", 0)),
+        ("lm-eval's", number("tokens_theirs", 0)),
+        ("score, ours", number("ours", 3)),
         ("lm-eval's", number("theirs", 3)),
         ("points", number("points", 1, sign=True)),
         ("95 %", bounds("points_interval", 1)),

@@ -58,9 +58,9 @@ def lines(suite: str, rows: Sequence[Row], controls: Mapping[str, Sequence[Row]]
     """The lines of one file, by the command that made it."""
     command = rows[0].get("command") if rows else None
     if command == "eval.ppl_rectify":
-        return [{"suite": suite, **line} for line in lines_of_perplexity(rows)]
+        return [{"suite": suite, **line} for line in lines_of_perplexity(rows, controls)]
     if command == "eval.long_generation":
-        return [{"suite": suite, **line} for line in lines_of_drift(rows)]
+        return [{"suite": suite, **line} for line in lines_of_drift(rows, controls)]
     return [{"suite": suite, **line} for line in lines_of_questions(rows, controls)]
 
 
@@ -117,10 +117,11 @@ def _lost_by_score(line: Row) -> bool:
     return line["dense"] - line[DEFINITION] > POINT >= line["dense"] - line[TRUE_MASS]
 
 
-def lines_of_perplexity(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def lines_of_perplexity(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
     """A line for each text and setting of ``eval.ppl_rectify``: log-perplexity, lower is better.
 
-    What is never rectified has a line only where nothing is, here and in `lines_of_drift`.
+    What is never rectified has a line only where nothing is, here and in `lines_of_drift`; a control has the figure of
+    the same text and setting.
     """
     summary = [row for row in rows if row["kind"] == "summary"]
     dense = {row["task"]: row["nll"] for row in summary if row["setting"] == "dense"}
@@ -131,11 +132,12 @@ def lines_of_perplexity(rows: Sequence[Row]) -> list[dict[str, Any]]:
             line = {"task": _setting(row), "length": row["length"]}
             line |= {"n": row["windows"], "unit": "nats", "dense": dense[row["task"]], "sparse": row["nll"]}
             line |= _difference(row["diff"], (low, high), (-high, -low), NLL_MARGIN)
+            line |= _of_controls(row, controls, ("task", "setting", "ratio", "interval"), "nll")
             found.append(line | {"density": row["density"], "gates": None})
     return found
 
 
-def lines_of_drift(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def lines_of_drift(rows: Sequence[Row], controls: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
     """A line for each text and setting of ``eval.long_generation``: top-1 agreement at the last checkpoint.
 
     ``dense`` is the agreement of the dense server with itself.
@@ -152,7 +154,20 @@ def lines_of_drift(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 line = {"task": _setting(row), "length": last, "n": row["n"]}
                 line |= {"unit": "agreement", "dense": noise["agreement"], "sparse": row["agreement"]}
                 line |= _difference(row["agreement_change"], bounds, bounds)
+                line |= _of_controls(row, controls, ("task", "ratio", "interval", "position"), "agreement")
                 found.append(line | {"density": row["density"], "gates": None})
+    return found
+
+
+def _of_controls(
+    row: Row, controls: Mapping[str, Sequence[Row]], place: Sequence[str], figure: str
+) -> dict[str, float]:
+    found = {}
+    for name, rows in controls.items():
+        same = [other for other in rows if other["kind"] == "summary" and all(other[key] == row[key] for key in place)]
+        if not same:
+            raise EvaluationError(f"the control {name} has no {_setting(row)}")
+        found[name] = same[0][figure]
     return found
 
 

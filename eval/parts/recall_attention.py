@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from eval.live.counters import EvaluationError
+from sglang_sparse import calibration_capture
+from sglang_sparse.calibration_capture import CalibrationError, Captured, ModelFacts
 
-# The name under which transformers finds the attention function of this module.
-IMPLEMENTATION = "captured"
-# What transformers tells attention functions about a sliding window, a soft cap of the logits and attention sinks.
-OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux")
 SELECTORS = ("method", "best", "random")
-
-
-@dataclass(frozen=True)
-class Captured:
-    """What one layer's attention was computed from, after RoPE.
-
-    Attributes:
-        layer: its id.
-        query: ``[queries, q_heads, head_dim]`` of the last positions.
-        key: ``[tokens, kv_heads, head_dim]`` of all positions.
-        value: ``[tokens, kv_heads, value_dim]``.
-        scaling: factor of q·k.
-    """
-
-    layer: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scaling: float
-
-    @property
-    def positions(self) -> Tensor:
-        """``[queries]`` int64, the position of each query; it sees the keys up to its own."""
-        tokens = self.key.shape[0]
-        return torch.arange(tokens - self.query.shape[0], tokens, device=self.key.device)
 
 
 @dataclass(frozen=True)
@@ -72,81 +45,42 @@ class Judged:
     error: dict[str, Tensor]
 
 
-def load_model(path: str, device: str, dtype: torch.dtype) -> Any:
-    """A causal language model of transformers whose attention can be captured.
-
-    Raises:
-        EvaluationError: it cannot be loaded, or computes attention in a way of its own.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register(IMPLEMENTATION, sdpa_attention_forward)
-    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+@contextmanager
+def _errors() -> Iterator[None]:
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=IMPLEMENTATION)
-    except (OSError, ValueError) as error:
-        raise EvaluationError(f"--model-path {path}: {str(error).splitlines()[0]}") from error
-    return model.to(device).eval()
+        yield
+    except CalibrationError as error:
+        raise EvaluationError(str(error)) from error
 
 
-@torch.inference_mode()
-def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Captured], None]) -> None:
-    """Run a prompt through a model of `load_model` and show every layer's attention to `visit` before it goes on.
-
-    Nothing of a layer is kept, so that memory holds one of them.
-
-    Args:
-        model: as said.
-        tokens: ids of the prompt.
-        queries: how many of the last positions.
-        visit: called once for each layer, in their order.
+def load_model(path: str, device: str, dtype: torch.dtype) -> Any:
+    """See `sglang_sparse.calibration_capture.load_model`.
 
     Raises:
-        EvaluationError: a layer does not let its attention be captured, or attends to something else than all tokens
-            up to its own with a softmax of q·k; a server refuses such models.
+        EvaluationError: the checkpoint cannot be loaded.
     """
-    from transformers import AttentionInterface
-
-    seen: list[int] = []
-
-    def show(captured: Captured) -> None:
-        seen.append(captured.layer)
-        visit(captured)
-
-    AttentionInterface.register(IMPLEMENTATION, partial(_attend, show, queries))
-    ids = torch.tensor([tokens], device=model.device)
-    model.base_model(input_ids=ids, use_cache=False)
-    layers = list(range(model.config.num_hidden_layers))
-    if seen != layers:
-        raise EvaluationError(f"{type(model).__name__} shows the attention of layers {seen}, it has {layers}")
+    with _errors():
+        return calibration_capture.load_model(path, device, dtype)
 
 
-def _attend(
-    show: Callable[[Captured], None],
-    queries: int,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Captured], None]) -> None:
+    """See `sglang_sparse.calibration_capture.capture`.
 
-    layer = int(getattr(module, "layer_idx"))  # noqa: B009
-    odd = [name for name in OTHER_ATTENTION if options.get(name) is not None]
-    # All tokens up to one's own need no mask.
-    odd += ["a mask of its own"] if attention_mask is not None else []
-    if odd:
-        raise EvaluationError(
-            f"--model-path: the attention of layer {layer} has {odd[0]}, which no sparse server serves"
-        )
-    scaling = options.get("scaling") or query.shape[-1] ** -0.5
-    last, keys, values = (part[0].transpose(0, 1) for part in (query[:, :, -queries:], key, value))
-    show(Captured(layer, last, keys, values, scaling))
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    Raises:
+        EvaluationError: the model's attention is none that a sparse server serves.
+    """
+    with _errors():
+        calibration_capture.capture(model, tokens, queries, visit)
+
+
+def model_facts(path: str) -> ModelFacts:
+    """The facts of the checkpoint at `path`.
+
+    Raises:
+        EvaluationError: there is none.
+    """
+    with _errors():
+        return calibration_capture.model_facts(path)
 
 
 def judge(captured: Captured, selection: Selection, seed: int) -> Judged:

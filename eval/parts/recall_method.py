@@ -6,22 +6,17 @@ say nothing about the first.
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import TYPE_CHECKING
-
 import torch
 
 from eval.live.counters import EvaluationError
 from eval.parts.recall_attention import Captured, Selection
+from sglang_sparse.calibration_capture import AttentionArch, ModelFacts
 from sglang_sparse.config import Settings, SparseArgumentError, build, read_config
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import ModelShape, parse_layers
 from sglang_sparse.plan import plan_decode, usual_selection
 from sglang_sparse.pools import AuxPools, page_ends
 from sglang_sparse.view import allocate_view
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 def method_settings(method: str, config: str | None) -> Settings:
@@ -40,45 +35,6 @@ def method_settings(method: str, config: str | None) -> Settings:
         raise EvaluationError(str(error)) from error
 
 
-class AttentionArch(Enum):
-    """What SGLang's enumeration of the same name tells apart."""
-
-    MHA = "MHA"
-    MLA = "MLA"
-
-
-class ModelFacts:
-    """What a method may ask of SGLang's ``ModelConfig``, by the same names, as far as the checkpoint itself says it.
-
-    SGLang is not imported for it: that would take longer than most measurements.
-
-    Args:
-        config: the checkpoint's, as transformers reads it.
-    """
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        text = config.get_text_config()
-        self.hf_config, self.hf_text_config = config, text
-        latent = getattr(text, "kv_lora_rank", None) is not None
-        self.attention_arch = AttentionArch.MLA if latent else AttentionArch.MHA
-        self.num_hidden_layers: int = text.num_hidden_layers
-        self.context_len: int = text.max_position_embeddings
-
-
-def model_facts(path: str) -> ModelFacts:
-    """The facts of the checkpoint at `path`.
-
-    Raises:
-        EvaluationError: there is none.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return ModelFacts(AutoConfig.from_pretrained(path))
-    except (OSError, ValueError) as error:
-        raise EvaluationError(f"--model-path {path}: {str(error).splitlines()[0]}") from error
-
-
 def require_served(settings: Settings, model: ModelFacts) -> tuple[int, ...]:
     """Refuse a model that the method refuses, or whose attention this command does not know.
 
@@ -86,7 +42,7 @@ def require_served(settings: Settings, model: ModelFacts) -> tuple[int, ...]:
 
     Args:
         settings: of `method_settings`.
-        model: of `model_facts`.
+        model: of `eval.parts.recall_attention.model_facts`.
 
     Returns:
         The layers that run sparse.

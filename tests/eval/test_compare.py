@@ -17,18 +17,19 @@ from eval.live.record import read_rows
 COUNTS = dict.fromkeys(COUNTED, 0) | {"pages_attended": 10, "pages_held": 100, "decode_rows": 100}
 
 
-def listen() -> Server:
+def listen(method: str | None = None) -> Server:
     server = Server()
+    if method:
+        config = {"min_seq_len": 4096, "dense_fallback": "auto", "active_ratio": 0.1, "rectify_interval": 32}
+        state = {"method": method, "config": config, **dict.fromkeys(COUNTED, 0)}
+        server.info = {"version": "1", "internal_states": [{"sparse": state}]}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
 
 @pytest.fixture
 def sparse() -> Iterator[Server]:
-    server = listen()
-    config = {"min_seq_len": 4096, "dense_fallback": "auto", "active_ratio": 0.1, "rectify_interval": 32}
-    state = {"method": "resa", "config": config, **dict.fromkeys(COUNTED, 0)}
-    server.info = {"version": "1", "internal_states": [{"sparse": state}]}
+    server = listen("resa")
     yield server
     server.shutdown()
 
@@ -64,9 +65,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_one_server_is_its_own_reference(
     sparse: Server, calls: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    control = ["--control", "random_pages=http://127.0.0.1:1"]
+    random = listen("random_pages")
+    control = ["--control", f"random_pages={random.url}"]
     arguments = ["--base-url", sparse.url, "--out", str(tmp_path), "--set", "niah", "--lengths", "8k", *control]
     assert compare.main([*arguments, "--n", "300", "--strict"]) == 0
+    random.shutdown()
     first, second = calls
     assert first[first.index("--compare-url") + 1] == sparse.url
     assert first[first.index("--compare-custom-params") + 1] == '{"sparse": false}'
@@ -126,6 +129,15 @@ def test_how_argparse_ends_a_part_ends_no_other(capsys: pytest.CaptureFixture[st
     with pytest.raises(EvaluationError, match=r"eval\.niah failed"):
         compare.call("eval.niah", ["--lengths", "many"])
     assert "--lengths" in capsys.readouterr().err
+
+
+def test_a_control_of_another_method_is_refused_first(
+    sparse: Server, calls: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control = f"true_mass={sparse.url}"
+    arguments = ["--base-url", sparse.url, "--out", str(tmp_path), "--set", "niah", "--lengths", "8k"]
+    assert compare.main([*arguments, "--control", control]) == 1 and not calls
+    assert f"--control {control}: the server there runs resa" in capsys.readouterr().err
 
 
 def test_texts_that_the_server_decodes_dense_are_refused_first(

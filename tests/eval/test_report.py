@@ -163,9 +163,11 @@ def drift(arm: str, ratio: float | None, every: int | None, agreement: float) ->
 
 def test_drift_has_a_line_for_what_the_server_does() -> None:
     noise, off, often = drift("noise", None, None, 1.0), drift("off", 0.1, 0, 0.8), drift("f8", 0.1, 8, 1.0)
-    (line,) = lines_of_drift([noise, off, often])
+    (line,) = lines_of_drift([noise, off, often], {})
     assert line["task"] == "book, ratio 0.1, f = 8" and line["verdict"] == "same" and line["length"] == 512
-    (line,) = lines_of_drift([noise, off])
+    (line,) = lines_of_drift([noise, off], {})
     assert line["task"] == "book, ratio 0.1, f = never" and line["verdict"] == "worse"
-    (line,) = lines_of_drift([noise, drift("f32", None, 32, 1.0)])
-    assert line["task"] == "book, f = 32" and line["verdict"] == "same"
+    (line,) = lines_of_drift([noise, drift("f32", None, 32, 1.0)], {"true_mass": [noise, drift("f32", None, 32, 0.9)]})
+    assert line["task"] == "book, f = 32" and line["verdict"] == "same" and line["true_mass"] == 0.9
+    with pytest.raises(report.EvaluationError, match=r"the control true_mass has no book, ratio 0\.1, f = 8"):
+        lines_of_drift([noise, off, often], {"true_mass": [noise, off]})
