@@ -28,6 +28,7 @@ from eval.figures import (
     latency,
     long_summary,
     ppl_summary,
+    prefill,
     profile,
     recall_summary,
     report_tables,
@@ -125,6 +126,8 @@ def draw(path: Path, stem: Path) -> None:
         recall_summary.plot(recall_summary.summarise(rows), stem)
     elif command == "eval.theta":
         theta_summary.plot(theta_summary.summarise(rows), stem)
+    elif command == prefill.COMMAND:
+        prefill.plot(rows, stem)
     elif command == "eval.niah":
         items = [row for row in rows if row["kind"] == "item" and not row.get("failed")]
         for arm in dict.fromkeys(row["arm"] for row in items):

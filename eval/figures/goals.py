@@ -30,6 +30,7 @@ UNITS = {
 }
 QUALITY = {
     "relative_l2": "relative L2 {:.2g}",
+    "dense_l2": "relative L2 to dense {:.2g}",
     "recall": "mass kept {:.3f}",
     "agreement": "same pages {:.1%}",
     "density": "read {:.1%}",

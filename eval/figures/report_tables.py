@@ -285,11 +285,15 @@ def any_table(path: Path) -> str:
     command = rows[0].get("command") if rows else None
     known = {"eval.ppl_rectify": rectification, "eval.long_generation": drift, "eval.recall": recall}
     known |= {"eval.bench_serving": serving, "eval.bench_kernels": kernels, "eval.bench_decode": lambda p: decode([p])}
+    # Imported here, because their tables are made with this module's functions.
     if command == "eval.profile_decode":
-        # Here, because its tables are made with this module's functions.
         from eval.figures.profile import profile
 
         return profile(path)
+    if command == "eval.bench_prefill":
+        from eval.figures.prefill import prefill
+
+        return prefill(path)
     if command is None:
         raise EvaluationError(f"{path} is no file of results: its first line is no header")
     return known.get(command, questions)(path)

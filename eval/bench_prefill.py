@@ -1,0 +1,269 @@
+"""``python -m eval.bench_prefill``: time of sparse prefill attention against dense and sparse peers, at its quality.
+
+    python -m eval.bench_prefill --lengths 32k,64k,128k --sparsity 0.89 --out prefill.jsonl
+
+One layer of one prompt whose attention has sinks, a local band and stripes of known shares (`eval.structured`); dummy
+weights would have nothing to find. This project's op and the dense peers prefill it in chunks over scattered pages, as
+a server does. Every implementation runs with each value of its setting, in turn (A/B/A/B); a row holds the median time
+of the whole prompt, and beside it what its output is worth: the attention mass that it keeps (`recall`) and its
+distance from dense attention in float64 (`dense_l2`), over a sample of queries of all heads. Of this project's op also
+the sparsity: the share of causal query-key pairs that it left out. ``--sparsity`` adds the threshold that gives so
+much, found by bisection between the lowest and the highest of ``--thetas``.
+
+``dense_ratio`` is against the faster dense peer. ``parts`` of this project's op are microseconds by kernel, from one
+profiled run. A peer that is not installed or fails is reported and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from eval.figures import report_tables
+from eval.live.client import FAILURES, list_of
+from eval.live.counters import EvaluationError
+from eval.live.record import Record, versions
+from eval.parts.kernel_table import UNAVAILABLE, reason
+from eval.parts.prefill_inputs import Prompt, Shape
+from eval.parts.prefill_table import DENSE, OURS, TABLE, Plan, plans
+from eval.structured.generator import read_recipe
+from eval.texts.haystacks import length
+
+COMMAND = "eval.bench_prefill"
+PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "minference")
+BISECTIONS = 12
+SPARSITY_TOLERANCE = 0.02
+
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the prefills run on.
+
+    Attributes:
+        name: of the device.
+        device: torch's name of it.
+        time: microseconds of one call.
+        profile: microseconds of one call by kernel.
+        usable: whether it can go on after an error.
+    """
+
+    name: str
+    device: str
+    time: Callable[[Call], float]
+    profile: Callable[[Call], dict[str, float]]
+    usable: Callable[[], bool]
+
+
+def gpu() -> Machine:
+    """The GPU of this process.
+
+    Raises:
+        EvaluationError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise EvaluationError("prefill is measured on a CUDA device, and torch finds none")
+
+    def time(call: Call) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    def profile(call: Call) -> dict[str, float]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            call()
+            torch.cuda.synchronize()
+        return {event.key: event.device_time_total for event in found.key_averages() if event.device_time_total}
+
+    def usable() -> bool:
+        try:
+            torch.cuda.synchronize()
+        except torch.AcceleratorError:
+            return False
+        return True
+
+    return Machine(torch.cuda.get_device_name(), "cuda", time, profile, usable)
+
+
+def sparsity_of(prompt: Prompt, plan: Plan) -> float:
+    """Share of the causal query-key pairs that this project's op leaves out."""
+    stats = torch.zeros(2, dtype=torch.int64, device=prompt.q.device)
+    plan.implementation.prepare(prompt, plan.value)(stats)
+    attended, causal = stats.tolist()
+    return 1 - attended / causal
+
+
+def theta_for(prompt: Prompt, sparsity: float, thetas: Sequence[float]) -> float:
+    """The threshold at which so much is left out.
+
+    Raises:
+        EvaluationError: none between the lowest and the highest of `thetas` comes near it.
+    """
+    own = next(one for one in TABLE if one.name == OURS)
+    low, high = min(thetas), max(thetas)
+    ends = sparsity_of(prompt, Plan(own, low)), sparsity_of(prompt, Plan(own, high))
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        # A higher threshold leaves less out.
+        low, high = (middle, high) if sparsity_of(prompt, Plan(own, middle)) > sparsity else (low, middle)
+    found = sparsity_of(prompt, Plan(own, high))
+    if abs(found - sparsity) > SPARSITY_TOLERANCE:
+        raise EvaluationError(
+            f"--sparsity {sparsity}: at {prompt.shape.name} the thresholds {min(thetas):g} to {max(thetas):g} give "
+            f"{ends[0]:.3f} to {ends[1]:.3f}, and nothing within {SPARSITY_TOLERANCE} of it"
+        )
+    return round(high, 4)
+
+
+def measure(prompt: Prompt, todo: Sequence[Plan], machine: Machine, rounds: int) -> list[dict[str, Any]]:
+    """A row for each plan; what is unavailable has the reason instead of figures.
+
+    Raises:
+        EvaluationError: an implementation broke the machine.
+    """
+    rows: list[dict[str, Any]] = []
+    calls: dict[int, Call] = {}
+    facts = prompt.shape.facts()
+    for place, plan in enumerate(tqdm(todo, desc=prompt.shape.name)):
+        one = plan.implementation
+        row = {"id": f"prefill/{prompt.shape.name}/{plan.label}", "op": one.op, "implementation": one.name, **facts}
+        row |= {"peer": one.peer, "label": plan.label}
+        row |= {"setting": one.setting, "value": plan.value} if one.setting else {}
+        try:
+            call = plan.prepare(prompt)
+            row |= prompt.quality(call())
+            if not one.peer:
+                row["sparsity"] = sparsity_of(prompt, plan)
+                row["parts"] = {name: round(us, 1) for name, us in machine.profile(call).items()}
+            machine.time(call)
+            calls[place] = call
+        except UNAVAILABLE as error:
+            row["unavailable"] = reason(error)
+            if not machine.usable():
+                raise EvaluationError(
+                    f"{plan.label}: {row['unavailable']}; nothing can be measured after it in this process: leave it "
+                    "out with --peers"
+                ) from error
+            tqdm.write(f"{COMMAND}: {prompt.shape.name}: no {plan.label}: {row['unavailable']}", file=sys.stderr)
+        rows.append(row)
+    times = [[machine.time(call) for call in calls.values()] for _ in range(rounds)]
+    for number, place in enumerate(calls):
+        mine = [taken[number] for taken in times]
+        rows[place] |= {"us": statistics.median(mine), "us_range": [min(mine), max(mine)]}
+        if todo[place].implementation.op == DENSE:
+            rows[place]["tflops"] = prompt.causal_flops() / rows[place]["us"] / 1e6
+    return with_ratios(rows)
+
+
+def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of one shape with ``dense_ratio``: the time of the faster dense peer over theirs."""
+    dense = min((row for row in rows if row["op"] == DENSE and "us" in row), key=lambda row: row["us"], default=None)
+    if dense is None:
+        return list(rows)
+    beside = {"dense": dense["implementation"], "dense_us": dense["us"]}
+    return [{**row, **beside, "dense_ratio": dense["us"] / row["us"]} if "us" in row else row for row in rows]
+
+
+def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu) -> int:
+    """Measure every length and write the file.
+
+    Returns:
+        The exit status: 1 where this project's op was not measured.
+
+    Raises:
+        EvaluationError: see the functions that this one calls.
+    """
+    found, recipe = machine(), read_recipe(args.recipe)
+    names = ("lengths", "chunk", "thetas", "sparsity", "peers", "heads", "page_size", "rounds", "seed")
+    header = {"device": found.name, "versions": versions(PACKAGES), "recipe": recipe.model_dump()}
+    header["arguments"] = {name: getattr(args, name) for name in names}
+    items: list[dict[str, Any]] = []
+    with Record(args.out, COMMAND, args.revision, **header) as record:
+        for tokens in args.lengths:
+            shape = Shape(tokens, args.chunk, *args.heads, page_size=args.page_size)
+            with torch.inference_mode():
+                try:
+                    prompt = Prompt(shape, recipe, found.device, args.seed)
+                except ValueError as error:
+                    raise EvaluationError(f"{shape.name}: {error}") from error
+                thetas = list(args.thetas)
+                if args.sparsity is not None:
+                    thetas.append(theta_for(prompt, args.sparsity, thetas))
+                rows = measure(prompt, plans(args.peers, thetas), found, args.rounds)
+            for row in rows:
+                record.add("item", **row)
+            items += rows
+        for row in items:
+            if "us" in row and not row["peer"]:
+                # Of the goals' rows: what --sparsity asked for, near enough.
+                target = args.sparsity is not None and row["value"] not in args.thetas
+                record.add("summary", **{key: value for key, value in row.items() if key != "parts"}, target=target)
+    return int(any("unavailable" in row and not row["peer"] for row in items))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, checked.
+
+    Raises:
+        EvaluationError: names the argument and what is allowed.
+    """
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = [one.name for one in TABLE if one.peer]
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
+    parser.add_argument("--lengths", type=list_of(length), default="32k,64k,128k", help="tokens of the prompt")
+    parser.add_argument("--chunk", type=length, default="8k", help="tokens that are prefilled at once")
+    parser.add_argument("--thetas", type=list_of(float), default="4,6,8,10,12,14", help="thresholds of anchor")
+    parser.add_argument("--sparsity", type=float, help="also the threshold that leaves out this share")
+    parser.add_argument("--peers", type=list_of(str), default=",".join(known), help=f"of {', '.join(known)}")
+    parser.add_argument("--heads", type=list_of(int), default="32,8,128", help="query heads, KV heads, head dimension")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--recipe", type=json.loads, default={}, help="of the structure, as JSON (eval/structured)")
+    parser.add_argument("--rounds", type=int, default=7, help="times that each is measured")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
+    args = parser.parse_args(arguments)
+    for name in args.peers:
+        if name not in known:
+            raise EvaluationError(f"--peers: there is no {name!r}, there are {', '.join(known)}")
+    for name, good, allowed in (
+        ("lengths", bool(args.lengths) and min(args.lengths) > 128, "lengths above 128"),
+        ("thetas", bool(args.thetas), "one at least"),
+        ("sparsity", args.sparsity is None or 0 < args.sparsity < 1, "between 0 and 1"),
+        ("heads", len(args.heads) == 3 and min(args.heads) > 0, "three numbers, such as 32,8,128"),
+        ("page_size", args.page_size in (1, 2, 4, 8, 16, 32, 64), "a power of two up to 64"),
+        ("rounds", args.rounds >= 2, "2 or more"),
+    ):
+        if not good:
+            raise EvaluationError(f"--{name.replace('_', '-')} must be {allowed}, got {getattr(args, name)}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; exit status 1 when there is nothing to measure on, or this project's op failed."""
+    try:
+        args = parse(arguments)
+        status = run(args)
+        print(report_tables.any_table(args.out))
+    except FAILURES as error:
+        print(f"{COMMAND}: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""The prefill benchmark: inputs whose outputs tell the mass kept, rows, thresholds, and peers that are not there."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval import bench_prefill, report
+from eval.bench_prefill import Machine, measure, parse, sparsity_of, theta_for
+from eval.figures import report_tables
+from eval.figures.goals import goals_table
+from eval.live.counters import EvaluationError
+from eval.live.record import read_rows
+from eval.parts import prefill_table
+from eval.parts.prefill_inputs import Prompt, Shape
+from eval.parts.prefill_table import DENSE, TABLE, Implementation, Plan, plans
+from eval.structured.generator import read_recipe
+
+# A group of 2,048 tokens, and chunks that end within the next one.
+SHAPE = Shape(2700, 2304, q_heads=2, kv_heads=1, dim=64)
+ANCHOR = next(one for one in TABLE if not one.peer)
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Prompt:
+    return Prompt(SHAPE, read_recipe({}), "cpu")
+
+
+def causal(prompt: Prompt, _: float) -> Callable[[torch.Tensor | None], torch.Tensor]:
+    q, k, v = (part.float().transpose(0, 1) for part in (prompt.q, prompt.k, prompt.v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return lambda _: attend(q, k, v, is_causal=True, scale=prompt.scale, enable_gqa=True).transpose(0, 1)
+
+
+def broken(prompt: Prompt, _: float) -> Callable[[torch.Tensor | None], torch.Tensor]:
+    def run(_: torch.Tensor | None) -> torch.Tensor:
+        raise RuntimeError("no image for this device")
+
+    return run
+
+
+def machine(*micros: float) -> Machine:
+    """A machine on which the n-th call that is timed takes so many microseconds; five where nothing is said."""
+    times = iter(micros)
+
+    def time(call: Callable[[], torch.Tensor]) -> float:
+        return next(times, 5.0)
+
+    return Machine("a test", "cpu", time, lambda call: {"_identify_kernel": 1.0, "_sparse_kernel": 3.0}, lambda: True)
+
+
+def test_the_first_value_tells_the_mass_kept(prompt: Prompt) -> None:
+    dense = causal(prompt, 0)(None)
+    found = prompt.quality(dense)
+    assert found["dense_l2"] < 1e-4 and found["recall"] > 0.999
+    # Attention to the first block and the newest 512 keys alone.
+    q, k, v = (part.float().transpose(0, 1) for part in (prompt.q, prompt.k, prompt.v))
+    positions = torch.arange(SHAPE.length)
+    distance = positions[:, None] - positions
+    kept = (distance >= 0) & ((distance < 512) | (positions < SHAPE.block_size))
+    logits = (q @ k.repeat_interleave(2, 0).transpose(1, 2)) * prompt.scale
+    weights = logits.masked_fill(distance < 0, float("-inf")).softmax(-1)
+    mass = (weights * kept).sum(-1)[:, prompt.sampled].mean().item()
+    some = logits.masked_fill(~kept, float("-inf")).softmax(-1) @ v.repeat_interleave(2, 0)
+    found = prompt.quality(some.transpose(0, 1))
+    assert found["recall"] == pytest.approx(mass, abs=0.02) and mass < 0.95 and found["dense_l2"] > 0.05
+
+
+def test_the_op_over_pages_in_chunks(prompt: Prompt) -> None:
+    everything = Plan(ANCHOR, float("inf"))
+    assert prompt.quality(everything.prepare(prompt)())["dense_l2"] < 1e-2
+    assert sparsity_of(prompt, everything) == 0
+    low, high = (sparsity_of(prompt, Plan(ANCHOR, theta)) for theta in (3.0, 7.0))
+    assert low > high > 0
+
+
+def test_rows_and_ratios(prompt: Prompt) -> None:
+    dense = [Implementation(name, causal, op=DENSE) for name in ("slow", "fast")]
+    todo = [Plan(dense[0], 0), Plan(dense[1], 0), Plan(ANCHOR, 4.0), Plan(Implementation("gone", broken), 0)]
+    rows = measure(prompt, todo, machine(*[9] * 3, 30, 20, 4, 32, 22, 5), 2)
+    assert [row.get("us") for row in rows] == [31, 21, 4.5, None]
+    assert rows[2]["dense"] == "fast" and rows[2]["dense_ratio"] == 21 / 4.5 and rows[2]["label"] == "anchor theta=4"
+    assert rows[2]["parts"]["_sparse_kernel"] == 3 and 0 < rows[2]["sparsity"] < 1 and rows[0]["tflops"] > 0
+    assert rows[3]["unavailable"] == "RuntimeError: no image for this device"
+    with pytest.raises(EvaluationError, match="gone: RuntimeError: no image for this device; nothing can be measured"):
+        measure(prompt, todo[3:], replace(machine(), usable=lambda: False), 2)
+
+
+def test_the_threshold_of_a_sparsity(prompt: Prompt) -> None:
+    wanted = sparsity_of(prompt, Plan(ANCHOR, 5.0))
+    theta = theta_for(prompt, wanted, [2.0, 9.0])
+    assert abs(sparsity_of(prompt, Plan(ANCHOR, theta)) - wanted) < 0.02
+    with pytest.raises(EvaluationError, match=r"--sparsity 0\.99: at 1x2700 the thresholds 2 to 9 give"):
+        theta_for(prompt, 0.99, [2.0, 9.0])
+
+
+def test_the_file_its_table_and_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = [Implementation("fa3", causal, op=DENSE), ANCHOR, Implementation("gone", broken)]
+    monkeypatch.setattr(bench_prefill, "plans", lambda names, thetas: plans(["fa3", "gone"], thetas, table))
+    out = tmp_path / "prefill.jsonl"
+    line = ["--out", str(out), "--lengths", "2700", "--heads", "2,1,64", "--thetas", "3,8", "--rounds", "2"]
+    args = parse([*line, "--sparsity", "0.1", "--peers", ""])
+    assert bench_prefill.run(args, machine) == 0
+    header, *rows = read_rows(out)
+    assert header["recipe"]["stripes"] == 0.3 and header["arguments"]["sparsity"] == 0.1
+    summary = [row for row in rows if row["kind"] == "summary"]
+    assert [row["target"] for row in summary] == [False, False, True]
+    assert abs(summary[-1]["sparsity"] - 0.1) < 0.02 and "parts" not in summary[-1]
+    text = report_tables.any_table(out)
+    assert "| finding the keys | why not |" in text and "| 25.0 % |" in text and "no image" in text
+    assert report.main([str(out), "--out", str(tmp_path / "pictures")]) == 0
+    assert (tmp_path / "pictures" / "prefill.svg").exists()
+    out.write_text(out.read_text().replace("1x2700", "1x128k"))
+    (goal,) = [line for line in goals_table(tmp_path).splitlines() if line.startswith("| K9 ")]
+    assert "prefill.jsonl" in goal and "sparsity" in goal
+
+
+def test_peers_that_are_not_installed(prompt: Prompt) -> None:
+    peers = [one for one in TABLE if one.peer]
+    rows = measure(prompt, plans([one.name for one in peers], (), peers), machine(), 2)
+    assert len(rows) == 10 and all("Error" in row["unavailable"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "fa9"], "--peers: there is no 'fa9', there are fa3, flashinfer, flexprefill, xattention"),
+        (["--sparsity", "1.5"], "--sparsity must be between 0 and 1, got 1.5"),
+        (["--heads", "32,8"], "--heads must be three numbers"),
+        (["--lengths", "100"], "--lengths must be lengths above 128"),
+        (["--rounds", "1"], "--rounds must be 2 or more, got 1"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_prefill.main(["--out", str(tmp_path / "out.jsonl"), *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "prefill.jsonl"
+    assert bench_prefill.main(["--out", str(out), "--lengths", "16k", "--thetas", "6,1e9", "--peers", ""]) == 0
+    rows: list[dict[str, Any]] = [row for row in read_rows(out) if row["kind"] == "summary"]
+    assert rows[1]["dense_l2"] < 1e-2 and rows[1]["sparsity"] == 0 and rows[0]["sparsity"] > 0.2
+    assert all(row["us"] > 0 for row in rows)
+
+
+def test_the_table_knows_its_peers() -> None:
+    assert {one.name for one in prefill_table.TABLE} == {"fa3", "flashinfer", "anchor", "flexprefill", "xattention"}
