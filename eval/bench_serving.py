@@ -18,6 +18,11 @@ longer to tokenize than to prefill; and the pages that the sparse server summari
 must be none. ``below_crossover``: the least ratio at contexts up to 8k in cells that the server decoded dense by
 itself.
 
+``--sparse-prefill-method`` adds a prefill method to the sparse server; with ``--sparse-method none`` it is alone.
+Dummy weights have no structure to find: ``--structured '{}'`` has every layer of every server attend with generated
+queries, keys and values (`eval.structured`), and the row says which share of the query-key pairs was left out
+(``sparsity``).
+
 A server's arguments are those of the grid, then ``--server-args``, then its own; the later ones win. ``--server
 dense="--page-size 1"`` gives the dense one some of its own, and any other name starts one more dense server, such as
 ``--server dense-fp8="--kv-cache-dtype fp8_e4m3"``.
@@ -27,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import shlex
 import sys
 import tempfile
@@ -46,11 +52,16 @@ from eval.parts import model_shapes
 from eval.parts.judge_commands import reach
 from eval.parts.serving_grid import (
     DENSE,
+    NO_METHOD,
     Cell,
     below_crossover,
+    environment,
+    methods,
     prefix_hits,
     prefix_tokens,
+    require_inputs,
     server_flags,
+    sparse_flags,
     summarise,
     unfit,
 )
@@ -63,7 +74,7 @@ SPARSE = "sparse"
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 # Of the summary, what is printed.
 SHOWN = ("id", "decode_tpot", "dense_decode_tpot", "decode_tpot_ratio", "ttft_median_ratio", "output_throughput_ratio")
-SHOWN = (*SHOWN, "density", "dense_rows", "ttft", "dense_ttft", "ttft_over_dense", "recomputed")
+SHOWN = (*SHOWN, "density", "dense_rows", "sparsity", "ttft", "dense_ttft", "ttft_over_dense", "recomputed")
 
 
 class Bench:
@@ -90,19 +101,20 @@ class Bench:
         """
         args = self.args
         log = args.out.with_suffix(f".{name}.log")
-        process = ServerProcess(folder, *flags, log_path=log, timeout=args.start_timeout)
+        process = ServerProcess(folder, *flags, log_path=log, timeout=args.start_timeout, env=environment(args))
         try:
             stack.enter_context(process)
         except (RuntimeError, TimeoutError) as error:
             said = [line for line in process.log().splitlines() if "error" in line.lower()] or ["no reason in its log"]
             raise EvaluationError(f"the {name} server did not start: {said[-1].strip()} (all of it: {log})") from error
         server = stack.enter_context(LiveServer(process.url))
-        expect = args.sparse_method if name == SPARSE else DENSE
+        require_inputs(args, server)
+        expect = "+".join(methods(args)) if name == SPARSE else DENSE
         asked = argparse.Namespace(expect=expect, model=None, tokenizer=None, custom_params={})
         side = Side(name, process.url, server, reach(asked, server, max(args.contexts) + args.output_length))
         line = shlex.join(["python", *process.command[1:]])
         self.record.add("server", arm=name, facts=side.target.facts, command=line, start_seconds=process.start_seconds)
-        if name == SPARSE:
+        if name == SPARSE and args.sparse_method != NO_METHOD:
             self.config = server.sparse_state()["config"]
             least = INTERVALS * self.interval
             if args.output_length < least:
@@ -172,9 +184,8 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     Raises:
         EvaluationError: see the functions that this one calls.
     """
-    sparse = ["--sparse-method", args.sparse_method, "--sparse-config", args.sparse_config]
     # The sparse one first: it knows how long the answers must be.
-    own: dict[str, list[str]] = {SPARSE: sparse, DENSE: []}
+    own: dict[str, list[str]] = {SPARSE: sparse_flags(args), DENSE: []}
     for name, flags in args.server:
         own[name] = [*own.get(name, []), *shlex.split(flags)]
     shared = [*server_flags(args), *shlex.split(args.server_args)]
@@ -210,8 +221,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefix", type=_length_or_none, default="128k", help="cached tokens of prefix_hit; 0: none")
     parser.add_argument("--tail", type=int, default=64, help="further tokens of such a prompt")
     parser.add_argument("--hits", type=int, default=10, help="such prompts")
-    parser.add_argument("--sparse-method", default="resa", help="of the sparse server")
+    parser.add_argument("--sparse-method", default="resa", help="of the sparse server; none for a prefill method alone")
     parser.add_argument("--sparse-config", default="{}", help="of the sparse server: inline JSON or a file")
+    parser.add_argument("--sparse-prefill-method", help="of the sparse server (default: none)")
+    parser.add_argument("--sparse-prefill-config", default="{}", help="of the sparse server: inline JSON or a file")
+    parser.add_argument(
+        "--structured", type=json.loads, help="generated inputs: a recipe and seed as JSON, {} for its own"
+    )
     parser.add_argument("--server-args", default="", help="further arguments of all servers, as one string")
     parser.add_argument("--server", type=_named, action="append", default=[], metavar="NAME=ARGS", help="see above")
     parser.add_argument("--both", action="store_true", help="all servers at once; they share the GPU's memory")
@@ -225,6 +241,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not args.contexts or not args.batch:
         parser.error("--contexts and --batch must name something")
+    if not methods(args):
+        parser.error("--sparse-method none needs a --sparse-prefill-method")
     return args
 
 

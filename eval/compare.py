@@ -59,22 +59,22 @@ class Part:
 
 def _ppl(args: argparse.Namespace, config: Mapping[str, Any]) -> Sequence[object]:
     ratio, every = config.get("active_ratio", 1), config.get("rectify_interval", 0)
-    suffix = min(512, args.lengths[0] // 2)
+    suffix = min(512, args.text_length // 2)
     windows = _windows(args, args.n)
-    sizes = ("--length", args.lengths[0], "--suffix", suffix, "--windows", windows, "--kind", "book,records")
+    sizes = ("--length", args.text_length, "--suffix", suffix, "--windows", windows, "--kind", "book,records")
     return *sizes, "--ratios", ratio, "--intervals", every, *_books(args)
 
 
 def _drift(args: argparse.Namespace, config: Mapping[str, Any]) -> Sequence[object]:
-    tokens = min(1024, args.lengths[0] // 2)
-    sizes = ("--prompt-length", args.lengths[0] - tokens, "--tokens", tokens, "--n", _windows(args, args.n // DEPTHS))
+    tokens = min(1024, args.text_length // 2)
+    sizes = ("--prompt-length", args.text_length - tokens, "--tokens", tokens, "--n", _windows(args, args.n // DEPTHS))
     return *sizes, "--kind", "book,records", *_books(args)
 
 
 def _windows(args: argparse.Namespace, wanted: int) -> int:
     """How many texts to take: no more than the books have."""
     if args.texts < wanted:
-        print(f"the books have {args.texts} texts of {args.lengths[0]} tokens; --book gives more", file=sys.stderr)
+        print(f"the books have {args.texts} texts of {args.text_length} tokens; --book gives more", file=sys.stderr)
     return max(2, min(wanted, args.texts))
 
 
@@ -204,9 +204,9 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
         with LiveServer(base) as server:
             facts = server.facts()
             config = server.sparse_state()["config"]
-            require_sparse(config, args.lengths)
+            require_sparse(config, [*args.lengths, args.text_length])
             forcing = any(not PARTS[name].suite for name in args.set)
-            args.texts = count_texts(server, args.book, args.lengths[0]) if forcing else 0
+            args.texts = count_texts(server, args.book, args.text_length) if forcing else 0
         for control, url in args.control:
             with LiveServer(url) as server:
                 found = methods_of(server.facts()) or "no sparse method"
@@ -223,7 +223,7 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
                 print(f"eval.compare: {error}", file=sys.stderr)
                 failed.append(name)
     table = read_folder(args.out, [name for name in args.set if name not in failed])
-    names = ("set", "lengths", "n", "seed", "control", "base_url", "compare_url", "model_path")
+    names = ("set", "lengths", "text_length", "n", "seed", "control", "base_url", "compare_url", "model_path")
     arguments = {name: getattr(args, name) for name in names}
     header = {"arguments": json.loads(json.dumps(arguments, default=str)), "label": args.label}
     with Record(args.out / "compare.jsonl", "eval.compare", args.revision, servers={"base": facts}, **header) as record:
@@ -248,7 +248,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--server-args", default="", help="further arguments of both servers, as one string")
     parser.add_argument("--out", type=Path, required=True, help="folder")
     parser.add_argument("--set", type=list_of(str), default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--lengths", type=list_of(length), default="2k,8k", help="tokens; the first for texts too")
+    parser.add_argument("--lengths", type=list_of(length), default="2k,8k", help="tokens of the questions")
+    parser.add_argument("--text-length", type=length, help="tokens of forced texts (default: the first of --lengths)")
     parser.add_argument("--n", type=int, default=20, help="questions of each task and length; 500 to decide one point")
     parser.add_argument("--book", type=Path, action="append", default=[], help="text file; repeat for more")
     parser.add_argument("--tokenizer", help="folder or name; the server's own model path by default")
@@ -269,6 +270,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for control in args.control:
         if "=" not in control:
             parser.error(f"--control must be NAME=URL, got {control!r}")
+    args.text_length = args.text_length or (args.lengths or [0])[0]
     args.control = [tuple(control.split("=", 1)) for control in args.control]
     return args
 

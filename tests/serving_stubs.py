@@ -18,12 +18,15 @@ class FakeServer:
     pool = {"sparse": 10**6, "dense": 10**6}
     dies = ""
 
-    def __init__(self, folder: Path, *flags: str, log_path: Path, timeout: float) -> None:
+    def __init__(self, folder: Path, *flags: str, log_path: Path, timeout: float, env: dict[str, str]) -> None:
         self.name = log_path.name.split(".")[-2]
-        self.folder, self.flags, self.log_path = folder, list(flags), log_path
-        self.sparse = "--sparse-method" in flags
+        self.folder, self.flags, self.log_path, self.env = folder, list(flags), log_path, env
+        self.prefill = "--sparse-prefill-method" in flags
+        self.sparse = "--sparse-method" in flags or self.prefill
         self.url, self.command, self.start_seconds = f"http://{self.name}", ["/bin/python", *flags], 1.0
         self.counts = dict.fromkeys(COUNTED, 0) | {"extend_pages_summarised": 0}
+        names = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
+        self.prefilled_so_far = {"method": "anchor", "config": {"crossover_tokens": 8192}, **dict.fromkeys(names, 0)}
         self.closed = False
         self.prefilled = False
         FakeServer.started.append(self)
@@ -43,7 +46,10 @@ class FakeServer:
         return {"config": CONFIG}
 
     def counters(self) -> dict[str, Any]:
-        return dict(self.counts)
+        return dict(self.counts) | ({"prefill": dict(self.prefilled_so_far)} if self.prefill else {})
+
+    def ask(self, question: Any) -> dict[str, Any]:
+        return {"internal_states": [{"structured_inputs": {"seed": 0}} if self.env else {}]}
 
     def vocabulary_size(self) -> int:
         return 1000

@@ -179,6 +179,7 @@ def serving(path: Path) -> str:
         ("pages summarised again", text("recomputed")),
         ("read", percent("density")),
         ("rows dense", percent("dense_rows")),
+        ("left out", percent("sparsity")),
     ]
     return table([row for row in read_finished(path) if row["kind"] == "summary"], columns)
 

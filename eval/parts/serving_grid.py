@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eval.live.client import Chunk, Stream
+from eval.live.client import Chunk, LiveServer, Stream
 from eval.live.counters import EvaluationError
 
+NO_METHOD = "none"
+ROOT = Path(__file__).parent.parent.parent
+STRUCTURED = ROOT / "eval" / "structured" / "server"
 # More than any page, on both sides of a request's KV.
 ROOM = 128
 DENSE = "dense"
@@ -62,7 +68,45 @@ def server_flags(args: argparse.Namespace) -> list[str]:
     longest = max(max(args.contexts) + args.output_length, args.prefix + args.tail) + ROOM
     flags = ["--context-length", str(longest), "--max-total-tokens", str(-(-tokens // ROOM) * ROOM)]
     flags += ["--cuda-graph-max-bs-decode", str(max(args.batch)), "--max-running-requests", str(max(args.batch))]
+    if args.structured is not None:
+        flags += ["--json-model-override-args", json.dumps({"structured_inputs": args.structured})]
     return flags + (["--load-format", "dummy"] if args.shape else [])
+
+
+def sparse_flags(args: argparse.Namespace) -> list[str]:
+    """What the sparse server is started with beside that."""
+    flags = []
+    if args.sparse_method != NO_METHOD:
+        flags += ["--sparse-method", args.sparse_method, "--sparse-config", args.sparse_config]
+    if args.sparse_prefill_method:
+        flags += ["--sparse-prefill-method", args.sparse_prefill_method]
+        flags += ["--sparse-prefill-config", args.sparse_prefill_config]
+    return flags
+
+
+def methods(args: argparse.Namespace) -> list[str]:
+    """Names of what the sparse server runs."""
+    return [name for name in (args.sparse_method, args.sparse_prefill_method) if name not in (None, NO_METHOD)]
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """Variables that the servers are started with."""
+    if args.structured is None:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(STRUCTURED), str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
+def require_inputs(args: argparse.Namespace, server: LiveServer) -> None:
+    """Refuse a server that attends with other inputs than asked for.
+
+    Raises:
+        EvaluationError: the plugin that generates them was not loaded.
+    """
+    if args.structured is None:
+        return
+    states = server.ask(lambda http: http.get("/server_info").raise_for_status().json())["internal_states"]
+    if not all(state.get("structured_inputs") for state in states):
+        raise EvaluationError("--structured: the server attends with the model's own inputs, see its log")
 
 
 def unfit(facts: Row, needed: int) -> str | None:
@@ -118,7 +162,9 @@ def summarise(items: Sequence[Row]) -> list[dict[str, Any]]:
         own, dense = _figures(mine), _figures(theirs)
         row: dict[str, Any] = {"id": f"{arm}/{Cell(context, batch).name}", "task": "serving", "arm": arm}
         row |= {"context": context, "batch": batch, "runs": len(mine)}
-        row |= {"density": mine[-1]["density"], "dense_rows": mine[-1]["dense_rows"], **own}
+        row |= {"density": mine[-1]["density"], "dense_rows": mine[-1]["dense_rows"]}
+        # Later runs find their prompts in the cache.
+        row |= {"sparsity": mine[0].get("sparsity"), **own}
         row |= {f"dense_{name}": value for name, value in dense.items()}
         for name in (*FIRST, *EVERY):
             better = (own, dense) if name.endswith("throughput") else (dense, own)

@@ -19,6 +19,7 @@ from eval.parts.judge_rows import serving_rows
 from eval.parts.serving_grid import UNCOUNTED_HITS, Cell, streams
 
 Config = Mapping[str, Any]
+PREFILL_COUNTS = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,13 @@ def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, config: Co
         command.remove("--flush-cache")
     before = side.server.counters() if side.counted else None
     run_judge(command, scratch, args.out.with_suffix(".log"))
-    counts = moved(before, side.server.counters()) if before is not None else None
+    after = side.server.counters() if before is not None else None
+    counts = moved(before, after) if before is not None and after is not None else None
     result = json.loads(path.read_text())
     answers = streams(result)
     if not run and any(answer.cached_tokens for answer in answers):
         raise EvaluationError("prompts of a batch share a prefix: give another --seed")
-    if counts is not None:
+    if counts is not None and config:
         require_sparse_cell(cell, counts, config)
     figures = decode_figures(answers, max(interval, 1))
     row = serving_rows(result)[1] | {"id": f"{side.name}/{cell.name}/{run}", "arm": side.name, "run": run}
@@ -72,7 +74,26 @@ def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, config: Co
     row |= {"decode_tpot": figures["tpot_mean"], "decode_tpots": figures["tpot"]}
     row |= {f"decode_{name}": figures[name] for name in ("itl_p50", "itl_p99", "itl_max", "merged")}
     row |= {"density": None, "dense_rows": None, "counters": counts}
-    return row | ({"density": density(counts), "dense_rows": dense_rows(counts)} if counts else {})
+    if before is None or after is None or counts is None:
+        return row
+    row |= {"density": density(counts), "dense_rows": dense_rows(counts)}
+    return row | (prefill_row(cell, before["prefill"], after["prefill"]) if after.get("prefill") else {})
+
+
+def prefill_row(cell: Cell, before: Config, after: Config) -> dict[str, Any]:
+    """What a prefill method did in a cell: its counts, and the share of query-key pairs that it left out.
+
+    Raises:
+        EvaluationError: it did nothing, although the prompts are longer than where it begins.
+    """
+    counts = {name: after[name] - before[name] for name in PREFILL_COUNTS}
+    begins = after["config"]["crossover_tokens"]
+    if not counts["sparse_tokens"] and cell.context > begins:
+        raise EvaluationError(
+            f"{cell.name}: no token was prefilled sparse, although {after['method']} begins at {begins}"
+        )
+    causal = counts["pairs_causal"]
+    return {"prefill": counts, "sparsity": 1 - counts["pairs_attended"] / causal if causal else None}
 
 
 def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Config) -> None:

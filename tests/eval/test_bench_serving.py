@@ -17,6 +17,7 @@ from eval.live.record import read_rows
 from eval.parts import serving_runs
 from eval.parts.judge_commands import Target
 from eval.parts.serving_grid import Cell
+from eval.parts.serving_runs import PREFILL_COUNTS
 
 
 @pytest.fixture
@@ -40,6 +41,10 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         server = next(server for server in FakeServer.started if server.name == name and not server.closed)
         context, batch = int(after(command, "--random-input-len")), int(after(command, "--num-prompts"))
         rows = batch * OUTPUT
+        sparse = max(0, context - 8192) if after(command, "--seed") != "13" else 0
+        pairs = (sparse, context - sparse, sparse, 4 * sparse)
+        for counter, count in zip(PREFILL_COUNTS, pairs, strict=True):
+            server.prefilled_so_far[counter] += count
         server.counts["decode_rows"] += rows
         if context < 4096:
             server.counts["dense_fallback_rows"] += rows
@@ -132,6 +137,29 @@ def test_what_is_asked_of_the_servers(
     # With all at once they take turns.
     assert [after(line, "--base-url")[7:] for line in commands[:4]] == ["sparse", "dense", "fp8", "sparse"]
     assert [row["arm"] for row in kind(rows, "summary")].count("fp8") == 4
+
+
+def test_a_prefill_method_and_generated_inputs(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    anchor = ["--sparse-method", "none", "--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 9}']
+    arguments = ["--batch", "1", "--prefix", "0", *anchor, "--structured", '{"seed": 3}']
+    status, rows = run(tmp_path, *arguments)
+    assert status == 0
+    sparse, dense = FakeServer.started
+    assert sparse.flags[-4:] == ["--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 9}']
+    assert "--sparse-method" not in sparse.flags
+    for server in (sparse, dense):
+        given = json.loads(server.flags[server.flags.index("--json-model-override-args") + 1])
+        assert given == {"structured_inputs": {"seed": 3}} and "eval/structured/server" in server.env["PYTHONPATH"]
+    short, long = kind(rows, "summary")
+    assert short["sparsity"] is None and long["sparsity"] == 0.75 and long["ttft_median_ratio"] > 0
+    assert "| left out |" in report_tables.any_table(tmp_path / "serving.jsonl")
+    assert run(tmp_path, *arguments, "--seed", "13")[0] == 1
+    assert "1x32k: no token was prefilled sparse, although anchor begins at 8192" in capsys.readouterr().err
+    monkeypatch.setattr(FakeServer, "ask", lambda *_: {"internal_states": [{}]})
+    assert run(tmp_path, *arguments)[0] == 1
+    assert "--structured: the server attends with the model's own inputs" in capsys.readouterr().err
 
 
 def test_a_cell_that_does_not_fit_is_skipped(
