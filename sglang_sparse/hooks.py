@@ -68,6 +68,13 @@ SEAMS = (
         "count the page summaries in SGLang's memory sizing",
     ),
     Seam(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        "AFTER",
+        "pools:charge_scratch",
+        "scheduler",
+        "leave memory free for the scratch of sparse prefill",
+    ),
+    Seam(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
         "AFTER",
         "pools:attach_aux_pools",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -155,6 +156,49 @@ def charge_aux_bytes(cell_size: int, configurator: Any, kvc: Any, num_layers: in
     if settings is None or kvc.is_draft_worker:
         return cell_size
     return cell_size + aux_bytes_per_token(settings, model_shape(kvc.model_config, kvc.kv_cache_dtype))
+
+
+def most_query_tokens(server_args: Any, max_context: int) -> int:
+    """Return an upper bound of an extend pass's query tokens.
+
+    Without chunks SGLang takes on requests until ``max_prefill_tokens`` are reached, and cuts none of them.
+    """
+    chunk = server_args.chunked_prefill_size or -1
+    return chunk if chunk > 0 else server_args.max_prefill_tokens + max_context
+
+
+def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:
+    """After ``_profile_available_bytes``: keep what a sparse prefill pass needs out of the KV pool.
+
+    Its output and its page table are not charged: the dense backend would allocate an output of the same size in the
+    same place, and every row of the table comes with a query token, for each of which SGLang leaves 1.5 MB.
+
+    Returns:
+        Bytes that remain for the KV pool.
+
+    Raises:
+        ValueError: nothing remains.
+    """
+    settings = settings_of(kvc.server_args)
+    if settings is None or settings.prefill is None or kvc.is_draft_worker:
+        return available
+    context = kvc.model_config.context_len
+    tokens = most_query_tokens(kvc.server_args, context)
+    model = model_shape(kvc.model_config, kvc.kv_cache_dtype)
+    model = dataclasses.replace(model, head_dim=max(model.head_dim, kvc.model_config.v_head_dim))
+    scratch = settings.prefill.scratch_bytes(model, tokens, context)
+    if scratch >= available:
+        raise ValueError(
+            f"--sparse-prefill-method {settings.prefill_name} needs {scratch / 2**20:.0f} MiB for passes of up to "
+            f"{tokens} tokens at a context of {context}, and {available / 2**20:.0f} MiB are left for it and the KV "
+            "cache; allowed: a smaller --chunked-prefill-size or --context-length, a larger --mem-fraction-static"
+        )
+    logger.info(
+        "sglang_sparse: %.1f MiB kept free for the scratch of sparse prefill (passes of up to %d tokens)",
+        scratch / 2**20,
+        tokens,
+    )
+    return available - scratch
 
 
 def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from sglang_sparse.method import Crossover, SparseConfig
+from sglang_sparse.method import Crossover, ModelShape, SparseConfig
 
 if TYPE_CHECKING:
     import torch
@@ -131,6 +131,18 @@ class PrefillMethod(ABC):
     def refuse_page_size(self, page_size: int) -> str | None:
         """Say why this config does not fit pages of ``page_size`` tokens, or None when it does."""
         return None
+
+    @abstractmethod
+    def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
+        """Return an upper bound of the GPU memory that a layer's ``attend`` takes beside its inputs, in bytes.
+
+        SGLang's KV pool is made smaller by it, see ``pools.charge_scratch``.
+
+        Args:
+            model: the model; values have at most its ``head_dim``.
+            max_tokens: query tokens of a pass.
+            max_context: tokens of a row, its prefix included.
+        """
 
     @abstractmethod
     def plan(self, spans: Sequence[PrefillSpan], device: torch.device) -> Any:

@@ -151,8 +151,10 @@ def _prefill_with(server: PrefillMethod, overrides: Overrides, sparse: bool) -> 
     config = _config_with(server.config, overrides)
     if config.exact_prefix or not sparse:
         return None, "" if server.config.exact_prefix else f"{NAMESPACE}exact_prefix"
-    fields = {name: getattr(config, name) for name in config.request_fields}
-    if all(value == getattr(server.config, name) for name, value in fields.items()):
+    asked = {name: getattr(config, name) for name in config.request_fields}
+    # Nothing else: what a server alone may be given, such as a list, is no key of a cache.
+    fields = {name: value for name, value in asked.items() if value != getattr(server.config, name)}
+    if not fields:
         return server, ""
     return type(server)(config), NAMESPACE + json.dumps(fields, sort_keys=True)
 

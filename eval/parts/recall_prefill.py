@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from eval.parts.recall_attention import Captured
-from sglang_sparse_kernels.anchor_prefill import make_plan
-from sglang_sparse_kernels.anchor_prefill.reference import key_gaps
+from sglang_sparse.calibration_recall import candidates
 
 
 @dataclass(frozen=True)
@@ -44,38 +43,19 @@ def measure(
             tensor of zeros in the anchor's place.
     """
     tokens, heads = captured.query.shape[:2]
-    page = block_size
-    pages = torch.arange(-(-tokens // page), dtype=torch.int32)[None]
-    plan = make_plan([0], [tokens], block_size, step, "cpu")
     mass = {(anchor, theta): torch.zeros(heads) for anchor in with_anchor for theta in thetas}
     left_out = {place: torch.zeros(heads, dtype=torch.int64) for place in mass}
     for first in range(0, tokens, block_size * step):
         end = min(first + block_size * step, tokens)
-        weights = _candidate_mass(captured, first, end, block_size)
+        compared, weights = candidates(captured, first, end, block_size)
         for anchor in with_anchor:
-            if anchor:
-                arguments = (captured.query, captured.key, pages, plan, page, captured.scaling, 1.0, 0)
-                gaps = key_gaps(*arguments, first // (block_size * step)).amin(0)
-            else:
-                gaps = -_mean_logits(captured, first, end, block_size)
+            gaps = compared if anchor else -_mean_logits(captured, first, end, block_size)
             for theta in thetas:
                 missed = (gaps > theta).float()
                 mass[anchor, theta] += (weights * missed).sum(1)
                 left_out[anchor, theta] += missed.sum(1).long() * (end - first)
     causal = tokens * (tokens + 1) // 2
     return [Kept(*place, left_out[place] / causal, 1 - mass[place] / tokens) for place in mass]
-
-
-def _candidate_mass(captured: Captured, first: int, end: int, block_size: int) -> Tensor:
-    """Attention mass of the queries from ``first`` to ``end`` on each candidate key, ``[q_heads, candidates]``."""
-    heads, group = captured.query.shape[1], captured.query.shape[1] // captured.key.shape[1]
-    later = torch.arange(end) > torch.arange(first, end)[:, None]
-    found = []
-    for head in range(heads):
-        logits = captured.query[first:end, head].float() @ captured.key[:end, head // group].float().T
-        weights = (logits * captured.scaling).masked_fill_(later, -torch.inf).softmax(-1)
-        found.append(weights[:, block_size : max(block_size, first)].sum(0))
-    return torch.stack(found)
 
 
 def _mean_logits(captured: Captured, first: int, end: int, block_size: int) -> Tensor:

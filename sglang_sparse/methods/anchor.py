@@ -9,13 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
+from sglang_sparse.method import ModelShape
 from sglang_sparse.prefill_method import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
-from sglang_sparse_kernels.anchor_prefill import AnchorPlan, anchor_prefill, make_plan
+from sglang_sparse_kernels.anchor_prefill import AnchorPlan, anchor_prefill, make_plan, scratch_bound
+
+# A threshold at which all keys count.
+ALL_KEYS = 1e9
+
+
+def _theta_is_in_range(value: Any) -> Any:
+    thetas: list[Any] = value if isinstance(value, list) else [value]
+    for layer, theta in enumerate(thetas):
+        # NaN is in no range.
+        if type(theta) not in (int, float) or not 0 <= theta <= ALL_KEYS:
+            found = f"; layer {layer} has {theta!r}" if thetas is value else ""
+            raise ValueError(f"must be a number from 0 to {ALL_KEYS:.0e}, or a list of one for each layer{found}")
+    return value
 
 
 class AnchorConfig(PrefillConfig):
@@ -23,11 +37,16 @@ class AnchorConfig(PrefillConfig):
 
     request_fields: ClassVar[tuple[str, ...]] = ("theta", *PrefillConfig.request_fields)
 
-    theta: float = Field(
-        12.0, ge=0, le=1e9, description="A key counts unless its score is this far below the anchor's (natural log)."
+    theta: Annotated[float | list[float], BeforeValidator(_theta_is_in_range)] = Field(
+        12.0,
+        description="A key counts unless its score is this far below the anchor's (natural log); "
+        "a list has one for each layer of the model.",
     )
     step: int = Field(16, ge=1, le=64, description="Query blocks that share one set of keys: a group.")
     block_size: int = Field(128, description="Queries that are pooled, and keys of the initial block: 16, 32, 64, 128.")
+    calibration: dict[str, Any] | None = Field(
+        None, description="Where theta comes from, as `sglang_sparse.calibrate` writes it; reported, and not used."
+    )
 
     @field_validator("block_size")
     @classmethod
@@ -39,7 +58,10 @@ class AnchorConfig(PrefillConfig):
 
 @dataclass(frozen=True)
 class _Plan:
-    """The op's plan, and what each row's request asked for: ``[rows]`` float32 on the device."""
+    """The op's plan, and what each row's request asked for: ``[layers, rows]`` float32 on the device.
+
+    One layer stands for all where no row has a threshold for each.
+    """
 
     op: AnchorPlan
     theta: torch.Tensor
@@ -62,9 +84,12 @@ class Anchor(PrefillMethod):
         return max(super().dense_below, self.group_tokens)
 
     def refuse(self, model_config: Any) -> str | None:
-        """Refuse MLA models: their cache holds latents, not the keys of KV heads."""
+        """Refuse MLA models, whose cache holds latents, not the keys of KV heads, and thresholds for other layers."""
         if model_config.attention_arch.name == "MLA":
             return "anchor needs an MHA or GQA model; this one uses MLA (multi-head latent attention)"
+        theta, layers = self.config.theta, model_config.num_hidden_layers
+        if isinstance(theta, list) and len(theta) != layers:
+            return f"theta: got a list of {len(theta)}, allowed: a number, or one for each of its {layers} layers"
         return None
 
     def refuse_page_size(self, page_size: int) -> str | None:
@@ -73,19 +98,28 @@ class Anchor(PrefillMethod):
             return f"block_size: got {self.config.block_size}, allowed: a multiple of the page size of {page_size}"
         return None
 
+    def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
+        """The op's bound; its slices run one after the other."""
+        heads, dim = model.num_q_heads, model.head_dim
+        return scratch_bound(max_tokens, max_context, heads, dim, dim, self.config.block_size, self.config.step)
+
     def plan(self, spans: Sequence[PrefillSpan], device: torch.device) -> _Plan:
         """Lay out blocks and groups. A row's sparse tokens come before its dense ones."""
         rows = 1 + max(span.row for span in spans)
-        starts, ends, ranges, theta = [0] * rows, [0] * rows, [(0, 0)] * rows, [0.0] * rows
+        starts, ends, ranges = [0] * rows, [0] * rows, [(0, 0)] * rows
+        thetas: list[float | list[float]] = [0.0] * rows
         for span in reversed(spans):
             starts[span.row] = span.start
             ends[span.row] = max(ends[span.row], span.end)
             if isinstance(span.method, Anchor):
                 ranges[span.row] = self.dense_below, span.end
-                theta[span.row] = span.method.config.theta
+                thetas[span.row] = span.method.config.theta
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         op = make_plan(starts, lengths, self.config.block_size, self.config.step, device, ranges)
-        host = torch.tensor(theta, dtype=torch.float32, pin_memory=device.type == "cuda")
+        layers = max(len(theta) if isinstance(theta, list) else 1 for theta in thetas)
+        by_row = [theta if isinstance(theta, list) else [theta] * layers for theta in thetas]
+        by_layer = list(zip(*by_row, strict=True))
+        host = torch.tensor(by_layer, dtype=torch.float32, pin_memory=device.type == "cuda")
         return _Plan(op, host.to(device, non_blocking=True))
 
     def attend(self, plan: _Plan, layer_id: int, inputs: PrefillInputs) -> None:
@@ -96,7 +130,7 @@ class Anchor(PrefillMethod):
             inputs.value_cache,
             inputs.page_table,
             plan.op,
-            plan.theta,
+            plan.theta[layer_id if len(plan.theta) > 1 else 0],
             inputs.page_size,
             inputs.scaling,
             inputs.k_scale,

@@ -1,12 +1,14 @@
 """The plan of anchor attention, the bound of its scratch memory, and the arguments that are refused."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sglang_sparse_kernels.anchor_prefill import anchor_prefill, make_plan, plan
+from sglang_sparse_kernels.anchor_prefill import AnchorPlan, anchor_prefill, make_plan, plan, scratch_bound
 from sglang_sparse_kernels.anchor_prefill.cases import CASES, make
 from sglang_sparse_kernels.anchor_prefill.plan import Scratch
 
@@ -25,10 +27,10 @@ def test_plan_lists_blocks_and_parts() -> None:
         (2, 1, 16, 53, 1, 3, 0),
     ]
     assert [tuple(part) for part in piece.parts] == [
-        (0, 0, 0, 1, 2, 0, 0),
-        (0, 1, 1, 2, 32, 16, 0),
-        (0, 2, 3, 1, 3, 48, 16),
-        (2, 0, 4, 2, 17, 0, 64),
+        (0, 0, 0, 1, 2, 0, 0, 0),
+        (0, 1, 1, 2, 32, 16, 0, 0),
+        (0, 2, 3, 1, 3, 48, 16, 1),
+        (2, 0, 4, 2, 17, 0, 64, 2),
     ]
     assert piece.block_table.tolist() == [list(block) for block in piece.blocks]
     assert piece.part_table.tolist() == [list(part) for part in piece.parts]
@@ -51,19 +53,98 @@ def test_dense_queries_have_a_window_of_all_keys_and_no_candidates() -> None:
         make_plan([0, 0], [1, 1], BLOCK, STEP, "cpu", [(0, 1)])
 
 
+@dataclass(frozen=True)
+class Pass:
+    """Ragged rows, dense ranges among them, and bounds of the slices."""
+
+    rows: list[tuple[int, int]]
+    block_size: int
+    step: int
+    ranges: list[tuple[int, int]] | None
+    limits: tuple[int, int, int]
+
+    def bounded(self, patch: pytest.MonkeyPatch) -> None:
+        for name, limit in zip(("SLICE_QUERIES", "SLICE_BLOCKS", "SLICE_CANDIDATES"), self.limits, strict=True):
+            patch.setattr(plan, name, limit)
+
+    def plan(self, tile_keys: int) -> AnchorPlan:
+        prefixes, extends = [prefix for prefix, _ in self.rows], [extend for _, extend in self.rows]
+        return make_plan(prefixes, extends, self.block_size, self.step, "cpu", self.ranges, tile_keys)
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> Pass:
+    rows = draw(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 90)), max_size=12))
+    position = st.integers(0, 800)
+    ranges = draw(st.none() | st.lists(st.tuples(position, position), min_size=len(rows), max_size=len(rows)))
+    limit = st.integers(1, 300)
+    return Pass(rows, draw(st.sampled_from([16, 32])), draw(st.integers(1, 4)), ranges, draw(st.tuples(*[limit] * 3)))
+
+
+@given(passes(), st.sampled_from([16, 128]))
+def test_tables_hold_each_tile_and_chunk_of_each_part_once(case: Pass, keys: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        case.bounded(patch)
+        made = case.plan(keys)
+    for piece in made.slices:
+        tiles = []
+        for first, count, tile in piece.tile_table.tolist():
+            assert 0 < count <= 4 and len({part.row for part in piece.parts[first : first + count]}) == 1
+            tiles += [(part, tile) for part in range(first, first + count)]
+        for found, size in ((tiles, keys), (piece.chunk_table.tolist(), 8 * keys)):
+            counts = [-(-part.candidates // size) for part in piece.parts]
+            assert sorted(map(tuple, found)) == [(part, n) for part, count in enumerate(counts) for n in range(count)]
+        assert [part.first_tile for part in piece.parts] == [
+            sum(-(-part.candidates // keys) for part in piece.parts[:number]) for number in range(len(piece.parts))
+        ]
+        queries, candidates = (
+            sum(getattr(part, name) for part in piece.parts) for name in ("num_queries", "candidates")
+        )
+        assert piece.size == (queries, len(piece.blocks), len(piece.parts), candidates, len(tiles))
+        assert len(tiles) <= candidates / keys + len(piece.parts)
+
+
+def test_parts_of_a_row_share_the_tiles_that_they_have() -> None:
+    (piece,) = make_plan([200, 64], [90, 10], BLOCK, STEP, "cpu", [(0, 270), (0, 74)], tile_keys=64).slices
+    assert [(part.row, part.candidates) for part in piece.parts] == [
+        (0, 176),
+        (0, 208),
+        (0, 240),
+        (0, 0),
+        (0, 0),
+        (1, 48),
+    ]
+    assert piece.tile_table.tolist() == [[0, 3, 0], [0, 3, 1], [0, 3, 2], [1, 2, 3], [5, 1, 0]]
+    assert piece.chunk_table.tolist() == [[0, 0], [1, 0], [2, 0], [5, 0]]
+
+
+@given(passes(), st.integers(0, 50), st.integers(0, 500))
+def test_scratch_bound_holds_for_any_batch(case: Pass, more_queries: int, more_context: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        case.bounded(patch)
+        made = case.plan(plan.TILE_KEYS)
+        limits = made.num_queries + more_queries, made.max_length + more_context
+        assert made.scratch_bytes(4, 64, 96) <= scratch_bound(*limits, 4, 64, 96, case.block_size, case.step)
+
+
 @pytest.mark.parametrize(("heads", "dim", "v_dim"), [(32, 128, 128), (8, 64, 96)])
 def test_scratch_stays_within_its_bound(heads: int, dim: int, v_dim: int) -> None:
-    for prefix, extend in ((131072 - 8192, 8192), (0, 40000), (1000, 1)):
+    for prefix, extend in ((131072 - 8192, 8192), (131072 - 16384, 16384), (0, 40000), (1000, 1)):
         made = make_plan([prefix], [extend], 128, 16, "cpu")
         bound = made.scratch_bytes(heads, dim, v_dim)
+        assert bound <= scratch_bound(extend, prefix + extend, heads, dim, v_dim, 128, 16)
         for piece in made.slices:
             q = torch.empty(piece.num_queries, heads, dim, dtype=torch.bfloat16, device="meta")
-            scratch = Scratch.allocate(piece, q, v_dim, 128)
+            scratch = Scratch.allocate(piece, q, v_dim)
             assert sum(tensor.nbytes for tensor in vars(scratch).values()) <= bound
-            assert piece.num_queries <= plan.SLICE_QUERIES
-        per_query = (4 * v_dim + 8 + (4 * dim + 4) / 128) * min(extend, plan.SLICE_QUERIES)
-        lists = (5 + 4 / 128) * min(plan.SLICE_CANDIDATES, (prefix + extend) * (extend / 2048 + 1))
-        assert bound <= heads * (per_query + lists + 4 * dim + 4096)
+
+
+def test_scratch_of_a_chunk_at_a_long_context_is_modest() -> None:
+    assert len(make_plan([131072 - 8192], [8192], 128, 16, "cpu").slices) == 1
+    assert scratch_bound(8192, 131072, 32, 128, 128, 128, 16) < 2**28
+    assert scratch_bound(16384, 131072, 32, 128, 128, 128, 16) < 2**28 + 2**27
+    # Longer passes are cut into more slices.
+    assert scratch_bound(10**6, 131072, 32, 128, 128, 128, 16) == scratch_bound(16384, 131072, 32, 128, 128, 128, 16)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +162,12 @@ def test_scratch_stays_within_its_bound(heads: int, dim: int, v_dim: int) -> Non
 def test_make_plan_refuses_wrong_arguments(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_plan(*arguments, device="cpu")
+
+
+@pytest.mark.parametrize("keys", [8, 48])
+def test_make_plan_refuses_tiles_that_are_no_power_of_two(keys: int) -> None:
+    with pytest.raises(ValueError, match=f"tile_keys must be a power of two of at least 16, got {keys}"):
+        make_plan([0], [1], 16, 2, "cpu", tile_keys=keys)
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -181,9 +181,11 @@ def test_strided_queries_and_caches(device: str) -> None:
 
 
 def test_other_launch_parameters_give_the_same_active_keys(device: str) -> None:
-    """Several chunks of the compaction, and query blocks that take several products of the identification."""
-    arguments = make(Case((0,), (100,), 16, 1, 4, 64, FP16, FP16, step=3), device)
-    config = kernels.Config(block_keys=16, identify_keys=16, compact_keys=32, num_warps=4)
+    """Several tiles and chunks, shared by a row's parts, and query blocks that take several products."""
+    arguments = make(Case((80,), (130,), 16, 1, 4, 64, FP16, FP16, step=3), device)
+    arguments["plan"] = make_plan([80], [130], BLOCK, 3, device, tile_keys=16)
+    assert len(arguments["plan"].slices[0].chunk_table) > 4
+    config = kernels.Config(block_keys=16, num_warps=4)
     got = kernels.anchor_prefill(**arguments, out=torch.empty_like(arguments["q"]), config=config)
     assert relative_error(got, run_reference(arguments)) < TOLERANCE[FP16]
 
@@ -215,4 +217,4 @@ def test_a_pass_without_queries_is_empty(run: Any, device: str) -> None:
     assert run(arguments).shape == (0, 2, 64)
     assert arguments["plan"].scratch_bytes(2, 64, 64) == 0
     with pytest.raises(ValueError, match="row 0 has no sparse query of group 0"):
-        reference_active(arguments, GroupPart(0, 0, 0, 0, 0, 0, 0))
+        reference_active(arguments, GroupPart(0, 0, 0, 0, 0, 0, 0, 0))

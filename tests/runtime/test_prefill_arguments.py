@@ -41,11 +41,23 @@ def test_prefill_alone_resolves(qwen3: str) -> None:
     assert settings.prefill.group_tokens == 2048 and settings.prefill.dense_below == 8192
 
 
+def test_thetas_by_layer_and_where_they_come_from_are_reported(qwen3: str) -> None:
+    fields = {"theta": [12, 3.5, 0, 1e9], "calibration": {"target_recall": 0.95}}
+    args = resolve(qwen3, **PREFILL, sparse_prefill_config=json.dumps(fields), chunked_prefill_size=4096)
+    assert json.loads(args.sparse_prefill_config).items() >= fields.items()
+
+
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
     [
         ({"sparse_prefill_config": '{"theta": -1}'}, "--sparse-prefill-config of anchor: theta: got -1"),
         ({"sparse_prefill_config": '{"theta": NaN}'}, "theta: got nan"),
+        ({"sparse_prefill_config": '{"theta": "12"}'}, "theta: got '12'; must be a number from 0 to 1e+09, or a list"),
+        ({"sparse_prefill_config": '{"theta": [12, true, 1, 1]}'}, "a list of one for each layer; layer 1 has True"),
+        (
+            {"sparse_prefill_config": '{"theta": [12, 3.5]}'},
+            "does not fit Qwen3ForCausalLM: theta: got a list of 2, allowed: a number, or one for each of its 4 layers",
+        ),
         ({"sparse_prefill_config": '{"step": 0}'}, "step: got 0"),
         ({"sparse_prefill_config": '{"block_size": 100}'}, "block_size: got 100; must be 16, 32, 64 or 128"),
         ({"sparse_prefill_config": '{"tetha": 1}'}, "unknown field 'tetha'"),

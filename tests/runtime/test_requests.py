@@ -4,7 +4,7 @@ import pytest
 
 from sglang_sparse.config import build
 from sglang_sparse.method import DecodeMethod, MethodConfig
-from sglang_sparse.requests import parse_options
+from sglang_sparse.requests import namespaced, parse_options, prefill_of_namespace
 
 RESA = build("resa", {"rectify_on_finish": True})
 
@@ -72,3 +72,17 @@ def test_a_method_without_rectification_has_no_interval() -> None:
     with pytest.raises(ValueError, match="rectify_interval: --sparse-method plain has no such field"):
         parse_options(plain, {"rectify_interval": 8})
     assert parse_options(plain, {"sparse": False}).rectify_interval == 0
+
+
+def test_a_namespace_has_what_differs_from_the_server_alone() -> None:
+    settings = build(None, {}, "anchor", {"theta": [12.0, 3.5], "exact_prefix": True})
+    assert parse_options(settings, {}).prefill is None
+    options = parse_options(settings, {"exact_prefix": False})
+    own = parse_options(settings, {"exact_prefix": False, "theta": 7})
+    assert "exact_prefix" in options.namespace and "theta" not in options.namespace and "theta" in own.namespace
+    for asked, tenant, theta in ((options, None, [12.0, 3.5]), (own, "tenant", 7)):
+        held = prefill_of_namespace(settings, namespaced(tenant, asked))
+        assert asked.prefill is not None and held is not None and held.config == asked.prefill.config
+        assert held.config.model_dump()["theta"] == theta and not held.config.exact_prefix
+    with pytest.raises(ValueError, match=r"theta: got \[1, 2\], allowed: a number"):
+        parse_options(settings, {"theta": [1, 2]})

@@ -7,9 +7,9 @@ import torch
 
 from .. import dispatch
 from . import reference
-from .plan import AnchorPlan, make_plan
+from .plan import AnchorPlan, make_plan, scratch_bound
 
-__all__ = ["AnchorPlan", "anchor_prefill", "make_plan"]
+__all__ = ["AnchorPlan", "anchor_prefill", "make_plan", "scratch_bound"]
 
 
 def anchor_prefill(

@@ -8,11 +8,16 @@ from typing import NamedTuple
 import torch
 
 _MIN_BLOCK, _MAX_BLOCK = 16, 128
-# Bounds of one slice: a query token costs 4 * dv bytes a head, a candidate key 5.
+# Bounds of one slice: a query head takes 4 * dv + 8 bytes for a query, 4 * d + 4 for a block and 5 for a candidate key.
 SLICE_QUERIES = 16384
-SLICE_CANDIDATES = 1 << 21
-# The identification counts its hits over tiles of at least so many candidates.
-MIN_TILE = 128
+SLICE_BLOCKS = 2048
+# An 8k chunk of one row at 128k: the keys before each of its four groups.
+SLICE_CANDIDATES = 1 << 19
+# Candidates of one program of the identification, and tiles of one program of the compaction.
+TILE_KEYS = 128
+CHUNK_TILES = 8
+# One program of the identification takes a tile of keys for so many parts of a row; more would leave few programs.
+_SHARED_PARTS = 4
 
 
 class QueryBlock(NamedTuple):
@@ -37,7 +42,7 @@ class GroupPart(NamedTuple):
 
     ``group`` is the absolute position divided by block size times step. ``first_block`` counts from the first block of
     the slice. ``candidates`` keys follow the first block of keys; their list starts at ``offset`` times the number of
-    query heads in the slice's lists.
+    query heads in the slice's lists, and its tiles at ``first_tile`` times that number.
     """
 
     row: int
@@ -47,43 +52,54 @@ class GroupPart(NamedTuple):
     num_queries: int
     candidates: int
     offset: int
+    first_tile: int
+
+
+class SliceSize(NamedTuple):
+    """How many queries, query blocks, group parts, candidate keys and tiles of candidates a slice has."""
+
+    queries: int
+    blocks: int
+    parts: int
+    candidates: int
+    tiles: int
 
 
 @dataclass(frozen=True)
 class Slice:
     """Whole group parts that are computed together, so that scratch memory has a bound.
 
-    The tables are the int32 rows of ``blocks`` and ``parts`` on the device.
+    Tables are int32 on the device: the rows of ``blocks`` and ``parts``; ``tile_table`` ``[n, 3]``, in each row the
+    first of some consecutive parts, how many they are, and the number of a tile of keys that are candidates of all of
+    them; ``chunk_table`` ``[n, 2]``, a part and the number of a chunk of its candidates.
     """
 
     first_query: int
-    num_queries: int
+    size: SliceSize
     blocks: tuple[QueryBlock, ...]
     parts: tuple[GroupPart, ...]
     block_table: torch.Tensor
     part_table: torch.Tensor
+    tile_table: torch.Tensor
+    chunk_table: torch.Tensor
 
     @property
-    def num_candidates(self) -> int:
-        """Candidate keys of all parts."""
-        return sum(part.candidates for part in self.parts)
-
-    @property
-    def max_candidates(self) -> int:
-        """Candidate keys of the part that has the most."""
-        return max(part.candidates for part in self.parts)
+    def num_queries(self) -> int:
+        """Query tokens of all parts."""
+        return self.size.queries
 
 
 @dataclass(frozen=True)
 class AnchorPlan:
     """What ``make_plan`` returns.
 
-    ``max_length`` is the longest row with its prefix. ``anchor_pairs`` and ``causal_pairs`` count the query-key pairs
-    of one query head in the anchor regions, and in dense causal attention.
+    ``tile_keys`` candidates make a tile. ``max_length`` is the longest row with its prefix. ``anchor_pairs`` and
+    ``causal_pairs`` count the query-key pairs of one query head in the anchor regions, and in dense causal attention.
     """
 
     block_size: int
     step: int
+    tile_keys: int
     num_rows: int
     num_queries: int
     max_length: int
@@ -93,15 +109,39 @@ class AnchorPlan:
     device: torch.device
 
     def scratch_bytes(self, num_q_heads: int, head_dim: int, v_head_dim: int) -> int:
-        """Upper bound of the scratch memory of one call in bytes; slices run one after the other and share it.
+        """Scratch memory of one call in bytes, at most; slices run one after the other and share it.
 
-        A query token takes ``4 * dv + 8`` bytes a query head, a candidate key of a group part ``5 + 4 / 128`` and a
-        query block ``4 * d + 4``. A part has at most as many candidates as its row has keys, so that a query token's
-        share of the lists is ``4 * keys / (block_size * step)`` bytes a query head.
+        A query token takes ``4 * dv + 8`` bytes a query head, a query block ``4 * d + 4`` (``2 * d + 4`` if the query
+        has 16 bits), a group part 4, a candidate key of a part 5 and each tile of them 4. A part has at most as many
+        candidates as its row has keys, so that a query token's share of the lists is about
+        ``5 * keys / (block_size * step)`` bytes a query head.
         """
-        shapes = [_scratch_shapes(piece, num_q_heads, head_dim, v_head_dim, MIN_TILE) for piece in self.slices]
-        sizes = [sum(math.prod(shape) * dtype.itemsize for shape, dtype in piece.values()) for piece in shapes]
-        return max(sizes, default=0)
+        return max((_scratch_bytes(piece.size, num_q_heads, head_dim, v_head_dim) for piece in self.slices), default=0)
+
+
+def scratch_bound(
+    max_queries: int, max_context: int, num_q_heads: int, head_dim: int, v_head_dim: int, block_size: int, step: int
+) -> int:
+    """Upper bound of ``AnchorPlan.scratch_bytes`` over all batches, for tiles of the default size.
+
+    Args:
+        max_queries: query tokens of a pass, over all its rows.
+        max_context: tokens of a row, its prefix included.
+        num_q_heads: query heads.
+        head_dim: dimension of queries and keys.
+        v_head_dim: dimension of values.
+        block_size: as in ``make_plan``.
+        step: as in ``make_plan``.
+
+    Returns:
+        Bytes, without what an allocator adds.
+    """
+    queries = min(max_queries, max(SLICE_QUERIES, block_size * step))
+    # A group has ``step`` blocks, and the ends of a row's sparse range cut two of them.
+    blocks = min(queries, max(SLICE_BLOCKS, step + 2))
+    candidates = min(blocks * max_context, max(SLICE_CANDIDATES, max_context))
+    size = SliceSize(queries, blocks, blocks, candidates, candidates // TILE_KEYS + blocks)
+    return _scratch_bytes(size, num_q_heads, head_dim, v_head_dim)
 
 
 @dataclass(frozen=True)
@@ -110,8 +150,8 @@ class Scratch:
 
     ``maximum`` and ``total`` are ``[Hq, n]`` and ``output`` ``[n, Hq, dv]``, float32; maxima are products of query and
     key before any scale. ``pooled`` ``[blocks, Hq, d]`` has the dtype of the query, ``anchors`` ``[blocks, Hq]`` is
-    float32. ``hits`` (int8) and ``slots`` (int32) hold ``[Hq, candidates]`` of one part after the other,
-    ``tile_counts`` is ``[parts, Hq, tiles]`` and ``counts`` ``[parts, Hq]``, int32.
+    float32. ``hits`` (int8) and ``slots`` (int32) hold ``[Hq, candidates]`` of one part after the other and
+    ``tile_counts`` (int32) its ``[Hq, tiles]``; ``counts`` is ``[parts, Hq]`` int32.
     """
 
     maximum: torch.Tensor
@@ -125,29 +165,33 @@ class Scratch:
     counts: torch.Tensor
 
     @classmethod
-    def allocate(cls, piece: Slice, q: torch.Tensor, v_head_dim: int, tile: int) -> "Scratch":
+    def allocate(cls, piece: Slice, q: torch.Tensor, v_head_dim: int) -> "Scratch":
         """Scratch of ``piece`` for queries ``[n, Hq, d]``; the counts are zero, the rest is not initialised."""
-        shapes = _scratch_shapes(piece, q.shape[1], q.shape[2], v_head_dim, tile, q.dtype)
+        shapes = _scratch_shapes(piece.size, q.shape[1], q.shape[2], v_head_dim, q.dtype)
         tensors = {name: torch.empty(shape, dtype=dtype, device=q.device) for name, (shape, dtype) in shapes.items()}
         tensors["counts"].zero_()
         return cls(**tensors)
 
 
 def _scratch_shapes(
-    piece: Slice, heads: int, dim: int, v_dim: int, tile: int, dtype: torch.dtype = torch.float32
+    size: SliceSize, heads: int, dim: int, v_dim: int, dtype: torch.dtype
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    queries, blocks, parts = piece.num_queries, len(piece.blocks), len(piece.parts)
     return {
-        "maximum": ((heads, queries), torch.float32),
-        "total": ((heads, queries), torch.float32),
-        "output": ((queries, heads, v_dim), torch.float32),
-        "pooled": ((blocks, heads, dim), dtype),
-        "anchors": ((blocks, heads), torch.float32),
-        "hits": ((heads * piece.num_candidates,), torch.int8),
-        "slots": ((heads * piece.num_candidates,), torch.int32),
-        "tile_counts": ((parts, heads, math.ceil(piece.max_candidates / tile)), torch.int32),
-        "counts": ((parts, heads), torch.int32),
+        "maximum": ((heads, size.queries), torch.float32),
+        "total": ((heads, size.queries), torch.float32),
+        "output": ((size.queries, heads, v_dim), torch.float32),
+        "pooled": ((size.blocks, heads, dim), dtype),
+        "anchors": ((size.blocks, heads), torch.float32),
+        "hits": ((heads * size.candidates,), torch.int8),
+        "slots": ((heads * size.candidates,), torch.int32),
+        "tile_counts": ((heads * size.tiles,), torch.int32),
+        "counts": ((size.parts, heads), torch.int32),
     }
+
+
+def _scratch_bytes(size: SliceSize, heads: int, dim: int, v_dim: int) -> int:
+    shapes = _scratch_shapes(size, heads, dim, v_dim, torch.float32)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
 def make_plan(
@@ -157,6 +201,7 @@ def make_plan(
     step: int,
     device: torch.device | str,
     sparse_ranges: Sequence[tuple[int, int]] | None = None,
+    tile_keys: int = TILE_KEYS,
 ) -> AnchorPlan:
     """Cut the queries of a pass into blocks and step groups, both aligned to absolute positions.
 
@@ -168,14 +213,15 @@ def make_plan(
         device: where the op runs; the tables reach it in one copy that does not block the host.
         sparse_ranges: for each row, the first sparse position and the one behind the last; queries outside attend
             densely. All queries are sparse if not given.
+        tile_keys: keys that one program of the identification takes, a power of two of at least 16.
 
     Returns:
         A plan for any number of calls with these rows.
 
     Raises:
-        ValueError: a wrong block size, step, length or number of ranges.
+        ValueError: a wrong block size, step, length, number of ranges or tile.
     """
-    _check_sizes(prefix_lens, extend_lens, block_size, step)
+    _check_sizes(prefix_lens, extend_lens, block_size, step, tile_keys)
     rows = list(zip(prefix_lens, extend_lens, strict=True))
     if sparse_ranges is None:
         sparse_ranges = [(0, prefix + extend) for prefix, extend in rows]
@@ -186,21 +232,26 @@ def make_plan(
     return AnchorPlan(
         block_size=block_size,
         step=step,
+        tile_keys=tile_keys,
         num_rows=len(rows),
         num_queries=sum(extend_lens),
         max_length=max((prefix + extend for prefix, extend in rows if extend), default=0),
         anchor_pairs=sum(_anchor_pairs(block, block_size) for group in groups for block in group),
         causal_pairs=sum(extend * prefix + extend * (extend + 1) // 2 for prefix, extend in rows),
-        slices=_upload(_slices(groups, block_size, step), device),
+        slices=_upload(_slices(groups, block_size, step, tile_keys), tile_keys, device),
         device=device,
     )
 
 
-def _check_sizes(prefix_lens: Sequence[int], extend_lens: Sequence[int], block_size: int, step: int) -> None:
+def _check_sizes(
+    prefix_lens: Sequence[int], extend_lens: Sequence[int], block_size: int, step: int, tile_keys: int
+) -> None:
     if not _MIN_BLOCK <= block_size <= _MAX_BLOCK or block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two from {_MIN_BLOCK} to {_MAX_BLOCK}, got {block_size}")
     if step < 1:
         raise ValueError(f"step must be at least 1, got {step}")
+    if tile_keys < _MIN_BLOCK or tile_keys & (tile_keys - 1):
+        raise ValueError(f"tile_keys must be a power of two of at least {_MIN_BLOCK}, got {tile_keys}")
     if len(prefix_lens) != len(extend_lens):
         raise ValueError(f"as many prefix as extend lengths are needed, got {len(prefix_lens)} and {len(extend_lens)}")
     if min((*prefix_lens, *extend_lens), default=0) < 0:
@@ -234,37 +285,113 @@ def _anchor_pairs(block: QueryBlock, block_size: int) -> int:
     return local + block.num_queries * (min(block_size, block.window) - block.window)
 
 
-def _slices(
-    groups: list[list[QueryBlock]], block_size: int, step: int
-) -> list[tuple[int, list[QueryBlock], list[GroupPart]]]:
-    """First query, blocks and parts of each slice; a part that exceeds the bounds alone is a slice of its own."""
-    slices: list[tuple[int, list[QueryBlock], list[GroupPart]]] = []
-    queries = offset = SLICE_QUERIES + SLICE_CANDIDATES
+class _Draft(NamedTuple):
+    """A slice whose tables are not on the device yet."""
+
+    first_query: int
+    blocks: list[QueryBlock]
+    parts: list[GroupPart]
+
+
+def _slices(groups: list[list[QueryBlock]], block_size: int, step: int, tile_keys: int) -> list[_Draft]:
+    """A part that exceeds the bounds alone is a slice of its own."""
+    drafts: list[_Draft] = []
+    queries = offset = first_tile = SLICE_QUERIES + SLICE_CANDIDATES
     for group in groups:
         count = sum(block.num_queries for block in group)
         index = group[0].block // step
         candidates = max(0, group[0].window - block_size)
-        if queries + count > SLICE_QUERIES or offset + candidates > SLICE_CANDIDATES:
-            slices.append((group[0].first_query, [], []))
-            queries = offset = 0
-        first_query, blocks, parts = slices[-1]
-        parts.append(GroupPart(group[0].row, index, len(blocks), len(group), count, candidates, offset))
+        if (
+            queries + count > SLICE_QUERIES
+            or offset + candidates > SLICE_CANDIDATES
+            or len(drafts[-1].blocks) + len(group) > SLICE_BLOCKS
+        ):
+            drafts.append(_Draft(group[0].first_query, [], []))
+            queries = offset = first_tile = 0
+        first_query, blocks, parts = drafts[-1]
+        parts.append(GroupPart(group[0].row, index, len(blocks), len(group), count, candidates, offset, first_tile))
         for block in group:
             blocks.append(block._replace(first_query=block.first_query - first_query, part=len(parts) - 1))
         queries += count
         offset += candidates
-    return slices
+        first_tile += math.ceil(candidates / tile_keys)
+    return drafts
 
 
-def _upload(slices: list[tuple[int, list[QueryBlock], list[GroupPart]]], device: torch.device) -> tuple[Slice, ...]:
-    tables = [table for _, blocks, parts in slices for table in (blocks, parts)]
-    flat = [value for table in tables for entry in table for value in entry]
-    host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
-    on_device = host.to(device, non_blocking=True).split([sum(map(len, table)) for table in tables])
-    pieces = []
-    for number, (first_query, blocks, parts) in enumerate(slices):
-        block_table = on_device[2 * number].view(-1, len(QueryBlock._fields))
-        part_table = on_device[2 * number + 1].view(-1, len(GroupPart._fields))
-        count = sum(part.num_queries for part in parts)
-        pieces.append(Slice(first_query, count, tuple(blocks), tuple(parts), block_table, part_table))
-    return tuple(pieces)
+def _upload(drafts: list[_Draft], tile_keys: int, device: torch.device) -> tuple[Slice, ...]:
+    """One tensor for each kind of table of all slices, and one copy for all kinds."""
+    tiles = [_tile_entries(draft.parts, tile_keys) for draft in drafts]
+    chunks = [_chunk_entries(draft.parts, tile_keys * CHUNK_TILES) for draft in drafts]
+    kinds = [
+        _table([draft.blocks for draft in drafts], len(QueryBlock._fields)),
+        _table([draft.parts for draft in drafts], len(GroupPart._fields)),
+        _spread(_table(tiles, 4)),
+        _spread(_table(chunks, 3)),
+    ]
+    lengths = [
+        [len(draft.blocks) for draft in drafts],
+        [len(draft.parts) for draft in drafts],
+        *([sum(entry[-1] - entry[-2] for entry in entries) for entries in kind] for kind in (tiles, chunks)),
+    ]
+    sizes = [kind.numel() for kind in kinds]
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    torch.cat([kind.flatten() for kind in kinds], out=host)
+    on_device = host.to(device, non_blocking=True).split(sizes)
+    tables = [flat.view(kind.shape).split(length) for flat, kind, length in zip(on_device, kinds, lengths, strict=True)]
+    return tuple(
+        Slice(draft.first_query, _size(draft, tile_keys), tuple(draft.blocks), tuple(draft.parts), *of_slice)
+        for draft, of_slice in zip(drafts, zip(*tables, strict=True), strict=True)
+    )
+
+
+def _size(draft: _Draft, tile_keys: int) -> SliceSize:
+    parts = draft.parts
+    last = parts[-1]
+    return SliceSize(
+        queries=sum(part.num_queries for part in parts),
+        blocks=len(draft.blocks),
+        parts=len(parts),
+        candidates=last.offset + last.candidates,
+        tiles=last.first_tile + math.ceil(last.candidates / tile_keys),
+    )
+
+
+def _tile_entries(parts: list[GroupPart], tile_keys: int) -> list[tuple[int, ...]]:
+    """First of some parts, how many they are, and start and end of the tiles that belong to all of them.
+
+    The parts of a row follow one another and each has the candidates of those before it, so that a tile belongs to all
+    parts of a run from some part on.
+    """
+    runs: list[tuple[int, int]] = []
+    for number, part in enumerate(parts):
+        first, end = runs[-1] if runs else (0, -1)
+        if part.candidates and end == number and end - first < _SHARED_PARTS and parts[first].row == part.row:
+            runs[-1] = first, number + 1
+        elif part.candidates:
+            runs.append((number, number + 1))
+    entries = []
+    for first, end in runs:
+        start = 0
+        for number in range(first, end):
+            stop = math.ceil(parts[number].candidates / tile_keys)
+            entries.append((number, end - number, start, stop))
+            start = stop
+    return entries
+
+
+def _chunk_entries(parts: list[GroupPart], keys: int) -> list[tuple[int, ...]]:
+    return [(number, 0, math.ceil(part.candidates / keys)) for number, part in enumerate(parts)]
+
+
+def _table(entries: Sequence[Sequence[tuple[int, ...]]], fields: int) -> torch.Tensor:
+    flat = [value for of_slice in entries for entry in of_slice for value in entry]
+    return torch.tensor(flat, dtype=torch.int32).view(-1, fields)
+
+
+def _spread(table: torch.Tensor) -> torch.Tensor:
+    """A row for each number from the second-last field to before the last; the number stands for both."""
+    counts = table[:, -1] - table[:, -2]
+    rows = table[:, :-1].repeat_interleave(counts, dim=0)
+    earlier = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    rows[:, -1] += torch.arange(len(rows)) - earlier
+    return rows

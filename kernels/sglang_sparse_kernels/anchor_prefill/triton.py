@@ -3,14 +3,12 @@
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
-from .plan import AnchorPlan, GroupPart, QueryBlock, Scratch, Slice
+from .launch import Config, Launch, default_config
+from .plan import CHUNK_TILES, AnchorPlan, GroupPart, QueryBlock, Scratch
 
 _LOG2_E = 1.4426950408889634
 _MIN_DOT = 16
@@ -19,20 +17,6 @@ _MAX_POOLED = 128
 # The tables of a plan begin anywhere in one copy: their alignment must not make another kernel.
 _BLOCK_FIELDS = tl.constexpr(len(QueryBlock._fields))
 _PART_FIELDS = tl.constexpr(len(GroupPart._fields))
-
-
-@dataclass(frozen=True)
-class Config:
-    """Launch parameters: keys per step of the attention, of the identification and of the compaction (a multiple of
-    the former), and warps and pipeline stages of the attention.
-    """
-
-    block_keys: int = 64
-    identify_keys: int = 128
-    compact_keys: int = 1024
-    num_warps: int = 8
-    num_stages: int = 3
-    identify_warps: int = 8
 
 
 @triton.jit
@@ -183,10 +167,11 @@ def _anchor_kernel(
     tl.store(pooled_ptr + entry * DIM + dims, mean_query.to(pooled_ptr.dtype.element_ty), mask=dims < DIM)
 
 
-@triton.jit(do_not_specialize=["max_tiles", "table_stride"], do_not_specialize_on_alignment=["parts_ptr"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tiles_ptr", "parts_ptr"])
 def _identify_kernel(
     k_ptr,
     table_ptr,
+    tiles_ptr,
     parts_ptr,
     theta_ptr,
     pooled_ptr,
@@ -196,7 +181,6 @@ def _identify_kernel(
     k_stride_slot,
     k_stride_head,
     table_stride,
-    max_tiles,
     scale,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -208,27 +192,35 @@ def _identify_kernel(
     TILE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile of candidate keys, KV head and group part: which keys any block hits, for each query head."""
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    part = tl.program_id(2)
-    parts_ptr += part * _PART_FIELDS
-    candidates = tl.load(parts_ptr + 5)
-    if tile * TILE < candidates:
-        row = tl.load(parts_ptr).to(tl.int64)
-        first_block = tl.load(parts_ptr + 2)
-        num_blocks = tl.load(parts_ptr + 3)
-        hits_ptr += tl.load(parts_ptr + 6).to(tl.int64) * HEADS
-        theta = tl.load(theta_ptr + row)
-        dims = tl.arange(0, triton.next_power_of_2(DIM))
-        members = tl.arange(0, BLOCK_GROUP)
-        pairs = tl.arange(0, BLOCK_GROUP * BLOCK_STEP)
-        tokens = tile * TILE + tl.arange(0, TILE)
-        valid = tokens < candidates
-        slot = _load_slots(table_ptr + row * table_stride, BLOCK + tokens, BLOCK + candidates, PAGE)
-        k_ptr += kv_head.to(tl.int64) * k_stride_head
-        keys = _load_rows(k_ptr + slot[:, None] * k_stride_slot + dims[None, :], valid, dims, DIM)
-        member = pairs // BLOCK_STEP
+    """One tile of keys and KV head, for the group parts that share it: which keys any block hits, for each query head.
+
+    Programs of one tile are neighbours, so that memory is read in the order of the slots.
+    """
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    kv_head = tl.program_id(0) % KV_HEADS
+    tiles_ptr += tl.program_id(0) // KV_HEADS * 3
+    first_part = tl.load(tiles_ptr)
+    end_part = first_part + tl.load(tiles_ptr + 1)
+    tile = tl.load(tiles_ptr + 2)
+    # The last part has all candidates of the others.
+    last_ptr = parts_ptr + (end_part - 1) * _PART_FIELDS
+    row = tl.load(last_ptr).to(tl.int64)
+    most = tl.load(last_ptr + 5)
+    theta = tl.load(theta_ptr + row)
+    dims = tl.arange(0, triton.next_power_of_2(DIM))
+    members = tl.arange(0, BLOCK_GROUP)
+    pairs = tl.arange(0, BLOCK_GROUP * BLOCK_STEP)
+    tokens = tile * TILE + tl.arange(0, TILE)
+    slot = _load_slots(table_ptr + row * table_stride, BLOCK + tokens, BLOCK + most, PAGE)
+    k_ptr += kv_head.to(tl.int64) * k_stride_head
+    keys = _load_rows(k_ptr + slot[:, None] * k_stride_slot + dims[None, :], tokens < most, dims, DIM)
+    member = pairs // BLOCK_STEP
+    q_head = kv_head * GROUP + members
+    for part in range(first_part, end_part):
+        part_ptr = parts_ptr + part * _PART_FIELDS
+        first_block = tl.load(part_ptr + 2)
+        num_blocks = tl.load(part_ptr + 3)
+        candidates = tl.load(part_ptr + 5)
         hit = tl.full([TILE, BLOCK_GROUP], 0, tl.int32)
         for first in range(0, num_blocks, BLOCK_STEP):
             block = first + pairs % BLOCK_STEP
@@ -244,53 +236,65 @@ def _identify_kernel(
             missed = (gaps > theta) & (gaps < float("inf"))
             found = tl.where(missed | (used[None, :] == 0), 0, 1)
             hit = tl.maximum(hit, tl.max(tl.reshape(found, [TILE, BLOCK_GROUP, BLOCK_STEP]), axis=2))
+        valid = tokens < candidates
         hit = tl.where(valid[:, None], hit, 0)
-        q_head = kv_head * GROUP + members
-        pointers = hits_ptr + q_head.to(tl.int64)[None, :] * candidates + tokens[:, None]
-        tl.store(pointers, hit.to(tl.int8), mask=valid[:, None] & (members < GROUP)[None, :])
-        tile_counts = tile_counts_ptr + (part * HEADS + q_head).to(tl.int64) * max_tiles + tile
+        hits = hits_ptr + tl.load(part_ptr + 6).to(tl.int64) * HEADS + tokens[:, None]
+        hits += q_head.to(tl.int64)[None, :] * candidates
+        tl.store(hits, hit.to(tl.int8), mask=valid[:, None] & (members < GROUP)[None, :])
+        tile_counts = tile_counts_ptr + tl.load(part_ptr + 7).to(tl.int64) * HEADS + tile
+        tile_counts += q_head * tl.cdiv(candidates, TILE)
         tl.store(tile_counts, tl.sum(hit, axis=0), mask=members < GROUP)
 
 
-@triton.jit(do_not_specialize=["max_tiles", "table_stride"], do_not_specialize_on_alignment=["parts_ptr"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["chunks_ptr", "parts_ptr"])
 def _compact_kernel(
     hits_ptr,
     tile_counts_ptr,
     table_ptr,
+    chunks_ptr,
     parts_ptr,
     slots_ptr,
     counts_ptr,
     table_stride,
-    max_tiles,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
     CHUNK_TILES: tl.constexpr,
 ):
-    """One chunk of candidates, query head and group part: the slots of its hits, behind those of earlier chunks."""
-    chunk = tl.program_id(0)
-    head = tl.program_id(1)
-    part = tl.program_id(2)
+    """One chunk of a group part's candidates and query head: the slots of its hits, behind those of earlier chunks."""
+    CHUNK: tl.constexpr = TILE * CHUNK_TILES
+    head = tl.program_id(0) % HEADS
+    chunks_ptr += tl.program_id(0) // HEADS * 2
+    part = tl.load(chunks_ptr)
+    chunk = tl.load(chunks_ptr + 1)
     parts_ptr += part * _PART_FIELDS
+    row = tl.load(parts_ptr).to(tl.int64)
     candidates = tl.load(parts_ptr + 5)
-    if chunk * CHUNK < candidates:
-        row = tl.load(parts_ptr).to(tl.int64)
-        start = tl.load(parts_ptr + 6).to(tl.int64) * HEADS + head.to(tl.int64) * candidates
-        pair = part * HEADS + head
-        tile_counts_ptr += pair.to(tl.int64) * max_tiles
-        tokens = tl.arange(0, CHUNK)
-        earlier = tl.full([CHUNK], 0, tl.int32)
-        for first in range(0, chunk * CHUNK_TILES, CHUNK):
-            earlier += tl.load(tile_counts_ptr + first + tokens, mask=first + tokens < chunk * CHUNK_TILES, other=0)
-        before = tl.sum(earlier, axis=0)
-        tokens += chunk * CHUNK
-        hit = tl.load(hits_ptr + start + tokens, mask=tokens < candidates, other=0).to(tl.int32)
-        slot = _load_slots(table_ptr + row * table_stride, BLOCK + tokens, BLOCK + candidates, PAGE)
-        position = before + tl.cumsum(hit, axis=0) - 1
-        tl.store(slots_ptr + start + position, slot.to(tl.int32), mask=hit != 0)
-        if (chunk + 1) * CHUNK >= candidates:
-            tl.store(counts_ptr + pair, before + tl.sum(hit, axis=0))
+    start = tl.load(parts_ptr + 6).to(tl.int64) * HEADS + head.to(tl.int64) * candidates
+    tile_counts_ptr += tl.load(parts_ptr + 7).to(tl.int64) * HEADS + head * tl.cdiv(candidates, TILE)
+    tokens = tl.arange(0, CHUNK)
+    earlier = tl.full([CHUNK], 0, tl.int32)
+    for first in range(0, chunk * CHUNK_TILES, CHUNK):
+        earlier += tl.load(tile_counts_ptr + first + tokens, mask=first + tokens < chunk * CHUNK_TILES, other=0)
+    before = tl.sum(earlier, axis=0)
+    tokens += chunk * CHUNK
+    hit = tl.load(hits_ptr + start + tokens, mask=tokens < candidates, other=0).to(tl.int32)
+    slot = _load_slots(table_ptr + row * table_stride, BLOCK + tokens, BLOCK + candidates, PAGE)
+    position = before + tl.cumsum(hit, axis=0) - 1
+    tl.store(slots_ptr + start + position, slot.to(tl.int32), mask=hit != 0)
+    if (chunk + 1) * CHUNK >= candidates:
+        tl.store(counts_ptr + part * HEADS + head, before + tl.sum(hit, axis=0))
+
+
+@triton.jit
+def _ranked_head(counts_ptr, rank, HEADS: tl.constexpr):
+    """The head with the ``rank``-th most active keys, from 0 on; of equals, the first comes first."""
+    heads = tl.arange(0, triton.next_power_of_2(HEADS))
+    count = tl.load(counts_ptr + heads, mask=heads < HEADS, other=-1)
+    more = count[None, :] > count[:, None]
+    ahead = more | ((count[None, :] == count[:, None]) & (heads[None, :] < heads[:, None]))
+    return tl.sum(tl.where(tl.sum(ahead.to(tl.int32), axis=1) == rank, heads, 0), axis=0)
 
 
 @triton.jit(do_not_specialize=["num_queries"], do_not_specialize_on_alignment=["blocks_ptr", "parts_ptr"])
@@ -325,11 +329,12 @@ def _sparse_kernel(
 ):
     """One query block and head: the anchor's softmax goes on over the group's active keys."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
     blocks_ptr += block * _BLOCK_FIELDS
     first_query = tl.load(blocks_ptr + 3).to(tl.int64)
     queries = tl.load(blocks_ptr + 4)
     part = tl.load(blocks_ptr + 5)
+    # Each group part's heads with the most active keys start first.
+    head = _ranked_head(counts_ptr + part * HEADS, tl.program_id(1), HEADS)
     candidates = tl.load(parts_ptr + part * _PART_FIELDS + 5)
     slots_ptr += tl.load(parts_ptr + part * _PART_FIELDS + 6).to(tl.int64) * HEADS + head.to(tl.int64) * candidates
     count = tl.load(counts_ptr + part * HEADS + head)
@@ -400,45 +405,10 @@ def anchor_prefill(
     return out
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One slice of a call: ``q`` holds the slice's queries alone, ``scale`` makes natural units of a product."""
-
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    page_table: torch.Tensor
-    plan: AnchorPlan
-    piece: Slice
-    page_size: int
-    scale: float
-    config: Config
-
-    def strides(self, *names: str) -> list[int]:
-        """Those of the first two dimensions of each tensor."""
-        return [stride for name in names for stride in getattr(self, name).stride()[:2]]
-
-    def constants(self, *names: str) -> dict[str, int]:
-        """Compile-time values by name."""
-        heads, dim = self.q.shape[1:]
-        values = {
-            "HEADS": heads,
-            "GROUP": heads // self.k_cache.shape[1],
-            "BLOCK": self.plan.block_size,
-            "DIM": dim,
-            "V_DIM": self.v_cache.shape[2],
-            "PAGE": self.page_size,
-            "TILE": min(self.config.block_keys, self.plan.block_size),
-            # The interpreter multiplies the bit patterns of bfloat16.
-            "UPCAST": knobs.runtime.interpret,
-        }
-        return {name: values[name] for name in ("HEADS", "BLOCK", *names)}
-
-
 def find_active_keys(launch: Launch, theta: torch.Tensor) -> Scratch:
     """The anchor's state of every query, and the slots of each part's active keys in ascending order of position."""
     piece, config, heads = launch.piece, launch.config, launch.q.shape[1]
-    scratch = Scratch.allocate(piece, launch.q, launch.v_cache.shape[2], config.identify_keys)
+    scratch = Scratch.allocate(piece, launch.q, launch.v_cache.shape[2])
     table, table_stride = launch.page_table, launch.page_table.stride(0)
     _anchor_kernel[(len(piece.blocks), heads)](
         *(launch.q, launch.k_cache, launch.v_cache, table, piece.block_table),
@@ -449,30 +419,29 @@ def find_active_keys(launch: Launch, theta: torch.Tensor) -> Scratch:
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if not piece.max_candidates:
+    if not len(piece.tile_table):
         return scratch
     group = heads // launch.k_cache.shape[1]
     block_group = triton.next_power_of_2(group)
     pooled = min(triton.next_power_of_2(launch.plan.step), _MAX_POOLED // min(block_group, _MAX_POOLED))
-    max_tiles = scratch.tile_counts.shape[2]
-    _identify_kernel[(max_tiles, launch.k_cache.shape[1], len(piece.parts))](
-        *(launch.k_cache, table, piece.part_table, theta, scratch.pooled, scratch.anchors),
+    _identify_kernel[(len(piece.tile_table) * launch.k_cache.shape[1],)](
+        *(launch.k_cache, table, piece.tile_table, piece.part_table, theta, scratch.pooled, scratch.anchors),
         *(scratch.hits, scratch.tile_counts),
         *launch.strides("k_cache"),
-        *(table_stride, max_tiles, launch.scale),
+        *(table_stride, launch.scale),
         **launch.constants("GROUP", "DIM", "PAGE", "UPCAST"),
         BLOCK_GROUP=block_group,
         BLOCK_STEP=max(pooled, _MIN_DOT // min(block_group, _MIN_DOT)),
-        TILE=config.identify_keys,
+        TILE=launch.plan.tile_keys,
         num_warps=config.identify_warps,
         num_stages=1,
     )
-    _compact_kernel[(triton.cdiv(piece.max_candidates, config.compact_keys), heads, len(piece.parts))](
-        *(scratch.hits, scratch.tile_counts, table, piece.part_table, scratch.slots, scratch.counts),
-        *(table_stride, max_tiles),
+    _compact_kernel[(len(piece.chunk_table) * heads,)](
+        *(scratch.hits, scratch.tile_counts, table, piece.chunk_table, piece.part_table),
+        *(scratch.slots, scratch.counts, table_stride),
         **launch.constants("PAGE"),
-        CHUNK=config.compact_keys,
-        CHUNK_TILES=config.compact_keys // config.identify_keys,
+        TILE=launch.plan.tile_keys,
+        CHUNK_TILES=CHUNK_TILES,
     )
     return scratch
 
@@ -490,8 +459,3 @@ def _attend_slice(launch: Launch, theta: torch.Tensor, out: torch.Tensor, v_scal
         num_stages=launch.config.num_stages,
     )
     return scratch.counts
-
-
-def default_config(block_size: int, dim: int) -> Config:
-    """Not measured yet: tiles and warps such that nothing is spilled on Hopper up to a head dimension of 128."""
-    return Config(block_keys=64 if dim <= 128 else 32, num_warps=8 if block_size == 128 else 4)

@@ -1,0 +1,60 @@
+"""How the Triton kernels of anchor attention are launched."""
+
+from dataclasses import dataclass
+
+import torch
+from triton import knobs
+
+from .plan import AnchorPlan, Slice
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters: keys per step, warps and pipeline stages of the attention, and warps of the identification,
+    whose keys per step are the plan's.
+    """
+
+    block_keys: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+    identify_warps: int = 8
+
+
+def default_config(block_size: int, dim: int) -> Config:
+    """Not measured yet: tiles and warps such that nothing is spilled on Hopper up to a head dimension of 128."""
+    return Config(block_keys=64 if dim <= 128 else 32, num_warps=8 if block_size == 128 else 4)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One slice of a call: ``q`` holds the slice's queries alone, ``scale`` makes natural units of a product."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+    plan: AnchorPlan
+    piece: Slice
+    page_size: int
+    scale: float
+    config: Config
+
+    def strides(self, *names: str) -> list[int]:
+        """Those of the first two dimensions of each tensor."""
+        return [stride for name in names for stride in getattr(self, name).stride()[:2]]
+
+    def constants(self, *names: str) -> dict[str, int]:
+        """Compile-time values by name."""
+        heads, dim = self.q.shape[1:]
+        values = {
+            "HEADS": heads,
+            "GROUP": heads // self.k_cache.shape[1],
+            "BLOCK": self.plan.block_size,
+            "DIM": dim,
+            "V_DIM": self.v_cache.shape[2],
+            "PAGE": self.page_size,
+            "TILE": min(self.config.block_keys, self.plan.block_size),
+            # The interpreter multiplies the bit patterns of bfloat16.
+            "UPCAST": knobs.runtime.interpret,
+        }
+        return {name: values[name] for name in ("HEADS", "BLOCK", *names)}

@@ -1,0 +1,165 @@
+"""The attention of a checkpoint, one layer at a time, in this process and without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# The name under which transformers finds the attention function of this module.
+IMPLEMENTATION = "captured"
+# What transformers tells attention functions about a sliding window, a soft cap of the logits and attention sinks.
+OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux")
+
+
+class CalibrationError(ValueError):
+    """Something that cannot be measured; the message is meant for the user."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What one layer's attention was computed from, after RoPE.
+
+    Attributes:
+        layer: its id.
+        query: ``[queries, q_heads, head_dim]`` of the last positions.
+        key: ``[tokens, kv_heads, head_dim]`` of all positions.
+        value: ``[tokens, kv_heads, value_dim]``.
+        scaling: factor of q·k.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+
+    @property
+    def positions(self) -> Tensor:
+        """``[queries]`` int64, the position of each query; it sees the keys up to its own."""
+        tokens = self.key.shape[0]
+        return torch.arange(tokens - self.query.shape[0], tokens, device=self.key.device)
+
+
+class AttentionArch(Enum):
+    """What SGLang's enumeration of the same name tells apart."""
+
+    MHA = "MHA"
+    MLA = "MLA"
+
+
+class ModelFacts:
+    """What a method may ask of SGLang's ``ModelConfig``, by the same names, as far as the checkpoint itself says it.
+
+    SGLang is not imported for it: that would take longer than most measurements.
+
+    Args:
+        config: the checkpoint's, as transformers reads it.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        text = config.get_text_config()
+        self.hf_config, self.hf_text_config = config, text
+        latent = getattr(text, "kv_lora_rank", None) is not None
+        self.attention_arch = AttentionArch.MLA if latent else AttentionArch.MHA
+        self.num_hidden_layers: int = text.num_hidden_layers
+        self.context_len: int = text.max_position_embeddings
+
+
+def model_facts(path: str) -> ModelFacts:
+    """The facts of the checkpoint at `path`.
+
+    Raises:
+        CalibrationError: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return ModelFacts(AutoConfig.from_pretrained(path))
+    except (OSError, ValueError) as error:
+        raise CalibrationError(f"--model-path {path}: {str(error).splitlines()[0]}") from error
+
+
+def load_model(path: str, device: str, dtype: torch.dtype) -> Any:
+    """A causal language model of transformers whose attention can be captured.
+
+    Raises:
+        CalibrationError: it cannot be loaded, or computes attention in a way of its own.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(IMPLEMENTATION, sdpa_attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    except (OSError, ValueError) as error:
+        raise CalibrationError(f"--model-path {path}: {str(error).splitlines()[0]}") from error
+    return model.to(device).eval()
+
+
+@torch.inference_mode()
+def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Captured], None]) -> None:
+    """Run a prompt through a model of `load_model` and show every layer's attention to `visit` before it goes on.
+
+    Nothing of a layer is kept, so that memory holds one of them.
+
+    Args:
+        model: as said.
+        tokens: ids of the prompt.
+        queries: how many of the last positions.
+        visit: called once for each layer, in their order.
+
+    Raises:
+        CalibrationError: a layer does not let its attention be captured, or attends to something else than all tokens
+            up to its own with a softmax of q·k; a server refuses such models.
+    """
+    from transformers import AttentionInterface
+
+    seen: list[int] = []
+
+    def show(captured: Captured) -> None:
+        seen.append(captured.layer)
+        visit(captured)
+
+    AttentionInterface.register(IMPLEMENTATION, partial(_attend, show, queries))
+    ids = torch.tensor([tokens], device=model.device)
+    model.base_model(input_ids=ids, use_cache=False)
+    layers = list(range(model.config.num_hidden_layers))
+    if seen != layers:
+        raise CalibrationError(f"{type(model).__name__} shows the attention of layers {seen}, it has {layers}")
+
+
+def _attend(
+    show: Callable[[Captured], None],
+    queries: int,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    layer = int(getattr(module, "layer_idx"))  # noqa: B009
+    odd = [name for name in OTHER_ATTENTION if options.get(name) is not None]
+    # All tokens up to one's own need no mask.
+    odd += ["a mask of its own"] if attention_mask is not None else []
+    if odd:
+        raise CalibrationError(
+            f"--model-path: the attention of layer {layer} has {odd[0]}, which no sparse server serves"
+        )
+    scaling = options.get("scaling") or query.shape[-1] ** -0.5
+    last, keys, values = (part[0].transpose(0, 1) for part in (query[:, :, -queries:], key, value))
+    show(Captured(layer, last, keys, values, scaling))
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -1,0 +1,115 @@
+"""Prompts of a given length from a user's own files."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_sparse.calibration_capture import CalibrationError
+
+FORMS = ".txt, .jsonl, or either of them with .xz"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids of a text, and whether it is one prompt, of which only the beginning is taken, or a text to cut up."""
+
+    tokens: Sequence[int]
+    is_prompt: bool
+
+
+class Prompts:
+    """The texts of some files, cut into prompts.
+
+    Args:
+        files: ``.txt``, or ``.jsonl`` with an object a line that has ``text``, or ``messages`` as the OpenAI API
+            takes them; ``.xz`` may follow.
+        model_path: whose tokenizer and chat template to use.
+
+    Raises:
+        CalibrationError: a file cannot be read or has another form, or there is no tokenizer or chat template.
+    """
+
+    def __init__(self, files: Sequence[Path], model_path: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        except (OSError, ValueError) as error:
+            raise CalibrationError(f"--model-path {model_path}: no tokenizer ({str(error).splitlines()[0]})") from error
+        # Texts are longer than a tokenizer thinks right.
+        self._tokenizer.model_max_length = 10**9
+        # What a raw prompt begins with, such as a BOS token; often nothing.
+        self._start = [token for token in self._tokenizer.encode("") if token != self._tokenizer.eos_token_id]
+        self._texts = [text for file in files for text in self._read(file)]
+
+    def draw(self, length: int, n: int, seed: int) -> list[list[int]]:
+        """Up to ``n`` prompts of ``length`` tokens, none twice; stretches of one text do not overlap.
+
+        Raises:
+            CalibrationError: all texts are shorter.
+        """
+        size = length - len(self._start)
+        found: list[tuple[Text, int]] = []
+        for text in self._texts:
+            if text.is_prompt:
+                found += [(text, 0)] if len(text.tokens) >= length else []
+            else:
+                found += [(text, first) for first in range(0, len(text.tokens) - size + 1, size)]
+        if not found:
+            longest = max((len(text.tokens) for text in self._texts), default=0)
+            raise CalibrationError(
+                f"--prompts: a prompt of {length} tokens is needed and the longest of {len(self._texts)} texts has "
+                f"{longest}: give longer texts or shorter --lengths"
+            )
+        chosen = random.Random(f"{seed} {length}").sample(found, min(n, len(found)))
+        return [
+            list(text.tokens[:length] if text.is_prompt else (*self._start, *text.tokens[first : first + size]))
+            for text, first in chosen
+        ]
+
+    def _read(self, file: Path) -> Iterator[Text]:
+        content = _content(file)
+        if file.name.removesuffix(".xz").endswith(".txt"):
+            yield Text(self._encode(content), is_prompt=False)
+            return
+        for number, line in enumerate(content.splitlines(), 1):
+            if line.strip():
+                yield Text(self._prompt(f"--prompts {file}, line {number}", line), is_prompt=True)
+
+    def _prompt(self, origin: str, line: str) -> list[int]:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise CalibrationError(f"{origin}: not valid JSON: {error}") from error
+        fields = row if isinstance(row, dict) else {}
+        text, messages = fields.get("text"), fields.get("messages")
+        if isinstance(text, str):
+            return self._start + self._encode(text)
+        if not isinstance(messages, list):
+            raise CalibrationError(f'{origin}: allowed is an object with "text" (a string) or "messages" (a list)')
+        from jinja2 import TemplateError
+
+        try:
+            chat = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        # What transformers and the template of a model raise for messages, or for want of a template.
+        except (ValueError, TypeError, KeyError, TemplateError) as error:
+            raise CalibrationError(f"{origin}: the model's chat template refuses it: {error}") from error
+        return self._encode(str(chat))
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _content(file: Path) -> str:
+    if not file.name.removesuffix(".xz").endswith((".txt", ".jsonl")):
+        raise CalibrationError(f"--prompts {file}: allowed is {FORMS}")
+    try:
+        return lzma.open(file, "rt").read() if file.suffix == ".xz" else file.read_text()
+    except (OSError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
+        raise CalibrationError(f"--prompts {file}: cannot be read ({error})") from error

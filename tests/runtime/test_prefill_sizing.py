@@ -1,0 +1,66 @@
+"""Scratch of sparse prefill in SGLang's sizing of the KV pool."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_sparse import pools
+from sglang_sparse.method import ModelShape
+from sglang_sparse_kernels.anchor_prefill import scratch_bound
+
+SHAPE = ModelShape(num_layers=36, num_q_heads=32, num_kv_heads=8, head_dim=128, kv_dtype=torch.bfloat16)
+CONTEXT = 131072
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "model_shape", lambda *_: SHAPE)
+
+
+def configurator(chunk: int | None = 8192, prefill: str | None = "anchor", v_dim: int = 128, **kwargs: Any) -> Any:
+    args = SimpleNamespace(
+        sparse_method=None,
+        sparse_prefill_method=prefill,
+        sparse_prefill_config=json.dumps({"step": 8}),
+        page_size=16,
+        chunked_prefill_size=chunk,
+        max_prefill_tokens=16384,
+    )
+    model = SimpleNamespace(context_len=CONTEXT, v_head_dim=v_dim)
+    return SimpleNamespace(
+        **{
+            "server_args": args,
+            "model_config": model,
+            "kv_cache_dtype": torch.bfloat16,
+            "is_draft_worker": False,
+            **kwargs,
+        }
+    )
+
+
+@pytest.mark.parametrize(("chunk", "tokens"), [(8192, 8192), (16384, 16384), (-1, 16384 + CONTEXT), (None, 147456)])
+def test_the_pool_leaves_the_scratch_of_the_largest_pass(chunk: int | None, tokens: int) -> None:
+    expected = scratch_bound(tokens, CONTEXT, 32, 128, 128, 128, 8)
+    assert 2**27 < expected < 2**29
+    assert pools.charge_scratch(20 * GIB, configurator(chunk), 80.0) == 20 * GIB - expected
+
+
+def test_wide_values_are_counted() -> None:
+    wide = pools.charge_scratch(20 * GIB, configurator(v_dim=192), pre_model_load_memory=80.0)
+    assert 20 * GIB - wide >= scratch_bound(8192, CONTEXT, 32, 128, 192, 128, 8)
+
+
+def test_dense_prefill_and_draft_models_are_charged_nothing() -> None:
+    assert pools.charge_scratch(GIB, configurator(prefill=None), 80.0) == GIB
+    assert pools.charge_scratch(GIB, configurator(is_draft_worker=True), 80.0) == GIB
+
+
+def test_too_little_memory_names_the_flags() -> None:
+    with pytest.raises(
+        ValueError, match=r"needs \d+ MiB .* of up to 8192 tokens .* 100 MiB are left .*--chunked-prefill"
+    ):
+        pools.charge_scratch(100 * 2**20, configurator(), 80.0)
