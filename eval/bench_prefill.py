@@ -10,7 +10,7 @@ distance from dense attention in float64 (`dense_l2`), over a sample of queries 
 the sparsity: the share of causal query-key pairs that it left out. ``--sparsity`` adds the threshold that gives so
 much, found by bisection between the lowest and the highest of ``--thetas``.
 
-``dense_ratio`` is against the faster dense peer. ``parts`` of this project's op are microseconds by kernel, from one
+``dense_ratio`` is against the fastest dense peer. ``parts`` of this project's op are microseconds by kernel, from one
 profiled run. A peer that is not installed or fails is reported and the others go on.
 """
 
@@ -142,8 +142,11 @@ def measure(prompt: Prompt, todo: Sequence[Plan], machine: Machine, rounds: int)
         row = {"id": f"prefill/{prompt.shape.name}/{plan.label}", "op": one.op, "implementation": one.name, **facts}
         row |= {"peer": one.peer, "label": plan.label}
         row |= {"setting": one.setting, "value": plan.value} if one.setting else {}
+        row |= {} if plan.target_sparsity is None else {"target_sparsity": plan.target_sparsity}
         try:
             call = plan.prepare(prompt)
+            # What another one has left there is no output of this one.
+            prompt.out.fill_(torch.nan)
             row |= prompt.quality(call())
             if not one.peer:
                 row["sparsity"] = sparsity_of(prompt, plan)
@@ -169,7 +172,7 @@ def measure(prompt: Prompt, todo: Sequence[Plan], machine: Machine, rounds: int)
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of one shape with ``dense_ratio``: the time of the faster dense peer over theirs."""
+    """The rows of one shape with ``dense_ratio``: the time of the fastest dense peer over theirs."""
     dense = min((row for row in rows if row["op"] == DENSE and "us" in row), key=lambda row: row["us"], default=None)
     if dense is None:
         return list(rows)
@@ -190,28 +193,35 @@ def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu) -> int:
     names = ("lengths", "chunk", "thetas", "sparsity", "peers", "heads", "page_size", "rounds", "seed")
     header = {"device": found.name, "versions": versions(PACKAGES), "recipe": recipe.model_dump()}
     header["arguments"] = {name: getattr(args, name) for name in names}
-    items: list[dict[str, Any]] = []
-    with Record(args.out, COMMAND, args.revision, **header) as record:
+    failed = False
+    with Record(args.out, COMMAND, args.revision, **header) as record, torch.inference_mode():
         for tokens in args.lengths:
             shape = Shape(tokens, args.chunk, *args.heads, page_size=args.page_size)
-            with torch.inference_mode():
-                try:
-                    prompt = Prompt(shape, recipe, found.device, args.seed)
-                except ValueError as error:
-                    raise EvaluationError(f"{shape.name}: {error}") from error
-                thetas = list(args.thetas)
-                if args.sparsity is not None:
-                    thetas.append(theta_for(prompt, args.sparsity, thetas))
-                rows = measure(prompt, plans(args.peers, thetas), found, args.rounds)
+            try:
+                prompt = Prompt(shape, recipe, found.device, args.seed)
+            except ValueError as error:
+                raise EvaluationError(f"{shape.name}: {error}") from error
+            rows = measure(prompt, plans(args.peers, own_plans(prompt, args)), found, args.rounds)
             for row in rows:
                 record.add("item", **row)
-            items += rows
-        for row in items:
-            if "us" in row and not row["peer"]:
-                # Of the goals' rows: what --sparsity asked for, near enough.
-                target = args.sparsity is not None and row["value"] not in args.thetas
-                record.add("summary", **{key: value for key, value in row.items() if key != "parts"}, target=target)
-    return int(any("unavailable" in row and not row["peer"] for row in items))
+                failed |= "unavailable" in row and not row["peer"]
+            for row in rows:
+                if "us" in row and not row["peer"]:
+                    record.add("summary", **{key: value for key, value in row.items() if key != "parts"})
+    return int(failed)
+
+
+def own_plans(prompt: Prompt, args: argparse.Namespace) -> list[Plan]:
+    """The thresholds of the command line, and the one of the sparsity asked for, if there is one."""
+    own = next(one for one in TABLE if one.name == OURS)
+    found = [Plan(own, theta) for theta in args.thetas]
+    if args.sparsity is not None:
+        try:
+            found.append(Plan(own, theta_for(prompt, args.sparsity, args.thetas), args.sparsity))
+        except EvaluationError as error:
+            # The other thresholds and lengths go on.
+            tqdm.write(f"{COMMAND}: {error}", file=sys.stderr)
+    return found
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

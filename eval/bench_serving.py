@@ -241,6 +241,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not args.contexts or not args.batch:
         parser.error("--contexts and --batch must name something")
+    if args.structured is not None and not isinstance(args.structured, dict):
+        parser.error("--structured must be a JSON object")
     if not methods(args):
         parser.error("--sparse-method none needs a --sparse-prefill-method")
     return args

@@ -28,10 +28,10 @@ import torch
 from tqdm import tqdm
 
 from sglang_sparse import __version__
-from sglang_sparse.calibration_capture import CalibrationError, Captured, ModelFacts, capture, load_model, model_facts
-from sglang_sparse.calibration_prompts import FORMS, Prompts
-from sglang_sparse.calibration_recall import Kept, Tally
-from sglang_sparse.calibration_report import layer_rows, report, same_theta_rows
+from sglang_sparse.calibration.capture import CalibrationError, Captured, ModelFacts, capture, load_model, model_facts
+from sglang_sparse.calibration.prompts import FORMS, Prompts
+from sglang_sparse.calibration.recall import Kept, Tally
+from sglang_sparse.calibration.report import layer_rows, report, same_theta_rows
 from sglang_sparse.config import SparseArgumentError, build, read_config
 from sglang_sparse.method import parse_layers
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor, AnchorConfig

@@ -110,10 +110,12 @@ class Prompt:
             that it keeps.
         """
         got = output[self.sampled].double()
-        shares = (self.dense[..., 0] / got[..., 0]).clamp(max=1)
+        share = got[..., 0]
+        # What gives nothing to the first block, or no number, keeps nothing that can be told.
+        shares = torch.where(share > 0, self.dense[..., 0] / share, 0).clamp(max=1)
         return {
             "dense_l2": ((got - self.dense).norm() / self.dense.norm()).item(),
-            "recall": shares.nan_to_num(0).mean().item(),
+            "recall": shares.mean().item(),
         }
 
     def causal_flops(self) -> float:

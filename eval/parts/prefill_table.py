@@ -1,18 +1,22 @@
 """The table of ``eval.bench_prefill``: who does the attention of a prefill, this project and its peers.
 
-The dense peers prefill chunk by chunk over pages, as a server does. The sparse peers take a prompt in one piece and no
-pages: FlexPrefill and XAttention as minference 0.1.6 has them. XAttention brings no kernel for what it selects; its
-blocks are attended to by FlashInfer's `VariableBlockSparseAttentionWrapper`, which computes the blocks of the diagonal
-whole. What a server does once for all layers (plans) is done beforehand and not timed; what a method does in every
-layer (its search, and FlashInfer's plan for it) is.
+FA3 and FlashInfer prefill chunk by chunk over pages, as a server does; ``fa3-contiguous`` in one piece without pages,
+which is the best that FA3 can do. So do the sparse peers, FlexPrefill and XAttention as minference 0.1.6 has them.
+XAttention asks for a kernel that minference does not bring; its blocks are attended to by FlexPrefill's. What a server
+does once for all layers (plans) is done beforehand and not timed; what a method does in every layer is.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -75,7 +79,7 @@ def fa3(prompt: Prompt, _: float) -> Prefill:
 
     def run(_: torch.Tensor | None) -> torch.Tensor:
         for (a, b), end, start in zip(shape.chunks, ends, starts, strict=True):
-            prompt.out[a:b] = library.flash_attn_with_kvcache(
+            library.flash_attn_with_kvcache(
                 prompt.q[a:b],
                 prompt.k_pages,
                 prompt.v_pages,
@@ -85,10 +89,20 @@ def fa3(prompt: Prompt, _: float) -> Prefill:
                 max_seqlen_q=b - a,
                 softmax_scale=prompt.scale,
                 causal=True,
+                out=prompt.out[a:b],
             )
         return prompt.out
 
     return run
+
+
+def fa3_contiguous(prompt: Prompt, _: float) -> Prefill:
+    """FA3 over the whole prompt at once, keys and values in one piece."""
+    library, length = importlib.import_module("sgl_kernel.flash_attn"), prompt.shape.length
+    ends = torch.tensor([0, length], dtype=torch.int32, device=prompt.q.device)
+    sizes = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": length, "max_seqlen_k": length}
+    inputs = (prompt.q, prompt.k, prompt.v)
+    return lambda _: library.flash_attn_varlen_func(*inputs, **sizes, softmax_scale=prompt.scale, causal=True)
 
 
 def flashinfer(prompt: Prompt, _: float) -> Prefill:
@@ -96,7 +110,7 @@ def flashinfer(prompt: Prompt, _: float) -> Prefill:
     library, shape, device = importlib.import_module("flashinfer"), prompt.shape, prompt.q.device
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
-    def planned(a: int, b: int) -> object:
+    def planned(a: int, b: int) -> Any:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         # A plan of its own for each chunk: the wrappers share the other workspace alone.
         wrapper.reset_workspace_buffer(workspace, torch.empty(8 * 2**20, dtype=torch.uint8, device=device))
@@ -112,45 +126,62 @@ def flashinfer(prompt: Prompt, _: float) -> Prefill:
 
     def run(_: torch.Tensor | None) -> torch.Tensor:
         for (a, b), wrapper in zip(shape.chunks, wrappers, strict=True):
-            prompt.out[a:b] = wrapper.run(prompt.q[a:b], (prompt.k_pages, prompt.v_pages))  # pyright: ignore[reportAttributeAccessIssue]
+            wrapper.run(prompt.q[a:b], (prompt.k_pages, prompt.v_pages), out=prompt.out[a:b])
         return prompt.out
 
     return run
 
 
+def minference(module: str) -> ModuleType:
+    """A module of minference without what its packages import: a compiled extension that these do not use.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    if "minference" not in sys.modules:
+        spec = importlib.util.find_spec("minference")
+        if spec is None or not spec.submodule_search_locations:
+            raise ImportError("minference is not installed")
+        (folder,) = spec.submodule_search_locations
+        for package in ("", ".modules", ".ops"):
+            stub = ModuleType(f"minference{package}")
+            stub.__path__ = [folder + package.replace(".", "/")]
+            sys.modules[stub.__name__] = stub
+    return importlib.import_module(f"minference.modules.{module}")
+
+
 def flexprefill(prompt: Prompt, gamma: float) -> Prefill:
     """FlexPrefill with its own tau of .1."""
-    library = importlib.import_module("minference.modules.flexprefill")
+    library = minference("flexprefill")
     q, k, v = (part[None] for part in (prompt.q, prompt.k, prompt.v))
     return lambda _: library.flex_prefill_attention(q, k, v, gamma, 0.1, softmax_scale=prompt.scale)[0]
 
 
 def xattention(prompt: Prompt, threshold: float) -> Prefill:
-    """XAttention's estimate with its own stride of 8, and FlashInfer's attention over its blocks."""
-    library = importlib.import_module("minference.modules.xattention")
-    sparse = importlib.import_module("flashinfer.sparse")
-    shape, device = prompt.shape, prompt.q.device
-    wrapper = sparse.VariableBlockSparseAttentionWrapper(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device))
-    group, size = shape.q_heads // shape.kv_heads, shape.block_size
-    q = prompt.q.transpose(0, 1).contiguous()
-    k, v = (part.repeat_interleave(group, 1).transpose(0, 1).contiguous() for part in (prompt.k, prompt.v))
-    blocks = -(-shape.length // size)
-    sizes = torch.full((shape.q_heads, blocks), size, dtype=torch.int32, device=device)
-    sizes[:, -1] = shape.length - (blocks - 1) * size
+    """XAttention with its own stride of 8."""
+    library, attention = minference("xattention"), minference("flexprefill")
+    shape = prompt.shape
+    size, blocks = shape.block_size, -(-shape.length // shape.block_size)
+    q, k, v = (part[None] for part in (prompt.q, prompt.k, prompt.v))
+    queries = q.transpose(1, 2)
+    keys = k.repeat_interleave(shape.q_heads // shape.kv_heads, 2).transpose(1, 2)
+    settings = {"block_size": size, "stride": 8, "norm": 1, "threshold": threshold, "select_mode": "inverse"}
+    settings |= {"use_triton": True, "causal": True, "chunk_size": 2048, "kdb": 1}
+    # It asks for the name, and takes its Triton kernels on an A100 and an H100 only; the other way masks too much.
+    known = mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(name="NVIDIA H100"))
 
     def run(_: torch.Tensor | None) -> torch.Tensor:
-        settings = {"block_size": size, "stride": 8, "norm": 1, "threshold": threshold, "select_mode": "inverse"}
-        settings |= {"use_triton": True, "causal": True, "chunk_size": 2048, "kdb": 1}
-        mask = library.xattn_estimate(q[None], k[None], **settings)[1][0, :, :blocks, :blocks]
-        heads = (shape.q_heads, shape.q_heads, shape.dim)
-        wrapper.plan(mask, sizes, sizes, *heads, q_data_type=q.dtype, sm_scale=prompt.scale)
-        return wrapper.run(q, k, v).transpose(0, 1)
+        with known:
+            mask = library.xattn_estimate(queries, keys, **settings)[1][0, :, :blocks, :blocks]
+        chosen = [[head.tril().flatten().nonzero().flatten() for head in mask]]
+        return attention.triton_block_wise_attention(q, k, v, chosen, size, softmax_scale=prompt.scale)[0]
 
     return run
 
 
 TABLE = (
     Implementation("fa3", fa3, op=DENSE),
+    Implementation("fa3-contiguous", fa3_contiguous, op=DENSE),
     Implementation("flashinfer", flashinfer, op=DENSE),
     Implementation(OURS, anchor, "theta", (4.0, 6.0, 8.0, 10.0, 12.0, 14.0)),
     Implementation("flexprefill", flexprefill, "gamma", (0.8, 0.9, 0.95, 0.98)),
@@ -160,10 +191,11 @@ TABLE = (
 
 @dataclass(frozen=True)
 class Plan:
-    """One row to measure: an implementation with a value of its setting."""
+    """One row to measure: an implementation with a value of its setting, which may be there for a sparsity."""
 
     implementation: Implementation
     value: float
+    target_sparsity: float | None = None
 
     @property
     def label(self) -> str:
@@ -176,18 +208,13 @@ class Plan:
         return partial(self.implementation.prepare(prompt, self.value), None)
 
 
-def plans(names: Sequence[str], thetas: Sequence[float], table: Sequence[Implementation] = TABLE) -> list[Plan]:
+def plans(names: Sequence[str], own: Sequence[Plan], table: Sequence[Implementation] = TABLE) -> list[Plan]:
     """What to measure.
 
     Args:
-        names: of peers; this project's op is always there.
-        thetas: of this project's op.
+        names: of peers.
+        own: of this project's op.
         table: all there is.
     """
-    found = []
-    for one in table:
-        if one.peer and one.name not in names:
-            continue
-        values = (0.0,) if one.setting is None else one.values if one.peer else tuple(thetas)
-        found += [Plan(one, value) for value in values]
-    return found
+    peers = [one for one in table if one.peer and one.name in names]
+    return [*own, *(Plan(one, value) for one in peers for value in (one.values if one.setting else (0.0,)))]

@@ -1,5 +1,6 @@
 """The prefill benchmark: inputs whose outputs tell the mass kept, rows, thresholds, and peers that are not there."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_the_threshold_of_a_sparsity(prompt: Prompt) -> None:
 
 def test_the_file_its_table_and_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = [Implementation("fa3", causal, op=DENSE), ANCHOR, Implementation("gone", broken)]
-    monkeypatch.setattr(bench_prefill, "plans", lambda names, thetas: plans(["fa3", "gone"], thetas, table))
+    monkeypatch.setattr(bench_prefill, "plans", lambda names, own: plans(["fa3", "gone"], own, table))
     out = tmp_path / "prefill.jsonl"
     line = ["--out", str(out), "--lengths", "2700", "--heads", "2,1,64", "--thetas", "3,8", "--rounds", "2"]
     args = parse([*line, "--sparsity", "0.1", "--peers", ""])
@@ -107,27 +108,39 @@ def test_the_file_its_table_and_the_goal(tmp_path: Path, monkeypatch: pytest.Mon
     header, *rows = read_rows(out)
     assert header["recipe"]["stripes"] == 0.3 and header["arguments"]["sparsity"] == 0.1
     summary = [row for row in rows if row["kind"] == "summary"]
-    assert [row["target"] for row in summary] == [False, False, True]
+    assert [row.get("target_sparsity") for row in summary] == [None, None, 0.1]
     assert abs(summary[-1]["sparsity"] - 0.1) < 0.02 and "parts" not in summary[-1]
     text = report_tables.any_table(out)
     assert "| finding the keys | why not |" in text and "| 25.0 % |" in text and "no image" in text
     assert report.main([str(out), "--out", str(tmp_path / "pictures")]) == 0
     assert (tmp_path / "pictures" / "prefill.svg").exists()
-    out.write_text(out.read_text().replace("1x2700", "1x128k"))
+    text = out.read_text().replace("1x2700", "1x128k").replace('"target_sparsity": 0.1', '"target_sparsity": 0.89')
+    out.write_text(text.replace('"q_heads": 2, "kv_heads": 1, "dim": 64', '"q_heads": 32, "kv_heads": 8, "dim": 128'))
     (goal,) = [line for line in goals_table(tmp_path).splitlines() if line.startswith("| K9 ")]
     assert "prefill.jsonl" in goal and "sparsity" in goal
+
+
+def test_a_sparsity_that_no_threshold_gives_stops_nothing(prompt: Prompt, capsys: pytest.CaptureFixture[str]) -> None:
+    args = parse(["--out", "x", "--lengths", "2700", "--thetas", "3,8", "--sparsity", "0.99"])
+    assert [plan.value for plan in bench_prefill.own_plans(prompt, args)] == [3, 8]
+    assert "nothing within 0.02 of it" in capsys.readouterr().err
+
+
+def test_no_output_is_worth_nothing(prompt: Prompt) -> None:
+    for nothing in (torch.zeros(SHAPE.length, 2, 64), torch.full((SHAPE.length, 2, 64), float("nan"))):
+        assert prompt.quality(nothing)["recall"] == 0
 
 
 def test_peers_that_are_not_installed(prompt: Prompt) -> None:
     peers = [one for one in TABLE if one.peer]
     rows = measure(prompt, plans([one.name for one in peers], (), peers), machine(), 2)
-    assert len(rows) == 10 and all("Error" in row["unavailable"] for row in rows)
+    assert len(rows) == 11 and all("Error" in row["unavailable"] for row in rows)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--peers", "fa9"], "--peers: there is no 'fa9', there are fa3, flashinfer, flexprefill, xattention"),
+        (["--peers", "fa9"], "--peers: there is no 'fa9', there are fa3, fa3-contiguous, flashinfer, flexprefill"),
         (["--sparsity", "1.5"], "--sparsity must be between 0 and 1, got 1.5"),
         (["--heads", "32,8"], "--heads must be three numbers"),
         (["--lengths", "100"], "--lengths must be lengths above 128"),
@@ -150,4 +163,20 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 
 
 def test_the_table_knows_its_peers() -> None:
-    assert {one.name for one in prefill_table.TABLE} == {"fa3", "flashinfer", "anchor", "flexprefill", "xattention"}
+    names = [one.name for one in prefill_table.TABLE]
+    assert names == ["fa3", "fa3-contiguous", "flashinfer", "anchor", "flexprefill", "xattention"]
+
+
+def test_minference_without_its_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("minference", "minference/modules", "minference/ops"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("raise RuntimeError('no extension')")
+    (tmp_path / "minference" / "modules" / "flexprefill.py").write_text("from ..ops.kernel import ONE")
+    (tmp_path / "minference" / "ops" / "kernel.py").write_text("ONE = 1")
+    with pytest.raises(ImportError, match="minference is not installed"):
+        prefill_table.minference("flexprefill")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    assert prefill_table.minference("flexprefill").ONE == 1
+    for name in set(sys.modules) - before:
+        del sys.modules[name]

@@ -10,10 +10,11 @@ import pytest
 import torch
 from model_configs import write_config
 
-from sglang_sparse import calibrate, calibration_recall
-from sglang_sparse.calibration_capture import CalibrationError, Captured
-from sglang_sparse.calibration_prompts import Prompts
-from sglang_sparse.calibration_recall import Kept, Tally, candidates, thetas
+from sglang_sparse import calibrate
+from sglang_sparse.calibration import recall as calibration_recall
+from sglang_sparse.calibration.capture import CalibrationError, Captured
+from sglang_sparse.calibration.prompts import Prompts
+from sglang_sparse.calibration.recall import Kept, Tally, candidates, thetas
 from sglang_sparse.config import build, read_config
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor
 from sglang_sparse.prefill_method import PrefillInputs, PrefillSpan

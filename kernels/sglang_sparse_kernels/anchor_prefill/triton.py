@@ -167,7 +167,7 @@ def _anchor_kernel(
     tl.store(pooled_ptr + entry * DIM + dims, mean_query.to(pooled_ptr.dtype.element_ty), mask=dims < DIM)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tiles_ptr", "parts_ptr"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tiles_ptr", "parts_ptr", "theta_ptr"])
 def _identify_kernel(
     k_ptr,
     table_ptr,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_sparse.calibration_capture import CalibrationError
+from sglang_sparse.calibration.capture import CalibrationError
 
 FORMS = ".txt, .jsonl, or either of them with .xz"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.calibration_recall import MAX_THETA, Kept, thetas
+from sglang_sparse.calibration.recall import MAX_THETA, Kept, thetas
 from sglang_sparse.methods.anchor import ALL_KEYS
 
 # Of these the file says what they would keep if all layers had the same.

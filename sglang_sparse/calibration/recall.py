@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_sparse.calibration_capture import Captured
+from sglang_sparse.calibration.capture import Captured
 
 # Thresholds that are judged, in natural-log units: each is a number that float32 and JSON hold exactly.
 THETA_STEP, MAX_THETA = 0.125, 64.0
