@@ -12,6 +12,8 @@ MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
 CONFIG = {"active_ratio": 0.1, "dense_fallback": "never", "min_pages": 4}
 
 
+# Eight minutes on two cores.
+@pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_the_whole_set(serve, tmp_path: Path) -> None:
     with serve(MODEL, "--context-length", "4096", config=CONFIG) as server:
