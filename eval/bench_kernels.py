@@ -36,8 +36,8 @@ from eval.live.record import Record, versions
 from eval.parts.kernel_inputs import OPS, Shape, Step, num_layers
 from eval.parts.kernel_quality import quality, samples
 from eval.parts.kernel_rows import identity, summarise, timing, with_ratios
-from eval.parts.kernel_table import TABLE, UNAVAILABLE, Implementation, chosen, reason
-from sglang_sparse_kernels.timing import Replay, Run, capture, in_turn
+from eval.parts.kernel_table import TABLE, UNAVAILABLE, Implementation, chosen, report_unavailable
+from sglang_sparse_kernels.timing import Replay, Run, capture, in_turn, usable
 
 PACKAGES = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer-python")
 SUMMARY_DTYPES = ("bfloat16", "float8_e4m3fn")
@@ -71,16 +71,7 @@ def gpu() -> Machine:
     if not torch.cuda.is_available():
         raise EvaluationError("the kernels are measured on a CUDA device, and torch finds none")
     properties = torch.cuda.get_device_properties("cuda")
-    return Machine(properties.name, "cuda", properties.L2_cache_size, capture, _usable)
-
-
-def _usable() -> bool:
-    # An access to memory that is not mapped ends the whole CUDA context, unlike a launch that is refused.
-    try:
-        torch.cuda.synchronize()
-    except torch.AcceleratorError:
-        return False
-    return True
+    return Machine(properties.name, "cuda", properties.L2_cache_size, capture, usable)
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -144,14 +135,8 @@ def measure(shape: Shape, plan: Sequence[Implementation], machine: Machine, roun
             replay()
             replays[place] = replay
         except UNAVAILABLE as error:
-            row["unavailable"] = reason(error)
             what = f"{shape.name}, {one.op}: no {one.name}"
-            if not machine.usable():
-                raise EvaluationError(
-                    f"{what}: {row['unavailable']}; nothing can be measured after it in this process: leave it out "
-                    "with --peers"
-                ) from error
-            tqdm.write(f"eval.bench_kernels: {what}: {row['unavailable']}", file=sys.stderr)
+            row["unavailable"] = report_unavailable("eval.bench_kernels", what, error, machine.usable)
         rows.append(row)
     for place, times in zip(replays, in_turn(list(replays.values()), rounds), strict=True):
         rows[place] |= timing(times, shape.num_bytes(plan[place].op, plan[place].kv_dtype.itemsize))

@@ -22,6 +22,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,12 @@ from eval.figures import report_tables
 from eval.live.client import FAILURES, list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
-from eval.parts.kernel_table import UNAVAILABLE, reason
+from eval.parts.kernel_table import UNAVAILABLE, report_unavailable
 from eval.parts.prefill_inputs import Prompt, Shape
-from eval.parts.prefill_table import DENSE, OURS, TABLE, Plan, plans
+from eval.parts.prefill_table import ANCHOR, DENSE, TABLE, Plan, plans
 from eval.structured.generator import read_recipe
-from eval.texts.haystacks import length
+from eval.texts.lengths import length
+from sglang_sparse_kernels.timing import Replay, in_turn, timed, usable
 
 COMMAND = "eval.bench_prefill"
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "minference")
@@ -74,28 +76,13 @@ def gpu() -> Machine:
     if not torch.cuda.is_available():
         raise EvaluationError("prefill is measured on a CUDA device, and torch finds none")
 
-    def time(call: Call) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3
-
     def profile(call: Call) -> dict[str, float]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
             call()
             torch.cuda.synchronize()
         return {event.key: event.device_time_total for event in found.key_averages() if event.device_time_total}
 
-    def usable() -> bool:
-        try:
-            torch.cuda.synchronize()
-        except torch.AcceleratorError:
-            return False
-        return True
-
-    return Machine(torch.cuda.get_device_name(), "cuda", time, profile, usable)
+    return Machine(torch.cuda.get_device_name(), "cuda", timed, profile, usable)
 
 
 def sparsity_of(prompt: Prompt, plan: Plan) -> float:
@@ -112,15 +99,14 @@ def theta_for(prompt: Prompt, sparsity: float, thetas: Sequence[float]) -> float
     Raises:
         EvaluationError: none between the lowest and the highest of `thetas` comes near it.
     """
-    own = next(one for one in TABLE if one.name == OURS)
     low, high = min(thetas), max(thetas)
-    ends = sparsity_of(prompt, Plan(own, low)), sparsity_of(prompt, Plan(own, high))
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         # A higher threshold leaves less out.
-        low, high = (middle, high) if sparsity_of(prompt, Plan(own, middle)) > sparsity else (low, middle)
-    found = sparsity_of(prompt, Plan(own, high))
+        low, high = (middle, high) if sparsity_of(prompt, Plan(ANCHOR, middle)) > sparsity else (low, middle)
+    found = sparsity_of(prompt, Plan(ANCHOR, high))
     if abs(found - sparsity) > SPARSITY_TOLERANCE:
+        ends = [sparsity_of(prompt, Plan(ANCHOR, theta)) for theta in (min(thetas), max(thetas))]
         raise EvaluationError(
             f"--sparsity {sparsity}: at {prompt.shape.name} the thresholds {min(thetas):g} to {max(thetas):g} give "
             f"{ends[0]:.3f} to {ends[1]:.3f}, and nothing within {SPARSITY_TOLERANCE} of it"
@@ -135,7 +121,7 @@ def measure(prompt: Prompt, todo: Sequence[Plan], machine: Machine, rounds: int)
         EvaluationError: an implementation broke the machine.
     """
     rows: list[dict[str, Any]] = []
-    calls: dict[int, Call] = {}
+    replays: dict[int, Replay] = {}
     facts = prompt.shape.facts()
     for place, plan in enumerate(tqdm(todo, desc=prompt.shape.name)):
         one = plan.implementation
@@ -151,20 +137,12 @@ def measure(prompt: Prompt, todo: Sequence[Plan], machine: Machine, rounds: int)
             if not one.peer:
                 row["sparsity"] = sparsity_of(prompt, plan)
                 row["parts"] = {name: round(us, 1) for name, us in machine.profile(call).items()}
-            machine.time(call)
-            calls[place] = call
+            replays[place] = partial(machine.time, call)
         except UNAVAILABLE as error:
-            row["unavailable"] = reason(error)
-            if not machine.usable():
-                raise EvaluationError(
-                    f"{plan.label}: {row['unavailable']}; nothing can be measured after it in this process: leave it "
-                    "out with --peers"
-                ) from error
-            tqdm.write(f"{COMMAND}: {prompt.shape.name}: no {plan.label}: {row['unavailable']}", file=sys.stderr)
+            what = f"{prompt.shape.name}: no {plan.label}"
+            row["unavailable"] = report_unavailable(COMMAND, what, error, machine.usable)
         rows.append(row)
-    times = [[machine.time(call) for call in calls.values()] for _ in range(rounds)]
-    for number, place in enumerate(calls):
-        mine = [taken[number] for taken in times]
+    for place, mine in zip(replays, in_turn(list(replays.values()), rounds), strict=True):
         rows[place] |= {"us": statistics.median(mine), "us_range": [min(mine), max(mine)]}
         if todo[place].implementation.op == DENSE:
             rows[place]["tflops"] = prompt.causal_flops() / rows[place]["us"] / 1e6
@@ -213,11 +191,10 @@ def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu) -> int:
 
 def own_plans(prompt: Prompt, args: argparse.Namespace) -> list[Plan]:
     """The thresholds of the command line, and the one of the sparsity asked for, if there is one."""
-    own = next(one for one in TABLE if one.name == OURS)
-    found = [Plan(own, theta) for theta in args.thetas]
+    found = [Plan(ANCHOR, theta) for theta in args.thetas]
     if args.sparsity is not None:
         try:
-            found.append(Plan(own, theta_for(prompt, args.sparsity, args.thetas), args.sparsity))
+            found.append(Plan(ANCHOR, theta_for(prompt, args.sparsity, args.thetas), args.sparsity))
         except EvaluationError as error:
             # The other thresholds and lengths go on.
             tqdm.write(f"{COMMAND}: {error}", file=sys.stderr)
@@ -237,7 +214,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--lengths", type=list_of(length), default="32k,64k,128k", help="tokens of the prompt")
     parser.add_argument("--chunk", type=length, default="8k", help="tokens that are prefilled at once")
-    parser.add_argument("--thetas", type=list_of(float), default="4,6,8,10,12,14", help="thresholds of anchor")
+    thetas = ",".join(f"{theta:g}" for theta in ANCHOR.values)
+    parser.add_argument("--thetas", type=list_of(float), default=thetas, help="thresholds of anchor")
     parser.add_argument("--sparsity", type=float, help="also the threshold that leaves out this share")
     parser.add_argument("--peers", type=list_of(str), default=",".join(known), help=f"of {', '.join(known)}")
     parser.add_argument("--heads", type=list_of(int), default="32,8,128", help="query heads, KV heads, head dimension")

@@ -66,7 +66,7 @@ from eval.parts.serving_grid import (
     unfit,
 )
 from eval.parts.serving_runs import Side, drive, hit
-from eval.texts.haystacks import length
+from eval.texts.lengths import length
 from launch.server import ServerProcess
 
 INTERVALS = 8

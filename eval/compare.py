@@ -234,7 +234,7 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    from eval.texts.haystacks import length
+    from eval.texts.lengths import length
 
     parser = argparse.ArgumentParser(
         prog="eval.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -68,7 +68,7 @@ from eval.parts.judge_commands import (
     serving_command,
 )
 from eval.parts.judge_rows import agreement, gsm8k_items, prompt_of, read_samples, ruler_items, serving_rows, unmatched
-from eval.texts import haystacks
+from eval.texts.lengths import length
 
 Rows = list[dict[str, Any]]
 
@@ -233,12 +233,12 @@ def parser() -> argparse.ArgumentParser:
         each[function].add_argument("--limit", type=positive, help="questions of each task and length (default: all)")
     each[ruler].add_argument("--tasks", type=list_of(str), default=",".join(TASKS), help=f"of {', '.join(TASKS)}")
     each[ruler].add_argument(
-        "--lengths", type=list_of(haystacks.length), default="4096", help=f"of {', '.join(map(str, LENGTHS))}"
+        "--lengths", type=list_of(length), default="4096", help=f"of {', '.join(map(str, LENGTHS))}"
     )
     each[gsm8k].add_argument("--data", type=Path, required=True, help="JSONL file with question and answer")
     each[gsm8k].add_argument("--train", type=Path, help="the same for the examples; --data by default")
     each[gsm8k].add_argument("--fewshot", type=int, default=5, help="examples before each question")
-    each[serving].add_argument("--lengths", type=list_of(haystacks.length), default="4096", help="tokens of a prompt")
+    each[serving].add_argument("--lengths", type=list_of(length), default="4096", help="tokens of a prompt")
     each[serving].add_argument("--output-length", type=positive, default=128, help="tokens of an answer")
     each[serving].add_argument("--prompts", type=positive, default=32, help="requests of each length")
     both = judges.add_parser("agree", help=agree.__doc__, description=__doc__, formatter_class=_Formatter)

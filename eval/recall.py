@@ -49,6 +49,7 @@ from eval.parts.recall_attention import (
 )
 from eval.parts.recall_method import method_settings, require_served, select, selected_share
 from eval.texts import haystacks
+from eval.texts.lengths import length as parse_length
 from eval.texts.text import FORMS, hide, messages, prompt_text, random_key, random_number
 from eval.texts.windows import make_windows
 
@@ -209,7 +210,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, lengths: str, n: int) 
         n: default of ``--n``.
     """
     parser.add_argument("--model-path", help="folder or name of a checkpoint that transformers loads")
-    parser.add_argument("--lengths", type=list_of(haystacks.length), default=lengths, help="tokens of the prompts")
+    parser.add_argument("--lengths", type=list_of(parse_length), default=lengths, help="tokens of the prompts")
     parser.add_argument("--n", type=int, default=n, help="prompts of each length")
     parser.add_argument("--text", help="text file to take the prompts from, .txt or .txt.xz, instead of needles")
     parser.add_argument("--book", action="append", default=[], help="text file to hide needles in; repeat for more")

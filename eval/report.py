@@ -19,6 +19,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from eval.figures import (
@@ -50,9 +51,9 @@ BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", r
 THETA = ("theta-tiny-gqa", "theta-structured")
 
 
-def _file(name: str) -> Path:
+def _file(name: str, folder: Path = RESULTS) -> Path:
     """A file of the results by its name without suffixes."""
-    return result_files(RESULTS)[name]
+    return result_files(folder)[name]
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
@@ -64,17 +65,17 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "comparison": lambda: report_tables.comparison_table(read_folder(COMPARISON)),
     "comparison-2000": lambda: report_tables.comparison_table(read_folder(RESULTS / "compare-tiny-gqa-2000")),
     "local-pages-1": lambda: report_tables.questions(_file("ruler-local-pages-1")),
-    "drift": lambda: report_tables.drift(result_files(COMPARISON)["long_generation"]),
+    "drift": lambda: report_tables.drift(_file("long_generation", COMPARISON)),
     "agreement": lambda: report_tables.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "theta": lambda: theta_summary.theta([RESULTS / f"{name}.jsonl" for name in THETA]),
     "rectification": lambda: report_tables.rectification(_file("ppl-rectify-records")),
     "rectification-books": lambda: report_tables.rectification(_file("ppl-rectify-book")),
 }
-PICTURES: Mapping[str, Path] = {
-    **{name: _file(name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA)},
-    "compare-niah": result_files(COMPARISON)["niah"],
-    "compare-long-generation": result_files(COMPARISON)["long_generation"],
+PICTURES: Mapping[str, Callable[[], Path]] = {
+    **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA)},
+    "compare-niah": partial(_file, "niah", COMPARISON),
+    "compare-long-generation": partial(_file, "long_generation", COMPARISON),
 }
 
 
@@ -152,7 +153,7 @@ def documents(check: bool) -> int:
             path.write_text(new)
     if not check:
         for name, file in PICTURES.items():
-            draw(file, ROOT / "eval" / "docs" / name)
+            draw(file(), ROOT / "eval" / "docs" / name)
     return status
 
 

@@ -196,6 +196,12 @@ def _explain(origin: str, config_class: type[SparseConfig], error: ValidationErr
     return f"{origin}: " + "; ".join(messages)
 
 
+def prefill_chunk(server_args: Any) -> int | None:
+    """Return the most tokens of a chunk of prefill; None where prompts are not cut."""
+    chunk = server_args.chunked_prefill_size or -1
+    return chunk if chunk > 0 else None
+
+
 def settings_of(server_args: SparseServerArgs) -> Settings | None:
     """Return the settings of a server, or None where no sparse method was asked for.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.config import settings_of
+from sglang_sparse.config import prefill_chunk, settings_of
 from sglang_sparse.method import AuxSpec, ModelShape, parse_layers
 
 if TYPE_CHECKING:
@@ -163,8 +163,7 @@ def most_query_tokens(server_args: Any, max_context: int) -> int:
 
     Without chunks SGLang takes on requests until ``max_prefill_tokens`` are reached, and cuts none of them.
     """
-    chunk = server_args.chunked_prefill_size or -1
-    return chunk if chunk > 0 else server_args.max_prefill_tokens + max_context
+    return prefill_chunk(server_args) or server_args.max_prefill_tokens + max_context
 
 
 def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.config import settings_of
+from sglang_sparse.config import prefill_chunk, settings_of
 from sglang_sparse.passes import Span, decode_view, extend_view, to_device
 from sglang_sparse.requests import state_of
 
@@ -86,8 +86,7 @@ class Rectification:
 
 def pass_tokens(server_args: Any) -> int:
     """Most tokens of a pass: a chunk of prefill, for which SGLang keeps memory."""
-    chunk = server_args.chunked_prefill_size or -1
-    return chunk if chunk > 0 else sys.maxsize
+    return prefill_chunk(server_args) or sys.maxsize
 
 
 def plan_step(settings: Settings, batch: Any, max_tokens: int) -> Rectification | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.config import Settings, SparseArgumentError
+from sglang_sparse.config import Settings, SparseArgumentError, prefill_chunk
 from sglang_sparse.limits import (
     DENSE_BACKENDS,
     FLAG_LIMITS,
@@ -67,9 +67,8 @@ def require_interval(interval: int, args: SparseServerArgs, model: Any) -> None:
     """
     if not interval:
         return
-    chunk = args.chunked_prefill_size or -1
-    for limit, name in ((model.context_len, "context length"), (chunk, "chunked prefill size")):
-        if 0 < limit < interval:
+    for limit, name in ((model.context_len, "context length"), (prefill_chunk(args), "chunked prefill size")):
+        if limit is not None and 0 < limit < interval:
             raise ValueError(f"rectify_interval: got {interval}, allowed: at most the {name} of {limit}")
     if found := _found(args, RECTIFY_LIMITS):
         raise ValueError(f"rectify_interval: got {interval}, allowed on this server: 0; it has {found}")
@@ -127,8 +126,8 @@ def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
     if reason:
         raise SparseArgumentError(f"--sparse-prefill-config of {settings.prefill_name}: {reason}")
     config, group = settings.prefill.config, settings.prefill.group_tokens
-    chunk = args.chunked_prefill_size or -1
-    if chunk > 0 and chunk % group and not config.share_partial_groups:
+    chunk = prefill_chunk(args)
+    if chunk is not None and chunk % group and not config.share_partial_groups:
         raise SparseArgumentError(
             f"--sparse-prefill-method {settings.prefill_name}: the chunked prefill size is {chunk}; allowed: multiples "
             f'of {group} tokens, the group that can be cached, or {{"share_partial_groups": true}}'

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eval.figures.pictures import save
+from eval.texts.lengths import short_length
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +59,7 @@ def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], lengths: Sequence[int]
             text = f"{means[i, j]:.2f}\nn={len(scores)}"
             axes.text(j, i, text, ha="center", va="center", color=colour, fontsize=8)
     image = axes.imshow(means, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    axes.set_xticks(range(len(lengths)), [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
+    axes.set_xticks(range(len(lengths)), [short_length(n) for n in lengths])
     axes.set_yticks(range(len(depths)), [f"{100 * depth:g}" for depth in depths])
     axes.set_xlabel("length, tokens")
     return image

@@ -11,6 +11,7 @@ from eval.figures.verdicts import DEFINITION, RANDOM, read_folder
 from eval.live.counters import EvaluationError
 from eval.live.record import read_finished, read_rows, result_files
 from eval.parts.judge_rows import agreement
+from eval.texts.lengths import short_length
 
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], str]]
@@ -54,8 +55,7 @@ def bounds(name: str, places: int, sign: bool = True) -> Callable[[Row], str]:
 
 def length(row: Row) -> str:
     """Tokens, in k where they are a multiple of 1024."""
-    tokens = row.get("length")
-    return "" if tokens is None else f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+    return "" if row.get("length") is None else short_length(row["length"])
 
 
 def percent(name: str) -> Callable[[Row], str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from eval.texts.lengths import short_length
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summaries, update_page_summary
 from sglang_sparse_kernels.page_topk import page_topk
@@ -39,7 +40,7 @@ class Shape:
     @property
     def name(self) -> str:
         """As given on the command line."""
-        return f"{self.batch}x{self.length // 1024}k" if self.length % 1024 == 0 else f"{self.batch}x{self.length}"
+        return f"{self.batch}x{short_length(self.length)}"
 
     @property
     def n_pages(self) -> int:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from tqdm import tqdm
 from triton.errors import TritonError
 
 from eval.live.counters import EvaluationError
@@ -110,6 +112,30 @@ def chosen(ops: Sequence[str], peers: Sequence[str], table: Sequence[Implementat
     if not found:
         raise EvaluationError(f"none of the peers {', '.join(peers)} does {', '.join(ops)}")
     return found
+
+
+def report_unavailable(command: str, what: str, error: BaseException, usable: Callable[[], bool]) -> str:
+    """Say on stderr that an implementation is not there, and why.
+
+    Args:
+        command: that says it.
+        what: is missing, such as "1x128k, page_topk: no flashinfer".
+        error: of `UNAVAILABLE`.
+        usable: whether the machine can go on.
+
+    Returns:
+        The reason.
+
+    Raises:
+        EvaluationError: the machine cannot go on.
+    """
+    why = reason(error)
+    if not usable():
+        raise EvaluationError(
+            f"{what}: {why}; nothing can be measured after it in this process: leave it out with --peers"
+        ) from error
+    tqdm.write(f"{command}: {what}: {why}", file=sys.stderr)
+    return why
 
 
 def reason(error: BaseException) -> str:

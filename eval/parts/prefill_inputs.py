@@ -10,6 +10,7 @@ import torch
 
 from eval.structured.generator import make_qkv
 from eval.structured.structure import Recipe
+from eval.texts.lengths import short_length
 from sglang_sparse_kernels.testing import paged_batch, seeded
 
 SAMPLED = 64
@@ -30,7 +31,7 @@ class Shape:
     @property
     def name(self) -> str:
         """As in ``eval.bench_kernels``."""
-        return f"1x{self.length // 1024}k" if self.length % 1024 == 0 else f"1x{self.length}"
+        return f"1x{short_length(self.length)}"
 
     @property
     def chunks(self) -> list[tuple[int, int]]:

@@ -20,13 +20,12 @@ from unittest import mock
 
 import torch
 
+from eval.parts.kernel_attention import PLAN_BYTES, WORKSPACE_BYTES
 from eval.parts.prefill_inputs import Prompt
 from sglang_sparse_kernels.anchor_prefill import anchor_prefill, make_plan
 
 DENSE, SPARSE = "dense_prefill", "sparse_prefill"
-OURS = "anchor"
 STEP = 16
-WORKSPACE_BYTES = 256 * 2**20
 # Fills the prompt's output or returns another one, and counts pairs of query and key in ``stats``, if it counts them.
 Prefill = Callable[[torch.Tensor | None], torch.Tensor]
 
@@ -52,7 +51,7 @@ class Implementation:
     @property
     def peer(self) -> bool:
         """Whether it is somebody else's."""
-        return self.name != OURS
+        return self is not ANCHOR
 
 
 def anchor(prompt: Prompt, theta: float) -> Prefill:
@@ -113,7 +112,7 @@ def flashinfer(prompt: Prompt, _: float) -> Prefill:
     def planned(a: int, b: int) -> Any:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         # A plan of its own for each chunk: the wrappers share the other workspace alone.
-        wrapper.reset_workspace_buffer(workspace, torch.empty(8 * 2**20, dtype=torch.uint8, device=device))
+        wrapper.reset_workspace_buffer(workspace, torch.empty(PLAN_BYTES, dtype=torch.uint8, device=device))
         pages = -(-b // shape.page_size)
         starts, ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (b - a, pages))
         last = torch.tensor([(b - 1) % shape.page_size + 1], dtype=torch.int32, device=device)
@@ -179,11 +178,12 @@ def xattention(prompt: Prompt, threshold: float) -> Prefill:
     return run
 
 
+ANCHOR = Implementation("anchor", anchor, "theta", (4.0, 6.0, 8.0, 10.0, 12.0, 14.0))
 TABLE = (
     Implementation("fa3", fa3, op=DENSE),
     Implementation("fa3-contiguous", fa3_contiguous, op=DENSE),
     Implementation("flashinfer", flashinfer, op=DENSE),
-    Implementation(OURS, anchor, "theta", (4.0, 6.0, 8.0, 10.0, 12.0, 14.0)),
+    ANCHOR,
     Implementation("flexprefill", flexprefill, "gamma", (0.8, 0.9, 0.95, 0.98)),
     Implementation("xattention", xattention, "threshold", (0.7, 0.8, 0.9, 0.95)),
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 from eval.live.client import Chunk, LiveServer, Stream
 from eval.live.counters import EvaluationError
+from eval.texts.lengths import short_length
 
 NO_METHOD = "none"
 ROOT = Path(__file__).parent.parent.parent
@@ -48,8 +49,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Such as "4x32k"."""
-        size = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
-        return f"{self.batch}x{size}"
+        return f"{self.batch}x{short_length(self.context)}"
 
     def tokens(self, output: int) -> int:
         """Tokens of KV that the batch takes with answers of `output` tokens."""

@@ -13,7 +13,7 @@ from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt, Suite
 from eval.live.tokens import Tokens
-from eval.texts.haystacks import length
+from eval.texts.lengths import length
 
 CUTS = 8
 

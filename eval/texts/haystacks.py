@@ -15,6 +15,7 @@ from pathlib import Path
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.tokens import Tokens
+from eval.texts.lengths import length
 from eval.texts.text import NOISE, Haystack, read_book, sentences, words
 from eval.texts.windows import BOOK
 
@@ -160,19 +161,6 @@ def share(parts: Sequence[str], depth: float) -> float:
             return i / len(parts)
         passed += len(part)
     return 1.0
-
-
-def length(text: str) -> int:
-    """Tokens, such as "4096" or "4k" (k = 1024).
-
-    Raises:
-        argparse.ArgumentTypeError: it is neither.
-    """
-    digits = text.strip().lower()
-    digits, factor = (digits[:-1], 1024) if digits.endswith("k") else (digits, 1)
-    if not digits.isdecimal() or not int(digits):
-        raise argparse.ArgumentTypeError(f"{text!r} is no length: allowed are positive integers such as 4096 or 4k")
-    return int(digits) * factor
 
 
 def add_arguments(parser: argparse.ArgumentParser, tasks: Sequence[str], lengths: str, n: int) -> None:

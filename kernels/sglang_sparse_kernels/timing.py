@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +12,26 @@ WARM_UP_ROUNDS = 2
 
 Run = Callable[[], "torch.Tensor | None"]
 Replay = Callable[[], float]
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Microseconds of a call on the GPU, by CUDA events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def usable() -> bool:
+    """Whether this process can still use the GPU after an error."""
+    # An access to memory that is not mapped ends the whole CUDA context, unlike a launch that is refused.
+    try:
+        torch.cuda.synchronize()
+    except torch.AcceleratorError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -24,16 +44,10 @@ class Graph:
     graph: torch.cuda.CUDAGraph
     calls: int
     runs: Sequence[Run]
-    start: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(enable_timing=True))
-    end: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(enable_timing=True))
 
     def __call__(self) -> float:
         """Replay it; microseconds a call, by CUDA events."""
-        self.start.record()
-        self.graph.replay()
-        self.end.record()
-        self.end.synchronize()
-        return self.start.elapsed_time(self.end) * 1e3 / self.calls
+        return timed(self.graph.replay) / self.calls
 
 
 def capture(runs: Sequence[Run]) -> Graph:

@@ -110,17 +110,20 @@ class Tally:
             end = min(first + block_size * step, tokens)
             # On the CPU, where sums do not depend on the order in which threads come.
             gaps, mass = (part.cpu() for part in candidates(captured, first, end, block_size))
-            self._mass += self._binned(gaps, mass.double())
-            self._pairs += self._binned(gaps, torch.full_like(mass, end - first, dtype=torch.float64))
+            places = self._places(gaps)
+            self._mass += self._counted(places, mass.double())
+            self._pairs += self._counted(places) * (end - first)
             self._queries += end - first
             self._causal += (first + 1 + end) * (end - first) // 2
 
-    def _binned(self, gaps: Tensor, weights: Tensor) -> Tensor:
+    def _places(self, gaps: Tensor) -> Tensor:
         # A key is kept from the threshold on that equals its gap; one without a finite gap is always kept.
         bins = torch.bucketize(torch.where(gaps.isfinite(), gaps, -torch.inf), thetas())
-        heads = torch.arange(len(gaps))[:, None] * self._bins
-        counts = torch.bincount((bins + heads).flatten(), weights.flatten(), self._mass.numel())
-        return counts.view(self._mass.shape)
+        return (bins + torch.arange(len(gaps))[:, None] * self._bins).flatten()
+
+    def _counted(self, places: Tensor, weights: Tensor | None = None) -> Tensor:
+        weights = None if weights is None else weights.flatten()
+        return torch.bincount(places, weights, self._mass.numel()).view(self._mass.shape)
 
     def kept(self) -> Kept:
         """What was counted so far."""

@@ -81,7 +81,7 @@ def test_the_op_over_pages_in_chunks(prompt: Prompt) -> None:
 def test_rows_and_ratios(prompt: Prompt) -> None:
     dense = [Implementation(name, causal, op=DENSE) for name in ("slow", "fast")]
     todo = [Plan(dense[0], 0), Plan(dense[1], 0), Plan(ANCHOR, 4.0), Plan(Implementation("gone", broken), 0)]
-    rows = measure(prompt, todo, machine(*[9] * 3, 30, 20, 4, 32, 22, 5), 2)
+    rows = measure(prompt, todo, machine(*[9] * 6, 30, 20, 4, 32, 22, 5), 2)
     assert [row.get("us") for row in rows] == [31, 21, 4.5, None]
     assert rows[2]["dense"] == "fast" and rows[2]["dense_ratio"] == 21 / 4.5 and rows[2]["label"] == "anchor theta=4"
     assert rows[2]["parts"]["_sparse_kernel"] == 3 and 0 < rows[2]["sparsity"] < 1 and rows[0]["tflops"] > 0
