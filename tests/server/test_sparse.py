@@ -4,7 +4,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -191,21 +191,18 @@ def samples(server: ServerProcess) -> dict[str, Any]:
     return {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert condition()
-
-
 def test_a_live_server_shows_all_of_it(server: ServerProcess) -> None:
     params = {"max_new_tokens": 42, "temperature": 0.0, "ignore_eos": True}
     server.generate(input_ids=list(range(10, 810)), sampling_params=params)
-    wait_for(lambda: server.log().count("Decode batch") >= 10)
-    wait_for(lambda: server.log().count("Sparse decode") == server.log().count("Decode batch"))
+    # A step's answer leaves before its line is logged, and the overlapped step behind it logs later still. The
+    # scheduler answers questions between steps, so at its second answer both have been logged.
+    for _ in range(2):
+        server.server_info()
+    log = server.log()
+    assert log.count("Decode batch") >= 10
     # An interval whose rows all asked for dense attention has no fraction.
-    found = [[float(value.replace("n/a", "nan")) for value in groups] for groups in LINE.findall(server.log())]
-    assert len(found) == server.log().count("Decode batch")
+    found = [[float(value.replace("n/a", "nan")) for value in groups] for groups in LINE.findall(log)]
+    assert len(found) == log.count("Decode batch")
     shown = samples(server)
     labels = shown["sglang:num_running_reqs"].labels
     assert labels["tp_rank"] == "0"
