@@ -153,8 +153,8 @@ class Step:
 
     def select(self, layer: Layer) -> torch.Tensor:
         """Select the highest pages; the result is ``[B, Hkv, n_select]``, physical pages."""
-        out = (layer.indices, layer.counts)
-        page_topk(layer.scores, self.batch.page_table, self.batch.n_pages, self.n_select, self.shape.n_select, out)
+        tables = (self.batch.page_table, self.batch.n_pages, self.n_select, self.shape.n_select)
+        page_topk(layer.scores, *tables, (layer.indices, layer.counts), tables_ready=True)
         return layer.indices
 
     def attend(self, layer: Layer) -> torch.Tensor:

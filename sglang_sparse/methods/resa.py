@@ -81,9 +81,9 @@ class Resa(DecodeMethod):
         """One selection a KV head, by the mean query of its group."""
         summary = pools.buffer(SUMMARY, layer_id)
         scores = page_score(query, summary, view.page_table, view.n_pages, view.scores, self.config.local_pages)
-        indices, counts = page_topk(
-            scores, view.page_table, view.n_pages, view.n_select, view.max_select, view.selected, view.stats
-        )
+        pages = (view.page_table, view.n_pages, view.n_select, view.max_select)
+        # The view is filled before the model runs, and what looks up its embeddings waits for that.
+        indices, counts = page_topk(scores, *pages, view.selected, view.stats, tables_ready=True)
         return SparseIndices(indices, counts)
 
 

@@ -112,11 +112,18 @@ def test_cuda_holds_the_longest_rows(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scores", ["normal", "ties", "wide"])
+@pytest.mark.parametrize("tables_ready", [False, True])
 @pytest.mark.parametrize(("implementation", "cluster"), [("triton", 0), *(("cuda", size) for size in (1, 2, 4, 8))])
-def test_replays_of_a_graph_give_the_same_bits(implementation: str, cluster: int, scores: str, device: str) -> None:
+def test_replays_of_a_graph_give_the_same_bits(
+    implementation: str, cluster: int, tables_ready: bool, scores: str, device: str
+) -> None:
     """A hundred times, between kernels that are launched dependently, into poisoned outputs."""
     arguments = make(Case((4096, 37, 0, 1000), (410, 16, 4, 1000), 1000, heads=4, scores=scores), device)
-    options = on_clusters(arguments, cluster) if implementation == "cuda" else {}
+    options = {}
+    if implementation == "cuda":
+        options = {**on_clusters(arguments, cluster), "tables_ready": tables_ready}
+    elif tables_ready:
+        pytest.skip("the CUDA kernel alone makes use of it")
     expected_indices, expected_counts = run_reference(arguments)
     source = arguments["scores"].clone()
     out = torch.empty_like(expected_indices), torch.empty_like(expected_counts)

@@ -34,10 +34,10 @@ namespace shape_{cluster}_{threads} {{
 extern "C" void run_{cluster}_{threads}(
     unsigned heads, unsigned rows, const float* scores, const int* table, const int* n_pages, const int* n_select,
     int* indices, int* counts, unsigned long long* stats, long long stride, long long width, long long max_select,
-    long long aligned) {{
+    long long aligned, long long tables_ready) {{
     launch(CLUSTER * heads, rows, THREADS, CLUSTER, [=] {{
         shape_{cluster}_{threads}::page_topk(scores, table, n_pages, n_select, indices, counts, stats, stride, width,
-                                             max_select, aligned);
+                                             max_select, aligned, tables_ready);
     }});
 }}
 #undef page_topk
@@ -73,7 +73,7 @@ def on_cpu(
     tensors = (scores, table, arguments["n_pages"], arguments["n_select"], indices, counts)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     pointers.append(ctypes.c_void_p(stats.data_ptr() if stats is not None else 0))
-    sizes = (table.stride(0), width, arguments["max_select"], int(cuda.aligned(scores, table)))
+    sizes = (table.stride(0), width, arguments["max_select"], int(cuda.aligned(scores, table)), 0)
     numbers = [ctypes.c_longlong(value) for value in sizes]
     library[f"run_{shape.cluster}_{shape.threads}"](heads, rows, *pointers, *numbers)
     return indices, counts

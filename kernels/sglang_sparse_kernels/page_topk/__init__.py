@@ -18,6 +18,7 @@ def page_topk(
     max_select: int,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     stats: torch.Tensor | None = None,
+    tables_ready: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the ``n_select[b]`` highest-scored pages of each row and KV head.
 
@@ -33,6 +34,10 @@ def page_topk(
         out: optional ``(indices, counts)``, contiguous, shaped and typed as the result.
         stats: optional ``[3]`` int64 counters, incremented by the number of (row, KV head) pairs with a selection,
             the pages they selected, and the pages they hold.
+        tables_ready: ``page_table``, ``n_pages`` and ``n_select`` were written before the last launch of the stream
+            that waited for its predecessors as launches do by default, or before the graph's. The kernel may then read
+            them while a kernel that came after that launch still runs, as all of this package may (programmatic
+            dependent launch).
 
     Returns:
         ``indices`` ``[B, Hkv, max_select]`` int32, physical pages in ascending logical order, of which the first
@@ -63,8 +68,9 @@ def page_topk(
         return reference.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats)
     from . import cuda, triton
 
-    kernel = cuda if cuda.takes(scores) else triton
-    return kernel.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats)
+    if cuda.takes(scores):
+        return cuda.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats, tables_ready)
+    return triton.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats)
 
 
 def _check_arguments(

@@ -13,6 +13,7 @@
 #define GROUP (ITEMS < 8 ? ITEMS : 8)
 // Whether registers are left for the page table.
 #define PAGES_HELD (ITEMS <= 8)
+#define PAGES_SIZE (PAGES_HELD ? ITEMS : 4)
 #define ALL 0xFFFFFFFFu
 #define NOT_A_NUMBER __uint_as_float(0x7FC00000u)
 #define INFINITE __uint_as_float(0x7F800000u)
@@ -427,59 +428,71 @@ __device__ void load_four(const Number* source, int left, bool aligned, Number* 
     }
 }
 
-// Selects `wanted` of `n_pages` pages.
-__device__ void select(const float* scores, const int* page_table, int n_pages, int wanted, int* indices, bool aligned,
-                       Shared& shared) {
-    // Each block, and in it each thread, holds consecutive pages, in fours.
-    unsigned part = (n_pages + 4 * CLUSTER - 1u) / (4 * CLUSTER) * 4;
-    int items = (part + 4 * THREADS - 1) / (4 * THREADS) * 4, first = block_rank() * part + threadIdx.x * items;
-    int left = min(n_pages, (int)(block_rank() * part + part)) - first;
-    float held[ITEMS], sample[4];
-    int pages[PAGES_HELD ? ITEMS : 1];
-#pragma unroll
-    for (int group = 0; group < ITEMS; group += 4) {
-        if (group >= items) break;
-        load_four<float4>(scores + first + group, left - group, aligned, held + group);
+// A thread's consecutive pages, in fours, of those that its block holds.
+struct Part {
+    int items, first, left;
+    __device__ explicit Part(int n_pages) {
+        unsigned size = (n_pages + 4 * CLUSTER - 1u) / (4 * CLUSTER) * 4;
+        items = (size + 4 * THREADS - 1) / (4 * THREADS) * 4;
+        first = block_rank() * size + threadIdx.x * items;
+        left = min(n_pages, (int)(block_rank() * size + size)) - first;
     }
+};
+
+template <typename Four, typename Number, int SIZE>
+__device__ void load_part(const Number* source, const Part& part, bool aligned, Number (&target)[SIZE]) {
+#pragma unroll
+    for (int group = 0; group < SIZE; group += 4) {
+        if (group >= part.items) break;
+        load_four<Four>(source + part.first + group, part.left - group, aligned, target + group);
+    }
+}
+
+// Selects `wanted` of `n_pages` pages.
+__device__ void select(const float* scores, const int* page_table, const int (&pages)[PAGES_SIZE], Part part,
+                       int n_pages, int wanted, int* indices, bool aligned, Shared& shared) {
+    float held[ITEMS], sample[4];
+    load_part<float4>(scores, part, aligned, held);
     int start = threadIdx.x * ((n_pages + 4 * THREADS - 1u) / (4 * THREADS) * 4);
     if (CLUSTER > 1) load_four<float4>(scores + start, n_pages - start, aligned, sample);
 #pragma unroll
-    for (int group = 0; group < ITEMS; group += 4) {
-        if (!PAGES_HELD || group >= items) break;
-        load_four<int4>(page_table + first + group, left - group, aligned, pages + group);
-    }
-#pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        held[i] = i < items && i < left ? clean(held[i]) : NOT_A_NUMBER;
+        held[i] = i < part.items && i < part.left ? clean(held[i]) : NOT_A_NUMBER;
         hide(held[i]);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++)
         sample[i] = CLUSTER == 1 ? held[i] : start + i < n_pages ? clean(sample[i]) : NOT_A_NUMBER;
-    Threshold threshold = find_threshold(held, sample, items, wanted, shared);
-    if (threshold.all) place<false>(held, pages, items, page_table + first, threshold, indices, shared);
-    else place<true>(held, pages, items, page_table + first, threshold, indices, shared);
+    Threshold threshold = find_threshold(held, sample, part.items, wanted, shared);
+    if (threshold.all) place<false>(held, pages, part.items, page_table + part.first, threshold, indices, shared);
+    else place<true>(held, pages, part.items, page_table + part.first, threshold, indices, shared);
     if (CLUSTER > 1) cluster_wait();
 }
 
 // No pointer is __restrict__: what the kernel before this one wrote must not be read as constant, or before the wait.
+// With `tables_ready` the page table and the numbers of pages are older, and read while that kernel still runs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 page_topk(const float* scores, const int* page_table, const int* n_pages_ptr, const int* n_select_ptr, int* indices,
           int* counts, unsigned long long* stats, long long table_stride, long long width, long long max_select_wide,
-          long long aligned) {
+          long long aligned, long long tables_ready) {
     SHARED(Shared, shared);
     launch_dependents();
     clear(shared);
     if (CLUSTER > 1)
         for (int i = threadIdx.x; i < LIST; i += THREADS) shared.list[i] = 0;
     if (threadIdx.x == 0) shared.listed = 0;
-    await_inputs();
+    if (!tables_ready) await_inputs();
     int head = blockIdx.x / CLUSTER, row = blockIdx.y, heads = gridDim.x / CLUSTER;
     long long pair = (long long)row * heads + head;
     int n_pages = n_pages_ptr[row], max_select = (int)max_select_wide;
     int wanted = max(0, min(min(n_select_ptr[row], n_pages), max_select));
     page_table += row * table_stride;
     indices += pair * max_select;
+    Part part(n_pages);
+    int pages[PAGES_SIZE];
+    if (PAGES_HELD) load_part<int4>(page_table, part, aligned, pages);
+    // Nothing is written before it either: the kernel before this one may still read what the last selection was.
+    await_inputs();
     if (threadIdx.x == 0 && block_rank() == 0) {
         counts[pair] = wanted;
         if (stats && head == 0 && wanted > 0) {
@@ -494,5 +507,5 @@ page_topk(const float* scores, const int* page_table, const int* n_pages_ptr, co
         for (int i = start; i < n_pages; i += CLUSTER * THREADS) indices[i] = page_table[i];
         return;
     }
-    select(scores + pair * width, page_table, n_pages, wanted, indices, aligned, shared);
+    select(scores + pair * width, page_table, pages, part, n_pages, wanted, indices, aligned, shared);
 }

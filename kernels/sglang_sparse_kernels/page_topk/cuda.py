@@ -7,6 +7,9 @@ order. Triton cannot say this: its histogram counts by shuffles.
 
 The blocks of a cluster (Hopper and later) divide a row. They meet twice: for the sums of their histograms, and for the
 scores of the bin; each then knows what the others select.
+
+Half of the time is that of loads which wait for others: the numbers of pages, then the scores. Where the tables are
+older than the kernel before this one, all that depends on them alone runs beside that kernel.
 """
 
 import functools
@@ -101,6 +104,7 @@ def page_topk(
     max_select: int,
     out: tuple[torch.Tensor, torch.Tensor],
     stats: torch.Tensor | None = None,
+    tables_ready: bool = False,
     shape: Shape | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``page_topk.page_topk``; for what ``takes`` allows."""
@@ -112,7 +116,7 @@ def page_topk(
         processors = num_processors(scores.device) if dependent_launch(scores.device) else 0
         shape = shape_of(width, batch * heads, processors)
     tensors = (scores, page_table, n_pages, n_select, indices, counts, stats)
-    sizes = (page_table.stride(0), width, max_select, int(aligned(scores, page_table)))
+    sizes = (page_table.stride(0), width, max_select, int(aligned(scores, page_table)), int(tables_ready))
     _kernel(scores.device, shape)((shape.cluster * heads, batch), shape.threads, *tensors, *sizes)
     return out
 
