@@ -1,0 +1,43 @@
+"""Sparse prefill in groups of the paper's size: prompts that part beyond a group's end, all at once."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+from server_requests import assert_exact, assert_nothing_leaked, greedy, sparse_state
+
+GROUP = 16 * 128
+# Leaves out some of the keys before a group, not all.
+SPARSE = {"theta": 0.5, "crossover_tokens": GROUP, "dense_fallback": "never", "check_exactness": True}
+PAST = (1, 130, 3000)
+
+
+def test_all_who_share_a_prefix_have_its_cold_keys(serve, checkpoint) -> None:
+    rng = random.Random(11)
+
+    def some(count: int) -> list[int]:
+        return [rng.randrange(10, 1000) for _ in range(count)]
+
+    # The first of two shared groups is dense.
+    shared = some(2 * GROUP + max(PAST) + 30)
+    hits = [shared[: 2 * GROUP + past] + some(more) for past, more in zip(PAST, (150, 700, 150), strict=True)]
+    first, cold = [*shared, *some(30)], [some(length) for length in (100, 600, GROUP - 1, GROUP + 129)]
+    prompts = [first, *hits, *cold]
+    limits = ("--chunked-prefill-size", str(2 * GROUP), "--context-length", "8192")
+    with serve(checkpoint, *limits, prefill=SPARSE) as server:
+        at_once = greedy(server, prompts, tokens=4, at_once=8)
+        # Every page of the tree against its prefix prefilled in one piece; the server ends at a difference of 1e-4.
+        assert_exact(server, GROUP)
+        server.flush_cache()
+        greedy(server, [first], tokens=4)
+        params = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+        before = sparse_state(server)["prefill"]
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda prompt: server.generate(input_ids=prompt, sampling_params=params), prompts))
+        assert [answer["output_ids"] for answer in answers] == at_once
+        cached = [answer["meta_info"]["cached_tokens"] for answer in answers[1:4]]
+        assert cached == [(2 * GROUP + past) // GROUP * GROUP for past in PAST]
+        after = sparse_state(server)["prefill"]
+        causal, attended = (after[name] - before[name] for name in ("pairs_causal", "pairs_attended"))
+        assert attended < 0.9 * causal
+        assert_exact(server, GROUP)
+        assert_nothing_leaked(server)
