@@ -10,13 +10,14 @@ from .plan import AnchorPlan, Slice
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters: keys per step, warps and pipeline stages of the attention, and warps of the identification,
-    whose keys per step are the plan's.
+    """Launch parameters: keys per step, warps, pipeline stages and most registers of a thread (None for as many as the
+    compiler likes) of the attention, and warps of the identification, whose keys per step are the plan's.
     """
 
     block_keys: int = 64
     num_warps: int = 8
     num_stages: int = 3
+    max_registers: int | None = None
     identify_warps: int = 8
 
 
@@ -38,6 +39,12 @@ class Launch:
     page_size: int
     scale: float
     config: Config
+
+    @property
+    def attention_options(self) -> dict[str, int | None]:
+        """Triton's launch options of the two attention kernels."""
+        config = self.config
+        return {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
 
     def strides(self, *names: str) -> list[int]:
         """Those of the first two dimensions of each tensor."""

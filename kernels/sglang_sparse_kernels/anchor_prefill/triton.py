@@ -416,8 +416,7 @@ def find_active_keys(launch: Launch, theta: torch.Tensor) -> Scratch:
         *launch.strides("q", "k_cache", "v_cache"),
         *(table_stride, piece.num_queries, launch.scale * _LOG2_E),
         **launch.constants("GROUP", "DIM", "V_DIM", "PAGE", "TILE", "UPCAST"),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **launch.attention_options,
     )
     if not len(piece.tile_table):
         return scratch
@@ -455,7 +454,6 @@ def _attend_slice(launch: Launch, theta: torch.Tensor, out: torch.Tensor, v_scal
         *launch.strides("q", "k_cache", "v_cache"),
         *(piece.num_queries, launch.scale * _LOG2_E, v_scale),
         **launch.constants("GROUP", "DIM", "V_DIM", "TILE", "UPCAST"),
-        num_warps=launch.config.num_warps,
-        num_stages=launch.config.num_stages,
+        **launch.attention_options,
     )
     return scratch.counts
