@@ -96,8 +96,8 @@ class SparseAttentionBackend(DelegatingBackend):
         self.prefill: PrefillPath | None = None
         if settings.prefill:
             layers = parse_layers(settings.prefill.config.layers, model.num_layers)
-            table = runner.req_to_token_pool.req_to_token
-            self.prefill = PrefillPath(settings.prefill, layers, runner.token_to_kv_pool, table, page_size)
+            pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+            self.prefill = PrefillPath(settings.prefill, layers, pool, table, page_size, model.num_q_heads)
             logger.info("sglang_sparse: prefill %s, %s", settings.prefill_name, self.prefill.describe(model.num_layers))
         select_stats = torch.zeros(3, dtype=torch.int64, device=device)
         self.counters = Counters(settings, self._pools, model, select_stats, self.prefill)

@@ -140,9 +140,6 @@ RECTIFY_LIMITS = (
 
 PREFILL_LIMITS = (
     FlagLimit("KV cache events", _set("kv_events_config"), "groups have keys of their own in the radix tree"),
-    FlagLimit(
-        "mixed chunk", _set("enable_mixed_chunk"), "a decode row in a prefill pass would take the prefill's path"
-    ),
 )
 
 

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 # The attribute of the stock pool under which the wrapper finds the buffers: the pool's class stays SGLang's own.
 ATTRIBUTE = "sglang_sparse_pools"
+# SGLang's own bound on the rows that run at once, where none is given.
+MOST_ROWS = 4096
 
 
 class AuxPools:
@@ -161,9 +163,11 @@ def charge_aux_bytes(cell_size: int, configurator: Any, kvc: Any, num_layers: in
 def most_query_tokens(server_args: Any, max_context: int) -> int:
     """Return an upper bound of an extend pass's query tokens.
 
-    Without chunks SGLang takes on requests until ``max_prefill_tokens`` are reached, and cuts none of them.
+    Without chunks SGLang takes on requests until ``max_prefill_tokens`` are reached, and cuts none of them. Rows that
+    decode within a mixed batch may come on top of a chunk, see ``prefill.py``.
     """
-    return prefill_chunk(server_args) or server_args.max_prefill_tokens + max_context
+    tokens = prefill_chunk(server_args) or server_args.max_prefill_tokens + max_context
+    return tokens + (server_args.max_running_requests or MOST_ROWS if server_args.enable_mixed_chunk else 0)
 
 
 def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:

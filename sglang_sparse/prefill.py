@@ -5,10 +5,14 @@ The rule of sharing: KV of a sparsely prefilled prompt is a function of its pref
 one in its keys (``group_keys.py``), and everybody who shares a prefix has the KV that a cold prefill of the prompt in
 one piece would have given. Generated tokens are encoded by decode and rectification, not by prefill; they are shared
 only as far as a prompt would be dense.
+
+In a mixed batch (SGLang's mixed chunk) rows that decode follow those of prompts, with one query token each. They attend
+densely, as they do without a prefill method.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -88,7 +92,7 @@ def limit_match(found: int, request: Any, *_: Any) -> int:
 
 def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``PrefillAdder.add_one_req``: a request's first chunk ends at a group's end, or waits for more budget."""
-    if _end_with_group(adder, request, adder.rem_chunk_tokens):
+    if _end_with_group(adder, request):
         return original(adder, request, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -101,32 +105,45 @@ def add_chunk(original: Callable[..., Any], adder: Any, request: Any) -> Any:
     SGLang must be given a chunk here. Where memory for a whole group is lacking it gets what there is, and the request
     shares nothing from that group on.
     """
-    budget = adder.rem_chunk_tokens
-    if budget is not None and int(adder.rem_total_tokens) > 0:
-        budget = min(budget, int(adder.rem_total_tokens))
-    _end_with_group(adder, request, budget)
+    memory = int(adder.rem_total_tokens)
+    _end_with_group(adder, request, memory if memory > 0 else sys.maxsize)
     return original(adder, request)
 
 
-def _end_with_group(adder: Any, request: Any, budget: int | None) -> bool:
-    """Lower the chunk budget to what ends a chunk of the request at a boundary; returns whether there is any such.
+def _end_with_group(adder: Any, request: Any, memory: int = sys.maxsize) -> bool:
+    """Set the chunk budget to what ends a chunk of the request at a boundary; returns whether there is any such.
 
     What the chunk then leaves of the budget is given up: SGLang takes requests on until the budget is used up, and a
     second one that is cut short is more than it can hold.
+
+    SGLang takes the rows that decode within a mixed batch off the budget. Where too little for a group is then left to
+    the first prompt of a pass, it gets their share, too, and the pass has as many tokens more than the chunked prefill
+    size. Otherwise it would wait for rows to end: with a chunk of one group, for the last of them.
     """
-    method = sharing_method(request)
+    method, budget = sharing_method(request), adder.rem_chunk_tokens
     start, end = len(request.prefix_indices), len(request.full_untruncated_fill_ids)
     size = adder.page_size
-    if method is None or budget is None or -(-(end - start) // size) * size <= budget:
+    if method is None or budget is None or -(-(end - start) // size) * size <= min(budget, memory):
         return True
-    boundary = start + budget // size * size
-    # Generated tokens, in a prefill after a retraction, are dense.
-    if boundary < len(request.origin_input_ids):
-        boundary = method.boundary(boundary)
-    if boundary <= start:
-        return False
-    adder.rem_chunk_tokens = boundary - start
-    return True
+    for tokens in (budget, budget + _mixed_rows(adder)):
+        boundary = start + min(tokens, memory) // size * size
+        # Generated tokens, in a prefill after a retraction, are dense.
+        if boundary < len(request.origin_input_ids):
+            boundary = method.boundary(boundary)
+        if boundary > start:
+            adder.rem_chunk_tokens = boundary - start
+            return True
+    return False
+
+
+def _mixed_rows(adder: Any) -> int:
+    """How many rows will decode beside the prompts of a pass that has none yet."""
+    from sglang.srt.runtime_context import get_server_args
+
+    running = adder.running_batch
+    if adder.can_run_list or running is None or not get_server_args().enable_mixed_chunk:
+        return 0
+    return len(running.reqs)
 
 
 def cache_whole_groups(original: Callable[..., None], tree: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -157,8 +174,12 @@ def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
         return
     spans: list[PrefillSpan] = []
     if batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False):
+        decoding = {id(request) for request in batch.decoding_reqs or ()} if batch.forward_mode.is_mixed() else set()
         for row, request in enumerate(batch.reqs):
             start, end = batch.prefix_lens[row], batch.prefix_lens[row] + batch.extend_lens[row]
+            if id(request) in decoding:
+                spans.append(PrefillSpan(row, start, end, None, decodes=True))
+                continue
             spans += split_prompt(row, start, end, len(request.origin_input_ids), method_of(request))
             note_chunk_end(request, end)
     backend.prefill.begin(spans, forward_batch.req_pool_indices)

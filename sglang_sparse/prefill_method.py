@@ -47,12 +47,24 @@ class PrefillSpan:
         start: position of the first query token.
         end: position behind the last.
         method: the method with this request's config; None attends densely.
+        decodes: the one token of a row that decodes within a mixed batch. It is no prefill's, and is not counted.
     """
 
     row: int
     start: int
     end: int
     method: PrefillMethod | None
+    decodes: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens."""
+        return self.end - self.start
+
+    @property
+    def causal_pairs(self) -> int:
+        """Query-key pairs of dense attention, in one layer and query head."""
+        return self.tokens * (self.start + 1 + self.end) // 2
 
 
 @dataclass(frozen=True)
@@ -69,8 +81,8 @@ class PrefillInputs:
         k_scale: factor of the stored keys.
         v_scale: factor of the stored values.
         out: ``[tokens, q_heads, v_head_dim]``, written.
-        pairs: int64 ``[2]`` on the device; the pass adds the query-key pairs that it attended to, and those that dense
-            attention would have.
+        pairs: int64 ``[2]`` on the device; the method adds the query-key pairs that it attended to, and those that
+            dense attention would have, of all query tokens and heads.
     """
 
     query: torch.Tensor

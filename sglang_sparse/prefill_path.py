@@ -23,17 +23,26 @@ class PrefillPath:
         kv_pool: SGLang's KV pool.
         req_to_token: ``[requests, positions]``, SGLang's table of slots.
         page_size: tokens per page.
+        q_heads: query heads on this rank.
 
     Attributes:
         method: the server's method.
         layers: the layers whose prefill is sparse.
         sparse_tokens: query tokens of sparse groups since the server started.
         dense_tokens: query tokens of prefill that attended densely.
-        pairs: int64 ``[2]`` on the device, see ``PrefillInputs``: of passes that had a sparse token.
+        pairs: int64 ``[2]`` on the device: query-key pairs attended to, and those that dense attention would have, over
+            the query heads of ``layers``. Of all tokens that are counted above, so also of passes that were dense
+            throughout. What serves no prompt is left out: rows that decode within a mixed batch, and rectification.
     """
 
     def __init__(
-        self, method: PrefillMethod, layers: Sequence[int], kv_pool: Any, req_to_token: torch.Tensor, page_size: int
+        self,
+        method: PrefillMethod,
+        layers: Sequence[int],
+        kv_pool: Any,
+        req_to_token: torch.Tensor,
+        page_size: int,
+        q_heads: int,
     ):
         self.method = method
         self.layers = frozenset(layers)
@@ -44,6 +53,7 @@ class PrefillPath:
         self._kv_pool = kv_pool
         self._req_to_token = req_to_token
         self._page_size = page_size
+        self._q_heads = q_heads
         self._plan: Any = None
         self._tokens = 0
         self._page_table = torch.zeros(0, 0, dtype=torch.int32)
@@ -65,18 +75,29 @@ class PrefillPath:
             counted: False for a pass that serves no request.
         """
         sparse = sum(_sparse_tokens(span) for span in spans)
-        self._tokens = sum(span.end - span.start for span in spans)
+        self._tokens = sum(span.tokens for span in spans)
         self._plan = None
         self._pairs = self.pairs if counted else torch.zeros_like(self.pairs)
         if counted:
-            self.sparse_tokens += sparse
-            self.dense_tokens += self._tokens - sparse
+            self._count(spans, sparse)
         if not sparse:
             return
         device = self._req_to_token.device
         self._plan = self.method.plan(spans, device)
         ends = self._req_to_token[req_pool_indices, : max(span.end for span in spans) : self._page_size]
         self._page_table = (ends // self._page_size).to(torch.int32).contiguous()
+
+    def _count(self, spans: Sequence[PrefillSpan], sparse: int) -> None:
+        prompts = [span for span in spans if not span.decodes]
+        self.sparse_tokens += sparse
+        self.dense_tokens += sum(span.tokens for span in prompts) - sparse
+        # The method counts the pairs of a pass with a sparse token, those of decoding rows among them.
+        if sparse:
+            pairs = -sum(span.causal_pairs for span in spans if span.decodes)
+        else:
+            pairs = sum(span.causal_pairs for span in prompts)
+        if pairs:
+            self.pairs += pairs * self._q_heads * len(self.layers)
 
     def takes(self, layer_id: int) -> bool:
         """Whether the pass is sparse in this layer."""

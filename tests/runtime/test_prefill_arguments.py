@@ -47,6 +47,12 @@ def test_thetas_by_layer_and_where_they_come_from_are_reported(qwen3: str) -> No
     assert json.loads(args.sparse_prefill_config).items() >= fields.items()
 
 
+@pytest.mark.parametrize("decode", [{}, {"sparse_method": "resa", "sparse_config": '{"rectify_interval": 0}'}])
+def test_mixed_chunk_with_any_decode_that_does_not_rectify(qwen3: str, decode: dict[str, str]) -> None:
+    args = resolve(qwen3, **PREFILL, **decode, chunked_prefill_size=2048, enable_mixed_chunk=True)
+    assert args.enable_mixed_chunk
+
+
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
     [
@@ -65,7 +71,7 @@ def test_thetas_by_layer_and_where_they_come_from_are_reported(qwen3: str) -> No
         ({"page_size": 128}, "the server's page size is 128; allowed: 1, 2, 4"),
         ({"chunked_prefill_size": 3000}, "the chunked prefill size is 3000; allowed: multiples of 2048 tokens"),
         ({"kv_events_config": "{}"}, "--sparse-prefill-method anchor cannot run with KV cache events"),
-        ({"enable_mixed_chunk": True}, "--sparse-prefill-method anchor cannot run with mixed chunk"),
+        ({"enable_mixed_chunk": True, "sparse_method": "resa"}, "--sparse-method resa cannot rectify with mixed chunk"),
         ({"sparse_config": "{}"}, "--sparse-config needs --sparse-method, which was not given"),
         (
             {"sparse_prefill_config": '{"share_partial_groups": true, "check_exactness": true}'},

@@ -21,7 +21,9 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "model_shape", lambda *_: SHAPE)
 
 
-def configurator(chunk: int | None = 8192, prefill: str | None = "anchor", v_dim: int = 128, **kwargs: Any) -> Any:
+def configurator(
+    chunk: int | None = 8192, prefill: str | None = "anchor", v_dim: int = 128, mixed: int | None = None, **kwargs: Any
+) -> Any:
     args = SimpleNamespace(
         sparse_method=None,
         sparse_prefill_method=prefill,
@@ -29,6 +31,8 @@ def configurator(chunk: int | None = 8192, prefill: str | None = "anchor", v_dim
         page_size=16,
         chunked_prefill_size=chunk,
         max_prefill_tokens=16384,
+        enable_mixed_chunk=mixed is not None,
+        max_running_requests=mixed,
     )
     model = SimpleNamespace(context_len=CONTEXT, v_head_dim=v_dim)
     return SimpleNamespace(
@@ -47,6 +51,12 @@ def test_the_pool_leaves_the_scratch_of_the_largest_pass(chunk: int | None, toke
     expected = scratch_bound(tokens, CONTEXT, 32, 128, 128, 128, 8)
     assert 2**27 < expected < 2**29
     assert pools.charge_scratch(20 * GIB, configurator(chunk), 80.0) == 20 * GIB - expected
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(40, 8232), (0, 8192 + 4096)])
+def test_rows_that_decode_in_a_mixed_batch_come_on_top(rows: int, tokens: int) -> None:
+    expected = scratch_bound(tokens, CONTEXT, 32, 128, 128, 128, 8)
+    assert pools.charge_scratch(20 * GIB, configurator(mixed=rows), 80.0) == 20 * GIB - expected
 
 
 def test_wide_values_are_counted() -> None:

@@ -42,6 +42,11 @@ PREFILL_VARIANTS: tuple[dict[str, Any], ...] = (
         "prefill": {"crossover_tokens": 96, "dense_fallback": "auto"},
     },
 )
+# Rows decode within the batches of prompts; beside them a chunk of one group has no room for a group.
+MIXED_VARIANTS: tuple[dict[str, Any], ...] = (
+    {"overlap": True, "slots": 480, "chunk": 64, "config": {"rectify_interval": 0}, "prefill": {}, "mixed": True},
+    {"overlap": False, "slots": 480, "chunk": 32, "config": {"rectify_interval": 0}, "prefill": {}, "mixed": True},
+)
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},
@@ -49,6 +54,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True, "config": {"rectify_interval": 5, "rectify_on_finish": True, "rectify_max_batch": 1}},
     {"overlap": False, "config": CROSSING},
     *PREFILL_VARIANTS,
+    *MIXED_VARIANTS,
     {"overlap": True, "page_size": 16, "config": {"rectify_interval": 12, "rectify_on_finish": True}},
     {"overlap": False, "config": {"rectify_interval": 0}},
     {"overlap": True, "config": {"rectify_interval": 0, "summary_dtype": "bf16"}},
@@ -86,6 +92,7 @@ class Block:
             "chunk": options.chunk,
             "config": f"'{json.dumps(options.config)}'",
             "prefill": f"'{json.dumps(options.prefill)}'",
+            "mixed": "on" if options.mixed else "off",
             "steps": self.steps,
             "first-seed": seed,
             "schedules": 1,

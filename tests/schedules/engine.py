@@ -40,6 +40,7 @@ class EngineOptions:
         chunk: chunked prefill size; small, so that most prompts are chunked.
         config: further fields of ``--sparse-config``.
         prefill: further fields of ``--sparse-prefill-config``; None for dense prefill.
+        mixed: SGLang's mixed chunk: rows decode within the batches of prompts.
     """
 
     overlap: bool
@@ -48,6 +49,7 @@ class EngineOptions:
     chunk: int = 16
     config: dict[str, Any] = field(default_factory=dict)
     prefill: dict[str, Any] | None = None
+    mixed: bool = False
 
     @property
     def pages(self) -> int:
@@ -115,6 +117,7 @@ class Engine:
             max_running_requests=RUNNING,
             chunked_prefill_size=options.chunk,
             disable_overlap_schedule=not options.overlap,
+            enable_mixed_chunk=options.mixed,
             # Admits more than fits, which is what makes the pool run full in the middle of decoding.
             schedule_conservativeness=0.1,
             log_level="error",

@@ -46,10 +46,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=16, help="chunked prefill size")
     parser.add_argument("--config", type=json.loads, default={"rectify_interval": 4}, help="more of --sparse-config")
     parser.add_argument("--prefill", type=json.loads, help="sparse prefill with this of --sparse-prefill-config")
+    parser.add_argument("--mixed", choices=["on", "off"], default="off", help="rows decode within batches of prompts")
     parser.add_argument("--vary", action="store_true", help="blocks take turns with VARIANTS of the above")
     parser.add_argument(
         "--sabotage",
-        choices=["guard", "summary", "rectified", "leak", "groups", "match", "keys"],
+        choices=["guard", "summary", "rectified", "leak", "groups", "match", "keys", "mixed"],
         help="break the product, to see it caught",
     )
     parser.add_argument("--self-test", action="store_true", help="afterwards, require that every sabotage is caught")
@@ -146,7 +147,8 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
     end = args.first_seed + args.schedules
     for number, first in enumerate(range(args.first_seed, end, args.block)):
         overlap = number % 2 == 0 if args.overlap == "both" else args.overlap == "on"
-        options = EngineOptions(overlap, args.page_size, args.slots, args.chunk, args.config, args.prefill)
+        mixed = args.mixed == "on"
+        options = EngineOptions(overlap, args.page_size, args.slots, args.chunk, args.config, args.prefill, mixed)
         if args.vary:
             options = replace(options, **VARIANTS[number % len(VARIANTS)])
         blocks.append(Block(first, min(first + args.block, end) - 1, args.steps, options, args.sabotage))
@@ -155,7 +157,7 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
 
 def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
     """Break the product in each known way; returns the ways that nobody noticed."""
-    from blocks import Block, run_blocks
+    from blocks import MIXED_VARIANTS, Block, run_blocks
     from engine import EngineOptions
     from sabotage import SABOTAGES
 
@@ -164,6 +166,8 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
         options = EngineOptions(True, config={"rectify_interval": 4})
         if name in ("groups", "match", "keys"):
             options = replace(options, slots=480, chunk=64, prefill={})
+        if name == "mixed":
+            options = replace(options, **MIXED_VARIANTS[0])
         block = Block(args.first_seed, args.first_seed + SELF_TEST_SCHEDULES - 1, 8, options, name)
         (row,) = run_blocks([block], model, workers=1, most_failures=1)
         write("sabotage", **row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from engine import Engine
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_sparse import group_keys, pools, prefill
-from sglang_sparse.prefill_method import PrefillMethod
+from sglang_sparse.prefill_method import PrefillMethod, PrefillSpan
 
 
 def let_approximate_kv_in(engine: Engine) -> None:
@@ -84,6 +85,18 @@ def forget_what_a_group_is(engine: Engine) -> None:
     group_keys.marked = lambda tokens, method: tokens
 
 
+def prefill_decoding_rows(engine: Engine) -> None:
+    """Let the rows that decode within a mixed batch take the path of prompts."""
+    path = engine.runner.attn_backend.prefill
+    original = path.begin
+
+    def begin(spans: list[PrefillSpan], *args: Any, **kwargs: Any) -> None:
+        routed = [replace(span, method=path.method) if span.decodes else span for span in spans]
+        original(routed, *args, **kwargs)
+
+    path.begin = begin
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "guard": let_approximate_kv_in,
     "summary": corrupt_a_summary,
@@ -92,4 +105,5 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "groups": share_incomplete_groups,
     "match": match_within_groups,
     "keys": forget_what_a_group_is,
+    "mixed": prefill_decoding_rows,
 }

@@ -36,6 +36,7 @@ class Counts:
     cached_tokens: int = 0
     rectified_tokens: int = 0
     finish_tokens: int = 0
+    mixed_rows: int = 0
     pages_checked: int = 0
     worst_difference: float = 0.0
 
@@ -128,6 +129,9 @@ class Schedule:
 
     def _check(self) -> None:
         self._note(check_step(self.engine))
+        last = self.engine.scheduler.last_batch
+        if last is not None and last.forward_mode.is_mixed():
+            self.counts.mixed_rows += len(last.decoding_reqs)
         if self._rng.random() < RECOMPUTE_RUNNING:
             self.counts.worst_difference = max(self.counts.worst_difference, check_running_kv(self.engine))
         forced = self._retract

@@ -26,20 +26,20 @@ def run(out: Path, *flags: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("schedules") / "rows.jsonl"
-    flags = ["--schedules", "300", "--block", "50", "--steps", "3", "--slots", "80", "--vary", "--self-test"]
+    flags = ["--schedules", "320", "--block", "40", "--steps", "3", "--slots", "80", "--vary", "--self-test"]
     return run(out, *flags, "--workers", str(WORKERS))
 
 
-def test_every_page_is_exact_and_none_is_lost_in_300_schedules(rows) -> None:
+def test_every_page_is_exact_and_none_is_lost_in_320_schedules(rows) -> None:
     blocks, summary = [row for row in rows if row["kind"] == "block"], rows[-1]
-    assert sum(row["schedules"] for row in blocks if row["options"]["overlap"]) == 150
-    assert (summary["schedules"], summary["mismatches"], summary["leaks"], summary["errors"]) == (300, 0, 0, 0)
+    assert sum(row["schedules"] for row in blocks if row["options"]["overlap"]) == 160
+    assert (summary["schedules"], summary["mismatches"], summary["leaks"], summary["errors"]) == (320, 0, 0, 0)
 
 
 def test_the_schedules_reach_what_they_are_for(rows) -> None:
     reached = rows[-1]
     names = ["aborts", "retractions", "full_pools", "evictions", "flushes"]
-    names += ["cached_tokens", "rectified_tokens", "finish_tokens"]
+    names += ["cached_tokens", "rectified_tokens", "finish_tokens", "mixed_rows"]
     assert [name for name in names if reached[name] == 0] == []
 
 
@@ -53,6 +53,7 @@ def test_the_schedules_reach_what_they_are_for(rows) -> None:
         ("groups", "mismatch"),
         ("match", "mismatch"),
         ("keys", "mismatch"),
+        ("mixed", "mismatch"),
     ],
 )
 def test_a_broken_product_is_noticed(rows, sabotage, kind) -> None:
