@@ -26,6 +26,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from eval.figures.tpot import decode_figures, summarise
+from eval.live.arms import decode_config
 from eval.live.client import FAILURES, LiveServer, Stream, generate, stream
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.record import Record
@@ -131,7 +132,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         EvaluationError: see the functions that this one calls.
     """
     with LiveServer(args.base_url, args.batch) as server:
-        server.sparse_state()
+        decode_config(server)
         facts = server.facts()
         require_capacity(facts, args.batch, args.context, args.short, args.tokens)
         arms = make_arms(args, server.vocabulary_size(args.vocab))

@@ -8,7 +8,8 @@ a server does. Every implementation runs with each value of its setting, in turn
 of the whole prompt, and beside it what its output is worth: the attention mass that it keeps (`recall`) and its
 distance from dense attention in float64 (`dense_l2`), over a sample of queries of all heads. Of this project's op also
 the sparsity: the share of causal query-key pairs that it left out. ``--sparsity`` adds the threshold that gives so
-much, found by bisection between the lowest and the highest of ``--thetas``.
+much, found by bisection between the lowest and the highest of ``--thetas``; with ``--dense-below`` that at which a
+server whose crossover is there leaves out so much, as ``eval.bench_serving`` needs it. What is measured is the same.
 
 ``dense_ratio`` is against the fastest dense peer. ``parts`` of this project's op are microseconds by kernel, from one
 profiled run. A peer that is not installed or fails is reported and the others go on.
@@ -30,6 +31,7 @@ import torch
 from tqdm import tqdm
 
 from eval.figures import report_tables
+from eval.figures.goals import SPARSITY_TOLERANCE
 from eval.live.client import FAILURES, list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
@@ -43,7 +45,6 @@ from sglang_sparse_kernels.timing import Replay, in_turn, timed, usable
 COMMAND = "eval.bench_prefill"
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "minference")
 BISECTIONS = 12
-SPARSITY_TOLERANCE = 0.02
 
 Call = Callable[[], torch.Tensor]
 
@@ -85,28 +86,39 @@ def gpu() -> Machine:
     return Machine(torch.cuda.get_device_name(), "cuda", timed, profile, usable)
 
 
-def sparsity_of(prompt: Prompt, plan: Plan) -> float:
-    """Share of the causal query-key pairs that this project's op leaves out."""
-    stats = torch.zeros(2, dtype=torch.int64, device=prompt.q.device)
+def sparsity_of(prompt: Prompt, plan: Plan, dense_below: int = 0) -> float:
+    """Share of the causal query-key pairs that this project's op leaves out.
+
+    Args:
+        prompt: the inputs.
+        plan: of this project's op.
+        dense_below: chunks up to this position count as dense.
+    """
+    chunks = prompt.shape.chunks
+    stats = torch.zeros(len(chunks), 2, dtype=torch.int64, device=prompt.q.device)
     plan.implementation.prepare(prompt, plan.value)(stats)
-    attended, causal = stats.tolist()
-    return 1 - attended / causal
+    attended, causal = stats.unbind(1)
+    dense = torch.tensor([end <= dense_below for _, end in chunks], device=stats.device)
+    return 1 - (torch.where(dense, causal, attended).sum() / causal.sum()).item()
 
 
-def theta_for(prompt: Prompt, sparsity: float, thetas: Sequence[float]) -> float:
+def theta_for(prompt: Prompt, sparsity: float, thetas: Sequence[float], dense_below: int = 0) -> float:
     """The threshold at which so much is left out.
 
     Raises:
         EvaluationError: none between the lowest and the highest of `thetas` comes near it.
     """
+
+    def left_out(theta: float) -> float:
+        return sparsity_of(prompt, Plan(ANCHOR, theta), dense_below)
+
     low, high = min(thetas), max(thetas)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         # A higher threshold leaves less out.
-        low, high = (middle, high) if sparsity_of(prompt, Plan(ANCHOR, middle)) > sparsity else (low, middle)
-    found = sparsity_of(prompt, Plan(ANCHOR, high))
-    if abs(found - sparsity) > SPARSITY_TOLERANCE:
-        ends = [sparsity_of(prompt, Plan(ANCHOR, theta)) for theta in (min(thetas), max(thetas))]
+        low, high = (middle, high) if left_out(middle) > sparsity else (low, middle)
+    if abs(left_out(high) - sparsity) > SPARSITY_TOLERANCE:
+        ends = [left_out(theta) for theta in (min(thetas), max(thetas))]
         raise EvaluationError(
             f"--sparsity {sparsity}: at {prompt.shape.name} the thresholds {min(thetas):g} to {max(thetas):g} give "
             f"{ends[0]:.3f} to {ends[1]:.3f}, and nothing within {SPARSITY_TOLERANCE} of it"
@@ -168,7 +180,8 @@ def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu) -> int:
         EvaluationError: see the functions that this one calls.
     """
     found, recipe = machine(), read_recipe(args.recipe)
-    names = ("lengths", "chunk", "thetas", "sparsity", "peers", "heads", "page_size", "rounds", "seed")
+    names = ("lengths", "positions", "chunk", "thetas", "sparsity", "dense_below", "peers", "heads", "page_size")
+    names = (*names, "recipe", "rounds", "seed")
     header = {"device": found.name, "versions": versions(PACKAGES), "recipe": recipe.model_dump()}
     header["arguments"] = {name: getattr(args, name) for name in names}
     failed = False
@@ -176,7 +189,7 @@ def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu) -> int:
         for tokens in args.lengths:
             shape = Shape(tokens, args.chunk, *args.heads, page_size=args.page_size)
             try:
-                prompt = Prompt(shape, recipe, found.device, args.seed)
+                prompt = Prompt(shape, recipe, found.device, args.seed, args.positions)
             except ValueError as error:
                 raise EvaluationError(f"{shape.name}: {error}") from error
             rows = measure(prompt, plans(args.peers, own_plans(prompt, args)), found, args.rounds)
@@ -194,7 +207,8 @@ def own_plans(prompt: Prompt, args: argparse.Namespace) -> list[Plan]:
     found = [Plan(ANCHOR, theta) for theta in args.thetas]
     if args.sparsity is not None:
         try:
-            found.append(Plan(ANCHOR, theta_for(prompt, args.sparsity, args.thetas), args.sparsity))
+            theta = theta_for(prompt, args.sparsity, args.thetas, args.dense_below)
+            found.append(Plan(ANCHOR, theta, args.sparsity))
         except EvaluationError as error:
             # The other thresholds and lengths go on.
             tqdm.write(f"{COMMAND}: {error}", file=sys.stderr)
@@ -217,10 +231,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     thetas = ",".join(f"{theta:g}" for theta in ANCHOR.values)
     parser.add_argument("--thetas", type=list_of(float), default=thetas, help="thresholds of anchor")
     parser.add_argument("--sparsity", type=float, help="also the threshold that leaves out this share")
+    parser.add_argument(
+        "--dense-below", type=length, default=0, help="for --sparsity: a server's crossover_tokens, dense there"
+    )
     parser.add_argument("--peers", type=list_of(str), default=",".join(known), help=f"of {', '.join(known)}")
     parser.add_argument("--heads", type=list_of(int), default="32,8,128", help="query heads, KV heads, head dimension")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--recipe", type=json.loads, default={}, help="of the structure, as JSON (eval/structured)")
+    parser.add_argument("--positions", type=length, help="tokens of which a prompt is the first, as on a server")
     parser.add_argument("--rounds", type=int, default=7, help="times that each is measured")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs")
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
@@ -232,6 +250,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         ("lengths", bool(args.lengths) and min(args.lengths) > 128, "lengths above 128"),
         ("thetas", bool(args.thetas), "one at least"),
         ("sparsity", args.sparsity is None or 0 < args.sparsity < 1, "between 0 and 1"),
+        ("dense_below", args.dense_below % args.chunk == 0, f"a multiple of --chunk, which is {args.chunk}"),
+        (
+            "positions",
+            args.positions is None or args.positions >= max(args.lengths, default=0),
+            "as many as a prompt has",
+        ),
         ("heads", len(args.heads) == 3 and min(args.heads) > 0, "three numbers, such as 32,8,128"),
         ("page_size", args.page_size in (1, 2, 4, 8, 16, 32, 64), "a power of two up to 64"),
         ("rounds", args.rounds >= 2, "2 or more"),

@@ -1,4 +1,4 @@
-"""``python -m eval.bench_serving``: a dense and a sparse server on this machine, driven by SGLang's benchmark client.
+r"""``python -m eval.bench_serving``: a dense and a sparse server on this machine, driven by SGLang's benchmark client.
 
     python -m eval.bench_serving --shape qwen3-1.7b --contexts 4k,32k,128k,256k --batch 1,4 --out serving.jsonl
 
@@ -18,10 +18,25 @@ longer to tokenize than to prefill; and the pages that the sparse server summari
 must be none. ``below_crossover``: the least ratio at contexts up to 8k in cells that the server decoded dense by
 itself.
 
-``--sparse-prefill-method`` adds a prefill method to the sparse server; with ``--sparse-method none`` it is alone.
+``--sparse-prefill-method`` adds a prefill method to the sparse server; with ``--sparse-method none`` it is alone, and
+the grid, which is about decode, is left out. With a prefill method ``first_token`` is measured: the time to the first
+token of a cold prompt of each context, one at a time (`eval.parts.serving_first_token`), the median of ``--cold-runs``
+and their range. With ``--both`` dense and sparse take turns. ``--chunked-prefill-size 8k,16k`` does everything with
+each size, on servers of its own. ``first_token_below``: the least ratio at contexts up to 8k that the server prefilled
+dense by itself.
+
 Dummy weights have no structure to find: ``--structured '{}'`` has every layer of every server attend with generated
 queries, keys and values (`eval.structured`), and the row says which share of the query-key pairs was left out
-(``sparsity``).
+(``sparsity``, of the server's counters). What a prefill keeps of the attention mass stands beside it, from a file of
+``eval.bench_prefill`` with the same inputs, length and threshold::
+
+    python -m eval.bench_prefill --lengths 32k,64k,128k --sparsity 0.89 --dense-below 8k --out prefill.jsonl
+    python -m eval.bench_serving --shape qwen3-8b --both --contexts 4k,8k,32k,64k,128k --chunked-prefill-size 8k,16k \
+        --sparse-method none --sparse-prefill-method anchor --structured '{}' --server-args "--page-size 16" \
+        --sparsity 0.89 --recall-from prefill.jsonl --out serving.jsonl
+
+``--sparsity`` asks for the threshold that the file has for this share at each length, and a context at which the server
+left out more or less by two points is no result. Without it the threshold is the server's.
 
 A server's arguments are those of the grid, then ``--server-args``, then its own; the later ones win. ``--server
 dense="--page-size 1"`` gives the dense one some of its own, and any other name starts one more dense server, such as
@@ -32,11 +47,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +59,19 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from eval.live.client import FAILURES, LiveServer, list_of
+from eval.live.client import FAILURES, LiveServer
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.live.runner import arguments_of
-from eval.parts import model_shapes
+from eval.parts import model_shapes, serving_first_token
 from eval.parts.judge_commands import reach
+from eval.parts.serving_arguments import parse
 from eval.parts.serving_grid import (
     DENSE,
     NO_METHOD,
-    Cell,
     below_crossover,
     environment,
+    grid,
     methods,
     prefix_hits,
     prefix_tokens,
@@ -66,7 +82,7 @@ from eval.parts.serving_grid import (
     unfit,
 )
 from eval.parts.serving_runs import Side, drive, hit
-from eval.texts.lengths import length
+from eval.texts.lengths import short_length
 from launch.server import ServerProcess
 
 INTERVALS = 8
@@ -74,7 +90,8 @@ SPARSE = "sparse"
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 # Of the summary, what is printed.
 SHOWN = ("id", "decode_tpot", "dense_decode_tpot", "decode_tpot_ratio", "ttft_median_ratio", "output_throughput_ratio")
-SHOWN = (*SHOWN, "density", "dense_rows", "sparsity", "ttft", "dense_ttft", "ttft_over_dense", "recomputed")
+SHOWN = (*SHOWN, "density", "dense_rows", "sparsity", "recall", "ttft", "dense_ttft", "ttft_ratio", "ttft_over_dense")
+SHOWN = (*SHOWN, "recomputed")
 
 
 class Bench:
@@ -89,7 +106,9 @@ class Bench:
     def __init__(self, args: argparse.Namespace, record: Record, scratch: Path) -> None:
         self.args, self.record, self.scratch = args, record, scratch
         self.items: list[dict[str, Any]] = []
+        self.summary: list[dict[str, Any]] = []
         self.left_out: set[tuple[str, str]] = set()
+        self.chunk: int | None = None
         self.failed = False
         self.config: dict[str, Any] = {}
 
@@ -100,7 +119,7 @@ class Bench:
             EvaluationError: it does not start, is not what it should be, or its answers would be too short.
         """
         args = self.args
-        log = args.out.with_suffix(f".{name}.log")
+        log = args.out.with_suffix(f".{short_length(self.chunk)}.{name}.log" if self.chunk else f".{name}.log")
         process = ServerProcess(folder, *flags, log_path=log, timeout=args.start_timeout, env=environment(args))
         try:
             stack.enter_context(process)
@@ -108,10 +127,14 @@ class Bench:
             said = [line for line in process.log().splitlines() if "error" in line.lower()] or ["no reason in its log"]
             raise EvaluationError(f"the {name} server did not start: {said[-1].strip()} (all of it: {log})") from error
         server = stack.enter_context(LiveServer(process.url))
-        require_inputs(args, server)
+        info = server.ask(lambda http: http.get("/server_info").raise_for_status().json())
         expect = "+".join(methods(args)) if name == SPARSE else DENSE
         asked = argparse.Namespace(expect=expect, model=None, tokenizer=None, custom_params={})
-        side = Side(name, process.url, server, reach(asked, server, max(args.contexts) + args.output_length))
+        target = reach(asked, server, max(args.contexts) + args.output_length)
+        graphs = ((info.get("cuda_graph_config") or {}).get("prefill") or {}).get("backend", "disabled") != "disabled"
+        prefill = (info["internal_states"][0].get("sparse") or {}).get("prefill") or {}
+        inputs = require_inputs(args, info["internal_states"])
+        side = Side(name, process.url, server, target, inputs, prefill.get("config"), graphs)
         line = shlex.join(["python", *process.command[1:]])
         self.record.add("server", arm=name, facts=side.target.facts, command=line, start_seconds=process.start_seconds)
         if name == SPARSE and args.sparse_method != NO_METHOD:
@@ -127,19 +150,20 @@ class Bench:
         return self.config.get("rectify_interval", 0)
 
     def measure(self, sides: Sequence[Side]) -> None:
-        """Run the grid and the prefix hits on servers that are up, in turn."""
-        cells = [Cell(context, batch) for context in self.args.contexts for batch in self.args.batch]
-        plan = [(cell, run, side) for cell in cells for run in range(self.args.runs) for side in sides]
-        for cell, run, side in tqdm(plan, desc=" and ".join(side.name for side in sides)):
-            needed = cell.tokens(self.args.output_length)
-            self.attempt(
-                side,
-                cell.name,
-                needed,
-                lambda c=cell, r=run, s=side: drive(self.args, s, c, r, self.config, self.scratch),
-            )
-        for side in sides if self.args.prefix else ():
-            self.attempt(side, "prefix_hit", prefix_tokens(self.args), lambda s=side: hit(self.args, s))
+        """Run the grid, the prefix hits and the cold prefills on servers that are up, in turn."""
+        args = self.args
+        plan = [(cell, run, side) for cell in grid(args) for run in range(args.runs) for side in sides]
+        for cell, run, side in tqdm(plan, desc=" and ".join(side.name for side in sides), disable=not plan):
+            work = partial(drive, args, side, cell, run, self.config, self.scratch)
+            self.attempt(side, cell.name, cell.tokens(args.output_length), work)
+        for side in sides if args.prefix else ():
+            self.attempt(side, "prefix_hit", prefix_tokens(args), partial(hit, args, side))
+        contexts = args.contexts if args.sparse_prefill_method else []
+        cold = [(context, run, side) for context in contexts for run in range(args.cold_runs) for side in sides]
+        for context, run, side in tqdm(cold, desc="first tokens", disable=not cold):
+            work = partial(serving_first_token.measure, args, side, context, run)
+            name = f"{serving_first_token.TASK}/{short_length(context)}"
+            self.attempt(side, name, serving_first_token.tokens(context), work)
 
     def attempt(self, side: Side, name: str, needed: int, work: Callable[[], dict[str, Any]]) -> None:
         """Keep what `work` returns, or say why there is nothing: it does not fit, or it failed."""
@@ -148,10 +172,11 @@ class Bench:
         why = unfit(side.target.facts, needed)
         if why is None:
             try:
-                row = work()
+                row = self.placed(work())
             except EvaluationError as error:
                 why, self.failed = str(error), True
             else:
+                row["chunked_prefill_size"] = side.target.facts.get("chunked_prefill_size")
                 self.items.append(row)
                 self.record.add("item", **row)
                 return
@@ -159,20 +184,20 @@ class Bench:
         self.record.add("skipped", arm=side.name, cell=name, reason=why)
         tqdm.write(f"eval.bench_serving: {side.name} {name} is left out: {why}", file=sys.stderr)
 
-    def summary(self) -> list[dict[str, Any]]:
-        """Judge what was measured, and write that too.
+    def placed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row whose ``id`` tells it from those of other chunk sizes."""
+        return row | ({"id": f"{row['id']}@{short_length(self.chunk)}"} if self.chunk else {})
 
-        Raises:
-            EvaluationError: no server was measured beside the dense one.
-        """
-        cells = summarise([row for row in self.items if row["task"] == "serving"])
-        hits = prefix_hits([row for row in self.items if row["task"] == "prefix_hit"])
-        rows = [*cells, *below_crossover(cells), *hits]
-        if not rows:
-            raise EvaluationError("nothing was measured on both servers")
-        for row in rows:
-            self.record.add("summary", **row)
-        return rows
+    def judge(self) -> None:
+        """Compare the servers of one chunk size, and go on with the next one's."""
+        tasks = {row["task"]: [other for other in self.items if other["task"] == row["task"]] for row in self.items}
+        cells = summarise(tasks.get("serving", []))
+        cold = serving_first_token.summarise(tasks.get(serving_first_token.TASK, []))
+        rows = [*cells, *below_crossover(cells), *prefix_hits(tasks.get("prefix_hit", []))]
+        rows += [*cold, *serving_first_token.below_crossover(cold)]
+        sizes = {row["arm"]: row["chunked_prefill_size"] for row in self.items}
+        self.summary += [{**self.placed(row), "chunked_prefill_size": sizes[row["arm"]]} for row in rows]
+        self.items, self.left_out = [], set()
 
 
 def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
@@ -184,13 +209,17 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     Raises:
         EvaluationError: see the functions that this one calls.
     """
+    if args.recall_from is not None:
+        # A file that is none would be found minutes later.
+        serving_first_token.recalls(args.recall_from)
     # The sparse one first: it knows how long the answers must be.
     own: dict[str, list[str]] = {SPARSE: sparse_flags(args), DENSE: []}
     for name, flags in args.server:
         own[name] = [*own.get(name, []), *shlex.split(flags)]
-    shared = [*server_flags(args), *shlex.split(args.server_args)]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    header = {"arguments": arguments_of(args), "label": args.label, "device": device}
+    # Without the folders of this machine.
+    asked = arguments_of(args) | {"recall_from": args.recall_from.name if args.recall_from else None}
+    header = {"arguments": asked, "label": args.label, "device": device}
     header["versions"] = versions(PACKAGES)
     with (
         tempfile.TemporaryDirectory() as name,
@@ -198,70 +227,22 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     ):
         folder = model_shapes.write(args.shape, Path(name)) if args.shape else Path(args.model_path)
         bench = Bench(args, record, Path(name))
-        for group in [list(own)] if args.both else [[server] for server in own]:
-            with contextlib.ExitStack() as stack:
-                bench.measure([bench.start(stack, folder, server, [*shared, *own[server]]) for server in group])
-        return bench.summary(), bench.failed
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        prog="eval.bench_serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--shape", choices=list(model_shapes.SHAPES), help="a public model's shape, without its weights")
-    model.add_argument("--model-path", help="a checkpoint")
-    parser.add_argument("--out", required=True, type=Path, help="JSONL file to write; the logs go beside it")
-    parser.add_argument("--contexts", type=list_of(length), default="4k,32k,128k,256k", help="tokens of a prompt")
-    parser.add_argument("--batch", type=list_of(int), default="1,4", help="requests at once")
-    parser.add_argument("--output-length", type=int, default=256, help="tokens of an answer")
-    parser.add_argument("--runs", type=int, default=1, help="times that each cell is measured")
-    parser.add_argument("--warmup", type=int, default=1, help="the client's warm-up requests before each batch")
-    parser.add_argument("--prefix", type=_length_or_none, default="128k", help="cached tokens of prefix_hit; 0: none")
-    parser.add_argument("--tail", type=int, default=64, help="further tokens of such a prompt")
-    parser.add_argument("--hits", type=int, default=10, help="such prompts")
-    parser.add_argument("--sparse-method", default="resa", help="of the sparse server; none for a prefill method alone")
-    parser.add_argument("--sparse-config", default="{}", help="of the sparse server: inline JSON or a file")
-    parser.add_argument("--sparse-prefill-method", help="of the sparse server (default: none)")
-    parser.add_argument("--sparse-prefill-config", default="{}", help="of the sparse server: inline JSON or a file")
-    parser.add_argument(
-        "--structured", type=json.loads, help="generated inputs: a recipe and seed as JSON, {} for its own"
-    )
-    parser.add_argument("--server-args", default="", help="further arguments of all servers, as one string")
-    parser.add_argument("--server", type=_named, action="append", default=[], metavar="NAME=ARGS", help="see above")
-    parser.add_argument("--both", action="store_true", help="all servers at once; they share the GPU's memory")
-    parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds until a server must be ready")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--label", help="kept in the file's header")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
-    args = parser.parse_args(arguments)
-    for name in ("output_length", "runs", "tail", "hits", *(["batch"] if args.batch else [])):
-        if min([getattr(args, name)] if name != "batch" else args.batch) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if not args.contexts or not args.batch:
-        parser.error("--contexts and --batch must name something")
-    if args.structured is not None and not isinstance(args.structured, dict):
-        parser.error("--structured must be a JSON object")
-    if not methods(args):
-        parser.error("--sparse-method none needs a --sparse-prefill-method")
-    return args
-
-
-def _length_or_none(text: str) -> int:
-    return 0 if text == "0" else length(text)
-
-
-def _named(text: str) -> tuple[str, str]:
-    name, found, flags = text.partition("=")
-    if not found or not name.replace("-", "").isalnum():
-        raise argparse.ArgumentTypeError(f"must be NAME=ARGS, got {text!r}")
-    return name, flags
+        for bench.chunk in args.chunked_prefill_size or [None]:
+            shared = [*server_flags(args, bench.chunk), *shlex.split(args.server_args)]
+            for group in [list(own)] if args.both else [[server] for server in own]:
+                with contextlib.ExitStack() as stack:
+                    bench.measure([bench.start(stack, folder, server, [*shared, *own[server]]) for server in group])
+            bench.judge()
+        if not bench.summary:
+            raise EvaluationError("nothing was measured on both servers")
+        for row in bench.summary:
+            record.add("summary", **row)
+        return bench.summary, bench.failed
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 where a cell failed or nothing can be compared."""
-    args = parse(arguments)
+    args = parse(arguments, __doc__)
     try:
         summary, failed = run(args)
     except FAILURES as error:

@@ -1,11 +1,13 @@
 """What sparsity costs: a chosen set of tasks on a sparse and a dense server, and one table with a verdict a row.
 
 With ``--base-url`` the servers are there already; the dense one is ``--compare-url``, or the sparse server itself,
-asked to decode dense. With ``--model-path`` both are started on this machine, the sparse one without dense fallback.
+asked to run dense. With ``--model-path`` both are started on this machine, the sparse one without dense fallback of its
+decode; ``--sparse-prefill-method`` gives it a sparse prefill too, which is judged alone with ``--sparse-method none``.
 ``--control NAME=URL`` puts the same questions to a control (see eval/controls): a task gates only where a dense server
 is right and a random choice of as many pages is not. Where the method's score loses more than a point by its definition
 (control ``definition``) and the best choice of as many pages (``true_mass``) does not, the sparse server is judged
-against the definition as well: what it loses beyond that is its own.
+against the definition as well: what it loses beyond that is its own. These controls are decode methods: a server whose
+prefill alone is sparse has none, no task gates there, and what forces tokens through decode is left out.
 
 Each suite writes its own file in the folder ``--out``, and the table goes to ``compare.jsonl`` there; the same command
 goes on where it was interrupted. A verdict is "same" where the sparse server is at most one point worse with 95 %
@@ -15,28 +17,26 @@ confidence (half a percent for perplexity), "unclear" where there are too few qu
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
-import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eval.figures.report_tables import comparison_table
 from eval.figures.verdicts import read_folder
-from eval.live.arms import methods_of
+from eval.live.arms import phases_of
 from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record
+from eval.parts.compare_servers import require_controls, require_sparse, servers
+from eval.parts.serving_grid import NO_METHOD
 from eval.texts.text import read_book
 from eval.texts.windows import BOOK
-from launch.server import ServerProcess
 
-CONTROLS = Path(__file__).parent / "controls"
 DEPTHS = 5
 # The least number of equal pairs whose 95 % interval is within one point, see `eval.figures.stats.paired_interval`.
 DECIDED_BY = 276
@@ -108,16 +108,22 @@ PARTS: dict[str, Part] = {
 
 
 def run_part(
-    name: str, args: argparse.Namespace, config: Mapping[str, Any], base: str, reference: Sequence[object]
+    name: str,
+    args: argparse.Namespace,
+    config: Mapping[str, Any],
+    base: str,
+    reference: Sequence[object],
+    controls: Sequence[tuple[str, str, str]] = (),
 ) -> None:
     """Run one command of the set, and its questions on the controls.
 
     Args:
         name: of ``PARTS``.
         args: the command line.
-        config: of the sparse server's method.
+        config: of the sparse server's decode method.
         base: URL of the sparse server.
         reference: arguments that name the dense one.
+        controls: of `require_controls`.
 
     Raises:
         EvaluationError: the command failed; it has said why.
@@ -130,8 +136,8 @@ def run_part(
     # The others force tokens, which a stock server cannot do: the sparse one decodes dense for them.
     own = [*reference, "--plot", args.out / name] if part.suite else []
     call(part.module, [*first, *own, *shared, *tokenizer])
-    for control, url in args.control:
-        expected = ["--expect", control] if part.suite else []
+    for control, url, methods in controls:
+        expected = ["--expect", methods] if part.suite else []
         out = args.out / f"{name}--{control}.jsonl"
         call(part.module, ["--base-url", url, *expected, "--out", out, *shared, *tokenizer])
 
@@ -152,42 +158,27 @@ def call(module: str, arguments: Sequence[object]) -> None:
         raise EvaluationError(f"{module} failed")
 
 
-@contextlib.contextmanager
-def servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
-    """URLs of the sparse and of the dense server (None: the sparse one itself), started if need be."""
-    if args.base_url:
-        yield args.base_url, args.compare_url
-        return
-    flags = shlex.split(args.server_args)
-    config = args.sparse_config
-    with contextlib.suppress(json.JSONDecodeError):
-        # The lengths asked for are meant to be decoded sparse, unless the config says otherwise.
-        config = json.dumps({"dense_fallback": "never", **json.loads(config)})
-    sparse = ["--sparse-method", args.sparse_method, "--sparse-config", config]
-    args.out.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        path = os.pathsep.join([str(CONTROLS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        urls = []
-        for name, more in (("sparse", sparse), ("dense", [])):
-            server = ServerProcess(
-                args.model_path, *flags, *more, log_path=args.out / f"{name}.log", env={"PYTHONPATH": path}
-            )
-            urls.append(stack.enter_context(server).url)
-        yield urls[0], urls[1]
+def choose(wanted: Sequence[str] | None, decode: str | None, prefill: str | None) -> list[str]:
+    """The parts to run: those asked for, by default all that judge the server's methods.
 
-
-def require_sparse(config: Mapping[str, Any], lengths: Sequence[int]) -> None:
-    """Refuse a server that would decode the shortest questions dense, before hours are spent on the others.
+    Args:
+        wanted: of the command line.
+        decode: the server's decode method.
+        prefill: its prefill method.
 
     Raises:
-        EvaluationError: names the field to change.
+        EvaluationError: a part is asked for that judges decode, which is dense there.
     """
-    least = config.get("min_seq_len", 0)
-    if config.get("dense_fallback") != "never" and least > min(lengths):
+    forced = [name for name, part in PARTS.items() if not part.suite]
+    if decode:
+        return list(wanted or PARTS)
+    if wrong := [name for name in wanted or () if name in forced]:
         raise EvaluationError(
-            f"the server decodes texts of {min(lengths)} tokens dense: its min_seq_len is {least}; start it with "
-            'dense_fallback "never", or give longer --lengths'
+            f"--set {','.join(wrong)}: judges decode by forced tokens, and a server of {prefill} alone decodes dense"
         )
+    if not wanted:
+        print(f"{prefill} is a prefill method: {' and '.join(forced)} judge decode, and are left out", file=sys.stderr)
+    return list(wanted or [name for name in PARTS if name not in forced])
 
 
 def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
@@ -202,23 +193,20 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     failed = []
     with servers(args) as (base, dense):
         with LiveServer(base) as server:
-            facts = server.facts()
-            config = server.sparse_state()["config"]
-            require_sparse(config, [*args.lengths, args.text_length])
+            facts, state = server.facts(), server.sparse_state()
+            args.set = choose(args.set, *phases_of(facts))
+            config = state["config"] or {}
+            require_sparse(state, args.lengths, args.text_length)
             forcing = any(not PARTS[name].suite for name in args.set)
             args.texts = count_texts(server, args.book, args.text_length) if forcing else 0
-        for control, url in args.control:
-            with LiveServer(url) as server:
-                found = methods_of(server.facts()) or "no sparse method"
-            if found != control:
-                raise EvaluationError(f"--control {control}={url}: the server there runs {found}")
+        controls = require_controls(args.control, facts, args.strict)
         with LiveServer(dense or base) as server:
-            # A server with a method is as good a reference as a stock one, if it is asked to decode dense.
+            # A server with a method is as good a reference as a stock one, if it is asked to run dense.
             asked = ["--compare-custom-params", json.dumps({"sparse": False})] if server.facts().get("sparse") else []
         reference = ["--compare-url", dense or base, *asked]
         for name in args.set:
             try:
-                run_part(name, args, config, base, reference)
+                run_part(name, args, config, base, reference, controls)
             except EvaluationError as error:
                 print(f"eval.compare: {error}", file=sys.stderr)
                 failed.append(name)
@@ -243,11 +231,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--compare-url", help="the dense server (default: the sparse one, asked to decode dense)")
     parser.add_argument("--control", action="append", default=[], metavar="NAME=URL", help="a server of eval/controls")
     parser.add_argument("--model-path", help="start both servers with this checkpoint")
-    parser.add_argument("--sparse-method", default="resa", help="of the server to start")
+    parser.add_argument("--sparse-method", default="resa", help="of the server to start; none: sparse prefill alone")
     parser.add_argument("--sparse-config", default="{}", help="of the server to start: inline JSON or a file")
+    parser.add_argument("--sparse-prefill-method", help="of the server to start (default: dense prefill)")
+    parser.add_argument("--sparse-prefill-config", default="{}", help="of the server to start, likewise")
     parser.add_argument("--server-args", default="", help="further arguments of both servers, as one string")
     parser.add_argument("--out", type=Path, required=True, help="folder")
-    parser.add_argument("--set", type=list_of(str), default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--set", type=list_of(str), help=f"of {', '.join(PARTS)} (default: all that judge the methods)")
     parser.add_argument("--lengths", type=list_of(length), default="2k,8k", help="tokens of the questions")
     parser.add_argument("--text-length", type=length, help="tokens of forced texts (default: the first of --lengths)")
     parser.add_argument("--n", type=int, default=20, help="questions of each task and length; 500 to decide one point")
@@ -263,8 +253,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if (args.base_url is None) == (args.model_path is None):
         parser.error("give --base-url, or --model-path to start the servers")
-    if not args.set or not set(args.set) <= set(PARTS):
+    if args.set is not None and (not args.set or not set(args.set) <= set(PARTS)):
         parser.error(f"--set must be of {', '.join(PARTS)}, got {','.join(args.set)!r}")
+    if args.sparse_method == NO_METHOD and not args.sparse_prefill_method:
+        parser.error("--sparse-method none needs a --sparse-prefill-method")
+    if args.base_url and args.sparse_prefill_method:
+        parser.error("--sparse-prefill-method is for the servers that --model-path starts; --base-url has its own")
     if args.n < 1:
         parser.error(f"--n must be at least 1, got {args.n}")
     for control in args.control:

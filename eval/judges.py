@@ -49,7 +49,7 @@ from tqdm import tqdm
 from eval.figures.summary import summarise
 from eval.live.arms import require_proof
 from eval.live.client import FAILURES, LiveServer, list_of
-from eval.live.counters import EvaluationError, density, moved
+from eval.live.counters import EvaluationError, moved, read_shares
 from eval.live.record import Record, read_rows
 from eval.live.runner import MAX_FAILED, arguments_of
 from eval.parts.judge_commands import (
@@ -107,7 +107,7 @@ class Run:
         run_judge(command, scratch, self.args.out.with_suffix(".log"))
         if before is not None:
             counts = moved(before, arm.server.counters())
-            row = {"arm": "base", "task": task, "length": length, "density": density(counts), "counters": counts}
+            row = {"arm": "base", "task": task, "length": length, **read_shares(counts), "counters": counts}
             self.counts.append(row)
             self.record.add("counters", **row)
             require_proof(f"{task} {length or ''}".strip(), arm, self.args.expect, [counts])

@@ -38,6 +38,7 @@ import pandas as pd
 from eval.figures.divergence import TOP, TopTokens, kl, same_best
 from eval.figures.long_summary import plot, proven, summarise
 from eval.figures.pictures import add_file_arguments, rows_of
+from eval.live.arms import decode_config
 from eval.live.client import FAILURES, LiveServer, generate, list_of
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.forced import forced_logprobs, forced_request
@@ -61,7 +62,7 @@ def require_forcing(server: LiveServer, url: str) -> dict[str, Any]:
         EvaluationError: it cannot; says why.
     """
     try:
-        return server.sparse_state()["config"]
+        return decode_config(server)
     except (EvaluationError, httpx.HTTPStatusError) as error:
         raise EvaluationError(
             f"{url} cannot be forced along an output: only a server with --sparse-method knows the field "

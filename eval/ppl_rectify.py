@@ -35,6 +35,7 @@ from typing import Any
 import pandas as pd
 
 from eval.figures.ppl_summary import Cell, cell_of, plot, summarise
+from eval.live.arms import decode_config
 from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.forced import mean_nll, prefilled_suffix, suffix_logprobs
@@ -170,7 +171,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     prompt = args.length - args.suffix
     with LiveServer(args.base_url, args.concurrency) as server:
         facts = server.facts()
-        require_settings(server.sparse_state()["config"], prompt, args.length, args.ratios)
+        require_settings(decode_config(server), prompt, args.length, args.ratios)
         books = {path.name.split(".")[0]: server.tokenize(read_book(path)) for path in args.book}
         plain = make_windows(books, args.length, args.windows, args.seed)
         texts = {text: make_text(text, plain, prompt, args.seed, server) for text in args.kind}

@@ -33,6 +33,7 @@ from eval.figures import (
     profile,
     recall_summary,
     report_tables,
+    serving,
     theta_summary,
 )
 from eval.figures.verdicts import read_folder
@@ -120,7 +121,7 @@ def draw(path: Path, stem: Path) -> None:
         for suffix in ("png", "svg"):
             ppl_summary.plot(ppl_summary.summarise(rows), Path(f"{stem}.{suffix}"))
     elif command == latency.COMMAND:
-        latency.draw(path, stem)
+        serving.draw(path, stem)
     elif command == "eval.long_generation":
         long_summary.plot(long_summary.summarise(rows), stem)
     elif command == "eval.recall":

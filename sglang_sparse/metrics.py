@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,18 @@ GAUGES = {
     "interval, over the last report interval; 0 if no row was rectified.",
     "aux_bytes": "Bytes of the page summaries beside the KV pool of this rank.",
 }
+# The same of a prefill method, published only where there is one.
+PREFILL_COUNTERS = {
+    "prefill_sparse_tokens": "Prompt tokens prefilled sparse: those between the crossover and the prompt's tail.",
+    "prefill_dense_tokens": "Prompt tokens prefilled dense: before the crossover, in a prompt's tail, or on request.",
+    "prefill_pairs_attended": "Query-key pairs attended to in prefill, per sparse layer and query head of this rank.",
+    "prefill_pairs_causal": "Query-key pairs of prefill that dense attention would have, per sparse layer and query "
+    "head of this rank.",
+}
+PREFILL_GAUGES = {
+    "prefill_sparsity": "Share of the query-key pairs that prefill left out, over the last report interval; NaN if it "
+    "had none.",
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,7 @@ class Interval:
     """What happened between two reports.
 
     Attributes:
-        counts: by how much each of ``COUNTERS`` grew.
+        counts: by how much each of ``COUNTERS`` grew, and each of ``PREFILL_COUNTERS`` with a prefill method.
         max_delay_steps: the longest wait of a row that was rectified, in decode steps beyond its interval.
     """
 
@@ -76,12 +88,29 @@ class Interval:
         """Mean wait of the rows that were rectified, in decode steps beyond their interval; 0 without any."""
         return self.counts["rectify_delay_steps"] / max(1, self.counts["rectified_requests"])
 
-    def line(self) -> str:
-        """Say it in one line for the log."""
+    @property
+    def prefill_sparsity(self) -> float:
+        """Share of the query-key pairs that prefill left out; NaN without any."""
+        causal = self.counts.get("prefill_pairs_causal")
+        return 1 - self.counts["prefill_pairs_attended"] / causal if causal else math.nan
+
+    def line(self, decodes: bool = True) -> str:
+        """Say it in one line for the log.
+
+        Args:
+            decodes: whether a decode method is at work.
+        """
+        sentences = [f"Sparse decode, {', '.join(self._of_decode())}"] if decodes else []
+        if "prefill_pairs_causal" in self.counts:
+            sparse, dense = (self.counts[f"prefill_{kind}_tokens"] for kind in ("sparse", "dense"))
+            found = f"sparsity: {_share(self.prefill_sparsity)}, tokens: {sparse} sparse {dense} dense"
+            sentences.append(f"{'sparse' if decodes else 'Sparse'} prefill, {found}")
+        return "; ".join(sentences)
+
+    def _of_decode(self) -> list[str]:
         of = self.counts
-        fraction = "n/a" if math.isnan(self.active_fraction) else f"{self.active_fraction:.3f}"
-        parts = [
-            f"active fraction: {fraction}",
+        return [
+            f"active fraction: {_share(self.active_fraction)}",
             f"pages attended/held: {of['pages_attended']}/{of['pages_held']}",
             f"rectified: {of['rectified_requests']} requests {of['rectified_tokens']} tokens in "
             f"{of['rectifying_steps']} steps",
@@ -89,42 +118,50 @@ class Interval:
             f"dense rows: {of['dense_fallback_rows']}/{of['decode_rows']}",
             f"tail tokens dropped: {of['tail_tokens_dropped']}",
         ]
-        return f"Sparse decode, {', '.join(parts)}"
+
+
+def _share(value: float) -> str:
+    return "n/a" if math.isnan(value) else f"{value:.3f}"
 
 
 class DeviceCopy:
-    """A small device tensor, brought to the host without waiting for the device.
+    """A few small tensors of a device, brought to the host without waiting for the device.
 
     Args:
-        source: the tensor.
-        stream: the CUDA stream of whatever writes to ``source``; None for the current stream. The copy goes there too,
-            so it sees whole passes only.
+        sources: the tensors, int64 of one dimension.
+        stream: the CUDA stream of whatever writes to them; None for the current stream. The copy goes there too, so it
+            sees whole passes only.
     """
 
-    def __init__(self, source: torch.Tensor, stream: Any = None):
-        self._source = source
+    def __init__(self, sources: Sequence[torch.Tensor], stream: Any = None):
+        self._sources = sources
         self._stream = stream
-        self._host = torch.zeros(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        self._event = torch.cuda.Event() if source.is_cuda else None
+        cuda = sources[0].is_cuda
+        self._host = [torch.zeros(source.shape, dtype=source.dtype, pin_memory=cuda) for source in sources]
+        self._event = torch.cuda.Event() if cuda else None
 
     def begin(self) -> None:
         """Start a copy."""
         if self._event is None:
-            self._host.copy_(self._source)
+            self._copy()
             return
         with torch.cuda.stream(self._stream):
-            self._host.copy_(self._source, non_blocking=True)
+            self._copy()
             self._event.record()
+
+    def _copy(self) -> None:
+        for host, source in zip(self._host, self._sources, strict=True):
+            host.copy_(source, non_blocking=True)
 
     def arrived(self) -> bool:
         """Whether the last copy is here."""
         return self._event is None or self._event.query()
 
     def read(self) -> list[int]:
-        """Return what the last copy brought; waits unless it has arrived."""
+        """Return what the last copy brought, one tensor behind the other; waits unless it has arrived."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host.tolist()
+        return [value for host in self._host for value in host.tolist()]
 
 
 class Metrics:
@@ -132,10 +169,10 @@ class Metrics:
 
     Args:
         collector: SGLang's ``SchedulerMetricsCollector``, which exists only after SGLang has set Prometheus up.
-        aux_bytes: bytes of the page summaries on this rank.
+        counters: this rank's.
     """
 
-    def __init__(self, collector: Any, aux_bytes: int):
+    def __init__(self, collector: Any, counters: Counters):
         # It reads where its files go when it is imported, and only SGLang knows where.
         from prometheus_client import Counter, Gauge
 
@@ -145,17 +182,17 @@ class Metrics:
         gauge_class = collector._gauge_cls or Gauge
         self._counters = {
             name: counter_class(f"sglang:sparse_{name}_total", text, labelnames=labels.keys()).labels(**labels)
-            for name, text in COUNTERS.items()
+            for name, text in _with_prefill(COUNTERS, PREFILL_COUNTERS, counters).items()
         }
         self._gauges = {
             name: gauge_class(
                 f"sglang:sparse_{name}", text, labelnames=labels.keys(), multiprocess_mode="mostrecent"
             ).labels(**labels)
-            for name, text in GAUGES.items()
+            for name, text in _with_prefill(GAUGES, PREFILL_GAUGES, counters).items()
         }
         # A gauge shows up once it is set.
-        self.publish(Interval(dict.fromkeys(COUNTERS, 0), 0))
-        self._gauges["aux_bytes"].set(aux_bytes)
+        self.publish(Interval(dict.fromkeys(self._counters, 0), 0))
+        self._gauges["aux_bytes"].set(counters.aux_bytes)
 
     def publish(self, interval: Interval) -> None:
         """Add an interval."""
@@ -164,6 +201,12 @@ class Metrics:
         self._gauges["active_fraction"].set(interval.active_fraction)
         self._gauges["rectify_mean_delay_steps"].set(interval.mean_delay_steps)
         self._gauges["rectify_max_delay_steps"].set(interval.max_delay_steps)
+        if "prefill_sparsity" in self._gauges:
+            self._gauges["prefill_sparsity"].set(interval.prefill_sparsity)
+
+
+def _with_prefill(names: dict[str, str], more: dict[str, str], counters: Counters) -> dict[str, str]:
+    return names | (more if counters.prefills else {})
 
 
 class IntervalReport:
@@ -171,7 +214,7 @@ class IntervalReport:
 
     Args:
         counters: this rank's.
-        copy: of ``counters.select_stats``.
+        copy: of ``counters.device_stats``.
         metrics: what to publish to, or None without ``--enable-metrics``.
         logs: whether this rank logs.
         time: when SGLang last reported, any clock.
@@ -185,7 +228,7 @@ class IntervalReport:
         self._time = time
         # What the host counted when the copy began, until that is published.
         self._pending: tuple[dict[str, int], int] | None = None
-        self._published = dict.fromkeys(COUNTERS, 0)
+        self._published = dict.fromkeys(_with_prefill(COUNTERS, PREFILL_COUNTERS, counters), 0)
 
     def step(self, time: float) -> None:
         """Notice a decode step.
@@ -208,12 +251,12 @@ class IntervalReport:
         host, max_delay = self._pending
         self._pending = None
         totals = host | self._counters.device_totals(self._copy.read())
-        interval = Interval({name: totals[name] - self._published[name] for name in COUNTERS}, max_delay)
-        self._published = totals
+        interval = Interval({name: totals[name] - before for name, before in self._published.items()}, max_delay)
+        self._published = {name: totals[name] for name in self._published}
         if self._metrics is not None:
             self._metrics.publish(interval)
         if self._logs:
-            logger.info(interval.line())
+            logger.info(interval.line(self._counters.decodes))
 
 
 def start(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
@@ -225,8 +268,8 @@ def start(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
     publishes = reporter.current_scheduler_metrics_enabled
     if counters is None or not (publishes or reporter.is_stats_logging_rank):
         return
-    metrics = Metrics(reporter.metrics_collector, counters.aux_bytes) if publishes else None
-    copy = DeviceCopy(counters.select_stats, scheduler.forward_stream if scheduler.enable_overlap else None)
+    metrics = Metrics(reporter.metrics_collector, counters) if publishes else None
+    copy = DeviceCopy(counters.device_stats, scheduler.forward_stream if scheduler.enable_overlap else None)
     report = IntervalReport(counters, copy, metrics, reporter.is_stats_logging_rank, reporter.last_decode_stats_tic)
     setattr(reporter, ATTRIBUTE, report)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from sglang_sparse.prefill_path import PrefillPath
 
 KEY = "sparse"
+# What a prefill method did; beside the totals of decode each name has the prefix ``prefill_``.
+PREFILL_TOTALS = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
 
 
 @dataclass
@@ -64,6 +66,8 @@ class Counters:
     Attributes:
         rectify: what rectification did.
         aux_bytes: bytes of the page summaries on this rank.
+        decodes: whether a decode method is at work.
+        prefills: whether a prefill method is.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class Counters:
         self._pools = aux_pools
         self._model = model
         self._prefill = prefill
+        self.decodes = settings.name is not None
+        self.prefills = prefill is not None
         self._decode_steps = 0
         self._decode_rows = 0
         self._dense_rows = 0
@@ -114,7 +120,7 @@ class Counters:
 
     def host_totals(self) -> dict[str, int]:
         """Return what is counted on the host and only grows."""
-        rectify = self.rectify
+        rectify, path = self.rectify, self._prefill
         return {
             "decode_steps": self._decode_steps,
             "decode_rows": self._decode_rows,
@@ -127,25 +133,36 @@ class Counters:
             "finish_passes": rectify.finish_passes,
             "finish_tokens_rectified": rectify.finish_tokens,
             "tail_tokens_dropped": rectify.tail_tokens_dropped,
+            **(
+                {"prefill_sparse_tokens": path.sparse_tokens, "prefill_dense_tokens": path.dense_tokens} if path else {}
+            ),
         }
 
-    def device_totals(self, select_stats: Sequence[int]) -> dict[str, int]:
+    @property
+    def device_stats(self) -> tuple[torch.Tensor, ...]:
+        """What is counted on the device, int64; the tensors stay the same ones."""
+        return self.select_stats, *([self._prefill.pairs] if self._prefill else [])
+
+    def device_totals(self, counted: Sequence[int]) -> dict[str, int]:
         """Name what is counted on the device and only grows.
 
         Args:
-            select_stats: a copy of ``self.select_stats`` on the host.
+            counted: a copy of all of ``device_stats`` on the host, one behind the other.
         """
-        selections, attended, held = select_stats
+        selections, attended, held, *pairs = counted
         return {
             "sparse_layer_rows": selections // self._model.num_kv_heads,
             "pages_attended": attended,
             "pages_held": held,
+            **{f"prefill_{name}": count for name, count in zip(PREFILL_TOTALS[2:], pairs, strict=False)},
         }
 
     def snapshot(self) -> dict[str, Any]:
         """Return all counts as plain values; waits for the device, so not for every step."""
-        device = self.device_totals(self.select_stats.tolist())
-        attended, held = device["pages_attended"], device["pages_held"]
+        totals = self.host_totals()
+        totals |= self.device_totals([count for counts in self.device_stats for count in counts.tolist()])
+        attended, held = totals["pages_attended"], totals["pages_held"]
+        prefill = {name: totals.pop(f"prefill_{name}") for name in PREFILL_TOTALS if self._prefill}
         return {
             "method": self._settings.name,
             "config": {
@@ -155,9 +172,8 @@ class Counters:
             if self._settings.name
             else None,
             "sparse_layers": len(self._pools.layers),
-            **self.host_totals(),
+            **totals,
             "rectify_max_delay_steps": max(self._max_delay_steps, self.rectify.max_delay_steps),
-            **device,
             "active_fraction": attended / held if held else 0.0,
             "max_active_fraction": self._max_active_fraction,
             "extend_pages_summarised": int(self._extend_pages),
@@ -165,20 +181,17 @@ class Counters:
             "aux_bytes": self.aux_bytes,
             "aux_bytes_accounted": self._pools.accounted_bytes,
             "aux_bytes_measured": self._pools.measured_bytes,
-            **({"prefill": self._prefill_snapshot(self._prefill)} if self._prefill else {}),
+            **({"prefill": self._prefill_snapshot(self._prefill, prefill)} if self._prefill else {}),
         }
 
-    def _prefill_snapshot(self, path: PrefillPath) -> dict[str, Any]:
-        attended, causal = path.pairs.tolist()
+    def _prefill_snapshot(self, path: PrefillPath, totals: Mapping[str, int]) -> dict[str, Any]:
+        causal = totals["pairs_causal"]
         return {
             "method": self._settings.prefill_name,
             "config": {**path.method.config.model_dump(), "crossover_tokens": path.method.dense_below},
             "sparse_layers": len(path.layers),
-            "sparse_tokens": path.sparse_tokens,
-            "dense_tokens": path.dense_tokens,
-            "pairs_attended": attended,
-            "pairs_causal": causal,
-            "sparsity": 1 - attended / causal if causal else 0.0,
+            **totals,
+            "sparsity": 1 - totals["pairs_attended"] / causal if causal else 0.0,
         }
 
 

@@ -2,7 +2,8 @@
 
 A goal that is set for several shapes is several entries with one ``id``. ``row`` of an entry says which row counts: a
 ``summary`` row, so that unfinished runs do not, with these fields; what the row lacks is looked up among the
-``arguments`` of the file's header and in the header itself. ``read`` is the field with the figure.
+``arguments`` of the file's header and in the header itself. Where it names a ``target_sparsity``, the ``sparsity`` of
+the row must be within two points of it. ``read`` is the field with the figure.
 
 Where several files have such a row, the newest file counts: the one whose header says the latest ``started`` (UTC, ISO
 8601); files that do not say it are older than those that do, and among equals the last by name counts.
@@ -20,6 +21,7 @@ from eval.figures.report_tables import Column, table, text
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows, result_files
 
+SPARSITY_TOLERANCE = 0.02
 GOALS = Path(__file__).parent.parent / "goals.json"
 # How a figure is written, and whether more of it is better.
 UNITS = {
@@ -76,6 +78,13 @@ class Goal:
                 return name
         return "missed"
 
+    def counts(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row is one of this goal."""
+        if any(row.get(name) != value for name, value in self.row.items()) or row.get(self.read) is None:
+            return False
+        target, found = self.row.get("target_sparsity"), row.get("sparsity")
+        return target is None or (found is not None and abs(found - target) <= SPARSITY_TOLERANCE)
+
     def written(self, figure: float | None) -> str:
         """A figure with its unit; nothing for none."""
         return "" if figure is None else UNITS[self.unit][0].format(f"{figure:.4g}")
@@ -124,8 +133,7 @@ def measured(goal: Goal, results: Iterable[Results]) -> tuple[dict[str, Any], Pa
         EvaluationError: a file has two such rows.
     """
     for file in results:
-        rows = [row for row in file.rows if all(row.get(name) == value for name, value in goal.row.items())]
-        rows = [row for row in rows if row.get(goal.read) is not None]
+        rows = [row for row in file.rows if goal.counts(row)]
         if len(rows) > 1:
             raise EvaluationError(f"{file.path} has {len(rows)} rows for goal {goal.id} ({goal.part}): one must count")
         if rows:

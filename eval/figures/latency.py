@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eval.figures.ceilings import CEILING_GBPS
-from eval.figures.pictures import rows_of, save
+from eval.figures.pictures import save
 from eval.live.counters import EvaluationError
 from eval.parts.model_shapes import SHAPES
 from eval.parts.serving_grid import DENSE
@@ -237,12 +237,3 @@ def _title(rows: Sequence[Row]) -> str:
     named = {"active_ratio": "active ratio", "rectify_interval": "tokens between rectifications"}
     config = [f"{text} {state['config'][name]}" for name, text in named.items() if name in state.get("config", {})]
     return "\n".join(filter(None, (f"{model} on {rows[0]['device']}", ", ".join(config))))
-
-
-def draw(path: Path, stem: Path) -> list[Path]:
-    """`plot` of a file.
-
-    Raises:
-        EvaluationError: it cannot be read, another command wrote it, or see `curves`.
-    """
-    return plot(rows_of(path, COMMAND), stem)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from eval.figures.pictures import save
 from eval.figures.report_tables import Column, number, percent, table, text
@@ -27,9 +30,31 @@ def prefill(path: Path) -> str:
         ("mass kept", number("recall", 3)),
         ("relative L2 to dense", number("dense_l2", 3)),
         ("finding the keys", percent("search")),
+        ("anchor at this mass, times faster", number("equal_recall", 2)),
         ("why not", text("unavailable")),
     ]
-    return table([_with_search(row) for row in read_finished(path) if row["kind"] == "item"], columns)
+    items = [row for row in read_finished(path) if row["kind"] == "item"]
+    return table(with_equal_recall([_with_search(row) for row in items]), columns)
+
+
+def with_equal_recall(items: Sequence[Row]) -> list[Row]:
+    """The rows, those of sparse peers with ``equal_recall``: their time over that of this project's op at their recall.
+
+    Between two of its thresholds the logarithm of its time is linear in the recall; a peer whose recall none of them
+    spans has no such figure.
+
+    Args:
+        items: rows of kind ``item``.
+    """
+    found: list[Row] = []
+    for row in items:
+        ours = [other for other in items if not other["peer"] and other["shape"] == row["shape"] and "us" in other]
+        ours = sorted((other["recall"], math.log(other["us"])) for other in ours)
+        if row["peer"] and row.get("setting") and "us" in row and ours and ours[0][0] <= row["recall"] <= ours[-1][0]:
+            recalls, times = zip(*ours, strict=True)
+            row = {**row, "equal_recall": row["us"] / math.exp(np.interp(row["recall"], recalls, times))}
+        found.append(row)
+    return found
 
 
 def _with_search(row: Row) -> Row:

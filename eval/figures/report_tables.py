@@ -83,6 +83,7 @@ def comparison_table(rows: Sequence[Row]) -> str:
         ("95 %", bounds("diff_interval", 3)),
         ("read", percent("density")),
         ("rows dense", percent("dense_rows")),
+        ("left out of prefill", percent("sparsity")),
         ("by definition", number(DEFINITION, 3)),
         ("true mass", number("true_mass", 3)),
         ("random", number(RANDOM, 3)),
@@ -159,29 +160,6 @@ def decode(paths: Sequence[Path]) -> str:
         ("read", percent("density")),
     ]
     return table([row for row in rows if row["arm"] in shown], columns)
-
-
-def serving(path: Path) -> str:
-    """What ``eval.bench_serving`` found of each server beside the dense one."""
-
-    def ratio(row: Row) -> str:
-        return number("ttft_over_dense", 3)(row) or number("ttft_median_ratio", 2)(row)
-
-    columns: list[Column] = [
-        ("server and cell", text("id")),
-        ("TPOT, ms", number("decode_tpot", 2, 1e3)),
-        ("dense, ms", number("dense_decode_tpot", 2, 1e3)),
-        ("times faster", number("decode_tpot_ratio", 3)),
-        ("throughput, times", number("output_throughput_ratio", 2)),
-        ("first token, s", lambda row: number("ttft", 3)(row) or number("ttft_median", 3)(row)),
-        ("dense, s", lambda row: number("dense_ttft", 3)(row) or number("dense_ttft_median", 3)(row)),
-        ("dense over sparse, of a hit sparse over dense", ratio),
-        ("pages summarised again", text("recomputed")),
-        ("read", percent("density")),
-        ("rows dense", percent("dense_rows")),
-        ("left out", percent("sparsity")),
-    ]
-    return table([row for row in read_finished(path) if row["kind"] == "summary"], columns)
 
 
 def kernels(path: Path) -> str:
@@ -285,12 +263,16 @@ def any_table(path: Path) -> str:
     rows = read_rows(path)
     command = rows[0].get("command") if rows else None
     known = {"eval.ppl_rectify": rectification, "eval.long_generation": drift, "eval.recall": recall}
-    known |= {"eval.bench_serving": serving, "eval.bench_kernels": kernels, "eval.bench_decode": lambda p: decode([p])}
+    known |= {"eval.bench_kernels": kernels, "eval.bench_decode": lambda p: decode([p])}
     # Imported here, because their tables are made with this module's functions.
     if command == "eval.profile_decode":
         from eval.figures.profile import profile
 
         return profile(path)
+    if command == "eval.bench_serving":
+        from eval.figures.serving import serving
+
+        return serving(path)
     if command == "eval.bench_prefill":
         from eval.figures.prefill import prefill
 

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from eval.figures.stats import compare, mean_interval
-from eval.live.counters import COUNTED, dense_rows, density
+from eval.live.counters import COUNTED, read_shares
 
 Row = Mapping[str, Any]
 
@@ -75,7 +75,8 @@ def reading(rows: Sequence[Row]) -> dict[str, float | None]:
 
     Returns:
         ``density``: the share of the held pages that sparse rows attended to. ``dense_rows``: the share of the decoded
-        rows that ran dense, which are not in it.
+        rows that ran dense, which are not in it. ``sparsity``: the share of the query-key pairs that prefill left out,
+        only where a prefill method counts.
     """
-    totals = {name: sum(row["counters"][name] for row in rows) for name in COUNTED}
-    return {"density": density(totals), "dense_rows": dense_rows(totals)}
+    names = dict.fromkeys([*COUNTED, *(name for row in rows for name in row["counters"])])
+    return read_shares({name: sum(row["counters"].get(name, 0) for row in rows) for name in names})

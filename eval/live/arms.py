@@ -8,7 +8,14 @@ from typing import Any
 
 from eval.live.client import LiveServer
 from eval.live.completions import served_model
-from eval.live.counters import COUNTED, EvaluationError, dense_rows, require_dense
+from eval.live.counters import (
+    COUNTED,
+    EvaluationError,
+    dense_rows,
+    require_dense,
+    require_dense_prefill,
+    sparsity,
+)
 from eval.live.suite import Case
 
 # More would make the scores those of a dense server, and the recorded density those of a few rows.
@@ -25,7 +32,9 @@ class Arm:
         model: its name there.
         context: most tokens of prompt and answer; None where the server does not say.
         options: further fields of each request.
-        counted: whether the server counts what its sparse method does.
+        counted: whether the server counts what its sparse methods do.
+        decodes: whether it has a decode method.
+        prefills: whether it has a prefill method.
     """
 
     name: str
@@ -34,25 +43,55 @@ class Arm:
     context: int | None
     options: dict[str, Any]
     counted: bool
+    decodes: bool = True
+    prefills: bool = False
 
     @property
     def asks_dense(self) -> bool:
-        """Whether its requests ask a sparse server to decode dense."""
+        """Whether its requests ask a sparse server to run dense."""
         return self.options.get("custom_params", {}).get("sparse") is False
+
+    @property
+    def asks_dense_prefill(self) -> bool:
+        """Whether its requests ask a server to prefill dense."""
+        return self.options.get("custom_params", {}).get("exact_prefix") is True
 
 
 def make_arm(name: str, server: LiveServer, facts: dict[str, Any], model: str | None, params: dict[str, Any]) -> Arm:
     """Describe a server, of which `facts` is what it says about itself."""
     found, context = server.ask(lambda http: served_model(http, model))
+    decode, prefill = phases_of(facts)
+    options = {"custom_params": params} if params else {}
     counted = facts.get("sparse") is not None
-    return Arm(name, server, found, context, {"custom_params": params} if params else {}, counted)
+    return Arm(name, server, found, context, options, counted, decode is not None, prefill is not None)
+
+
+def decode_config(server: LiveServer) -> dict[str, Any]:
+    """The config of a server's decode method.
+
+    Raises:
+        EvaluationError: there is none, or see `LiveServer.sparse_state`.
+    """
+    state = server.sparse_state()
+    if state["config"] is None:
+        raise EvaluationError(f"the server runs {state['prefill']['method']} alone and decodes dense")
+    return state["config"]
+
+
+def phases_of(facts: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The decode method and the prefill method that a server runs; None where the phase is dense."""
+    state = facts.get("sparse") or {}
+    return state.get("method"), (state.get("prefill") or {}).get("method")
+
+
+def together(*names: str | None) -> str | None:
+    """Name the methods of both phases in one word, such as "resa", "resa+anchor" or "anchor"; None without any."""
+    return "+".join(name for name in names if name) or None
 
 
 def methods_of(facts: dict[str, Any]) -> str | None:
-    """Return the sparse methods that a server runs, such as "resa" or "resa+anchor"; None for a dense one."""
-    state = facts.get("sparse") or {}
-    names = [state.get("method"), (state.get("prefill") or {}).get("method")]
-    return "+".join(name for name in names if name) or None
+    """The sparse methods that a server runs, by `together`; None for a dense one."""
+    return together(*phases_of(facts))
 
 
 def require_method(expect: str, facts: dict[str, Any], compared: bool) -> None:
@@ -100,7 +139,9 @@ def require_reference(expect: str, facts: Sequence[dict[str, Any]], params: dict
 
 
 def require_proof(label: str, arm: Arm, expect: str, counts: Sequence[dict[str, int]]) -> None:
-    """Refuse the scores of a server whose counters do not show that it decoded as it was asked to: sparse, or dense.
+    """Refuse the scores of a server whose counters do not show that it ran as it was asked to: sparse, or dense.
+
+    Each phase that has a method must have run by it; where only one has, the other is dense.
 
     Args:
         label: of the group, for the message.
@@ -111,12 +152,22 @@ def require_proof(label: str, arm: Arm, expect: str, counts: Sequence[dict[str, 
     Raises:
         EvaluationError: as said; names what to change.
     """
-    total = {name: sum(count[name] for count in counts) for name in COUNTED}
+    names = dict.fromkeys(name for count in [dict.fromkeys(COUNTED), *counts] for name in count)
+    total = {name: sum(count.get(name, 0) for count in counts) for name in names}
     if arm.asks_dense:
         require_dense(f"{label} {arm.name}", total)
         return
     if expect in ("any", "dense"):
         return
+    if arm.decodes:
+        _require_sparse_decode(label, total)
+    if arm.prefills and arm.asks_dense_prefill:
+        require_dense_prefill(f"{label} {arm.name}", total)
+    elif arm.prefills:
+        _require_sparse_prefill(label, total)
+
+
+def _require_sparse_decode(label: str, total: dict[str, int]) -> None:
     if not total["sparse_layer_rows"] or total["pages_attended"] >= total["pages_held"]:
         raise EvaluationError(
             f"{label}: nothing of it was decoded sparse, so it says nothing about the method: start the server with "
@@ -127,6 +178,15 @@ def require_proof(label: str, arm: Arm, expect: str, counts: Sequence[dict[str, 
         raise EvaluationError(
             f"{label}: {share:.0%} of the rows were decoded dense, allowed are {MAX_DENSE_ROWS:.0%}: start the server "
             "with lower min_seq_len and crossover_tokens, raise --concurrency, or say --expect any"
+        )
+
+
+def _require_sparse_prefill(label: str, total: dict[str, int]) -> None:
+    if not total.get("prefill_sparse_tokens") or not sparsity(total):
+        raise EvaluationError(
+            f"{label}: prefill left nothing out of it, so it says nothing about the method: start the server with a "
+            "lower crossover_tokens in --sparse-prefill-config, or with a threshold that leaves more out, ask longer "
+            "questions, or say --expect any"
         )
 
 

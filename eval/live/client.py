@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import httpx
 from tqdm import tqdm
 
-from eval.live.counters import COUNTED, EvaluationError, Unreachable
+from eval.live.counters import COUNTED, PREFILL_COUNTED, EvaluationError, Unreachable, counts_of
 from eval.live.record import server_facts
 
 Item = TypeVar("Item")
@@ -74,7 +74,7 @@ class LiveServer:
         return question(self._http)
 
     def sparse_state(self) -> dict[str, Any]:
-        """The counters and the config of the sparse method, counts summed over data-parallel ranks.
+        """The counters and the configs of the sparse methods, counts summed over data-parallel ranks.
 
         Raises:
             EvaluationError: the server runs no sparse method, or one without rectification.
@@ -86,7 +86,10 @@ class LiveServer:
         missing = [name for name in COUNTED if name not in found[0]]
         if missing:
             raise EvaluationError(f"{self._options['base_url']} does not count {', '.join(missing)}")
-        return {**found[0], **{name: sum(state[name] for state in found) for name in COUNTED}}
+        summed: dict[str, Any] = {**found[0], **_summed(found, COUNTED)}
+        if prefill := [state["prefill"] for state in found if state.get("prefill")]:
+            summed["prefill"] = {**prefill[0], **_summed(prefill, PREFILL_COUNTED)}
+        return summed
 
     def counters(self, patience: float = 30.0) -> dict[str, Any]:
         """`sparse_state` once it stands still: the server may run a step that no request waits for any more.
@@ -99,7 +102,7 @@ class LiveServer:
         while time.monotonic() < deadline:
             time.sleep(0.2)
             earlier, state = state, self.sparse_state()
-            if all(earlier[name] == state[name] for name in COUNTED):
+            if counts_of(earlier) == counts_of(state):
                 return state
         raise EvaluationError(f"the server decodes although nothing was asked for {patience} s: somebody else uses it")
 
@@ -170,6 +173,10 @@ class LiveServer:
                     return result
 
                 return await asyncio.gather(*map(one, items))
+
+
+def _summed(states: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, int]:
+    return {name: sum(state[name] for state in states) for name in names}
 
 
 async def generate(client: httpx.AsyncClient, request: dict[str, Any], pause: float = 0.5) -> dict[str, Any]:

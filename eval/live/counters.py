@@ -14,6 +14,8 @@ COUNTED = (
     "rectified_tokens",
     "rectifying_steps",
 )
+# Of a prefill method; in what `moved` returns they have the prefix ``prefill_``, as in the server's metrics.
+PREFILL_COUNTED = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
 
 
 class EvaluationError(RuntimeError):
@@ -24,9 +26,18 @@ class Unreachable(EvaluationError):
     """A server that gives no answer."""
 
 
+def counts_of(state: dict[str, Any]) -> dict[str, int]:
+    """The counters in what a server says: those of ``COUNTED``, and with a prefill method of ``PREFILL_COUNTED``."""
+    prefill = state.get("prefill") or {}
+    return {name: state[name] for name in COUNTED} | {
+        f"prefill_{name}": prefill[name] for name in PREFILL_COUNTED if prefill
+    }
+
+
 def moved(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
-    """By how much each counter of ``COUNTED`` went up."""
-    return {name: after[name] - before[name] for name in COUNTED}
+    """By how much each counter of `counts_of` went up."""
+    earlier = counts_of(before)
+    return {name: value - earlier[name] for name, value in counts_of(after).items()}
 
 
 def density(counts: dict[str, int]) -> float | None:
@@ -34,13 +45,38 @@ def density(counts: dict[str, int]) -> float | None:
     return counts["pages_attended"] / counts["pages_held"] if counts["pages_held"] else None
 
 
+def sparsity(counts: dict[str, int]) -> float | None:
+    """Share of the query-key pairs that prefill left out, None without a prefill method or a prompt token."""
+    causal = counts.get("prefill_pairs_causal")
+    return 1 - counts["prefill_pairs_attended"] / causal if causal else None
+
+
 def dense_rows(counts: dict[str, int]) -> float | None:
     """Share of the decoded rows that ran dense outside the selection kernel, and so are not in `density`."""
     return counts["dense_fallback_rows"] / counts["decode_rows"] if counts["decode_rows"] else None
 
 
+def read_shares(counts: dict[str, int]) -> dict[str, float | None]:
+    """`density` and `dense_rows`, and `sparsity` where a prefill method counts."""
+    found = {"density": density(counts), "dense_rows": dense_rows(counts)}
+    return found | ({"sparsity": sparsity(counts)} if "prefill_pairs_causal" in counts else {})
+
+
+def require_dense_prefill(label: str, counts: dict[str, int]) -> None:
+    """Refuse counts of requests that asked for dense prefill and got another.
+
+    Raises:
+        EvaluationError: as said.
+    """
+    if counts.get("prefill_sparse_tokens") or sparsity(counts):
+        raise EvaluationError(
+            f"{label}: the server prefilled {counts['prefill_sparse_tokens']} tokens sparse although the requests said "
+            "`sparse: false` or `exact_prefix: true`"
+        )
+
+
 def require_dense(label: str, counts: dict[str, int]) -> None:
-    """Refuse counts of a dense setting in which a row left pages out or was rectified.
+    """Refuse counts of a dense setting in which a row left pages out or was rectified, or prefill was sparse.
 
     With ``dense_fallback: never`` a dense row goes through the sparse kernels, but selects every page.
 
@@ -54,6 +90,7 @@ def require_dense(label: str, counts: dict[str, int]) -> None:
         )
     if counts["rectified_tokens"]:
         raise EvaluationError(f"{label}: the server rectified {counts['rectified_tokens']} tokens of dense requests")
+    require_dense_prefill(label, counts)
 
 
 def require_sparse(label: str, counts: dict[str, int], rectifying: bool) -> None:

@@ -6,7 +6,8 @@ A file is a row of kind ``header``, then rows as they are measured, then the sum
   themselves.
 - ``item``: one question, window or prompt: ``id`` (unique within an arm), ``task``, ``arm`` (which server or setting),
   ``scores`` by name, and what else the command keeps of it; ``failed`` says why there are no scores.
-- ``counters``: what a group of items did on a sparse server, and the ``density`` that it really read.
+- ``counters``: what a group of items did on a sparse server, the ``density`` that decode really read, and the
+  ``sparsity`` of prefill where that has a method.
 - ``summary``: figures of a group, with their 95 % interval.
 - ``resumed``: a later run went on here.
 """

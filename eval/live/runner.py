@@ -24,7 +24,7 @@ from eval.figures.summary import summarise
 from eval.live.arms import Arm, make_arm, require_method, require_proof, require_reference, require_room
 from eval.live.client import FAILURES, LiveServer
 from eval.live.completions import complete
-from eval.live.counters import EvaluationError, Unreachable, dense_rows, density, moved
+from eval.live.counters import EvaluationError, Unreachable, moved, read_shares
 from eval.live.record import Record
 from eval.live.suite import Case, Prompt, Suite
 from eval.live.tokens import Tokens, tokens
@@ -55,8 +55,8 @@ def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
     common.add_argument(
         "--expect",
         default="auto",
-        help="what the base server must prove by its counters: a method, dense, any (nothing), or auto: the method it "
-        "says it runs, and with --compare-url some method",
+        help="what the base server must prove by its counters: its methods (such as resa, anchor or resa+anchor), "
+        "dense, any (nothing), or auto: the methods it says it runs, and with --compare-url some method",
     )
     common.add_argument("--label", help="kept in the file's header")
     common.add_argument("--revision", help="of this code, where its git history is not at hand")
@@ -125,7 +125,7 @@ class Run:
             return
         counts = moved(before, arm.server.counters())
         row = {"arm": arm.name, "task": cases[0].task, "length": cases[0].length, "items": len(cases)}
-        row |= {"density": density(counts), "dense_rows": dense_rows(counts)}
+        row |= read_shares(counts)
         self.counts.append({"kind": "counters", **row, "counters": counts})
         self.record.add(**self.counts[-1])
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from eval.structured.generator import make_qkv
-from eval.structured.structure import Recipe
+from eval.structured.structure import Recipe, block_mass
 from eval.texts.lengths import short_length
 from sglang_sparse_kernels.testing import paged_batch, seeded
 
 SAMPLED = 64
+# Float32 elements of attention weights that are made at a time.
+STRIP = 2**28
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A prompt of ``length`` tokens, prefilled ``chunk`` tokens at a time; by default an 8B model's attention."""
+    """A prompt of ``length`` tokens, prefilled ``chunk`` tokens at a time; by default an 8B model's attention.
+
+    ``block_size`` is that of all methods; ``step`` of its blocks share their keys in this project's.
+    """
 
     length: int
     chunk: int = 8192
@@ -27,6 +33,7 @@ class Shape:
     dim: int = 128
     page_size: int = 16
     block_size: int = 128
+    step: int = 16
 
     @property
     def name(self) -> str:
@@ -55,6 +62,8 @@ class Prompt:
         recipe: of the structure.
         device: where.
         seed: of everything random.
+        positions: tokens to make, of which the first ones are the prompt; by default its length. A server makes as many
+            as a request may have, and where stripes lie depends on how many there are.
 
     Attributes:
         q: ``[length, q_heads, dim]`` bfloat16.
@@ -65,10 +74,11 @@ class Prompt:
         scale: of the softmax.
     """
 
-    def __init__(self, shape: Shape, recipe: Recipe, device: str, seed: int = 0) -> None:
+    def __init__(self, shape: Shape, recipe: Recipe, device: str, seed: int = 0, positions: int | None = None) -> None:
         self.shape = shape
         heads = (shape.q_heads, shape.kv_heads, shape.dim)
-        self.q, self.k, self.v = make_qkv(shape.length, *heads, recipe, seed, device)
+        made = make_qkv(positions or shape.length, *heads, recipe, seed, device)
+        self.q, self.k, self.v = (part[: shape.length] for part in made)
         self.v[..., 0] = 0
         self.v[: shape.block_size, :, 0] = 1
         self.scale = shape.dim**-0.5
@@ -99,6 +109,28 @@ class Prompt:
             key, value = self.k[:, head // group].double(), self.v[:, head // group].double()
             logits = self.q[self.sampled, head].double() @ key.T * self.scale
             self.dense[:, head] = logits.masked_fill(later, -math.inf).softmax(-1) @ value
+
+    @cached_property
+    def block_mass(self) -> torch.Tensor:
+        """Exact softmax mass of blocks of keys over blocks of queries, summed over queries and the query heads of a KV
+        head: ``[kv_heads, blocks, blocks]`` float32, zeros above the diagonal.
+        """
+        shape, device = self.shape, self.q.device
+        size, group = shape.block_size, shape.q_heads // shape.kv_heads
+        blocks = -(-shape.length // size)
+        rows = max(STRIP // (group * shape.length) // size, 1) * size
+        found = torch.zeros(shape.kv_heads, blocks, blocks, device=device)
+        for head in range(shape.kv_heads):
+            keys = self.k[:, head].float()
+            for start in range(0, shape.length, rows):
+                end = min(start + rows, shape.length)
+                queries = self.q[start:end, head * group : (head + 1) * group].float().transpose(0, 1)
+                logits = queries @ keys[:end].T * self.scale
+                later = torch.arange(end, device=device) > torch.arange(start, end, device=device)[:, None]
+                weights = logits.masked_fill_(later, -math.inf).softmax(-1)
+                mass = block_mass(block_mass(weights, size).sum(0).T, size).T
+                found[head, start // size : start // size + mass.shape[0], : mass.shape[1]] = mass
+        return found
 
     def quality(self, output: torch.Tensor) -> dict[str, float]:
         """What an output is worth, over sampled queries of all heads.

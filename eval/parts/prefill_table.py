@@ -1,9 +1,10 @@
 """The table of ``eval.bench_prefill``: who does the attention of a prefill, this project and its peers.
 
 FA3 and FlashInfer prefill chunk by chunk over pages, as a server does; ``fa3-contiguous`` in one piece without pages,
-which is the best that FA3 can do. So do the sparse peers, FlexPrefill and XAttention as minference 0.1.6 has them.
-XAttention asks for a kernel that minference does not bring; its blocks are attended to by FlexPrefill's. What a server
-does once for all layers (plans) is done beforehand and not timed; what a method does in every layer is.
+which is the best that FA3 can do. So do the sparse peers, FlexPrefill and XAttention as minference 0.1.6 has them, and
+FlashInfer's block-sparse attention over the best blocks that there are (`eval.parts.prefill_blocks`). XAttention asks
+for a kernel that minference does not bring; its blocks are attended to by FlexPrefill's. What a server does once for
+all layers (plans) is done beforehand and not timed; what a method does in every layer is.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from unittest import mock
 
 import torch
 
+from eval.parts import prefill_blocks
 from eval.parts.kernel_attention import PLAN_BYTES, WORKSPACE_BYTES
 from eval.parts.prefill_inputs import Prompt
 from sglang_sparse_kernels.anchor_prefill import anchor_prefill, make_plan
 
 DENSE, SPARSE = "dense_prefill", "sparse_prefill"
-STEP = 16
-# Fills the prompt's output or returns another one, and counts pairs of query and key in ``stats``, if it counts them.
+# Fills the prompt's output or returns another one; what counts pairs of query and key adds them to ``stats``, int64
+# ``[chunks, 2]``: those attended to, and all.
 Prefill = Callable[[torch.Tensor | None], torch.Tensor]
 
 
@@ -59,12 +61,13 @@ def anchor(prompt: Prompt, theta: float) -> Prefill:
     shape, device = prompt.shape, prompt.q.device
     cache = (prompt.k_pages.flatten(0, 1), prompt.v_pages.flatten(0, 1))
     thetas = torch.tensor([theta], device=device)
-    plans = [make_plan([a], [b - a], shape.block_size, STEP, device) for a, b in shape.chunks]
+    plans = [make_plan([a], [b - a], shape.block_size, shape.step, device) for a, b in shape.chunks]
 
     def run(stats: torch.Tensor | None) -> torch.Tensor:
-        for (a, b), plan in zip(shape.chunks, plans, strict=True):
+        for place, ((a, b), plan) in enumerate(zip(shape.chunks, plans, strict=True)):
             pages = (prompt.page_table, plan, thetas, shape.page_size, prompt.scale)
-            anchor_prefill(prompt.q[a:b], *cache, *pages, out=prompt.out[a:b], stats=stats)
+            counts = None if stats is None else stats[place]
+            anchor_prefill(prompt.q[a:b], *cache, *pages, out=prompt.out[a:b], stats=counts)
         return prompt.out
 
     return run
@@ -186,6 +189,7 @@ TABLE = (
     ANCHOR,
     Implementation("flexprefill", flexprefill, "gamma", (0.8, 0.9, 0.95, 0.98)),
     Implementation("xattention", xattention, "threshold", (0.7, 0.8, 0.9, 0.95)),
+    Implementation("flashinfer-blocks", prefill_blocks.flashinfer_blocks, "sparsity", (0.95, 0.89, 0.8, 0.7)),
 )
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eval.live.client import Chunk, LiveServer, Stream
+from eval.live.client import Chunk, Stream
 from eval.live.counters import EvaluationError
+from eval.structured.generator import read_recipe
 from eval.texts.lengths import short_length
 
 NO_METHOD = "none"
@@ -61,13 +62,28 @@ def prefix_tokens(args: argparse.Namespace) -> int:
     return args.prefix + (args.hits + UNCOUNTED_HITS) * (args.tail + ROOM) if args.prefix else 0
 
 
-def server_flags(args: argparse.Namespace) -> list[str]:
-    """What every server is started with: room for the largest cell, and no more."""
-    cells = [Cell(context, batch) for context in args.contexts for batch in args.batch]
+def grid(args: argparse.Namespace) -> list[Cell]:
+    """The cells in which decode is measured: none where the sparse server has no decode method."""
+    if args.sparse_method == NO_METHOD:
+        return []
+    return [Cell(context, batch) for context in args.contexts for batch in args.batch]
+
+
+def server_flags(args: argparse.Namespace, chunk: int | None = None) -> list[str]:
+    """What every server is started with: room for the largest cell, and no more.
+
+    Args:
+        args: the command line.
+        chunk: tokens that are prefilled at once; None for the server's own choice.
+    """
+    # Without a grid prompts come one by one.
+    cells = grid(args) or [Cell(context, 1) for context in args.contexts]
     tokens = max([prefix_tokens(args), *(cell.tokens(args.output_length) for cell in cells)])
     longest = max(max(args.contexts) + args.output_length, args.prefix + args.tail) + ROOM
+    most = str(max(cell.batch for cell in cells))
     flags = ["--context-length", str(longest), "--max-total-tokens", str(-(-tokens // ROOM) * ROOM)]
-    flags += ["--cuda-graph-max-bs-decode", str(max(args.batch)), "--max-running-requests", str(max(args.batch))]
+    flags += ["--cuda-graph-max-bs-decode", most, "--max-running-requests", most]
+    flags += ["--chunked-prefill-size", str(chunk)] if chunk else []
     if args.structured is not None:
         flags += ["--json-model-override-args", json.dumps({"structured_inputs": args.structured})]
     return flags + (["--load-format", "dummy"] if args.shape else [])
@@ -96,17 +112,28 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(STRUCTURED), str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
-def require_inputs(args: argparse.Namespace, server: LiveServer) -> None:
+def require_inputs(args: argparse.Namespace, states: Sequence[Row]) -> Row | None:
     """Refuse a server that attends with other inputs than asked for.
 
+    Args:
+        args: the command line.
+        states: ``internal_states`` of its `/server_info`.
+
+    Returns:
+        What the server says of its generated inputs; None where none were asked for.
+
     Raises:
-        EvaluationError: the plugin that generates them was not loaded.
+        EvaluationError: the plugin that generates them was not loaded, or made others.
     """
     if args.structured is None:
-        return
-    states = server.ask(lambda http: http.get("/server_info").raise_for_status().json())["internal_states"]
-    if not all(state.get("structured_inputs") for state in states):
+        return None
+    found = [state["structured_inputs"] for state in states if state.get("structured_inputs")]
+    if len(found) != len(states):
         raise EvaluationError("--structured: the server attends with the model's own inputs, see its log")
+    recipe = read_recipe(args.structured.get("recipe", {})).model_dump()
+    if any((made["recipe"], made["seed"]) != (recipe, args.structured.get("seed", 0)) for made in found):
+        raise EvaluationError(f"--structured {args.structured}: the server attends with other inputs, {found[0]}")
+    return found[0]
 
 
 def unfit(facts: Row, needed: int) -> str | None:

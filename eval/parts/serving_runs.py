@@ -13,23 +13,35 @@ from eval.bench_decode import random_prompts, request_of
 from eval.figures.tpot import decode_figures
 from eval.live.arms import MAX_DENSE_ROWS
 from eval.live.client import LiveServer, generate, stream
-from eval.live.counters import EvaluationError, dense_rows, density, moved, require_sparse
+from eval.live.counters import PREFILL_COUNTED, EvaluationError, dense_rows, density, moved, require_sparse
 from eval.parts.judge_commands import Target, run_judge, serving_command
 from eval.parts.judge_rows import serving_rows
 from eval.parts.serving_grid import UNCOUNTED_HITS, Cell, streams
 
 Config = Mapping[str, Any]
-PREFILL_COUNTS = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
 
 
 @dataclass(frozen=True)
 class Side:
-    """A server under measurement: its name among the others, where it is, and how it is asked."""
+    """A server under measurement.
+
+    Attributes:
+        name: among the others.
+        url: where it is.
+        server: how it is asked.
+        target: what it says of itself.
+        inputs: what it says of its generated inputs; None where it attends with the model's own.
+        prefill_config: of its prefill method, resolved; None where it has none.
+        prefill_graphs: whether it prefills by CUDA graphs.
+    """
 
     name: str
     url: str
     server: LiveServer
     target: Target
+    inputs: Config | None = None
+    prefill_config: Config | None = None
+    prefill_graphs: bool = False
 
     @property
     def counted(self) -> bool:
@@ -86,7 +98,7 @@ def prefill_row(cell: Cell, before: Config, after: Config) -> dict[str, Any]:
     Raises:
         EvaluationError: it did nothing, although the prompts are longer than where it begins.
     """
-    counts = {name: after[name] - before[name] for name in PREFILL_COUNTS}
+    counts = {name: after[name] - before[name] for name in PREFILL_COUNTED}
     begins = after["config"]["crossover_tokens"]
     if not counts["sparse_tokens"] and cell.context > begins:
         raise EvaluationError(

@@ -1,5 +1,6 @@
 """The prefill benchmark: inputs whose outputs tell the mass kept, rows, thresholds, and peers that are not there."""
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from eval.live.record import read_rows
 from eval.parts import prefill_table
 from eval.parts.prefill_inputs import Prompt, Shape
 from eval.parts.prefill_table import DENSE, TABLE, Implementation, Plan, plans
-from eval.structured.generator import read_recipe
+from eval.structured.generator import make_qkv, read_recipe
 
 # A group of 2,048 tokens, and chunks that end within the next one.
 SHAPE = Shape(2700, 2304, q_heads=2, kv_heads=1, dim=64)
@@ -98,6 +99,14 @@ def test_the_threshold_of_a_sparsity(prompt: Prompt) -> None:
         theta_for(prompt, 0.99, [2.0, 9.0])
 
 
+def test_a_server_is_dense_below_its_crossover(prompt: Prompt) -> None:
+    plan = Plan(ANCHOR, 5.0)
+    op, server, everything = (sparsity_of(prompt, plan, dense_below) for dense_below in (0, 2304, 4608))
+    assert op == sparsity_of(prompt, plan, 2303) > server > everything == 0
+    theta = theta_for(prompt, server, [2.0, 9.0], 2304)
+    assert abs(sparsity_of(prompt, Plan(ANCHOR, theta), 2304) - server) < 0.02
+
+
 def test_the_file_its_table_and_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = [Implementation("fa3", causal, op=DENSE), ANCHOR, Implementation("gone", broken)]
     monkeypatch.setattr(bench_prefill, "plans", lambda names, own: plans(["fa3", "gone"], own, table))
@@ -114,16 +123,31 @@ def test_the_file_its_table_and_the_goal(tmp_path: Path, monkeypatch: pytest.Mon
     assert "| finding the keys | why not |" in text and "| 25.0 % |" in text and "no image" in text
     assert report.main([str(out), "--out", str(tmp_path / "pictures")]) == 0
     assert (tmp_path / "pictures" / "prefill.svg").exists()
-    text = out.read_text().replace("1x2700", "1x128k").replace('"target_sparsity": 0.1', '"target_sparsity": 0.89')
-    out.write_text(text.replace('"q_heads": 2, "kv_heads": 1, "dim": 64', '"q_heads": 32, "kv_heads": 8, "dim": 128'))
-    (goal,) = [line for line in goals_table(tmp_path).splitlines() if line.startswith("| K9 ")]
-    assert "prefill.jsonl" in goal and "sparsity" in goal
+    sizes = {"shape": "1x128k", "q_heads": 32, "kv_heads": 8, "dim": 128}
+
+    def goal(asked: dict[str, Any], **measured: Any) -> str:
+        """K9, where the last row had been measured so."""
+        last = {**summary[-1], **sizes, "target_sparsity": 0.89, "sparsity": 0.9, **measured}
+        changed = {**header, "arguments": header["arguments"] | asked}
+        out.write_text(json.dumps(changed) + "\n" + json.dumps(last) + "\n")
+        (found,) = [line for line in goals_table(tmp_path).splitlines() if line.startswith("| K9 ")]
+        return found
+
+    assert "prefill.jsonl" in goal({}) and "sparsity 90.0%" in goal({})
+    wrong = (goal({"recipe": {"noise": 0.0}}), goal({"dense_below": 8192}), goal({}, sparsity=0.84))
+    assert all("not measured" in line for line in wrong)
 
 
 def test_a_sparsity_that_no_threshold_gives_stops_nothing(prompt: Prompt, capsys: pytest.CaptureFixture[str]) -> None:
     args = parse(["--out", "x", "--lengths", "2700", "--thetas", "3,8", "--sparsity", "0.99"])
     assert [plan.value for plan in bench_prefill.own_plans(prompt, args)] == [3, 8]
     assert "nothing within 0.02 of it" in capsys.readouterr().err
+
+
+def test_a_prompt_is_the_beginning_of_what_a_server_makes() -> None:
+    made, _, _ = make_qkv(3000, 2, 1, 64, read_recipe({}), 0)
+    found = Prompt(SHAPE, read_recipe({}), "cpu", positions=3000)
+    assert found.q.shape == (2700, 2, 64) and found.q.equal(made[:2700])
 
 
 def test_no_output_is_worth_nothing(prompt: Prompt) -> None:
@@ -134,7 +158,7 @@ def test_no_output_is_worth_nothing(prompt: Prompt) -> None:
 def test_peers_that_are_not_installed(prompt: Prompt) -> None:
     peers = [one for one in TABLE if one.peer]
     rows = measure(prompt, plans([one.name for one in peers], (), peers), machine(), 2)
-    assert len(rows) == 11 and all("Error" in row["unavailable"] for row in rows)
+    assert len(rows) == 15 and all("Error" in row["unavailable"] for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +166,8 @@ def test_peers_that_are_not_installed(prompt: Prompt) -> None:
     [
         (["--peers", "fa9"], "--peers: there is no 'fa9', there are fa3, fa3-contiguous, flashinfer, flexprefill"),
         (["--sparsity", "1.5"], "--sparsity must be between 0 and 1, got 1.5"),
+        (["--dense-below", "4k"], "--dense-below must be a multiple of --chunk, which is 8192, got 4096"),
+        (["--lengths", "4k,8k", "--positions", "4k"], "--positions must be as many as a prompt has, got 4096"),
         (["--heads", "32,8"], "--heads must be three numbers"),
         (["--lengths", "100"], "--lengths must be lengths above 128"),
         (["--rounds", "1"], "--rounds must be 2 or more, got 1"),
@@ -164,7 +190,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 
 def test_the_table_knows_its_peers() -> None:
     names = [one.name for one in prefill_table.TABLE]
-    assert names == ["fa3", "fa3-contiguous", "flashinfer", "anchor", "flexprefill", "xattention"]
+    assert names == ["fa3", "fa3-contiguous", "flashinfer", "anchor", "flexprefill", "xattention", "flashinfer-blocks"]
 
 
 def test_minference_without_its_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

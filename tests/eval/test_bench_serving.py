@@ -1,39 +1,26 @@
 """The serving benchmark: what it starts and asks, and what it makes of answers; servers and client are stand-ins."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_stubs import CONFIG, OUTPUT, FakeServer, after, result
+from serving_stubs import CONFIG, OUTPUT, FakeServer, after, install, result
 
 from eval import bench_serving
 from eval.bench_serving import parse
 from eval.figures import report_tables
-from eval.live.arms import Arm
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.record import read_rows
 from eval.parts import serving_runs
-from eval.parts.judge_commands import Target
 from eval.parts.serving_grid import Cell
-from eval.parts.serving_runs import PREFILL_COUNTS
 
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The lines of the client that were run."""
-    monkeypatch.setattr(FakeServer, "started", [])
+    install(monkeypatch)
     found: list[list[str]] = []
-
-    def reach(args: argparse.Namespace, server: FakeServer, least: int) -> Target:
-        facts = {
-            "max_total_num_tokens": FakeServer.pool[server.name],
-            "page_size": 16,
-            "model_path": str(server.folder),
-        }
-        arm = Arm("base", server, "tiny", 10**6, {}, server.sparse)  # pyright: ignore[reportArgumentType]
-        return Target(arm, facts, str(server.folder), None)  # pyright: ignore[reportArgumentType]
 
     def run_judge(command: list[str], scratch: Path, log: Path) -> None:
         found.append(command)
@@ -41,10 +28,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         server = next(server for server in FakeServer.started if server.name == name and not server.closed)
         context, batch = int(after(command, "--random-input-len")), int(after(command, "--num-prompts"))
         rows = batch * OUTPUT
-        sparse = max(0, context - 8192) if after(command, "--seed") != "13" else 0
-        pairs = (sparse, context - sparse, sparse, 4 * sparse)
-        for counter, count in zip(PREFILL_COUNTS, pairs, strict=True):
-            server.prefilled_so_far[counter] += count
+        server.count_prefill(context)
         server.counts["decode_rows"] += rows
         if context < 4096:
             server.counts["dense_fallback_rows"] += rows
@@ -54,19 +38,6 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             server.counts["rectified_tokens"] += rows
         Path(after(command, "--output-file")).write_text(json.dumps(result(context, batch, FakeServer.step[name])))
 
-    class Connected:
-        def __init__(self, url: str) -> None:
-            self.server = next(server for server in FakeServer.started if server.url == url and not server.closed)
-
-        def __enter__(self) -> FakeServer:
-            return self.server
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(bench_serving, "ServerProcess", FakeServer)
-    monkeypatch.setattr(bench_serving, "LiveServer", Connected)
-    monkeypatch.setattr(bench_serving, "reach", reach)
     monkeypatch.setattr(serving_runs, "run_judge", run_judge)
     return found
 
@@ -139,27 +110,16 @@ def test_what_is_asked_of_the_servers(
     assert [row["arm"] for row in kind(rows, "summary")].count("fp8") == 4
 
 
-def test_a_prefill_method_and_generated_inputs(
-    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    anchor = ["--sparse-method", "none", "--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 9}']
-    arguments = ["--batch", "1", "--prefix", "0", *anchor, "--structured", '{"seed": 3}']
-    status, rows = run(tmp_path, *arguments)
+def test_a_prefill_method_beside_a_decode_method(commands: list[list[str]], tmp_path: Path) -> None:
+    both = ["--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 9}', "--structured", "{}"]
+    status, rows = run(tmp_path, "--batch", "1", *both)
     assert status == 0
-    sparse, dense = FakeServer.started
+    sparse, _ = FakeServer.started
     assert sparse.flags[-4:] == ["--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 9}']
-    assert "--sparse-method" not in sparse.flags
-    for server in (sparse, dense):
-        given = json.loads(server.flags[server.flags.index("--json-model-override-args") + 1])
-        assert given == {"structured_inputs": {"seed": 3}} and "eval/structured/server" in server.env["PYTHONPATH"]
+    assert after(sparse.flags, "--sparse-method") == "resa"
     short, long = kind(rows, "summary")
-    assert short["sparsity"] is None and long["sparsity"] == 0.75 and long["ttft_median_ratio"] > 0
-    assert "| left out |" in report_tables.any_table(tmp_path / "serving.jsonl")
-    assert run(tmp_path, *arguments, "--seed", "13")[0] == 1
-    assert "1x32k: no token was prefilled sparse, although anchor begins at 8192" in capsys.readouterr().err
-    monkeypatch.setattr(FakeServer, "ask", lambda *_: {"internal_states": [{}]})
-    assert run(tmp_path, *arguments)[0] == 1
-    assert "--structured: the server attends with the model's own inputs" in capsys.readouterr().err
+    assert short["sparsity"] == 0 and long["sparsity"] == pytest.approx(0.89)
+    assert not kind(rows, "item", "prefix_hit") and len(kind(rows, "item", "first_token")) == 2 * 2 * 5
 
 
 def test_a_cell_that_does_not_fit_is_skipped(

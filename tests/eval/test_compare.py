@@ -1,5 +1,6 @@
 """The comparison command: what it asks of its parts, and what it makes of their files; the parts are stand-ins."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,17 +12,23 @@ from openai_stub import Server
 
 from eval import compare
 from eval.figures.stats import paired_interval
-from eval.live.counters import COUNTED, EvaluationError
+from eval.live.counters import COUNTED, PREFILL_COUNTED, EvaluationError
 from eval.live.record import read_rows
+from eval.parts import compare_servers
 
 COUNTS = dict.fromkeys(COUNTED, 0) | {"pages_attended": 10, "pages_held": 100, "decode_rows": 100}
+PREFILLED = {"prefill_sparse_tokens": 64, "prefill_dense_tokens": 0, "prefill_pairs_attended": 3}
+PREFILLED |= {"prefill_pairs_causal": 12}
 
 
-def listen(method: str | None = None) -> Server:
+def listen(method: str | None = None, prefill: str | None = None) -> Server:
     server = Server()
-    if method:
+    if method or prefill:
         config = {"min_seq_len": 4096, "dense_fallback": "auto", "active_ratio": 0.1, "rectify_interval": 32}
-        state = {"method": method, "config": config, **dict.fromkeys(COUNTED, 0)}
+        state = {"method": method, "config": config if method else None, **dict.fromkeys(COUNTED, 0)}
+        if prefill:
+            counts = dict.fromkeys(PREFILL_COUNTED, 0)
+            state["prefill"] = {"method": prefill, "config": {"crossover_tokens": 8192}, **counts}
         server.info = {"version": "1", "internal_states": [{"sparse": state}]}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
@@ -30,6 +37,13 @@ def listen(method: str | None = None) -> Server:
 @pytest.fixture
 def sparse() -> Iterator[Server]:
     server = listen("resa")
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def prefilling() -> Iterator[Server]:
+    server = listen(None, "anchor")
     yield server
     server.shutdown()
 
@@ -45,6 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         if module == "eval.ruler":
             raise EvaluationError("eval.ruler failed")
         score = float("random_pages" not in line)
+        counts = COUNTS | (PREFILLED if "8192,16384" in line else {})
         arms = ("base", "compare") if "--compare-url" in line else ("base",)
         rows: list[dict[str, Any]] = [{"kind": "header", "command": module}]
         for arm in arms:
@@ -53,7 +68,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
                 {"kind": "item", "id": str(i), "prompt_sha": str(i), "scores": {"score": score}, **place}
                 for i in range(300)
             ]
-        rows += [{"kind": "counters", "arm": "base", "task": "single", "length": 8192, "counters": COUNTS}]
+        rows += [{"kind": "counters", "arm": "base", "task": "single", "length": 8192, "counters": counts}]
         rows += [{"kind": "summary"}]
         Path(line[line.index("--out") + 1]).parent.mkdir(exist_ok=True)
         Path(line[line.index("--out") + 1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -154,12 +169,98 @@ def test_texts_that_the_server_decodes_dense_are_refused_first(
         (["--base-url", "u", "--set", "nia"], "--set must be of niah"),
         (["--base-url", "u", "--control", "random_pages"], "NAME=URL"),
         (["--base-url", "u", "--n", "0"], "--n must be at least 1"),
+        (["--model-path", "m", "--sparse-method", "none"], "--sparse-method none needs a --sparse-prefill-method"),
+        (["--base-url", "u", "--sparse-prefill-method", "anchor"], "is for the servers that --model-path starts"),
     ],
 )
 def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         compare.main(["--out", str(tmp_path), *arguments])
     assert message in capsys.readouterr().err
+
+
+LONG = ["--lengths", "8k,16k", "--text-length", "16k"]
+
+
+def test_prefill_alone_is_judged_by_its_suites(
+    prefilling: Server, calls: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prefilling.info
+    prefilling.info["internal_states"][0]["sparse"]["prefill"]["config"]["crossover_tokens"] = 0
+    # ruler always fails.
+    assert compare.main(["--base-url", prefilling.url, "--out", str(tmp_path), *LONG]) == 1
+    assert [line[0] for line in calls] == ["eval.niah", "eval.ruler", "eval.infinitebench"]
+    first = calls[0]
+    assert first[first.index("--compare-custom-params") + 1] == '{"sparse": false}'
+    shown = capsys.readouterr()
+    assert "| left out of prefill |" in shown.out and shown.out.count("| 75.0 % |") == 2
+    assert "anchor is a prefill method: long_generation and ppl judge decode, and are left out" in shown.err
+    lines = [row for row in read_rows(tmp_path / "compare.jsonl") if row["kind"] == "summary"]
+    assert [(line["suite"], line["sparsity"], line["gates"]) for line in lines] == [
+        ("infinitebench", 0.75, None),
+        ("niah", 0.75, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "prefills texts of 2048 tokens dense: its anchor begins at position 8192"),
+        ([*LONG, "--set", "niah"], "prefills texts of 8192 tokens dense"),
+        (["--set", "niah,ppl"], "--set ppl: judges decode by forced tokens"),
+        (["--lengths", "16k", "--strict"], "--strict: the server runs anchor alone, and prefill has no controls"),
+        (["--lengths", "16k", "--control", "random_pages=u"], "--control: the server runs anchor alone"),
+    ],
+)
+def test_what_does_not_fit_prefill_is_refused_first(
+    prefilling: Server,
+    calls: list[list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert compare.main(["--base-url", prefilling.url, "--out", str(tmp_path), *arguments]) == 1 and not calls
+    assert message in capsys.readouterr().err
+
+
+def test_a_control_has_the_prefill_of_the_judged_server(calls: list[list[str]], tmp_path: Path) -> None:
+    both, control, other = listen("resa", "anchor"), listen("random_pages", "anchor"), listen("random_pages")
+    arguments = ["--base-url", both.url, "--out", str(tmp_path), "--set", "niah", "--lengths", "16k"]
+    assert compare.main([*arguments, "--control", f"random_pages={other.url}"]) == 1 and not calls
+    assert compare.main([*arguments, "--control", f"random_pages={control.url}"]) == 0
+    assert calls[1][calls[1].index("--expect") + 1] == "random_pages+anchor"
+    for server in (both, control, other):
+        server.shutdown()
+
+
+def test_servers_are_started_with_their_methods_and_confirm_them(
+    calls: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    started: dict[str, list[str]] = {}
+    runs: dict[str, Server] = {"sparse": listen(None, "anchor"), "dense": listen()}
+
+    class Process(contextlib.nullcontext[Any]):
+        def __init__(self, model: str, *flags: str, log_path: Path, env: dict[str, str]) -> None:
+            super().__init__(self)
+            started[log_path.stem], self.url = [model, *flags], runs[log_path.stem].url
+
+    monkeypatch.setattr(compare_servers, "ServerProcess", Process)
+    arguments = ["--model-path", "m", "--server-args=--tp 2", "--out", str(tmp_path), "--set", "niah"]
+    arguments += ["--lengths", "16k", "--sparse-prefill-method", "anchor", "--sparse-prefill-config", "a.json"]
+    assert compare.main([*arguments, "--sparse-method", "none"]) == 0
+    prefill = ["--sparse-prefill-method", "anchor", "--sparse-prefill-config", "a.json"]
+    assert started == {"sparse": ["m", "--tp", "2", *prefill], "dense": ["m", "--tp", "2"]}
+    assert runs["dense"].url in calls[0] and "--compare-custom-params" not in calls[0]
+    assert compare.main(arguments) == 1
+    assert "the base server runs anchor, expected resa+anchor" in capsys.readouterr().err
+    decode = ["--sparse-method", "resa", "--sparse-config", '{"dense_fallback": "never"}']
+    assert started["sparse"] == ["m", "--tp", "2", *decode, *prefill]
+    for server in runs.values():
+        server.shutdown()
 
 
 def test_how_many_questions_decide() -> None:

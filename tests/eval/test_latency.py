@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eval import report
-from eval.figures import crossover, latency
+from eval.figures import crossover, latency, serving
 from eval.figures.latency import Point, curves, limit_of
 from eval.live.counters import EvaluationError
 
@@ -139,10 +139,10 @@ def test_latency_picture(tmp_path: Path) -> None:
 def test_latency_refuses_other_files(tmp_path: Path) -> None:
     other = write(tmp_path / "niah.jsonl", [{"kind": "header", "command": "eval.niah"}])
     with pytest.raises(EvaluationError, match=r"is no file of eval\.bench_serving: its header names eval\.niah"):
-        latency.draw(other, tmp_path / "picture")
+        serving.draw(other, tmp_path / "picture")
     for rows in ([header(), server("sparse")], [header(), *OTHERS]):
         with pytest.raises(EvaluationError, match="there are no cells to draw"):
-            latency.draw(write(tmp_path / "serving.jsonl", rows), tmp_path / "picture")
+            serving.draw(write(tmp_path / "serving.jsonl", rows), tmp_path / "picture")
 
 
 def entry(ratio: float, shape: tuple[int, int, int] = (32, 8, 128), overhead: float = 0.0) -> dict[str, Any]:

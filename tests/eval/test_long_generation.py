@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -151,6 +152,12 @@ def test_answers_are_checked() -> None:
     meta["output_token_logprobs"][0][1] = 0
     with pytest.raises(EvaluationError, match="does not know `forced_tokens`"):
         distributions({"meta_info": meta}, OUTPUTS[0])
+
+
+def test_a_server_that_decodes_dense_is_refused() -> None:
+    server = SimpleNamespace(sparse_state=lambda: {"config": None, "prefill": {"method": "anchor"}})
+    with pytest.raises(EvaluationError, match="the server runs anchor alone and decodes dense"):
+        require_forcing(server, "http://x")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from openai_stub import Server
 
 from eval.live import client, runner
 from eval.live.arms import Arm, require_method, require_proof, require_reference
-from eval.live.counters import COUNTED, EvaluationError
+from eval.live.counters import COUNTED, PREFILL_COUNTED, EvaluationError
 from eval.live.record import read_rows
 from eval.live.suite import Case, Prompt, Suite
 
@@ -167,6 +167,76 @@ def test_scores_of_rows_that_ran_dense_are_refused(server: Server) -> None:
     dense = Arm("compare", arm.server, "tiny", 100, {"custom_params": {"sparse": False}}, counted=True)
     with pytest.raises(EvaluationError, match="attended to 1 of 10 pages although the requests said"):
         require_proof("single", dense, "auto", [counts])
+
+
+PREFILLED = {"sparse_tokens": 64, "dense_tokens": 32, "pairs_attended": 30, "pairs_causal": 120}
+
+
+class Prefilling(dict[str, Any]):
+    """What a server with sparse prefill says: each request that it counts adds to its prefill."""
+
+    def __init__(self, attended: int = 30) -> None:
+        none = dict.fromkeys(COUNTED, 0)
+        prefill = {"method": "anchor", "config": {}, **dict.fromkeys(PREFILL_COUNTED, 0)}
+        super().__init__(method=None, config=None, prefill=prefill, **none)
+        self.step = PREFILLED | {"pairs_attended": attended}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        for counter, more in self.step.items():
+            self["prefill"][counter] += more
+
+
+@pytest.mark.parametrize("expect", ["auto", "anchor"])
+def test_sparse_prefill_alone_is_proven(server: Server, tmp_path: Path, expect: str) -> None:
+    server.info = {"version": "1", "internal_states": [{"sparse": Prefilling()}]}
+    assert runner.main(Sums, command(server, tmp_path / "a.jsonl", "--expect", expect)) == 0
+    (row,) = [row for row in read_rows(tmp_path / "a.jsonl") if row["kind"] == "counters"]
+    assert row["sparsity"] == 0.75 and row["density"] is None
+    assert {name: row["counters"][f"prefill_{name}"] for name in PREFILLED} == {k: 4 * v for k, v in PREFILLED.items()}
+
+
+def test_prefill_that_left_nothing_out_is_refused(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.info = {"version": "1", "internal_states": [{"sparse": Prefilling(attended=120)}]}
+    assert runner.main(Sums, command(server, tmp_path / "a.jsonl")) == 1
+    assert "prefill left nothing out of it" in capsys.readouterr().err
+    assert runner.main(Sums, command(server, tmp_path / "b.jsonl", "--expect", "resa")) == 1
+    assert "the base server runs anchor, expected resa" in capsys.readouterr().err
+
+
+def test_each_phase_proves_its_method(server: Server) -> None:
+    def arm(decodes: bool, **params: Any) -> Arm:
+        options = {"custom_params": params} if params else {}
+        return Arm("base", client.LiveServer(server.url), "tiny", 100, options, True, decodes, prefills=True)
+
+    dense = dict.fromkeys(COUNTED, 0) | {"decode_rows": 100}
+    decoded = dense | {"sparse_layer_rows": 80, "pages_attended": 1, "pages_held": 10}
+    prefilled = {f"prefill_{name}": value for name, value in PREFILLED.items()}
+    require_proof("single", arm(False), "auto", [dense | prefilled])
+    require_proof("single", arm(True), "resa+anchor", [decoded | prefilled])
+    # A group that was interrupted while the file did not count prefill yet.
+    require_proof("single", arm(True), "auto", [decoded, decoded | prefilled])
+    with pytest.raises(EvaluationError, match="nothing of it was decoded sparse"):
+        require_proof("single", arm(True), "auto", [dense | prefilled])
+    none = dict.fromkeys(prefilled, 0)
+    with pytest.raises(EvaluationError, match="prefill left nothing out of it"):
+        require_proof("single", arm(True), "auto", [decoded | none])
+    for params in ({"sparse": False}, {"exact_prefix": True}):
+        require_proof("single", arm(False, **params), "auto", [dense | none])
+        with pytest.raises(EvaluationError, match="single base: the server prefilled 64 tokens sparse although"):
+            require_proof("single", arm(False, **params), "auto", [dense | prefilled])
+
+
+def test_counters_are_summed_over_ranks(server: Server) -> None:
+    first, second = Prefilling(), Prefilling()
+    first["decode_rows"], second["decode_rows"] = 3, 4
+    server.info = {"internal_states": [{"sparse": first}, {"sparse": second}]}
+    with client.LiveServer(server.url) as live:
+        state = live.counters()
+    assert state["decode_rows"] == 7 and state["method"] is None
+    assert {name: state["prefill"][name] for name in PREFILLED} == {k: 2 * v for k, v in PREFILLED.items()}
 
 
 def test_a_run_with_failed_requests_is_void() -> None:

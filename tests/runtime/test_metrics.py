@@ -18,15 +18,30 @@ from sglang_sparse.config import build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.plan import DecodePlan
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.stats import Counters
+from sglang_sparse.prefill_path import PrefillPath
+from sglang_sparse.stats import PREFILL_TOTALS, Counters
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
 
 
-def counters(device: str = "cpu") -> Counters:
-    settings = build("resa", {})
-    pools = AuxPools(settings.method.aux_specs(SHAPE), (0, 1), 8, 16, device)
-    return Counters(settings, pools, SHAPE, torch.zeros(3, dtype=torch.int64, device=device))
+def counters(method: str | None = "resa", prefill: PrefillPath | None = None) -> Counters:
+    settings = build(method, {}, "anchor" if prefill else None, {})
+    pools = AuxPools(settings.method.aux_specs(SHAPE), (0, 1), 8, 16, "cpu")
+    return Counters(settings, pools, SHAPE, torch.zeros(3, dtype=torch.int64), prefill)
+
+
+@pytest.fixture
+def prefill() -> PrefillPath:
+    method = build(None, {}, "anchor", {}).prefill
+    assert method is not None
+    return PrefillPath(method, range(4), None, torch.zeros(2, 64, dtype=torch.int32), 16, SHAPE.num_q_heads)
+
+
+def prefilled(path: PrefillPath) -> None:
+    """A chunk of which half is sparse."""
+    path.sparse_tokens += 512
+    path.dense_tokens += 512
+    path.pairs += torch.tensor([300, 1200])
 
 
 def work(counted: Counters) -> None:
@@ -44,7 +59,7 @@ def work(counted: Counters) -> None:
 
 
 def reporting(counted: Counters, copy: metrics.DeviceCopy | None = None) -> metrics.IntervalReport:
-    copy = copy or metrics.DeviceCopy(counted.select_stats)
+    copy = copy or metrics.DeviceCopy(counted.device_stats)
     return metrics.IntervalReport(counted, copy, None, logs=True, time=0.0)
 
 
@@ -83,7 +98,7 @@ class SlowCopy(metrics.DeviceCopy):
 
 def test_the_line_waits_for_the_copy_and_shows_when_it_began(caplog: pytest.LogCaptureFixture) -> None:
     counted = counters()
-    copy = SlowCopy(counted.select_stats)
+    copy = SlowCopy(counted.device_stats)
     report = reporting(counted, copy)
     work(counted)
     report.step(1.0)
@@ -99,7 +114,7 @@ def test_the_line_waits_for_the_copy_and_shows_when_it_began(caplog: pytest.LogC
 
 def test_no_interval_is_lost_when_the_next_report_comes_first(caplog: pytest.LogCaptureFixture) -> None:
     counted = counters()
-    report = reporting(counted, SlowCopy(counted.select_stats))
+    report = reporting(counted, SlowCopy(counted.device_stats))
     for reported in (1.0, 2.0, 3.0):
         work(counted)
         report.step(reported)
@@ -113,17 +128,24 @@ def published(registry: CollectorRegistry) -> dict[str, float]:
     return {sample.name: sample.value for sample in samples}
 
 
-def test_metrics_have_sglangs_labels_and_the_totals() -> None:
-    registry = CollectorRegistry()
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def publishing(counted: Counters, registry: CollectorRegistry) -> metrics.IntervalReport:
     collector = SimpleNamespace(
         labels={"model_name": "m", "tp_rank": 1},
         _counter_cls=partial(Counter, registry=registry),
         _gauge_cls=partial(Gauge, registry=registry),
     )
+    copy = metrics.DeviceCopy(counted.device_stats)
+    return metrics.IntervalReport(counted, copy, metrics.Metrics(collector, counted), logs=False, time=0.0)
+
+
+def test_metrics_have_sglangs_labels_and_the_totals(registry: CollectorRegistry) -> None:
     counted = counters()
-    copy = metrics.DeviceCopy(counted.select_stats)
-    target = metrics.Metrics(collector, counted.aux_bytes)
-    report = metrics.IntervalReport(counted, copy, target, logs=False, time=0.0)
+    report = publishing(counted, registry)
     idle = published(registry)
     assert math.isnan(idle.pop("sglang:sparse_active_fraction"))
     assert idle.pop("sglang:sparse_aux_bytes") == counted.aux_bytes
@@ -140,6 +162,40 @@ def test_metrics_have_sglangs_labels_and_the_totals() -> None:
     assert shown["sglang:sparse_rectify_mean_delay_steps"] == 1.5
     assert shown["sglang:sparse_rectify_max_delay_steps"] == 3
     assert not any(name.endswith("_max_delay_steps_total") for name in shown)
+
+
+@pytest.mark.parametrize("method", ["resa", None])
+def test_metrics_of_a_prefill_method(registry: CollectorRegistry, prefill: PrefillPath, method: str | None) -> None:
+    counted = counters(method, prefill)
+    report = publishing(counted, registry)
+    assert math.isnan(published(registry)["sglang:sparse_prefill_sparsity"])
+    for reported in (1.0, 2.0):
+        prefilled(prefill)
+        report.step(reported)
+    shown, state = published(registry), counted.snapshot()["prefill"]
+    totals = {name: shown[f"sglang:sparse_{name}_total"] for name in metrics.PREFILL_COUNTERS}
+    assert totals == {f"prefill_{name}": state[name] for name in PREFILL_TOTALS}
+    assert list(totals.values()) == [1024, 1024, 600, 2400]
+    assert shown["sglang:sparse_prefill_sparsity"] == 0.75
+    report.step(3.0)
+    assert math.isnan(published(registry)["sglang:sparse_prefill_sparsity"])
+
+
+def test_the_line_of_a_prefill_method(caplog: pytest.LogCaptureFixture, prefill: PrefillPath) -> None:
+    reports = [reporting(counters(method, prefill)) for method in ("resa", None)]
+    for reported in (1.0, 2.0):
+        for report in reports:
+            report.step(reported)
+        prefilled(prefill)
+    for report in reports:
+        report.step(3.0)
+    both, alone = lines(caplog)[::2], lines(caplog)[1::2]
+    assert alone == [
+        "Sparse prefill, sparsity: n/a, tokens: 0 sparse 0 dense",
+        *["Sparse prefill, sparsity: 0.750, tokens: 512 sparse 512 dense"] * 2,
+    ]
+    assert [line.partition("; ")[2] for line in both] == [line.replace("S", "s", 1) for line in alone]
+    assert all(line.startswith("Sparse decode, active fraction: n/a, ") for line in both)
 
 
 def scheduler(sparse: bool, logging_rank: bool) -> SimpleNamespace:
@@ -187,7 +243,7 @@ def test_prometheus_is_not_imported_before_sglang_has_set_it_up() -> None:
 def test_a_busy_gpu_is_not_waited_for(overlap: bool) -> None:
     source = torch.zeros(3, dtype=torch.int64, device="cuda")
     stream = torch.cuda.Stream() if overlap else torch.cuda.current_stream()
-    copy = metrics.DeviceCopy(source, stream if overlap else None)
+    copy = metrics.DeviceCopy((source, source), stream if overlap else None)
 
     def launch(cycles: int, increment: int) -> None:
         with torch.cuda.stream(stream):
@@ -204,5 +260,5 @@ def test_a_busy_gpu_is_not_waited_for(overlap: bool) -> None:
     assert not copy.arrived()
     assert time.perf_counter() - began < 0.05
     launch(1, 1)
-    assert copy.read() == [1, 1, 1]
+    assert copy.read() == [1] * 6
     assert copy.arrived()
