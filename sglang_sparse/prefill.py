@@ -57,21 +57,22 @@ def sharing_method(request: Any) -> PrefillMethod | None:
 
 def share_limit(request: Any, method: PrefillMethod) -> int:
     """Return how many leading tokens of a request have KV that others may share."""
-    limit = max(method.boundary(len(request.origin_input_ids)), method.dense_below)
+    limit = max(method.boundary(method.dense_from(len(request.origin_input_ids))), method.dense_below)
     state = state_of(request)
     split = None if state is None else state.split_group
     return limit if split is None else min(limit, split)
 
 
 def split_prompt(row: int, start: int, end: int, prompt: int, method: PrefillMethod | None) -> Iterator[PrefillSpan]:
-    """Split a row's query tokens: those of the prompt are the method's, generated ones are dense.
+    """Split a row's query tokens: those of the prompt are the method's, its tail and generated tokens are dense.
 
     Generated tokens are in a prefill after a retraction.
     """
-    if start < min(end, prompt):
-        yield PrefillSpan(row, start, min(end, prompt), method)
-    if max(start, prompt) < end:
-        yield PrefillSpan(row, max(start, prompt), end, None)
+    dense = prompt if method is None else method.dense_from(prompt)
+    if start < min(end, dense):
+        yield PrefillSpan(row, start, min(end, dense), method)
+    if max(start, dense) < end:
+        yield PrefillSpan(row, max(start, dense), end, None)
 
 
 def note_chunk_end(request: Any, end: int) -> None:

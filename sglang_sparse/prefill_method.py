@@ -28,6 +28,12 @@ class PrefillConfig(SparseConfig):
         description="Prompt tokens below this position attend densely, whatever the prompt's length, so that shorter "
         f"prompts are cached and shared as always; auto: {DEFAULT_DENSE_BELOW}.",
     )
+    dense_tail: int = Field(
+        128,
+        ge=0,
+        description="The last tokens of a prompt that attend densely: what is asked stands there, often in a few words "
+        "that the mean over a block of queries would hide.",
+    )
     exact_prefix: bool = Field(
         False, description="Prefill densely all the same; meant for single requests whose cached prefix must be exact."
     )
@@ -131,6 +137,13 @@ class PrefillMethod(ABC):
         if position <= self.dense_below:
             return position
         return position // self.group_tokens * self.group_tokens
+
+    def dense_from(self, prompt: int) -> int:
+        """Return the position from which on the tokens of a prompt of ``prompt`` tokens attend densely.
+
+        Their KV depends on where the prompt ends, and so does that of their group.
+        """
+        return max(0, prompt - self.config.dense_tail)
 
     def refuse(self, model_config: Any) -> str | None:
         """Say why this method cannot serve a model, or None when it can.

@@ -264,7 +264,8 @@ def _check_path(
     pages = (slots[::size] // size).tolist()
     places = [place for place, page in enumerate(pages) if page in unproven]
     positions = page_slots(torch.tensor(places, device=slots.device), size)
-    worst = compare_with_recomputed(runner, tokens, slots, positions, tolerance, (prefill, len(tokens)))
+    tail = prefill.config.dense_tail if prefill else 0  # none of it is in the tree
+    worst = compare_with_recomputed(runner, tokens, slots, positions, tolerance, (prefill, len(tokens) + tail))
     return worst, {pages[place] for place in places}
 
 

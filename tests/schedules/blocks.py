@@ -32,7 +32,7 @@ PREFILL_VARIANTS: tuple[dict[str, Any], ...] = (
         "slots": 480,
         "chunk": 64,
         "config": {"rectify_interval": 4, "rectify_on_finish": True},
-        "prefill": {},
+        "prefill": {"dense_tail": 5},
     },
     {
         "overlap": False,
@@ -45,7 +45,14 @@ PREFILL_VARIANTS: tuple[dict[str, Any], ...] = (
 # Rows decode within the batches of prompts; beside them a chunk of one group has no room for a group.
 MIXED_VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True, "slots": 480, "chunk": 64, "config": {"rectify_interval": 0}, "prefill": {}, "mixed": True},
-    {"overlap": False, "slots": 480, "chunk": 32, "config": {"rectify_interval": 0}, "prefill": {}, "mixed": True},
+    {
+        "overlap": False,
+        "slots": 480,
+        "chunk": 32,
+        "config": {"rectify_interval": 0},
+        "prefill": {"dense_tail": 40},
+        "mixed": True,
+    },
 )
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (

@@ -67,8 +67,8 @@ class EngineOptions:
         """Groups are small, and about half of what is outside the anchor is left out."""
         if self.prefill is None:
             return {}
-        config = {"block_size": 16, "step": 2, "theta": 2.0, "dense_fallback": "never", **self.prefill}
-        return {"sparse_prefill_method": "anchor", "sparse_prefill_config": json.dumps(config)}
+        config = {"block_size": 16, "step": 2, "theta": 2.0, "dense_tail": 0, "dense_fallback": "never"}
+        return {"sparse_prefill_method": "anchor", "sparse_prefill_config": json.dumps({**config, **self.prefill})}
 
     @property
     def rectifies(self) -> bool:

@@ -50,7 +50,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vary", action="store_true", help="blocks take turns with VARIANTS of the above")
     parser.add_argument(
         "--sabotage",
-        choices=["guard", "summary", "rectified", "leak", "groups", "match", "keys", "mixed"],
+        choices=["guard", "summary", "rectified", "leak", "groups", "match", "keys", "mixed", "tail"],
         help="break the product, to see it caught",
     )
     parser.add_argument("--self-test", action="store_true", help="afterwards, require that every sabotage is caught")
@@ -166,6 +166,8 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
         options = EngineOptions(True, config={"rectify_interval": 4})
         if name in ("groups", "match", "keys"):
             options = replace(options, slots=480, chunk=64, prefill={})
+        if name == "tail":
+            options = replace(options, slots=480, chunk=64, prefill={"dense_tail": 40})
         if name == "mixed":
             options = replace(options, **MIXED_VARIANTS[0])
         block = Block(args.first_seed, args.first_seed + SELF_TEST_SCHEDULES - 1, 8, options, name)

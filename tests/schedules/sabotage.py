@@ -85,6 +85,13 @@ def forget_what_a_group_is(engine: Engine) -> None:
     group_keys.marked = lambda tokens, method: tokens
 
 
+def share_dense_tails(engine: Engine) -> None:
+    """Let the complete groups that a prompt's dense tail touches into the tree."""
+    prefill.share_limit = lambda request, method: max(
+        method.boundary(len(request.origin_input_ids)), method.dense_below
+    )
+
+
 def prefill_decoding_rows(engine: Engine) -> None:
     """Let the rows that decode within a mixed batch take the path of prompts."""
     path = engine.runner.attn_backend.prefill
@@ -106,4 +113,5 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "match": match_within_groups,
     "keys": forget_what_a_group_is,
     "mixed": prefill_decoding_rows,
+    "tail": share_dense_tails,
 }

@@ -54,6 +54,7 @@ def test_the_schedules_reach_what_they_are_for(rows) -> None:
         ("match", "mismatch"),
         ("keys", "mismatch"),
         ("mixed", "mismatch"),
+        ("tail", "mismatch"),
     ],
 )
 def test_a_broken_product_is_noticed(rows, sabotage, kind) -> None:

@@ -1,24 +1,29 @@
 """Sparse prefill on real servers: dense where nothing is left out, one and the same for all who share a prefix."""
 
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from httpx import HTTPStatusError
+from prometheus_client.parser import text_string_to_metric_families
 from server_load import RETRACT
 from server_requests import assert_exact, assert_nothing_leaked, greedy, sparse_state
 
 from launch.server import ServerProcess
+from sglang_sparse.stats import PREFILL_TOTALS
 
 PAGE, LAYERS, GROUP, CHUNK = 16, 4, 128, 512
 THETA, SHARED = 0.5, 1024
 CHUNKS = ("--chunked-prefill-size", str(CHUNK))
-BLOCKS = {"block_size": 32, "step": GROUP // 32, "check_exactness": True}
+BLOCKS = {"block_size": 32, "step": GROUP // 32, "dense_tail": 0, "check_exactness": True}
 # Leaves out some of the keys outside the anchor, not all.
 SPARSE = {**BLOCKS, "theta": THETA, "crossover_tokens": 2 * GROUP}
 EXACT = {"exact_prefix": True}
+METRICS = ("--enable-metrics", "--decode-log-interval", "4")
+LINE = re.compile(r"Sparse decode, .*; sparse prefill, sparsity: ([\d.]+|n/a), tokens: (\d+) sparse (\d+) dense")
 
 
 def ask(server: ServerProcess, prompt: list[int], tokens: int = 8, options: dict[str, Any] | None = None):
@@ -40,7 +45,7 @@ def used(server: ServerProcess, before: dict[str, Any], field: str) -> int:
 def server(serve, checkpoint) -> Iterator[ServerProcess]:
     """Both phases are sparse."""
     decode = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never", "rectify_interval": 8}
-    with serve(checkpoint, *CHUNKS, config=decode, prefill=SPARSE) as server:
+    with serve(checkpoint, *CHUNKS, *METRICS, config=decode, prefill=SPARSE) as server:
         yield server
 
 
@@ -110,6 +115,24 @@ def test_prefixes_chunks_and_company_change_nothing(server, long_prompts) -> Non
         assert [answer["output_ids"] for answer in pool.map(lambda prompt: ask(server, prompt), long_prompts)] == cold
     assert_exact(server, 2 * GROUP)
     assert_nothing_leaked(server)
+
+
+def test_metrics_and_log_lines_add_up_to_the_counters(server, long_prompts) -> None:
+    server.flush_cache()
+    # Enough decode steps for several reports after the prefill.
+    ask(server, long_prompts[-1], tokens=30)
+    state = sparse_state(server)["prefill"]
+    text = server.client.get("/metrics").raise_for_status().text
+    shown = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
+    for name in PREFILL_TOTALS:
+        assert shown[f"sglang:sparse_prefill_{name}_total"].value == state[name] > 0, name
+    labels = shown["sglang:num_running_reqs"].labels
+    assert shown["sglang:sparse_prefill_sparsity"].labels == shown["sglang:sparse_prefill_pairs_causal_total"].labels
+    assert shown["sglang:sparse_prefill_sparsity"].labels == labels and labels["tp_rank"] == "0"
+    found = [[float(value.replace("n/a", "nan")) for value in groups] for groups in LINE.findall(server.log())]
+    assert sum(line[1] for line in found) == state["sparse_tokens"]
+    assert sum(line[2] for line in found) == state["dense_tokens"]
+    assert any(0 < line[0] < 1 for line in found)
 
 
 def test_short_prompts_are_cached_page_by_page(server) -> None:

@@ -16,6 +16,7 @@ CROSSOVER = 2 * GROUP
 PREFILL = {
     "block_size": 32,
     "step": GROUP // 32,
+    "dense_tail": 0,
     "theta": 0.5,
     "crossover_tokens": CROSSOVER,
     "check_exactness": True,
