@@ -54,7 +54,8 @@ GAUGES = {
 # The same of a prefill method, published only where there is one.
 PREFILL_COUNTERS = {
     "prefill_sparse_tokens": "Prompt tokens prefilled sparse: those between the crossover and the prompt's tail.",
-    "prefill_dense_tokens": "Prompt tokens prefilled dense: before the crossover, in a prompt's tail, or on request.",
+    "prefill_dense_tokens": "Prompt tokens prefilled dense: before the crossover, in a prompt's tail, on request, or "
+    "generated before a retraction.",
     "prefill_pairs_attended": "Query-key pairs attended to in prefill, per sparse layer and query head of this rank.",
     "prefill_pairs_causal": "Query-key pairs of prefill that dense attention would have, per sparse layer and query "
     "head of this rank.",

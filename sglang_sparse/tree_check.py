@@ -264,7 +264,7 @@ def _check_path(
     pages = (slots[::size] // size).tolist()
     places = [place for place, page in enumerate(pages) if page in unproven]
     positions = page_slots(torch.tensor(places, device=slots.device), size)
-    tail = prefill.config.dense_tail if prefill else 0  # none of it is in the tree
+    tail = prefill.config.dense_tail if prefill else 0  # beyond the crossover it is not in the tree
     worst = compare_with_recomputed(runner, tokens, slots, positions, tolerance, (prefill, len(tokens) + tail))
     return worst, {pages[place] for place in places}
 

@@ -82,7 +82,8 @@ class Resa(DecodeMethod):
         summary = pools.buffer(SUMMARY, layer_id)
         scores = page_score(query, summary, view.page_table, view.n_pages, view.scores, self.config.local_pages)
         pages = (view.page_table, view.n_pages, view.n_select, view.max_select)
-        # The view is filled before the model runs, and what looks up its embeddings waits for that.
+        # The view is filled before the model runs, and what looks up its embeddings waits for that; so would have to
+        # what comes first on a later stage of pipeline parallelism.
         indices, counts = page_topk(scores, *pages, view.selected, view.stats, tables_ready=True)
         return SparseIndices(indices, counts)
 
