@@ -9,15 +9,22 @@ from typing import Any
 from launch.server import ServerProcess
 
 
+def ask(
+    server: ServerProcess,
+    prompt: list[int],
+    tokens: int = 8,
+    options: dict[str, Any] | None = None,
+    rid: str | None = None,
+) -> dict[str, Any]:
+    """Have ``tokens`` tokens generated, whatever they are, and return the answer."""
+    params = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "custom_params": options}
+    return server.generate(input_ids=prompt, sampling_params=params, rid=rid)
+
+
 def greedy(server: ServerProcess, prompts: list[list[int]], tokens: int = 24, at_once: int = 1) -> list[list[int]]:
     """Send prompts, ``at_once`` of them at a time, and return the output ids."""
-    params = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-
-    def send(prompt: list[int]) -> list[int]:
-        return server.generate(input_ids=prompt, sampling_params=params)["output_ids"]
-
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(send, prompts))
+        return [answer["output_ids"] for answer in pool.map(lambda prompt: ask(server, prompt, tokens), prompts)]
 
 
 def sparse_state(server: ServerProcess) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from eval.figures.stats import compare, mean_interval
-from eval.live.counters import COUNTED, read_shares
+from eval.live.counters import read_shares, sum_of
 
 Row = Mapping[str, Any]
 
@@ -78,5 +78,4 @@ def reading(rows: Sequence[Row]) -> dict[str, float | None]:
         rows that ran dense, which are not in it. ``sparsity``: the share of the query-key pairs that prefill left out,
         only where a prefill method counts.
     """
-    names = dict.fromkeys([*COUNTED, *(name for row in rows for name in row["counters"])])
-    return read_shares({name: sum(row["counters"].get(name, 0) for row in rows) for name in names})
+    return read_shares(sum_of(row["counters"] for row in rows))

@@ -8,14 +8,7 @@ from typing import Any
 
 from eval.live.client import LiveServer
 from eval.live.completions import served_model
-from eval.live.counters import (
-    COUNTED,
-    EvaluationError,
-    dense_rows,
-    require_dense,
-    require_dense_prefill,
-    sparsity,
-)
+from eval.live.counters import EvaluationError, dense_rows, require_dense, require_dense_prefill, sparsity, sum_of
 from eval.live.suite import Case
 
 # More would make the scores those of a dense server, and the recorded density those of a few rows.
@@ -152,8 +145,7 @@ def require_proof(label: str, arm: Arm, expect: str, counts: Sequence[dict[str, 
     Raises:
         EvaluationError: as said; names what to change.
     """
-    names = dict.fromkeys(name for count in [dict.fromkeys(COUNTED), *counts] for name in count)
-    total = {name: sum(count.get(name, 0) for count in counts) for name in names}
+    total = sum_of(counts)
     if arm.asks_dense:
         require_dense(f"{label} {arm.name}", total)
         return

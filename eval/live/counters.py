@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 COUNTED = (
@@ -38,6 +39,15 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
     """By how much each counter of `counts_of` went up."""
     earlier = counts_of(before)
     return {name: value - earlier[name] for name, value in counts_of(after).items()}
+
+
+def sum_of(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of counts that `moved` returned; without any, ``COUNTED`` of 0."""
+    found: dict[str, int] = dict.fromkeys(COUNTED, 0)
+    for each in counts:
+        for name, count in each.items():
+            found[name] = found.get(name, 0) + count
+    return found
 
 
 def density(counts: dict[str, int]) -> float | None:

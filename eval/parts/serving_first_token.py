@@ -24,9 +24,9 @@ from eval.figures.goals import SPARSITY_TOLERANCE
 from eval.figures.pictures import rows_of
 from eval.figures.prefill import COMMAND as PREFILL_COMMAND
 from eval.live.client import stream
-from eval.live.counters import EvaluationError
+from eval.live.counters import EvaluationError, moved, sparsity, sum_of
 from eval.parts.serving_grid import BELOW, DENSE, ROOM, Cell
-from eval.parts.serving_runs import Side, prefill_row
+from eval.parts.serving_runs import Side, require_sparse_prefill
 from eval.texts.lengths import short_length
 
 TASK, TASK_BELOW = "first_token", "first_token_below"
@@ -141,7 +141,10 @@ def measure(args: argparse.Namespace, side: Side, context: int, run: int) -> dic
     row |= {name: facts.get(name) for name in SERVED}
     row |= dict.fromkeys(WITH_TARGET) | quality
     if before is not None:
-        row |= prefill_row(Cell(context, 1), before["prefill"], side.server.counters()["prefill"])
+        after = side.server.counters()
+        counts = moved(before, after)
+        require_sparse_prefill(Cell(context, 1), counts, after["prefill"])
+        row |= {"sparsity": sparsity(counts), "counters": counts}
         require_sparsity(row)
     return row
 
@@ -193,13 +196,8 @@ def summarise(items: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _pairs(runs: Sequence[Row]) -> dict[str, Any]:
-    counts = [row["prefill"] for row in runs if "prefill" in row]
-    if not counts:
-        return {"sparsity": None, "sparse_tokens": None}
-    total = {name: sum(count[name] for count in counts) for name in counts[0]}
-    causal = total["pairs_causal"]
-    sparsity = 1 - total["pairs_attended"] / causal if causal else None
-    return {"sparsity": sparsity, "sparse_tokens": total["sparse_tokens"]}
+    counts = sum_of(row["counters"] for row in runs if "counters" in row)
+    return {"sparsity": sparsity(counts), "sparse_tokens": counts.get("prefill_sparse_tokens")}
 
 
 def below_crossover(summary: Sequence[Row]) -> list[dict[str, Any]]:

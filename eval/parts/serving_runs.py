@@ -13,7 +13,7 @@ from eval.bench_decode import random_prompts, request_of
 from eval.figures.tpot import decode_figures
 from eval.live.arms import MAX_DENSE_ROWS
 from eval.live.client import LiveServer, generate, stream
-from eval.live.counters import PREFILL_COUNTED, EvaluationError, dense_rows, density, moved, require_sparse
+from eval.live.counters import EvaluationError, dense_rows, moved, read_shares, require_sparse
 from eval.parts.judge_commands import Target, run_judge, serving_command
 from eval.parts.judge_rows import serving_rows
 from eval.parts.serving_grid import UNCOUNTED_HITS, Cell, streams
@@ -86,26 +86,29 @@ def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, config: Co
     row |= {"decode_tpot": figures["tpot_mean"], "decode_tpots": figures["tpot"]}
     row |= {f"decode_{name}": figures[name] for name in ("itl_p50", "itl_p99", "itl_max", "merged")}
     row |= {"density": None, "dense_rows": None, "counters": counts}
-    if before is None or after is None or counts is None:
+    if after is None or counts is None:
         return row
-    row |= {"density": density(counts), "dense_rows": dense_rows(counts)}
-    return row | (prefill_row(cell, before["prefill"], after["prefill"]) if after.get("prefill") else {})
+    if after.get("prefill"):
+        require_sparse_prefill(cell, counts, after["prefill"])
+    return row | read_shares(counts)
 
 
-def prefill_row(cell: Cell, before: Config, after: Config) -> dict[str, Any]:
-    """What a prefill method did in a cell: its counts, and the share of query-key pairs that it left out.
+def require_sparse_prefill(cell: Cell, counts: dict[str, int], prefill: Config) -> None:
+    """Refuse counts of a prefill method that did nothing.
+
+    Args:
+        cell: the batch.
+        counts: of `moved`.
+        prefill: what the server says of the method.
 
     Raises:
-        EvaluationError: it did nothing, although the prompts are longer than where it begins.
+        EvaluationError: the prompts are longer than where it begins.
     """
-    counts = {name: after[name] - before[name] for name in PREFILL_COUNTED}
-    begins = after["config"]["crossover_tokens"]
-    if not counts["sparse_tokens"] and cell.context > begins:
+    begins = prefill["config"]["crossover_tokens"]
+    if not counts["prefill_sparse_tokens"] and cell.context > begins:
         raise EvaluationError(
-            f"{cell.name}: no token was prefilled sparse, although {after['method']} begins at {begins}"
+            f"{cell.name}: no token was prefilled sparse, although {prefill['method']} begins at {begins}"
         )
-    causal = counts["pairs_causal"]
-    return {"prefill": counts, "sparsity": 1 - counts["pairs_attended"] / causal if causal else None}
 
 
 def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Config) -> None:

@@ -10,7 +10,7 @@ import pytest
 from httpx import HTTPStatusError
 from prometheus_client.parser import text_string_to_metric_families
 from server_load import RETRACT
-from server_requests import assert_exact, assert_nothing_leaked, greedy, sparse_state
+from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
 
 from launch.server import ServerProcess
 from sglang_sparse.stats import PREFILL_TOTALS
@@ -24,11 +24,6 @@ SPARSE = {**BLOCKS, "theta": THETA, "crossover_tokens": 2 * GROUP}
 EXACT = {"exact_prefix": True}
 METRICS = ("--enable-metrics", "--decode-log-interval", "4")
 LINE = re.compile(r"Sparse decode, .*; sparse prefill, sparsity: ([\d.]+|n/a), tokens: (\d+) sparse (\d+) dense")
-
-
-def ask(server: ServerProcess, prompt: list[int], tokens: int = 8, options: dict[str, Any] | None = None):
-    params = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "custom_params": options}
-    return server.generate(input_ids=prompt, sampling_params=params)
 
 
 def logprobs(server: ServerProcess, prompt: list[int], options: dict[str, Any] | None = None) -> list[float]:
@@ -68,9 +63,8 @@ def test_a_threshold_that_keeps_all_is_dense(serve, checkpoint, prompts) -> None
         assert used(server, before, "dense_tokens") == sum(map(len, prompts)) - tokens
         state = sparse_state(server)["prefill"]
         assert state["sparse_layers"] == LAYERS and state["pairs_attended"] == state["pairs_causal"] > 0
-        params = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True, "custom_params": EXACT}
         before = sparse_state(server)
-        dense = [server.generate(input_ids=prompt, sampling_params=params)["output_ids"] for prompt in prompts]
+        dense = [ask(server, prompt, 24, EXACT)["output_ids"] for prompt in prompts]
         assert used(server, before, "sparse_tokens") == 0
         assert found == dense
         assert_nothing_leaked(server)

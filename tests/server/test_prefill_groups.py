@@ -3,7 +3,7 @@
 import random
 from concurrent.futures import ThreadPoolExecutor
 
-from server_requests import assert_exact, assert_nothing_leaked, greedy, sparse_state
+from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
 
 GROUP = 16 * 128
 # Leaves out some of the keys before a group, not all.
@@ -29,10 +29,9 @@ def test_all_who_share_a_prefix_have_its_cold_keys(serve, checkpoint) -> None:
         assert_exact(server, GROUP)
         server.flush_cache()
         greedy(server, [first], tokens=4)
-        params = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
         before = sparse_state(server)["prefill"]
         with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda prompt: server.generate(input_ids=prompt, sampling_params=params), prompts))
+            answers = list(pool.map(lambda prompt: ask(server, prompt, tokens=4), prompts))
         assert [answer["output_ids"] for answer in answers] == at_once
         cached = [answer["meta_info"]["cached_tokens"] for answer in answers[1:4]]
         assert cached == [(2 * GROUP + past) // GROUP * GROUP for past in PAST]

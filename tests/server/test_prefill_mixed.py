@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from server_requests import assert_exact, assert_nothing_leaked, sparse_state
+from server_requests import ask, assert_exact, assert_nothing_leaked, sparse_state
 
 from launch.server import ServerProcess
 
@@ -25,11 +25,6 @@ COUNTS = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
 DECODE = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never", "rectify_interval": 0}
 # Selects all pages: a row then decodes the same within a mixed batch and without.
 ALL_PAGES = {"active_ratio": 1.0}
-
-
-def ask(server: ServerProcess, prompt: list[int], options: Any, tokens: int = TOKENS, rid: str | None = None):
-    params = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "custom_params": options}
-    return server.generate(input_ids=prompt, sampling_params=params, rid=rid)
 
 
 def decode_rows(server: ServerProcess) -> int:
@@ -58,18 +53,18 @@ def test_prompts_and_decoding_rows_in_one_batch(serve, checkpoint, flags, config
         cold = []
         for prompt in prompts:
             server.flush_cache()
-            cold.append(ask(server, prompt, options)["output_ids"])
+            cold.append(ask(server, prompt, TOKENS, options)["output_ids"])
         # One request after the other decodes in decode passes alone.
         assert decode_rows(server) >= (TOKENS - 1) * len(prompts)
         server.flush_cache()
         before = sparse_state(server)
         with ThreadPoolExecutor(9) as pool:
-            background = pool.submit(ask, server, running, options, 4000, "background")
+            background = pool.submit(ask, server, running, 4000, options, "background")
             while decode_rows(server) == before["decode_rows"]:
                 assert not background.done(), server.log_tail()
                 time.sleep(0.01)
-            first = ask(server, prompts[0], options)
-            hits = [*pool.map(lambda prompt: ask(server, prompt, options), prompts)]
+            first = ask(server, prompts[0], TOKENS, options)
+            hits = [*pool.map(lambda prompt: ask(server, prompt, TOKENS, options), prompts)]
             server.client.post("/abort_request", json={"rid": "background"}).raise_for_status()
             aborted = background.result()
         assert [first["output_ids"], *(answer["output_ids"] for answer in hits)] == [cold[0], *cold]
@@ -80,7 +75,7 @@ def test_prompts_and_decoding_rows_in_one_batch(serve, checkpoint, flags, config
         assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
         require_counts(server, before, [running, prompts[0], *prompts], [0, 0, *cached], aborted, hits)
         ran = aborted["output_ids"][:200]
-        assert ask(server, running, options, len(ran))["output_ids"] == ran
+        assert ask(server, running, len(ran), options)["output_ids"] == ran
         assert_exact(server, CROSSOVER)
         assert_nothing_leaked(server)
 
