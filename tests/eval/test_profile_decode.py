@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 from typing import Any
 
 import httpx
@@ -50,7 +50,10 @@ def test_other_files_to_print_are_refused(tmp_path: Path, capsys: pytest.Capture
 
 
 class Handler(openai_stub.Handler):
-    """Streams as many tokens as asked for; writes its trace after the steps that it has, or when told to stop."""
+    """Streams as many tokens as asked for, to both requests of a batch at once as a server's steps do.
+
+    Writes its trace after the steps that it has, or when told to stop.
+    """
 
     def do_GET(self) -> None:
         if self.path == "/v1/models" or self.server.info is not None:
@@ -79,7 +82,9 @@ class Handler(openai_stub.Handler):
         return self.answer({"meta_info": {"finish_reason": {"type": "length"}}})
 
     def stream(self, sampling: dict[str, Any]) -> None:
-        state = (self.server.info or {})["internal_states"][0].get("sparse")
+        server = self.server
+        assert isinstance(server, Server)
+        state = (server.info or {})["internal_states"][0].get("sparse")
         total = sampling["max_new_tokens"]
         if state:
             state["sparse_layer_rows"] += total
@@ -90,8 +95,9 @@ class Handler(openai_stub.Handler):
         for tokens in range(1, total + 1):
             reason = {"type": "length"} if tokens == total else None
             meta = {"finish_reason": reason, "completion_tokens": tokens, "cached_tokens": 64}
+            server.step.wait()
             self.wfile.write(b"data: " + json.dumps({"meta_info": meta}).encode() + b"\n\n")
-            time.sleep(0.001)
+            time.sleep(0.005)
         self.close_connection = True
 
 
@@ -104,6 +110,7 @@ class Server(openai_stub.Server):
         self.info = {"version": "0.5.17", "device": "cuda", "page_size": 16, "max_total_num_tokens": 10_000}
         self.info["disable_radix_cache"] = False
         self.info["internal_states"] = [{"sparse": dict.fromkeys(COUNTED, 0)} if sparse else {}]
+        self.step = Barrier(2, timeout=60)
         self.order: dict[str, Any] | None = None
         self.refusal = 0
         self.replays = 30
