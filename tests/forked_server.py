@@ -1,9 +1,9 @@
-"""Servers forked from a process that has imported what SGLang stands on.
+"""Servers, and scripts with engines, forked from a process that has imported what SGLang stands on.
 
 A server is three processes, and each imports torch, transformers and what they bring: 70 of the 75 CPU seconds that a
 start takes. SGLang itself and its plugins are imported by every server anew, with that server's environment. What
 differs from ``python -m sglang.launch_server``: the scheduler and the detokenizer are forks of the main process, hooks
-included. The demo and the tests of the command line and of the CPU platform start servers the plain way.
+included. The demo and the tests of the CPU platform start servers the plain way.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _run(arguments: list[str], env: dict[str, str], log: str) -> None:
-    """Become ``python -m sglang.launch_server`` with these arguments."""
+def _run(command: list[str], env: dict[str, str], log: str) -> None:
+    """Become ``python`` with these arguments: ``-m`` and a module, or a script, and then its own."""
     os.setsid()
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -51,15 +51,19 @@ def _run(arguments: list[str], env: dict[str, str], log: str) -> None:
     multiprocessing.set_start_method = lambda *_, **__: (
         None
     )  # SGLang asks for "spawn", which would import it all again.
-    sys.argv = ["sglang.launch_server", *arguments]
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
 
 
 class Forked:
-    """What ``subprocess.Popen`` is to a command: the fork that runs these arguments of ``sglang.launch_server``."""
+    """What ``subprocess.Popen`` is to a command: the fork that runs ``python`` with these arguments, see `_run`."""
 
-    def __init__(self, arguments: list[str], env: dict[str, str], log: str) -> None:
-        self._process: ForkServerProcess = _context().Process(target=_run, args=(arguments, env, log))
+    def __init__(self, command: list[str], env: dict[str, str], log: str) -> None:
+        self._process: ForkServerProcess = _context().Process(target=_run, args=(command, env, log))
         self._process.start()
 
     @property
@@ -80,7 +84,7 @@ class Forked:
     def wait(self, timeout: float) -> int:
         self._process.join(timeout)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired("sglang.launch_server", timeout)
+            raise subprocess.TimeoutExpired("python", timeout)
         return self.returncode
 
 
@@ -89,4 +93,4 @@ class ForkedServer(ServerProcess):
 
     def _open(self) -> Any:
         self.log_path.write_bytes(b"")
-        return Forked(self.command[3:], self.env, str(self.log_path))
+        return Forked(self.command[1:], self.env, str(self.log_path))

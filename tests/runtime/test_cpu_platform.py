@@ -3,12 +3,11 @@
 import json
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import sglang_cpu_platform
 import torch
@@ -141,13 +140,15 @@ def test_streaming_and_chat(server: ServerProcess) -> None:
 
 
 def test_abort_ends_a_running_request(server: ServerProcess) -> None:
-    answers: list[dict[str, Any]] = []
-    asking = threading.Thread(target=lambda: answers.append(greedy(server, PROMPTS[0], tokens=700, rid="long")))
-    asking.start()
-    time.sleep(0.5)
-    server.client.post("/abort_request", json={"rid": "long"})
-    asking.join(60)
-    assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
+    sampling = {**GREEDY, "max_new_tokens": 700, "ignore_eos": True}
+    request = {"input_ids": PROMPTS[0], "sampling_params": sampling, "rid": "long", "stream": True}
+    with server.client.stream("POST", "/generate", json=request) as response:
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        httpx.post(f"{server.url}/abort_request", json={"rid": "long"}).raise_for_status()
+        *_, last, done = lines
+    assert done == "data: [DONE]"
+    assert json.loads(last.removeprefix("data: "))["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 ENGINE = """

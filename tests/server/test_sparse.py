@@ -3,7 +3,6 @@
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,13 +130,16 @@ def test_abort_frees_everything(server, prompts) -> None:
         )
         for i, prompt in enumerate(prompts[-4:])
     ]
+    before = sparse_state(server)["decode_rows"]
     for thread in threads:
         thread.start()
-    time.sleep(2.0)
-    assert server.client.post("/abort_request", json={"rid": "", "abort_all": True}).status_code == 200
-    for thread in threads:
-        thread.join(60.0)
-        assert not thread.is_alive()
+    while sparse_state(server)["decode_rows"] < before + 8:
+        assert any(thread.is_alive() for thread in threads)
+    # Again and again: on a busy machine some of them may not have arrived yet.
+    while any(thread.is_alive() for thread in threads):
+        assert server.client.post("/abort_request", json={"rid": "", "abort_all": True}).status_code == 200
+        threads[0].join(0.2)
+    assert sparse_state(server)["decode_rows"] < before + 4 * 3999
     assert_nothing_leaked(server)
 
 
@@ -210,7 +212,7 @@ def test_a_live_server_shows_all_of_it(server: ServerProcess) -> None:
         assert shown[f"sglang:sparse_{name}"].labels == labels
     for name, column in (("pages_attended", 1), ("pages_held", 2), ("rectified_tokens", 3), ("decode_rows", 4)):
         assert shown[f"sglang:sparse_{name}_total"].value == sum(line[column] for line in found)
-    assert shown["sglang:sparse_rectified_tokens_total"].value >= 5 * 8
+    assert shown["sglang:sparse_rectified_tokens_total"].value >= 32, "the interval"
     assert shown["sglang:sparse_active_fraction"].value == pytest.approx(found[-1][0], abs=5e-4)
     state = server.server_info()["internal_states"][0]["sparse"]
     assert shown["sglang:sparse_aux_bytes"].value == state["aux_bytes"]
