@@ -7,17 +7,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_sparse import crossover, hooks, pools
 from sglang_sparse.config import settings_of
+from sglang_sparse.decode_path import SPLIT, DecodePath
 from sglang_sparse.delegate import DelegatingBackend
 from sglang_sparse.method import parse_layers
 from sglang_sparse.plan import DecodePlan, plan_decode, usual_selection
 from sglang_sparse.prefill_path import PrefillPath
 from sglang_sparse.stats import Counters
 from sglang_sparse.view import BatchView, allocate_view
-from sglang_sparse_kernels.sparse_decode import sparse_decode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +61,7 @@ class SparseAttentionBackend(DelegatingBackend):
             "rectifying",
             "prefill",
             "_pools",
-            "_k_caches",
+            "_decoding",
             "_config",
             "_limits",
             "_view",
@@ -80,12 +79,11 @@ class SparseAttentionBackend(DelegatingBackend):
         self.method = settings.method
         self._config = settings.config
         self._pools: pools.AuxPools = getattr(runner.token_to_kv_pool, pools.ATTRIBUTE)
-        self._k_caches = {layer: runner.token_to_kv_pool.get_key_buffer(layer) for layer in sorted(self._pools.layers)}
         model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
-        page_size = settings.config.page_size
-        max_pages = -(-runner.req_to_token_pool.req_to_token.shape[1] // page_size)
-        usual = usual_selection(self.method, max_pages)
-        self._limits = (model.num_kv_heads, max_pages, usual, page_size)
+        self._decoding = DecodePath(self.method, self._pools, runner.token_to_kv_pool, model)
+        max_blocks = -(-runner.req_to_token_pool.req_to_token.shape[1] // self.method.block_size)
+        usual = usual_selection(self.method, max_blocks)
+        self._limits = (model.num_kv_heads, max_blocks, usual, self.method.block_size)
         device = self._pools.overflow.device
         if settings.name:
             found = crossover.find(settings, model, device)
@@ -97,9 +95,10 @@ class SparseAttentionBackend(DelegatingBackend):
         if settings.prefill:
             layers = parse_layers(settings.prefill.config.layers, model.num_layers)
             pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
-            self.prefill = PrefillPath(settings.prefill, layers, pool, table, page_size, model.num_q_heads)
+            page = self._config.page_size
+            self.prefill = PrefillPath(settings.prefill, layers, pool, table, page, model.num_q_heads)
             logger.info("sglang_sparse: prefill %s, %s", settings.prefill_name, self.prefill.describe(model.num_layers))
-        select_stats = torch.zeros(3, dtype=torch.int64, device=device)
+        select_stats = torch.zeros(4, dtype=torch.int64, device=device)
         self.counters = Counters(settings, self._pools, model, select_stats, self.prefill)
         self._view: BatchView | None = None
         self._graph_view: BatchView | None = None
@@ -117,7 +116,7 @@ class SparseAttentionBackend(DelegatingBackend):
             seq_lens: ``[rows]`` on the CPU, KV lengths with the new token.
             rows: what each row's request asked for.
         """
-        plan = plan_decode(self.method, self._config.page_size, seq_lens, rows)
+        plan = plan_decode(self.method, seq_lens, rows)
         self._planned = seq_lens.tolist(), plan
         return plan
 
@@ -212,31 +211,33 @@ class SparseAttentionBackend(DelegatingBackend):
         Args:
             q: ``[tokens, q_heads * head_dim]``.
             k: ``[tokens, kv_heads, head_dim]``.
-            v: ``[tokens, kv_heads, head_dim]``.
+            v: ``[tokens, kv_heads, v_head_dim]``.
             layer: SGLang's ``RadixAttention``.
             forward_batch: SGLang's ``ForwardBatch``.
             save_kv_cache: whether k and v still have to be written to the pool.
-            **kwargs: passed to the dense backend.
+            **kwargs: passed to the dense backend; ``q_rope`` and ``k_rope`` of MLA, which q and k then lack.
 
         Returns:
-            ``[tokens, q_heads * head_dim]``.
+            ``[tokens, q_heads * v_head_dim]``.
 
         Raises:
-            RuntimeError: a sparse layer needs attention that is not plain causal GQA.
+            RuntimeError: a sparse layer needs attention that is not plain causal GQA or MLA.
         """
         mode, prefill = forward_batch.forward_mode, self.prefill
         decodes_sparse = layer.layer_id in self._pools.layers
         if mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
             return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        _require_plain(layer, k, kwargs)
+        _require_plain(layer, k, [name for name in kwargs if self.method.attention != "MLA" or name not in SPLIT])
         if prefill and mode.is_extend() and prefill.takes(layer.layer_id):
             output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache)
         elif decodes_sparse and mode.is_decode() and self._view is not None:
-            output = self._decode(q, k, v, layer, forward_batch, self._view, save_kv_cache)
+            output = self._decoding.attend(
+                q, k, v, layer, forward_batch.out_cache_loc, self._view, save_kv_cache, kwargs
+            )
         else:
             output = self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        if decodes_sparse and layer.layer_id == max(self._k_caches):
-            self._pools.refresh(self._k_caches, self._written(forward_batch))
+        if layer.layer_id == self._decoding.last_layer:
+            self._decoding.refresh(self._written(forward_batch))
         return output
 
     def _written(self, forward_batch: Any) -> torch.Tensor:
@@ -248,41 +249,8 @@ class SparseAttentionBackend(DelegatingBackend):
             self.counters.add_extend(self._last_slots)
         return self._last_slots
 
-    def _decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        view: BatchView,
-        save_kv_cache: bool,
-    ) -> torch.Tensor:
-        pool = self.dense.token_to_kv_pool
-        slots = forward_batch.out_cache_loc
-        if save_kv_cache:
-            pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, layer.k_scale, layer.v_scale)
-        key_cache = self._k_caches[layer.layer_id]
-        self._pools.refresh({layer.layer_id: key_cache}, slots, before_select=True)
-        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        selected = self.method.select(view, layer.layer_id, query, self._pools)
-        output = sparse_decode(
-            query,
-            key_cache,
-            pool.get_value_buffer(layer.layer_id),
-            selected.indices,
-            selected.counts,
-            slots,
-            view.page_size if selected.unit == "page" else 1,
-            layer.scaling,
-            layer.k_scale_float or 1.0,
-            layer.v_scale_float or 1.0,
-            usual_pages=view.usual_select,
-        )
-        return output.reshape(q.shape[0], -1)
 
-
-def _require_plain(layer: Any, k: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+def _require_plain(layer: Any, k: torch.Tensor | None, arguments: list[str]) -> None:
     """Refuse what start-up could not see in the model's config, rather than serve it wrongly."""
     reasons = {
         "KV shared with another layer": k is None,
@@ -290,7 +258,7 @@ def _require_plain(layer: Any, k: torch.Tensor | None, kwargs: dict[str, Any]) -
         f"attention type {layer.attn_type.value}": layer.attn_type.value != "decoder",
         "a sliding window": layer.sliding_window_size > -1,
         "a soft cap on the logits": bool(layer.logit_cap),
-        f"arguments {sorted(kwargs)}": bool(kwargs),
+        f"arguments {sorted(arguments)}": bool(arguments),
     }
     found = [reason for reason, present in reasons.items() if present]
     if found:

@@ -29,6 +29,7 @@ def capability_table() -> str:
         "| --- | --- |",
     ]
     lines += [f"| {limit.name} | {limit.reason} |" for limit in (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS)]
+    lines += [f"| {name} on a GPU | {limits.UNMEASURED} |" for name in limits.CPU_ONLY_METHODS]
     lines += [f"| sparse prefill with {limit.name} | {limit.reason} |" for limit in limits.PREFILL_LIMITS]
     lines += [f"| rectification with {limit.name} | {limit.reason} |" for limit in limits.RECTIFY_LIMITS]
     return "\n".join(lines)

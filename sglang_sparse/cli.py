@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
 
 SOURCE = "sglang_sparse"
+
+logger = logging.getLogger(__name__)
 
 
 def _help() -> dict[str, str]:
@@ -92,6 +95,8 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
     original(self)
     if self.model_path.lower() not in ("none", "dummy"):
         refusals.require_after(self, settings)
+    for text in settings.method.warnings():
+        logger.warning("sglang_sparse: %s", text)
 
 
 def refuse_model(_: None, self: SparseServerArgs) -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from sglang_sparse.method import MethodConfig, ModelShape
 
 TABLE = Path(__file__).with_name("crossover.json")
+# The method that ``sglang_sparse.tune`` measures.
+TUNED = "resa"
 # What tells two entries of a table apart; the first ones are what `setup` returns.
 KEY = ("method", "gpu", "q_heads", "kv_heads", "head_dim", "page_size", "kv_dtype", "summary_dtype", "active_ratio")
 
@@ -99,7 +101,7 @@ def find(
     if not found:
         # Attending to more pages than was measured pays later, if at all.
         tokens = max([DEFAULT_CROSSOVER, *(entry["crossover_tokens"] for entry in measured)])
-        command = "python -m sglang_sparse.tune"
-        return Crossover(tokens, f"the default; not measured for this shape on {gpu}, see {command}")
+        hint = ", see python -m sglang_sparse.tune" if settings.name == TUNED else ""
+        return Crossover(tokens, f"the default; not measured for this shape on {gpu}{hint}")
     best = min(found, key=lambda entry: entry["active_ratio"])
     return Crossover(best["crossover_tokens"], f"measured on {gpu} at an active ratio of {best['active_ratio']}")

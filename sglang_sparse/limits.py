@@ -8,6 +8,8 @@ from typing import Any
 
 DENSE_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 GPU_ONLY_BACKENDS = ("triton", "flashinfer", "fa3")
+CPU_ONLY_METHODS = ("anchor", "robsa")
+UNMEASURED = "its GPU kernels are not measured yet"
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
 

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -29,9 +29,10 @@ class ModelShape:
     Attributes:
         num_layers: attention layers of the model.
         num_q_heads: query heads of this rank.
-        num_kv_heads: KV heads of this rank.
-        head_dim: dimension of a query and key head.
+        num_kv_heads: KV heads of this rank; 1 for MLA, whose heads share what is cached.
+        head_dim: dimension of a query and key head, as they meet: for MLA the latent and the rotary part.
         kv_dtype: dtype of the KV cache.
+        rope_dim: for MLA how much of it is rotary, the end; 0 for MHA and GQA.
     """
 
     num_layers: int
@@ -39,6 +40,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     kv_dtype: torch.dtype
+    rope_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -208,17 +210,37 @@ class DecodeMethod(ABC):
     ``sglang_sparse.methods`` names it. Nothing else needs to know it.
 
     Attributes:
+        attention: the kind of attention it serves: "MHA", which GQA is one of, or "MLA".
         config: the configuration.
         crossover_tokens: the config's number, or what "auto" stands for; a server that starts puts here what was
             measured for its GPU and its model.
     """
 
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
+    attention: ClassVar[Literal["MHA", "MLA"]] = "MHA"
 
     def __init__(self, config: MethodConfig):
         self.config = config
         asked = config.crossover_tokens
         self.crossover_tokens = DEFAULT_CROSSOVER if asked == "auto" else asked
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, the unit of the selection; a power of two, at most a KV page."""
+        return self.config.page_size
+
+    @property
+    def row_value(self) -> float:
+        """A number of the config that `select` needs of every row, see ``BatchView.values``."""
+        return 0.0
+
+    def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers that run sparse in a model of so many, ascending.
+
+        Raises:
+            ValueError: the config names layers that the model does not have.
+        """
+        return parse_layers(self.config.layers, num_layers)
 
     def refuse(self, model_config: object) -> str | None:
         """Say why this method cannot serve a model, or None when it can.
@@ -228,13 +250,17 @@ class DecodeMethod(ABC):
         """
         return None
 
+    def warnings(self) -> tuple[str, ...]:
+        """What to tell the user at start."""
+        return ()
+
     @abstractmethod
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
         """Return the buffers to keep beside the KV pool."""
 
     @abstractmethod
     def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
-        """Return how many pages a row that holds ``n_pages`` pages attends to.
+        """Return how many blocks a row that holds ``n_pages`` blocks attends to, or at most where the data decides.
 
         Args:
             n_pages: ``[rows]`` int32, on the CPU or the GPU.
@@ -244,7 +270,7 @@ class DecodeMethod(ABC):
         """
 
     @abstractmethod
-    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxPools) -> SparseIndices:
         """Choose what each KV head of each row attends to.
 
         Runs inside CUDA graphs: no host synchronisation, no shape that depends on data.
@@ -252,6 +278,6 @@ class DecodeMethod(ABC):
         Args:
             view: the batch.
             layer_id: the layer.
-            query: ``[rows, q_heads, head_dim]``, after RoPE.
+            query: ``[rows, q_heads, head_dim]``, after RoPE; a method for MLA gets a ``LatentQuery``.
             pools: the buffers that ``aux_specs`` asked for.
         """

@@ -20,50 +20,51 @@ class DecodePlan:
 
     Attributes:
         sparse: whether the batch takes the sparse path; False means the dense backend for all rows.
-        n_pages: ``[rows]`` int32 on the CPU, pages held.
-        n_select: ``[rows]`` int32 on the CPU, pages to attend to; equal to ``n_pages`` for a dense row.
+        n_pages: ``[rows]`` int32 on the CPU, pages held (of the selection: the method's blocks).
+        n_select: ``[rows]`` int32 on the CPU, pages to attend to, or at most; equal to ``n_pages`` for a dense row.
         covered: ``[rows]`` bool on the CPU, rows that attend to all their tokens, so that their new KV is as exact
             as what it attended to. With ``dense_fallback: never`` only rows that asked for it: whatever else runs is
             to be tested as sparse, even where it selects every page.
+        values: ``[rows]`` float32 on the CPU, each row's ``DecodeMethod.row_value``.
     """
 
     sparse: bool
     n_pages: torch.Tensor
     n_select: torch.Tensor
     covered: torch.Tensor
+    values: torch.Tensor
 
 
-def plan_decode(
-    method: DecodeMethod, page_size: int, seq_lens: torch.Tensor, rows: Sequence[RequestOptions] = ()
-) -> DecodePlan:
+def plan_decode(method: DecodeMethod, seq_lens: torch.Tensor, rows: Sequence[RequestOptions] = ()) -> DecodePlan:
     """Decide a batch.
 
     Args:
         method: the server's decode method, with its limits.
-        page_size: tokens per page.
         seq_lens: ``[rows]`` on the CPU, tokens of each row with the new one.
         rows: what each row's request asked for; empty where no request asked for anything.
     """
     config = method.config
-    n_pages = ((seq_lens + page_size - 1) // page_size).to(torch.int32)
+    n_pages = ((seq_lens + method.block_size - 1) // method.block_size).to(torch.int32)
     n_select = method.n_select(n_pages)
+    values = torch.full(n_pages.shape, method.row_value, dtype=torch.float32)
     others: dict[DecodeMethod, list[int]] = {}
     for i, row in enumerate(rows):
         if row.method is not method:
             others.setdefault(row.method, []).append(i)
     for own, mine in others.items():
         n_select[mine] = own.n_select(n_pages[mine])
+        values[mine] = own.row_value
     asked_dense = (
         torch.tensor([not row.sparse for row in rows]) if rows else torch.zeros_like(n_pages, dtype=torch.bool)
     )
     n_select = torch.where(asked_dense | (seq_lens < config.min_seq_len), n_pages, torch.minimum(n_select, n_pages))
     if config.dense_fallback == "never":
-        return DecodePlan(True, n_pages, n_select, asked_dense)
+        return DecodePlan(True, n_pages, n_select, asked_dense, values)
     covered = n_select >= n_pages
     sparse_tokens = int(seq_lens[~covered].sum())
     if sparse_tokens == 0 or sparse_tokens < method.crossover_tokens:
-        return DecodePlan(False, n_pages, n_pages, torch.ones_like(covered))
-    return DecodePlan(True, n_pages, n_select, covered)
+        return DecodePlan(False, n_pages, n_pages, torch.ones_like(covered), values)
+    return DecodePlan(True, n_pages, n_select, covered, values)
 
 
 def usual_selection(method: DecodeMethod, max_pages: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.config import prefill_chunk, settings_of
-from sglang_sparse.method import AuxSpec, ModelShape, parse_layers
+from sglang_sparse.method import AuxSpec, ModelShape
 
 if TYPE_CHECKING:
     from sglang_sparse.config import Settings
@@ -133,6 +133,15 @@ def model_shape(model_config: Any, kv_dtype: torch.dtype) -> ModelShape:
     from sglang.srt.runtime_context import get_parallel
 
     tp_size = get_parallel().attn_tp_size
+    if model_config.attention_arch.name == "MLA":
+        return ModelShape(
+            num_layers=model_config.num_hidden_layers,
+            num_q_heads=model_config.get_num_attention_heads(tp_size),
+            num_kv_heads=1,
+            head_dim=model_config.kv_lora_rank + model_config.qk_rope_head_dim,
+            kv_dtype=kv_dtype,
+            rope_dim=model_config.qk_rope_head_dim,
+        )
     return ModelShape(
         num_layers=model_config.num_hidden_layers,
         num_q_heads=model_config.get_num_attention_heads(tp_size),
@@ -144,7 +153,7 @@ def model_shape(model_config: Any, kv_dtype: torch.dtype) -> ModelShape:
 
 def aux_bytes_per_token(settings: Settings, model: ModelShape) -> int:
     """Bytes that the method's buffers take per token of KV cache, over all layers, rounded up."""
-    layers = len(parse_layers(settings.config.layers, model.num_layers))
+    layers = len(settings.method.sparse_layers(model.num_layers))
     per_page = sum(spec.bytes_per_page for spec in settings.method.aux_specs(model)) * layers
     return -(-per_page // settings.config.page_size)
 
@@ -208,18 +217,21 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
     """After ``_build_token_to_kv_pool``: allocate the buffers and leave them on the stock pool.
 
     Raises:
-        RuntimeError: the KV pool is not SGLang's plain MHA pool.
+        RuntimeError: the KV pool is not SGLang's plain one for the method's kind of attention.
     """
     settings = settings_of(configurator.server_args)
     if settings is None or configurator.is_draft_worker:
         return
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-    if type(kv_pool) is not MHATokenToKVPool:
-        raise RuntimeError(f"{settings.flag} needs MHATokenToKVPool, got {type(kv_pool).__name__}")
+    latent = settings.method.attention == "MLA"
+    # A platform may have a subclass of its own for MLA; those that store something else are refused by model or flag.
+    if not isinstance(kv_pool, MLATokenToKVPool) if latent else type(kv_pool) is not MHATokenToKVPool:
+        needed = (MLATokenToKVPool if latent else MHATokenToKVPool).__name__
+        raise RuntimeError(f"{settings.flag} needs {needed}, got {type(kv_pool).__name__}")
     model = model_shape(configurator.model_config, kv_pool.dtype)
     specs = settings.method.aux_specs(model)
-    layers = parse_layers(settings.config.layers, model.num_layers) if settings.name else ()
+    layers = settings.method.sparse_layers(model.num_layers) if settings.name else ()
     page_size = settings.config.page_size
     num_pages = kv_pool.get_key_buffer(next(iter(layers), 0)).shape[0] // page_size
     on_gpu = torch.device(configurator.device).type == "cuda"
@@ -238,7 +250,7 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
         len(layers),
         model.num_layers,
         page_size,
-        ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs),
+        ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs) or "no summaries",
         aux_bytes_per_token(settings, model),
         pools.nbytes / 2**20,
         "reference" if pools.overflow.device.type == "cpu" else "triton",

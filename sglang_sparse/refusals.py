@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import Settings, SparseArgumentError, prefill_chunk
 from sglang_sparse.limits import (
+    CPU_ONLY_METHODS,
     DENSE_BACKENDS,
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
     MODEL_LIMITS,
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
+    UNMEASURED,
     FlagLimit,
 )
 from sglang_sparse.method import PAGE_SIZES, SparseConfig, parse_layers
@@ -85,6 +87,7 @@ def require_after(args: SparseServerArgs, settings: Settings) -> None:
     Raises:
         SparseArgumentError: says what was got and what is allowed.
     """
+    _require_cpu(settings)
     _require_prefill(args, settings)
     for name in args.get_attention_backends():
         if name not in DENSE_BACKENDS:
@@ -112,16 +115,19 @@ def require_after(args: SparseServerArgs, settings: Settings) -> None:
         )
 
 
+def _require_cpu(settings: Settings) -> None:
+    import torch
+
+    for flag, name in (("method", settings.name), ("prefill-method", settings.prefill_name)):
+        if name in CPU_ONLY_METHODS and torch.cuda.is_available():
+            raise SparseArgumentError(
+                f"--sparse-{flag} {name}: got a GPU, allowed in this release: the CPU platform; {UNMEASURED}"
+            )
+
+
 def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
     if settings.prefill is None:
         return
-    import torch
-
-    if torch.cuda.is_available():
-        raise SparseArgumentError(
-            f"--sparse-prefill-method {settings.prefill_name}: got a GPU, allowed in this release: the CPU platform; "
-            "its GPU kernels are not measured yet"
-        )
     reason = settings.prefill.refuse_page_size(settings.config.page_size)
     if reason:
         raise SparseArgumentError(f"--sparse-prefill-config of {settings.prefill_name}: {reason}")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "sglang_sparse.methods"
 
-DECODE_METHODS = {"resa": "sglang_sparse.methods.resa:Resa"}
+DECODE_METHODS = {"resa": "sglang_sparse.methods.resa:Resa", "robsa": "sglang_sparse.methods.robsa:Robsa"}
 PREFILL_METHODS = {"anchor": "sglang_sparse.methods.anchor:Anchor"}
 
 

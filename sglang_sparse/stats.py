@@ -54,13 +54,14 @@ class Counters:
     """Counts since the server started. A *row* is one request in one decode pass; a *layer row* that in one layer.
 
     ``sparse_layer_rows``, ``pages_attended`` and ``pages_held`` count what the selection kernel did, which includes the
-    dense rows of a sparse batch: these select all their pages, and count among ``dense_fallback_rows`` as well.
+    dense rows of a sparse batch: these select all their pages, and count among ``dense_fallback_rows`` as well. A page
+    is the method's block. ``overflowed_layer_rows`` needed more than their method allows and got all.
 
     Args:
         settings: the method and its config.
         aux_pools: the page summaries.
         model: the model on this rank.
-        select_stats: int64 ``[3]`` on the device, which the selection itself increments: see ``BatchView.stats``.
+        select_stats: int64 ``[4]`` on the device, which the selection itself increments: see ``BatchView.stats``.
         prefill: the prefill method at work, if any.
 
     Attributes:
@@ -149,11 +150,12 @@ class Counters:
         Args:
             counted: a copy of all of ``device_stats`` on the host, one behind the other.
         """
-        selections, attended, held, *pairs = counted
+        selections, attended, held, overflowed, *pairs = counted
         return {
             "sparse_layer_rows": selections // self._model.num_kv_heads,
             "pages_attended": attended,
             "pages_held": held,
+            "overflowed_layer_rows": overflowed // self._model.num_kv_heads,
             **{f"prefill_{name}": count for name, count in zip(PREFILL_TOTALS[2:], pairs, strict=False)},
         }
 

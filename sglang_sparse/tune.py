@@ -130,7 +130,7 @@ def entry(method: Resa, model: ModelShape, points: Sequence[Point], device: str,
     installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
     counted = [replace(point, sparse_us=point.sparse_us + overhead) for point in points]
     return {
-        **crossover.setup("resa", method.config, model, crossover.gpu_name(torch.device(device))),
+        **crossover.setup(crossover.TUNED, method.config, model, crossover.gpu_name(torch.device(device))),
         "active_ratio": method.config.active_ratio,
         "crossover_tokens": crossing(counted),
         "overhead_us": overhead,

@@ -63,7 +63,7 @@ class Step:
         page_ends = torch.arange(1, self.rows.num_pages + 1, device=device) * self.page_size - 1
         self.pools.refresh(self._k_caches, page_ends)
         width = max(longest, context) // self.page_size
-        stats = torch.zeros(3, dtype=torch.int64, device=device)
+        stats = torch.zeros(4, dtype=torch.int64, device=device)
         usual = usual_selection(method, width)
         self.view = allocate_view(batch, model.num_kv_heads, width, usual, self.page_size, stats)
         self.view.page_table[:, : self.rows.page_table.shape[1]].copy_(self.rows.page_table)

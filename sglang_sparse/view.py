@@ -1,4 +1,4 @@
-"""The only window from a method onto SGLang's ``ForwardBatch``."""
+"""The only window from a method onto SGLang's ``ForwardBatch`` and its layers."""
 
 from __future__ import annotations
 
@@ -10,29 +10,59 @@ import torch
 from sglang_sparse_kernels.page_table import load_page_table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang_sparse.plan import DecodePlan
+
+
+@dataclass(frozen=True)
+class LatentQuery:
+    """What the rows of a decode batch ask of an MLA layer, and what they ask it of.
+
+    Attributes:
+        nope: ``[rows, q_heads, latent]``, the query without position, absorbed into the latent space.
+        rope: ``[rows, q_heads, rope]``, its rotary part, after RoPE.
+        cache: ``[slots, latent + rope]``, the layer's KV pool; the newest tokens are written.
+        last_slots: ``[rows]`` int64, the slot of each row's newest token.
+        scaling: factor of the logits, the model's own.
+        kv_scale: factor of what is stored.
+        mean_over_ranks: averages a tensor over the tensor-parallel ranks, in place; the same object with one rank.
+    """
+
+    nope: torch.Tensor
+    rope: torch.Tensor
+    cache: torch.Tensor
+    last_slots: torch.Tensor
+    scaling: float
+    kv_scale: float
+    mean_over_ranks: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class BatchView:
     """A decode batch as methods and kernels see it. Rows that pad a CUDA graph have ``n_pages`` and ``n_select`` 0.
 
+    A page here is the method's block, the unit of its selection: a KV page, or an equal part of one.
+
     Attributes:
         page_table: ``[rows, max_pages]`` int32, physical page of each logical page; beyond a row's pages those of
             an earlier batch, or page 0.
         n_pages: ``[rows]`` int32, pages held.
-        n_select: ``[rows]`` int32, pages to attend to.
+        n_select: ``[rows]`` int32, pages to attend to, or at most where the data decides.
+        values: ``[rows]`` float32, each row's ``DecodeMethod.row_value``.
         usual_select: the largest ``n_select`` of a sparse row unless its request asks for more; what kernels are
             tuned for.
         scores: ``[rows, kv_heads, max_pages]`` float32 scratch.
         selected: scratch for the selection: ``[rows, kv_heads, max_pages]`` int32 and ``[rows, kv_heads]`` int32.
-        stats: int64 ``[3]`` device counters: (row, KV head) pairs selected for, pages attended, pages held.
+        stats: int64 ``[4]`` device counters: (row, KV head) pairs selected for, pages attended, pages held, pairs
+            that needed more than ``n_select`` and got all.
         page_size: tokens per page.
     """
 
     page_table: torch.Tensor
     n_pages: torch.Tensor
     n_select: torch.Tensor
+    values: torch.Tensor
     usual_select: int
     scores: torch.Tensor
     selected: tuple[torch.Tensor, torch.Tensor]
@@ -46,6 +76,7 @@ class BatchView:
             page_table=self.page_table[:count],
             n_pages=self.n_pages[:count],
             n_select=self.n_select[:count],
+            values=self.values[:count],
             scores=self.scores[:count],
             selected=(self.selected[0][:count], self.selected[1][:count]),
         )
@@ -58,7 +89,8 @@ class BatchView:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(x.nbytes for x in (self.page_table, self.n_pages, self.n_select, self.scores, *self.selected))
+        small = (self.n_pages, self.n_select, self.values)
+        return sum(x.nbytes for x in (self.page_table, *small, self.scores, *self.selected))
 
     def load(self, plan: DecodePlan, forward_batch: Any, req_to_token: torch.Tensor) -> None:
         """Fill the view for a step, before the graph is replayed: inside it ``req_to_token`` may already be ahead.
@@ -68,18 +100,23 @@ class BatchView:
             forward_batch: SGLang's batch or replay view.
             req_to_token: ``[requests, max_context]``, SGLang's token table.
         """
-        self._load(req_to_token, forward_batch.req_pool_indices, plan.n_pages, plan.n_select)
+        self._load(req_to_token, forward_batch.req_pool_indices, plan.n_pages, plan.n_select, plan.values)
 
     def clear(self, req_to_token: torch.Tensor) -> None:
         """Make all rows padding; by the same kernel, so that a server with CUDA graphs compiles it before it serves."""
-        nothing = torch.empty(0, dtype=torch.int32)
-        self._load(req_to_token, torch.empty(0, dtype=torch.int64, device=req_to_token.device), nothing, nothing)
+        nothing, requests = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+        self._load(req_to_token, requests.to(req_to_token.device), nothing, nothing, nothing.float())
 
     def _load(
-        self, req_to_token: torch.Tensor, requests: torch.Tensor, n_pages: torch.Tensor, n_select: torch.Tensor
+        self,
+        req_to_token: torch.Tensor,
+        requests: torch.Tensor,
+        n_pages: torch.Tensor,
+        n_select: torch.Tensor,
+        values: torch.Tensor,
     ) -> None:
         real, rows = n_pages.shape[0], self.n_pages.shape[0]
-        for target, counts in ((self.n_pages, n_pages), (self.n_select, n_select)):
+        for target, counts in ((self.n_pages, n_pages), (self.n_select, n_select), (self.values, values)):
             # From pageable memory, which the driver has read when the call returns. A pinned buffer that is used again
             # could be overwritten before its copy: the host runs ahead of the device.
             target.copy_(torch.nn.functional.pad(counts, (0, rows - real)), non_blocking=True)
@@ -108,6 +145,7 @@ def allocate_view(
         page_table=torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
         n_pages=torch.zeros(rows, dtype=torch.int32, device=device),
         n_select=torch.zeros(rows, dtype=torch.int32, device=device),
+        values=torch.zeros(rows, dtype=torch.float32, device=device),
         usual_select=usual_select,
         scores=torch.zeros(rows, kv_heads, max_pages, dtype=torch.float32, device=device),
         selected=(

@@ -38,6 +38,7 @@ MAY_IMPORT_SGLANG = {
     "prefill.py",
     "group_keys.py",
     "prefill_path.py",
+    "decode_path.py",
 }
 
 

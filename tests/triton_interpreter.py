@@ -10,7 +10,17 @@ import sys
 
 import torch
 
-OPERATIONS = ("page_summary", "page_score", "page_topk", "page_table", "sparse_decode", "anchor_prefill")
+OPERATIONS = (
+    "page_summary",
+    "page_score",
+    "page_topk",
+    "page_table",
+    "sparse_decode",
+    "anchor_prefill",
+    "block_mass",
+    "block_topp",
+    "sparse_mla_decode",
+)
 HAS_GPU = torch.cuda.is_available()
 INTERPRETED = not HAS_GPU and "triton" not in sys.modules
 

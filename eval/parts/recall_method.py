@@ -67,7 +67,7 @@ def require_served(settings: Settings, model: ModelFacts) -> tuple[int, ...]:
 
 def selected_share(settings: Settings, tokens: int) -> float:
     """The share of its pages that a row of so many tokens attends to."""
-    plan = plan_decode(settings.method, settings.config.page_size, torch.tensor([tokens]))
+    plan = plan_decode(settings.method, torch.tensor([tokens]))
     return float(plan.n_select / plan.n_pages)
 
 
@@ -95,7 +95,7 @@ def select(settings: Settings, captured: Captured, layers: int) -> Selection:
     cache[page : page + tokens] = key
     shape = ModelShape(layers, q_heads, kv_heads, head_dim, key.dtype)
     pools = AuxPools(method.aux_specs(shape), (layer,), pages + 1, page, str(device))
-    stats = torch.zeros(3, dtype=torch.int64, device=device)
+    stats = torch.zeros(4, dtype=torch.int64, device=device)
     view = allocate_view(1, kv_heads, pages, usual_selection(method, pages), page, stats)
     view.page_table[0, :pages] = torch.arange(1, pages + 1)
     prefilled = torch.arange(page, page + tokens - queries, device=device)
@@ -106,7 +106,7 @@ def select(settings: Settings, captured: Captured, layers: int) -> Selection:
     for row, position in enumerate(captured.positions.tolist()):
         written = torch.tensor([page + position], device=device)
         pools.refresh({layer: cache}, written, before_select=True)
-        plan = plan_decode(method, page, torch.tensor([position + 1]))
+        plan = plan_decode(method, torch.tensor([position + 1]))
         view.n_pages.copy_(plan.n_pages)
         view.n_select.copy_(plan.n_select)
         found = method.select(view, layer, query[row : row + 1].contiguous(), pools)

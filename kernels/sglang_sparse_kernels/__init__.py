@@ -7,5 +7,8 @@ One folder per operation, each usable without SGLang:
 - ``page_score``: upper bound of each page's attention logit for one query group.
 - ``page_topk``: the highest pages of each row, exact and deterministic.
 - ``sparse_decode``: decode attention over the selected pages.
+- ``block_mass``: share of each block in a row's attention, by some dimensions of query and key.
+- ``block_topp``: the smallest set of the highest blocks that hold a share of the mass.
+- ``sparse_mla_decode``: decode attention over the selected blocks of a latent cache.
 - ``anchor_prefill``: prefill attention over the initial block, the own group and the keys that come near their scores.
 """

@@ -1,1 +1,1 @@
-"""What `sglang_sparse.calibrate` is made of: a model's attention, layer by layer, and what a threshold keeps of it."""
+"""What `sglang_sparse.calibrate` is made of: a model's attention, layer by layer, and what a method makes of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sglang_sparse import __version__
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # The name under which transformers finds the attention function of this module.
 IMPLEMENTATION = "captured"
+PACKAGES = ("torch", "transformers")
 # What transformers tells attention functions about a sliding window, a soft cap of the logits and attention sinks.
 OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux")
 
@@ -72,6 +76,12 @@ class ModelFacts:
         self.attention_arch = AttentionArch.MLA if latent else AttentionArch.MHA
         self.num_hidden_layers: int = text.num_hidden_layers
         self.context_len: int = text.max_position_embeddings
+        self.rope_dim: int = getattr(text, "qk_rope_head_dim", None) or 0
+
+    @property
+    def architecture(self) -> str:
+        """Name of the model's class."""
+        return (self.hf_config.architectures or ["unknown"])[0]
 
 
 def model_facts(path: str) -> ModelFacts:
@@ -86,6 +96,16 @@ def model_facts(path: str) -> ModelFacts:
         return ModelFacts(AutoConfig.from_pretrained(path))
     except (OSError, ValueError) as error:
         raise CalibrationError(f"--model-path {path}: {str(error).splitlines()[0]}") from error
+
+
+def device_and_dtype() -> tuple[str, torch.dtype]:
+    """Where a checkpoint is run, and in which element type."""
+    return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
+def versions() -> dict[str, str]:
+    """Those of the packages that what is measured depends on."""
+    return {"sglang-sparse": __version__} | {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def load_model(path: str, device: str, dtype: torch.dtype) -> Any:
@@ -104,7 +124,23 @@ def load_model(path: str, device: str, dtype: torch.dtype) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=IMPLEMENTATION)
     except (OSError, ValueError) as error:
         raise CalibrationError(f"--model-path {path}: {str(error).splitlines()[0]}") from error
+    _complete_scale(model)
     return model.to(device).eval()
+
+
+def _complete_scale(model: Any) -> None:
+    """Multiply by YaRN's mscale², which DeepSeek-V2 lacks in transformers, unlike V3 there, and unlike it in SGLang."""
+    if model.config.model_type != "deepseek_v2":
+        return
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
+
+    rope = model.config.rope_parameters
+    if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
+        for layer in model.base_model.layers:
+            attention = layer.self_attn
+            attention.scaling = (
+                attention.qk_head_dim**-0.5 * yarn_get_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
+            )
 
 
 @torch.inference_mode()
@@ -162,4 +198,8 @@ def _attend(
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
     last, keys, values = (part[0].transpose(0, 1) for part in (query[:, :, -queries:], key, value))
     show(Captured(layer, last, keys, values, scaling))
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    # Values of MLA are narrower than its keys; at one width no kernel writes out all scores.
+    width = value.shape[-1]
+    padded = torch.nn.functional.pad(value, (0, max(0, query.shape[-1] - width)))
+    output, _ = sdpa_attention_forward(module, query, key, padded, attention_mask, **options)
+    return output[..., :width], None

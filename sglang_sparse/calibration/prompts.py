@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Prompts:
     def _read(self, file: Path) -> Iterator[Text]:
         content = _content(file)
         if file.name.removesuffix(".xz").endswith(".txt"):
-            yield Text(self._encode(content), is_prompt=False)
+            yield Text(self.encode(content), is_prompt=False)
             return
         for number, line in enumerate(content.splitlines(), 1):
             if line.strip():
@@ -90,20 +90,31 @@ class Prompts:
         fields = row if isinstance(row, dict) else {}
         text, messages = fields.get("text"), fields.get("messages")
         if isinstance(text, str):
-            return self._start + self._encode(text)
+            return self._start + self.encode(text)
         if not isinstance(messages, list):
             raise CalibrationError(f'{origin}: allowed is an object with "text" (a string) or "messages" (a list)')
         from jinja2 import TemplateError
 
         try:
-            chat = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return self._chat(messages)
         # What transformers and the template of a model raise for messages, or for want of a template.
         except (ValueError, TypeError, KeyError, TemplateError) as error:
             raise CalibrationError(f"{origin}: the model's chat template refuses it: {error}") from error
-        return self._encode(str(chat))
 
-    def _encode(self, text: str) -> list[int]:
+    def _chat(self, messages: Sequence[Any]) -> list[int]:
+        return self.encode(
+            str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without a start or special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation; of a model without a chat template those of its texts, one after the other."""
+        if self._tokenizer.chat_template is not None:
+            return self._chat(messages)
+        return self._start + self.encode("\n\n".join(message["content"] for message in messages))
 
 
 def _content(file: Path) -> str:

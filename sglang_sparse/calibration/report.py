@@ -1,4 +1,4 @@
-"""What a calibration found: rows for its file, and a table to read."""
+"""What a calibration of AnchorAttention found: rows for its file, and a table to read."""
 
 from __future__ import annotations
 

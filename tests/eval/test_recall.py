@@ -121,7 +121,7 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--from", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
         (["--n", "0"], "--n 0"),
         (["--lengths", "32"], "above --queries 32"),
-        (["--method", "rosa"], "did you mean 'resa'?"),
+        (["--method", "reza"], "did you mean 'resa'?"),
         (["--sparse-config", '{"ratio": 1}'], "unknown field 'ratio'"),
         (["--lengths", "200"], "selects all pages of 200 tokens"),
         (["--lengths", "64k"], "the model's context is 40960 tokens"),

@@ -37,7 +37,7 @@ def test_selection(fields: dict[str, object]) -> None:
     lengths = [17, 160, 333, 640]
     aux = AuxPools(method.aux_specs(SHAPE), (0,), 200, PAGE, "cpu")
     cache = torch.randn(200 * PAGE, KV_HEADS, DIM)
-    view = allocate_view(len(lengths), KV_HEADS, 40, 40, PAGE, torch.zeros(3, dtype=torch.int64))
+    view = allocate_view(len(lengths), KV_HEADS, 40, 40, PAGE, torch.zeros(4, dtype=torch.int64))
     free = (torch.randperm(199) + 1).tolist()
     for row, length in enumerate(lengths):
         n_pages = -(-length // PAGE)
@@ -61,4 +61,5 @@ def test_selection(fields: dict[str, object]) -> None:
         len(lengths) * KV_HEADS,
         int(view.n_select.sum()) * KV_HEADS,
         int(view.n_pages.sum()) * KV_HEADS,
+        0,
     ]

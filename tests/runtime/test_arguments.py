@@ -262,7 +262,7 @@ def test_command_line_prints_one_message(qwen3: str, capsys: pytest.CaptureFixtu
         prepare_server_args(["--model-path", qwen3, "--sparse-method", "reza"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.strip() == (
-        "sglang_sparse: error: --sparse-method: got 'reza', allowed: resa; did you mean 'resa'?"
+        "sglang_sparse: error: --sparse-method: got 'reza', allowed: resa, robsa; did you mean 'resa'?"
     )
 
 
@@ -278,6 +278,7 @@ def test_check_prints_every_limit_and_judges_arguments(qwen3: str, capsys: pytes
     table = capsys.readouterr().out
     for limit in (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS):
         assert f"| {limit.name} | {limit.reason} |" in table
+    assert "| robsa on a GPU | its GPU kernels are not measured yet |" in table
     for limit in limits.RECTIFY_LIMITS:
         assert f"| rectification with {limit.name} | {limit.reason} |" in table
     assert check.main(["--model-path", qwen3, "--sparse-method", "resa"]) == 0

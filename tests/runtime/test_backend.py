@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from sglang_sparse.backend import SparseAttentionBackend
+from sglang_sparse.decode_path import DecodePath
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import AuxSpec
+from sglang_sparse.method import AuxSpec, ModelShape
 from sglang_sparse.pools import AuxPools
 
 LAYERS, SLOTS, HEADS, DIM, PAGE = (1, 3), 32, 1, 16, 4
@@ -24,6 +25,8 @@ def last_key(k_caches: Any, buffers: Any, last_slots: torch.Tensor, page_size: i
 
 class Keep:
     """Attends to one page, and keeps what it saw in its buffers."""
+
+    attention = "MHA"
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -44,6 +47,9 @@ class Pool:
 
     def set_kv_buffer(self, layer: Any, location: Any, k: torch.Tensor, v: torch.Tensor, *scales: Any) -> None:
         self.keys[layer.layer_id][SLOT], self.values[layer.layer_id][SLOT] = k[0], v[0]
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.keys[layer_id]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         return self.values[layer_id]
@@ -67,8 +73,10 @@ def make_backend() -> SparseAttentionBackend:
     object.__setattr__(backend, "dense", dense)
     specs = [AuxSpec(name, (DIM,), torch.float32, last_key, name == "early") for name in ("early", "late")]
     backend._pools = AuxPools(tuple(specs), LAYERS, SLOTS // PAGE, PAGE, "cpu")
-    backend._k_caches = {layer: dense.token_to_kv_pool.keys[layer] for layer in LAYERS}
-    backend.method = Keep()  # pyright: ignore[reportAttributeAccessIssue]
+    method: Any = Keep()
+    backend.method = method
+    model = ModelShape(5, 1, HEADS, DIM, torch.float32)
+    backend._decoding = DecodePath(method, backend._pools, dense.token_to_kv_pool, model)
     backend.prefill = None
     backend._view = SimpleNamespace(page_size=PAGE, usual_select=1)  # pyright: ignore[reportAttributeAccessIssue]
     return backend
@@ -129,7 +137,7 @@ def test_decode_graphs_have_buffers_of_their_own_wherever_a_layer_is_sparse(
     backend._pools = AuxPools((), layers, SLOTS // PAGE, PAGE, "cpu")
     backend._limits, backend._graph_view = (HEADS, 4, 2, PAGE), None
     backend.counters = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-        select_stats=torch.zeros(3, dtype=torch.int64)
+        select_stats=torch.zeros(4, dtype=torch.int64)
     )
     backend.init_cuda_graph_state(2, 2)
     assert (backend._graph_view is not None) == static

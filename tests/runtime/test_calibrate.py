@@ -12,9 +12,11 @@ from model_configs import write_config
 
 from sglang_sparse import calibrate
 from sglang_sparse.calibration import recall as calibration_recall
+from sglang_sparse.calibration.anchor import choose
 from sglang_sparse.calibration.capture import CalibrationError, Captured
 from sglang_sparse.calibration.prompts import Prompts
 from sglang_sparse.calibration.recall import Kept, Tally, candidates, thetas
+from sglang_sparse.calibration.report import layer_rows, report, same_theta_rows
 from sglang_sparse.config import build, read_config
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor
 from sglang_sparse.prefill_method import PrefillInputs, PrefillSpan
@@ -101,10 +103,10 @@ def some_kept(*recalls: list[float]) -> Kept:
 
 def test_the_smallest_theta_that_serves_the_mean_the_worst_head_and_all_lengths() -> None:
     short = some_kept([0.5, 0.8, 0.92, 1.0], [0.9, 1.0, 1.0, 1.0])
-    assert calibrate.choose([short], 0.9, 0.0) == 1
-    assert calibrate.choose([short], 0.9, 0.85) == 2
-    assert calibrate.choose([short, some_kept([0.2, 0.3, 0.4, 0.95], [0.2, 0.3, 0.4, 0.95])], 0.9, 0.0) == 3
-    assert calibrate.choose([some_kept([0.5, 0.6])], 0.9, 0.0) is None
+    assert choose([short], 0.9, 0.0) == 1
+    assert choose([short], 0.9, 0.85) == 2
+    assert choose([short, some_kept([0.2, 0.3, 0.4, 0.95], [0.2, 0.3, 0.4, 0.95])], 0.9, 0.0) == 3
+    assert choose([some_kept([0.5, 0.6])], 0.9, 0.0) is None
 
 
 @pytest.fixture(scope="module")
@@ -177,13 +179,13 @@ def test_the_file_is_a_config(text: Path, tmp_path: Path, capsys: pytest.Capture
 
 def test_a_layer_that_no_theta_serves_attends_to_all_keys() -> None:
     kept = some_kept([0.5] * len(thetas()))
-    rows = calibrate.layer_rows({100: {3: kept}}, {3: None})
+    rows = layer_rows({100: {3: kept}}, {3: None})
     assert rows == [
         {"layer": 3, "length": 100, "theta": ALL_KEYS, "recall": 1, "worst_head_recall": 1, "sparsity": 0},
     ]
     found = {"layers": rows, "number_of_prompts": [{"length": 100, "prompts": 1}]}
-    found["same_theta_in_all_layers"] = calibrate.same_theta_rows({100: {3: kept}})
-    calibrate.report({"calibration": found})
+    found["same_theta_in_all_layers"] = same_theta_rows({100: {3: kept}})
+    report({"calibration": found})
 
 
 @pytest.mark.parametrize(

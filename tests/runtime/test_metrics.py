@@ -27,7 +27,7 @@ SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_
 def counters(method: str | None = "resa", prefill: PrefillPath | None = None) -> Counters:
     settings = build(method, {}, "anchor" if prefill else None, {})
     pools = AuxPools(settings.method.aux_specs(SHAPE), (0, 1), 8, 16, "cpu")
-    return Counters(settings, pools, SHAPE, torch.zeros(3, dtype=torch.int64), prefill)
+    return Counters(settings, pools, SHAPE, torch.zeros(4, dtype=torch.int64), prefill)
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def work(counted: Counters) -> None:
     """One rectifying step: a row of 12 pages decodes sparse, another is dense."""
     pages = torch.tensor([12, 3], dtype=torch.int32)
     selected = torch.tensor([4, 3], dtype=torch.int32)
-    counted.add_decode(DecodePlan(True, pages, selected, selected == pages))
-    counted.select_stats += torch.tensor([4, 14, 30])
+    counted.add_decode(DecodePlan(True, pages, selected, selected == pages, torch.zeros(2)))
+    counted.select_stats += torch.tensor([4, 14, 30, 0])
     counted.rectify.passes += 1
     counted.rectify.requests += 2
     counted.rectify.tokens += 64

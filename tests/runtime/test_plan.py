@@ -13,7 +13,7 @@ from sglang_sparse.requests import parse_options
 
 def decide(lengths: list[int], **fields: object):
     method = build("resa", fields).method
-    return plan_decode(method, method.config.page_size, torch.tensor(lengths))
+    return plan_decode(method, torch.tensor(lengths))
 
 
 def test_below_the_crossover_the_batch_is_dense() -> None:
@@ -40,7 +40,7 @@ def test_rows_run_as_their_requests_asked() -> None:
     settings = build("resa", {})
     asked = [{}, {"active_ratio": 0.5}, {"sparse": False}, {"active_ratio": 0.5, "rectify_interval": 4}]
     rows = [parse_options(settings, params) for params in asked]
-    plan = plan_decode(settings.method, 16, torch.tensor([16000] * 4), rows)
+    plan = plan_decode(settings.method, torch.tensor([16000] * 4), rows)
     assert plan.n_select.tolist() == [100, 500, 1000, 500]
     assert plan.covered.tolist() == [False, False, True, False]
 
@@ -74,6 +74,6 @@ def test_layers(spec: object, expected: tuple[int, ...]) -> None:
 def test_no_sparse_row_selects_more_than_the_usual_selection(page: int, ratio: float, least: int) -> None:
     fields = {"min_seq_len": 0, "crossover_tokens": 0, "page_size": page, "active_ratio": ratio, "min_pages": least}
     method = build("resa", fields).method
-    plan = plan_decode(method, page, torch.arange(1, 4001))
+    plan = plan_decode(method, torch.arange(1, 4001))
     widest = int(plan.n_select[~plan.covered].max()) if not plan.covered.all() else 0
     assert widest <= usual_selection(method, -(-4000 // page))

@@ -27,11 +27,11 @@ FLAT = {
 def counters() -> Counters:
     settings = build("resa", {})
     pools = AuxPools(settings.method.aux_specs(SHAPE), (2, 3), 8, 16, "cpu")
-    return Counters(settings, pools, SHAPE, torch.zeros(3, dtype=torch.int64))
+    return Counters(settings, pools, SHAPE, torch.zeros(4, dtype=torch.int64))
 
 
 def plan(pages: list[int], selected: list[int], dense: list[bool], sparse: bool = True) -> DecodePlan:
-    return DecodePlan(sparse, torch.tensor(pages), torch.tensor(selected), torch.tensor(dense))
+    return DecodePlan(sparse, torch.tensor(pages), torch.tensor(selected), torch.tensor(dense), torch.zeros(len(pages)))
 
 
 def test_a_new_server_counts_nothing() -> None:
@@ -61,11 +61,12 @@ def test_a_sparse_row_that_selects_all_its_pages_has_no_active_fraction() -> Non
 
 def test_selection_counts_come_from_the_device() -> None:
     counted = counters()
-    counted.select_stats += torch.tensor([12, 30, 300])
+    counted.select_stats += torch.tensor([12, 30, 300, 4])
     snapshot = counted.snapshot()
     assert snapshot["sparse_layer_rows"] == 6
     assert (snapshot["pages_attended"], snapshot["pages_held"], snapshot["active_fraction"]) == (30, 300, 0.1)
-    assert counted.device_totals([12, 30, 300]).items() <= snapshot.items()
+    assert snapshot["overflowed_layer_rows"] == 2
+    assert counted.device_totals([12, 30, 300, 4]).items() <= snapshot.items()
 
 
 def test_touched_pages_of_extend_passes() -> None:

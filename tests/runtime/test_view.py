@@ -13,14 +13,14 @@ REQUESTS, CONTEXT = 6, 70
 
 def load(view: BatchView, n_pages: list[int], n_select: list[int], requests: list[int], table: torch.Tensor) -> None:
     held, attended = (torch.tensor(sizes, dtype=torch.int32) for sizes in (n_pages, n_select))
-    plan = DecodePlan(True, held, attended, held == attended)
+    plan = DecodePlan(True, held, attended, held == attended, held / 8)
     # SGLang pads the indices of a graph's rows.
     padded = requests + [0] * (view.n_pages.shape[0] - len(requests))
     view.load(plan, SimpleNamespace(req_pool_indices=torch.tensor(padded)), table)
 
 
 def make_view(rows: int, page_size: int) -> BatchView:
-    return allocate_view(rows, 2, -(-CONTEXT // page_size), 3, page_size, torch.zeros(3, dtype=torch.int64))
+    return allocate_view(rows, 2, -(-CONTEXT // page_size), 3, page_size, torch.zeros(4, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
@@ -33,6 +33,7 @@ def test_load_finds_the_pages_of_the_requests(page_size: int) -> None:
     load(view, [pages, 1], [1, 1], [5, 2], table)
     assert view.n_pages.tolist() == [pages, 1, 0, 0]
     assert view.n_select.tolist() == [1, 1, 0, 0]
+    assert view.values.tolist() == [pages / 8, 1 / 8, 0, 0]
     expected = torch.zeros_like(view.page_table)
     expected[0, :pages] = physical[5]
     expected[1, 0] = physical[2, 0]
@@ -67,9 +68,9 @@ def test_rows_begin_where_wide_loads_can() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_step_allocates_nothing_on_the_device() -> None:
     table = torch.arange(REQUESTS * CONTEXT, dtype=torch.int32, device="cuda").view(REQUESTS, CONTEXT)
-    view = allocate_view(4, 2, CONTEXT, 3, 1, torch.zeros(3, dtype=torch.int64, device="cuda"))
+    view = allocate_view(4, 2, CONTEXT, 3, 1, torch.zeros(4, dtype=torch.int64, device="cuda"))
     sizes = torch.tensor([5, 4, 3], dtype=torch.int32)
-    plan = DecodePlan(True, sizes, sizes - 1, sizes < 0)
+    plan = DecodePlan(True, sizes, sizes - 1, sizes < 0, sizes / 8)
     batch = SimpleNamespace(req_pool_indices=torch.tensor([3, 1, 0, 0], device="cuda"))
     view.load(plan, batch, table)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -23,18 +23,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[ServerProcess]]:
-    """Start a server: ``serve(checkpoint, *flags, config={...} or None, prefill={...} or None, env={...})``."""
+    """Start a server: ``serve(checkpoint, *flags, config={...} or None, prefill={...} or None, env={...})``.
+
+    ``config`` is that of the decode method ``method``.
+    """
     logs = tmp_path_factory.mktemp("servers")
 
     @contextmanager
     def start(
         checkpoint: Path,
         *flags: str,
+        method: str = "resa",
         config: dict[str, object] | None = None,
         prefill: dict[str, object] | None = None,
         env: dict[str, str] | None = None,
     ) -> Iterator[ServerProcess]:
-        sparse = [] if config is None else ["--sparse-method", "resa", "--sparse-config", json.dumps(config)]
+        sparse = [] if config is None else ["--sparse-method", method, "--sparse-config", json.dumps(config)]
         if prefill is not None:
             sparse += ["--sparse-prefill-method", "anchor", "--sparse-prefill-config", json.dumps(prefill)]
         log = logs / f"{len(list(logs.iterdir()))}.log"

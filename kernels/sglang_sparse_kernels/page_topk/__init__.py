@@ -32,8 +32,8 @@ def page_topk(
         n_select: ``[B]`` int32, pages wanted; 0 marks a padded row.
         max_select: width of the result, at least 1.
         out: optional ``(indices, counts)``, contiguous, shaped and typed as the result.
-        stats: optional ``[3]`` int64 counters, incremented by the number of (row, KV head) pairs with a selection,
-            the pages they selected, and the pages they hold.
+        stats: optional int64 counters, the first three of which are incremented by the number of (row, KV head) pairs
+            with a selection, the pages they selected, and the pages they hold.
         tables_ready: ``page_table``, ``n_pages`` and ``n_select`` were written before the last launch of the stream
             that waited for its predecessors as launches do by default, or before the graph's. The kernel may then read
             them while a kernel that came after that launch still runs, as all of this package may (programmatic
@@ -105,4 +105,5 @@ def _check_arguments(
         raise ValueError(f"page_table must be contiguous along its pages, got the strides {page_table.stride()}")
     if stats is not None:
         dispatch.check_tensor("stats", stats, 1, (torch.int64,))
-        dispatch.check_shape("stats", stats, (3,))
+        if stats.shape[0] < 3:
+            raise ValueError(f"stats must have at least 3 counters, got {stats.shape[0]}")

@@ -25,7 +25,7 @@ def page_topk(
     indices[row, head, position] = page_table[row, logical]
     if stats is not None:
         active = wanted > 0
-        stats += num_kv_heads * torch.stack([active.sum(), wanted.sum(), (n_pages * active).sum()])
+        stats[:3] += num_kv_heads * torch.stack([active.sum(), wanted.sum(), (n_pages * active).sum()])
     return out
 
 

@@ -1,0 +1,115 @@
+"""Decode attention over the selected blocks of tokens of a latent (MLA) cache.
+
+Source: step 3 of RoBSA's decode (block sparse attention in the absorbed form of MLA, where all query heads share one
+key, of which the latent part is the value as well), split over the selected blocks as in Flash-Decoding.
+"""
+
+import torch
+
+from .. import dispatch
+from . import reference
+
+LATENT_DIMS = (64, 128, 256, 512)
+ROPE_DIMS = (16, 32, 64)
+
+
+def sparse_mla_decode(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    last_slots: torch.Tensor,
+    block_size: int,
+    sm_scale: float,
+    kv_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    usual_blocks: int | None = None,
+) -> torch.Tensor:
+    """Exact softmax attention of every query head over the tokens of its row's selected blocks.
+
+    The logit of a token is ``sm_scale * kv_scale * (q_nope . latent + q_rope . rotated key)``; the output is the mean
+    of ``kv_scale * latent`` under the softmax. In the block that holds ``last_slots[b]`` only the slots up to it count.
+    With ``block_size=1`` the indices are token slots. A row with a count of 0 gives zeros.
+
+    Args:
+        q_nope: ``[B, H, R]``, float32 (CPU only), float16 or bfloat16, the query absorbed into the latent space; ``R``
+            is 64, 128, 256 or 512, and contiguous.
+        q_rope: ``[B, H, r]`` in the dtype of ``q_nope``, the query's part after RoPE; ``r`` is 16, 32 or 64, and
+            contiguous. Both queries may be slices of one ``[B, H, R + r]`` tensor.
+        kv_cache: ``[S, R + r]``, the dtype of ``q_nope`` or float8_e4m3fn: latent, then rotated key, contiguous.
+        indices: ``[B, 1, K]`` int32, contiguous: physical blocks (slot // ``block_size``), of which the first
+            ``counts`` are read.
+        counts: ``[B, 1]`` int32, contiguous.
+        last_slots: ``[B]`` int64, contiguous: the slot of each row's newest token.
+        block_size: slots per block, a power of two from 1 to 64.
+        sm_scale: softmax scale, the model's own.
+        kv_scale: factor of what the cache holds (float8 caches).
+        out: optional ``[B, H, R]`` in the dtype of ``q_nope``, contiguous.
+        usual_blocks: the count that most rows have at most, for which the work is split; ``K`` if not given. Any count
+            is served, whatever this says.
+
+    Returns:
+        ``[B, H, R]`` in the dtype of ``q_nope``.
+
+    Raises:
+        ValueError: a wrong dimension, dtype, shape, layout or block size.
+
+    Example:
+        >>> import torch
+        >>> from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
+        >>> q_nope, q_rope = torch.zeros(1, 2, 64), torch.zeros(1, 2, 16)
+        >>> kv_cache = torch.arange(8.0)[:, None].expand(8, 80).contiguous()
+        >>> indices, counts = torch.tensor([[[1, -1]]], dtype=torch.int32), torch.tensor([[1]], dtype=torch.int32)
+        >>> out = sparse_mla_decode(
+        ...     q_nope, q_rope, kv_cache, indices, counts, torch.tensor([6]), block_size=4, sm_scale=0.1
+        ... )
+        >>> out[0, :, 0].tolist()
+        [5.0, 5.0]
+    """
+    if out is None:
+        out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
+    _check_arguments(q_nope, q_rope, kv_cache, indices, counts, last_slots, block_size, out)
+    arguments = (q_nope, q_rope, kv_cache, indices, counts, last_slots, block_size, sm_scale, kv_scale, out)
+    if dispatch.use_reference(q_nope):
+        return reference.sparse_mla_decode(*arguments)
+    from . import triton
+
+    return triton.sparse_mla_decode(*arguments, usual_blocks=usual_blocks)
+
+
+def _check_arguments(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    last_slots: torch.Tensor,
+    block_size: int,
+    out: torch.Tensor,
+) -> None:
+    dispatch.check_tensor("q_nope", q_nope, 3, dispatch.QUERY_DTYPES)
+    dispatch.check_tensor("q_rope", q_rope, 3, (q_nope.dtype,))
+    dispatch.check_tensor("kv_cache", kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn))
+    dispatch.check_tensor("indices", indices, 3, (torch.int32,))
+    dispatch.check_tensor("counts", counts, 2, (torch.int32,))
+    dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
+    dispatch.check_tensor("out", out, 3, (q_nope.dtype,))
+    if block_size not in (allowed := [2**power for power in range(7)]):
+        raise ValueError(f"block_size must be one of {', '.join(map(str, allowed))}, got {block_size}")
+    batch, num_heads, latent_dim = q_nope.shape
+    rope_dim = q_rope.shape[2]
+    for name, dim, dims in (("q_nope", latent_dim, LATENT_DIMS), ("q_rope", rope_dim, ROPE_DIMS)):
+        if dim not in dims:
+            raise ValueError(f"the last dimension of {name} must be one of {', '.join(map(str, dims))}, got {dim}")
+    dispatch.check_shape("q_rope", q_rope, (batch, num_heads, rope_dim))
+    dispatch.check_shape("kv_cache", kv_cache, (kv_cache.shape[0], latent_dim + rope_dim))
+    dispatch.check_shape("indices", indices, (batch, 1, indices.shape[2]))
+    dispatch.check_shape("counts", counts, (batch, 1))
+    dispatch.check_shape("last_slots", last_slots, (batch,))
+    dispatch.check_shape("out", out, (batch, num_heads, latent_dim))
+    for name, tensor in (("q_nope", q_nope), ("q_rope", q_rope), ("kv_cache", kv_cache)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"the last dimension of {name} must be contiguous, got the strides {tensor.stride()}")
+    for name, tensor in (("indices", indices), ("counts", counts), ("last_slots", last_slots), ("out", out)):
+        dispatch.check_contiguous(name, tensor)

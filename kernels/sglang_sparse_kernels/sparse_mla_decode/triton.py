@@ -1,0 +1,283 @@
+"""Triton kernels of sparse MLA decode attention: split over the selected blocks, then combine as sparse decode does."""
+
+# Type checkers know neither the launch options of a kernel nor its compile-time values.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.runtime import driver
+
+from ..launch import await_inputs, dependent_launch, num_processors
+from ..sparse_decode.triton import _LOG2_E, _MIN_DOT, _combine, _load_ids, _num_splits, _token_slots
+
+# Rows of the smallest product that Hopper's warpgroup instructions compute.
+_WGMMA_ROWS = tl.constexpr(64)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters: heads and tokens per step, warps, pipeline stages, and programs aimed for per multiprocessor.
+
+    With ``narrow`` the results of the splits have the dtype of the output instead of float32. ``shared_memory`` is what
+    this takes on Hopper with a latent of 512 in two bytes, in bytes; nothing takes more.
+    """
+
+    block_heads: int
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+    programs_per_processor: int = 1
+    narrow: bool = True
+    shared_memory: int = 0
+
+
+# By preference; not measured yet. With 128 heads the L2 cache is as busy as the tensor cores, and a tile of many heads
+# reads from it less often; 64 heads are what Hopper's warpgroup instructions want, and their accumulator fills the
+# registers of eight warps. In the shared memory that the query leaves, several small tiles of tokens hide the loads
+# better than two large ones, which only blocks of 64 need.
+CONFIGS = (
+    Config(64, 32, num_warps=8, num_stages=4, shared_memory=225280),
+    Config(64, 64, num_warps=8, num_stages=2, shared_memory=229376),
+    Config(32, 32, num_warps=8, num_stages=4, shared_memory=149504),
+    Config(32, 64, num_warps=8, num_stages=2, shared_memory=114688),
+    Config(16, 32, num_warps=4, num_stages=3, programs_per_processor=2, shared_memory=93184),
+    Config(16, 64, num_warps=8, num_stages=2, programs_per_processor=2, shared_memory=94208),
+)
+
+
+@triton.jit
+def _softmax_step(logits, valid, maximum, total):
+    """One tile of the online softmax: its weights, by what earlier ones shrink, and the new row maxima and sums."""
+    logits = tl.where(valid[None, :], logits, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
+    # A tile without a valid token leaves the maximum at -inf, and -inf - -inf would be NaN.
+    finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    decay = tl.exp2(maximum - finite)
+    weights = tl.exp2(logits - finite[:, None])
+    return weights, decay, new_maximum, total * decay + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def _attend(
+    query,
+    rotated_query,
+    kv_ptr,
+    indices_ptr,
+    first_ids,
+    first_block,
+    count,
+    last_slot,
+    kv_stride,
+    logit_scale,
+    STEP_BLOCKS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Online softmax over one split's tiles: unnormalised output, row sums and row maxima (base 2).
+
+    The block ids of a tile are loaded one tile early: loads of the cache that waited for them would leave the pipeline
+    one tile deep, whatever its stages.
+    """
+    tokens = tl.arange(0, BLOCK_TOKENS)
+    latent_dims = tl.arange(0, LATENT)
+    rope_dims = LATENT + tl.arange(0, ROPE)
+    maximum = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    total = tl.full([query.shape[0]], 0.0, tl.float32)
+    output = tl.full([query.shape[0], LATENT], 0.0, tl.float32)
+    ids = first_ids
+    for first in range(first_block, count, STEP_BLOCKS):
+        slot, valid = _token_slots(ids, last_slot, tokens, BLOCK)
+        ids = _load_ids(indices_ptr, first + STEP_BLOCKS, count, tokens, BLOCK)
+        tokens_ptr = kv_ptr + slot[:, None] * kv_stride
+        # One load for key and value. An unwritten slot may hold NaN, which a weight of zero would not remove.
+        latent = tl.load(tokens_ptr + latent_dims[None, :], mask=valid[:, None], other=0.0).to(query.dtype)
+        values = latent
+        if (kv_ptr.dtype.element_ty.primitive_bitwidth == 8) & (not WIDE):
+            # Here a float8 load for both would not be pipelined. The other policy keeps the two from becoming one.
+            pointers = tokens_ptr + latent_dims[None, :]
+            values = tl.load(pointers, mask=valid[:, None], other=0.0, eviction_policy="evict_first").to(query.dtype)
+        rotated = tl.load(tokens_ptr + rope_dims[None, :], mask=valid[:, None], other=0.0).to(query.dtype)
+        # Two products that are added afterwards: one that starts from the other counts as chained, see below.
+        logits = tl.dot(query, tl.trans(latent), input_precision="ieee") * logit_scale
+        logits += tl.dot(rotated_query, tl.trans(rotated), input_precision="ieee") * logit_scale
+        if WIDE:
+            # Triton gives the rows of a product that another one follows to as many warps as there are; 64 rows are
+            # enough for four, and the second warpgroup would repeat the first one's work. It does not look into
+            # branches. This one is always taken.
+            weights = logits
+            decay = tl.zeros_like(maximum)
+            if first < count:
+                weights, decay, maximum, total = _softmax_step(logits, valid, maximum, total)
+        else:
+            weights, decay, maximum, total = _softmax_step(logits, valid, maximum, total)
+        output = output * decay[:, None]
+        output = tl.dot(weights.to(query.dtype), values, output, input_precision="ieee")
+    return output, total, maximum
+
+
+@triton.jit
+def _split_kernel(
+    q_nope_ptr,
+    q_rope_ptr,
+    kv_ptr,
+    indices_ptr,
+    counts_ptr,
+    last_slots_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    nope_stride_row,
+    nope_stride_head,
+    rope_stride_row,
+    rope_stride_head,
+    kv_stride,
+    max_blocks,
+    logit_scale,
+    kv_scale,
+    HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    await_inputs(DEPENDENT)
+    # The head tiles of a split run side by side, so that only the first one reads the cache from memory.
+    heads = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    split = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    tokens = tl.arange(0, BLOCK_TOKENS)
+    latent_dims = tl.arange(0, LATENT)
+    rope_dims = tl.arange(0, ROPE)
+    in_heads = heads < HEADS
+    # Splits take tiles in turn: whatever the count on the device is, they differ by one tile at most.
+    first_block = split * (BLOCK_TOKENS // BLOCK)
+    indices_ptr += row * max_blocks
+    # No load waits for another one: an id beyond the count is read as well, whatever it is, and dropped afterwards.
+    count = tl.load(counts_ptr + row)
+    ids = _load_ids(indices_ptr, first_block, max_blocks, tokens, BLOCK)
+    last_slot = tl.load(last_slots_ptr + row)
+    q_nope_ptr += row * nope_stride_row + heads[:, None] * nope_stride_head
+    q_rope_ptr += row * rope_stride_row + heads[:, None] * rope_stride_head
+    query = tl.load(q_nope_ptr + latent_dims[None, :], mask=in_heads[:, None], other=0.0)
+    rotated_query = tl.load(q_rope_ptr + rope_dims[None, :], mask=in_heads[:, None], other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+        rotated_query = rotated_query.to(tl.float32)
+    if (first_block < count) | (SPLITS == 1):
+        output, total, maximum = _attend(
+            query,
+            rotated_query,
+            kv_ptr,
+            indices_ptr,
+            tl.where(first_block + tokens // BLOCK < count, ids, -1),
+            first_block,
+            count,
+            last_slot,
+            kv_stride,
+            logit_scale,
+            SPLITS * BLOCK_TOKENS // BLOCK,
+            LATENT,
+            ROPE,
+            BLOCK,
+            BLOCK_TOKENS,
+            BLOCK_HEADS >= _WGMMA_ROWS,
+        )
+        output *= (kv_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+        offsets = heads[:, None] * LATENT + latent_dims[None, :]
+        if SPLITS == 1:
+            out_ptr += row * HEADS * LATENT
+            tl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=in_heads[:, None])
+        else:
+            first = (row * SPLITS + split) * HEADS
+            tl.store(lse_ptr + first + heads, maximum + tl.log2(total), mask=in_heads)
+            pointers = partial_ptr + first * LATENT + offsets
+            tl.store(pointers, output.to(partial_ptr.dtype.element_ty), mask=in_heads[:, None])
+
+
+def sparse_mla_decode(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    last_slots: torch.Tensor,
+    block_size: int,
+    sm_scale: float,
+    kv_scale: float,
+    out: torch.Tensor,
+    config: Config | None = None,
+    usual_blocks: int | None = None,
+) -> torch.Tensor:
+    """See ``sparse_mla_decode.sparse_mla_decode``."""
+    batch, num_heads, latent_dim = q_nope.shape
+    if out.numel() == 0:
+        return out
+    max_blocks = indices.shape[2]
+    config = config or default_config(num_heads, block_size, _shared_memory(q_nope.device))
+    block_heads = min(config.block_heads, max(_MIN_DOT, triton.next_power_of_2(num_heads)))
+    block_tokens = max(config.block_tokens, block_size)
+    tile_blocks = block_tokens // block_size
+    head_tiles = triton.cdiv(num_heads, block_heads)
+    programs = config.programs_per_processor * num_processors(q_nope.device)
+    splits = _num_splits(batch * head_tiles, usual_blocks or max_blocks, tile_blocks, programs)
+    lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=out.device)
+    partial_dtype = out.dtype if config.narrow else torch.float32
+    partial = torch.empty(lse.numel() * latent_dim, dtype=partial_dtype, device=out.device)
+    dependent = dependent_launch(q_nope.device)
+    _split_kernel[(head_tiles, splits, batch)](
+        *(q_nope, q_rope, kv_cache, indices, counts, last_slots, out, partial, lse),
+        *q_nope.stride()[:2],
+        *q_rope.stride()[:2],
+        kv_cache.stride(0),
+        max_blocks,
+        sm_scale * kv_scale * _LOG2_E,
+        kv_scale,
+        HEADS=num_heads,
+        BLOCK_HEADS=block_heads,
+        LATENT=latent_dim,
+        ROPE=q_rope.shape[2],
+        BLOCK=block_size,
+        BLOCK_TOKENS=block_tokens,
+        SPLITS=splits,
+        # The interpreter multiplies the bit patterns of bfloat16.
+        UPCAST=knobs.runtime.interpret,
+        DEPENDENT=dependent,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        launch_pdl=dependent,
+    )
+    if splits > 1:
+        _combine(partial, lse, counts, out, splits, tile_blocks, dependent)
+    return out
+
+
+def default_config(num_heads: int, block_size: int, shared_memory: int) -> Config:
+    """The first of `CONFIGS` for these heads and blocks that a multiprocessor with this much shared memory can run."""
+    padded_heads = max(_MIN_DOT, triton.next_power_of_2(num_heads))
+    for config in CONFIGS:
+        fits = config.block_tokens >= block_size and config.shared_memory <= shared_memory
+        if fits and config.block_heads <= padded_heads:
+            return config
+    return CONFIGS[-1]
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have at most."""
+    if device.type == "cpu":
+        return CONFIGS[0].shared_memory
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return driver.active.utils.get_device_properties(index)["max_shared_mem"]

@@ -1,0 +1,54 @@
+"""What a calibration of RoBSA found: a table to read, and a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sglang_sparse.calibration.partition import RopeCalibration
+
+# For these the table says how the layers would be parted; those of the paper's table 4.
+THETA2S = (0.95, 0.96, 0.97, 0.98, 0.99, 0.995)
+
+
+def table(calibration: RopeCalibration, theta2: float) -> None:
+    """Print similarity and recall by layer, and how many layers are insensitive at other thresholds."""
+    sensitive = calibration.sensitive(theta2)
+    print(f"{'layer':>5} {'similarity':>10} {'deviation':>9} {'recall':>7}  (theta1 {calibration.theta1:g})")
+    for row in calibration.layers:
+        recall = "" if row.recall is None else f"{row.recall:.4f}"
+        kind = "sensitive" if row.layer in sensitive else "insensitive"
+        print(f"{row.layer:>5} {row.mean:10.4f} {row.deviation:9.4f} {recall:>7}  {kind}")
+    layers = len(calibration.layers)
+    print(f"{'theta2':>10}: " + " ".join(f"{value:>5g}" for value in THETA2S))
+    counts = (layers - len(calibration.sensitive(value)) for value in THETA2S)
+    print(f"insensitive: {' '.join(f'{count:>5}' for count in counts)}  of {layers} layers")
+    print(f"at theta2 {theta2:g} {len(sensitive)} layers select by their RoPE part alone")
+
+
+def plot(calibration: RopeCalibration, theta2: float, path: Path) -> None:
+    """Draw similarity, its deviation and the threshold by layer, as the paper's figure 5; a note without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        print("no plot: matplotlib is not installed (it comes with sglang-sparse[eval])")
+        return
+    layers = [row.layer for row in calibration.layers]
+    mean = [row.mean for row in calibration.layers]
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.fill_between(
+        layers,
+        [row.mean - row.deviation for row in calibration.layers],
+        [min(1.0, row.mean + row.deviation) for row in calibration.layers],
+        alpha=0.3,
+        label="deviation over prompts",
+    )
+    axes.plot(layers, mean, marker="o", markersize=3, label="mean cosine similarity")
+    axes.axhline(theta2, color="tab:red", linestyle="--", label=f"theta2 = {theta2:g}")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("full against RoPE-only attention")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    print(f"plot: {path}")

@@ -1,0 +1,89 @@
+"""Sparse decode of an MLA layer: what is written, what the method is asked, and what comes out, in both query forms."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_sparse.decode_path import DecodePath
+from sglang_sparse.indices import SparseIndices
+from sglang_sparse.method import ModelShape
+from sglang_sparse.pools import AuxPools
+from sglang_sparse.view import LatentQuery
+
+LATENT, ROPE, HEADS, BLOCK, SLOTS, LAYER = 64, 16, 4, 16, 128, 2
+SCALING = 0.3
+# A row's blocks and newest slot.
+ROWS = (((3, 1, 6), 6 * BLOCK + 4), ((5,), 5 * BLOCK))
+
+
+class Chooses:
+    """Selects the blocks of `ROWS` and keeps what it was asked."""
+
+    def select(self, view: Any, layer_id: int, query: LatentQuery, pools: AuxPools) -> SparseIndices:
+        self.asked, self.layer_id = query, layer_id
+        indices = torch.zeros(len(ROWS), 1, 8, dtype=torch.int32)
+        for row, (blocks, _) in enumerate(ROWS):
+            indices[row, 0, : len(blocks)] = torch.tensor(blocks)
+        return SparseIndices(indices, torch.tensor([[len(blocks)] for blocks, _ in ROWS], dtype=torch.int32))
+
+
+class Pool:
+    """SGLang's latent pool."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.randn(SLOTS, 1, LATENT + ROPE)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.buffer
+
+    def set_kv_buffer(self, layer: Any, location: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.buffer[location.loc if hasattr(location, "loc") else location[0]] = k
+
+    def set_mla_kv_buffer(self, layer: Any, slots: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor) -> None:
+        self.buffer[slots] = torch.cat([nope, rope], dim=-1)
+
+
+def attention(query: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """``[heads, latent]`` of one row in float64, by the definition."""
+    weights = (query.double() @ cache.double().T * SCALING).softmax(-1)
+    return weights @ cache[:, :LATENT].double()
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_sparse.decode_path._mean_over_ranks", lambda values: values)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("save", [True, False])
+def test_an_mla_layer(split: bool, save: bool) -> None:
+    torch.manual_seed(0)
+    method: Any = Chooses()
+    pool, slots = Pool(), torch.tensor([slot for _, slot in ROWS])
+    aux = AuxPools((), (LAYER,), SLOTS // BLOCK, BLOCK, "cpu")
+    path = DecodePath(method, aux, pool, ModelShape(4, HEADS, 1, LATENT + ROPE, torch.float32, ROPE))
+    query, key = torch.randn(2, HEADS, LATENT + ROPE), torch.randn(2, 1, LATENT + ROPE)
+    before = pool.buffer.clone()
+    layer = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, scaling=SCALING)
+    view: Any = SimpleNamespace(page_size=BLOCK, usual_select=4)
+    latent = key[..., :LATENT]
+    if split:
+        rotated = {"q_rope": query[..., LATENT:].contiguous(), "k_rope": key[..., LATENT:].contiguous()}
+        output = path.attend(query[..., :LATENT].flatten(1), latent, latent, layer, slots, view, save, rotated)
+    else:
+        output = path.attend(query.flatten(1), key, latent, layer, slots, view, save, {})
+    expected = before.clone()
+    if save:
+        expected[slots] = key
+    assert torch.equal(pool.buffer, expected)
+    assert path.last_layer == -1 and method.layer_id == LAYER
+    asked = method.asked
+    assert torch.equal(asked.nope, query[..., :LATENT]) and torch.equal(asked.rope, query[..., LATENT:])
+    assert asked.cache.data_ptr() == pool.buffer.data_ptr() and asked.cache.shape == (SLOTS, LATENT + ROPE)
+    assert torch.equal(asked.last_slots, slots) and (asked.scaling, asked.kv_scale) == (SCALING, 1.0)
+    for row, (blocks, last) in enumerate(ROWS):
+        tokens = [slot for block in blocks for slot in range(block * BLOCK, (block + 1) * BLOCK)]
+        seen = expected[[slot for slot in tokens if slot // BLOCK != last // BLOCK or slot <= last], 0]
+        assert torch.allclose(output[row].view(HEADS, LATENT).double(), attention(query[row], seen), atol=1e-5)
