@@ -18,15 +18,12 @@ can take minutes.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from eval.figures import report_tables
 from eval.figures.ceilings import CEILING_GBPS
@@ -34,56 +31,13 @@ from eval.live.client import FAILURES, list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.parts.kernel_inputs import OPS, Shape, Step, num_layers
+from eval.parts.kernel_machine import Bench, Machine, gpu, parse_shape
 from eval.parts.kernel_quality import quality, samples
-from eval.parts.kernel_rows import identity, summarise, timing, with_ratios
-from eval.parts.kernel_table import TABLE, UNAVAILABLE, Implementation, chosen, report_unavailable
-from sglang_sparse_kernels.timing import Replay, Run, capture, in_turn, usable
+from eval.parts.kernel_rows import identity, summarise, with_ratios
+from eval.parts.kernel_table import TABLE, Implementation, chosen
 
 PACKAGES = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer-python")
 SUMMARY_DTYPES = ("bfloat16", "float8_e4m3fn")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the kernels run on.
-
-    Attributes:
-        name: of the device.
-        device: torch's name of it.
-        l2_bytes: size of its L2 cache.
-        capture: makes calls, one a layer, into something that can be timed again and again.
-        usable: whether it can go on after an error.
-    """
-
-    name: str
-    device: str
-    l2_bytes: int
-    capture: Callable[[Sequence[Run]], Replay]
-    usable: Callable[[], bool]
-
-
-def gpu() -> Machine:
-    """The GPU of this process.
-
-    Raises:
-        EvaluationError: there is none.
-    """
-    if not torch.cuda.is_available():
-        raise EvaluationError("the kernels are measured on a CUDA device, and torch finds none")
-    properties = torch.cuda.get_device_properties("cuda")
-    return Machine(properties.name, "cuda", properties.L2_cache_size, capture, usable)
-
-
-def parse_shape(text: str) -> tuple[int, int]:
-    """``8x64k`` is a batch of 8 rows of 65,536 tokens, ``1x100`` one row of 100 tokens.
-
-    Raises:
-        EvaluationError: it is something else.
-    """
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(k?)", text)
-    if match is None:
-        raise EvaluationError(f"--shapes: a shape is batch x tokens, such as 8x64k or 1x100, got {text!r}")
-    return int(match[1]), int(match[2]) * (1024 if match[3] else 1)
 
 
 def shapes(args: argparse.Namespace) -> list[Shape]:
@@ -107,7 +61,7 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
     return [Shape(*parse_shape(text), **options) for text in dict.fromkeys(args.shapes)]
 
 
-def measure(shape: Shape, plan: Sequence[Implementation], machine: Machine, rounds: int) -> list[dict[str, Any]]:
+def measure(shape: Shape, plan: Sequence[Implementation[Step]], machine: Machine, rounds: int) -> list[dict[str, Any]]:
     """A row for each implementation, in the order of the plan; what is unavailable has the reason instead of figures.
 
     Raises:
@@ -121,25 +75,13 @@ def measure(shape: Shape, plan: Sequence[Implementation], machine: Machine, roun
         raise EvaluationError(
             f"{layers} layers of {shape.name} do not fit into the memory of {machine.name}"
         ) from error
-    rows: list[dict[str, Any]] = []
-    replays: dict[int, Replay] = {}
-    bar = tqdm(plan, desc=shape.name)
-    for place, one in enumerate(bar):
-        bar.set_postfix_str(f"{one.op}, {one.name}")
-        row = identity(shape, one) | {"layers": layers}
-        try:
-            runs = one.prepare(step)
-            row |= quality(one.op, runs[0](), over)
-            replay = machine.capture(runs)
-            # Here, so that an error is known to be this one's.
-            replay()
-            replays[place] = replay
-        except UNAVAILABLE as error:
-            what = f"{shape.name}, {one.op}: no {one.name}"
-            row["unavailable"] = report_unavailable("eval.bench_kernels", what, error, machine.usable)
-        rows.append(row)
-    for place, times in zip(replays, in_turn(list(replays.values()), rounds), strict=True):
-        rows[place] |= timing(times, shape.num_bytes(plan[place].op, plan[place].kv_dtype.itemsize))
+    rows = Bench("eval.bench_kernels", shape.name, machine, rounds).measure(
+        plan,
+        step,
+        lambda one: identity(shape, one) | {"layers": layers},
+        lambda one, output: quality(one.op, output, over),
+        lambda one: shape.num_bytes(one.op, one.kv_dtype.itemsize),
+    )
     return with_ratios(rows)
 
 

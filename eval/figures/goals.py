@@ -37,6 +37,7 @@ QUALITY = {
     "agreement": "same pages {:.1%}",
     "density": "read {:.1%}",
     "sparsity": "sparsity {:.1%}",
+    "active_blocks": "active blocks {:.0f}",
     "dense_rows": "rows that ran dense {:.1%}",
 }
 

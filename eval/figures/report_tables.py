@@ -277,6 +277,10 @@ def any_table(path: Path) -> str:
         from eval.figures.prefill import prefill
 
         return prefill(path)
+    if command == "eval.bench_mla":
+        from eval.figures.mla import mla
+
+        return mla(path)
     if command is None:
         raise EvaluationError(f"{path} is no file of results: its first line is no header")
     return known.get(command, questions)(path)

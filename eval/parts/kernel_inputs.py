@@ -81,12 +81,16 @@ class Shape:
 
 
 def num_layers(shape: Shape, l2_bytes: int) -> int:
-    """Layers whose inputs together are several times the L2 cache, for each operation that streams from memory.
+    """Layers whose inputs together are several times the L2 cache, for each operation that streams from memory."""
+    return layers_beyond(l2_bytes, min(shape.num_bytes(op) for op in STREAMED))
+
+
+def layers_beyond(l2_bytes: int, num_bytes: int) -> int:
+    """Layers of so many bytes that together are several times the L2 cache.
 
     What a tiny shape would need thousands of layers for stays in the cache: there are `MAX_LAYERS` at most.
     """
-    least = min(shape.num_bytes(op) for op in STREAMED)
-    return min(MAX_LAYERS, max(2, math.ceil(L2_MULTIPLE * l2_bytes / least)))
+    return min(MAX_LAYERS, max(2, math.ceil(L2_MULTIPLE * l2_bytes / num_bytes)))
 
 
 class Layer:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -24,6 +25,7 @@ from eval.parts import kernel_attention, kernel_selection
 from eval.parts.kernel_inputs import OPS, WHOLE, Layer, Step
 from sglang_sparse_kernels.timing import Run
 
+StepT = TypeVar("StepT")
 # What a server of this project runs: the public entry of an operation, which picks the kernel.
 OURS = "sglang_sparse"
 # All that a library that is absent, too old, not made for a shape, or not able to build its kernels was seen to raise.
@@ -43,25 +45,25 @@ UNAVAILABLE = (
 
 
 @dataclass(frozen=True)
-class Implementation:
+class Implementation(Generic[StepT]):
     """One way to do an operation.
 
     Attributes:
-        op: of `eval.parts.kernel_inputs.OPS`.
+        op: which.
         name: `OURS`, or the peer's.
-        prepare: makes the calls, one a layer.
+        prepare: makes the calls, one a layer, from the inputs.
         peer: whether it is somebody else's.
         kv_dtype: element type of the KV cache that it reads.
     """
 
     op: str
     name: str
-    prepare: Callable[[Step], list[Run]]
+    prepare: Callable[[StepT], list[Run]]
     peer: bool = True
     kv_dtype: torch.dtype = torch.bfloat16
 
 
-def _ours(op: str, method: Callable[[Step, Layer], torch.Tensor | None]) -> Implementation:
+def _ours(op: str, method: Callable[[Step, Layer], torch.Tensor | None]) -> Implementation[Step]:
     return Implementation(op, OURS, lambda step: [partial(method, step, layer) for layer in step.layers], peer=False)
 
 
@@ -92,19 +94,25 @@ TABLE = (
 )
 
 
-def chosen(ops: Sequence[str], peers: Sequence[str], table: Sequence[Implementation] = TABLE) -> list[Implementation]:
+def chosen(
+    ops: Sequence[str],
+    peers: Sequence[str],
+    table: Sequence[Implementation[StepT]] = TABLE,
+    known_ops: Sequence[str] = OPS,
+) -> list[Implementation[StepT]]:
     """What to measure: some operations, by this project and by some peers.
 
     Args:
-        ops: of `OPS`.
+        ops: of `known_ops`.
         peers: names of the table.
         table: all there is.
+        known_ops: operations that the command has.
 
     Raises:
         EvaluationError: an operation or a peer is unknown, or nothing is left to measure.
     """
     known = list(dict.fromkeys(one.name for one in table if one.peer))
-    for option, names, allowed in (("--ops", ops, OPS), ("--peers", peers, known)):
+    for option, names, allowed in (("--ops", ops, known_ops), ("--peers", peers, known)):
         for name in names:
             if name not in allowed:
                 raise EvaluationError(f"{option}: there is no {name!r}, there are {', '.join(allowed)}")

@@ -152,6 +152,26 @@ def make_mla(
     return _queries(structure, torch.arange(tokens), heads, scale, seed, dtype), _keys(structure, seed, dtype)
 
 
+def make_mla_decode(
+    tokens: int,
+    heads: int,
+    recipe: Recipe,
+    scale: float,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    latent: int = 512,
+    rope: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last query of a sequence, ``[heads, latent + rope]``, and the keys that `make_mla` gives.
+
+    The query is that of `make_mla` but for its noise.
+    """
+    structure = mla_structure(tokens, recipe, seed, device, latent, rope)
+    q = _queries(structure, torch.tensor([tokens - 1]), heads, scale, seed, dtype)
+    return q[0], _keys(structure, seed, dtype)
+
+
 def _generator(structure: Structure, seed: int, use: int) -> torch.Generator:
     return torch.Generator(structure.kind.device).manual_seed(4 * seed + use)
 

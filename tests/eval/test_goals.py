@@ -11,7 +11,7 @@ from eval.figures import goals
 from eval.figures.goals import QUALITY, UNITS, Goal, goals_table, measured, read_goals, read_results
 from eval.live.counters import EvaluationError
 
-COMMANDS = ("eval.bench_kernels", "eval.bench_prefill", "eval.bench_decode", "eval.bench_serving")
+COMMANDS = ("eval.bench_kernels", "eval.bench_mla", "eval.bench_prefill", "eval.bench_decode", "eval.bench_serving")
 
 
 def results(path: Path, *rows: dict[str, Any], command: str = "eval.bench_kernels", **header: Any) -> None:

@@ -1,5 +1,7 @@
 """Attention over generated tensors is what was planted in them."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,15 @@ from hypothesis import strategies as st
 from one_thread import one_thread  # noqa: F401
 
 from eval.structured import generator
-from eval.structured.generator import gqa_structure, make_decode, make_mla, make_qkv, mla_structure, read_recipe
+from eval.structured.generator import (
+    gqa_structure,
+    make_decode,
+    make_mla,
+    make_mla_decode,
+    make_qkv,
+    mla_structure,
+    read_recipe,
+)
 from eval.structured.structure import BACKGROUND, PARTS, SINK, STRIPE, Recipe, Structure, block_mass, chirps
 
 Q_HEADS, KV_HEADS = 8, 2
@@ -116,6 +126,15 @@ def test_mla_shows_its_structure_in_the_rope_dimensions() -> None:
         assert (mass - torch.tensor([0.3, 0.3, 0.3, 0.1])).abs().max() < 0.04
         rope = attention(q[..., 512:], k[..., 512:], 1023, scale)
         assert low <= torch.cosine_similarity(full.mean(1), rope.mean(1)).item() <= high
+
+
+def test_mla_decode_has_the_last_query_and_the_same_cache() -> None:
+    sizes: dict[str, Any] = {"latent": 64, "rope": 32, "seed": 3, "dtype": torch.float32}
+    recipe = read_recipe({"band_tokens": 64, "noise": 0})
+    q, k = make_mla(300, 4, recipe, 0.1, **sizes)
+    last, same = make_mla_decode(300, 4, recipe, 0.1, **sizes)
+    torch.testing.assert_close(last, q[-1])
+    assert same.equal(k)
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,0 +1,170 @@
+"""What the outputs that ``eval.bench_mla`` times are worth, against float64 over a sample of rows with all their heads.
+
+The reference attends to what the cache holds, in its dtype. An output that is further from it than roundings explain is
+refused, so that no wrong call is timed as a right one; so is a selection whose size is not what the inputs were made
+for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eval.figures.goals import SPARSITY_TOLERANCE
+from eval.parts.kernel_table import Implementation
+from eval.parts.mla_inputs import DENSE, FULL, MASS, ROPE, SCORES, SM_SCALE, TOPP, Step
+from eval.structured.structure import block_mass
+from sglang_sparse_kernels.block_topp import reference
+
+SAMPLED = 4
+# Relative L2 by the element type of the cache: of float8 kernels some round queries and weights to it, too.
+LARGEST_L2 = {torch.bfloat16: 0.02, torch.float8_e4m3fn: 0.2}
+LARGEST_MASS_ERROR = 1e-3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row of the first layer, in float64.
+
+    Attributes:
+        row: which.
+        values: latents of its tokens, ``[T, latent]``.
+        weights: attention of each head, ``[H, T]``.
+        mass: by score, what the heads' mean gives to each block, ``[n_blocks]``.
+        similarity: cosine of the heads' mean weights by RoPE scores and by full ones.
+        dense: output of attention to all tokens, ``[H, latent]``.
+    """
+
+    row: int
+    values: torch.Tensor
+    weights: torch.Tensor
+    mass: dict[str, torch.Tensor]
+    similarity: float
+    dense: torch.Tensor
+
+
+def samples(step: Step) -> list[Sample]:
+    """At most `SAMPLED` rows of the first layer, spread evenly."""
+    count = min(SAMPLED, step.shape.batch)
+    return [_sample(step, i * (step.shape.batch - 1) // max(1, count - 1)) for i in range(count)]
+
+
+def _sample(step: Step, row: int) -> Sample:
+    layer, latent = step.layers[0], step.shape.latent
+    keys, query = layer.cache[step.slots(row)].double(), layer.q[row].double()
+    weights = (query @ keys.T * SM_SCALE).softmax(-1)
+    means = {
+        FULL: weights.mean(0),
+        ROPE: (query[:, latent:] @ keys[:, latent:].T * SM_SCALE).softmax(-1).mean(0),
+    }
+    mass = {score: block_mass(mean[None], step.shape.block_size)[0] for score, mean in means.items()}
+    similarity = torch.cosine_similarity(means[FULL], means[ROPE], dim=0).item()
+    values = keys[:, :latent].clone()
+    return Sample(row, values, weights, mass, similarity, weights @ values)
+
+
+def active(step: Step, score: str) -> dict[str, Any]:
+    """How many blocks the rows of all layers attend to: ``active_blocks`` (mean), ``active_blocks_max``, their share
+    ``active_share`` and ``sparsity``, the rest; ``dense_rows``, the share of rows that attend to all.
+    """
+    counts = step.active(score)
+    mean = counts.double().mean().item()
+    share = mean / step.shape.n_blocks
+    dense_rows = (counts >= step.shape.n_blocks).double().mean().item()
+    found = {"active_blocks": mean, "active_blocks_max": int(counts.max()), "active_share": share}
+    return {**found, "sparsity": 1 - share, "dense_rows": dense_rows}
+
+
+def quality(step: Step, over: list[Sample], one: Implementation[Step], output: torch.Tensor | None) -> dict[str, Any]:
+    """The figures of quality that belong to an operation.
+
+    Args:
+        step: the inputs.
+        over: of `samples`.
+        one: who did it.
+        output: what it gave for the first layer.
+
+    Returns:
+        Of attention ``relative_l2``, the relative L2 error against float64 over the same tokens; over selected blocks
+        also ``dense_l2``, the distance from dense attention, ``recall``, the share of the full scores' attention mass
+        that the blocks hold, mean over the heads, and ``similarity``, see `Sample`. Of a selection ``recall`` and
+        ``agreement``, the share of blocks that the reference selects too, by the same masses. Of masses ``mass_error``,
+        the largest. Of all that follow a selection what `active` says.
+
+    Raises:
+        ValueError: the output is wrong, or the selection is not of the size that the inputs were made for.
+    """
+    if output is None:
+        raise ValueError("there is no output")
+    score = ROPE if one.name not in SCORES else one.name
+    scored = FULL if score == FULL else ROPE
+    if one.op == DENSE:
+        return {"relative_l2": _near(one, output, over, [s.dense for s in over])}
+    if one.op == MASS:
+        error = max((output[s.row].double() - s.mass[scored]).abs().max().item() for s in over)
+        _require(error <= LARGEST_MASS_ERROR, f"its masses are off by {error:.2g} (allowed: {LARGEST_MASS_ERROR:g})")
+        return {"mass_error": error}
+    found = _sized(step, scored)
+    masks = [_selected(step, scored, s.row) for s in over]
+    found["recall"] = torch.stack([s.mass[FULL][mask].sum() for s, mask in zip(over, masks, strict=True)]).mean().item()
+    if one.op == TOPP:
+        return found | {"agreement": _agreement(step, scored, over, masks)}
+    sparse = [_over_blocks(step, s, mask) for s, mask in zip(over, masks, strict=True)]
+    found |= {"relative_l2": _near(one, output, over, sparse)}
+    found |= {"dense_l2": _relative_l2(output, over, [s.dense for s in over])}
+    return found | {"similarity": sum(s.similarity for s in over) / len(over)}
+
+
+def _require(good: bool, what: str) -> None:
+    if not good:
+        raise ValueError(what)
+
+
+def _sized(step: Step, score: str) -> dict[str, Any]:
+    found, target = active(step, score), step.shape.target_share
+    if target is None:
+        return found
+    share = found["active_share"]
+    _require(
+        abs(share - target) <= SPARSITY_TOLERANCE,
+        f"{share:.1%} of the blocks are active, and the inputs were made for {target:.1%}: more than two points off",
+    )
+    return {**found, "target_sparsity": 1 - target}
+
+
+def _selected(step: Step, score: str, row: int) -> torch.Tensor:
+    chosen = step.layers[0].selection(score)
+    return torch.isin(step.block_table[row], chosen.indices[row, 0, : int(chosen.counts[row, 0])])
+
+
+def _agreement(step: Step, score: str, over: list[Sample], masks: list[torch.Tensor]) -> float:
+    layer = step.layers[0].selection(score)
+    out = (torch.empty_like(layer.indices), torch.empty_like(layer.counts))
+    reference.block_topp(layer.mass, step.block_table, step.n_blocks, step.capacity, step.theta1, out)
+    shares = []
+    for sample, mask in zip(over, masks, strict=True):
+        best = torch.isin(step.block_table[sample.row], out[0][sample.row, 0, : int(out[1][sample.row, 0])])
+        shares.append(int((best & mask).sum()) / int((best | mask).sum()))
+    _require(min(shares) == 1, f"it shares {min(shares):.1%} of its blocks with the reference, by the same masses")
+    return min(shares)
+
+
+def _over_blocks(step: Step, sample: Sample, mask: torch.Tensor) -> torch.Tensor:
+    tokens = mask.repeat_interleave(step.shape.block_size)[: step.shape.length]
+    weights = sample.weights * tokens
+    return weights @ sample.values / weights.sum(-1, keepdim=True)
+
+
+def _near(one: Implementation[Step], output: torch.Tensor, over: list[Sample], expected: list[torch.Tensor]) -> float:
+    found, allowed = _relative_l2(output, over, expected), LARGEST_L2[one.kv_dtype]
+    # Written so that NaN fails.
+    _require(found <= allowed, f"its output is wrong: relative L2 {found:.2g} from float64 (allowed: {allowed:g})")
+    return found
+
+
+def _relative_l2(output: torch.Tensor, over: list[Sample], expected: list[torch.Tensor]) -> float:
+    wanted = torch.stack(expected)
+    got = torch.stack([output[s.row].double() for s in over])
+    return ((got - wanted).norm() / wanted.norm()).item()
