@@ -23,7 +23,7 @@ def capability_table() -> str:
         f"SGLang: {', '.join(SUPPORTED_SGLANG)} (installed: {installed_sglang()})",
         f"decode methods: {', '.join(registry.decode_methods())}",
         f"prefill methods: {', '.join(registry.PREFILL_METHODS)}",
-        f"dense attention backends: {', '.join(limits.DENSE_BACKENDS)}",
+        *(f"dense attention backends, {kind}: {', '.join(names)}" for kind, names in limits.DENSE_BACKENDS.items()),
         "",
         "| refused | why |",
         "| --- | --- |",

@@ -6,8 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-DENSE_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
-GPU_ONLY_BACKENDS = ("triton", "flashinfer", "fa3")
+# By the kind of attention that a method serves. The other MLA backends of SGLang rotate queries and keys themselves, or
+# write the latents within their own kernels.
+DENSE_BACKENDS = {
+    "MHA": ("torch_native", "triton", "flashinfer", "fa3"),
+    "MLA": ("torch_native", "triton", "flashinfer", "flashmla", "fa3"),
+}
+GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native"}
 CPU_ONLY_METHODS = ("anchor", "robsa")
 UNMEASURED = "its GPU kernels are not measured yet"
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")

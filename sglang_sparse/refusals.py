@@ -89,10 +89,11 @@ def require_after(args: SparseServerArgs, settings: Settings) -> None:
     """
     _require_cpu(settings)
     _require_prefill(args, settings)
+    allowed = DENSE_BACKENDS[settings.method.attention]
     for name in args.get_attention_backends():
-        if name not in DENSE_BACKENDS:
+        if name not in allowed:
             raise SparseArgumentError(
-                f"{settings.flag}: attention backend {name!r} is not supported; allowed: {', '.join(DENSE_BACKENDS)}"
+                f"{settings.flag}: attention backend {name!r} is not supported; allowed: {', '.join(allowed)}"
             )
     if args.cuda_graph_config is not None and args.cuda_graph_config.prefill.backend == "full":
         raise SparseArgumentError(
@@ -155,9 +156,10 @@ def _require_dtypes(args: SparseServerArgs, settings: Settings) -> None:
             "allowed: auto, fp8_e4m3"
         )
     if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
+        allowed = [name for name in DENSE_BACKENDS[settings.method.attention] if name in GPU_ONLY_BACKENDS]
         raise SparseArgumentError(
             f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales; "
-            f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(GPU_ONLY_BACKENDS)}"
+            f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(allowed)}"
         )
     if dtype == "float32" and torch.cuda.is_available():
         raise SparseArgumentError(
