@@ -1,0 +1,72 @@
+"""What a RoBSA server refuses before it takes memory: each with one message that says what is allowed."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from model_configs import write_config
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang.srt.server_args import ServerArgs
+
+from sglang_sparse import refusals
+from sglang_sparse.config import SparseArgumentError, build
+
+TINY_MLA = "eval/models/tiny-mla"
+OPEN = '{"allow_uncalibrated": true}'
+
+
+def refused(model: str, config: str | None, **kwargs: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        ServerArgs(model_path=model, sparse_method="robsa", sparse_config=config, **kwargs)
+    return str(caught.value)
+
+
+def test_an_mla_model_resolves(caplog: pytest.LogCaptureFixture) -> None:
+    args: Any = ServerArgs(model_path=TINY_MLA, sparse_method="robsa", sparse_config=OPEN)
+    assert args.page_size == 16 and json.loads(args.sparse_config)["theta1"] == 0.9
+    assert "robsa runs without a calibration" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("qwen3", "does not fit Qwen3ForCausalLM: robsa needs an MLA model"),
+        ("mla", "does not fit DeepseekV3ForCausalLM: robsa needs a calibration of this model"),
+    ],
+)
+def test_models(tmp_path: Path, kind: str, expected: str) -> None:
+    assert expected in refused(write_config(tmp_path, kind), None)
+
+
+def test_a_model_with_an_indexer_of_its_own(tmp_path: Path) -> None:
+    assert "it selects by itself" in refused("eval/models/tiny-dsa", OPEN)
+
+
+@pytest.mark.parametrize(
+    ("config", "kwargs", "expected"),
+    [
+        ('{"allow_uncalibrated": true, "layers": "0-9"}', {}, "layers '0-9': the model has layers 0 to 3"),
+        ('{"calibration": "deepseek-v3-paper-ruler"}', {}, "is for DeepseekV3ForCausalLM with 61 layers"),
+        (OPEN, {"page_size": 64}, "the server's page size is 64 and the config's is 16"),
+        (OPEN, {"attention_backend": "flashmla"}, "needs a GPU and this machine has none"),
+        (OPEN, {"kv_cache_dtype": "fp8_e4m3"}, "allowed with --kv-cache-dtype fp8_e4m3: triton, flashinfer, flashmla"),
+        (OPEN, {"speculative_algorithm": "EAGLE"}, "speculative decoding"),
+        (OPEN, {"sparse_prefill_method": "anchor"}, "anchor does not fit DeepseekV3ForCausalLM"),
+    ],
+)
+def test_flags(config: str, kwargs: dict[str, Any], expected: str) -> None:
+    assert expected in refused(TINY_MLA, config, **kwargs)
+
+
+def test_backends_that_rotate_by_themselves() -> None:
+    args: Any = SimpleNamespace(get_attention_backends=lambda: ["trtllm_mla"])
+    with pytest.raises(SparseArgumentError) as caught:
+        refusals.require_after(args, build("robsa", json.loads(OPEN)))
+    assert "'trtllm_mla' is not supported; allowed: torch_native, triton, flashinfer, flashmla, fa3" in str(
+        caught.value
+    )
