@@ -115,7 +115,7 @@ class DecodePath:
         if q_rope is None:
             heads, q_rope = heads[..., : -self._rope_dim], heads[..., -self._rope_dim :]
         cache = self._k_caches[layer.layer_id][:, 0]
-        # SGLang stores latents as they are, also in fp8: MLA checkpoints have no scales for them.
+        # Backends differ in whether they divide what they store by a checkpoint's scales, so those are refused.
         query = LatentQuery(heads, q_rope, cache, slots, layer.scaling, 1.0, _mean_over_ranks)
         selected = self._method.select(view, layer.layer_id, query, self._aux)
         return sparse_mla_decode(
@@ -127,6 +127,7 @@ class DecodePath:
             slots,
             view.page_size if selected.unit == "page" else 1,
             layer.scaling,
+            query.kv_scale,
             usual_blocks=view.usual_select,
         )
 

@@ -166,6 +166,10 @@ def _soft_cap(model: Any) -> bool:
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 
 
+def _repeated_layers(model: Any) -> bool:
+    return model.num_attention_layers != model.num_hidden_layers
+
+
 MODEL_LIMITS = (
     ModelLimit("encoder-only or embedding model", lambda m: not m.is_generation, "nothing is decoded"),
     ModelLimit("encoder-decoder model", lambda m: m.is_encoder_decoder, "cross attention has no pages of its own"),
@@ -178,6 +182,7 @@ MODEL_LIMITS = (
     ),
     ModelLimit("chunked local attention model", lambda m: m.is_local_attention_model, "its layers see only a window"),
     ModelLimit("model with its own sparse attention", _own_sparse_attention, "it selects by itself"),
+    ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted otherwise"),
     ModelLimit("model with attention sinks", lambda m: bool(m._detect_attention_sinks()), "not in the kernels yet"),
     ModelLimit("model with a soft cap on attention logits", _soft_cap, "not in the kernels yet"),
 )

@@ -211,6 +211,7 @@ class DecodeMethod(ABC):
 
     Attributes:
         attention: the kind of attention it serves: "MHA", which GQA is one of, or "MLA".
+        decides_on_device: `n_select` is a bound, and how many blocks a row takes is known on the device alone.
         config: the configuration.
         crossover_tokens: the config's number, or what "auto" stands for; a server that starts puts here what was
             measured for its GPU and its model.
@@ -218,6 +219,7 @@ class DecodeMethod(ABC):
 
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
     attention: ClassVar[Literal["MHA", "MLA"]] = "MHA"
+    decides_on_device: ClassVar[bool] = False
 
     def __init__(self, config: MethodConfig):
         self.config = config

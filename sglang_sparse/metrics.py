@@ -32,6 +32,8 @@ COUNTERS = {
     "dense_fallback_rows": "Of the decoded rows, those that ran dense: too short, in too small a batch, or on request.",
     "pages_attended": "KV pages attended to in sparse decode passes, per row, sparse layer and KV head of this rank.",
     "pages_held": "KV pages held by the rows of sparse decode passes, per row, sparse layer and KV head of this rank.",
+    "overflowed_layer_rows": "Rows of sparse decode passes, per sparse layer, that needed more pages than their method "
+    "allows and attended to all.",
     "rectifying_steps": "Decode steps that carried a dense pass to rectify approximate KV.",
     "second_passes": "Of the rectifying steps, those that also ran a decode pass over the rows not rectified.",
     "rectified_requests": "Rows rectified, counted once in every rectifying step they were part of.",
@@ -118,6 +120,7 @@ class Interval:
             f"wait: {self.mean_delay_steps:.1f} steps (max {self.max_delay_steps})",
             f"dense rows: {of['dense_fallback_rows']}/{of['decode_rows']}",
             f"tail tokens dropped: {of['tail_tokens_dropped']}",
+            *([f"overflowed layer rows: {overflowed}"] if (overflowed := of["overflowed_layer_rows"]) else []),
         ]
 
 

@@ -28,9 +28,15 @@ def require_before(args: SparseServerArgs, settings: Settings) -> None:
     Raises:
         SparseArgumentError: names every refused flag, what was got and why not.
     """
+    _require_cpu(settings)
     found = _found(args, FLAG_LIMITS)
     if found:
         raise SparseArgumentError(f"{settings.flag} cannot run with {found}")
+    if settings.config.page_size % settings.method.block_size:
+        raise SparseArgumentError(
+            f"{settings.flag}: the page size is {settings.config.page_size} and the method's blocks have "
+            f"{settings.method.block_size} tokens; allowed: pages of whole blocks"
+        )
     found = settings.prefill and _found(args, PREFILL_LIMITS)
     if found:
         raise SparseArgumentError(f"--sparse-prefill-method {settings.prefill_name} cannot run with {found}")
@@ -87,7 +93,6 @@ def require_after(args: SparseServerArgs, settings: Settings) -> None:
     Raises:
         SparseArgumentError: says what was got and what is allowed.
     """
-    _require_cpu(settings)
     _require_prefill(args, settings)
     allowed = DENSE_BACKENDS[settings.method.attention]
     for name in args.get_attention_backends():
@@ -181,14 +186,6 @@ def require_model(args: SparseServerArgs, settings: Settings) -> None:
     for limit in MODEL_LIMITS:
         if limit.applies(model):
             raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {limit.name}; {limit.reason}")
-    reason = settings.method.refuse(model)
-    if reason:
-        raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
-    reason = settings.prefill and settings.prefill.refuse(model)
-    if reason:
-        raise SparseArgumentError(
-            f"--sparse-prefill-method {settings.prefill_name} does not fit {architecture}: {reason}"
-        )
     configs: dict[str, SparseConfig] = {f"--sparse-config of {settings.name}": settings.config}
     if settings.prefill:
         configs[f"--sparse-prefill-config of {settings.prefill_name}"] = settings.prefill.config
@@ -197,3 +194,11 @@ def require_model(args: SparseServerArgs, settings: Settings) -> None:
             parse_layers(config.layers, model.num_hidden_layers)
         except ValueError as error:
             raise SparseArgumentError(f"{origin}: {error}") from error
+    reason = settings.method.refuse(model)
+    if reason:
+        raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
+    reason = settings.prefill and settings.prefill.refuse(model)
+    if reason:
+        raise SparseArgumentError(
+            f"--sparse-prefill-method {settings.prefill_name} does not fit {architecture}: {reason}"
+        )

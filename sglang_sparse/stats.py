@@ -55,7 +55,9 @@ class Counters:
 
     ``sparse_layer_rows``, ``pages_attended`` and ``pages_held`` count what the selection kernel did, which includes the
     dense rows of a sparse batch: these select all their pages, and count among ``dense_fallback_rows`` as well. A page
-    is the method's block. ``overflowed_layer_rows`` needed more than their method allows and got all.
+    is the method's block. ``overflowed_layer_rows`` needed more than their method allows and got all; rows whose
+    scores say nothing (NaN) get all too, and are not among them. ``max_active_fraction`` is None where the
+    device decides.
 
     Args:
         settings: the method and its config.
@@ -104,7 +106,7 @@ class Counters:
         self._decode_steps += 1
         self._decode_rows += plan.n_pages.shape[0]
         self._dense_rows += int(plan.covered.sum())
-        if plan.sparse:
+        if plan.sparse and not self._settings.method.decides_on_device:
             selective = plan.n_select < plan.n_pages
             fractions = (plan.n_select / plan.n_pages)[selective].tolist()
             self._max_active_fraction = max([self._max_active_fraction, *fractions])
@@ -177,7 +179,7 @@ class Counters:
             **totals,
             "rectify_max_delay_steps": max(self._max_delay_steps, self.rectify.max_delay_steps),
             "active_fraction": attended / held if held else 0.0,
-            "max_active_fraction": self._max_active_fraction,
+            "max_active_fraction": None if self._settings.method.decides_on_device else self._max_active_fraction,
             "extend_pages_summarised": int(self._extend_pages),
             "summary_overflows": int(self._pools.overflow),
             "aux_bytes": self.aux_bytes,

@@ -26,7 +26,7 @@ class LatentQuery:
         last_slots: ``[rows]`` int64, the slot of each row's newest token.
         scaling: factor of the logits, the model's own.
         kv_scale: factor of what is stored.
-        mean_over_ranks: averages a tensor over the tensor-parallel ranks, in place; the same object with one rank.
+        mean_over_ranks: returns a tensor's mean over the tensor-parallel ranks; it may overwrite its argument.
     """
 
     nope: torch.Tensor

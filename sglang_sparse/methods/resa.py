@@ -65,7 +65,7 @@ class Resa(DecodeMethod):
     def refuse(self, model_config: Any) -> str | None:
         """Refuse MLA models: their cache holds latents, not the keys of KV heads."""
         if model_config.attention_arch.name == "MLA":
-            return "resa needs an MHA or GQA model; this one uses MLA (multi-head latent attention)"
+            return "resa needs an MHA or GQA model; this one uses MLA (multi-head latent attention), which robsa serves"
         return None
 
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:

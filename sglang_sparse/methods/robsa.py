@@ -18,10 +18,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from sglang_sparse.calibration.partition import RopeCalibration, fingerprint
 from sglang_sparse.calibration.presets import PRESETS, Preset
@@ -29,6 +29,7 @@ from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import PAGE_SIZES, AuxSpec, DecodeMethod, ModelShape, RectifyConfig
 from sglang_sparse_kernels.block_mass import block_mass
 from sglang_sparse_kernels.block_topp import block_topp
+from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 
 if TYPE_CHECKING:
     from sglang_sparse.pools import AuxPools
@@ -42,6 +43,15 @@ _UNCALIBRATED = (
 )
 
 
+def _preset_exists(name: str) -> str:
+    if name not in PRESETS:
+        raise ValueError(f"must be a .json file of sglang_sparse.calibrate or one of {', '.join(PRESETS)}")
+    return name
+
+
+PresetName = Annotated[str, AfterValidator(_preset_exists)]
+
+
 class RobsaConfig(RectifyConfig):
     """Configuration of ``--sparse-method robsa``."""
 
@@ -52,7 +62,7 @@ class RobsaConfig(RectifyConfig):
     )
     theta1: float = Field(0.9, gt=0, le=1, description="Share of the attention mass that the attended blocks hold.")
     block_size: int = Field(16, validate_default=True, description="Tokens of a block: 16, 32 or 64, at most a page.")
-    calibration: RopeCalibration | str | None = Field(
+    calibration: RopeCalibration | PresetName | None = Field(
         None, description="What `sglang_sparse.calibrate --method robsa` wrote for this model; or a preset's name."
     )
     theta2: float = Field(
@@ -87,14 +97,15 @@ class RobsaConfig(RectifyConfig):
     @field_validator("calibration", mode="before")
     @classmethod
     def _named_calibration(cls, value: object) -> object:
-        if not isinstance(value, str) or value in PRESETS:
+        if not isinstance(value, str) or not value.endswith(".json"):
             return value
-        if not value.endswith(".json"):
-            raise ValueError(f"must be a .json file of sglang_sparse.calibrate or one of {', '.join(PRESETS)}")
         try:
-            return json.loads(Path(value).read_text())["calibration"]
+            found = json.loads(Path(value).read_text())["calibration"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"cannot be read: {type(error).__name__}: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"its calibration is {found!r}; allowed: what sglang_sparse.calibrate wrote")
+        return found
 
     @field_validator("allow_uncalibrated")
     @classmethod
@@ -103,11 +114,22 @@ class RobsaConfig(RectifyConfig):
             raise ValueError("there is a calibration")
         return value
 
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> RobsaConfig:
+        fields = type(self).model_fields
+        unread = {"theta2", "insensitive"} if self.calibration is None else set()
+        unread |= {"theta2"} if isinstance(self.calibration, str) else set()
+        for name in sorted(unread):
+            if (given := getattr(self, name)) != fields[name].default:
+                raise ValueError(f"{name}: got {given!r}, which needs a calibration with similarities")
+        return self
+
 
 class Robsa(DecodeMethod):
     """Score every block by the attention mass that the rotary dimensions give it, attend to the heaviest ones."""
 
     attention = "MLA"
+    decides_on_device = True
     config_class = RobsaConfig
     config: RobsaConfig
 
@@ -152,10 +174,12 @@ class Robsa(DecodeMethod):
     def refuse(self, model_config: Any) -> str | None:
         """Refuse what is no MLA model, or not the one that the calibration was made on."""
         if model_config.attention_arch.name != "MLA":
-            return "robsa needs an MLA model (multi-head latent attention); for MHA and GQA there is resa"
-        rope = getattr(model_config.hf_text_config, "qk_rope_head_dim", 0) or 0
-        if rope % 16 or not rope:
-            return f"robsa scores by the rotary dimensions: this model has {rope}; allowed: a multiple of 16"
+            return "robsa needs an MLA model (multi-head latent attention); MHA and GQA models are served by resa"
+        text = model_config.hf_text_config
+        for name, allowed in (("qk_rope_head_dim", ROPE_DIMS), ("kv_lora_rank", LATENT_DIMS)):
+            found = getattr(text, name, None)
+            if found not in allowed:
+                return f"its {name} is {found}; allowed: {', '.join(map(str, allowed))}"
         return self._refuse_calibration(model_config)
 
     def _refuse_calibration(self, model_config: Any) -> str | None:
@@ -238,6 +262,11 @@ def copy_rope(
 
 
 def _misfit(calibration: RopeCalibration, model_config: Any) -> str | None:
+    if overrides := getattr(model_config, "model_override_args", None):
+        return (
+            f"the calibration is of the checkpoint as it is, and --json-model-override-args changes {sorted(overrides)}"
+            " of its config; allowed: a calibration of a copy that has that config"
+        )
     if len(calibration.layers) != model_config.num_hidden_layers:
         return (
             f"the calibration is of a model of {len(calibration.layers)} layers, this one has "

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rope_calibrations import calibration
 
 from sglang_sparse.calibration.partition import RopeCalibration, fingerprint
 from sglang_sparse.config import SparseArgumentError, build
@@ -22,40 +23,21 @@ UNCALIBRATED = {"allow_uncalibrated": True}
 LATENT, ROPE, HEADS, BLOCK = 64, 16, 4, 16
 
 
-def calibration(similarities: list[float], fingerprint: str = "0" * 64) -> dict[str, Any]:
-    rows = [{"layer": i, "mean": mean, "deviation": 0.0, "recall": None} for i, mean in enumerate(similarities)]
-    return {
-        "method": "robsa",
-        "fingerprint": fingerprint,
-        "model": "some-model",
-        "architecture": "DeepseekV3ForCausalLM",
-        "theta1": 0.9,
-        "block_size": 16,
-        "queries": 16,
-        "prompts": [{"kind": "files", "prompts": 4, "tokens": 1024}],
-        "files": ["texts.txt"],
-        "seed": 0,
-        "device": "cpu",
-        "dtype": "float32",
-        "versions": {},
-        "layers": rows,
-    }
-
-
 def robsa(**fields: Any) -> Robsa:
     method = build("robsa", fields).method
     assert isinstance(method, Robsa)
     return method
 
 
-def model(arch: str = "MLA", layers: int = 4, rope: int = 64, name: str = "DeepseekV3ForCausalLM") -> Any:
+def model(arch: str = "MLA", layers: int = 4, rope: int = 64, latent: int = 512) -> Any:
     return SimpleNamespace(
         attention_arch=SimpleNamespace(name=arch),
         num_hidden_layers=layers,
-        hf_config=SimpleNamespace(architectures=[name], num_attention_heads=128),
-        hf_text_config=SimpleNamespace(qk_rope_head_dim=rope),
+        hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"], num_attention_heads=128),
+        hf_text_config=SimpleNamespace(qk_rope_head_dim=rope, kv_lora_rank=latent, num_attention_heads=128),
         model_path=str(TINY_MLA),
         revision=None,
+        model_override_args={},
     )
 
 
@@ -73,6 +55,9 @@ def model(arch: str = "MLA", layers: int = 4, rope: int = 64, name: str = "Deeps
         ({"calibration": "deepseek-v4"}, "must be a .json file of sglang_sparse.calibrate or one of deepseek-v3-paper"),
         ({"calibration": "none.json"}, "calibration: got 'none.json'; cannot be read: FileNotFoundError"),
         ({"calibration": calibration([0.9]), **UNCALIBRATED}, "there is a calibration"),
+        ({"theta2": 0.5, **UNCALIBRATED}, "theta2: got 0.5, which needs a calibration with similarities"),
+        ({"insensitive": "full_score", **UNCALIBRATED}, "insensitive: got 'full_score', which needs a calibration"),
+        ({"theta2": 0.5, "calibration": "deepseek-v3-paper-ruler"}, "theta2: got 0.5, which needs a calibration"),
         ({"active_ratio": 0.1}, "did you mean 'max_active_ratio'"),
     ],
 )
@@ -92,6 +77,9 @@ def test_calibration_decides_the_layers(tmp_path: Path) -> None:
     assert [full.selects_by_rope(layer) for layer in range(4)] == [False, True, False, True]
     assert robsa(**UNCALIBRATED).sparse_layers(4) == (0, 1, 2, 3)
     # A file by its name, and what a scheduler is given instead.
+    (tmp_path / "found.json").write_text(json.dumps({"calibration": "deepseek-v3-paper-ruler"}))
+    with pytest.raises(SparseArgumentError, match="its calibration is 'deepseek-v3-paper-ruler'; allowed: what"):
+        robsa(calibration=str(tmp_path / "found.json"))
     (tmp_path / "found.json").write_text(json.dumps({"calibration": given}))
     named = robsa(calibration=str(tmp_path / "found.json"), theta1=0.8)
     assert isinstance(named.config.calibration, RopeCalibration)
@@ -110,11 +98,17 @@ def test_the_preset_warns() -> None:
 def test_refused_models() -> None:
     wide = robsa(**UNCALIBRATED)
     assert wide.refuse(model()) is None and "without a calibration" in " ".join(wide.warnings())
-    assert "for MHA and GQA there is resa" in str(wide.refuse(model("MHA")))
-    assert "this model has 0; allowed: a multiple of 16" in str(wide.refuse(model(rope=0)))
+    assert "MHA and GQA models are served by resa" in str(wide.refuse(model("MHA")))
+    assert "its qk_rope_head_dim is 48; allowed: 16, 32, 64" in str(wide.refuse(model(rope=48)))
+    assert "its kv_lora_rank is 384; allowed: 64, 128, 256, 512" in str(wide.refuse(model(latent=384)))
     assert "robsa needs a calibration of this model" in str(robsa().refuse(model()))
     own = fingerprint(str(TINY_MLA))
     assert robsa(calibration=calibration([1.0] * 4, own)).refuse(model()) is None
+    changed = model()
+    changed.model_override_args = {"rope_scaling": None}
+    assert "changes ['rope_scaling'] of its config" in str(
+        robsa(calibration=calibration([1.0] * 4, own)).refuse(changed)
+    )
     assert "made on other weights, some-model" in str(robsa(calibration=calibration([1.0] * 4)).refuse(model()))
     assert "of a model of 3 layers, this one has 4" in str(robsa(calibration=calibration([1.0] * 3)).refuse(model()))
     assert "no layer is left" in str(robsa(calibration=calibration([0.5] * 4, own)).refuse(model()))
@@ -151,53 +145,78 @@ def naive(query: torch.Tensor, keys: torch.Tensor, scaling: float, theta1: float
     return sorted(chosen)
 
 
+class Rows:
+    """A decode batch over a random latent cache."""
+
+    lengths = (150, 160, 333, 640)
+
+    def __init__(self, method: Robsa) -> None:
+        torch.manual_seed(2)
+        shape = ModelShape(1, HEADS, 1, LATENT + ROPE, torch.float32, ROPE)
+        self.method, self.aux = method, AuxPools(method.aux_specs(shape), (0,), 200, BLOCK, "cpu")
+        self.cache = torch.randn(200 * BLOCK, LATENT + ROPE)
+        self.view = allocate_view(len(self.lengths), 1, 40, 40, BLOCK, torch.zeros(4, dtype=torch.int64))
+        free, last = (torch.randperm(199) + 1).tolist(), []
+        for row, length in enumerate(self.lengths):
+            n_blocks = -(-length // BLOCK)
+            self.view.page_table[row, :n_blocks] = torch.tensor([free.pop() for _ in range(n_blocks)])
+            self.view.n_pages[row] = n_blocks
+            last.append(int(self.view.page_table[row, n_blocks - 1]) * BLOCK + (length - 1) % BLOCK)
+        self.view.n_select.copy_(torch.minimum(method.n_select(self.view.n_pages), self.view.n_pages))
+        self.view.values.fill_(method.row_value)
+        self.nope = torch.randn(len(self.lengths), HEADS, LATENT) * 2
+        self.rope = torch.randn(len(self.lengths), HEADS, ROPE) * 8
+        self.last_slots = torch.tensor(last)
+
+    def select(self, stored: torch.Tensor, mean_over_ranks: Any = lambda mass: mass) -> list[list[int]]:
+        """The logical blocks that each row selects."""
+        query = LatentQuery(self.nope, self.rope, stored, self.last_slots, 0.1, 1.0, mean_over_ranks)
+        selected = self.method.select(self.view, 0, query, self.aux)
+        rows = zip(self.view.page_table.tolist(), selected.indices[:, 0].tolist(), selected.counts[:, 0], strict=True)
+        return [[table.index(block) for block in blocks[: int(count)]] for table, blocks, count in rows]
+
+
 @pytest.mark.parametrize("insensitive", ["dense", "full_score"])
-@pytest.mark.parametrize(
-    ("theta1", "head_scope", "rope_copy"), [(0.5, "global", "off"), (0.9, "rank", "auto"), (0.5, "global", "on")]
-)
-def test_selection(insensitive: str, theta1: float, head_scope: str, rope_copy: str) -> None:
-    torch.manual_seed(2)
+@pytest.mark.parametrize(("theta1", "rope_copy"), [(0.5, "off"), (0.9, "auto"), (0.5, "on")])
+def test_selection(insensitive: str, theta1: float, rope_copy: str) -> None:
     given = calibration([0.9 if insensitive == "full_score" else 1.0])
-    scope = {"head_scope": head_scope, "rope_copy": rope_copy}
-    method = robsa(calibration=given, insensitive=insensitive, theta1=theta1, max_active_ratio=0.99, **scope)
-    lengths = [150, 160, 333, 640]
-    shape = ModelShape(1, HEADS, 1, LATENT + ROPE, torch.float32, ROPE)
-    aux = AuxPools(method.aux_specs(shape), (0,), 200, BLOCK, "cpu")
-    cache = torch.randn(200 * BLOCK, LATENT + ROPE)
-    view = allocate_view(len(lengths), 1, 40, 40, BLOCK, torch.zeros(4, dtype=torch.int64))
-    free, last = (torch.randperm(199) + 1).tolist(), []
-    for row, length in enumerate(lengths):
-        n_blocks = -(-length // BLOCK)
-        view.page_table[row, :n_blocks] = torch.tensor([free.pop() for _ in range(n_blocks)])
-        view.n_pages[row] = n_blocks
-        last.append(int(view.page_table[row, n_blocks - 1]) * BLOCK + (length - 1) % BLOCK)
-    view.n_select.copy_(torch.minimum(method.n_select(view.n_pages), view.n_pages))
-    view.values.fill_(method.row_value)
-    nope, rope = torch.randn(len(lengths), HEADS, LATENT) * 2, torch.randn(len(lengths), HEADS, ROPE) * 8
-    averaged: list[torch.Tensor] = []
-
-    def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        averaged.append(values)
-        return values
-
-    stored = cache.clone()
+    fields = {"insensitive": insensitive, "theta1": theta1, "max_active_ratio": 0.99, "rope_copy": rope_copy}
+    rows = Rows(robsa(calibration=given, **fields))
+    stored = rows.cache.clone()
     if rope_copy == "on":
         # Twice, and the dummy page with it, as padded rows are refreshed.
         for _ in range(2):
-            aux.refresh({0: cache[:, None]}, torch.tensor([*range(BLOCK - 1, 200 * BLOCK, BLOCK), -1]))
-        assert torch.equal(aux.buffer("rope_copy", 0).flatten(0, 1), cache[:, LATENT:])
+            rows.aux.refresh({0: stored[:, None]}, torch.tensor([*range(BLOCK - 1, 200 * BLOCK, BLOCK), -1]))
+        assert torch.equal(rows.aux.buffer("rope_copy", 0).flatten(0, 1), stored[:, LATENT:])
+        assert rows.aux.specs[0].before_select, "the newest page is scored too"
         if insensitive == "dense":
             stored[:, LATENT:] = float("nan")
-    query = LatentQuery(nope, rope, stored, torch.tensor(last), 0.1, 1.0, mean_over_ranks)
-    selected = method.select(view, 0, query, aux)
-    assert len(averaged) == (head_scope == "global")
-    whole = torch.cat([nope, rope], -1)
-    for row, length in enumerate(lengths):
-        table = view.page_table[row].tolist()
-        keys = cache[(view.page_table[row, :, None].long() * BLOCK + torch.arange(BLOCK)).flatten()[:length]]
-        asked, seen = (whole[row], keys) if insensitive == "full_score" else (rope[row], keys[:, LATENT:])
-        expected = naive(asked, seen, 0.1, theta1)
-        found = selected.indices[row, 0, : int(selected.counts[row, 0])].tolist()
-        assert [table.index(block) for block in found] == expected and 0 < len(expected) < len(table)
-    held, attended = int(view.n_pages.sum()), int(selected.counts.sum())
-    assert view.stats.tolist() == [len(lengths), attended, held, 0]
+    found = rows.select(stored)
+    whole = torch.cat([rows.nope, rows.rope], -1)
+    for row, length in enumerate(rows.lengths):
+        slots = (rows.view.page_table[row, :, None].long() * BLOCK + torch.arange(BLOCK)).flatten()[:length]
+        keys = rows.cache[slots]
+        asked, seen = (whole[row], keys) if insensitive == "full_score" else (rows.rope[row], keys[:, LATENT:])
+        assert found[row] == naive(asked, seen, 0.1, theta1) and 0 < len(found[row]) < -(-length // BLOCK)
+    held, attended = int(rows.view.n_pages.sum()), sum(map(len, found))
+    assert rows.view.stats.tolist() == [len(rows.lengths), attended, held, 0]
+
+
+@pytest.mark.parametrize("head_scope", ["global", "rank"])
+def test_the_mean_over_ranks_is_what_counts(head_scope: str) -> None:
+    def other(mass: torch.Tensor) -> torch.Tensor:
+        """All the mass is on the third block."""
+        return torch.zeros_like(mass).index_fill_(1, torch.tensor([2]), 1.0)
+
+    rows = Rows(robsa(head_scope=head_scope, max_active_ratio=0.99, **UNCALIBRATED))
+    found = rows.select(rows.cache, other)
+    forced = [[2, -(-length // BLOCK) - 1] for length in rows.lengths]
+    assert (found == forced) == (head_scope == "global")
+
+
+def test_a_row_that_needs_too_much_gets_all() -> None:
+    rows = Rows(robsa(theta1=0.99, max_active_ratio=0.1, **UNCALIBRATED))
+    found = rows.select(rows.cache)
+    over = [row for row, blocks in enumerate(found) if len(blocks) > int(rows.view.n_select[row])]
+    assert over and all(found[row] == [*range(-(-rows.lengths[row] // BLOCK))] for row in over)
+    assert int(rows.view.stats[3]) == len(over)

@@ -141,3 +141,29 @@ def test_decode_graphs_have_buffers_of_their_own_wherever_a_layer_is_sparse(
     )
     backend.init_cuda_graph_state(2, 2)
     assert (backend._graph_view is not None) == static
+
+
+def test_an_mla_layer_may_come_in_two_parts() -> None:
+    backend = make_backend()
+    backend._view = None
+    backend.prefill = None
+    dense: Any = backend.dense
+    dense.forward = lambda q, k, v, layer, batch, save, **parts: sorted(parts)
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True, is_extend=lambda: False)
+    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
+    layer = SimpleNamespace(layer_id=LAYERS[0], is_cross_attention=False, sliding_window_size=-1, logit_cap=0.0)
+    layer.attn_type, layer.k_scale_float = SimpleNamespace(value="decoder"), None
+    part = torch.ones(1, HEADS, DIM)
+
+    def attend(**more: Any) -> Any:
+        return backend.forward(part, part, part, layer, batch, **{"q_rope": part, "k_rope": part, **more})
+
+    with pytest.raises(RuntimeError, match=r"arguments \['k_rope', 'q_rope'\]"):
+        attend()
+    backend.method.attention = "MLA"  # pyright: ignore[reportAttributeAccessIssue]
+    assert attend() == ["k_rope", "q_rope"]
+    with pytest.raises(RuntimeError, match=r"arguments \['cos_sin_cache'\]"):
+        attend(cos_sin_cache=part)
+    layer.k_scale_float = 0.5
+    with pytest.raises(RuntimeError, match="scales of its latents"):
+        attend()

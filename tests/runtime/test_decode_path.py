@@ -1,15 +1,17 @@
 """Sparse decode of an MLA layer: what is written, what the method is asked, and what comes out, in both query forms."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sglang_sparse import decode_path
 from sglang_sparse.decode_path import DecodePath
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import ModelShape
-from sglang_sparse.pools import AuxPools
+from sglang_sparse.pools import AuxPools, model_shape
 from sglang_sparse.view import LatentQuery
 
 LATENT, ROPE, HEADS, BLOCK, SLOTS, LAYER = 64, 16, 4, 16, 128, 2
@@ -87,3 +89,23 @@ def test_an_mla_layer(split: bool, save: bool) -> None:
         tokens = [slot for block in blocks for slot in range(block * BLOCK, (block + 1) * BLOCK)]
         seen = expected[[slot for slot in tokens if slot // BLOCK != last // BLOCK or slot <= last], 0]
         assert torch.allclose(output[row].view(HEADS, LATENT).double(), attention(query[row], seen), atol=1e-5)
+
+
+def test_the_mean_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    group = SimpleNamespace(world_size=2, all_reduce=lambda values: values + 3.0)
+    state = SimpleNamespace(get_attn_tp_group=lambda: group)
+    monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", state)
+    values = torch.tensor([1.0, 5.0])
+    assert decode_path._mean_over_ranks(values).tolist() == [2.0, 4.0]
+    group.world_size = 1
+    assert decode_path._mean_over_ranks(values) is values
+
+
+def test_latent_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_tp_size=2))
+    config = SimpleNamespace(attention_arch=SimpleNamespace(name="MLA"), num_hidden_layers=4)
+    config.kv_lora_rank, config.qk_rope_head_dim = LATENT, ROPE
+    config.get_num_attention_heads = lambda ranks: 16 // ranks
+    found = model_shape(config, torch.bfloat16)
+    assert found == ModelShape(4, 8, 1, LATENT + ROPE, torch.bfloat16, ROPE)
