@@ -19,6 +19,9 @@ concentrated the attention is: by default as the paper reports of DeepSeek's mod
 at 128k), reached by the number of stripes in a structure (`eval.structured`) whose RoPE scores are nearly its full
 ones. A row whose share of active blocks comes out more than two points off is refused.
 
+``--positions`` makes the inputs of a server that generates so many: rows are the first of them, and all shapes have the
+structure that is found for the longest one.
+
 A peer that is not installed, or does not take a shape, is reported and the others go on. The exit status is 1 where
 that happens to one of this project's own operations.
 """
@@ -37,24 +40,25 @@ import torch
 
 from eval.figures import report_tables
 from eval.figures.ceilings import CEILING_GBPS, CEILING_TFLOPS
+from eval.figures.mla import COMMAND, OPS, ROPE, SCORES
 from eval.live.client import FAILURES, list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.parts.kernel_machine import Bench, Machine, gpu, parse_shape
 from eval.parts.kernel_rows import Row
 from eval.parts.kernel_table import Implementation, chosen
-from eval.parts.mla_inputs import OPS, ROPE, SCORES, Shape, Step
+from eval.parts.mla_inputs import Shape, Step
 from eval.parts.mla_quality import active, quality, samples
 from eval.parts.mla_recipe import RECIPE, recipe_for, target_share
 from eval.parts.mla_table import identity, table, with_ratios
 from eval.structured.generator import read_recipe
 from eval.structured.structure import Recipe
+from eval.texts.lengths import length
 
-COMMAND = "eval.bench_mla"
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 KV_DTYPES = ("bfloat16", "float8_e4m3fn")
 ACTIVE = ("paper", "any")
-SIZES = ("heads", "latent", "rope", "page_size", "block_size", "theta1", "max_active_ratio")
+SIZES = ("heads", "latent", "rope", "page_size", "block_size", "theta1", "max_active_ratio", "positions")
 
 
 def active_share(text: str) -> str | float:
@@ -94,20 +98,31 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
             raise EvaluationError(f"--{name.replace('_', '-')} must be {allowed}, got {getattr(args, name)}")
     options = {name: getattr(args, name) for name in SIZES} | {"kv_dtype": getattr(torch, args.kv_dtype)}
     made = [Shape(*parse_shape(text), **options) for text in dict.fromkeys(args.shapes)]
+    longest = max(shape.length for shape in made)
+    if args.positions is not None and args.positions < longest:
+        raise EvaluationError(f"--positions must be {longest} or more, got {args.positions}")
     return [replace(shape, target_share=target_share(shape, args.active)) for shape in made]
 
 
 def measure(
-    shape: Shape, base: Recipe, plan: Sequence[Implementation[Step]], machine: Machine, rounds: int, seed: int = 0
+    shape: Shape,
+    base: Recipe,
+    plan: Sequence[Implementation[Step]],
+    machine: Machine,
+    rounds: int,
+    seed: int = 0,
+    made_for: Shape | None = None,
 ) -> list[Row]:
     """A row for each implementation, in the order of the plan; what is unavailable has the reason instead of figures.
+
+    The structure is that of the shape `made_for`; None: of the shape itself.
 
     Raises:
         EvaluationError: the inputs cannot be made, or an implementation broke the machine.
     """
     layers = shape.num_layers(machine.l2_bytes)
     try:
-        recipe = recipe_for(shape, base, seed, machine.device)
+        recipe = recipe_for(made_for or shape, base, seed, machine.device)
         step = Step(shape, recipe, machine.device, layers, seed)
         over = samples(step)
     except torch.OutOfMemoryError as error:
@@ -173,9 +188,10 @@ def run(
     }
     header["arguments"] |= {"shapes": [shape.name for shape in wanted], "peers": peers}
     items: list[Row] = []
+    made_for = max(wanted, key=lambda shape: shape.length) if args.positions else None
     with Record(args.out, COMMAND, args.revision, **header) as record, torch.inference_mode():
         for shape in wanted:
-            rows = measure(shape, base, plan, found, args.rounds, args.seed)
+            rows = measure(shape, base, plan, found, args.rounds, args.seed, made_for)
             for row in rows:
                 record.add("item", **row)
             items += rows
@@ -202,6 +218,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-active-ratio", type=float, default=0.5, help="rows that need more attend to all")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16")
     parser.add_argument("--active", type=active_share, default="paper", help="paper, any, or a share of the blocks")
+    parser.add_argument("--positions", type=length, help="tokens of which a row is the first, as on a server")
     parser.add_argument(
         "--recipe", type=json.loads, default={}, help="changes to the structure, as JSON (eval/structured)"
     )

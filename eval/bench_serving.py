@@ -38,9 +38,19 @@ queries, keys and values (`eval.structured`), and the row says which share of th
 ``--sparsity`` asks for the threshold that the file has for this share at each length, and a context at which the server
 left out more or less by two points is no result. Without it the threshold is the server's.
 
+RoBSA's decode is measured over the inputs of a file of ``eval.bench_mla --positions``, of which ``--structured`` takes
+recipe and seed, and the recall::
+
+    python -m eval.bench_mla --shapes 1x32k,1x64k,1x96k,1x128k --positions 131460 --heads 16 --peers "" \
+        --recipe '{"sink_tokens": 1792}' --out mla.jsonl
+    python -m eval.bench_serving --shape v2-lite --sparse-method robsa --structured mla.jsonl --out serving.jsonl ...
+
+``active_blocks`` and ``sparsity`` are then the mean over the layers that ran sparse, of the server's counters; a cell
+that left out more or less than the file's inputs are made for by two points is no result.
+
 A server's arguments are those of the grid, then ``--server-args``, then its own; the later ones win. ``--server
-dense="--page-size 1"`` gives the dense one some of its own, and any other name starts one more dense server, such as
-``--server dense-fp8="--kv-cache-dtype fp8_e4m3"``.
+dense="--page-size 1"`` gives the dense one some of its own, and any other name starts one more server, dense such as
+``--server dense-fp8="--kv-cache-dtype fp8_e4m3"``, or sparse: ``--server half="--sparse-method ..."``.
 """
 
 from __future__ import annotations
@@ -52,6 +62,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,34 +75,32 @@ from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.live.runner import arguments_of
 from eval.parts import model_shapes, serving_first_token
-from eval.parts.judge_commands import reach
 from eval.parts.serving_arguments import parse
 from eval.parts.serving_grid import (
     DENSE,
-    NO_METHOD,
     below_crossover,
     environment,
     grid,
-    methods,
     prefix_hits,
     prefix_tokens,
-    require_inputs,
     server_flags,
     sparse_flags,
     summarise,
     unfit,
 )
-from eval.parts.serving_runs import Side, drive, hit
+from eval.parts.serving_recall import command_of, recalls
+from eval.parts.serving_runs import Side, drive, hit, look
 from eval.texts.lengths import short_length
 from launch.server import ServerProcess
 
 INTERVALS = 8
 SPARSE = "sparse"
+METHOD_FLAGS = ("--sparse-method", "--sparse-prefill-method")
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 # Of the summary, what is printed.
 SHOWN = ("id", "decode_tpot", "dense_decode_tpot", "decode_tpot_ratio", "ttft_median_ratio", "output_throughput_ratio")
 SHOWN = (*SHOWN, "density", "dense_rows", "sparsity", "recall", "ttft", "dense_ttft", "ttft_ratio", "ttft_over_dense")
-SHOWN = (*SHOWN, "recomputed")
+SHOWN = (*SHOWN, "active_blocks", "recomputed")
 
 
 class Bench:
@@ -110,7 +119,8 @@ class Bench:
         self.left_out: set[tuple[str, str]] = set()
         self.chunk: int | None = None
         self.failed = False
-        self.config: dict[str, Any] = {}
+        # Tokens between rectifications; 0 for never.
+        self.interval = 0
 
     def start(self, stack: contextlib.ExitStack, folder: Path, name: str, flags: Sequence[str]) -> Side:
         """Start a server that ends with `stack`.
@@ -127,34 +137,22 @@ class Bench:
             said = [line for line in process.log().splitlines() if "error" in line.lower()] or ["no reason in its log"]
             raise EvaluationError(f"the {name} server did not start: {said[-1].strip()} (all of it: {log})") from error
         server = stack.enter_context(LiveServer(process.url))
-        info = server.ask(lambda http: http.get("/server_info").raise_for_status().json())
-        expect = "+".join(methods(args)) if name == SPARSE else DENSE
-        asked = argparse.Namespace(expect=expect, model=None, tokenizer=None, custom_params={})
-        target = reach(asked, server, max(args.contexts) + args.output_length)
-        graphs = ((info.get("cuda_graph_config") or {}).get("prefill") or {}).get("backend", "disabled") != "disabled"
-        prefill = (info["internal_states"][0].get("sparse") or {}).get("prefill") or {}
-        inputs = require_inputs(args, info["internal_states"])
-        side = Side(name, process.url, server, target, inputs, prefill.get("config"), graphs)
+        asked = [value for flag, value in pairwise(flags) if flag in METHOD_FLAGS]
+        side = look(args, name, process.url, server, "+".join(asked) or DENSE)
         line = shlex.join(["python", *process.command[1:]])
         self.record.add("server", arm=name, facts=side.target.facts, command=line, start_seconds=process.start_seconds)
-        if name == SPARSE and args.sparse_method != NO_METHOD:
-            self.config = server.sparse_state()["config"]
-            least = INTERVALS * self.interval
-            if args.output_length < least:
-                raise EvaluationError(f"--output-length: got {args.output_length}, allowed: at least {least} here")
+        self.interval = max(self.interval, side.config.get("rectify_interval", 0))
+        least = INTERVALS * self.interval
+        if args.output_length < least:
+            raise EvaluationError(f"--output-length: got {args.output_length}, allowed: at least {least} here")
         return side
-
-    @property
-    def interval(self) -> int:
-        """Tokens between rectifications; 0 for never."""
-        return self.config.get("rectify_interval", 0)
 
     def measure(self, sides: Sequence[Side]) -> None:
         """Run the grid, the prefix hits and the cold prefills on servers that are up, in turn."""
         args = self.args
         plan = [(cell, run, side) for cell in grid(args) for run in range(args.runs) for side in sides]
         for cell, run, side in tqdm(plan, desc=" and ".join(side.name for side in sides), disable=not plan):
-            work = partial(drive, args, side, cell, run, self.config, self.scratch)
+            work = partial(drive, args, side, cell, run, self.interval, self.scratch)
             self.attempt(side, cell.name, cell.tokens(args.output_length), work)
         for side in sides if args.prefix else ():
             self.attempt(side, "prefix_hit", prefix_tokens(args), partial(hit, args, side))
@@ -211,7 +209,7 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     """
     if args.recall_from is not None:
         # A file that is none would be found minutes later.
-        serving_first_token.recalls(args.recall_from)
+        recalls(args.recall_from, command_of(args))
     # The sparse one first: it knows how long the answers must be.
     own: dict[str, list[str]] = {SPARSE: sparse_flags(args), DENSE: []}
     for name, flags in args.server:

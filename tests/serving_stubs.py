@@ -12,12 +12,15 @@ from eval import bench_serving
 from eval.live.arms import Arm
 from eval.live.client import Chunk, Stream
 from eval.live.counters import COUNTED, PREFILL_COUNTED
+from eval.parts import serving_runs
 from eval.parts.judge_commands import Target
 from eval.structured.generator import read_recipe
 
 CONFIG = {"min_seq_len": 4096, "crossover_tokens": 16384, "dense_fallback": "auto", "rectify_interval": 32}
 PREFILL = {"crossover_tokens": 8192, "theta": 12.0, "block_size": 128, "step": 16}
+ROBSA = {"min_seq_len": 4096, "crossover_tokens": 16384, "theta1": 0.9, "block_size": 16, "max_active_ratio": 0.5}
 HEADS = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
+MLA_HEADS = {"q_heads": 16, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
 OUTPUT = 256
 
 
@@ -30,9 +33,12 @@ class FakeServer:
     ttft: dict[str, list[float]] = {"sparse": [1.0], "dense": [2.0]}
     pool = {"sparse": 10**6, "dense": 10**6}
     dies = ""
+    # Share of the blocks that robsa attends to; none: as the paper says.
+    active: float | None = None
     # Share of the pairs of a long prompt that is left out; none: it is prefilled dense.
     left_out = 0.89
     flushes = True
+    graphs = "full"
     # What the server attends with where others were asked for.
     inputs: dict[str, Any] | None = None
 
@@ -60,28 +66,43 @@ class FakeServer:
     def log(self) -> str:
         return "loading\nsglang_sparse: error: no such method\nbye\n"
 
-    def sparse_state(self) -> dict[str, Any]:
-        return {"config": CONFIG}
+    @property
+    def method(self) -> str | None:
+        """Of decode."""
+        return after(self.flags, "--sparse-method") if "--sparse-method" in self.flags else None
 
     def counters(self) -> dict[str, Any]:
         return dict(self.counts) | ({"prefill": dict(self.prefilled_so_far)} if self.prefill else {})
 
+    def state(self) -> dict[str, Any] | None:
+        if not self.sparse:
+            return None
+        config = {None: None, "robsa": ROBSA}.get(self.method, CONFIG)
+        prefill = {"prefill": {"config": PREFILL}} if self.prefill else {}
+        return {"config": config, "sparse_layers": self.sparse_layers, **prefill}
+
     def facts(self) -> dict[str, Any]:
         size = int(after(self.flags, "--chunked-prefill-size")) if "--chunked-prefill-size" in self.flags else None
-        facts = {"max_total_num_tokens": self.pool[self.name], "page_size": 16, "model_path": str(self.folder)}
-        return facts | {"chunked_prefill_size": size, "attention_backend": "fa3"}
+        facts = {"max_total_num_tokens": self.pool[self.name], "model_path": str(self.folder)}
+        facts |= {"page_size": int(after(self.flags, "--page-size")) if "--page-size" in self.flags else 16}
+        return facts | {"chunked_prefill_size": size, "attention_backend": "fa3", "sparse": self.state()}
 
     def ask(self, question: Any) -> Any:
         return question(SimpleNamespace(get=self._get, post=self._post))
 
     def _get(self, path: str) -> Any:
         assert path == "/server_info"
-        state: dict[str, Any] = {"sparse": {"prefill": {"config": PREFILL}}} if self.prefill else {}
+        state: dict[str, Any] = {"sparse": self.state()} if self.sparse else {}
         if self.env:
             asked = json.loads(after(self.flags, "--json-model-override-args"))["structured_inputs"]
             made = {"seed": asked.get("seed", 0), "recipe": read_recipe(asked.get("recipe", {})).model_dump()}
-            state["structured_inputs"] = {**made, "shape": HEADS} if self.inputs is None else self.inputs
-        info = {"internal_states": [state], "cuda_graph_config": {"prefill": {"backend": "breakable"}}}
+            made |= {"shape": MLA_HEADS if "v2-lite" in self.folder.name else HEADS}
+            # As SGLang makes its table of requests.
+            made |= {"positions": int(after(self.flags, "--context-length")) + 4}
+            state["structured_inputs"] = made if self.inputs is None else self.inputs
+        graphs = {"prefill": {"backend": "breakable"}, "decode": {"backend": self.graphs}}
+        backend = after(self.flags, "--attention-backend") if "--attention-backend" in self.flags else "fa3"
+        info = {"internal_states": [state], "cuda_graph_config": graphs, "attention_backend": backend}
         return SimpleNamespace(raise_for_status=lambda: SimpleNamespace(json=lambda: info))
 
     def _post(self, path: str) -> Any:
@@ -106,6 +127,26 @@ class FakeServer:
             self.prefilled = True
             hits.append(Stream(1.0, [Chunk(1.0 + seconds, 1)], cached))
         return hits
+
+    def count_decode(self, context: int, rows: int) -> None:
+        self.counts["decode_rows"] += rows
+        if context < 4096:
+            self.counts["dense_fallback_rows"] += rows
+            return
+        robsa = self.method == "robsa"
+        selections = rows * self.sparse_layers if robsa else rows
+        held = selections * (-(-context // ROBSA["block_size"]) if robsa else 10)
+        paper = {32: 220 / 2048, 64: 320 / 4096, 128: 500 / 8192}.get(context // 1024, 1.0)
+        share = paper if self.active is None else self.active
+        attended = round(held * (share if robsa else 0.1))
+        moved = {"sparse_layer_rows": selections, "pages_attended": attended, "pages_held": held}
+        for counter, count in (moved | ({} if robsa else {"rectified_tokens": rows})).items():
+            self.counts[counter] += count
+
+    @property
+    def sparse_layers(self) -> int:
+        """Of V2-Lite's 27."""
+        return 13 if "14-" in json.dumps(self.flags) else 27
 
     def count_prefill(self, context: int) -> None:
         sparse = max(0, context - PREFILL["crossover_tokens"]) if self.left_out else 0
@@ -134,7 +175,25 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench_serving, "ServerProcess", FakeServer)
     monkeypatch.setattr(bench_serving, "LiveServer", Connected)
-    monkeypatch.setattr(bench_serving, "reach", reach)
+    monkeypatch.setattr(serving_runs, "reach", reach)
+
+
+def install_client(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Have a stand-in for SGLang's client ask the stand-ins; returns the lines of the client that were run."""
+    install(monkeypatch)
+    found: list[list[str]] = []
+
+    def run_judge(command: list[str], scratch: Path, log: Path) -> None:
+        found.append(command)
+        name = after(command, "--base-url").removeprefix("http://")
+        server = next(server for server in FakeServer.started if server.name == name and not server.closed)
+        context, batch = int(after(command, "--random-input-len")), int(after(command, "--num-prompts"))
+        server.count_prefill(context)
+        server.count_decode(context, batch * OUTPUT)
+        Path(after(command, "--output-file")).write_text(json.dumps(result(context, batch, FakeServer.step[name])))
+
+    monkeypatch.setattr(serving_runs, "run_judge", run_judge)
+    return found
 
 
 def result(context: int, batch: int, step: float, **changes: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from eval.figures.active_blocks import cells_with_blocks, panel
 from eval.figures.ceilings import CEILING_GBPS
 from eval.figures.pictures import save
 from eval.live.counters import EvaluationError
@@ -186,6 +187,8 @@ def _points(cells: Sequence[Row], name: str) -> list[Point]:
 def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
     """Milliseconds per output token over the context, a panel for each batch size; bars are the range of the runs.
 
+    Where the cells say how many blocks were active (`eval.figures.active_blocks`), these are drawn below.
+
     Args:
         rows: see `curves`.
         stem: path without a suffix.
@@ -201,8 +204,11 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
     panels = curves(rows)
     others = dict.fromkeys(name for lines in panels.values() for name in lines if name not in (DENSE, SPARSE, LIMIT))
     colours = {DENSE: "C7", SPARSE: "C0", LIMIT: "black"} | {name: f"C{1 + i}" for i, name in enumerate(others)}
-    figure = Figure(figsize=(5 * len(panels), 4.2), layout="constrained")
-    for axes, (batch, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+    cells = cells_with_blocks(rows)
+    lower = {batch: [row for row in cells if row["batch"] == batch] for batch in panels if cells}
+    figure = Figure(figsize=(5 * len(panels), 8.4 if lower else 4.2), layout="constrained")
+    grid = figure.subplots(2 if lower else 1, len(panels), squeeze=False)
+    for axes, (batch, lines) in zip(grid[0], panels.items(), strict=True):
         for name, points in lines.items():
             contexts, times, low, high = zip(*points, strict=True)
             times = [1e3 * seconds for seconds in times]
@@ -217,6 +223,12 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
         axes.set(title=f"batch {batch}", xlabel="context, tokens", ylabel="time per output token, ms")
         axes.set_ylim(bottom=0)
         axes.legend()
+    for axes, (batch, mine) in zip(grid[-1], lower.items(), strict=False):
+        axes.set_visible(bool(mine))
+        if mine:
+            panel(axes, mine, colours)
+            tokens_axis(axes, [row["context"] for row in mine])
+            axes.set(title=f"batch {batch}", xlabel="context, tokens")
     figure.suptitle(_title(rows))
     return save(figure, stem)
 
@@ -234,6 +246,6 @@ def _title(rows: Sequence[Row]) -> str:
     model = arguments.get("shape") or Path(arguments["model_path"]).name
     facts = next((row["facts"] for row in rows if row["kind"] == "server" and row["arm"] == SPARSE), {})
     state = facts.get("sparse") or {}
-    named = {"active_ratio": "active ratio", "rectify_interval": "tokens between rectifications"}
+    named = {"active_ratio": "active ratio", "theta1": "theta1", "rectify_interval": "tokens between rectifications"}
     config = [f"{text} {state['config'][name]}" for name, text in named.items() if name in state.get("config", {})]
     return "\n".join(filter(None, (f"{model} on {rows[0]['device']}", ", ".join(config))))

@@ -10,6 +10,11 @@ from eval.figures.report_tables import Column, number, percent, table, text
 from eval.live.record import read_finished
 
 COMMAND = "eval.bench_mla"
+# The operations of a decode step: dense attention, the three that replace it, and these together.
+DENSE, MASS, TOPP, ATTEND, WHOLE = "dense_mla", "block_mass", "block_topp", "sparse_mla_decode", "mass+topp+attend"
+OPS = (DENSE, MASS, TOPP, ATTEND, WHOLE)
+# Which keys the blocks are scored by: the RoPE part of the latent cache, a copy of it, or all dimensions.
+ROPE, COPY, FULL = SCORES = ("rope", "rope_copy", "full_score")
 
 
 def mla(path: Path) -> str:

@@ -40,7 +40,9 @@ def serving(path: Path) -> str:
         ("rows dense", percent("dense_rows")),
         ("left out", percent("sparsity")),
         ("mass kept", number("recall", 3)),
-        ("theta", text("theta")),
+        ("theta", lambda row: text("theta")(row) or text("theta1")(row)),
+        ("active blocks", number("active_blocks", 0)),
+        ("sparse layers", text("sparse_layers")),
     ]
     return table([row for row in read_finished(path) if row["kind"] == "summary"], columns)
 

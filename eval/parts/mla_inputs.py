@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from eval.figures.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP
 from eval.parts.kernel_inputs import layers_beyond
 from eval.structured.generator import make_mla_decode
 from eval.structured.structure import Recipe
@@ -21,20 +22,17 @@ from sglang_sparse_kernels.block_topp import block_topp
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 from sglang_sparse_kernels.testing import paged_batch, seeded
 
-# DeepSeek-V3's softmax scale, with YaRN's factor for a context 40 times as long. The queries are made for it.
+# DeepSeek-V3's softmax scale, with YaRN's factor for a context 40 times as long. The queries are made for it, so that
+# another model's would change nothing but roundings.
 SM_SCALE = 192**-0.5 * (0.1 * math.log(40) + 1) ** 2
-
-DENSE, MASS, TOPP, ATTEND, WHOLE = "dense_mla", "block_mass", "block_topp", "sparse_mla_decode", "mass+topp+attend"
-OPS = (DENSE, MASS, TOPP, ATTEND, WHOLE)
-# Which keys the blocks are scored by: the RoPE part of the latent cache, a copy of it, or all dimensions.
-ROPE, COPY, FULL = SCORES = ("rope", "rope_copy", "full_score")
 
 
 @dataclass(frozen=True)
 class Shape:
     """One decode step: ``batch`` rows of ``length`` tokens, by default in DeepSeek-V3's attention.
 
-    ``target_share`` is the share of the blocks that the inputs are made for.
+    ``target_share`` is the share of the blocks that the inputs are made for; ``positions`` the tokens that are made, of
+    which a row is the first (None: as many as it has).
     """
 
     batch: int
@@ -48,6 +46,7 @@ class Shape:
     max_active_ratio: float = 0.5
     kv_dtype: torch.dtype = torch.bfloat16
     target_share: float | None = None
+    positions: int | None = None
 
     @property
     def name(self) -> str:
@@ -138,7 +137,7 @@ class Layer:
         self.cache = torch.zeros(slots, dim, dtype=torch.bfloat16, device=device)
         self.q = torch.empty(shape.batch, shape.heads, dim, dtype=torch.bfloat16, device=device)
         for row in range(shape.batch):
-            sizes = {"latent": shape.latent, "rope": shape.rope, "device": device}
+            sizes = {"latent": shape.latent, "rope": shape.rope, "device": device, "positions": shape.positions}
             made = make_mla_decode(shape.length, shape.heads, step.recipe, SM_SCALE, seed + row, **sizes)
             self.q[row] = made[0]
             self.cache[step.slots(row)] = made[1][:, 0]

@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 
+from eval.figures.mla import ROPE
 from eval.parts.kernel_attention import WORKSPACE_BYTES
-from eval.parts.mla_inputs import ROPE, SM_SCALE, Layer, Shape, Step
+from eval.parts.mla_inputs import SM_SCALE, Layer, Shape, Step
 from sglang_sparse_kernels.launch import dependent_launch
 from sglang_sparse_kernels.timing import Run
 

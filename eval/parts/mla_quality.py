@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from eval.figures.goals import SPARSITY_TOLERANCE
+from eval.figures.mla import DENSE, FULL, MASS, ROPE, SCORES, TOPP
 from eval.parts.kernel_table import Implementation
-from eval.parts.mla_inputs import DENSE, FULL, MASS, ROPE, SCORES, SM_SCALE, TOPP, Step
+from eval.parts.mla_inputs import SM_SCALE, Step
 from eval.structured.structure import block_mass
 from sglang_sparse_kernels.block_topp import reference
 

@@ -65,7 +65,7 @@ def recipe_for(shape: Shape, base: Recipe, seed: int = 0, device: str = "cpu") -
     for _ in range(BISECTIONS):
         ratio = (low + high) / 2
         recipe = base.model_copy(update={"stripe_ratio": ratio})
-        structure = mla_structure(shape.length, recipe, seed, device, shape.latent, shape.rope)
+        structure = mla_structure(shape.positions or shape.length, recipe, seed, device, shape.latent, shape.rope)
         scores = structure.logits(shape.length - 1) * recipe.rope_share
         mass = block_mass(scores.softmax(-1), shape.block_size)[0]
         needed = int((mass.sort(descending=True).values.cumsum(0) < shape.theta1).sum()) + 1

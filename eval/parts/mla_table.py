@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from eval.figures.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
 from eval.parts import mla_peers
 from eval.parts.kernel_rows import Row
 from eval.parts.kernel_table import Implementation
-from eval.parts.mla_inputs import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE, Shape, Step
+from eval.parts.mla_inputs import Shape, Step
 from sglang_sparse_kernels.timing import Run
 
 FLASHMLA = "flashmla"

@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 
 from eval.live.client import list_of
+from eval.live.counters import EvaluationError
 from eval.parts import model_shapes
 from eval.parts.serving_first_token import LEAST_RUNS
 from eval.parts.serving_grid import methods
+from eval.parts.serving_recall import ROBSA, inputs_of
 from eval.structured.generator import read_recipe
 from eval.texts.lengths import length
 
@@ -33,7 +35,7 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
     parser.add_argument(
         "--prefix",
         type=_length_or_none,
-        help="cached tokens of prefix_hit (default: 128k; with a prefill method 0: none)",
+        help="cached tokens of prefix_hit (default: 128k; with a prefill method or robsa 0: none)",
     )
     parser.add_argument("--tail", type=int, default=64, help="further tokens of such a prompt")
     parser.add_argument("--hits", type=int, default=10, help="such prompts")
@@ -42,10 +44,12 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
     parser.add_argument("--sparse-prefill-method", help="of the sparse server (default: none)")
     parser.add_argument("--sparse-prefill-config", default="{}", help="of the sparse server: inline JSON or a file")
     parser.add_argument(
-        "--structured", type=json.loads, help="generated inputs: a recipe and seed as JSON, {} for its own"
+        "--structured",
+        type=_structured,
+        help="generated inputs: a recipe and seed as JSON, {} for its own, or the file of eval.bench_mla that has them",
     )
     parser.add_argument("--sparsity", type=float, help="share of the pairs to be left out; see above")
-    parser.add_argument("--recall-from", type=Path, help="file of eval.bench_prefill")
+    parser.add_argument("--recall-from", type=Path, help="file of eval.bench_prefill, or for robsa of eval.bench_mla")
     parser.add_argument("--cold-runs", type=int, default=LEAST_RUNS, help="times that a cold prefill is measured")
     parser.add_argument(
         "--chunked-prefill-size", type=list_of(length), default=[], help="tokens prefilled at once, one after the other"
@@ -59,7 +63,9 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
     if args.prefix is None:
-        args.prefix = 0 if args.sparse_prefill_method else PREFIX
+        args.prefix = 0 if args.sparse_prefill_method or args.sparse_method == ROBSA else PREFIX
+    if isinstance(args.structured, Path):
+        _read_structured(parser, args)
     _check(parser, args)
     return args
 
@@ -77,10 +83,29 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--sparse-method none needs a --sparse-prefill-method")
     if args.cold_runs < LEAST_RUNS:
         parser.error(f"--cold-runs must be at least {LEAST_RUNS}, got {args.cold_runs}")
-    if args.recall_from is not None and (args.structured is None or not args.sparse_prefill_method):
-        parser.error("--recall-from is the recall of a --sparse-prefill-method over --structured inputs: give both")
+    known = args.sparse_prefill_method or args.sparse_method == ROBSA
+    if args.recall_from is not None and (args.structured is None or not known):
+        parser.error(
+            "--recall-from is the recall of a --sparse-prefill-method, or of robsa, over --structured inputs: give both"
+        )
     if args.sparsity is not None and (args.recall_from is None or not 0 < args.sparsity < 1):
         parser.error(f"--sparsity must be between 0 and 1 and needs --recall-from, got {args.sparsity}")
+    if args.sparsity is not None and not args.sparse_prefill_method:
+        parser.error("--sparsity is of a --sparse-prefill-method: what decode leaves out is a matter of the inputs")
+
+
+def _structured(text: str) -> object:
+    return Path(text) if text.endswith((".jsonl", ".jsonl.xz")) else json.loads(text)
+
+
+def _read_structured(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Put the inputs of a file in its place, and take the recall from it, too."""
+    path = args.structured
+    try:
+        args.structured = inputs_of(path)
+    except EvaluationError as error:
+        parser.error(str(error))
+    args.recall_from = args.recall_from or path
 
 
 def _check_structured(parser: argparse.ArgumentParser, given: object) -> None:

@@ -15,23 +15,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from eval.bench_decode import random_prompts, request_of
-from eval.figures.goals import SPARSITY_TOLERANCE
-from eval.figures.pictures import rows_of
 from eval.figures.prefill import COMMAND as PREFILL_COMMAND
 from eval.live.client import stream
 from eval.live.counters import EvaluationError, moved, sparsity, sum_of
 from eval.parts.serving_grid import BELOW, DENSE, ROOM, Cell
+from eval.parts.serving_recall import matching, require_sparsity
 from eval.parts.serving_runs import Side, require_sparse_prefill
 from eval.texts.lengths import short_length
 
 TASK, TASK_BELOW = "first_token", "first_token_below"
 # Of a median that counts.
 LEAST_RUNS = 5
+ADVICE = "find theta with eval.bench_prefill --sparsity, its --dense-below being the server's crossover_tokens"
 WITH_TARGET = ("theta", "recall", "target_sparsity")
 # Of the dense server, what makes it the strongest.
 SERVED = ("attention_backend", "page_size", "prefill_graphs")
@@ -42,20 +41,6 @@ Row = Mapping[str, Any]
 def tokens(context: int) -> int:
     """Tokens of KV that a prompt and its answer take."""
     return context + ROOM
-
-
-def recalls(path: Path) -> list[dict[str, Any]]:
-    """The rows of this project's op in a file of ``eval.bench_prefill``, with the header's recipe and seed.
-
-    Raises:
-        EvaluationError: it is no such file, or has no such rows.
-    """
-    header, *rows = rows_of(path, PREFILL_COMMAND)
-    shared = {"recipe": header["recipe"], "seed": header["arguments"]["seed"]}
-    found = [{**shared, **row} for row in rows if row["kind"] == "summary"]
-    if not found:
-        raise EvaluationError(f"--recall-from {path}: it has no summary, its run was refused or interrupted")
-    return found
 
 
 def quality_of(args: argparse.Namespace, context: int, config: Row, inputs: Row | None) -> dict[str, Any]:
@@ -76,18 +61,11 @@ def quality_of(args: argparse.Namespace, context: int, config: Row, inputs: Row 
     if args.recall_from is None or inputs is None or context <= config["crossover_tokens"]:
         return {}
     shape = inputs["shape"]
-    wanted = {"length": context, "recipe": inputs["recipe"], "seed": inputs["seed"], "dim": shape["head_dim"]}
+    wanted = {"length": context, "made": inputs["recipe"], "seed": inputs["seed"], "dim": shape["head_dim"]}
     wanted |= {name: shape[name] for name in ("q_heads", "kv_heads")}
     wanted |= {name: config[name] for name in ("block_size", "step")}
     wanted |= {"value": config["theta"]} if args.sparsity is None else {"target_sparsity": args.sparsity}
-    near = min(recalls(args.recall_from), key=lambda row: sum(row.get(name) != wanted[name] for name in wanted))
-    differing = [f"{name} {near.get(name)!r}" for name in wanted if near.get(name) != wanted[name]]
-    if differing:
-        asked = ", ".join(f"{name} {value!r}" for name, value in wanted.items() if near.get(name) != value)
-        raise EvaluationError(
-            f"--recall-from {args.recall_from}: wanted is a row with {asked}, the nearest has {', '.join(differing)}; "
-            "run eval.bench_prefill with it"
-        )
+    near = matching(args.recall_from, PREFILL_COMMAND, wanted)
     return {"theta": near["value"], "recall": near["recall"], "target_sparsity": args.sparsity}
 
 
@@ -137,31 +115,15 @@ def measure(args: argparse.Namespace, side: Side, context: int, run: int) -> dic
     before = side.server.counters() if config is not None else None
     row: dict[str, Any] = {"id": f"{side.name}/{TASK}/{short_length(context)}/{run}", "task": TASK, "arm": side.name}
     row |= {"context": context, "run": run, "ttft": cold(side, request), "cached_tokens": 0}
-    facts = {**side.target.facts, "prefill_graphs": side.prefill_graphs}
-    row |= {name: facts.get(name) for name in SERVED}
+    row |= {name: side.facts.get(name) for name in SERVED}
     row |= dict.fromkeys(WITH_TARGET) | quality
     if before is not None:
         after = side.server.counters()
         counts = moved(before, after)
         require_sparse_prefill(Cell(context, 1), counts, after["prefill"])
         row |= {"sparsity": sparsity(counts), "counters": counts}
-        require_sparsity(row)
+        require_sparsity(row, ADVICE)
     return row
-
-
-def require_sparsity(row: Row) -> None:
-    """Refuse a run that left out another share of the pairs than asked for.
-
-    Raises:
-        EvaluationError: names both.
-    """
-    target, found = row["target_sparsity"], row["sparsity"]
-    if target is not None and (found is None or abs(found - target) > SPARSITY_TOLERANCE):
-        raise EvaluationError(
-            f"{found if found is None else f'{found:.3f}'} of the query-key pairs were left out at theta "
-            f"{row['theta']:g}, allowed are {target} ± {SPARSITY_TOLERANCE}: find theta with eval.bench_prefill "
-            "--sparsity, its --dense-below being the server's crossover_tokens"
-        )
 
 
 def summarise(items: Sequence[Row]) -> list[dict[str, Any]]:

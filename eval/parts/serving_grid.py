@@ -30,6 +30,11 @@ BELOW = 8192
 MOSTLY = 0.99
 # What counts of a cell: the first run's, and the median of all runs'.
 FIRST = ("ttft_median", "ttft_p99", "output_throughput", "request_throughput")
+# Of the dense server, what makes it the strongest.
+SERVED = ("decode_backend", "page_size", "decode_graphs")
+# What a decode method's inputs are worth, by a file of eval.bench_mla; ``recipe`` is what was changed of its own.
+QUALITY = ("recall", "similarity", "target_sparsity", "active", "recipe", "theta1", "block_size", "kv_dtype")
+ATTENDED = ("active_blocks", "sparse_layers", *QUALITY)
 EVERY = ("decode_tpot", "decode_itl_p50", "decode_itl_p99", "tpot_median", "tpot_p99", "itl_median", "itl_p99")
 
 Row = Mapping[str, Any]
@@ -136,6 +141,12 @@ def require_inputs(args: argparse.Namespace, states: Sequence[Row]) -> Row | Non
     return found[0]
 
 
+def dense_by_limits(cell: Cell, config: Row) -> bool:
+    """Whether a batch is decoded dense: by the limits of a decode method's config, or because there is none."""
+    limits = ((cell.context, "min_seq_len"), (cell.context * cell.batch, "crossover_tokens"))
+    return not config or any(tokens < config.get(limit, 0) for tokens, limit in limits)
+
+
 def unfit(facts: Row, needed: int) -> str | None:
     """Why a server cannot hold so many tokens of KV, or None if it can."""
     pool = facts["max_total_num_tokens"]
@@ -191,7 +202,9 @@ def summarise(items: Sequence[Row]) -> list[dict[str, Any]]:
         row |= {"context": context, "batch": batch, "runs": len(mine)}
         row |= {"density": mine[-1]["density"], "dense_rows": mine[-1]["dense_rows"]}
         # Later runs find their prompts in the cache.
+        row |= {name: mine[0][name] for name in ATTENDED if mine[0].get(name) is not None}
         row |= {"sparsity": mine[0].get("sparsity"), **own}
+        row |= {f"dense_{name}": theirs[0].get(name) for name in SERVED}
         row |= {f"dense_{name}": value for name, value in dense.items()}
         for name in (*FIRST, *EVERY):
             better = (own, dense) if name.endswith("throughput") else (dense, own)

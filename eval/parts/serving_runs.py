@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from eval.figures.tpot import decode_figures
 from eval.live.arms import MAX_DENSE_ROWS
 from eval.live.client import LiveServer, generate, stream
 from eval.live.counters import EvaluationError, dense_rows, moved, read_shares, require_sparse
-from eval.parts.judge_commands import Target, run_judge, serving_command
+from eval.parts.judge_commands import Target, reach, run_judge, serving_command
 from eval.parts.judge_rows import serving_rows
-from eval.parts.serving_grid import UNCOUNTED_HITS, Cell, streams
+from eval.parts.serving_grid import SERVED, UNCOUNTED_HITS, Cell, dense_by_limits, grid, require_inputs, streams
+from eval.parts.serving_recall import decode_quality, decode_sparsity, require_sparsity
 
 Config = Mapping[str, Any]
 
@@ -30,18 +31,20 @@ class Side:
         url: where it is.
         server: how it is asked.
         target: what it says of itself.
+        facts: what it says of itself, and what it decodes and prefills with.
         inputs: what it says of its generated inputs; None where it attends with the model's own.
+        config: of its decode method, resolved; empty where it has none.
         prefill_config: of its prefill method, resolved; None where it has none.
-        prefill_graphs: whether it prefills by CUDA graphs.
     """
 
     name: str
     url: str
     server: LiveServer
     target: Target
+    facts: Config
     inputs: Config | None = None
+    config: Config = field(default_factory=dict)
     prefill_config: Config | None = None
-    prefill_graphs: bool = False
 
     @property
     def counted(self) -> bool:
@@ -49,7 +52,42 @@ class Side:
         return self.target.arm.counted
 
 
-def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, config: Config, scratch: Path) -> dict[str, Any]:
+def look(args: argparse.Namespace, name: str, url: str, server: LiveServer, expect: str) -> Side:
+    """Ask a server what it is, and refuse one that is not what it should be.
+
+    Args:
+        args: the command line.
+        name: of the server.
+        url: where it is.
+        server: how it is asked.
+        expect: names of its methods, or "dense".
+
+    Raises:
+        EvaluationError: see `reach`, `require_inputs` and `decode_quality`.
+    """
+    info = server.ask(lambda http: http.get("/server_info").raise_for_status().json())
+    asked = argparse.Namespace(expect=expect, model=None, tokenizer=None, custom_params={})
+    target = reach(asked, server, max(args.contexts) + args.output_length)
+    graphs = info.get("cuda_graph_config") or {}
+    facts = {f"{phase}_graphs": _captured(graphs.get(phase)) for phase in ("decode", "prefill")}
+    facts["decode_backend"] = info.get("decode_attention_backend") or info.get("attention_backend")
+    state = info["internal_states"][0].get("sparse") or {}
+    inputs, facts = require_inputs(args, info["internal_states"]), {**target.facts, **facts}
+    facts["sparse_layers"] = state.get("sparse_layers") if state.get("config") else None
+    side = Side(
+        name, url, server, target, facts, inputs, state.get("config") or {}, (state.get("prefill") or {}).get("config")
+    )
+    # Before anything is measured: a file without these rows would be found minutes later.
+    for cell in grid(args):
+        decode_quality(args, cell, side.config, side.inputs, side.facts)
+    return side
+
+
+def _captured(phase: Config | None) -> bool:
+    return (phase or {}).get("backend", "disabled") != "disabled"
+
+
+def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, interval: int, scratch: Path) -> dict[str, Any]:
     """Have SGLang's client send a batch, and prove what was measured.
 
     Args:
@@ -57,13 +95,12 @@ def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, config: Co
         side: the server.
         cell: the batch.
         run: number of this run; the prefix cache is flushed before the first one.
-        config: of the sparse server's method.
+        interval: tokens between the sparse server's rectifications; 0 for never.
         scratch: folder for the client's files.
 
     Raises:
         EvaluationError: the client or a request failed, or the counters do not show what they should.
     """
-    interval = config.get("rectify_interval", 0)
     sizes = {"output_length": args.output_length, "prompts": cell.batch, "concurrency": cell.batch}
     asked = argparse.Namespace(base_url=side.url, seed=args.seed, **sizes)
     path = scratch / f"{side.name}-{cell.name}-{run}.jsonl"
@@ -78,19 +115,23 @@ def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, config: Co
     answers = streams(result)
     if not run and any(answer.cached_tokens for answer in answers):
         raise EvaluationError("prompts of a batch share a prefix: give another --seed")
-    if counts is not None and config:
-        require_sparse_cell(cell, counts, config)
+    if counts is not None and side.config:
+        require_sparse_cell(cell, counts, side.config)
     figures = decode_figures(answers, max(interval, 1))
     row = serving_rows(result)[1] | {"id": f"{side.name}/{cell.name}/{run}", "arm": side.name, "run": run}
     row |= {"context": cell.context, "batch": cell.batch, "ttfts": figures["ttft"]}
     row |= {"decode_tpot": figures["tpot_mean"], "decode_tpots": figures["tpot"]}
     row |= {f"decode_{name}": figures[name] for name in ("itl_p50", "itl_p99", "itl_max", "merged")}
+    row |= {name: side.facts.get(name) for name in SERVED} | {"sparse_layers": side.facts.get("sparse_layers")}
     row |= {"density": None, "dense_rows": None, "counters": counts}
     if after is None or counts is None:
         return row
     if after.get("prefill"):
         require_sparse_prefill(cell, counts, after["prefill"])
-    return row | read_shares(counts)
+    row |= read_shares(counts) | decode_sparsity(side.config, counts)
+    row |= decode_quality(args, cell, side.config, side.inputs, side.facts)
+    require_sparsity(row, f"the server does not attend as eval.bench_mla did in {args.recall_from}")
+    return row
 
 
 def require_sparse_prefill(cell: Cell, counts: dict[str, int], prefill: Config) -> None:
@@ -117,8 +158,7 @@ def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Config) -> N
     Raises:
         EvaluationError: as said.
     """
-    limits = ((cell.context, "min_seq_len"), (cell.context * cell.batch, "crossover_tokens"))
-    if any(tokens < config.get(limit, 0) for tokens, limit in limits):
+    if dense_by_limits(cell, config):
         return
     # The client's warm-up request, and the first ones of a batch, may be too few to run sparse.
     require_sparse(cell.name, {**counts, "dense_fallback_rows": 0}, rectifying=config.get("rectify_interval", 0) > 0)

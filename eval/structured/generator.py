@@ -162,14 +162,16 @@ def make_mla_decode(
     dtype: torch.dtype = torch.bfloat16,
     latent: int = 512,
     rope: int = 64,
+    positions: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The last query of a sequence, ``[heads, latent + rope]``, and the keys that `make_mla` gives.
 
-    The query is that of `make_mla` but for its noise.
+    The query is that of `make_mla` but for its noise. With ``positions`` the sequence is the first ``tokens`` of so
+    many, as on a server, which makes as many as a request may have: where stripes lie depends on how many there are.
     """
-    structure = mla_structure(tokens, recipe, seed, device, latent, rope)
+    structure = mla_structure(positions or tokens, recipe, seed, device, latent, rope)
     q = _queries(structure, torch.tensor([tokens - 1]), heads, scale, seed, dtype)
-    return q[0], _keys(structure, seed, dtype)
+    return q[0], _keys(structure, seed, dtype)[:tokens]
 
 
 def _generator(structure: Structure, seed: int, use: int) -> torch.Generator:

@@ -14,12 +14,13 @@ from eval import bench_mla
 from eval.bench_mla import measure, parse
 from eval.figures import report_tables
 from eval.figures.goals import goals_table
+from eval.figures.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
 from eval.parts import mla_peers
 from eval.parts.kernel_machine import Machine
 from eval.parts.kernel_table import Implementation
-from eval.parts.mla_inputs import ATTEND, COPY, DENSE, FULL, MASS, ROPE, SM_SCALE, TOPP, WHOLE, Shape, Step
+from eval.parts.mla_inputs import SM_SCALE, Shape, Step
 from eval.parts.mla_quality import active, quality, samples
 from eval.parts.mla_recipe import RECIPE, recipe_for, target_share
 from eval.parts.mla_table import strongest, table, with_ratios

@@ -1,11 +1,10 @@
 """The serving benchmark: what it starts and asks, and what it makes of answers; servers and client are stand-ins."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_stubs import CONFIG, OUTPUT, FakeServer, after, install, result
+from serving_stubs import CONFIG, FakeServer, after, install_client
 
 from eval import bench_serving
 from eval.bench_serving import parse
@@ -19,27 +18,7 @@ from eval.parts.serving_grid import Cell
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The lines of the client that were run."""
-    install(monkeypatch)
-    found: list[list[str]] = []
-
-    def run_judge(command: list[str], scratch: Path, log: Path) -> None:
-        found.append(command)
-        name = after(command, "--base-url").removeprefix("http://")
-        server = next(server for server in FakeServer.started if server.name == name and not server.closed)
-        context, batch = int(after(command, "--random-input-len")), int(after(command, "--num-prompts"))
-        rows = batch * OUTPUT
-        server.count_prefill(context)
-        server.counts["decode_rows"] += rows
-        if context < 4096:
-            server.counts["dense_fallback_rows"] += rows
-        else:
-            for counter, count in (("sparse_layer_rows", rows), ("pages_attended", rows), ("pages_held", 10 * rows)):
-                server.counts[counter] += count
-            server.counts["rectified_tokens"] += rows
-        Path(after(command, "--output-file")).write_text(json.dumps(result(context, batch, FakeServer.step[name])))
-
-    monkeypatch.setattr(serving_runs, "run_judge", run_judge)
-    return found
+    return install_client(monkeypatch)
 
 
 def run(tmp_path: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:

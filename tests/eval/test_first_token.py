@@ -246,6 +246,4 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
     assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse(["--shape", "qwen3-8b", "--out", "x", "--recall-from", "f"])
-    assert (
-        "--recall-from is the recall of a --sparse-prefill-method over --structured inputs" in capsys.readouterr().err
-    )
+    assert "is the recall of a --sparse-prefill-method, or of robsa, over --structured" in capsys.readouterr().err
