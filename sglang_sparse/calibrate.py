@@ -86,14 +86,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-path", required=True, help="folder or name of a checkpoint that transformers loads")
     data = parser.add_argument("--prompts", "--data", type=Path, nargs="+", default=[], metavar="FILE")
     data.help = f"{FORMS}; see README"
-    lengths = method.DEFAULT_LENGTHS
     parser.add_argument(
-        "--lengths", type=_lengths, default=lengths, help="tokens of the prompts (default: %(default)s)"
+        "--lengths", type=_lengths, help=f"tokens of the prompts, such as 8k,16k (default: {method.DEFAULT_LENGTHS})"
     )
+    parser.add_argument("--trust-remote-code", action="store_true", help="let Python code of the checkpoint run")
+    parser.add_argument("--revision", help="of a model that is given by name: branch, tag or commit")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of prompts (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="file to write, .json")
     method.add_arguments(parser)
     args = parser.parse_args(arguments)
+    # A method may fit its own lengths to a model, and never the user's.
+    args.default_lengths = args.lengths is None
+    args.lengths = args.lengths or _lengths(method.DEFAULT_LENGTHS)
     method.check(args)
     if args.out.suffix != ".json" or not args.out.parent.is_dir():
         raise CalibrationError(f"--out {args.out}: allowed is a .json file in a folder that exists")
@@ -107,13 +111,13 @@ def main(arguments: list[str] | None = None) -> int:
         method = METHODS[args.method]
         config = method.run(args)
         args.out.write_text(json.dumps(config, indent=1) + "\n")
+        method.conclude(config, args)
     except (CalibrationError, SparseArgumentError, OSError, torch.OutOfMemoryError) as error:
         print(f"sglang_sparse.calibrate: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("sglang_sparse.calibrate: interrupted", file=sys.stderr)
         return 130
-    method.conclude(config, args)
     print(f"use it: {method.USE} {args.out}")
     return 0
 

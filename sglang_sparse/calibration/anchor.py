@@ -33,7 +33,7 @@ from sglang_sparse.calibration.capture import (
     model_facts,
     versions,
 )
-from sglang_sparse.calibration.prompts import FORMS, Prompts
+from sglang_sparse.calibration.prompts import FLAGS, FORMS, Prompts
 from sglang_sparse.calibration.recall import Kept, Tally
 from sglang_sparse.calibration.report import layer_rows, report, same_theta_rows
 from sglang_sparse.config import build, read_config
@@ -71,7 +71,7 @@ def check(args: argparse.Namespace) -> None:
         raise CalibrationError(f"--n {args.n}: allowed is 1 or more")
     if not args.prompts:
         raise CalibrationError(
-            f"--prompts is needed: files with texts such as the server will see ({FORMS}); a .txt is cut into prompts "
+            f"{FLAGS} is needed: files with texts such as the server will see ({FORMS}); a .txt is cut into prompts "
             'of --lengths tokens, a line of .jsonl is one prompt, {"text": "…"} or {"messages": […]}'
         )
 
@@ -159,13 +159,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         CalibrationError: see the functions that this one calls; or a length is none of the model.
         SparseArgumentError: see `base_method`.
     """
-    method, described = base_method(args.sparse_prefill_config), model_facts(args.model_path)
+    method = base_method(args.sparse_prefill_config)
+    described = model_facts(args.model_path, args.trust_remote_code, args.revision)
     layers = sparse_layers(method, described)
     _require_lengths(args.lengths, method.dense_below, described.context_len)
-    source = Prompts(args.prompts, args.model_path)
+    source = Prompts(args.prompts, args.model_path, args.trust_remote_code, args.revision)
     prompts = {length: source.draw(length, args.n, args.seed) for length in args.lengths}
     device, dtype = device_and_dtype()
-    measured = measure(load_model(args.model_path, device, dtype), prompts, method, layers)
+    model = load_model(args.model_path, device, dtype, args.trust_remote_code, args.revision)
+    measured = measure(model, prompts, method, layers)
     places = {
         layer: choose([by_layer[layer] for by_layer in measured.values()], args.target_recall, args.head_floor)
         for layer in layers

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -84,18 +86,44 @@ class ModelFacts:
         return (self.hf_config.architectures or ["unknown"])[0]
 
 
-def model_facts(path: str) -> ModelFacts:
-    """The facts of the checkpoint at `path`.
+@contextmanager
+def loading(path: str, what: str = "") -> Iterator[None]:
+    """Make what transformers raises while it loads something of a checkpoint a CalibrationError: see `load_model`."""
+    try:
+        yield
+    # A package that a form of weights needs is missing: ImportError; a device: RuntimeError.
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(" .")
+        hint = "; --trust-remote-code allows it to run" if "custom code" in reason else ""
+        raise CalibrationError(f"--model-path {path}: {what}{reason}{hint}") from error
+
+
+def model_facts(path: str, trust_remote_code: bool = False, revision: str | None = None) -> ModelFacts:
+    """The facts of the checkpoint at `path`; see `load_model`.
 
     Raises:
         CalibrationError: there is none.
     """
-    from transformers import AutoConfig
+    with loading(path):
+        config_class, _, options = _loader(path, trust_remote_code, revision)
+        return ModelFacts(config_class.from_pretrained(path, **options))
 
-    try:
-        return ModelFacts(AutoConfig.from_pretrained(path))
-    except (OSError, ValueError) as error:
-        raise CalibrationError(f"--model-path {path}: {str(error).splitlines()[0]}") from error
+
+def _loader(path: str, trust_remote_code: bool, revision: str | None) -> tuple[Any, Any, dict[str, Any]]:
+    """Classes of transformers that read a checkpoint's config and its model, and what to give them.
+
+    Its own code goes before that of a checkpoint, which as a rule does not let attention be captured.
+    """
+    import transformers
+
+    config, _ = transformers.PretrainedConfig.get_config_dict(path, revision=revision)
+    options: dict[str, Any] = {"revision": revision}
+    own = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    # Kimi-K2 gives DeepSeek-V3's architecture a type of its own, by which it is not found.
+    if own is not None and own.config_class.model_type != config.get("model_type"):
+        return own.config_class, own, options
+    options["trust_remote_code"] = trust_remote_code and own is None
+    return transformers.AutoConfig, transformers.AutoModelForCausalLM, options
 
 
 def device_and_dtype() -> tuple[str, torch.dtype]:
@@ -108,24 +136,45 @@ def versions() -> dict[str, str]:
     return {"sglang-sparse": __version__} | {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
-def load_model(path: str, device: str, dtype: torch.dtype) -> Any:
+def load_model(
+    path: str, device: str, dtype: torch.dtype, trust_remote_code: bool = False, revision: str | None = None
+) -> Any:
     """A causal language model of transformers whose attention can be captured.
+
+    A single device holds all of it, unless accelerate is installed, which spreads it over all GPUs and, if these cannot
+    hold it, CPU memory.
+
+    Args:
+        path: folder or name of the checkpoint.
+        device: "cuda" or "cpu".
+        dtype: of what is not quantized.
+        trust_remote_code: whether Python code of the checkpoint may run where transformers has none for the model;
+            where it must and may not that is an error, and no question on stdin.
+        revision: of a name.
 
     Raises:
         CalibrationError: it cannot be loaded, or computes attention in a way of its own.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(IMPLEMENTATION, sdpa_attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=IMPLEMENTATION)
-    except (OSError, ValueError) as error:
-        raise CalibrationError(f"--model-path {path}: {str(error).splitlines()[0]}") from error
+    spread = device == "cuda" and importlib.util.find_spec("accelerate") is not None
+    with loading(path):
+        config_class, model_class, options = _loader(path, trust_remote_code, revision)
+        model = model_class.from_pretrained(
+            path,
+            config=config_class.from_pretrained(path, **options),
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            device_map="auto" if spread else None,
+            **options,
+        )
     _complete_scale(model)
-    return model.to(device).eval()
+    # What was spread must stay where it is.
+    return (model if spread else model.to(device)).eval()
 
 
 def _complete_scale(model: Any) -> None:

@@ -57,10 +57,12 @@ class MixPrompt:
     Attributes:
         kind: of `SHARES`.
         messages: as the OpenAI API takes them.
+        length: tokens that it may have; None: its kind is short by nature.
     """
 
     kind: str
     messages: list[Message]
+    length: int | None = None
 
 
 def mix(n: int, lengths: Sequence[int], seed: int, count: Callable[[str], int]) -> list[MixPrompt]:
@@ -84,10 +86,11 @@ def mix(n: int, lengths: Sequence[int], seed: int, count: Callable[[str], int]) 
         for i in range(number):
             rng = random.Random(f"{seed} {kind} {i}")
             if kind in short:
-                messages = short[kind](rng)
+                found.append(MixPrompt(kind, short[kind](rng)))
             else:
-                messages = [_user(long[i % len(long)](rng, Room(lengths[i % len(lengths)] - SPARE, count)))]
-            found.append(MixPrompt(kind, messages))
+                length = lengths[i % len(lengths)]
+                text = long[i % len(long)](rng, Room(length - SPARE, count))
+                found.append(MixPrompt(kind, [_user(text)], length))
     return found
 
 

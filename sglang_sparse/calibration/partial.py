@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,18 @@ class Partial:
     def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
         self._path = path
         lines = path.read_text().splitlines() if path.exists() else []
-        # An interruption may have cut the last one.
-        parsed = [row for line in lines if (row := _parsed(line)) is not None]
+        # An interruption may have cut the last one. What follows a broken row would be taken for other prompts'.
+        parsed = list(_parsed(lines))
         if parsed and parsed[0] != run:
             other = sorted(name for name in {*run, *parsed[0]} if parsed[0].get(name) != run.get(name))
             raise CalibrationError(
                 f"{path}: is of an interrupted run with other {', '.join(other)}; remove it, or give another --out"
             )
         self.rows: list[dict[str, Any]] = parsed[1:]
-        path.write_text("".join(json.dumps(row) + "\n" for row in (run, *self.rows)))
+        # At any moment the file is the old one or the new one.
+        whole = path.with_suffix(".tmp")
+        whole.write_text("".join(json.dumps(row) + "\n" for row in (run, *self.rows)))
+        os.replace(whole, path)
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep the next prompt's."""
@@ -44,9 +48,13 @@ class Partial:
             file.write(json.dumps(row) + "\n")
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+def _parsed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows up to the first line that is none."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(row, dict):
+            return
+        yield row

@@ -32,12 +32,14 @@ class Preset:
 
     def refuse(self, hf_config: Any, num_layers: int) -> str | None:
         """Why it cannot be used for a model with such a config; None if it can."""
-        found = ((hf_config.architectures or ["unknown"])[0], num_layers, hf_config.num_attention_heads)
-        if found == (self.architecture, self.num_layers, self.num_heads):
+        architecture = (hf_config.architectures or ["unknown"])[0]
+        # A wrapper, such as one for pictures, keeps them in the config of its language model.
+        heads = getattr(getattr(hf_config, "text_config", hf_config), "num_attention_heads", "unknown")
+        if (architecture, num_layers, heads) == (self.architecture, self.num_layers, self.num_heads):
             return None
         return (
             f"preset {self.name} is for {self.architecture} with {self.num_layers} layers and {self.num_heads} heads, "
-            f"and this model is {found[0]} with {found[1]} layers and {found[2]} heads: "
+            f"and this model is {architecture} with {num_layers} layers and {heads} heads: "
             "calibrate it with python -m sglang_sparse.calibrate --method robsa"
         )
 
@@ -61,14 +63,3 @@ PRESETS = {
         ),
     )
 }
-
-
-def preset(name: str) -> Preset:
-    """The preset of that name.
-
-    Raises:
-        ValueError: there is none; the message has the names.
-    """
-    if name not in PRESETS:
-        raise ValueError(f"got {name!r}, allowed: {', '.join(PRESETS)}")
-    return PRESETS[name]

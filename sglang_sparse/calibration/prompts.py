@@ -1,4 +1,4 @@
-"""Prompts of a given length from a user's own files."""
+"""Prompts from a user's own files."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sglang_sparse.calibration.capture import CalibrationError
+from sglang_sparse.calibration.capture import CalibrationError, loading
 
+# The two names of one argument, as messages have them.
+FLAGS = "--data/--prompts"
 FORMS = ".txt, .jsonl, or either of them with .xz"
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of a text, and whether it is one prompt, of which only the beginning is taken, or a text to cut up."""
+    """Token ids of a text, and whether it is one prompt or a text to cut up."""
 
     tokens: Sequence[int]
     is_prompt: bool
@@ -30,18 +32,26 @@ class Prompts:
         files: ``.txt``, or ``.jsonl`` with an object a line that has ``text``, or ``messages`` as the OpenAI API
             takes them; ``.xz`` may follow.
         model_path: whose tokenizer and chat template to use.
+        trust_remote_code: see `load_model`.
+        revision: see `load_model`.
 
     Raises:
         CalibrationError: a file cannot be read or has another form, or there is no tokenizer or chat template.
     """
 
-    def __init__(self, files: Sequence[Path], model_path: str) -> None:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        model_path: str,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+    ) -> None:
         from transformers import AutoTokenizer
 
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-        except (OSError, ValueError) as error:
-            raise CalibrationError(f"--model-path {model_path}: no tokenizer ({str(error).splitlines()[0]})") from error
+        with loading(model_path, "no tokenizer: "):
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                model_path, trust_remote_code=trust_remote_code, revision=revision
+            )
         # Texts are longer than a tokenizer thinks right.
         self._tokenizer.model_max_length = 10**9
         # What a raw prompt begins with, such as a BOS token; often nothing.
@@ -49,28 +59,41 @@ class Prompts:
         self._texts = [text for file in files for text in self._read(file)]
 
     def draw(self, length: int, n: int, seed: int) -> list[list[int]]:
-        """Up to ``n`` prompts of ``length`` tokens, none twice; stretches of one text do not overlap.
+        """Up to ``n`` prompts of ``length`` tokens: beginnings of prompts, and stretches of texts as `stretches` has.
 
         Raises:
-            CalibrationError: all texts are shorter.
+            CalibrationError: all are shorter.
         """
-        size = length - len(self._start)
-        found: list[tuple[Text, int]] = []
-        for text in self._texts:
-            if text.is_prompt:
-                found += [(text, 0)] if len(text.tokens) >= length else []
-            else:
-                found += [(text, first) for first in range(0, len(text.tokens) - size + 1, size)]
+        beginnings = [list(text.tokens[:length]) for text in self._texts if text.is_prompt]
+        found = [tokens for tokens in beginnings if len(tokens) == length] + self._cut(length)
         if not found:
             longest = max((len(text.tokens) for text in self._texts), default=0)
             raise CalibrationError(
-                f"--prompts: a prompt of {length} tokens is needed and the longest of {len(self._texts)} texts has "
+                f"{FLAGS}: a prompt of {length} tokens is needed and the longest of {len(self._texts)} texts has "
                 f"{longest}: give longer texts or shorter --lengths"
             )
-        chosen = random.Random(f"{seed} {length}").sample(found, min(n, len(found)))
+        return _chosen(found, n, f"{seed} {length}")
+
+    def stretches(self, length: int, n: int, seed: int) -> list[list[int]]:
+        """Up to ``n`` stretches of ``length`` tokens of the texts that are no prompts; they do not overlap."""
+        return _chosen(self._cut(length), n, f"{seed} {length}")
+
+    def whole(self, shortest: int, longest: int, n: int, seed: int) -> list[list[int]]:
+        """Up to ``n`` of the prompts of at least ``shortest`` tokens, none twice.
+
+        They are as they stand. Of one that is longer than ``longest`` tokens the middle is left out, as the paper of
+        RoBSA does with what exceeds a context: its end has the question and what the template opens an answer with.
+        """
+        prompts = [text.tokens for text in self._texts if text.is_prompt and len(text.tokens) >= shortest]
+        return [_without_middle(tokens, longest) for tokens in _chosen(prompts, n, str(seed))]
+
+    def _cut(self, length: int) -> list[list[int]]:
+        size = length - len(self._start)
         return [
-            list(text.tokens[:length] if text.is_prompt else (*self._start, *text.tokens[first : first + size]))
-            for text, first in chosen
+            [*self._start, *text.tokens[first : first + size]]
+            for text in self._texts
+            if not text.is_prompt
+            for first in range(0, len(text.tokens) - size + 1, size)
         ]
 
     def _read(self, file: Path) -> Iterator[Text]:
@@ -80,7 +103,7 @@ class Prompts:
             return
         for number, line in enumerate(content.splitlines(), 1):
             if line.strip():
-                yield Text(self._prompt(f"--prompts {file}, line {number}", line), is_prompt=True)
+                yield Text(self._prompt(f"{FLAGS} {file}, line {number}", line), is_prompt=True)
 
     def _prompt(self, origin: str, line: str) -> list[int]:
         try:
@@ -117,10 +140,24 @@ class Prompts:
         return self._start + self.encode("\n\n".join(message["content"] for message in messages))
 
 
+T = TypeVar("T")
+
+
+def _chosen(found: Sequence[T], n: int, seed: str) -> list[T]:
+    return random.Random(seed).sample(found, min(n, len(found)))
+
+
+def _without_middle(tokens: Sequence[int], longest: int) -> list[int]:
+    if len(tokens) <= longest:
+        return list(tokens)
+    end = longest // 2
+    return [*tokens[: longest - end], *tokens[len(tokens) - end :]]
+
+
 def _content(file: Path) -> str:
     if not file.name.removesuffix(".xz").endswith((".txt", ".jsonl")):
-        raise CalibrationError(f"--prompts {file}: allowed is {FORMS}")
+        raise CalibrationError(f"{FLAGS} {file}: allowed is {FORMS}")
     try:
         return lzma.open(file, "rt").read() if file.suffix == ".xz" else file.read_text()
     except (OSError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
-        raise CalibrationError(f"--prompts {file}: cannot be read ({error})") from error
+        raise CalibrationError(f"{FLAGS} {file}: cannot be read ({error})") from error

@@ -27,8 +27,8 @@ class Agreement(NamedTuple):
     """Of one layer and prompt.
 
     Attributes:
-        similarity: cosine similarity of ``S`` and ``S_R``, mean over heads and queries.
-        recall: share of the attention mass on the blocks that ``S_R`` selects, mean over heads and queries.
+        similarity: cosine similarity of ``S`` and ``S_R``, mean over heads and queries; NaN where scores overflowed.
+        recall: share of the attention mass on the blocks that ``S_R`` selects, mean over heads and queries; as before.
     """
 
     similarity: float
@@ -55,16 +55,18 @@ def agreement(captured: Captured, rope_dim: int, theta1: float, block_size: int)
     similarity = 0.0
     for part in torch.arange(heads, device=positions.device).split(max(1, LOGITS // (queries * tokens))):
         query, key = captured.query[:, part].float() * captured.scaling, captured.key[:, part].float()
-        logits = (
-            torch.einsum("qhd,khd->hqk", query[..., first:], key[..., first:])
-            for first in (0, query.shape[-1] - rope_dim)
-        )
-        full, rope = (part.masked_fill(later, -torch.inf).softmax(-1) for part in logits)
+        full = _weights(query, key, later)
+        rope = _weights(query[..., -rope_dim:], key[..., -rope_dim:], later)
         similarity += torch.cosine_similarity(full, rope, dim=-1).double().sum().item()
         both += torch.stack([full.sum(0), rope.sum(0)])
     full, rope = both / heads
     kept = select(rope, positions, theta1, block_size)
     return Agreement(similarity / (heads * queries), (full * kept).double().sum(-1).mean().item())
+
+
+def _weights(query: Tensor, key: Tensor, later: Tensor) -> Tensor:
+    logits = torch.einsum("qhd,khd->hqk", query, key)
+    return logits.masked_fill(later, -torch.inf).softmax(-1)
 
 
 def select(scores: Tensor, positions: Tensor, theta1: float, block_size: int) -> Tensor:
@@ -95,7 +97,8 @@ def select(scores: Tensor, positions: Tensor, theta1: float, block_size: int) ->
 
 def _require_shared(captured: Captured, rope_dim: int) -> None:
     last = captured.key[-captured.query.shape[0] :, :, -rope_dim:]
-    if not torch.equal(last, last[:, :1].expand_as(last)):
+    # NaN is the same as NaN: keys that overflowed are another trouble.
+    if not torch.allclose(last, last[:, :1].expand_as(last), rtol=0, atol=0, equal_nan=True):
         raise CalibrationError(
             f"--model-path: the last {rope_dim} dimensions of the keys of layer {captured.layer} differ between heads: "
             "not the rotary key of MLA, which all heads share"

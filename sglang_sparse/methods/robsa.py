@@ -8,6 +8,8 @@ Differences from the paper:
 
 - In its *insensitive* layers, whose rotary scores do not stand for the full ones, it selects by the full score. Here
   they are dense by default: a full score reads the whole cache as dense attention does, which is exact.
+- A layer is sensitive if its similarity is above ``theta2`` over all calibration prompts, and over the long ones too
+  (of at least ``min_seq_len`` tokens): these alone are decoded sparse, and short prompts raise the mean.
 - The newest block is always attended to.
 - A row that needs more than ``max_active_ratio`` of its blocks attends to all of them.
 - Dense passes may make decode's KV exact again, as ReSA's do (``rectify_interval``); off by default.
@@ -161,7 +163,7 @@ class Robsa(DecodeMethod):
         )
 
     def warnings(self) -> tuple[str, ...]:
-        """Of a preset, or of no calibration."""
+        """Of a preset, of a calibration that says so, or of none."""
         if isinstance(self._calibration, Preset):
             return (self._calibration.warning,)
         if self._calibration is None:
@@ -169,7 +171,7 @@ class Robsa(DecodeMethod):
                 "robsa runs without a calibration, all layers by their rotary scores: where these do not stand for the "
                 "full ones, what is attended to is wrong; see python -m sglang_sparse.calibrate --method robsa",
             )
-        return ()
+        return tuple(self._calibration.notes)
 
     def refuse(self, model_config: Any) -> str | None:
         """Refuse what is no MLA model, or not the one that the calibration was made on."""

@@ -228,7 +228,8 @@ def anchor(theta: Any) -> Anchor:
 
 
 def test_each_layer_and_each_row_has_its_theta(captured: Captured) -> None:
-    method = anchor([0.0, 4, ALL_KEYS])
+    given = [0.0, 4, ALL_KEYS]
+    method, stats = anchor(given), torch.zeros(2, dtype=torch.int64)
     spans = [PrefillSpan(0, 0, TOKENS, method), PrefillSpan(1, 0, TOKENS, anchor(2.0)), PrefillSpan(2, 0, 9, None)]
     plan = method.plan(spans, CPU)
     assert plan.theta.tolist() == [[0, 2, 0], [4, 2, 0], [ALL_KEYS, 2, 0]]
@@ -236,9 +237,10 @@ def test_each_layer_and_each_row_has_its_theta(captured: Captured) -> None:
     plan = method.plan(spans[:1], CPU)
     pages = torch.arange(-(-TOKENS // BLOCK), dtype=torch.int32)[None]
     pairs = []
-    for layer, theta in enumerate(method.config.theta):
+    for layer, theta in enumerate(given):
         arguments = (captured.query, captured.key, captured.value, pages)
-        out, stats = torch.zeros(TOKENS, HEADS, 16), torch.zeros(2, dtype=torch.int64)
+        out = torch.zeros(TOKENS, HEADS, 16)
+        stats.zero_()
         method.attend(plan, layer, PrefillInputs(*arguments, BLOCK, 0.25, 1.0, 1.0, out, stats))
         ranges = [(method.dense_below, TOKENS)]
         op = make_plan([0], [TOKENS], BLOCK, STEP, "cpu", ranges)

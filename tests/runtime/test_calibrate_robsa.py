@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from sglang_sparse import calibrate
 from sglang_sparse.calibration import robsa, similarity
 from sglang_sparse.calibration.capture import CalibrationError, Captured, capture, load_model, model_facts
-from sglang_sparse.calibration.mix import SHARES, mix, shares
+from sglang_sparse.calibration.mix import shares
+from sglang_sparse.calibration.partial import Partial
 from sglang_sparse.calibration.partition import RopeCalibration, fingerprint
+from sglang_sparse.calibration.robsa_prompts import Prompt
 from sglang_sparse.calibration.similarity import agreement, select
 from sglang_sparse.config import build, read_config
 
@@ -116,20 +118,6 @@ def test_the_scores_are_those_of_the_latent_cache(version: str, q_lora: int | No
         torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_default_mix() -> None:
-    words = lambda text: len(text.split())  # noqa: E731
-    found = mix(100, [400, 900], 0, words)
-    assert {kind: sum(one.kind == kind for one in found) for kind in SHARES} == SHARES == shares(100)
-    assert all(sum(shares(n).values()) == n for n in range(1, 120))
-    assert found == mix(100, [400, 900], 0, words) != mix(100, [400, 900], 1, words)
-    texts = ["\n".join(message["content"] for message in one.messages) for one in found]
-    assert len(set(texts)) == 100 and all(one.messages[-1]["role"] == "user" for one in found)
-    long = [words(text) for one, text in zip(found, texts, strict=True) if one.kind == "long context"]
-    assert all(200 < size <= 400 for size in long[::2]) and all(500 < size <= 900 for size in long[1::2])
-    with pytest.raises(CalibrationError, match="--lengths 150: the default mix needs at least"):
-        mix(10, [150], 0, words)
-
-
 def command(out: Path, *more: str) -> list[str]:
     return ["--method", "robsa", "--model-path", MODEL, "--lengths", "256", "--n", "5", "--out", str(out), *more]
 
@@ -147,7 +135,8 @@ def test_the_file_is_a_config_for_these_weights(tmp_path: Path, capsys: pytest.C
     for out in (one, two):
         assert calibrate.main(command(out, *more)) == 0
     assert one.read_text() == two.read_text() and not list(tmp_path.glob("*.partial.jsonl"))
-    printed = capsys.readouterr().out
+    printed, warned = capsys.readouterr()
+    assert warned.count("no prompt has 4096 tokens (min_seq_len), from which rows run sparse; the longest has") == 2
     assert f"--sparse-method robsa --sparse-config {one}" in printed and "insensitive: " in printed
     assert one.with_suffix(".png").stat().st_size > 1000
     fields = read_config(str(one))
@@ -160,6 +149,8 @@ def test_the_file_is_a_config_for_these_weights(tmp_path: Path, capsys: pytest.C
     ]
     assert all(0.3 < row.mean < 1 and 0 < row.deviation < 0.3 and 0.8 < (row.recall or 0) <= 1 for row in found.layers)
     assert found.sensitive(0) == (0, 1, 2, 3)
+    assert found.min_seq_len == 4096 and found.long_prompts == 0 and found.notes[0].startswith("no prompt has 4096")
+    assert all(row.long is None and len(row.groups) == len(found.prompts) for row in found.layers)
     assert method.refuse(facts(MODEL)) is None
     changed = tmp_path / "changed"
     shutil.copytree(MODEL, changed)
@@ -198,18 +189,71 @@ def test_an_interrupted_run_goes_on(
     assert out.read_text() == whole.read_text() and not partial.exists()
 
 
+def test_what_is_not_finite_ends_the_run_and_is_not_kept(
+    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = captured.key.clone()
+    key[3, :, -1] = math.nan
+    overflowed = agreement(Captured(2, captured.query, key, key, 0.3), ROPE, 0.9, BLOCK)
+    assert math.isnan(overflowed.similarity) and math.isnan(overflowed.recall)
+    calls = 0
+
+    def sometimes(captured: Captured, *more: Any) -> similarity.Agreement:
+        nonlocal calls
+        calls += 1
+        return overflowed if calls == 7 else agreement(captured, *more)
+
+    monkeypatch.setattr(robsa, "agreement", sometimes)
+    out = tmp_path / "out.json"
+    assert calibrate.main(command(out)) == 1 and not out.exists()
+    error = capsys.readouterr().err
+    assert "layer 2 has a similarity of nan and a recall of nan in prompt 2 (" in error and "Traceback" not in error
+    assert len((tmp_path / "out.partial.jsonl").read_text().splitlines()) == 2
+
+    # Once the file is written its plot is no reason for a traceback.
+    def full(*arguments: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(robsa, "plot", full)
+    assert calibrate.main(command(out)) == 1 and out.exists()
+    error = capsys.readouterr().err
+    assert "no space left on device" in error and "Traceback" not in error
+
+
+def test_early_positions_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(robsa, "capture", lambda model, tokens, queries, visit: asked.append(queries))
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=4)))
+    prompts = [Prompt("files", [1] * size, None) for size in (3, 40, 4096)]
+    robsa.measure(model, prompts, ROPE, Partial(tmp_path / "x.jsonl", {}), 0.9, BLOCK, 16)
+    assert asked == [1, 10, 16]
+
+
 def test_the_users_own_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "out.json"
     text.write_text(" ".join(f"{i} times {i % 7} is {i * (i % 7)}." for i in range(120)))
     # A module that is None cannot be imported.
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    given = command(out, "--data", str(text), "--lengths", "200,300", "--theta1", "0.95")
+    sparse = ("--sparse-config", '{"min_seq_len": 300}')
+    given = command(out, "--data", str(text), "--lengths", "200,300", "--theta1", "0.95", *sparse)
     assert calibrate.main([*given, "--n", "3"]) == 0
-    assert "no plot: matplotlib is not installed" in capsys.readouterr().out and not out.with_suffix(".png").exists()
+    printed = capsys.readouterr().out
+    assert "no plot: matplotlib is not installed" in printed and not out.with_suffix(".png").exists()
+    assert "over 3 prompts; long: over the 1 of at least 300 tokens (min_seq_len)" in printed
     fields = json.loads(out.read_text())
     assert fields["theta1"] == fields["calibration"]["theta1"] == 0.95
     assert fields["calibration"]["files"] == ["text.txt"]
-    assert fields["calibration"]["prompts"] == [{"kind": "files", "prompts": 3, "tokens": 233}]
+    assert fields["calibration"]["prompts"] == [
+        {"kind": "files", "prompts": 2, "tokens": 200, "length": 200},
+        {"kind": "files", "prompts": 1, "tokens": 300, "length": 300},
+    ]
+    calibration = fields["calibration"]
+    assert (fields["min_seq_len"], calibration["min_seq_len"], calibration["long_prompts"]) == (300, 300, 1)
+    assert calibration["notes"] == []
+    for row in calibration["layers"]:
+        short, long = row["groups"]
+        assert row["long"] == long and long["deviation"] == 0
+        assert row["mean"] == pytest.approx((2 * short["mean"] + long["mean"]) / 3, abs=2e-6)
     assert calibrate.main([*given, "--n", "40"]) == 1
     assert "20 prompts of 200 tokens are needed and the files have" in capsys.readouterr().err
 

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from sglang_sparse.calibration import partition
 from sglang_sparse.calibration.partition import LayerSimilarity, RopeCalibration, fingerprint
-from sglang_sparse.calibration.presets import preset
+from sglang_sparse.calibration.presets import PRESETS
+from sglang_sparse.calibration.robsa_report import plot, table
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.arange(4096, dtype=torch.int32)}
 CONFIG: dict[str, Any] = {"architectures": ["X"], "hidden_size": 3, "rope_scaling": {"factor": 2.0}}
@@ -148,8 +149,29 @@ def test_layers_above_theta2_are_sensitive() -> None:
         RopeCalibration.model_validate({**ABOUT, "layers": [layer(0, 0.5)], "method": "anchor"})
 
 
+def test_long_prompts_must_be_above_theta2_too() -> None:
+    def rows(*pairs: tuple[float, float | None]) -> RopeCalibration:
+        found = [
+            {**layer(i, mean), "long": long and {"mean": long, "deviation": 0.0, "recall": 0.9}}
+            for i, (mean, long) in enumerate(pairs)
+        ]
+        return RopeCalibration.model_validate({**ABOUT, "layers": found, "min_seq_len": 4096})
+
+    found = rows((0.995, 0.98), (0.98, 0.995), (0.995, 0.995), (0.995, None))
+    assert found.sensitive(0.99) == (2, 3) and found.sensitive(0.97) == (0, 1, 2, 3)
+    assert RopeCalibration.model_validate_json(found.model_dump_json()) == found
+    table(found, 0.99)
+
+
+def test_a_plot_that_cannot_be_written_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    found = RopeCalibration.model_validate({**ABOUT, "layers": [layer(0, 0.99)]})
+    plot(found, 0.9, tmp_path / "nowhere" / "x.png")
+    assert "no plot: " in capsys.readouterr().out
+
+
 def test_the_papers_partition() -> None:
-    found = preset("deepseek-v3-paper-ruler")
+    found = PRESETS["deepseek-v3-paper-ruler"]
     assert len(set(found.insensitive)) == 32 and {4, 17, 20, 43, 45, 60} <= set(found.insensitive)
     assert not {18, 19, 44, 48, 59} & set(found.insensitive)
     assert sorted(found.insensitive + found.sensitive(0.5)) == list(range(61))
@@ -161,5 +183,9 @@ def test_the_papers_partition() -> None:
         found.refuse(SimpleNamespace(architectures=None, num_attention_heads=64), 61),
     ):
         assert other is not None and "is for DeepseekV3ForCausalLM with 61 layers and 128 heads" in other
-    with pytest.raises(ValueError, match=r"got 'v3', allowed: deepseek-v3-paper-ruler"):
-        preset("v3")
+    # A wrapper has the heads in the config of its language model.
+    wrapper = SimpleNamespace(architectures=["KimiK25ForConditionalGeneration"], text_config=config)
+    assert "this model is KimiK25ForConditionalGeneration with 61 layers and 128 heads" in str(
+        found.refuse(wrapper, 61)
+    )
+    assert "and unknown heads" in str(found.refuse(SimpleNamespace(architectures=["X"]), 61))
