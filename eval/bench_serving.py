@@ -46,7 +46,7 @@ recipe and seed, and the recall::
     python -m eval.bench_serving --shape v2-lite --sparse-method robsa --structured mla.jsonl --out serving.jsonl ...
 
 ``active_blocks`` and ``sparsity`` are then the mean over the layers that ran sparse, of the server's counters; a cell
-that left out more or less than the file's inputs are made for by two points is no result.
+whose active blocks are off those that the file's inputs are made for by two points or a tenth of them is no result.
 
 A server's arguments are those of the grid, then ``--server-args``, then its own; the later ones win. ``--server
 dense="--page-size 1"`` gives the dense one some of its own, and any other name starts one more server, dense such as

@@ -3,7 +3,8 @@
 A goal that is set for several shapes is several entries with one ``id``. ``row`` of an entry says which row counts: a
 ``summary`` row, so that unfinished runs do not, with these fields; what the row lacks is looked up among the
 ``arguments`` of the file's header and in the header itself. Where it names a ``target_sparsity``, the ``sparsity`` of
-the row must be within two points of it. ``read`` is the field with the figure.
+the row must be within two points of it; where it also names an ``active``, the target is one of active blocks, and
+their share must be within a tenth of its own size, too (`near_active`). ``read`` is the field with the figure.
 
 Where several files have such a row, the newest file counts: the one whose header says the latest ``started`` (UTC, ISO
 8601); files that do not say it are older than those that do, and among equals the last by name counts.
@@ -22,6 +23,8 @@ from eval.live.counters import EvaluationError
 from eval.live.record import read_rows, result_files
 
 SPARSITY_TOLERANCE = 0.02
+# Of a share of active blocks: two points are a third of the 6 % that are active at 128k.
+ACTIVE_TOLERANCE = 0.1
 GOALS = Path(__file__).parent.parent / "goals.json"
 # How a figure is written, and whether more of it is better.
 UNITS = {
@@ -84,11 +87,29 @@ class Goal:
         if any(row.get(name) != value for name, value in self.row.items()) or row.get(self.read) is None:
             return False
         target, found = self.row.get("target_sparsity"), row.get("sparsity")
-        return target is None or (found is not None and abs(found - target) <= SPARSITY_TOLERANCE)
+        if target is None or found is None:
+            return target is None
+        return near_target(found, target, self.row.get("active"))
 
     def written(self, figure: float | None) -> str:
         """A figure with its unit; nothing for none."""
         return "" if figure is None else UNITS[self.unit][0].format(f"{figure:.4g}")
+
+
+def near_active(share: float, target: float) -> bool:
+    """Whether a share of active blocks is the one that inputs were made for: within `SPARSITY_TOLERANCE` of it, and
+    within `ACTIVE_TOLERANCE` of its size.
+    """
+    return abs(share - target) <= min(SPARSITY_TOLERANCE, ACTIVE_TOLERANCE * target)
+
+
+def near_target(sparsity: float, target: float, active: object) -> bool:
+    """Whether a measured sparsity is the one that inputs were made for. Where these name the share of the blocks that
+    are `active` (None elsewhere) that one must be near in its own size too, see `near_active`.
+    """
+    if active is not None:
+        return near_active(1 - sparsity, 1 - target)
+    return abs(sparsity - target) <= SPARSITY_TOLERANCE
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from eval.parts.kernel_inputs import layers_beyond
 from eval.structured.generator import make_mla_decode
 from eval.structured.structure import Recipe
 from eval.texts.lengths import short_length
+from sglang_sparse_kernels import block_mass as mass_kernels
+from sglang_sparse_kernels import block_topp as topp_kernels
 from sglang_sparse_kernels.block_mass import block_mass
 from sglang_sparse_kernels.block_topp import block_topp
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
@@ -25,6 +27,8 @@ from sglang_sparse_kernels.testing import paged_batch, seeded
 # DeepSeek-V3's softmax scale, with YaRN's factor for a context 40 times as long. The queries are made for it, so that
 # another model's would change nothing but roundings.
 SM_SCALE = 192**-0.5 * (0.1 * math.log(40) + 1) ** 2
+# Of an element of a query or an output, in bfloat16.
+QUERY_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class Shape:
         return facts
 
     def num_bytes(self, op: str, score: str, active: float, itemsize: int) -> int:
-        """Bytes that an operation must move in a layer: each input read once, each output written once.
+        """Bytes that an operation must move in a layer: each input read once (the cache, queries, and tables of pages
+        or blocks), each output written once.
 
         Args:
             op: of `OPS`.
@@ -79,11 +84,12 @@ class Shape:
             itemsize: bytes of an element of the KV cache.
         """
         scored, stored = self.rope if score != FULL else self.latent + self.rope, self.latent + self.rope
+        attended = self.heads * (stored + self.latent) * QUERY_BYTES
         sizes = {
-            DENSE: self.length * stored * itemsize,
-            MASS: self.length * scored * itemsize + 4 * self.n_blocks,
+            DENSE: self.length * stored * itemsize + 4 * math.ceil(self.length / self.page_size) + attended,
+            MASS: self.length * scored * itemsize + 8 * self.n_blocks + self.heads * scored * QUERY_BYTES,
             TOPP: 8 * self.n_blocks + 4 * active,
-            ATTEND: active * self.block_size * stored * itemsize,
+            ATTEND: active * self.block_size * stored * itemsize + 4 * active + attended,
         }
         return round(self.batch * (sizes[op] if op in sizes else sizes[MASS] + sizes[TOPP] + sizes[ATTEND]))
 
@@ -120,6 +126,20 @@ class Selection:
     indices: torch.Tensor
     counts: torch.Tensor
 
+    @staticmethod
+    def empty(shape: Shape, device: str) -> Selection:
+        """Of masses that are no numbers, and no blocks."""
+        mass = torch.full((shape.batch, shape.n_blocks), torch.nan, device=device)
+        integer = {"dtype": torch.int32, "device": device}
+        indices = torch.full((shape.batch, 1, shape.n_blocks), -1, **integer)
+        return Selection(mass, indices, torch.zeros(shape.batch, 1, **integer))
+
+    def clear(self) -> None:
+        """Make it `empty` again."""
+        self.mass.fill_(torch.nan)
+        self.indices.fill_(-1)
+        self.counts.zero_()
+
 
 class Layer:
     """The inputs of one layer and the buffers that its kernels write.
@@ -127,7 +147,8 @@ class Layer:
     Attributes:
         q: ``[B, H, latent + rope]`` bfloat16.
         cache: ``[slots, latent + rope]`` in the cache's dtype.
-        selections: by the RoPE dimensions and by all, so that no graph changes another's inputs.
+        given: selections by the RoPE dimensions and by all: inputs, which no operation writes.
+        made: what this project's operations write, likewise. What one has left there no other reads.
         out: ``[B, H, latent]`` bfloat16.
     """
 
@@ -143,14 +164,8 @@ class Layer:
             self.cache[step.slots(row)] = made[1][:, 0]
         self.cache = self.cache.to(shape.kv_dtype)
         self.out = torch.empty(shape.batch, shape.heads, shape.latent, dtype=torch.bfloat16, device=device)
-        self.selections = {score: self._selection(shape, device) for score in (ROPE, FULL)}
+        self.given, self.made = ({score: Selection.empty(shape, device) for score in (ROPE, FULL)} for _ in range(2))
         self._latent = shape.latent
-
-    @staticmethod
-    def _selection(shape: Shape, device: str) -> Selection:
-        sizes, integer = (shape.batch, shape.n_blocks), {"dtype": torch.int32, "device": device}
-        indices = torch.zeros(shape.batch, 1, shape.n_blocks, **integer)
-        return Selection(torch.empty(sizes, device=device), indices, torch.zeros(shape.batch, 1, **integer))
 
     @cached_property
     def copy(self) -> torch.Tensor:
@@ -158,18 +173,23 @@ class Layer:
         return self.cache[:, self._latent :].contiguous()
 
     def scored(self, score: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys of a score."""
+        """Queries and keys of a score. A server has a query in two parts: for all dimensions it joins them."""
         if score == FULL:
-            return self.q, self.cache
+            return torch.cat([self.q[..., : self._latent], self.q[..., self._latent :]], dim=-1), self.cache
         return self.q[..., self._latent :], self.copy if score == COPY else self.cache[:, self._latent :]
 
-    def selection(self, score: str) -> Selection:
-        """The buffers of a score."""
-        return self.selections[FULL if score == FULL else ROPE]
+    def clear(self) -> None:
+        """Forget what operations wrote."""
+        self.out.fill_(torch.nan)
+        for made in self.made.values():
+            made.clear()
 
 
 class Step:
-    """The layers of one shape, each with its selections made, and this project's operations on them.
+    """The layers of one shape, and this project's operations on them.
+
+    The selections that layers are given are made by the references in plain torch, not by what is measured. All rows
+    have the same length and need nearly as many blocks: how well an operation shares out unequal rows is not seen.
 
     Args:
         shape: what to make.
@@ -197,9 +217,17 @@ class Step:
         places = tqdm(range(layers), desc=f"inputs of {shape.name}", leave=False)
         self.layers = [Layer(self, seed + layer * shape.batch) for layer in places]
         for layer in self.layers:
-            for score in (ROPE, FULL):
-                self.mass(score, layer)
-                self.select(score, layer)
+            for score, given in layer.given.items():
+                self._weigh(*layer.scored(score), given.mass)
+                limits = (self.n_blocks, self.capacity, self.theta1, (given.indices, given.counts))
+                topp_kernels.reference.block_topp(given.mass, self.block_table, *limits)
+
+    def _weigh(self, q: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
+        # Row by row: the reference holds a row's logits of all heads.
+        for row in range(self.shape.batch):
+            one = slice(row, row + 1)
+            blocks = (self.block_table[one], self.n_blocks[one], self.batch.last_slots[one], self.shape.block_size)
+            mass_kernels.reference.block_mass(q[one], keys, *blocks, SM_SCALE, 1.0, out[one])
 
     def slots(self, row: int) -> torch.Tensor:
         """The slots of a row's tokens, ``[length]`` int64."""
@@ -209,27 +237,37 @@ class Step:
     def mass(self, score: str, layer: Layer) -> torch.Tensor:
         """Weigh every block, ``[B, n_blocks]``."""
         blocks = (self.block_table, self.n_blocks, self.batch.last_slots, self.shape.block_size)
-        return block_mass(*layer.scored(score), *blocks, SM_SCALE, out=layer.selection(score).mass)
+        return block_mass(*layer.scored(score), *blocks, SM_SCALE, out=layer.made[by(score)].mass)
 
     def select(self, score: str, layer: Layer) -> torch.Tensor:
-        """Select the heaviest blocks, ``[B, 1, n_blocks]``, counting as a server does."""
-        chosen = layer.selection(score)
-        limits = (self.n_blocks, self.capacity, self.theta1, (chosen.indices, chosen.counts), self.stats)
-        return block_topp(chosen.mass, self.block_table, *limits)[0]
+        """Select the heaviest blocks by the given masses, ``[B, 1, n_blocks]``, counting as a server does."""
+        return self._select(layer.given[by(score)].mass, layer.made[by(score)])
 
     def attend(self, score: str, layer: Layer) -> torch.Tensor:
-        """Attend to the selected blocks, ``[B, H, latent]``."""
-        chosen, latent = layer.selection(score), self.shape.latent
+        """Attend to the given blocks, ``[B, H, latent]``."""
+        return self._attend(layer, layer.given[by(score)])
+
+    def whole(self, score: str, layer: Layer) -> torch.Tensor:
+        """Weigh, select by that and attend to what was selected."""
+        made = layer.made[by(score)]
+        self._select(self.mass(score, layer), made)
+        return self._attend(layer, made)
+
+    def _select(self, mass: torch.Tensor, into: Selection) -> torch.Tensor:
+        limits = (self.n_blocks, self.capacity, self.theta1, (into.indices, into.counts), self.stats)
+        return block_topp(mass, self.block_table, *limits)[0]
+
+    def _attend(self, layer: Layer, chosen: Selection) -> torch.Tensor:
+        latent = self.shape.latent
         blocks = (chosen.indices, chosen.counts, self.batch.last_slots, self.shape.block_size, SM_SCALE)
         queries = (layer.q[..., :latent], layer.q[..., latent:])
         return sparse_mla_decode(*queries, layer.cache, *blocks, out=layer.out, usual_blocks=self.shape.capacity)
 
-    def whole(self, score: str, layer: Layer) -> torch.Tensor:
-        """Weigh, select and attend."""
-        self.mass(score, layer)
-        self.select(score, layer)
-        return self.attend(score, layer)
-
     def active(self, score: str) -> torch.Tensor:
-        """Blocks that each row of each layer attends to, ``[layers, B]`` int64."""
-        return torch.stack([layer.selection(score).counts[:, 0] for layer in self.layers]).long()
+        """Blocks that each row of each layer is given to attend to, ``[layers, B]`` int64."""
+        return torch.stack([layer.given[by(score)].counts[:, 0] for layer in self.layers]).long()
+
+
+def by(score: str) -> str:
+    """What masses are made of: a copy of the RoPE keys gives the same ones."""
+    return FULL if score == FULL else ROPE

@@ -1,8 +1,8 @@
 """MLA decode attention by other libraries, for ``eval.bench_mla``: dense, and over this project's selection.
 
-Each is called as SGLang 0.5.17's backend of that name calls it in a decode step, and gives ``[B, H, latent]``. What
-such a backend does once for all layers (FlashMLA's and FlashInfer's plans, the Triton backend's number of splits) is
-done beforehand and not timed.
+Each is called as SGLang 0.5.17's backend of that name calls it in a decode step, and gives ``[B, H, latent]``; where it
+is not, its docstring says so. What such a backend does once for all layers (FlashMLA's and FlashInfer's plans, the
+Triton backend's number of splits) is done beforehand and not timed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from sglang_sparse_kernels.timing import Run
 
 TRITON = "sglang.kernels.ops.attention"
 FP8 = torch.float8_e4m3fn
-# Of its sparse kernel on Hopper: heads are computed in tiles, tokens are loaded in tiles.
+QUANTISED = "sglang.kernels.ops.attention.dsa.quant_k_cache"
+# Of its sparse kernels on Hopper: heads are computed in tiles, tokens are loaded in tiles.
 SPARSE_HEADS, SPARSE_TOKENS = 64, 128
 
 
@@ -81,7 +82,11 @@ def fa3(step: Step) -> list[Run]:
 
 
 def flashinfer(step: Step) -> list[Run]:
-    """FlashInfer, over pages of one token as SGLang gives them to it."""
+    """FlashInfer, over pages of one token as SGLang gives them to it.
+
+    A float8 cache it reads as it is, which SGLang's backend does not: that converts all of it in every layer. So here
+    it is a stronger peer than on a server.
+    """
     library, shape = importlib.import_module("flashinfer"), step.shape
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=step.device)
     wrapper = library.BatchMLAPagedAttentionWrapper(workspace, backend="auto")
@@ -118,7 +123,8 @@ def triton(step: Step) -> list[Run]:
     slots = torch.cat([step.slots(row) for row in range(shape.batch)])
     partial_out = torch.empty(shape.batch, shape.heads, most, shape.latent, device=step.device)
     sizes = (partial_out, torch.empty(partial_out.shape[:3], device=step.device), splits, most, SM_SCALE, 1.0, 1.0)
-    options = {"has_mla": True, "use_pdl": dependent_launch(torch.device(step.device))}
+    pdl = dependent_launch(torch.device(step.device))
+    options = {"has_mla": True, "use_pdl": pdl, "page_size": shape.page_size}
 
     def run(layer: Layer) -> torch.Tensor:
         keys = layer.cache[:, None]
@@ -146,34 +152,79 @@ def fa3_blocks(step: Step) -> list[Run]:
     """FA3 over the selected blocks as pages."""
 
     def pages(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = layer.selection(ROPE)
-        # What lies beyond the count was never written.
+        chosen = layer.given[ROPE]
+        # What lies beyond the count is no page.
         beyond = torch.arange(chosen.indices.shape[2], device=step.device) >= chosen.counts
         return chosen.indices[:, 0].masked_fill(beyond, 0), selected_tokens(step.shape, chosen.counts)
 
     return _fa3(step, step.shape.block_size, pages)
 
 
+def _widest(step: Step) -> int:
+    """Tokens of the largest selection of all layers, in whole tiles."""
+    blocks = max(int(layer.given[ROPE].counts.max()) for layer in step.layers)
+    return -(-blocks * step.shape.block_size // SPARSE_TOKENS) * SPARSE_TOKENS
+
+
+def _tokens(step: Step, layer: Layer, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots of the selected tokens, ``[B, width]`` int32 with -1 behind them, and how many they are, ``[B]`` int32."""
+    chosen, size = layer.given[ROPE], step.shape.block_size
+    token = torch.arange(size, dtype=torch.int32, device=step.device)
+    slots = (chosen.indices[:, 0, :, None] * size + token).flatten(1)[:, :width]
+    slots = torch.nn.functional.pad(slots, (0, width - slots.shape[1]))
+    tokens = selected_tokens(step.shape, chosen.counts)
+    beyond = torch.arange(width, device=step.device) >= tokens[:, None]
+    return slots.masked_fill(beyond, -1).contiguous(), tokens
+
+
 def flashmla_tokens(step: Step) -> list[Run]:
-    """FlashMLA's sparse prefill kernel over the tokens of the selected blocks: its decode kernel takes float8 only."""
+    """FlashMLA's sparse *prefill* kernel over the tokens of the selected blocks, the one that takes a bfloat16 cache.
+
+    It does not split a row's tokens over processors: with few rows most of the chip is idle, which is not what FlashMLA
+    can do in decode. That is `flashmla_fp8_tokens`.
+    """
     library, shape = importlib.import_module("sgl_kernel.flash_mla"), step.shape
-    padding = -shape.heads % SPARSE_HEADS
+    width, padding = _widest(step), -shape.heads % SPARSE_HEADS
 
     def made(layer: Layer) -> Run:
-        chosen = layer.selection(ROPE)
-        width = -(-int(chosen.counts.max()) * shape.block_size // SPARSE_TOKENS) * SPARSE_TOKENS
-        token = torch.arange(shape.block_size, dtype=torch.int32, device=step.device)
-        slots = (chosen.indices[:, 0, :, None] * shape.block_size + token).flatten(1)[:, :width]
-        slots = torch.nn.functional.pad(slots, (0, width - slots.shape[1]))
-        tokens = selected_tokens(shape, chosen.counts)
-        beyond = torch.arange(width, device=step.device) >= tokens[:, None]
-        indices = slots.masked_fill(beyond, -1)[:, None].contiguous()
+        indices, tokens = _tokens(step, layer, width)
         q = torch.nn.functional.pad(layer.q, (0, 0, 0, padding))
 
         def run() -> torch.Tensor:
-            cache = (layer.cache[:, None], indices, SM_SCALE, shape.latent)
+            cache = (layer.cache[:, None], indices[:, None], SM_SCALE, shape.latent)
             return library.flash_mla_sparse_fwd(q, *cache, topk_length=tokens)[0][:, : shape.heads]
 
         return run
+
+    return [made(layer) for layer in step.layers]
+
+
+def flashmla_fp8_tokens(step: Step) -> list[Run]:
+    """FlashMLA's sparse decode kernel over the tokens of the selected blocks, as SGLang's DSA backend calls it.
+
+    The cache is quantised beforehand as that backend stores it: the latent in float8 with a scale for every 128
+    dimensions, the rotated dimensions in bfloat16, 656 bytes a token (the row's ``bytes`` count 576). Every row costs
+    as much as the longest of all layers.
+    """
+    library, shape = importlib.import_module("sgl_kernel.flash_mla"), step.shape
+    quantised = importlib.import_module(QUANTISED).quantize_k_cache
+    width, padding = _widest(step), -shape.heads % SPARSE_HEADS
+    heads, integers = shape.heads + padding, {"dtype": torch.int32, "device": step.device}
+    lengths, no_table = torch.full((shape.batch,), width, **integers), torch.empty(shape.batch, 0, **integers)
+    schedule, splits = library.get_mla_metadata(
+        cache_seqlens=lengths,
+        num_q_tokens_per_head_k=heads,
+        num_heads_k=1,
+        num_heads_q=heads,
+        is_fp8_kvcache=True,
+        topk=width,
+    )
+
+    def made(layer: Layer) -> Run:
+        indices = _tokens(step, layer, width)[0]
+        q = torch.nn.functional.pad(layer.q, (0, 0, 0, padding))
+        pages = (quantised(_paged(layer.cache, shape.page_size)), no_table, lengths, shape.latent, schedule, splits)
+        options = {"softmax_scale": SM_SCALE, "indices": indices[:, None], "is_fp8_kvcache": True}
+        return lambda: library.flash_mla_with_kvcache(q[:, None], *pages, **options)[0][:, 0, : shape.heads]
 
     return [made(layer) for layer in step.layers]

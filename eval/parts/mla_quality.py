@@ -1,5 +1,9 @@
 """What the outputs that ``eval.bench_mla`` times are worth, against float64 over a sample of rows with all their heads.
 
+All heads of a generated row attend to the same tokens in nearly the same shares, so what the mean of the heads selects
+fits every one of them: ``recall``, ``dense_l2`` and ``similarity`` are best cases, and say nothing of a model's heads,
+which differ. Times do not depend on it.
+
 The reference attends to what the cache holds, in its dtype. An output that is further from it than roundings explain is
 refused, so that no wrong call is timed as a right one; so is a selection whose size is not what the inputs were made
 for.
@@ -12,17 +16,18 @@ from typing import Any
 
 import torch
 
-from eval.figures.goals import SPARSITY_TOLERANCE
-from eval.figures.mla import DENSE, FULL, MASS, ROPE, SCORES, TOPP
+from eval.figures.goals import ACTIVE_TOLERANCE, SPARSITY_TOLERANCE, near_active
+from eval.figures.mla import DENSE, FULL, MASS, ROPE, SCORES, TOPP, WHOLE
 from eval.parts.kernel_table import Implementation
-from eval.parts.mla_inputs import SM_SCALE, Step
+from eval.parts.mla_inputs import SM_SCALE, Selection, Step, by
 from eval.structured.structure import block_mass
-from sglang_sparse_kernels.block_topp import reference
 
 SAMPLED = 4
 # Relative L2 by the element type of the cache: of float8 kernels some round queries and weights to it, too.
 LARGEST_L2 = {torch.bfloat16: 0.02, torch.float8_e4m3fn: 0.2}
 LARGEST_MASS_ERROR = 1e-3
+# Blocks shared with the reference's selection: all by its masses; by masses of its own a tie may fall otherwise.
+LEAST_AGREEMENT = {TOPP: 1.0, WHOLE: 0.9}
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class Sample:
         values: latents of its tokens, ``[T, latent]``.
         weights: attention of each head, ``[H, T]``.
         mass: by score, what the heads' mean gives to each block, ``[n_blocks]``.
-        similarity: cosine of the heads' mean weights by RoPE scores and by full ones.
+        similarity: cosine of a head's weights by RoPE scores and by full ones, mean over the heads (RoBSA, section
+            2.2.3).
         dense: output of attention to all tokens, ``[H, latent]``.
     """
 
@@ -56,19 +62,17 @@ def _sample(step: Step, row: int) -> Sample:
     layer, latent = step.layers[0], step.shape.latent
     keys, query = layer.cache[step.slots(row)].double(), layer.q[row].double()
     weights = (query @ keys.T * SM_SCALE).softmax(-1)
-    means = {
-        FULL: weights.mean(0),
-        ROPE: (query[:, latent:] @ keys[:, latent:].T * SM_SCALE).softmax(-1).mean(0),
-    }
+    rope = (query[:, latent:] @ keys[:, latent:].T * SM_SCALE).softmax(-1)
+    means = {FULL: weights.mean(0), ROPE: rope.mean(0)}
     mass = {score: block_mass(mean[None], step.shape.block_size)[0] for score, mean in means.items()}
-    similarity = torch.cosine_similarity(means[FULL], means[ROPE], dim=0).item()
+    similarity = torch.cosine_similarity(weights, rope, dim=-1).mean().item()
     values = keys[:, :latent].clone()
     return Sample(row, values, weights, mass, similarity, weights @ values)
 
 
 def active(step: Step, score: str) -> dict[str, Any]:
-    """How many blocks the rows of all layers attend to: ``active_blocks`` (mean), ``active_blocks_max``, their share
-    ``active_share`` and ``sparsity``, the rest; ``dense_rows``, the share of rows that attend to all.
+    """How many blocks the rows of all layers are given to attend to: ``active_blocks`` (mean), ``active_blocks_max``,
+    their share ``active_share`` and ``sparsity``, the rest; ``dense_rows``, the share of rows that attend to all.
     """
     counts = step.active(score)
     mean = counts.double().mean().item()
@@ -90,9 +94,9 @@ def quality(step: Step, over: list[Sample], one: Implementation[Step], output: t
     Returns:
         Of attention ``relative_l2``, the relative L2 error against float64 over the same tokens; over selected blocks
         also ``dense_l2``, the distance from dense attention, ``recall``, the share of the full scores' attention mass
-        that the blocks hold, mean over the heads, and ``similarity``, see `Sample`. Of a selection ``recall`` and
-        ``agreement``, the share of blocks that the reference selects too, by the same masses. Of masses ``mass_error``,
-        the largest. Of all that follow a selection what `active` says.
+        that the blocks hold, mean over the heads, and ``similarity``, see `Sample`. Of a selection, and of the layer as
+        a whole, ``recall`` and ``agreement``, the least share of blocks that the given selection has, too. Of masses
+        ``mass_error``, the largest. Of all that follow a selection what `active` says.
 
     Raises:
         ValueError: the output is wrong, or the selection is not of the size that the inputs were made for.
@@ -100,18 +104,23 @@ def quality(step: Step, over: list[Sample], one: Implementation[Step], output: t
     if output is None:
         raise ValueError("there is no output")
     score = ROPE if one.name not in SCORES else one.name
-    scored = FULL if score == FULL else ROPE
+    scored, first = by(score), step.layers[0]
     if one.op == DENSE:
         return {"relative_l2": _near(one, output, over, [s.dense for s in over])}
     if one.op == MASS:
-        error = max((output[s.row].double() - s.mass[scored]).abs().max().item() for s in over)
+        # Python's max would pass over a NaN.
+        error = torch.stack([(output[s.row].double() - s.mass[scored]).abs().max() for s in over]).max().item()
         _require(error <= LARGEST_MASS_ERROR, f"its masses are off by {error:.2g} (allowed: {LARGEST_MASS_ERROR:g})")
         return {"mass_error": error}
     found = _sized(step, scored)
-    masks = [_selected(step, scored, s.row) for s in over]
+    # A peer, and attention alone, attend to the blocks that they are given.
+    chosen = first.made[scored] if one.op in LEAST_AGREEMENT else first.given[scored]
+    masks = [_selected(step, chosen, s.row) for s in over]
     found["recall"] = torch.stack([s.mass[FULL][mask].sum() for s, mask in zip(over, masks, strict=True)]).mean().item()
+    if one.op in LEAST_AGREEMENT:
+        found["agreement"] = _agreement(step, one.op, first.given[scored], over, masks)
     if one.op == TOPP:
-        return found | {"agreement": _agreement(step, scored, over, masks)}
+        return found
     sparse = [_over_blocks(step, s, mask) for s, mask in zip(over, masks, strict=True)]
     found |= {"relative_l2": _near(one, output, over, sparse)}
     found |= {"dense_l2": _relative_l2(output, over, [s.dense for s in over])}
@@ -129,26 +138,26 @@ def _sized(step: Step, score: str) -> dict[str, Any]:
         return found
     share = found["active_share"]
     _require(
-        abs(share - target) <= SPARSITY_TOLERANCE,
-        f"{share:.1%} of the blocks are active, and the inputs were made for {target:.1%}: more than two points off",
+        near_active(share, target),
+        f"{share:.2%} of the blocks are active, and the inputs were made for {target:.2%}: allowed are "
+        f"{SPARSITY_TOLERANCE:.0%} of all blocks more or less, and {ACTIVE_TOLERANCE:.0%} of the active ones",
     )
     return {**found, "target_sparsity": 1 - target}
 
 
-def _selected(step: Step, score: str, row: int) -> torch.Tensor:
-    chosen = step.layers[0].selection(score)
+def _selected(step: Step, chosen: Selection, row: int) -> torch.Tensor:
     return torch.isin(step.block_table[row], chosen.indices[row, 0, : int(chosen.counts[row, 0])])
 
 
-def _agreement(step: Step, score: str, over: list[Sample], masks: list[torch.Tensor]) -> float:
-    layer = step.layers[0].selection(score)
-    out = (torch.empty_like(layer.indices), torch.empty_like(layer.counts))
-    reference.block_topp(layer.mass, step.block_table, step.n_blocks, step.capacity, step.theta1, out)
+def _agreement(step: Step, op: str, given: Selection, over: list[Sample], masks: list[torch.Tensor]) -> float:
     shares = []
     for sample, mask in zip(over, masks, strict=True):
-        best = torch.isin(step.block_table[sample.row], out[0][sample.row, 0, : int(out[1][sample.row, 0])])
+        best = _selected(step, given, sample.row)
         shares.append(int((best & mask).sum()) / int((best | mask).sum()))
-    _require(min(shares) == 1, f"it shares {min(shares):.1%} of its blocks with the reference, by the same masses")
+    least = LEAST_AGREEMENT[op]
+    _require(
+        min(shares) >= least, f"it shares {min(shares):.1%} of its blocks with the reference (allowed: {least:.0%})"
+    )
     return min(shares)
 
 

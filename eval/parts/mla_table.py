@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from eval.parts import mla_peers
 from eval.parts.kernel_rows import Row
 from eval.parts.kernel_table import Implementation
 from eval.parts.mla_inputs import Shape, Step
-from sglang_sparse_kernels.timing import Run
+from sglang_sparse_kernels.timing import Replay, Run
 
 FLASHMLA = "flashmla"
 # SGLang's Triton decode stands beside: a ratio to it says nothing.
@@ -28,8 +28,6 @@ def _ours(op: str, score: str, kv_dtype: torch.dtype) -> Implementation[Step]:
         for layer in step.layers:
             # The copy of the keys is made here, as a server makes it before it decodes.
             layer.scored(score)
-            if op in (MASS, WHOLE):
-                layer.selection(score).mass.fill_(torch.nan)
         return [partial(method, step, score, layer) for layer in step.layers]
 
     return Implementation(op, score, prepare, peer=False, kv_dtype=kv_dtype)
@@ -54,14 +52,61 @@ def table(kv_dtype: torch.dtype = torch.bfloat16) -> list[Implementation[Step]]:
     if kv_dtype == torch.bfloat16:
         found.append(Implementation(ATTEND, "fa3-blocks", mla_peers.fa3_blocks))
         found.append(Implementation(ATTEND, "flashmla-tokens", mla_peers.flashmla_tokens))
+        fp8_tokens = mla_peers.flashmla_fp8_tokens
+        found.append(Implementation(ATTEND, "flashmla-fp8-tokens", fp8_tokens, kv_dtype=mla_peers.FP8))
     found += [_ours(WHOLE, score, kv_dtype) for score in (ROPE, COPY, FULL)]
     return [replace(one, prepare=partial(_emptied, one.prepare)) for one in found]
+
+
+@dataclass
+class Judged:
+    """The call for the first layer, which can be judged again when a graph of it was replayed.
+
+    Attributes:
+        run: the call.
+        judge: raises where its output is wrong.
+        output: of the last time.
+    """
+
+    run: Run
+    judge: Callable[[torch.Tensor | None], object]
+    output: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor | None:
+        """Do it."""
+        self.output = self.run()
+        return self.output
+
+
+def judged(one: Implementation[Step], judge: Callable[[torch.Tensor | None], object]) -> Implementation[Step]:
+    """An implementation for `judged_capture`."""
+
+    def prepare(step: Step) -> list[Run]:
+        first, *rest = one.prepare(step)
+        return [Judged(first, judge), *rest]
+
+    return replace(one, prepare=prepare)
+
+
+def judged_capture(step: Step, capture: Callable[[Sequence[Run]], Replay], runs: Sequence[Run]) -> Replay:
+    """Capture runs of which the first is `Judged`, replay them once, and judge what that wrote.
+
+    Raises:
+        ValueError: it is wrong, or whatever `capture` raises.
+    """
+    replay, first = capture(runs), runs[0]
+    for layer in step.layers:
+        layer.clear()
+    replay()
+    if isinstance(first, Judged):
+        first.judge(first.output)
+    return replay
 
 
 def _emptied(prepare: Callable[[Step], list[Run]], step: Step) -> list[Run]:
     """What another one has left in the buffers is no output of this one."""
     for layer in step.layers:
-        layer.out.fill_(torch.nan)
+        layer.clear()
     return prepare(step)
 
 
@@ -69,7 +114,8 @@ def identity(shape: Shape, one: Implementation[Step]) -> Row:
     """What a row is about."""
     facts = shape.facts()
     kv_dtype = str(one.kv_dtype).removeprefix("torch.")
-    settings = f"{shape.name}/h{shape.heads}/p{shape.page_size}/b{shape.block_size}/t{shape.theta1}/{facts['kv_dtype']}"
+    sizes = f"h{shape.heads}/l{shape.latent}/r{shape.rope}/p{shape.page_size}/b{shape.block_size}"
+    settings = f"{shape.name}/{sizes}/t{shape.theta1}/m{shape.max_active_ratio}/{facts['kv_dtype']}"
     return {
         **facts,
         "id": f"mla/{settings}/{one.op}/{one.name}",
