@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from eval import bench_serving
+from eval.figures.goals import goals_table
 from eval.live.arms import Arm
 from eval.live.client import Chunk, Stream
 from eval.live.counters import COUNTED, PREFILL_COUNTED
@@ -218,3 +219,13 @@ def result(context: int, batch: int, step: float, **changes: Any) -> dict[str, A
 
 def after(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
+
+
+def goals_of(folder: Path, goal: str) -> dict[str, list[str]]:
+    """The figure, the verdict and the quality of each part of a goal that result files in a folder have measured."""
+    names, _, *lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in goals_table(folder).splitlines()
+    ]
+    found = [dict(zip(names, line, strict=True)) for line in lines]
+    found = [line for line in found if line["id"] == goal and line["verdict"] != "not measured"]
+    return {line["goal"].split(": ")[1]: [line[name] for name in ("measured", "verdict", "quality")] for line in found}

@@ -7,6 +7,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+# Kernels exponentiate to base 2.
+LOG2_E = 1.4426950408889634
+# Rows and columns of the smallest product that tensor cores compute.
+MIN_DOT = 16
 # A grid for the interpreter, which has no device to ask.
 _CPU_PROCESSORS = 4
 

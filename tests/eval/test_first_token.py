@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_stubs import HEADS, PREFILL, FakeServer, after, install
+from serving_stubs import HEADS, PREFILL, FakeServer, after, goals_of, install
 
 from eval import bench_serving, report
 from eval.bench_serving import parse
 from eval.figures import report_tables
-from eval.figures.goals import goals_table
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
 from eval.parts import serving_first_token
@@ -54,16 +53,6 @@ def summary(rows: list[dict[str, Any]], task: str = "first_token") -> list[dict[
     return [row for row in rows if row["kind"] == "summary" and row["task"] == task]
 
 
-def goals(folder: Path) -> dict[str, list[str]]:
-    """The figure, the verdict and the quality of each part of E6 that was measured."""
-    names, _, *lines = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in goals_table(folder).splitlines()
-    ]
-    found = [dict(zip(names, line, strict=True)) for line in lines]
-    found = [line for line in found if line["id"] == "E6" and line["verdict"] != "not measured"]
-    return {line["goal"].split(": ")[1]: [line[name] for name in ("measured", "verdict", "quality")] for line in found}
-
-
 def test_goal_e6(tmp_path: Path) -> None:
     arguments = ["--contexts", "4k,8k,32k,64k,128k", "--chunked-prefill-size", "8k,16k", "--sparsity", "0.89"]
     status, rows = run(tmp_path, *arguments, "--recall-from", str(prefill_file(tmp_path)))
@@ -81,7 +70,7 @@ def test_goal_e6(tmp_path: Path) -> None:
     assert [row["recall"] for row in cells[2:5]] == pytest.approx([0.9032, 0.9064, 0.9128])
     (below, _) = summary(rows, "first_token_below")
     assert below["context"] == 8192 and set(below["ratios"]) == {"4k", "8k"}
-    found = goals(tmp_path)
+    found = goals_of(tmp_path, "E6")
     assert (
         found["128k, chunks of 8k"]
         == found["128k, chunks of 16k"]
@@ -168,12 +157,12 @@ def test_only_e6_is_e6(tmp_path: Path) -> None:
     run(tmp_path, *arguments, "--recall-from", str(prefill_file(tmp_path)))
     path = tmp_path / "serving.jsonl"
     header, *rows = read_rows(path)
-    assert list(goals(tmp_path)) == ["32k, chunks of 8k"], "4k alone is not all that is below the crossover"
+    assert list(goals_of(tmp_path, "E6")) == ["32k, chunks of 8k"], "4k alone is not all that is below the crossover"
 
     def with_changes(asked: dict[str, Any], measured: dict[str, Any]) -> dict[str, list[str]]:
         changed = {**header, "arguments": header["arguments"] | asked}
         path.write_text("".join(json.dumps(row) + "\n" for row in (changed, *(row | measured for row in rows))))
-        return goals(tmp_path)
+        return goals_of(tmp_path, "E6")
 
     for asked in (
         {"structured": None},

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from mla_layers import machine
-from serving_stubs import FakeServer, after, install_client
+from serving_stubs import FakeServer, after, goals_of, install_client
 
 from eval import bench_mla, bench_serving, report
 from eval.bench_serving import parse
 from eval.figures import report_tables
-from eval.figures.goals import goals_table
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
 from eval.parts.mla_inputs import SM_SCALE, Shape, Step
@@ -71,16 +70,6 @@ def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     return status, read_rows(out)
 
 
-def goals(folder: Path) -> dict[str, list[str]]:
-    """The figure, the verdict and the quality of each part of E5 that was measured."""
-    names, _, *lines = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in goals_table(folder).splitlines()
-    ]
-    found = [dict(zip(names, line, strict=True)) for line in lines]
-    found = [line for line in found if line["id"] == "E5" and line["verdict"] != "not measured"]
-    return {line["goal"].split(": ")[1]: [line[name] for name in ("measured", "verdict", "quality")] for line in found}
-
-
 def test_goal_e5(tmp_path: Path) -> None:
     mla_file(tmp_path)
     status, rows = run(tmp_path, "--batch", "1,24", "--runs", "3", *SERVERS)
@@ -99,7 +88,7 @@ def test_goal_e5(tmp_path: Path) -> None:
         assert (row["recall"], row["similarity"], row["active"], row["recipe"]) == (0.909, 0.999, "paper", SINKS)
     assert [row["sparse_layers"] for row in cells] == [27, 27, 13, 13]
     beside = "active blocks 500, mass kept 0.909, sparsity 93.9%"
-    assert goals(tmp_path) == {
+    assert goals_of(tmp_path, "E5") == {
         "24x128k, all sensitive": ["2.5x", "stretch", beside],
         "24x128k, half dense": ["1.538x", "stretch", beside],
         "1x128k, all sensitive": ["2.5x", "must", beside],
@@ -113,12 +102,12 @@ def test_only_e5_is_e5(tmp_path: Path) -> None:
     run(tmp_path, "--batch", "24", *SERVERS)
     path = tmp_path / "serving.jsonl"
     header, *rows = read_rows(path)
-    assert len(goals(tmp_path)) == 2
+    assert len(goals_of(tmp_path, "E5")) == 2
 
     def with_changes(asked: dict[str, Any], measured: dict[str, Any]) -> dict[str, list[str]]:
         changed = {**header, "arguments": header["arguments"] | asked}
         path.write_text("".join(json.dumps(row) + "\n" for row in (changed, *(row | measured for row in rows))))
-        return goals(tmp_path)
+        return goals_of(tmp_path, "E5")
 
     assert with_changes({"shape": "qwen3-8b"}, {}) == with_changes({"sparse_method": "resa"}, {}) == {}
     for measured in (

@@ -7,11 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launch import LOG2_E, MIN_DOT
 from .launch import Config, Launch, default_config
 from .plan import CHUNK_TILES, AnchorPlan, GroupPart, QueryBlock, Scratch
 
-_LOG2_E = 1.4426950408889634
-_MIN_DOT = 16
 # Mean queries that one product of the identification takes, over a KV head's query heads and a group's blocks.
 _MAX_POOLED = 128
 # The tables of a plan begin anywhere in one copy: their alignment must not make another kernel.
@@ -414,7 +413,7 @@ def find_active_keys(launch: Launch, theta: torch.Tensor) -> Scratch:
         *(launch.q, launch.k_cache, launch.v_cache, table, piece.block_table),
         *(scratch.maximum, scratch.total, scratch.output, scratch.pooled, scratch.anchors),
         *launch.strides("q", "k_cache", "v_cache"),
-        *(table_stride, piece.num_queries, launch.scale * _LOG2_E),
+        *(table_stride, piece.num_queries, launch.scale * LOG2_E),
         **launch.constants("GROUP", "DIM", "V_DIM", "PAGE", "TILE", "UPCAST"),
         **launch.attention_options,
     )
@@ -430,7 +429,7 @@ def find_active_keys(launch: Launch, theta: torch.Tensor) -> Scratch:
         *(table_stride, launch.scale),
         **launch.constants("GROUP", "DIM", "PAGE", "UPCAST"),
         BLOCK_GROUP=block_group,
-        BLOCK_STEP=max(pooled, _MIN_DOT // min(block_group, _MIN_DOT)),
+        BLOCK_STEP=max(pooled, MIN_DOT // min(block_group, MIN_DOT)),
         TILE=launch.plan.tile_keys,
         num_warps=config.identify_warps,
         num_stages=1,
@@ -452,7 +451,7 @@ def _attend_slice(launch: Launch, theta: torch.Tensor, out: torch.Tensor, v_scal
         *(launch.q, launch.k_cache, launch.v_cache, piece.block_table, piece.part_table),
         *(scratch.maximum, scratch.total, scratch.output, scratch.slots, scratch.counts, out),
         *launch.strides("q", "k_cache", "v_cache"),
-        *(piece.num_queries, launch.scale * _LOG2_E, v_scale),
+        *(piece.num_queries, launch.scale * LOG2_E, v_scale),
         **launch.constants("GROUP", "DIM", "V_DIM", "TILE", "UPCAST"),
         **launch.attention_options,
     )

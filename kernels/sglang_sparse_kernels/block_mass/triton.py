@@ -14,10 +14,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..launch import await_inputs, dependent_launch, num_processors
+from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
 
-_LOG2_E = 1.4426950408889634
-_MIN_DOT = 16
 _MAX_HEADS = 128
 # Dimensions up to which a tile of keys is loaded as a whole, and how many at a time beyond.
 _WHOLE_DIM = 128
@@ -305,7 +303,7 @@ def block_mass(
     for first in range(0, batch, rows):
         part = slice(first, first + rows)
         inputs = (q[part], k_cache, block_table[part], n_blocks[part], last_slots[part])
-        _launch(inputs, sums, tile_maxima, out[part], block_size, sm_scale * k_scale * _LOG2_E, config)
+        _launch(inputs, sums, tile_maxima, out[part], block_size, sm_scale * k_scale * LOG2_E, config)
     return out
 
 
@@ -321,7 +319,7 @@ def _launch(
     q, k_cache, block_table, n_blocks, _ = inputs
     batch, heads, dim = q.shape
     tiles, tile_blocks, width = sums.shape[1], sums.shape[3], block_table.shape[1]
-    block_heads = min(_MAX_HEADS, max(_MIN_DOT, triton.next_power_of_2(heads)))
+    block_heads = min(_MAX_HEADS, max(MIN_DOT, triton.next_power_of_2(heads)))
     head_tiles = triton.cdiv(heads, block_heads)
     programs = config.programs_per_processor * num_processors(q.device)
     splits = min(tiles, max(1, programs // (batch * head_tiles)))

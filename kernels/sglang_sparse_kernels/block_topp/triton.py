@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..launch import await_inputs, dependent_launch
-from ..page_topk.triton import _positions
+from ..page_topk.triton import block_positions
 from . import reference
 
 _ONE = tl.constexpr(reference.ONE)
@@ -36,7 +36,7 @@ class Config:
 
 @triton.jit
 def _running_count(selected, BLOCK: tl.constexpr, WARPS: tl.constexpr):
-    """Inclusive running count of a mask along ``_positions``."""
+    """Inclusive running count of a mask along ``block_positions``."""
     # As in page_topk, but with up to four rows of lanes in the bytes of one integer, as a row counts to 32 at most.
     ROWS: tl.constexpr = (BLOCK // (32 * WARPS) + 3) // 4
     PACKED: tl.constexpr = BLOCK // (32 * WARPS * ROWS)
@@ -167,7 +167,7 @@ def _select(
 
     Return its size, or 0 where the row has none and nothing was stored.
     """
-    positions = _positions(BLOCK, WARPS)
+    positions = block_positions(BLOCK, WARPS)
     fixed = _load_fixed(mass_ptr, positions, n_blocks)
     pages = tl.load(table_ptr + positions, mask=positions < n_blocks, other=-1)
     total = _total(fixed)

@@ -30,7 +30,7 @@ class Config:
 
 
 @triton.jit
-def _positions(BLOCK: tl.constexpr, WARPS: tl.constexpr):
+def block_positions(BLOCK: tl.constexpr, WARPS: tl.constexpr):
     """The positions ``0 .. BLOCK``, ordered so that each warp holds a consecutive range of them.
 
     The compiler gives element ``(row * WARPS + warp) * 32 + lane`` to that warp and lane. Loads stay coalesced, and a
@@ -44,7 +44,7 @@ def _positions(BLOCK: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _running_count(packed, BLOCK: tl.constexpr, WARPS: tl.constexpr):
-    """Inclusive running count along ``_positions``."""
+    """Inclusive running count along ``block_positions``."""
     packed = tl.reshape(packed, [BLOCK // (32 * WARPS), WARPS, 32])
     # Broadcast over the lanes, so that the running count over the rows stays within each thread's registers.
     row_counts = tl.broadcast_to(tl.sum(packed, axis=2, keep_dims=True), packed.shape)
@@ -162,7 +162,7 @@ def _select(
     CHUNKED: tl.constexpr,
 ):
     """Store the ``wanted`` highest pages of a row of at most ``BLOCK`` pages, or of any number if ``CHUNKED``."""
-    positions = _positions(BLOCK, WARPS)
+    positions = block_positions(BLOCK, WARPS)
     keys = _load_keys(scores_ptr, positions, n_pages)
     pages = tl.load(table_ptr + positions, mask=positions < n_pages, other=-1)
     low, high, above_high = _search(keys, positions, scores_ptr, n_pages, wanted, BLOCK, CHUNKED)

@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..launch import await_inputs, dependent_launch, num_processors
+from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
 
-_LOG2_E = 1.4426950408889634
-_MIN_DOT = 16
 # Partial results that one program of the combination holds, and that a warp of it has at least.
 _COMBINE_TILE = 4096
 _COMBINE_WARP = 1024
@@ -38,14 +36,14 @@ class Config:
 
 
 @triton.jit
-def _load_ids(indices_ptr, first, end, tokens, PAGE: tl.constexpr):
+def load_ids(indices_ptr, first, end, tokens, PAGE: tl.constexpr):
     """The page of each of one tile's tokens; -1 for positions from ``end`` on."""
     position = first + tokens // PAGE
     return tl.load(indices_ptr + position, mask=position < end, other=-1)
 
 
 @triton.jit
-def _token_slots(page, last_slot, tokens, PAGE: tl.constexpr):
+def token_slots(page, last_slot, tokens, PAGE: tl.constexpr):
     """Slots of one tile's tokens, and which of them hold a token of a selected page."""
     slot = page.to(tl.int64) * PAGE + tokens % PAGE
     return slot, (page >= 0) & ((page != last_slot // PAGE) | (slot <= last_slot))
@@ -93,8 +91,8 @@ def _attend(
     output = tl.full([query.shape[0], BLOCK_V_DIM], 0.0, tl.float32)
     ids = first_ids
     for first in range(first_page, count, STEP_PAGES):
-        slot, valid = _token_slots(ids, last_slot, tokens, PAGE)
-        ids = _load_ids(indices_ptr, first + STEP_PAGES, count, tokens, PAGE)
+        slot, valid = token_slots(ids, last_slot, tokens, PAGE)
+        ids = load_ids(indices_ptr, first + STEP_PAGES, count, tokens, PAGE)
         keys = _load_rows(k_ptr + slot[:, None] * k_stride_slot + dims[None, :], valid, dims, DIM, BLOCK_DIM)
         logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * logit_scale
         logits = tl.where(valid[None, :], logits, float("-inf"))
@@ -159,7 +157,7 @@ def _split_kernel(
     q_ptr += row.to(tl.int64) * q_stride_row + head * GROUP * q_stride_head
     # No load waits for another one: an id beyond the count is read as well, whatever it is, and dropped afterwards.
     count = tl.load(counts_ptr + pair)
-    ids = _load_ids(indices_ptr, first_page, max_pages, tokens, PAGE)
+    ids = load_ids(indices_ptr, first_page, max_pages, tokens, PAGE)
     last_slot = tl.load(last_slots_ptr + row)
     query = tl.load(
         q_ptr + members[:, None] * q_stride_head + dims[None, :],
@@ -240,7 +238,7 @@ def _combine_kernel(
     tl.store(out_ptr + q_head * V_DIM + v_dims, output.to(out_ptr.dtype.element_ty), mask=v_dims < V_DIM)
 
 
-def _num_splits(pairs: int, max_pages: int, tile_pages: int, programs: int) -> int:
+def num_splits(pairs: int, max_pages: int, tile_pages: int, programs: int) -> int:
     """Splits per row and KV head: at most ``programs`` in all, and the same number of tiles for each.
 
     Rounded down: a few programs too many would run alone after all others.
@@ -277,7 +275,7 @@ def sparse_decode(
     config = config or default_config(row_bytes, batch * heads * planned_pages * page_size // processors)
     block_tokens = max(config.block_tokens, page_size)
     tile_pages = block_tokens // page_size
-    splits = _num_splits(batch * heads, planned_pages, tile_pages, config.programs_per_processor * processors)
+    splits = num_splits(batch * heads, planned_pages, tile_pages, config.programs_per_processor * processors)
     lse = torch.empty(batch * num_q_heads * splits, dtype=torch.float32, device=q.device)
     partial = torch.empty(lse.numel() * v_dim, dtype=q.dtype if config.narrow else torch.float32, device=q.device)
     dependent = dependent_launch(q.device)
@@ -287,7 +285,7 @@ def sparse_decode(
         *tensors,
         *strides,
         max_pages,
-        sm_scale * k_scale * _LOG2_E,
+        sm_scale * k_scale * LOG2_E,
         v_scale,
         **_shape_constants(heads, num_q_heads // heads, dim, v_dim),
         PAGE=page_size,
@@ -301,7 +299,7 @@ def sparse_decode(
         launch_pdl=dependent,
     )
     if splits > 1:
-        _combine(partial, lse, counts, out, splits, tile_pages, dependent)
+        combine(partial, lse, counts, out, splits, tile_pages, dependent)
     return out
 
 
@@ -309,7 +307,7 @@ def _shape_constants(heads: int, group: int, dim: int, v_dim: int) -> dict[str, 
     return {
         "HEADS": heads,
         "GROUP": group,
-        "BLOCK_GROUP": max(_MIN_DOT, triton.next_power_of_2(group)),
+        "BLOCK_GROUP": max(MIN_DOT, triton.next_power_of_2(group)),
         "DIM": dim,
         "BLOCK_DIM": triton.next_power_of_2(dim),
         "V_DIM": v_dim,
@@ -317,7 +315,7 @@ def _shape_constants(heads: int, group: int, dim: int, v_dim: int) -> dict[str, 
     }
 
 
-def _combine(
+def combine(
     partial: torch.Tensor,
     lse: torch.Tensor,
     counts: torch.Tensor,
@@ -326,6 +324,17 @@ def _combine(
     tile_pages: int,
     dependent: bool,
 ) -> None:
+    """Combine the splits of each row and query head in a fixed order.
+
+    Args:
+        partial: ``[B * Hq * splits * dv]``, the result of each split, in the dtype of ``out`` or float32.
+        lse: ``[B * Hq * splits]`` float32, its logarithm of the sum of weights, to base 2.
+        counts: ``[B, Hkv]`` int32, selected pages; splits without any have written nothing.
+        out: ``[B, Hq, dv]``, written.
+        splits: splits of each KV head.
+        tile_pages: pages of a tile, which a split has whole numbers of.
+        dependent: launched before the splits have ended.
+    """
     batch, num_q_heads, v_dim = out.shape
     block_splits = triton.next_power_of_2(splits)
     block_v_dim = min(triton.next_power_of_2(v_dim), max(16, _COMBINE_TILE // block_splits))

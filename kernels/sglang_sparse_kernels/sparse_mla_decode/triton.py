@@ -13,8 +13,8 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import driver
 
-from ..launch import await_inputs, dependent_launch, num_processors
-from ..sparse_decode.triton import _LOG2_E, _MIN_DOT, _combine, _load_ids, _num_splits, _token_slots
+from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
+from ..sparse_decode.triton import combine, load_ids, num_splits, token_slots
 
 # Rows of the smallest product that Hopper's warpgroup instructions compute.
 _WGMMA_ROWS = tl.constexpr(64)
@@ -95,8 +95,8 @@ def _attend(
     output = tl.full([query.shape[0], LATENT], 0.0, tl.float32)
     ids = first_ids
     for first in range(first_block, count, STEP_BLOCKS):
-        slot, valid = _token_slots(ids, last_slot, tokens, BLOCK)
-        ids = _load_ids(indices_ptr, first + STEP_BLOCKS, count, tokens, BLOCK)
+        slot, valid = token_slots(ids, last_slot, tokens, BLOCK)
+        ids = load_ids(indices_ptr, first + STEP_BLOCKS, count, tokens, BLOCK)
         tokens_ptr = kv_ptr + slot[:, None] * kv_stride
         # One load for key and value. An unwritten slot may hold NaN, which a weight of zero would not remove.
         latent = tl.load(tokens_ptr + latent_dims[None, :], mask=valid[:, None], other=0.0).to(query.dtype)
@@ -167,7 +167,7 @@ def _split_kernel(
     indices_ptr += row * max_blocks
     # No load waits for another one: an id beyond the count is read as well, whatever it is, and dropped afterwards.
     count = tl.load(counts_ptr + row)
-    ids = _load_ids(indices_ptr, first_block, max_blocks, tokens, BLOCK)
+    ids = load_ids(indices_ptr, first_block, max_blocks, tokens, BLOCK)
     last_slot = tl.load(last_slots_ptr + row)
     q_nope_ptr += row * nope_stride_row + heads[:, None] * nope_stride_head
     q_rope_ptr += row * rope_stride_row + heads[:, None] * rope_stride_head
@@ -227,12 +227,12 @@ def sparse_mla_decode(
         return out
     max_blocks = indices.shape[2]
     config = config or default_config(num_heads, block_size, _shared_memory(q_nope.device))
-    block_heads = min(config.block_heads, max(_MIN_DOT, triton.next_power_of_2(num_heads)))
+    block_heads = min(config.block_heads, max(MIN_DOT, triton.next_power_of_2(num_heads)))
     block_tokens = max(config.block_tokens, block_size)
     tile_blocks = block_tokens // block_size
     head_tiles = triton.cdiv(num_heads, block_heads)
     programs = config.programs_per_processor * num_processors(q_nope.device)
-    splits = _num_splits(batch * head_tiles, usual_blocks or max_blocks, tile_blocks, programs)
+    splits = num_splits(batch * head_tiles, usual_blocks or max_blocks, tile_blocks, programs)
     lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=out.device)
     partial_dtype = out.dtype if config.narrow else torch.float32
     partial = torch.empty(lse.numel() * latent_dim, dtype=partial_dtype, device=out.device)
@@ -243,7 +243,7 @@ def sparse_mla_decode(
         *q_rope.stride()[:2],
         kv_cache.stride(0),
         max_blocks,
-        sm_scale * kv_scale * _LOG2_E,
+        sm_scale * kv_scale * LOG2_E,
         kv_scale,
         HEADS=num_heads,
         BLOCK_HEADS=block_heads,
@@ -260,13 +260,13 @@ def sparse_mla_decode(
         launch_pdl=dependent,
     )
     if splits > 1:
-        _combine(partial, lse, counts, out, splits, tile_blocks, dependent)
+        combine(partial, lse, counts, out, splits, tile_blocks, dependent)
     return out
 
 
 def default_config(num_heads: int, block_size: int, shared_memory: int) -> Config:
     """The first of `CONFIGS` for these heads and blocks that a multiprocessor with this much shared memory can run."""
-    padded_heads = max(_MIN_DOT, triton.next_power_of_2(num_heads))
+    padded_heads = max(MIN_DOT, triton.next_power_of_2(num_heads))
     for config in CONFIGS:
         fits = config.block_tokens >= block_size and config.shared_memory <= shared_memory
         if fits and config.block_heads <= padded_heads:
