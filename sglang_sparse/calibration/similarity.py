@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sglang_sparse.calibration.capture import CalibrationError, Captured
+from sglang_sparse_kernels.block_topp.reference import smallest_set
 
 # Logits that are held at once, of each kind.
 LOGITS = 1 << 24
@@ -70,10 +71,7 @@ def _weights(query: Tensor, key: Tensor, later: Tensor) -> Tensor:
 
 
 def select(scores: Tensor, positions: Tensor, theta1: float, block_size: int) -> Tensor:
-    """The tokens of the blocks that algorithm 1 of the paper attends to, and of the newest block.
-
-    That is the smallest set of blocks with the highest sums that together reach ``theta1``, ties to the lower block; at
-    1 it is all blocks.
+    """The tokens of the blocks that algorithm 1 of the paper attends to, and of the newest block, as a server has it.
 
     Args:
         scores: ``[queries, tokens]`` float32, mean over heads; a row adds to 1 and is 0 beyond the query's position.
@@ -85,13 +83,12 @@ def select(scores: Tensor, positions: Tensor, theta1: float, block_size: int) ->
         ``[queries, tokens]`` bool.
     """
     tokens = scores.shape[1]
-    masses = torch.nn.functional.pad(scores, (0, -tokens % block_size)).unflatten(-1, (-1, block_size)).double().sum(-1)
+    masses = torch.nn.functional.pad(scores, (0, -tokens % block_size)).unflatten(-1, (-1, block_size)).sum(-1)
     newest = (positions // block_size)[:, None]
     blocks = torch.arange(masses.shape[1], device=masses.device)
-    highest, order = masses.sort(dim=-1, descending=True, stable=True)
-    # A block is needed as long as those before it do not reach the threshold.
-    needed = (highest.cumsum(-1) - highest < theta1) | (theta1 >= 1)
-    kept = torch.zeros_like(needed).scatter(-1, order, needed) | (blocks == newest)
+    held = blocks <= newest
+    chosen, known = smallest_set(masses, held, masses.new_full(masses.shape[:1], theta1))
+    kept = held & (chosen | (blocks == newest) | ~known[:, None])
     return kept.repeat_interleave(block_size, -1)[:, :tokens]
 
 

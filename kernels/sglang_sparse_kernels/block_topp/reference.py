@@ -22,7 +22,7 @@ def block_topp(
     indices, counts = out
     logical = torch.arange(mass.shape[1], device=mass.device)
     held = logical < n_blocks[:, None]
-    chosen, known = _chosen(mass, held, top_p)
+    chosen, known = smallest_set(mass, held, top_p)
     chosen |= logical == n_blocks[:, None] - 1
     known &= capacity < n_blocks
     overflowed = known & (chosen.sum(dim=1) > capacity)
@@ -37,8 +37,17 @@ def block_topp(
     return out
 
 
-def _chosen(mass: torch.Tensor, held: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest set of the highest blocks of each row, a mask ``[B, M]``, and whether the row has one, ``[B]``."""
+def smallest_set(mass: torch.Tensor, held: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest set of the highest blocks of each row whose sum reaches its ``top_p``, ties to the lower block.
+
+    Args:
+        mass: ``[B, M]`` float32.
+        held: ``[B, M]`` bool, the blocks that a row has.
+        top_p: ``[B]`` float32.
+
+    Returns:
+        A mask ``[B, M]``, and whether the row has such a set, ``[B]``; one without takes all its blocks.
+    """
     share = mass < 2.0
     fixed = (mass.where(share, 0.0).clamp(min=0.0) * ONE).long().masked_fill(~share, LIMIT).masked_fill(~held, 0)
     total = fixed.sum(dim=1)
