@@ -362,7 +362,7 @@ def default_config(row_bytes: int, tokens_per_processor: int) -> Config:
     programs as fit a multiprocessor in registers and in shared memory.
     """
     if tokens_per_processor < _FEWEST_TOKENS and row_bytes <= 512:
-        return Config(block_tokens=32, num_stages=4, programs_per_processor=4)
+        return Config(block_tokens=32, num_warps=2, num_stages=4, programs_per_processor=6)
     if tokens_per_processor < _FEW_TOKENS or row_bytes > 512:
-        return Config(block_tokens=32, programs_per_processor=5, narrow=True)
+        return Config(block_tokens=32, num_stages=2, programs_per_processor=6, narrow=True)
     return Config()
