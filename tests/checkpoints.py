@@ -72,7 +72,31 @@ def random_mla(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, see
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     torch.manual_seed(seed)
-    sizes = dict(
+    sizes = _mla_sizes(layers, vocab_size)
+    return _save(Path(path), DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, **config})), vocab_size, _UNWRITTEN)
+
+
+def random_dsa(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, seed: int = 0, **config: Any) -> Path:
+    """Random float32 DeepSeek-V3.2 checkpoint: as `random_mla`, with an indexer of 32 heads that chooses 64 tokens."""
+    import torch
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {**_mla_sizes(layers, vocab_size), "index_n_heads": 32, "index_head_dim": 128, "index_topk": 64}
+    model = DeepseekV32ForCausalLM(DeepseekV32Config(**{**sizes, **config}))
+    for layer in model.model.layers:
+        # SGLang keeps these in bfloat16, whatever the others are in.
+        gates = layer.self_attn.indexer.weights_proj.weight.data
+        gates.copy_(gates.bfloat16())
+    return _save(Path(path), model, vocab_size, _UNWRITTEN)
+
+
+# SGLang reads these from the config file; transformers 5 no longer writes them.
+_UNWRITTEN = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
+def _mla_sizes(layers: int, vocab_size: int) -> dict[str, Any]:
+    return dict(
         vocab_size=vocab_size,
         hidden_size=256,
         intermediate_size=512,
@@ -91,6 +115,3 @@ def random_mla(path: str | Path, *, layers: int = 4, vocab_size: int = 1024, see
         tie_word_embeddings=False,
         initializer_range=0.06,
     )
-    # SGLang reads these from the config file; transformers 5 no longer writes them.
-    expected = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    return _save(Path(path), DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, **config})), vocab_size, expected)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from sglang_cpu_platform import attention
+from sglang_cpu_platform import attention, sparse_mla
 
 
 def limit_threads(runner: Any) -> None:
@@ -73,8 +73,14 @@ def absorbed_mla(original: Callable[[type, str], Callable], registry: type, back
     return _dispatch_mla_subtype if backend_name == "torch_native" else original(registry, backend_name)
 
 
+def keep_kv_dtype(server_args: Any, major: int, quantization: str | None) -> None:
+    """SGLang's sparse attention kernels take bfloat16 or float8 latents; those in PyTorch take any."""
+
+
 _MLA = "sglang.srt.models.deepseek_common.attention_backend_handler"
 _NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_DSA = "sglang.srt.layers.attention"
+_INDEX = "sglang.kernels.ops.attention.dsa.transform_index"
 _XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 _HOOKS: dict[str, tuple[Callable, HookType]] = {
     "sglang.srt.model_executor.model_runner.ModelRunner.init_threads_binding": (limit_threads, HookType.REPLACE),
@@ -85,6 +91,12 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     f"{_MLA}.AttentionBackendRegistry.get_handler": (absorbed_mla, HookType.AROUND),
     f"{_NATIVE}._run_sdpa_forward_extend": (attention.extend, HookType.AROUND),
     f"{_NATIVE}._run_sdpa_forward_decode": (attention.decode, HookType.AROUND),
+    "sglang.srt.server_args.ServerArgs._set_default_dsa_kv_cache_dtype": (keep_kv_dtype, HookType.REPLACE),
+    f"{_DSA}.dsa.dsa_indexer.Indexer.forward_native": (sparse_mla.indexer_forward, HookType.REPLACE),
+    f"{_DSA}.dsa.dsa_indexer.rotate_activation": (sparse_mla.rotate, HookType.REPLACE),
+    f"{_INDEX}.transform_index_page_table_prefill": (sparse_mla.slots_of_extend, HookType.REPLACE),
+    f"{_INDEX}.transform_index_page_table_decode": (sparse_mla.slots_of_decode, HookType.REPLACE),
+    f"{_DSA}.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang": (sparse_mla.attend, HookType.AROUND),
     f"{_XGRAMMAR}._allocate_token_bitmask": (allocate_bitmask, HookType.REPLACE),
     f"{_XGRAMMAR}.XGrammarGrammar.apply_vocab_mask": (apply_bitmask_method, HookType.REPLACE),
     f"{_XGRAMMAR}.XGrammarGrammarBackend.apply_vocab_mask": (apply_bitmask, HookType.REPLACE),

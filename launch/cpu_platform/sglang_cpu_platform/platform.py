@@ -79,10 +79,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return MLAPool
 
     def get_dsa_kv_pool_cls(self) -> type:
-        """SGLang's own pool."""
-        from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+        """SGLang's own pool, written without Triton."""
+        from sglang_cpu_platform.pools import IndexedLatentPool
 
-        return DSATokenToKVPool
+        return IndexedLatentPool
 
     def get_paged_allocator_cls(self) -> type:
         """The page allocator without Triton, for every page size.
@@ -106,7 +106,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             raise ValueError(f"--device {server_args.device}: no CUDA device was found; use --device cpu or drop it")
         # SGLang has just filled an open --attention-backend with its AMX kernels, which its CUDA wheels lack.
         if server_args.attention_backend == "intel_amx":
-            server_args.attention_backend = self.get_default_attention_backend()
+            server_args.attention_backend = self._default_backend(server_args)
+        if server_args.attention_backend == "dsa":
+            self._use_torch_indexer(server_args)
         if server_args.dtype == "auto":
             server_args.dtype = "float32"
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
@@ -127,3 +129,34 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend,
             server_args.dtype,
         )
+
+    def _default_backend(self, server_args: ServerArgs) -> str:
+        """A model with a trained indexer would run dense on any other backend than its own, and not say so."""
+        from sglang.srt.configs.model_config import is_deepseek_dsa
+
+        if server_args.model_path.lower() in ("none", "dummy"):
+            return self.get_default_attention_backend()
+        model = server_args.get_model_config().hf_config
+        return "dsa" if is_deepseek_dsa(model) else self.get_default_attention_backend()
+
+    @staticmethod
+    def _use_torch_indexer(server_args: ServerArgs) -> None:
+        """Let SGLang's backend for sparse MLA call what `sparse_mla` has put in place of its kernels.
+
+        Raises:
+            ValueError: another kernel is asked for, or a KV cache that only kernels read.
+        """
+        from sglang.srt.environ import envs
+
+        for name in ("dsa_prefill_backend", "dsa_decode_backend", "dsa_topk_backend"):
+            if getattr(server_args, name) not in (None, type(server_args).__dataclass_fields__[name].default):
+                flag, got = f"--{name.replace('_', '-')}", getattr(server_args, name)
+                raise ValueError(f"{flag} {got}: without a CUDA device DeepSeek Sparse Attention runs in plain PyTorch")
+        if server_args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"):
+            got = server_args.kv_cache_dtype
+            raise ValueError(
+                f"--kv-cache-dtype {got}: DeepSeek Sparse Attention in plain PyTorch takes auto or bfloat16"
+            )
+        envs.SGLANG_DSA_FUSE_TOPK.set(False)
+        server_args.dsa_topk_backend = "torch"
+        server_args.dsa_prefill_backend = server_args.dsa_decode_backend = "tilelang"

@@ -6,7 +6,43 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
+
+
+class IndexedLatentPool(DSATokenToKVPool):
+    """SGLang's pool of latents and indexer keys, written without Triton."""
+
+    def set_mla_kv_buffer(
+        self, layer: Any, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
+    ) -> None:
+        """Write the latents ``[tokens, 1, rank]`` and rotary keys ``[tokens, 1, rope]`` of the slots ``loc``."""
+        latent = torch.cat([cache_k_nope, cache_k_rope], dim=-1)
+        self.kv_buffer[layer.layer_id - self.start_layer][loc] = latent.to(self.store_dtype)
+
+    def set_index_k_scale_buffer(
+        self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
+    ) -> None:
+        """Write the indexer's keys ``[tokens, 128]`` e4m3 and their scales ``[tokens]`` float32 to the slots `loc`."""
+        keys, scales = self.index_views(layer_id)
+        page, place = loc // self.page_size, loc % self.page_size
+        keys[page, place] = index_k.view(torch.uint8)
+        scales[page, place] = index_k_scale
+
+    def index_views(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys ``[pages, page_size, 128]`` uint8 and scales ``[pages, page_size]`` float32 within a layer's pages.
+
+        A page holds the keys of all its tokens, and then their scales.
+        """
+        buffer = self.index_k_with_scale_buffer[layer_id - self.start_layer]
+        width = self.page_size * self.index_head_dim
+        keys = buffer[:, :width].unflatten(1, (self.page_size, self.index_head_dim))
+        return keys, buffer[:, width:].view(torch.float32)
+
+    def index_keys(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
+        """The indexer's keys of some slots, scaled: ``[tokens, 128]`` float32."""
+        keys, scales = self.index_views(layer_id)
+        page, place = slots // self.page_size, slots % self.page_size
+        return keys[page, place].view(torch.float8_e4m3fn).float() * scales[page, place, None]
 
 
 class MLAPool(MLATokenToKVPool):

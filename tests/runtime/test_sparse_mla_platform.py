@@ -1,0 +1,158 @@
+"""DeepSeek Sparse Attention on the CPU platform: parts against their definition, a server against transformers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import plain_dsa
+import pytest
+import torch
+from checkpoints import random_dsa
+from forked_server import ForkedServer
+from one_thread import one_thread  # noqa: F401
+from server_requests import assert_nothing_leaked
+from sglang_cpu_platform import sparse_mla
+
+from eval import niah
+from eval.live.record import read_rows
+from eval.texts.text import read_book
+from eval.texts.windows import BOOK
+from launch.server import ServerProcess
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU platform stays inactive next to CUDA")
+
+STRICT_MEMORY = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
+TOPK = 64
+
+
+def random_prompt(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(3, 1024, (length,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_dsa(tmp_path_factory.mktemp("random-dsa"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Requests are retracted again and again."""
+    env = {**STRICT_MEMORY, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    log = tmp_path_factory.mktemp("trained") / "log"
+    with ForkedServer("eval/models/tiny-dsa", "--chunked-prefill-size=512", log_path=log, env=env) as server:
+        yield server
+        assert_nothing_leaked(server)
+
+
+def test_logprobs_are_those_of_transformers(checkpoint, tmp_path, monkeypatch) -> None:
+    """Where a key lies between two float8 values, rounding decides, and with random weights any key may be chosen: so
+    most positions are equal, and the others are nearer than to a model without rotation and float8."""
+    prompts = [random_prompt(length) for length in (130, 200, 300, 400)]
+    params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 1}
+    log = tmp_path / "log"
+    with ForkedServer(checkpoint, "--chunked-prefill-size=128", log_path=log, env=STRICT_MEMORY) as server:
+        asked = {"sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        answers = [server.generate(input_ids=prompt, **asked) for prompt in prompts]
+        assert_nothing_leaked(server)
+    got = [logprob for answer in answers for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+    unquantised = plain_dsa.load(checkpoint)
+    far = torch.tensor(got) - prompt_logprobs(unquantised, prompts)
+    monkeypatch.setattr(plain_dsa.modeling.DeepseekV32Indexer, "forward", plain_dsa.indexer_forward)
+    near = torch.tensor(got) - prompt_logprobs(unquantised, prompts)
+    assert (near.abs() < 1e-3).float().mean() > 0.6
+    assert near.abs().mean() < 0.2 * far.abs().mean()
+
+
+def prompt_logprobs(model: torch.nn.Module, prompts: list[list[int]]) -> torch.Tensor:
+    """Of every token but each prompt's first."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor(prompt)
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)
+        found.append(logprobs[:-1].gather(1, ids[1:, None]).flatten())
+    return torch.cat(found)
+
+
+def test_a_trained_indexer_finds_its_needles_at_once_and_retracted(trained, tmp_path) -> None:
+    out = tmp_path / "niah.jsonl"
+    arguments = ["--base-url", trained.url, "--tasks", "multikey", "--lengths", "1k", "--n", "1", "--concurrency", "5"]
+    assert niah.main([*arguments, "--expect", "any", "--out", str(out)]) == 0
+    (summary,) = (row for row in read_rows(out) if row["kind"] == "summary")
+    assert (summary["n"], summary["score"]) == (5, 1.0)
+
+
+def test_prefixes_bring_their_keys_along_and_retraction_changes_nothing(trained) -> None:
+    book = read_book(BOOK)
+    texts = [book[first : first + 2500] for first in (0, 20000, 40000)]
+    params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 16}
+    trained.flush_cache()
+    together = trained.generate(text=texts, sampling_params=params)
+    assert any(answer["meta_info"]["num_retractions"] for answer in together)
+    for text, first in zip(texts, together, strict=True):
+        again = trained.generate(text=text, sampling_params=params)
+        tokens = again["meta_info"]["prompt_tokens"]
+        assert tokens > 512 and again["meta_info"]["cached_tokens"] == (tokens - 1) // 64 * 64
+        assert again["output_ids"] == first["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype fp8_e4m3: .* takes auto or bfloat16"),
+        (["--dsa-decode-backend", "fa3"], "--dsa-decode-backend fa3: without a CUDA device"),
+        (["--dsa-topk-backend", "flashinfer"], "--dsa-topk-backend flashinfer: without a CUDA device"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_by_name(flags: list[str], message: str) -> None:
+    from sglang.srt.server_args import prepare_server_args
+
+    with pytest.raises(ValueError, match=message):
+        prepare_server_args(["--model-path", "eval/models/tiny-dsa", *flags])
+
+
+def test_rows_are_rotated_and_rounded_by_definition() -> None:
+    x = torch.randn(50, 3, 128, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(sparse_mla.rotate(x), plain_dsa.rotate(x), rtol=1e-5, atol=1e-5)
+    x *= torch.logspace(-6, 4, 50)[:, None, None]
+    x[0] = 0.0
+    x[1, 0] = 448.0 * 2.0**-9  # the largest value is a power of two times 448 itself
+    values, scales = sparse_mla.quantize(x)
+    assert torch.equal(values.float() * scales[..., None], plain_dsa.round_to_fp8(x))
+    assert scales[1, 0] == 2.0**-9
+
+
+@pytest.mark.parametrize("length", [1, TOPK, TOPK + 1, 300])
+def test_the_best_tokens_are_chosen_and_ties_go_to_the_lowest(length: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    # Few values, so that most logits have equals.
+    query = torch.randint(-1, 2, (5, 4, 128), generator=generator).float()
+    keys = torch.randint(-1, 2, (length, 1), generator=generator).float().expand(-1, 128).contiguous()
+    gates = torch.rand(5, 4, generator=generator)
+    lengths = torch.arange(length - 4, length + 1).clamp(min=1).int()
+    got = sparse_mla.choose(query, gates, keys, lengths, TOPK)
+    logits = torch.einsum("qh,qhl->ql", gates, (query @ keys.T).relu()).tolist()
+    for i, seen in enumerate(lengths.tolist()):
+        best = sorted(range(seen), key=lambda place, row=logits[i]: (-row[place], place))[:TOPK]
+        assert got[i].tolist() == sorted(best) + [-1] * (TOPK - len(best))
+
+
+def test_attention_is_a_softmax_over_the_chosen_slots() -> None:
+    generator = torch.Generator().manual_seed(0)
+    cache, query = torch.randn(300, 1, 96, generator=generator), torch.randn(70, 4, 96, generator=generator)
+    slots = torch.stack([torch.randperm(300, generator=generator)[:20] for _ in range(70)]).int()
+    slots[3, 5:] = -1
+    got = sparse_mla.attend(lambda: None, None, query, cache, 64, slots, 0.3)
+    for i in range(70):
+        latents = cache[[slot for slot in slots[i].tolist() if slot >= 0], 0]
+        want = (query[i] @ latents.T * 0.3).softmax(-1) @ latents[:, :64]
+        torch.testing.assert_close(got[i], want, rtol=1e-5, atol=1e-5)
+
+
+def test_positions_become_slots() -> None:
+    table = torch.tensor([[70, 71, 72], [90, 91, 0]], dtype=torch.int32)
+    chosen = torch.tensor([[0, -1], [0, 1], [1, 0]], dtype=torch.int32)
+    extend = sparse_mla.slots_of_extend(page_table=table, topk_indices=chosen, extend_lens_cpu=[2, 1], page_size=1)
+    assert extend.tolist() == [[70, -1], [70, 71], [91, 90]]
+    decode = sparse_mla.slots_of_decode(page_table=table, topk_indices=chosen[1:], page_size=1)
+    assert decode.tolist() == [[70, 71], [91, 90]]
