@@ -1,0 +1,152 @@
+"""The legs of everything at once: what commands and goals want of them; how they run is in test_reproduce_run."""
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import bench_decode, bench_kernels, bench_mla, bench_prefill, profile_decode, reproduce
+from eval.figures.goals import Goal, read_goals
+from eval.parts import serving_arguments
+from eval.parts.model_shapes import SHAPES
+from eval.parts.reproduce_legs import LEGS, URL, Command, Leg
+from eval.texts.lengths import short_length
+from sglang_sparse import tune
+
+# Goals whose methods are not there yet. Who adds one takes it from here and adds its leg.
+LATER = {"K5", "K7", "K8", "K10", "K11", "E4", "E7"}
+# Fields of a goal's row that no argument decides.
+OUTCOMES = {"command", "task", "arm", "implementation", "sparse_layers", "dense_decode_graphs", "dense_prefill_graphs"}
+PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
+    "eval.bench_decode": bench_decode.parse,
+    "eval.bench_kernels": bench_kernels.parse,
+    "eval.bench_mla": bench_mla.parse,
+    "eval.bench_prefill": bench_prefill.parse,
+    "eval.bench_serving": serving_arguments.parse,
+    "eval.profile_decode": profile_decode.parse,
+    "sglang_sparse.tune": lambda arguments: tune.parser().parse_args(arguments),
+}
+COMMANDS = [(leg, command) for leg in LEGS for command in leg.commands]
+README = Path(reproduce.__file__).parent / "README.md"
+
+
+def parsed(command: Command, folder: Path) -> argparse.Namespace:
+    """The arguments as the command's own parser reads them, with the inputs that it looks into."""
+    arguments = {"seed": 0, "active": "paper", "recipe": {}}
+    header = {"kind": "header", "command": "eval.bench_mla", "base_recipe": {}, "arguments": arguments}
+    row = {"kind": "summary", "op": "mass+topp+attend", "implementation": "rope", "stripe_ratio": 0.003}
+    (folder / "mla-v2-lite.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (header, row)))
+    module, *rest = command.line(folder, "http://here", "r1")
+    return PARSERS[module](rest)
+
+
+def asked(leg: Leg, command: Command, folder: Path) -> dict[str, list[Any]]:
+    """What a command's rows will have, by field; what its inputs come from says more than it does."""
+    args, module = parsed(command, folder), command.module
+    found = {name: value if isinstance(value, list) else [value] for name, value in vars(args).items()}
+    if module == "eval.bench_kernels":
+        shapes = bench_kernels.shapes(args)
+        found |= {"shape": [shape.name for shape in shapes], "op": args.ops}
+        found |= {name: [getattr(shape, name) for shape in shapes] for name in ("q_heads", "kv_heads", "dim")}
+    elif module == "eval.bench_mla":
+        shares = [shape.target_share for shape in bench_mla.shapes(args)]
+        found |= {"shape": args.shapes, "op": args.ops, "target_sparsity": [1 - share for share in shares if share]}
+    elif module == "eval.bench_prefill":
+        found |= {"shape": [f"1x{short_length(tokens)}" for tokens in args.lengths], "target_sparsity": [args.sparsity]}
+        found |= {name: [heads] for name, heads in zip(("q_heads", "kv_heads", "dim"), args.heads, strict=True)}
+    elif module == "eval.bench_serving":
+        flags = shlex.split(args.server_args)
+        # Without the flag the server takes FA3, on the GPUs that have it.
+        named = [*flags, "--attention-backend", "fa3"]
+        backend = named[named.index("--attention-backend") + 1]
+        found |= {"context": args.contexts, "dense_page_size": [int(flags[flags.index("--page-size") + 1])]}
+        found |= {"dense_decode_backend": [backend], "dense_attention_backend": [backend]}
+        found |= {} if args.sparsity is None else {"target_sparsity": [args.sparsity]}
+    for other in leg.commands:
+        if command.needs(other):
+            found = asked(leg, other, folder) | found
+    return found
+
+
+@pytest.mark.parametrize(("leg", "command"), COMMANDS, ids=lambda one: getattr(one, "file", ""))
+def test_command_lines_are_what_their_commands_take(leg: Leg, command: Command, tmp_path: Path) -> None:
+    args = parsed(command, tmp_path)
+    assert args.out == tmp_path / command.file
+    assert getattr(args, "revision", "none") == ("r1" if command.module.startswith("eval.") else "none")
+    assert (URL in command.arguments) == (leg.server is not None)
+    assert getattr(args, "base_url", "http://here") == "http://here"
+    if hasattr(args, "recall_from") and args.recall_from:
+        assert args.recall_from.name in [other.file for other in leg.commands if command.needs(other)]
+
+
+@pytest.mark.parametrize("goal", read_goals(), ids=lambda goal: f"{goal.id}-{goal.part}")
+def test_every_goal_has_its_leg(goal: Goal, tmp_path: Path) -> None:
+    claimed = [(leg, command) for leg, command in COMMANDS if command.claims(goal)]
+    if goal.id in LATER:
+        assert not claimed, f"{goal.id} has a leg now: take it from LATER"
+        return
+    assert len(claimed) == 1, f"{goal.id}, {goal.part}: give it a leg in eval/parts/reproduce_legs.py"
+    ((leg, command),) = claimed
+    assert command.module == goal.row["command"]
+    given = asked(leg, command, tmp_path)
+    if goal.row.get("task") == "prefix_hit":
+        given["context"] = given["prefix"]
+    for name in goal.row.keys() - OUTCOMES:
+        assert goal.row[name] in given[name], name
+
+
+def test_claims_are_goals_and_files_are_distinct() -> None:
+    goals = read_goals()
+    names = {goal.id for goal in goals} | {f"{goal.id}: {goal.part}" for goal in goals}
+    assert {claim for _, command in COMMANDS for claim in command.goals} <= names
+    files = [command.file for _, command in COMMANDS]
+    assert len(set(files)) == len(files) and len({leg.name for leg in LEGS}) == len(LEGS)
+
+
+def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
+    for leg in LEGS:
+        if leg.server is None:
+            continue
+        assert leg.server.model in SHAPES and "--load-format" in leg.server.arguments()
+        flags = leg.server.flags
+        limit = {name: float(flags[flags.index(name) + 1]) for name in flags if name.startswith("--m") or "-l" in name}
+        facts = {"page_size": 16, "max_total_num_tokens": limit["--max-total-tokens"], "disable_radix_cache": False}
+        config = json.loads(flags[flags.index("--sparse-config") + 1]) if "--sparse-config" in flags else {}
+        for command in leg.commands:
+            args = parsed(command, tmp_path)
+            short = getattr(args, "short", 0)
+            bench_decode.require_capacity(facts, args.batch, args.context, short, args.tokens)
+            assert args.context + args.tokens < limit["--context-length"]
+            assert args.batch <= limit["--max-running-requests"]
+            if command.module == "eval.bench_decode":
+                # A name says what is measured, and goals go by it.
+                assert f"-{args.batch}x{short_length(args.context)}" in args.shape
+                assert args.shape.startswith(leg.server.model)
+                assert ("fp8-r.05" in args.shape) == (config.get("active_ratio") == 0.05)
+                assert config.get("rectify_interval", 32) == args.interval
+
+
+def test_the_commands_of_the_readme_are_the_same() -> None:
+    blocks = re.findall(r"```\n(.*?)```", README.read_text(), re.S)
+    lines = [shlex.split(line) for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    bench = ("eval.bench_mla", "eval.bench_prefill", "eval.bench_serving")
+    shown = [line[2:] for line in lines if line[:2] == ["python", "-m"] and line[2] in bench]
+    known = [[part.removeprefix("./") for part in one.line(Path(), "")] for _, one in COMMANDS]
+    assert len(shown) == 5
+    for line in shown:
+        assert line in known
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == [leg.name for leg in LEGS]
+    assert (
+        "| e3-8b | E3: Qwen3-8B, 6x128k | bench-decode-qwen3-8b-6x128k-fp8-r.05.jsonl | a server of qwen3-8b |" in lines
+    )
+    assert "| mla | K6: 8x64k; K6: 1x128k | bench_mla.jsonl | nothing |" in lines
