@@ -13,6 +13,7 @@ from sglang_sparse.config import settings_of
 from sglang_sparse.decode_path import SPLIT, DecodePath
 from sglang_sparse.delegate import DelegatingBackend
 from sglang_sparse.method import parse_layers
+from sglang_sparse.methods.dsa import Dsa
 from sglang_sparse.plan import DecodePlan, plan_decode, usual_selection
 from sglang_sparse.prefill_path import PrefillPath
 from sglang_sparse.stats import Counters
@@ -77,6 +78,8 @@ class SparseAttentionBackend(DelegatingBackend):
     def __init__(self, dense: Any, runner: Any, settings: Settings):
         super().__init__(dense)
         self.method = settings.method
+        if isinstance(self.method, Dsa):
+            self.method.index_topk = dense.dsa_index_topk
         self._config = settings.config
         self._pools: pools.AuxPools = getattr(runner.token_to_kv_pool, pools.ATTRIBUTE)
         model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
@@ -85,7 +88,7 @@ class SparseAttentionBackend(DelegatingBackend):
         usual = usual_selection(self.method, max_blocks)
         self._limits = (model.num_kv_heads, max_blocks, usual, self.method.block_size)
         device = self._pools.overflow.device
-        if settings.name:
+        if settings.name and not isinstance(self.method, Dsa):
             found = crossover.find(settings, model, device)
             self.method.crossover_tokens = found.tokens
             logger.info(
@@ -108,6 +111,11 @@ class SparseAttentionBackend(DelegatingBackend):
         self._planned: tuple[list[int], DecodePlan] | None = None
         # Set while a step that rectifies is launched.
         self.rectifying: Rectification | None = None
+
+    @property
+    def view(self) -> BatchView | None:
+        """The decode batch that runs sparse; None for a dense one, and in prefill."""
+        return self._view
 
     def plan_rows(self, seq_lens: torch.Tensor, rows: Sequence[RequestOptions]) -> DecodePlan:
         """Decide the decode batch that runs next.
@@ -224,7 +232,8 @@ class SparseAttentionBackend(DelegatingBackend):
             RuntimeError: a sparse layer needs attention that is not plain causal GQA or MLA.
         """
         mode, prefill = forward_batch.forward_mode, self.prefill
-        decodes_sparse = layer.layer_id in self._pools.layers
+        # With an indexer the model has chosen before it comes here, and the backend attends to no more.
+        decodes_sparse = layer.layer_id in self._pools.layers and self.method.attention != "DSA"
         if mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
             return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         _require_plain(layer, k, kwargs, latent=self.method.attention == "MLA")

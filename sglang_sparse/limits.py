@@ -11,9 +11,10 @@ from typing import Any
 DENSE_BACKENDS = {
     "MHA": ("torch_native", "triton", "flashinfer", "fa3"),
     "MLA": ("torch_native", "triton", "flashinfer", "flashmla", "fa3"),
+    "DSA": ("dsa",),
 }
-GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native"}
-CPU_ONLY_METHODS = ("anchor", "robsa")
+GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native", "dsa"}
+CPU_ONLY_METHODS = ("anchor", "robsa", "dsa")
 UNMEASURED = "its GPU kernels are not measured yet"
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
@@ -41,11 +42,13 @@ class ModelLimit:
         name: the kind.
         applies: judges SGLang's ``ModelConfig``.
         reason: why not.
+        own_selection: it is what a method for trained indexers is there for.
     """
 
     name: str
     applies: Callable[[Any], bool]
     reason: str
+    own_selection: bool = False
 
 
 def _set(field: str) -> Callable[[Any], object | None]:
@@ -181,7 +184,7 @@ MODEL_LIMITS = (
         "its windowed layers free the pages that a selection could name",
     ),
     ModelLimit("chunked local attention model", lambda m: m.is_local_attention_model, "its layers see only a window"),
-    ModelLimit("model with its own sparse attention", _own_sparse_attention, "it selects by itself"),
+    ModelLimit("model with its own sparse attention", _own_sparse_attention, "it selects by itself", True),
     ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted otherwise"),
     ModelLimit("model with attention sinks", lambda m: bool(m._detect_attention_sinks()), "not in the kernels yet"),
     ModelLimit("model with a soft cap on attention logits", _soft_cap, "not in the kernels yet"),

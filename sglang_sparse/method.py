@@ -210,7 +210,9 @@ class DecodeMethod(ABC):
     ``sglang_sparse.methods`` names it. Nothing else needs to know it.
 
     Attributes:
-        attention: the kind of attention it serves: "MHA", which GQA is one of, or "MLA".
+        attention: the kind of attention it serves: "MHA", which GQA is one of, "MLA", or "DSA", which is MLA of a model
+            that has an indexer.
+        exact: what it computes is what the model was trained to do, so that its KV is exact.
         decides_on_device: `n_select` is a bound, and how many blocks a row takes is known on the device alone.
         config: the configuration.
         crossover_tokens: the config's number, or what "auto" stands for; a server that starts puts here what was
@@ -218,7 +220,8 @@ class DecodeMethod(ABC):
     """
 
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
-    attention: ClassVar[Literal["MHA", "MLA"]] = "MHA"
+    attention: ClassVar[Literal["MHA", "MLA", "DSA"]] = "MHA"
+    exact: ClassVar[bool] = False
     decides_on_device: ClassVar[bool] = False
 
     def __init__(self, config: MethodConfig):

@@ -32,6 +32,11 @@ def require_before(args: SparseServerArgs, settings: Settings) -> None:
     found = _found(args, FLAG_LIMITS)
     if found:
         raise SparseArgumentError(f"{settings.flag} cannot run with {found}")
+    if settings.method.attention == "DSA" and args.page_size != settings.config.page_size:
+        # SGLang would put its own page size there without a word.
+        raise SparseArgumentError(
+            f"{settings.flag}: got --page-size {args.page_size}, allowed: {settings.config.page_size}"
+        )
     if settings.config.page_size % settings.method.block_size:
         raise SparseArgumentError(
             f"{settings.flag}: the page size is {settings.config.page_size} and the method's blocks have "
@@ -184,7 +189,7 @@ def require_model(args: SparseServerArgs, settings: Settings) -> None:
     model = ModelConfig.from_server_args(args)
     architecture = (model.hf_config.architectures or ["unknown"])[0]
     for limit in MODEL_LIMITS:
-        if limit.applies(model):
+        if limit.applies(model) and not (limit.own_selection and settings.method.attention == "DSA"):
             raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {limit.name}; {limit.reason}")
     configs: dict[str, SparseConfig] = {f"--sparse-config of {settings.name}": settings.config}
     if settings.prefill:

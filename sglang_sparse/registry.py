@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "sglang_sparse.methods"
 
-DECODE_METHODS = {"resa": "sglang_sparse.methods.resa:Resa", "robsa": "sglang_sparse.methods.robsa:Robsa"}
+DECODE_METHODS = {
+    "resa": "sglang_sparse.methods.resa:Resa",
+    "robsa": "sglang_sparse.methods.robsa:Robsa",
+    "dsa": "sglang_sparse.methods.dsa:Dsa",
+}
 PREFILL_METHODS = {"anchor": "sglang_sparse.methods.anchor:Anchor"}
 
 

@@ -39,6 +39,7 @@ MAY_IMPORT_SGLANG = {
     "group_keys.py",
     "prefill_path.py",
     "decode_path.py",
+    "indexer.py",
 }
 
 

@@ -20,6 +20,8 @@ OPERATIONS = (
     "block_mass",
     "block_topp",
     "sparse_mla_decode",
+    "index_keys",
+    "index_logits",
 )
 HAS_GPU = torch.cuda.is_available()
 INTERPRETED = not HAS_GPU and "triton" not in sys.modules

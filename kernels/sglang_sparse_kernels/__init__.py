@@ -10,5 +10,7 @@ One folder per operation, each usable without SGLang:
 - ``block_mass``: share of each block in a row's attention, by some dimensions of query and key.
 - ``block_topp``: the smallest set of the highest blocks that hold a share of the mass.
 - ``sparse_mla_decode``: decode attention over the selected blocks of a latent cache.
+- ``index_keys``: FP8 queries and keys of the lightning indexer, and the paged cache of the keys.
+- ``index_logits``: how much each query of the lightning indexer wants each token of its row.
 - ``anchor_prefill``: prefill attention over the initial block, the own group and the keys that come near their scores.
 """

@@ -94,7 +94,7 @@ def test_all_pages_is_dense_attention(group: int, page_size: int, device: str) -
 def test_pages_as_token_slots_give_the_same_result(device: str, seed: int, lengths: list[int]) -> None:
     """Page size 1 over the tokens of the selected pages."""
     arguments = make(Case(tuple(lengths), 8, 2, 2, 64, torch.float16, torch.float16), device, seed)
-    slots, valid = reference._token_slots(
+    slots, valid = reference.token_slots(
         arguments["indices"], arguments["counts"], arguments["last_slots"], arguments["page_size"]
     )
     counts = valid.sum(dim=-1).int()

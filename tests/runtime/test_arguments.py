@@ -38,7 +38,7 @@ def test_defaults_resolve(qwen3: str) -> None:
 
 def test_unknown_method_names_the_list_and_the_nearest(qwen3: str) -> None:
     message = refused(qwen3, sparse_method="reza")
-    assert "got 'reza'" in message and "allowed: resa" in message and "did you mean 'resa'" in message
+    assert "got 'reza'" in message and "allowed: dsa, resa" in message and "did you mean 'resa'" in message
 
 
 def test_unknown_prefill_method(qwen3: str) -> None:
@@ -257,12 +257,19 @@ def test_a_moved_seam_is_named(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> N
         resolve(qwen3)
 
 
+def test_a_gpu_machine_imports_nothing_for_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere = [seam for seam in hooks.SEAMS if seam.method is None]
+    assert hooks.active() == hooks.SEAMS and len(everywhere) < len(hooks.SEAMS)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert hooks.active.__wrapped__() == tuple(everywhere)
+
+
 def test_command_line_prints_one_message(qwen3: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         prepare_server_args(["--model-path", qwen3, "--sparse-method", "reza"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.strip() == (
-        "sglang_sparse: error: --sparse-method: got 'reza', allowed: resa, robsa; did you mean 'resa'?"
+        "sglang_sparse: error: --sparse-method: got 'reza', allowed: dsa, resa, robsa; did you mean 'resa'?"
     )
 
 

@@ -142,7 +142,7 @@ def test_attention_is_a_softmax_over_the_chosen_slots() -> None:
     cache, query = torch.randn(300, 1, 96, generator=generator), torch.randn(70, 4, 96, generator=generator)
     slots = torch.stack([torch.randperm(300, generator=generator)[:20] for _ in range(70)]).int()
     slots[3, 5:] = -1
-    got = sparse_mla.attend(lambda: None, None, query, cache, 64, slots, 0.3)
+    got = sparse_mla.attend(None, query, cache, 64, slots, 0.3)
     for i in range(70):
         latents = cache[[slot for slot in slots[i].tolist() if slot >= 0], 0]
         want = (query[i] @ latents.T * 0.3).softmax(-1) @ latents[:, :64]

@@ -22,7 +22,7 @@ def sparse_decode(
     width = int(counts.max()) if batch else 0
     if width == 0:
         return out.zero_()
-    slots, valid = _token_slots(indices[:, :, :width], counts, last_slots, page_size)
+    slots, valid = token_slots(indices[:, :, :width], counts, last_slots, page_size)
     heads = torch.arange(num_kv_heads, device=q.device)[:, None]
     keys = k_cache[slots, heads].float()  # [B, Hkv, T, d]
     # An unwritten slot may hold NaN, which a weight of zero does not remove.
@@ -37,7 +37,7 @@ def sparse_decode(
     return out
 
 
-def _token_slots(
+def token_slots(
     indices: torch.Tensor, counts: torch.Tensor, last_slots: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots ``[B, Hkv, K * page_size]`` of the selected tokens, and which of them are valid."""

@@ -2,7 +2,10 @@
 
 import torch
 
-from ..sparse_decode import reference
+from ..sparse_decode.reference import token_slots
+
+# Rows at a time: bounds the keys that are gathered.
+_ROWS = 16
 
 
 def sparse_mla_decode(
@@ -17,9 +20,21 @@ def sparse_mla_decode(
     kv_scale: float,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """See ``sparse_mla_decode.sparse_mla_decode``: all query heads are one group, whose key holds its value."""
-    q = torch.cat([q_nope, q_rope], dim=-1)
-    keys, values = kv_cache[:, None], kv_cache[:, None, : q_nope.shape[2]]
-    return reference.sparse_decode(
-        q, keys, values, indices, counts, last_slots, block_size, sm_scale, kv_scale, kv_scale, out
-    )
+    """See ``sparse_mla_decode.sparse_mla_decode``: all query heads share one key, which holds its value."""
+    for first in range(0, len(out), _ROWS):
+        part = slice(first, first + _ROWS)
+        width = int(counts[part].max())
+        if width == 0:
+            out[part] = 0.0
+            continue
+        slots, valid = token_slots(indices[part, :, :width], counts[part], last_slots[part], block_size)
+        # An unwritten slot may hold NaN, which a weight of zero does not remove.
+        latents = kv_cache[slots[:, 0]].float()  # [rows, T, R + r]
+        latents[~valid[:, 0]] = 0.0
+        query = torch.cat([q_nope[part], q_rope[part]], dim=-1).float()
+        logits = query @ latents.mT * (sm_scale * kv_scale)
+        weights = logits.masked_fill_(~valid, float("-inf")).softmax(dim=-1)
+        result = weights @ latents[..., : q_nope.shape[2]] * kv_scale
+        # The softmax over no tokens at all is NaN.
+        out[part] = result.masked_fill_((counts[part] == 0)[..., None], 0.0)
+    return out

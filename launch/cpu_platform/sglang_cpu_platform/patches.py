@@ -96,7 +96,7 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     f"{_DSA}.dsa.dsa_indexer.rotate_activation": (sparse_mla.rotate, HookType.REPLACE),
     f"{_INDEX}.transform_index_page_table_prefill": (sparse_mla.slots_of_extend, HookType.REPLACE),
     f"{_INDEX}.transform_index_page_table_decode": (sparse_mla.slots_of_decode, HookType.REPLACE),
-    f"{_DSA}.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang": (sparse_mla.attend, HookType.AROUND),
+    f"{_DSA}.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang": (sparse_mla.attend, HookType.REPLACE),
     f"{_XGRAMMAR}._allocate_token_bitmask": (allocate_bitmask, HookType.REPLACE),
     f"{_XGRAMMAR}.XGrammarGrammar.apply_vocab_mask": (apply_bitmask_method, HookType.REPLACE),
     f"{_XGRAMMAR}.XGrammarGrammarBackend.apply_vocab_mask": (apply_bitmask, HookType.REPLACE),

@@ -7,7 +7,6 @@ rotation and the FP8 keys of its published inference code, which SGLang follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -136,7 +135,6 @@ def slots_of_decode(page_table: torch.Tensor, topk_indices: torch.Tensor, page_s
 
 
 def attend(
-    original: Callable[..., torch.Tensor],
     backend: Any,
     q_all: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -147,7 +145,6 @@ def attend(
     """In place of ``DeepseekSparseAttnBackend._forward_tilelang``: attention over some slots of the latent cache.
 
     Args:
-        original: SGLang's, not called.
         backend: SGLang's backend.
         q_all: ``[tokens, heads, rank + rope]``, absorbed.
         kv_cache: ``[slots, 1, rank + rope]``.

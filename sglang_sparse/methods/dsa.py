@@ -1,0 +1,109 @@
+"""DSA: each token attends to those tokens that the model's own trained indexer chooses.
+
+Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention, section 2.1). SGLang's model, its indexer's weights and its KV
+pool are used as they are; what replaces its kernels is in ``indexer.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from sglang_sparse.method import AuxSpec, Crossover, DecodeMethod, MethodConfig, ModelShape
+from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_sparse.indices import SparseIndices
+    from sglang_sparse.pools import AuxPools
+    from sglang_sparse.view import BatchView
+
+PAGE = 64
+INDEX_DIM = 128
+MOST_HEADS = 64
+MOST_TOPK = 4096
+_TRAINED = "the model was trained with its selection, in all layers and at every length"
+
+
+class DsaConfig(MethodConfig):
+    """Nothing is to be chosen: what the method does was decided when the model was trained."""
+
+    limits: ClassVar[tuple[str, ...]] = ()
+
+    page_size: int = Field(PAGE, description="Tokens per KV page: 64, as the indexer's keys are laid out.")
+    min_seq_len: int = Field(0, description="0: rows of more tokens than the model's index_topk run sparse.")
+    crossover_tokens: Crossover = Field(0, description="0, likewise.")
+
+    @field_validator("layers", "dense_fallback", "check_exactness", "page_size", "min_seq_len", "crossover_tokens")
+    @classmethod
+    def _as_trained(cls, value: Any, info: ValidationInfo) -> Any:
+        # Validators of one field have its name.
+        allowed = cls.model_fields[str(info.field_name)].default
+        if value != allowed:
+            raise ValueError(f"must be {allowed!r} here: {_TRAINED}")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_to_rectify(cls, data: object) -> object:
+        if isinstance(data, dict) and (given := [name for name in data if str(name).startswith("rectify_")]):
+            raise ValueError(f"{given[0]}: there is nothing to rectify; {_TRAINED}, so its KV is exact")
+        return data
+
+
+class Dsa(DecodeMethod):
+    """Sparse prefill and decode by the model's indexer.
+
+    A *block* is one token here, so what is counted in pages elsewhere is counted in tokens.
+
+    Attributes:
+        index_topk: tokens that a row attends to at most: the model's, put here when a server starts.
+    """
+
+    config_class = DsaConfig
+    attention = "DSA"
+    exact = True
+    index_topk = 0
+
+    @property
+    def block_size(self) -> int:
+        """One token."""
+        return 1
+
+    def refuse(self, model_config: Any) -> str | None:
+        """Refuse a model without an indexer, or with one that the kernels do not serve."""
+        config = model_config.hf_text_config
+        if getattr(config, "index_topk", None) is None or model_config.attention_arch.name != "MLA":
+            return (
+                "dsa needs a model with a trained indexer (index_topk in its config, as DeepSeek-V3.2 has); methods "
+                "that need no training: resa for MHA and GQA models, robsa for MLA models"
+            )
+        for name, allowed in (("qk_rope_head_dim", ROPE_DIMS), ("kv_lora_rank", LATENT_DIMS)):
+            if getattr(config, name, None) not in allowed:
+                return f"its {name} is {getattr(config, name, None)}; allowed: {', '.join(map(str, allowed))}"
+        if config.index_head_dim != INDEX_DIM:
+            return f"its index_head_dim is {config.index_head_dim}; allowed: {INDEX_DIM}"
+        for name, most in (("index_n_heads", MOST_HEADS), ("index_topk", MOST_TOPK)):
+            if not 1 <= getattr(config, name) <= most:
+                return f"its {name} is {getattr(config, name)}; allowed: 1 to {most}"
+        if (getattr(config, "index_topk_freq", 1) or 1) > 1 or getattr(config, "index_topk_pattern", None):
+            return "its layers share what they choose (index_topk_freq, index_topk_pattern), which is not proven yet"
+        return None
+
+    def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
+        """Nothing: the indexer's keys are in SGLang's KV pool."""
+        return ()
+
+    def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
+        """The model's ``index_topk``, or all tokens where there are fewer."""
+        return n_pages.clamp(max=self.index_topk)
+
+    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxPools) -> SparseIndices:
+        """Never called: the model asks its indexer before it attends, see ``indexer.choose``.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("the selection of dsa is the indexer's")

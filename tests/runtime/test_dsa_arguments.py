@@ -1,0 +1,78 @@
+"""What a DSA server refuses before it takes memory: each with one message that says what is allowed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_configs import write_config
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang.srt.server_args import ServerArgs
+
+from sglang_sparse.config import build
+from sglang_sparse.requests import parse_options
+
+TINY_DSA = "eval/models/tiny-dsa"
+
+
+def refused(model: str, config: str | None = None, **kwargs: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        ServerArgs(model_path=model, sparse_method="dsa", sparse_config=config, **kwargs)
+    return str(caught.value)
+
+
+def test_a_model_with_an_indexer_resolves() -> None:
+    args: Any = ServerArgs(model_path=TINY_DSA, sparse_method="dsa")
+    assert (args.attention_backend, args.page_size) == ("dsa", 64)
+    assert json.loads(args.sparse_config)["min_seq_len"] == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mla"])
+def test_other_models_are_told_what_fits_them(tmp_path: Path, kind: str) -> None:
+    message = refused(write_config(tmp_path, kind))
+    assert "dsa needs a model with a trained indexer" in message
+    assert "resa for MHA and GQA models, robsa for MLA models" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"index_head_dim": 64}, "its index_head_dim is 64; allowed: 128"),
+        ({"index_n_heads": 128}, "its index_n_heads is 128; allowed: 1 to 64"),
+        ({"index_topk": 8192}, "its index_topk is 8192; allowed: 1 to 4096"),
+        ({"index_topk_freq": 2}, "its layers share what they choose"),
+        ({"kv_lora_rank": 384}, "its kv_lora_rank is 384; allowed: 64, 128, 256, 512"),
+    ],
+)
+def test_indexers_that_are_not_served(tmp_path: Path, change: dict[str, int], expected: str) -> None:
+    config = json.loads((Path(TINY_DSA) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    assert expected in refused(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "kwargs", "expected"),
+    [
+        ('{"rectify_interval": 32}', {}, "there is nothing to rectify; the model was trained with its selection"),
+        ('{"min_seq_len": 4096}', {}, "min_seq_len: got 4096; must be 0 here"),
+        ('{"layers": "2-"}', {}, "layers: got '2-'; must be 'all' here"),
+        ('{"page_size": 16}', {}, "page_size: got 16; must be 64 here"),
+        ('{"check_exactness": true}', {}, "check_exactness: got True; must be False here"),
+        (None, {"page_size": 16}, "got --page-size 16, allowed: 64"),
+        (None, {"attention_backend": "torch_native"}, "'torch_native' is not supported; allowed: dsa"),
+        (None, {"kv_cache_dtype": "fp8_e4m3"}, "takes auto or bfloat16"),
+        (None, {"speculative_algorithm": "EAGLE"}, "speculative decoding"),
+        (None, {"sparse_prefill_method": "anchor"}, "anchor does not fit DeepseekV32ForCausalLM"),
+    ],
+)
+def test_flags(config: str | None, kwargs: dict[str, Any], expected: str) -> None:
+    assert expected in refused(TINY_DSA, config, **kwargs)
+
+
+@pytest.mark.parametrize("params", [{"sparse": False}, {"rectify_interval": 8}, {"min_seq_len": 1}])
+def test_requests_cannot_change_what_the_model_was_trained_for(params: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(params))):
+        parse_options(build("dsa", {}), params)

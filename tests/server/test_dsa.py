@@ -1,0 +1,121 @@
+"""DSA on a trained indexer: what it chooses is found, whatever SGLang does with the request meanwhile."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_requests import assert_nothing_leaked, sparse_state
+
+from eval import niah
+from eval.live.record import read_rows
+from eval.texts.text import read_book
+from eval.texts.windows import BOOK
+from launch.server import ServerProcess
+
+MODEL = Path("eval/models/tiny-dsa")
+FLAGS = ("--page-size", "64", "--chunked-prefill-size", "512")
+TOPK, LAYERS, PAGE = 512, 4, 64
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    book = read_book(BOOK)
+    return [book[first : first + 2500] for first in (0, 20000, 40000)]
+
+
+@pytest.fixture(scope="module")
+def server(serve) -> Iterator[ServerProcess]:
+    """Requests are retracted again and again."""
+    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    with serve(MODEL, *FLAGS, method="dsa", config={}, env=retract) as server:
+        yield server
+
+
+def moved(server: ServerProcess, before: dict[str, Any], *names: str) -> list[int]:
+    after = sparse_state(server)
+    return [after[name] - before[name] for name in names]
+
+
+def test_needles_are_found_at_once_and_retracted(server, tmp_path) -> None:
+    out = tmp_path / "niah.jsonl"
+    arguments = ["--base-url", server.url, "--tasks", "multikey", "--lengths", "1k", "--n", "1", "--concurrency", "5"]
+    assert niah.main([*arguments, "--expect", "dsa", "--out", str(out)]) == 0
+    (summary,) = (row for row in read_rows(out) if row["kind"] == "summary")
+    assert (summary["n"], summary["score"], summary["dense_rows"]) == (5, 1.0, 0)
+    assert 0.4 < summary["density"] < 0.6
+
+
+def test_prefixes_bring_their_keys_along_and_retraction_changes_nothing(server, texts) -> None:
+    params = {**GREEDY, "max_new_tokens": 16}
+    server.flush_cache()
+    together = server.generate(text=texts, sampling_params=params)
+    assert any(answer["meta_info"]["num_retractions"] for answer in together)
+    for text, first in zip(texts, together, strict=True):
+        again = server.generate(text=text, sampling_params=params)
+        tokens = again["meta_info"]["prompt_tokens"]
+        assert tokens > TOPK and again["meta_info"]["cached_tokens"] == (tokens - 1) // PAGE * PAGE
+        assert again["output_ids"] == first["output_ids"]
+
+
+def test_decoded_tokens_are_shared_too(server) -> None:
+    """The model was trained with this selection, so nothing of an answer is approximate."""
+    server.flush_cache()
+    prompt = [11 + i * i % 3900 for i in range(600)]
+    answer = server.generate(input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 80})
+    turn = [*prompt, *answer["output_ids"], 5, 6, 7]
+    hit = server.generate(input_ids=turn, sampling_params={**GREEDY, "max_new_tokens": 2})
+    assert hit["meta_info"]["cached_tokens"] == (600 + 79) // PAGE * PAGE
+
+
+def test_the_same_request_gives_the_same_bits(server, texts) -> None:
+    params = {**GREEDY, "max_new_tokens": 8}
+    answers = []
+    for _ in range(2):
+        server.flush_cache()
+        answers.append(server.generate(text=texts[0], sampling_params=params, return_logprob=True))
+    first, second = (answer["meta_info"]["output_token_logprobs"] for answer in answers)
+    assert first == second
+
+
+def test_it_computes_what_a_stock_server_computes(serve, server, texts) -> None:
+    """The CPU platform has an implementation of its own; of two logits that are nearly equal it may take the other."""
+    params, asked = {**GREEDY, "max_new_tokens": 1}, {"return_logprob": True, "logprob_start_len": 0}
+    server.flush_cache()
+    with serve(MODEL, *FLAGS) as stock:
+        found = [one.generate(text=texts[1], sampling_params=params, **asked) for one in (server, stock)]
+    ours, theirs = ([value for value, *_ in one["meta_info"]["input_token_logprobs"][1:]] for one in found)
+    differences = sorted(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    assert differences[len(differences) * 9 // 10] < 1e-3 and differences[-1] < 0.2
+
+
+def test_only_long_rows_are_sparse(server) -> None:
+    before = sparse_state(server)
+    server.generate(input_ids=list(range(10, 140)), sampling_params={**GREEDY, "max_new_tokens": 6})
+    rows, *others = moved(server, before, "decode_rows", "dense_fallback_rows", "sparse_layer_rows")
+    assert rows >= 5 and others == [rows, 0]
+    before = sparse_state(server)
+    server.generate(input_ids=[11 + i * i % 3900 for i in range(600)], sampling_params={**GREEDY, "max_new_tokens": 6})
+    names = ("decode_rows", "dense_fallback_rows", "sparse_layer_rows", "pages_attended", "pages_held")
+    rows, dense, *counted, held = moved(server, before, *names)
+    assert rows >= 5 and dense == 0 and counted == [rows * LAYERS, rows * LAYERS * TOPK]
+    assert 600 < held / (rows * LAYERS) < 610
+
+
+@pytest.mark.parametrize(("field", "value"), [("sparse", False), ("rectify_interval", 8)])
+def test_a_request_that_asks_for_something_else_is_status_400(server, field, value) -> None:
+    bad = {"text": "x", "sampling_params": {"custom_params": {field: value}}}
+    answer = httpx.post(f"{server.url}/generate", json=bad, timeout=60)
+    assert answer.status_code == 400 and field in answer.text
+
+
+def test_an_abort_leaks_nothing(server, texts) -> None:
+    request = {"text": texts[2], "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+    with (
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        client.stream("POST", "/generate", json=request) as stream,
+    ):
+        next(stream.iter_lines())
+    assert_nothing_leaked(server)
