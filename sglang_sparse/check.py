@@ -32,6 +32,7 @@ def capability_table() -> str:
     lines += [f"| {name} on a GPU | {limits.UNMEASURED} |" for name in limits.CPU_ONLY_METHODS]
     lines += [f"| sparse prefill with {limit.name} | {limit.reason} |" for limit in limits.PREFILL_LIMITS]
     lines += [f"| rectification with {limit.name} | {limit.reason} |" for limit in limits.RECTIFY_LIMITS]
+    lines += [f"| dsa with {limit.name} | {limit.reason} |" for limit in limits.INDEXER_LIMITS]
     return "\n".join(lines)
 
 

@@ -1,8 +1,9 @@
 """How much of a request's KV is exact, and the rule that only exact KV enters the radix tree.
 
 ``exact_len`` of a request: KV of positions ``[0, exact_len)`` equals what dense attention over the same tokens would
-have written. A dense pass over tokens that follow exact KV writes exact KV; a sparse decode step does not. What a
-sparse prefill writes counts as exact, see ``prefill.py``.
+have written. A dense pass over tokens that follow exact KV writes exact KV; a sparse decode step does not, unless the
+method is ``exact``: then sparse attention is what the model was trained for. What a sparse prefill writes counts as
+exact, see ``prefill.py``.
 """
 
 from __future__ import annotations

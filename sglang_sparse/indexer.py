@@ -20,8 +20,9 @@ from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseAttentionBackend
 
-# Of the logits of a prefill, which are made for as many queries at a time as fit.
-LOGITS_BYTES = 256 * 2**20
+# Of the logits of a prefill, which are made for as many queries at a time as fit. Choosing from them takes several
+# times as much on a CPU.
+LOGITS_BYTES = 32 * 2**20
 
 
 def choose(
@@ -54,7 +55,6 @@ def choose(
     if backend is None:
         return original(indexer, x, q_lora, positions, forward_batch, layer_id, return_indices)
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
-    from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
     pool: Any = get_token_to_kv_pool()
     buffer = pool.get_index_k_with_scale_buffer(layer_id)
@@ -72,7 +72,7 @@ def choose(
         _choose_decode(backend, metadata, values, gates, buffer, chosen)
     elif forward_batch.forward_mode.is_extend():
         _choose_extend(metadata, values, gates, buffer, chosen)
-    return maybe_capture_indexer_topk(layer_id, chosen)
+    return chosen
 
 
 def _choose_decode(
@@ -102,9 +102,9 @@ def _choose_extend(
     if longest <= topk:
         _take_all(lengths, chosen)
         return
-    for part in torch.arange(len(lengths)).split(max(1, LOGITS_BYTES // (4 * longest))):
-        first, last = int(part[0]), int(part[-1]) + 1
-        mine = slice(first, last)
+    at_once = max(1, LOGITS_BYTES // (4 * longest))
+    for first in range(0, len(lengths), at_once):
+        mine = slice(first, first + at_once)
         rows, seen = metadata.token_to_batch_idx[mine], lengths[mine]
         scores = index_logits(values[mine], gates[mine], buffer, metadata.real_page_table, rows, seen)
         _keep(*page_topk(scores[:, None], _places(scores), seen, seen.clamp(max=topk), topk), chosen[mine])

@@ -15,6 +15,8 @@ DENSE_BACKENDS = {
 }
 GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native", "dsa"}
 CPU_ONLY_METHODS = ("anchor", "robsa", "dsa")
+# Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
+INDEXER_PAGE = 64
 UNMEASURED = "its GPU kernels are not measured yet"
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
@@ -148,6 +150,15 @@ RECTIFY_LIMITS = (
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
 )
 
+INDEXER_LIMITS = (
+    FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), "what is chosen is not reported"),
+    FlagLimit(
+        "a page size",
+        lambda args: args.page_size if args.page_size != INDEXER_PAGE else None,
+        f"the indexer's keys are laid out in pages of {INDEXER_PAGE}",
+    ),
+)
+
 PREFILL_LIMITS = (
     FlagLimit("KV cache events", _set("kv_events_config"), "groups have keys of their own in the radix tree"),
 )
@@ -184,7 +195,9 @@ MODEL_LIMITS = (
         "its windowed layers free the pages that a selection could name",
     ),
     ModelLimit("chunked local attention model", lambda m: m.is_local_attention_model, "its layers see only a window"),
-    ModelLimit("model with its own sparse attention", _own_sparse_attention, "it selects by itself", True),
+    ModelLimit(
+        "model with its own sparse attention", _own_sparse_attention, "it selects by itself; DSA: see dsa", True
+    ),
     ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted otherwise"),
     ModelLimit("model with attention sinks", lambda m: bool(m._detect_attention_sinks()), "not in the kernels yet"),
     ModelLimit("model with a soft cap on attention logits", _soft_cap, "not in the kernels yet"),

@@ -10,6 +10,7 @@ from sglang_sparse.limits import (
     DENSE_BACKENDS,
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
+    INDEXER_LIMITS,
     MODEL_LIMITS,
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
@@ -29,14 +30,10 @@ def require_before(args: SparseServerArgs, settings: Settings) -> None:
         SparseArgumentError: names every refused flag, what was got and why not.
     """
     _require_cpu(settings)
-    found = _found(args, FLAG_LIMITS)
+    limits = (*FLAG_LIMITS, *(INDEXER_LIMITS if settings.method.attention == "DSA" else ()))
+    found = _found(args, limits)
     if found:
         raise SparseArgumentError(f"{settings.flag} cannot run with {found}")
-    if settings.method.attention == "DSA" and args.page_size != settings.config.page_size:
-        # SGLang would put its own page size there without a word.
-        raise SparseArgumentError(
-            f"{settings.flag}: got --page-size {args.page_size}, allowed: {settings.config.page_size}"
-        )
     if settings.config.page_size % settings.method.block_size:
         raise SparseArgumentError(
             f"{settings.flag}: the page size is {settings.config.page_size} and the method's blocks have "
@@ -163,7 +160,7 @@ def _require_dtypes(args: SparseServerArgs, settings: Settings) -> None:
     if cache not in (dtype, "fp8_e4m3"):
         raise SparseArgumentError(
             f"{settings.flag}: the KV cache dtype is {args.kv_cache_dtype} and the model's is {dtype}; "
-            "allowed: auto, fp8_e4m3"
+            f"allowed: {'auto' if settings.method.attention == 'DSA' else 'auto, fp8_e4m3'}"
         )
     if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
         allowed = [name for name in DENSE_BACKENDS[settings.method.attention] if name in GPU_ONLY_BACKENDS]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from sglang_sparse.limits import INDEXER_PAGE
 from sglang_sparse.method import AuxSpec, Crossover, DecodeMethod, MethodConfig, ModelShape
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
     from sglang_sparse.pools import AuxPools
     from sglang_sparse.view import BatchView
 
-PAGE = 64
 INDEX_DIM = 128
 MOST_HEADS = 64
 MOST_TOPK = 4096
+# What makes an indexer another one than DeepSeek-V3.2's: choices that layers share (1: none do), tokens that are always
+# chosen, other RoPE.
+SHARED = ("index_topk_freq", "cli_factor")
+OTHER_INDEXERS = ("index_topk_pattern", "index_init_tokens", "index_local_tokens", "indexer_rope_interleave")
 _TRAINED = "the model was trained with its selection, in all layers and at every length"
 
 
@@ -32,7 +36,7 @@ class DsaConfig(MethodConfig):
 
     limits: ClassVar[tuple[str, ...]] = ()
 
-    page_size: int = Field(PAGE, description="Tokens per KV page: 64, as the indexer's keys are laid out.")
+    page_size: int = Field(INDEXER_PAGE, description="Tokens per KV page: 64, as the indexer's keys are laid out.")
     min_seq_len: int = Field(0, description="0: rows of more tokens than the model's index_topk run sparse.")
     crossover_tokens: Crossover = Field(0, description="0, likewise.")
 
@@ -42,7 +46,7 @@ class DsaConfig(MethodConfig):
         # Validators of one field have its name.
         allowed = cls.model_fields[str(info.field_name)].default
         if value != allowed:
-            raise ValueError(f"must be {allowed!r} here: {_TRAINED}")
+            raise ValueError(f"must be {allowed!r} with dsa")
         return value
 
     @model_validator(mode="before")
@@ -83,14 +87,15 @@ class Dsa(DecodeMethod):
         for name, allowed in (("qk_rope_head_dim", ROPE_DIMS), ("kv_lora_rank", LATENT_DIMS)):
             if getattr(config, name, None) not in allowed:
                 return f"its {name} is {getattr(config, name, None)}; allowed: {', '.join(map(str, allowed))}"
-        if config.index_head_dim != INDEX_DIM:
-            return f"its index_head_dim is {config.index_head_dim}; allowed: {INDEX_DIM}"
+        if (dim := getattr(config, "index_head_dim", None)) != INDEX_DIM:
+            return f"its index_head_dim is {dim}; allowed: {INDEX_DIM}"
         for name, most in (("index_n_heads", MOST_HEADS), ("index_topk", MOST_TOPK)):
-            if not 1 <= getattr(config, name) <= most:
-                return f"its {name} is {getattr(config, name)}; allowed: 1 to {most}"
-        if (getattr(config, "index_topk_freq", 1) or 1) > 1 or getattr(config, "index_topk_pattern", None):
-            return "its layers share what they choose (index_topk_freq, index_topk_pattern), which is not proven yet"
-        return None
+            if not 1 <= (found := getattr(config, name, 0)) <= most:
+                return f"its {name} is {found}; allowed: 1 to {most}"
+        shared = {name: getattr(config, name, None) for name in SHARED if (getattr(config, name, None) or 1) != 1}
+        other = shared | {name: value for name in OTHER_INDEXERS if (value := getattr(config, name, None))}
+        said = ", ".join(f"{name} {value}" for name, value in other.items())
+        return f"its indexer has {said}, which is not served yet" if other else None
 
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
         """Nothing: the indexer's keys are in SGLang's KV pool."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from model_configs import write_config
 from sglang.srt.plugins import load_plugins
 
@@ -14,6 +15,8 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse.config import build
 from sglang_sparse.requests import parse_options
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
 
 TINY_DSA = "eval/models/tiny-dsa"
 
@@ -43,7 +46,11 @@ def test_other_models_are_told_what_fits_them(tmp_path: Path, kind: str) -> None
         ({"index_head_dim": 64}, "its index_head_dim is 64; allowed: 128"),
         ({"index_n_heads": 128}, "its index_n_heads is 128; allowed: 1 to 64"),
         ({"index_topk": 8192}, "its index_topk is 8192; allowed: 1 to 4096"),
-        ({"index_topk_freq": 2}, "its layers share what they choose"),
+        ({"index_topk_freq": 2}, "its indexer has index_topk_freq 2, which is not served yet"),
+        ({"cli_factor": 2}, "its indexer has cli_factor 2"),
+        ({"index_local_tokens": 1}, "its indexer has index_local_tokens 1"),
+        ({"index_init_tokens": 16, "index_local_tokens": 64}, "has index_init_tokens 16, index_local_tokens 64"),
+        ({"indexer_rope_interleave": True}, "indexer_rope_interleave"),
         ({"kv_lora_rank": 384}, "its kv_lora_rank is 384; allowed: 64, 128, 256, 512"),
     ],
 )
@@ -57,13 +64,14 @@ def test_indexers_that_are_not_served(tmp_path: Path, change: dict[str, int], ex
     ("config", "kwargs", "expected"),
     [
         ('{"rectify_interval": 32}', {}, "there is nothing to rectify; the model was trained with its selection"),
-        ('{"min_seq_len": 4096}', {}, "min_seq_len: got 4096; must be 0 here"),
-        ('{"layers": "2-"}', {}, "layers: got '2-'; must be 'all' here"),
-        ('{"page_size": 16}', {}, "page_size: got 16; must be 64 here"),
-        ('{"check_exactness": true}', {}, "check_exactness: got True; must be False here"),
-        (None, {"page_size": 16}, "got --page-size 16, allowed: 64"),
+        ('{"min_seq_len": 4096}', {}, "min_seq_len: got 4096; must be 0 with dsa"),
+        ('{"layers": "2-"}', {}, "layers: got '2-'; must be 'all' with dsa"),
+        ('{"page_size": 16}', {}, "page_size: got 16; must be 64 with dsa"),
+        ('{"check_exactness": true}', {}, "check_exactness: got True; must be False with dsa"),
+        (None, {"page_size": 16}, "a page size (got 16): the indexer's keys are laid out in pages of 64"),
         (None, {"attention_backend": "torch_native"}, "'torch_native' is not supported; allowed: dsa"),
         (None, {"kv_cache_dtype": "fp8_e4m3"}, "takes auto or bfloat16"),
+        (None, {"enable_return_indexer_topk": True}, "returned indexer top-k"),
         (None, {"speculative_algorithm": "EAGLE"}, "speculative decoding"),
         (None, {"sparse_prefill_method": "anchor"}, "anchor does not fit DeepseekV32ForCausalLM"),
     ],

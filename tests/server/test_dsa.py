@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from server_requests import assert_nothing_leaked, sparse_state
 
 from eval import niah
@@ -13,6 +14,8 @@ from eval.live.record import read_rows
 from eval.texts.text import read_book
 from eval.texts.windows import BOOK
 from launch.server import ServerProcess
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
 
 MODEL = Path("eval/models/tiny-dsa")
 FLAGS = ("--page-size", "64", "--chunked-prefill-size", "512")
@@ -66,8 +69,34 @@ def test_decoded_tokens_are_shared_too(server) -> None:
     prompt = [11 + i * i % 3900 for i in range(600)]
     answer = server.generate(input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 80})
     turn = [*prompt, *answer["output_ids"], 5, 6, 7]
-    hit = server.generate(input_ids=turn, sampling_params={**GREEDY, "max_new_tokens": 2})
+    params = {"sampling_params": {**GREEDY, "max_new_tokens": 8}, "return_logprob": True}
+    hit = server.generate(input_ids=turn, **params)
     assert hit["meta_info"]["cached_tokens"] == (600 + 79) // PAGE * PAGE
+    server.flush_cache()
+    cold = server.generate(input_ids=turn, **params)
+    assert cold["meta_info"]["cached_tokens"] == 0 and cold["output_ids"] == hit["output_ids"]
+    assert output_logprobs(hit) == pytest.approx(output_logprobs(cold), abs=1e-3)
+
+
+def test_decode_computes_what_prefill_computes(server, texts) -> None:
+    """With its own keys among those that are chosen: 100 tokens are decoded, and then read as a prompt."""
+    params = {**GREEDY, "max_new_tokens": 100}
+    server.flush_cache()
+    answer = server.generate(text=texts[1], sampling_params=params, return_logprob=True)
+    prompt = server.client.post("/tokenize", json={"model": "x", "prompt": texts[1]}).json()["tokens"]
+    assert len(prompt) == answer["meta_info"]["prompt_tokens"]
+    asked = {"return_logprob": True, "logprob_start_len": len(prompt) - 1}
+    server.flush_cache()
+    read = server.generate(
+        input_ids=[*prompt, *answer["output_ids"]], sampling_params={**GREEDY, "max_new_tokens": 1}, **asked
+    )
+    prefilled = [value for value, *_ in read["meta_info"]["input_token_logprobs"][1:]]
+    differences = sorted(abs(a - b) for a, b in zip(output_logprobs(answer), prefilled, strict=True))
+    assert differences[90] < 1e-3 and differences[-1] < 0.2
+
+
+def output_logprobs(answer: dict[str, Any]) -> list[float]:
+    return [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
 
 
 def test_the_same_request_gives_the_same_bits(server, texts) -> None:

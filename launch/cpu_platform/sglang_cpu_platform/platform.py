@@ -132,11 +132,12 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def _default_backend(self, server_args: ServerArgs) -> str:
         """A model with a trained indexer would run dense on any other backend than its own, and not say so."""
-        from sglang.srt.configs.model_config import is_deepseek_dsa
+        from sglang.srt.configs.model_config import ModelConfig, is_deepseek_dsa
 
         if server_args.model_path.lower() in ("none", "dummy"):
             return self.get_default_attention_backend()
-        model = server_args.get_model_config().hf_config
+        # SGLang would keep what its ``get_model_config`` returns, and the dtype is not settled yet.
+        model = ModelConfig.from_server_args(server_args).hf_config
         return "dsa" if is_deepseek_dsa(model) else self.get_default_attention_backend()
 
     @staticmethod
@@ -144,8 +145,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Let SGLang's backend for sparse MLA call what `sparse_mla` has put in place of its kernels.
 
         Raises:
-            ValueError: another kernel is asked for, or a KV cache that only kernels read.
+            ValueError: another kernel is asked for, a KV cache that only kernels read, or another kind of indexer.
         """
+        from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.environ import envs
 
         for name in ("dsa_prefill_backend", "dsa_decode_backend", "dsa_topk_backend"):
@@ -157,6 +159,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             raise ValueError(
                 f"--kv-cache-dtype {got}: DeepSeek Sparse Attention in plain PyTorch takes auto or bfloat16"
             )
+        model = ModelConfig.from_server_args(server_args).hf_text_config
+        for name in ("index_init_tokens", "index_local_tokens", "indexer_rope_interleave"):
+            if value := getattr(model, name, None):
+                raise ValueError(f"the model's {name} is {value}: its indexer is not served without a CUDA device")
         envs.SGLANG_DSA_FUSE_TOPK.set(False)
         server_args.dsa_topk_backend = "torch"
         server_args.dsa_prefill_backend = server_args.dsa_decode_backend = "tilelang"
