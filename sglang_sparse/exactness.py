@@ -35,7 +35,7 @@ def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_
     if mode.is_decode():
         covered = backend.plan_rows(batch.seq_lens_cpu, [state.options for state in states]).covered.tolist()
         for state, length, dense in zip(states, batch.seq_lens_cpu.tolist(), covered, strict=True):
-            if (dense or backend.method.exact) and state.exact_len == length - 1:
+            if (dense or settings.method.exact) and state.exact_len == length - 1:
                 state.exact_len = length
     elif mode.is_extend():
         for state, prefix, extended in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sglang_sparse import config, exactness, requests
+from sglang_sparse.methods.resa import Resa
 from sglang_sparse.plan import plan_decode
 from sglang_sparse.stats import RectifyCounts
 
@@ -69,6 +70,14 @@ def test_covered_steps_move_it_until_a_sparse_one() -> None:
         follow("decode", [one], [length])
     # Four pages are always attended to, so the step that opens the fifth page is the first sparse one.
     assert exact(one, 66) == 64
+
+
+def test_what_a_model_was_trained_to_compute_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Resa, "exact", True)
+    one = request()
+    follow("extend", [one], [700], [0])
+    follow("decode", [one], [701])
+    assert exact(one, 701) == 701
 
 
 def test_rows_are_judged_one_by_one() -> None:
