@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,3 +207,17 @@ MODEL_LIMITS = (
 def _windowed(model: Any) -> bool:
     config = model.hf_text_config
     return bool(getattr(config, "use_sliding_window", True) and model.sliding_window_size)
+
+
+def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> str | None:
+    """Say which size of a model's text config the kernels of a method lack, or None.
+
+    Args:
+        model_config: the text config.
+        allowed: the sizes that are served, by the name of their field.
+    """
+    for name, sizes in allowed.items():
+        found = getattr(model_config, name, None)
+        if found not in sizes:
+            return f"its {name} is {found}; allowed: {', '.join(map(str, sizes))}"
+    return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from sglang_sparse.limits import INDEXER_PAGE
+from sglang_sparse.limits import INDEXER_PAGE, refuse_sizes
 from sglang_sparse.method import AuxSpec, Crossover, DecodeMethod, MethodConfig, ModelShape
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 
@@ -84,11 +84,9 @@ class Dsa(DecodeMethod):
                 "dsa needs a model with a trained indexer (index_topk in its config, as DeepSeek-V3.2 has); methods "
                 "that need no training: resa for MHA and GQA models, robsa for MLA models"
             )
-        for name, allowed in (("qk_rope_head_dim", ROPE_DIMS), ("kv_lora_rank", LATENT_DIMS)):
-            if getattr(config, name, None) not in allowed:
-                return f"its {name} is {getattr(config, name, None)}; allowed: {', '.join(map(str, allowed))}"
-        if (dim := getattr(config, "index_head_dim", None)) != INDEX_DIM:
-            return f"its index_head_dim is {dim}; allowed: {INDEX_DIM}"
+        sizes = {"qk_rope_head_dim": ROPE_DIMS, "kv_lora_rank": LATENT_DIMS, "index_head_dim": (INDEX_DIM,)}
+        if reason := refuse_sizes(config, sizes):
+            return reason
         for name, most in (("index_n_heads", MOST_HEADS), ("index_topk", MOST_TOPK)):
             if not 1 <= (found := getattr(config, name, 0)) <= most:
                 return f"its {name} is {found}; allowed: 1 to {most}"

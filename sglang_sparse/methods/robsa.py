@@ -28,6 +28,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from sglang_sparse.calibration.partition import RopeCalibration, fingerprint
 from sglang_sparse.calibration.presets import PRESETS, Preset
 from sglang_sparse.indices import SparseIndices
+from sglang_sparse.limits import refuse_sizes
 from sglang_sparse.method import PAGE_SIZES, AuxSpec, DecodeMethod, ModelShape, RectifyConfig
 from sglang_sparse_kernels.block_mass import block_mass
 from sglang_sparse_kernels.block_topp import block_topp
@@ -177,12 +178,8 @@ class Robsa(DecodeMethod):
         """Refuse what is no MLA model, or not the one that the calibration was made on."""
         if model_config.attention_arch.name != "MLA":
             return "robsa needs an MLA model (multi-head latent attention); MHA and GQA models are served by resa"
-        text = model_config.hf_text_config
-        for name, allowed in (("qk_rope_head_dim", ROPE_DIMS), ("kv_lora_rank", LATENT_DIMS)):
-            found = getattr(text, name, None)
-            if found not in allowed:
-                return f"its {name} is {found}; allowed: {', '.join(map(str, allowed))}"
-        return self._refuse_calibration(model_config)
+        sizes = {"qk_rope_head_dim": ROPE_DIMS, "kv_lora_rank": LATENT_DIMS}
+        return refuse_sizes(model_config.hf_text_config, sizes) or self._refuse_calibration(model_config)
 
     def _refuse_calibration(self, model_config: Any) -> str | None:
         calibration, layers = self._calibration, model_config.num_hidden_layers
