@@ -87,6 +87,21 @@ def test_kernels_import_only_torch_and_triton() -> None:
             assert imported(path) <= allowed | compiler, relative(path)
 
 
+def test_triton_kernels_call_no_functions_of_triton_itself() -> None:
+    """SGLang replaces one of them (``triton.next_power_of_2``) by a function that no kernel may call."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "kernels").rglob("*.py"))
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+        for statement in function.body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and node.id == "triton"
+    ]
+    assert not found
+
+
 def test_methods_import_no_sglang() -> None:
     for path in SOURCES:
         if relative(path).startswith("sglang_sparse/methods/"):

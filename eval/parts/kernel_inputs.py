@@ -153,7 +153,8 @@ class Step:
 
     def score(self, layer: Layer) -> None:
         """Score every page."""
-        page_score(layer.q, layer.summary, self.batch.page_table, self.batch.n_pages, layer.scores)
+        tables = (self.batch.page_table, self.batch.n_pages)
+        page_score(layer.q, layer.summary, *tables, layer.scores, summaries_ready=True)
 
     def select(self, layer: Layer) -> torch.Tensor:
         """Select the highest pages; the result is ``[B, Hkv, n_select]``, physical pages."""

@@ -80,10 +80,11 @@ class Resa(DecodeMethod):
     def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
         """One selection a KV head, by the mean query of its group."""
         summary = pools.buffer(SUMMARY, layer_id)
-        scores = page_score(query, summary, view.page_table, view.n_pages, view.scores, self.config.local_pages)
-        pages = (view.page_table, view.n_pages, view.n_select, view.max_select)
-        # The view is filled before the model runs, and what looks up its embeddings waits for that; so would have to
-        # what comes first on a later stage of pipeline parallelism.
+        # The view is filled before the model runs, after the summaries of the passes before, and what looks up its
+        # embeddings waits for that; so would have to what comes first on a later stage of pipeline parallelism.
+        tables = (view.page_table, view.n_pages)
+        scores = page_score(query, summary, *tables, view.scores, self.config.local_pages, summaries_ready=True)
+        pages = (*tables, view.n_select, view.max_select)
         indices, counts = page_topk(scores, *pages, view.selected, view.stats, tables_ready=True)
         return SparseIndices(indices, counts)
 

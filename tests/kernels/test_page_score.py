@@ -47,8 +47,9 @@ def test_triton_equals_the_reference(case: Case, device: str) -> None:
     assert_same_scores(page_score(**arguments), run_reference(arguments), arguments["n_pages"])
 
 
-@pytest.mark.parametrize("programs", [1, 5], ids="{} programs a processor".format)
-def test_programs_take_pages_in_turn(programs: int, device: str) -> None:
+@pytest.mark.parametrize("summaries_ready", [False, True])
+@pytest.mark.parametrize("programs", [1, 5, 64], ids="{} programs a processor".format)
+def test_programs_take_pages_in_turn(programs: int, summaries_ready: bool, device: str) -> None:
     triton = importlib.import_module("sglang_sparse_kernels.page_score.triton")
     case = Case((70, 0, 33, 1, 64), 2, 4, 128, BF16, BF16, width=100)
     arguments = make(case, device)
@@ -57,7 +58,8 @@ def test_programs_take_pages_in_turn(programs: int, device: str) -> None:
     beyond = torch.arange(case.width, device=device) >= arguments["n_pages"][:, None]
     arguments["page_table"].masked_fill_(beyond, 2**31 - 1)
     config = triton.Config(programs_per_processor=programs)
-    got = triton.page_score(**arguments, out=torch.empty_like(expected), config=config)
+    options = {"config": config, "summaries_ready": summaries_ready}
+    got = triton.page_score(**arguments, out=torch.empty_like(expected), **options)
     assert_same_scores(got, expected, arguments["n_pages"])
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import triton
 from triton import knobs
 
 from .plan import AnchorPlan, Slice
@@ -53,12 +54,16 @@ class Launch:
     def constants(self, *names: str) -> dict[str, int]:
         """Compile-time values by name."""
         heads, dim = self.q.shape[1:]
+        v_dim = self.v_cache.shape[2]
         values = {
             "HEADS": heads,
             "GROUP": heads // self.k_cache.shape[1],
             "BLOCK": self.plan.block_size,
             "DIM": dim,
-            "V_DIM": self.v_cache.shape[2],
+            "V_DIM": v_dim,
+            "BLOCK_HEADS": triton.next_power_of_2(heads),
+            "BLOCK_DIM": triton.next_power_of_2(dim),
+            "BLOCK_V_DIM": triton.next_power_of_2(v_dim),
             "PAGE": self.page_size,
             "TILE": min(self.config.block_keys, self.plan.block_size),
             # The interpreter multiplies the bit patterns of bfloat16.

@@ -102,6 +102,8 @@ def _anchor_kernel(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     V_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -118,8 +120,8 @@ def _anchor_kernel(
     count = tl.load(blocks_ptr + 4)
     members = tl.arange(0, BLOCK)
     tokens = tl.arange(0, TILE)
-    dims = tl.arange(0, triton.next_power_of_2(DIM))
-    v_dims = tl.arange(0, triton.next_power_of_2(V_DIM))
+    dims = tl.arange(0, BLOCK_DIM)
+    v_dims = tl.arange(0, BLOCK_V_DIM)
     in_block = members < count
     end = first_position + count
     table_ptr += row * table_stride
@@ -187,6 +189,7 @@ def _identify_kernel(
     BLOCK_STEP: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -206,7 +209,7 @@ def _identify_kernel(
     row = tl.load(last_ptr).to(tl.int64)
     most = tl.load(last_ptr + 5)
     theta = tl.load(theta_ptr + row)
-    dims = tl.arange(0, triton.next_power_of_2(DIM))
+    dims = tl.arange(0, BLOCK_DIM)
     members = tl.arange(0, BLOCK_GROUP)
     pairs = tl.arange(0, BLOCK_GROUP * BLOCK_STEP)
     tokens = tile * TILE + tl.arange(0, TILE)
@@ -287,9 +290,9 @@ def _compact_kernel(
 
 
 @triton.jit
-def _ranked_head(counts_ptr, rank, HEADS: tl.constexpr):
+def _ranked_head(counts_ptr, rank, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
     """The head with the ``rank``-th most active keys, from 0 on; of equals, the first comes first."""
-    heads = tl.arange(0, triton.next_power_of_2(HEADS))
+    heads = tl.arange(0, BLOCK_HEADS)
     count = tl.load(counts_ptr + heads, mask=heads < HEADS, other=-1)
     more = count[None, :] > count[:, None]
     ahead = more | ((count[None, :] == count[:, None]) & (heads[None, :] < heads[:, None]))
@@ -319,10 +322,13 @@ def _sparse_kernel(
     scale,
     v_scale,
     HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     V_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
     TILE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -333,14 +339,14 @@ def _sparse_kernel(
     queries = tl.load(blocks_ptr + 4)
     part = tl.load(blocks_ptr + 5)
     # Each group part's heads with the most active keys start first.
-    head = _ranked_head(counts_ptr + part * HEADS, tl.program_id(1), HEADS)
+    head = _ranked_head(counts_ptr + part * HEADS, tl.program_id(1), HEADS, BLOCK_HEADS)
     candidates = tl.load(parts_ptr + part * _PART_FIELDS + 5)
     slots_ptr += tl.load(parts_ptr + part * _PART_FIELDS + 6).to(tl.int64) * HEADS + head.to(tl.int64) * candidates
     count = tl.load(counts_ptr + part * HEADS + head)
     members = tl.arange(0, BLOCK)
     tokens = tl.arange(0, TILE)
-    dims = tl.arange(0, triton.next_power_of_2(DIM))
-    v_dims = tl.arange(0, triton.next_power_of_2(V_DIM))
+    dims = tl.arange(0, BLOCK_DIM)
+    v_dims = tl.arange(0, BLOCK_V_DIM)
     in_block = members < queries
     k_ptr += (head // GROUP).to(tl.int64) * k_stride_head
     v_ptr += (head // GROUP).to(tl.int64) * v_stride_head
@@ -414,7 +420,7 @@ def find_active_keys(launch: Launch, theta: torch.Tensor) -> Scratch:
         *(scratch.maximum, scratch.total, scratch.output, scratch.pooled, scratch.anchors),
         *launch.strides("q", "k_cache", "v_cache"),
         *(table_stride, piece.num_queries, launch.scale * LOG2_E),
-        **launch.constants("GROUP", "DIM", "V_DIM", "PAGE", "TILE", "UPCAST"),
+        **launch.constants("GROUP", "DIM", "V_DIM", "BLOCK_DIM", "BLOCK_V_DIM", "PAGE", "TILE", "UPCAST"),
         **launch.attention_options,
     )
     if not len(piece.tile_table):
@@ -427,7 +433,7 @@ def find_active_keys(launch: Launch, theta: torch.Tensor) -> Scratch:
         *(scratch.hits, scratch.tile_counts),
         *launch.strides("k_cache"),
         *(table_stride, launch.scale),
-        **launch.constants("GROUP", "DIM", "PAGE", "UPCAST"),
+        **launch.constants("GROUP", "DIM", "BLOCK_DIM", "PAGE", "UPCAST"),
         BLOCK_GROUP=block_group,
         BLOCK_STEP=max(pooled, MIN_DOT // min(block_group, MIN_DOT)),
         TILE=launch.plan.tile_keys,
@@ -452,7 +458,7 @@ def _attend_slice(launch: Launch, theta: torch.Tensor, out: torch.Tensor, v_scal
         *(scratch.maximum, scratch.total, scratch.output, scratch.slots, scratch.counts, out),
         *launch.strides("q", "k_cache", "v_cache"),
         *(piece.num_queries, launch.scale * LOG2_E, v_scale),
-        **launch.constants("GROUP", "DIM", "V_DIM", "TILE", "UPCAST"),
+        **launch.constants("BLOCK_HEADS", "GROUP", "DIM", "V_DIM", "BLOCK_DIM", "BLOCK_V_DIM", "TILE", "UPCAST"),
         **launch.attention_options,
     )
     return scratch.counts

@@ -16,6 +16,7 @@ def page_score(
     n_pages: torch.Tensor,
     out: torch.Tensor | None = None,
     local_pages: int = 1,
+    summaries_ready: bool = False,
 ) -> torch.Tensor:
     """Score every page of every row against the mean query of each KV head's group.
 
@@ -31,6 +32,9 @@ def page_score(
         n_pages: ``[B]`` int32, pages of each row, at most ``M``.
         out: optional ``[B, Hkv, M]`` float32, contiguous.
         local_pages: newest pages that always score +inf.
+        summaries_ready: ``summary``, ``page_table`` and ``n_pages``, unlike ``q``, were written before the last launch
+            of the stream that waited for its predecessors as launches do by default, or before the graph's. The kernel
+            may then read them while a kernel that came after that launch still runs (see ``page_topk``).
 
     Returns:
         ``[B, Hkv, M]`` float32. Entries at or beyond ``n_pages[b]`` are -inf from the reference and *left unwritten*
@@ -55,7 +59,7 @@ def page_score(
         return reference.page_score(q, summary, page_table, n_pages, out, local_pages)
     from . import triton
 
-    return triton.page_score(q, summary, page_table, n_pages, out, local_pages)
+    return triton.page_score(q, summary, page_table, n_pages, out, local_pages, summaries_ready)
 
 
 def _check_arguments(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..launch import await_inputs, dependent_launch, num_processors
 from .reference import UNBOUNDED
@@ -22,11 +23,13 @@ _UNBOUNDED = tl.constexpr(UNBOUNDED)
 class Config:
     """Launch parameters: pages per program and step, and programs aimed for per multiprocessor, all resident at once.
 
-    The pages beyond their first step the programs take in turn.
+    The pages beyond their first step the programs take in turn. The defaults were fastest on one H200, see
+    ``eval.bench_kernels``; ``few_pages`` are those per program and step where one step is enough.
     """
 
     block_pages: int = 16
     programs_per_processor: int = 8
+    few_pages: int = 32
 
 
 @triton.jit
@@ -71,8 +74,12 @@ def _page_score_kernel(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    READY: tl.constexpr,
 ):
-    await_inputs(DEPENDENT)
+    if READY:
+        gdc_launch_dependents()
+    else:
+        await_inputs(DEPENDENT)
     # Heads run fastest: the programs that share pages, whose summaries are neighbours in memory, run together.
     head = tl.program_id(0)
     row = tl.program_id(2)
@@ -85,17 +92,18 @@ def _page_score_kernel(
     # Only the summaries wait for another load: the table is read before it is known how many pages there are.
     n_pages = tl.load(n_pages_ptr + row)
     page = tl.load(page_table_ptr + logical, mask=logical < width, other=0)
+    summary_ptr += head * (2 * DIM)
+    dims = tl.arange(0, BLOCK_DIM)
+    k_max, k_min = _load_bounds(summary_ptr, tl.where(logical < n_pages, page, 0), dims, HEADS, DIM, BLOCK_DIM)
+    if READY:
+        gdc_wait()
     if first < n_pages:
-        summary_ptr += head * (2 * DIM)
         q_ptr += row * q_stride_row + head * GROUP * q_stride_head
         out_ptr += (row * HEADS + head).to(tl.int64) * width
-        dims = tl.arange(0, BLOCK_DIM)
         # In the layout of the summaries: every lane loads the dimensions that it will need.
         query = _group_query(q_ptr, q_stride_head, dims[None, :] + tl.zeros([LANES, 1], tl.int32), DIM, GROUP)
         positive = tl.maximum(query, 0.0)[:, None, :]
         negative = tl.minimum(query, 0.0)[:, None, :]
-        page = tl.where(logical < n_pages, page, 0)
-        k_max, k_min = _load_bounds(summary_ptr, page, dims, HEADS, DIM, BLOCK_DIM)
         for start in range(first, n_pages, stride):
             now_max, now_min = k_max, k_min
             following = logical + stride
@@ -118,6 +126,7 @@ def page_score(
     n_pages: torch.Tensor,
     out: torch.Tensor,
     local_pages: int = 1,
+    summaries_ready: bool = False,
     config: Config | None = None,
 ) -> torch.Tensor:
     """See ``page_score.page_score``; entries at or beyond ``n_pages`` are left unwritten."""
@@ -126,10 +135,11 @@ def page_score(
     heads, width = summary.shape[1], page_table.shape[1]
     if batch == 0 or width == 0:
         return out
-    block_pages = min(config.block_pages, triton.next_power_of_2(width))
+    programs = config.programs_per_processor * num_processors(q.device)
+    one_step = batch * heads * triton.cdiv(width, config.block_pages) <= programs
+    block_pages = min(config.few_pages if one_step else config.block_pages, triton.next_power_of_2(width))
     block_dim = triton.next_power_of_2(dim)
     lanes = min(block_pages, max(1, _NUM_WARPS * _WARP_BYTES // (block_dim * summary.element_size())))
-    programs = config.programs_per_processor * num_processors(q.device)
     per_row = min(triton.cdiv(width, block_pages), max(1, programs // (batch * heads)))
     dependent = dependent_launch(q.device)
     _page_score_kernel[(heads, per_row, batch)](
@@ -150,6 +160,7 @@ def page_score(
         LANES=lanes,
         STEPS=block_pages // lanes,
         DEPENDENT=dependent,
+        READY=dependent and summaries_ready,
         num_warps=_NUM_WARPS,
         launch_pdl=dependent,
     )

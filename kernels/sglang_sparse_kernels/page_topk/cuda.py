@@ -25,7 +25,9 @@ SOURCE = Path(__file__).with_name("cuda.cu")
 _ITEMS = (4, 8, 16, 32)
 _MAX_THREADS = 1024
 _CLUSTERS = (1, 2, 4, 8)
-# A block's part of a row, below which two more barriers cost more than its scores.
+# Scores of a row up to which one block is faster than a cluster of any size, whose barriers cost more; and a block's
+# part of a longer row, below which more blocks cost more than they save.
+_ALONE = 4096
 _LEAST_PART = 2048
 # A part of that many pages or fewer is faster with half of the threads.
 _FEW_PAGES = 4096
@@ -84,7 +86,7 @@ def _cluster_of(width: int, rows: int, processors: int) -> int:
     By the longest row that may come, as the lengths of the batch are known on the device alone: a shorter one then has
     more blocks than it needs.
     """
-    if processors == 0:
+    if processors == 0 or width <= _ALONE:
         return 1
     holding = [size for size in _CLUSTERS if size * max_pages(clusters=False) >= width] or [_CLUSTERS[-1]]
     useful = [size for size in _CLUSTERS if size * rows <= processors and size * _LEAST_PART <= width] or [1]
