@@ -63,6 +63,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
     "crossover": lambda: crossover.crossover_table(CROSSOVERS),
     "goals": lambda: goals.goals_table(RESULTS),
+    "goals-resa": lambda: goals.goals_table(RESULTS, ids=("K1", "K2", "K3", "K4", "E1", "E2", "E3", "R1", "R2")),
     "comparison": lambda: report_tables.comparison_table(read_folder(COMPARISON)),
     "comparison-2000": lambda: report_tables.comparison_table(read_folder(RESULTS / "compare-tiny-gqa-2000")),
     "local-pages-1": lambda: report_tables.questions(_file("ruler-local-pages-1")),

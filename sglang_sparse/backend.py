@@ -12,8 +12,7 @@ from sglang_sparse import crossover, hooks, pools
 from sglang_sparse.config import settings_of
 from sglang_sparse.decode_path import SPLIT, DecodePath
 from sglang_sparse.delegate import DelegatingBackend
-from sglang_sparse.method import parse_layers
-from sglang_sparse.methods.dsa import Dsa
+from sglang_sparse.layers import parse_layers
 from sglang_sparse.plan import DecodePlan, plan_decode, usual_selection
 from sglang_sparse.prefill_path import PrefillPath
 from sglang_sparse.stats import Counters
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_sparse.config import Settings
+    from sglang_sparse.indexer import IndexerBatch
     from sglang_sparse.rectify import Rectification
     from sglang_sparse.requests import RequestOptions
 
@@ -53,6 +53,10 @@ class SparseAttentionBackend(DelegatingBackend):
         dense: the backend that SGLang built.
         runner: SGLang's ``ModelRunner``.
         settings: the sparse methods and their configs.
+
+    Attributes:
+        first_layer: the first sparse layer of a pass.
+        indexed: what a selection in the model keeps for the layers of a pass.
     """
 
     _OWN = frozenset(
@@ -61,6 +65,8 @@ class SparseAttentionBackend(DelegatingBackend):
             "counters",
             "rectifying",
             "prefill",
+            "first_layer",
+            "indexed",
             "_pools",
             "_decoding",
             "_config",
@@ -78,17 +84,18 @@ class SparseAttentionBackend(DelegatingBackend):
     def __init__(self, dense: Any, runner: Any, settings: Settings):
         super().__init__(dense)
         self.method = settings.method
-        if isinstance(self.method, Dsa):
-            self.method.index_topk = dense.dsa_index_topk
+        self.method.adopt(runner.model_config)
         self._config = settings.config
         self._pools: pools.AuxPools = getattr(runner.token_to_kv_pool, pools.ATTRIBUTE)
+        self.first_layer = min(self._pools.layers, default=-1)
+        self.indexed: IndexerBatch | None = None
         model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
         self._decoding = DecodePath(self.method, self._pools, runner.token_to_kv_pool, model)
         max_blocks = -(-runner.req_to_token_pool.req_to_token.shape[1] // self.method.block_size)
         usual = usual_selection(self.method, max_blocks)
         self._limits = (model.num_kv_heads, max_blocks, usual, self.method.block_size)
         device = self._pools.overflow.device
-        if settings.name and not isinstance(self.method, Dsa):
+        if settings.name and self.method.has_crossover:
             found = crossover.find(settings, model, device)
             self.method.crossover_tokens = found.tokens
             logger.info(
@@ -142,7 +149,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
         if not self._pools.layers:
             return
-        self._graph_view = allocate_view(max_bs, *self._limits, self.counters.select_stats)
+        self._graph_view = self._allocate(max_bs)
         logger.info(
             "sglang_sparse: %.1f MiB of static buffers for decode graphs up to batch size %d, beside the KV pool",
             self._graph_view.nbytes / 2**20,
@@ -171,8 +178,13 @@ class SparseAttentionBackend(DelegatingBackend):
         if self._graph_view is not None and rows <= self._graph_view.page_table.shape[0]:
             return self._graph_view.rows(rows)
         if self._eager_view is None or rows > self._eager_view.page_table.shape[0]:
-            self._eager_view = allocate_view(rows, *self._limits, self.counters.select_stats)
+            # Never two at once.
+            self._eager_view = None
+            self._eager_view = self._allocate(rows)
         return self._eager_view.rows(rows)
+
+    def _allocate(self, rows: int) -> BatchView:
+        return allocate_view(rows, *self._limits, self.counters.select_stats, self.method.view_buffers)
 
     def begin_capture(self, rows: int, sparse: bool) -> None:
         """Choose the path that the next captured decode graph records.
@@ -190,6 +202,8 @@ class SparseAttentionBackend(DelegatingBackend):
         self._pools.require_in_range()
         self._view = None
         self._last_slots = None
+        # Of a long prefill it is large.
+        self.indexed = None
         if not forward_batch.forward_mode.is_decode():
             return
         rows = forward_batch.batch_size
@@ -232,8 +246,7 @@ class SparseAttentionBackend(DelegatingBackend):
             RuntimeError: a sparse layer needs attention that is not plain causal GQA or MLA.
         """
         mode, prefill = forward_batch.forward_mode, self.prefill
-        # With an indexer the model has chosen before it comes here, and the backend attends to no more.
-        decodes_sparse = layer.layer_id in self._pools.layers and self.method.attention != "DSA"
+        decodes_sparse = layer.layer_id in self._pools.layers and not self.method.selects_in_model
         if mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
             return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         _require_plain(layer, k, kwargs, latent=self.method.attention == "MLA")

@@ -8,9 +8,11 @@ chosen: exactly, and with ties to the lowest position, so that the same logits a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 
 from sglang_sparse_kernels import index_keys
 from sglang_sparse_kernels.index_logits import index_logits
@@ -23,6 +25,71 @@ if TYPE_CHECKING:
 # Of the logits of a prefill, which are made for as many queries at a time as fit. Choosing from them takes several
 # times as much on a CPU.
 LOGITS_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class IndexerBatch:
+    """What all layers of a pass have in common: its queries, how much each sees and how much of that it attends to.
+
+    Attributes:
+        page_table: ``[rows, pages]`` int32, SGLang's: pages of 64 tokens.
+        rows: ``[tokens]`` int32, the row of each query.
+        lengths: ``[tokens]`` int32, tokens that a query sees; 0 for one that pads the pass.
+        wanted: ``[tokens]`` int32, tokens that it attends to.
+        counts: ``[tokens, 1]`` int32, the same again: each layer's selection writes it.
+        chosen: ``[tokens, index_topk]`` int32, positions in ascending order, then -1. To begin with the first
+            ``wanted`` ones, which is right where these are all; elsewhere each layer writes its own over them.
+        positions: ``[64 * pages]`` int32: 0, 1, 2 and so on, a page table that names positions.
+        last_slots: ``[tokens]`` int64, zeros: what is attended to are single slots, of which nothing can be missing.
+        at_once: queries whose logits are made at a time; 0 where nothing has to be chosen.
+        stats: see ``BatchView.stats``; None in prefill.
+    """
+
+    page_table: torch.Tensor
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    wanted: torch.Tensor
+    counts: torch.Tensor
+    chosen: torch.Tensor
+    positions: torch.Tensor
+    last_slots: torch.Tensor
+    at_once: int
+    stats: torch.Tensor | None
+
+
+def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int, topk: int) -> IndexerBatch:
+    """Make what the layers of a pass share, from what is on the device already.
+
+    By the first layer: within a CUDA graph it is made in every replay, as the lengths differ.
+
+    Args:
+        backend: the server's.
+        forward_batch: SGLang's ``ForwardBatch``.
+        tokens: queries of the pass.
+        topk: tokens that a query attends to at most.
+    """
+    metadata, view = backend.dense.forward_metadata, backend.view
+    table = metadata.real_page_table
+    width = table.shape[1] * index_keys.PAGE_SIZE
+    numbers = torch.arange(max(width, topk, tokens), dtype=torch.int32, device=table.device)
+    rows, at_once, stats = numbers[:tokens], 0, None
+    if view is not None:
+        lengths, wanted, at_once, stats = view.n_pages, view.n_select, tokens, view.stats
+    else:
+        # A decode batch without a view has no row with more tokens than may be chosen.
+        lengths = _padded(metadata.dsa_seqlens_expanded, tokens)
+        wanted = lengths.clamp(max=topk)
+        if forward_batch.forward_mode.is_extend() and int(metadata.max_seq_len_k) > topk:
+            rows = _padded(metadata.token_to_batch_idx, tokens)
+            at_once = max(1, LOGITS_BYTES // (4 * width))
+    chosen = torch.where(numbers[:topk] < wanted[:, None], numbers[:topk], -1)
+    last_slots = torch.zeros(tokens, dtype=torch.int64, device=table.device)
+    counts = wanted[:, None].clone()
+    return IndexerBatch(table, rows, lengths, wanted, counts, chosen, numbers[:width], last_slots, at_once, stats)
+
+
+def _padded(values: torch.Tensor, tokens: int) -> torch.Tensor:
+    return pad(values, (0, tokens - len(values)))
 
 
 def choose(
@@ -48,8 +115,8 @@ def choose(
         return_indices: whether the attention wants them.
 
     Returns:
-        ``[tokens, index_topk]`` int32, positions within each request in ascending order, then -1. None where the
-        attention wants none.
+        ``[tokens, index_topk]`` int32, positions within each request in ascending order, then -1, until the next layer
+        of the pass writes its own there. None where the attention wants none.
     """
     backend = _backend()
     if backend is None:
@@ -62,69 +129,30 @@ def choose(
     index_keys.store(*index_keys.quantize(key, rotate=False), forward_batch.out_cache_loc, buffer)
     if not return_indices:
         return None
+    if backend.indexed is None or layer_id == backend.first_layer:
+        backend.indexed = begin_pass(backend, forward_batch, len(x), indexer.index_topk)
+    batch = backend.indexed
+    if not batch.at_once:
+        return batch.chosen
     values, scales = index_keys.quantize(query, rotate=False)
     # In float32: which of two tokens is chosen may hang on it.
     gates = x.float() @ indexer.weights_proj.weight.float().T
     gates = gates * scales * (indexer.n_heads**-0.5 * indexer.softmax_scale)
-    chosen = torch.full((len(x), indexer.index_topk), -1, dtype=torch.int32, device=x.device)
-    metadata = backend.dense.forward_metadata
-    if forward_batch.forward_mode.is_decode():
-        _choose_decode(backend, metadata, values, gates, buffer, chosen)
-    elif forward_batch.forward_mode.is_extend():
-        _choose_extend(metadata, values, gates, buffer, chosen)
-    return chosen
+    _select(batch, values, gates, buffer)
+    return batch.chosen
 
 
-def _choose_decode(
-    backend: SparseAttentionBackend,
-    metadata: Any,
-    values: torch.Tensor,
-    gates: torch.Tensor,
-    buffer: torch.Tensor,
-    chosen: torch.Tensor,
-) -> None:
-    """One query a row. A batch without a view has no row with more tokens than may be chosen."""
-    view = backend.view
-    if view is None:
-        _take_all(metadata.dsa_seqlens_expanded, chosen)
-        return
-    rows = torch.arange(len(chosen), device=chosen.device)
-    scores = index_logits(values, gates, buffer, metadata.real_page_table, rows, view.n_pages)
-    counts = (view.n_pages, view.n_select, chosen.shape[1])
-    _keep(*page_topk(scores[:, None], _places(scores), *counts, stats=view.stats), chosen)
-
-
-def _choose_extend(
-    metadata: Any, values: torch.Tensor, gates: torch.Tensor, buffer: torch.Tensor, chosen: torch.Tensor
-) -> None:
-    """Many queries a row, as many at a time as their logits have room for."""
-    lengths, longest, topk = metadata.dsa_seqlens_expanded, int(metadata.max_seq_len_k), chosen.shape[1]
-    if longest <= topk:
-        _take_all(lengths, chosen)
-        return
-    at_once = max(1, LOGITS_BYTES // (4 * longest))
-    for first in range(0, len(lengths), at_once):
-        mine = slice(first, first + at_once)
-        rows, seen = metadata.token_to_batch_idx[mine], lengths[mine]
-        scores = index_logits(values[mine], gates[mine], buffer, metadata.real_page_table, rows, seen)
-        _keep(*page_topk(scores[:, None], _places(scores), seen, seen.clamp(max=topk), topk), chosen[mine])
-
-
-def _places(scores: torch.Tensor) -> torch.Tensor:
-    """A page table that names positions."""
-    return torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device).expand(len(scores), -1)
-
-
-def _keep(indices: torch.Tensor, counts: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Write a selection ``[queries, 1, topk]``; what lies beyond the counts stays -1."""
-    places = torch.arange(chosen.shape[1], device=chosen.device)
-    torch.where(places < counts, indices[:, 0], chosen, out=chosen)
-
-
-def _take_all(lengths: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Every token of queries that see no more than may be chosen."""
-    places = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device)
-    chosen[: len(lengths)] = torch.where(places < lengths[:, None], places, -1)
+def _select(batch: IndexerBatch, values: torch.Tensor, gates: torch.Tensor, buffer: torch.Tensor) -> None:
+    """The selection of one layer, into ``batch.chosen``; what lies beyond the counts stays -1."""
+    topk = batch.chosen.shape[1]
+    for first in range(0, len(values), batch.at_once):
+        mine = slice(first, first + batch.at_once)
+        seen = batch.lengths[mine]
+        scores = index_logits(values[mine], gates[mine], buffer, batch.page_table, batch.rows[mine], seen)
+        # One table for all, which no query has a copy of.
+        positions = batch.positions.expand(len(scores), -1)
+        out = batch.chosen[mine, None], batch.counts[mine]
+        page_topk(scores[:, None], positions, seen, batch.wanted[mine], topk, out, batch.stats)
 
 
 def attend(
@@ -149,15 +177,19 @@ def attend(
 
     Returns:
         ``[tokens, heads, rank]``.
+
+    Raises:
+        RuntimeError: nothing was chosen in this pass.
     """
-    if _backend() is None:
+    backend = _backend()
+    if backend is None:
         return original(dense, q_all, kv_cache, v_head_dim, page_table_1, sm_scale)
-    counts = (page_table_1 >= 0).sum(1, keepdim=True, dtype=torch.int32)
-    # A block is one slot, of which nothing can be missing.
-    last_slots = torch.zeros(len(q_all), dtype=torch.int64, device=q_all.device)
+    batch = backend.indexed
+    if batch is None:
+        raise RuntimeError("the attention of a layer was asked for before its indexer")
     query = q_all[..., :v_head_dim], q_all[..., v_head_dim:]
-    indices = page_table_1[:, None].contiguous()
-    return sparse_mla_decode(*query, kv_cache[:, 0], indices, counts, last_slots, block_size=1, sm_scale=sm_scale)
+    selected = page_table_1[:, None].contiguous(), batch.counts, batch.last_slots
+    return sparse_mla_decode(*query, kv_cache[:, 0], *selected, block_size=1, sm_scale=sm_scale)
 
 
 def _backend() -> SparseAttentionBackend | None:
@@ -167,4 +199,4 @@ def _backend() -> SparseAttentionBackend | None:
     from sglang_sparse.backend import SparseAttentionBackend
 
     backend: Any = get_attn_backend()
-    return backend if isinstance(backend, SparseAttentionBackend) and backend.method.attention == "DSA" else None
+    return backend if isinstance(backend, SparseAttentionBackend) and backend.method.selects_in_model else None

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from sglang_sparse.layers import parse_layers
 
 if TYPE_CHECKING:
     import torch
 
     from sglang_sparse.indices import SparseIndices
+    from sglang_sparse.limits import FlagLimit
     from sglang_sparse.pools import AuxPools
     from sglang_sparse.view import BatchView
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # What "auto" means where no measurement of the GPU and the shape is at hand, see ``crossover.py``.
 DEFAULT_CROSSOVER = 16384
+# What of a view grows with rows times context.
+ViewBuffer = Literal["page_table", "scores", "selected"]
+VIEW_BUFFERS: tuple[ViewBuffer, ...] = get_args(ViewBuffer)
 
 
 @dataclass(frozen=True)
@@ -171,38 +176,6 @@ class RectifyConfig(MethodConfig):
         return value
 
 
-def parse_layers(spec: str | list[int], num_layers: int | None) -> tuple[int, ...]:
-    """Turn a ``layers`` field into layer ids.
-
-    Args:
-        spec: ``"all"``, comma-separated ids and ranges such as ``"0-3,8,20-"``, or a list of ids.
-        num_layers: layers of the model; None checks the form only.
-
-    Returns:
-        Ascending layer ids (empty when ``num_layers`` is None).
-
-    Raises:
-        ValueError: the form is wrong, or an id is not a layer of the model.
-    """
-    if isinstance(spec, list):
-        spec = ",".join(str(layer) for layer in spec)
-    if spec == "all":
-        spec = "0-"
-    chosen: set[int] = set()
-    for part in spec.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(-\s*(\d*)\s*)?", part)
-        if match is None:
-            raise ValueError(f'must be "all", ids or ranges such as "2-" or "0-3,8", or a list of ids; got {spec!r}')
-        if num_layers is None:
-            continue
-        first = int(match[1])
-        last = first if match[2] is None else int(match[3] or num_layers - 1)
-        if first > last or last >= num_layers:
-            raise ValueError(f"layers {part.strip()!r}: the model has layers 0 to {num_layers - 1}")
-        chosen.update(range(first, last + 1))
-    return tuple(sorted(chosen))
-
-
 class DecodeMethod(ABC):
     """A decode method: what it keeps for every page, and how it turns a query into indices.
 
@@ -210,10 +183,18 @@ class DecodeMethod(ABC):
     ``sglang_sparse.methods`` names it. Nothing else needs to know it.
 
     Attributes:
-        attention: the kind of attention it serves: "MHA", which GQA is one of, "MLA", or "DSA", which is MLA of a model
-            that has an indexer.
-        exact: what it computes is what the model was trained to do, so that its KV is exact.
+        attention: the kind of attention it serves, which says what dense backends there are for it: "MHA", which GQA is
+            one of, "MLA", or "DSA", which is MLA of a model that has an indexer.
+        exact: what it computes is what the model was trained to do, so that its KV is exact. No request may ask for
+            anything else.
         decides_on_device: `n_select` is a bound, and how many blocks a row takes is known on the device alone.
+        selects_in_model: the model chooses before it attends, where the method's seams are. `select` is never called,
+            and every layer goes to the dense backend, which attends to what was chosen. Models that select by
+            themselves are served by such methods only.
+        view_buffers: what `select`, or what takes its place, uses of the view's large buffers; others are not
+            allocated.
+        fp8_kv: it serves a KV cache of float8_e4m3fn.
+        flag_limits: server flags that it refuses beside those that no method serves.
         config: the configuration.
         crossover_tokens: the config's number, or what "auto" stands for; a server that starts puts here what was
             measured for its GPU and its model.
@@ -223,6 +204,10 @@ class DecodeMethod(ABC):
     attention: ClassVar[Literal["MHA", "MLA", "DSA"]] = "MHA"
     exact: ClassVar[bool] = False
     decides_on_device: ClassVar[bool] = False
+    selects_in_model: ClassVar[bool] = False
+    view_buffers: ClassVar[tuple[ViewBuffer, ...]] = VIEW_BUFFERS
+    fp8_kv: ClassVar[bool] = True
+    flag_limits: ClassVar[tuple[FlagLimit, ...]] = ()
 
     def __init__(self, config: MethodConfig):
         self.config = config
@@ -239,6 +224,11 @@ class DecodeMethod(ABC):
         """A number of the config that `select` needs of every row, see ``BatchView.values``."""
         return 0.0
 
+    @property
+    def has_crossover(self) -> bool:
+        """Whether small batches run dense, so that a measured number takes the place of "auto"."""
+        return "crossover_tokens" in self.config.limits
+
     def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers that run sparse in a model of so many, ascending.
 
@@ -254,6 +244,16 @@ class DecodeMethod(ABC):
             model_config: SGLang's ``ModelConfig``.
         """
         return None
+
+    def adopt(self, model_config: object) -> None:
+        """Take from the model what the config does not say; called once, when a scheduler starts.
+
+        A request's own copy of the method is not told: a method that needs this has no ``request_fields``.
+
+        Args:
+            model_config: SGLang's ``ModelConfig``, of a model that was not refused.
+        """
+        return
 
     def warnings(self) -> tuple[str, ...]:
         """What to tell the user at start."""
@@ -286,3 +286,14 @@ class DecodeMethod(ABC):
             query: ``[rows, q_heads, head_dim]``, after RoPE; a method for MLA gets a ``LatentQuery``.
             pools: the buffers that ``aux_specs`` asked for.
         """
+
+    def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
+        """Return the bytes that a sparse layer of a decode step takes and a dense one would not, at most.
+
+        Args:
+            model: the model.
+            view: a batch without memory, on the meta device; it is not counted, and see ``scratch.of_decode``.
+            dtype: of the query.
+            device: where the batch runs.
+        """
+        return 0

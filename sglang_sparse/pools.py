@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.config import prefill_chunk, settings_of
+from sglang_sparse import scratch
+from sglang_sparse.config import settings_of
 from sglang_sparse.method import AuxSpec, ModelShape
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 # The attribute of the stock pool under which the wrapper finds the buffers: the pool's class stays SGLang's own.
 ATTRIBUTE = "sglang_sparse_pools"
-# SGLang's own bound on the rows that run at once, where none is given.
-MOST_ROWS = 4096
 
 
 class AuxPools:
@@ -169,21 +168,8 @@ def charge_aux_bytes(cell_size: int, configurator: Any, kvc: Any, num_layers: in
     return cell_size + aux_bytes_per_token(settings, model_shape(kvc.model_config, kvc.kv_cache_dtype))
 
 
-def most_query_tokens(server_args: Any, max_context: int) -> int:
-    """Return an upper bound of an extend pass's query tokens.
-
-    Without chunks SGLang takes on requests until ``max_prefill_tokens`` are reached, and cuts none of them. Rows that
-    decode within a mixed batch may come on top of a chunk, see ``prefill.py``.
-    """
-    tokens = prefill_chunk(server_args) or server_args.max_prefill_tokens + max_context
-    return tokens + (server_args.max_running_requests or MOST_ROWS if server_args.enable_mixed_chunk else 0)
-
-
 def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:
-    """After ``_profile_available_bytes``: keep what a sparse prefill pass needs out of the KV pool.
-
-    Its output and its page table are not charged: the dense backend would allocate an output of the same size in the
-    same place, and every row of the table comes with a query token, for each of which SGLang leaves 1.5 MB.
+    """After ``_profile_available_bytes``: keep what sparse passes need for a moment out of the KV pool.
 
     Returns:
         Bytes that remain for the KV pool.
@@ -192,25 +178,30 @@ def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:
         ValueError: nothing remains.
     """
     settings = settings_of(kvc.server_args)
-    if settings is None or settings.prefill is None or kvc.is_draft_worker:
+    if settings is None or kvc.is_draft_worker:
         return available
-    context = kvc.model_config.context_len
-    tokens = most_query_tokens(kvc.server_args, context)
+    from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
+
     model = model_shape(kvc.model_config, kvc.kv_cache_dtype)
-    model = dataclasses.replace(model, head_dim=max(model.head_dim, kvc.model_config.v_head_dim))
-    scratch = settings.prefill.scratch_bytes(model, tokens, context)
-    if scratch >= available:
-        raise ValueError(
-            f"--sparse-prefill-method {settings.prefill_name} needs {scratch / 2**20:.0f} MiB for passes of up to "
-            f"{tokens} tokens at a context of {context}, and {available / 2**20:.0f} MiB are left for it and the KV "
-            "cache; allowed: a smaller --chunked-prefill-size or --context-length, a larger --mem-fraction-static"
+    # The values of MLA are its latents.
+    if not model.rope_dim:
+        model = dataclasses.replace(model, head_dim=max(model.head_dim, kvc.model_config.v_head_dim))
+    width = kvc.model_config.context_len + get_req_to_token_extra_context_len(kvc.server_args)
+    for need in scratch.needs(settings, kvc, model, width):
+        if need.nbytes >= available:
+            raise ValueError(
+                f"{need.flag} needs {need.nbytes / 2**20:.0f} MiB for {need.passes} at a context of "
+                f"{kvc.model_config.context_len}, and {available / 2**20:.0f} MiB are left for it and the KV cache; "
+                f"allowed: a smaller {need.smaller} or --context-length, a larger --mem-fraction-static"
+            )
+        available -= need.nbytes
+        logger.info(
+            "sglang_sparse: %.1f MiB kept free for the scratch of sparse %s (%s)",
+            need.nbytes / 2**20,
+            need.phase,
+            need.passes,
         )
-    logger.info(
-        "sglang_sparse: %.1f MiB kept free for the scratch of sparse prefill (passes of up to %d tokens)",
-        scratch / 2**20,
-        tokens,
-    )
-    return available - scratch
+    return available
 
 
 def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:

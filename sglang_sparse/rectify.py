@@ -9,6 +9,8 @@ sparse steps and one dense pass. (The paper re-encodes after the step; here the 
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +28,8 @@ from sglang_sparse.requests import state_of
 if TYPE_CHECKING:
     from sglang_sparse.config import Settings
     from sglang_sparse.stats import RectifyCounts
+
+logger = logging.getLogger(__name__)
 
 # The attribute of the radix cache that holds back releases while a step's results are processed.
 HELD = "sglang_sparse_held"
@@ -154,6 +158,8 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
             return_hidden_states_before_norm=False,
         )
         output = original(runner, inner, *args, **kwargs)
+        if rows is step.due and device.type == "cuda" and not output.can_run_graph:
+            _say_eager()
         found = output.logits_output.next_token_logits
         if logits is None:
             logits = found.new_empty(len(batch.reqs), found.shape[1])
@@ -163,6 +169,15 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     output.logits_output.next_token_logits = logits
     output.can_run_graph = False
     return output
+
+
+@functools.cache
+def _say_eager() -> None:
+    """Once: SGLang leaves the graphs of prefill out where memory is short, and the host is then slower than the GPU."""
+    logger.warning(
+        "sglang_sparse: a rectifying pass ran without CUDA graphs, which takes longer: SGLang has none for prefill "
+        "or none for so many tokens; its lines at start say why, and a lower --mem-fraction-static leaves room for them"
+    )
 
 
 def _count(counts: RectifyCounts, step: Rectification, second_pass: bool) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import Settings, SparseArgumentError, prefill_chunk
+from sglang_sparse.layers import parse_layers
 from sglang_sparse.limits import (
     CPU_ONLY_METHODS,
     DENSE_BACKENDS,
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
-    INDEXER_LIMITS,
     MODEL_LIMITS,
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
     UNMEASURED,
     FlagLimit,
 )
-from sglang_sparse.method import PAGE_SIZES, SparseConfig, parse_layers
+from sglang_sparse.method import PAGE_SIZES, SparseConfig
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
@@ -30,8 +30,7 @@ def require_before(args: SparseServerArgs, settings: Settings) -> None:
         SparseArgumentError: names every refused flag, what was got and why not.
     """
     _require_cpu(settings)
-    limits = (*FLAG_LIMITS, *(INDEXER_LIMITS if settings.method.attention == "DSA" else ()))
-    found = _found(args, limits)
+    found = _found(args, (*FLAG_LIMITS, *settings.method.flag_limits))
     if found:
         raise SparseArgumentError(f"{settings.flag} cannot run with {found}")
     if settings.config.page_size % settings.method.block_size:
@@ -157,10 +156,10 @@ def _require_dtypes(args: SparseServerArgs, settings: Settings) -> None:
 
     dtype = str(args.get_model_config().dtype).removeprefix("torch.")
     cache = {"auto": dtype, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
-    if cache not in (dtype, "fp8_e4m3"):
+    if cache not in (dtype, *(("fp8_e4m3",) if settings.method.fp8_kv else ())):
         raise SparseArgumentError(
             f"{settings.flag}: the KV cache dtype is {args.kv_cache_dtype} and the model's is {dtype}; "
-            f"allowed: {'auto' if settings.method.attention == 'DSA' else 'auto, fp8_e4m3'}"
+            f"allowed: {'auto, fp8_e4m3' if settings.method.fp8_kv else 'auto'}"
         )
     if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
         allowed = [name for name in DENSE_BACKENDS[settings.method.attention] if name in GPU_ONLY_BACKENDS]
@@ -186,7 +185,7 @@ def require_model(args: SparseServerArgs, settings: Settings) -> None:
     model = ModelConfig.from_server_args(args)
     architecture = (model.hf_config.architectures or ["unknown"])[0]
     for limit in MODEL_LIMITS:
-        if limit.applies(model) and not (limit.own_selection and settings.method.attention == "DSA"):
+        if limit.applies(model) and not (limit.own_selection and settings.method.selects_in_model):
             raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {limit.name}; {limit.reason}")
     configs: dict[str, SparseConfig] = {f"--sparse-config of {settings.name}": settings.config}
     if settings.prefill:

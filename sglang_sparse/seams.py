@@ -69,7 +69,7 @@ SEAMS = (
         "AFTER",
         "pools:charge_scratch",
         "scheduler",
-        "leave memory free for the scratch of sparse prefill",
+        "leave memory free for the scratch of sparse passes",
     ),
     Seam(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",

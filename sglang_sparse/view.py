@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse.method import VIEW_BUFFERS, ViewBuffer
 from sglang_sparse_kernels.page_table import load_page_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from sglang_sparse.plan import DecodePlan
 
@@ -42,7 +43,8 @@ class LatentQuery:
 class BatchView:
     """A decode batch as methods and kernels see it. Rows that pad a CUDA graph have ``n_pages`` and ``n_select`` 0.
 
-    A page here is the method's block, the unit of its selection: a KV page, or an equal part of one.
+    A page here is the method's block, the unit of its selection: a KV page, or an equal part of one. Those of the large
+    buffers that are not among the method's ``view_buffers`` have no columns.
 
     Attributes:
         page_table: ``[rows, max_pages]`` int32, physical page of each logical page; beyond a row's pages those of
@@ -120,12 +122,20 @@ class BatchView:
             # From pageable memory, which the driver has read when the call returns. A pinned buffer that is used again
             # could be overwritten before its copy: the host runs ahead of the device.
             target.copy_(torch.nn.functional.pad(counts, (0, rows - real)), non_blocking=True)
+        if self.max_select == 0:
+            return
         widest = int(n_pages.max()) if real else 0
         load_page_table(req_to_token, requests[:real], self.n_pages, widest, self.page_size, self.page_table)
 
 
 def allocate_view(
-    rows: int, kv_heads: int, max_pages: int, usual_select: int, page_size: int, stats: torch.Tensor
+    rows: int,
+    kv_heads: int,
+    max_pages: int,
+    usual_select: int,
+    page_size: int,
+    stats: torch.Tensor,
+    buffers: Collection[ViewBuffer] = VIEW_BUFFERS,
 ) -> BatchView:
     """Allocate the buffers of a view on the device of ``stats``, as an empty batch.
 
@@ -136,20 +146,22 @@ def allocate_view(
         usual_select: see ``BatchView``.
         page_size: tokens per page.
         stats: see ``BatchView.stats``.
+        buffers: which of the large buffers the method uses, see ``DecodeMethod.view_buffers``.
     """
     device = stats.device
     # Rows then begin at multiples of 16 bytes, which lets a kernel load four entries at once; Triton sees that only
     # where their number is a multiple of 16.
     max_pages = -(-max_pages // 16) * 16
+    columns = {name: max_pages if name in buffers else 0 for name in VIEW_BUFFERS}
     return BatchView(
-        page_table=torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
+        page_table=torch.zeros(rows, columns["page_table"], dtype=torch.int32, device=device),
         n_pages=torch.zeros(rows, dtype=torch.int32, device=device),
         n_select=torch.zeros(rows, dtype=torch.int32, device=device),
         values=torch.zeros(rows, dtype=torch.float32, device=device),
         usual_select=usual_select,
-        scores=torch.zeros(rows, kv_heads, max_pages, dtype=torch.float32, device=device),
+        scores=torch.zeros(rows, kv_heads, columns["scores"], dtype=torch.float32, device=device),
         selected=(
-            torch.full((rows, kv_heads, max_pages), -1, dtype=torch.int32, device=device),
+            torch.full((rows, kv_heads, columns["selected"]), -1, dtype=torch.int32, device=device),
             torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
         ),
         stats=stats,

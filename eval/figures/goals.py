@@ -13,7 +13,7 @@ Where several files have such a row, the newest file counts: the one whose heade
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,18 +177,20 @@ def line(goal: Goal, found: tuple[dict[str, Any], Path] | None) -> dict[str, str
     return cells | {"quality": ", ".join(quality), "revision": row.get("revision") or "", "file": path.name}
 
 
-def goals_table(folder: Path, path: Path = GOALS) -> str:
+def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = None) -> str:
     """The goals as Markdown, a line each.
 
     Args:
         folder: with the result files.
         path: of the goals.
+        ids: of goals; of these alone, those that were measured, in fewer columns.
 
     Raises:
         EvaluationError: see `read_results` and `measured`.
     """
-    goals = read_goals(path)
+    goals = [goal for goal in read_goals(path) if ids is None or goal.id in ids]
     results = read_results(folder, {goal.row["command"] for goal in goals})
+    found = [(goal, measured(goal, results)) for goal in goals]
     columns: list[Column] = [
         ("id", text("id")),
         ("goal", text("what")),
@@ -201,4 +203,7 @@ def goals_table(folder: Path, path: Path = GOALS) -> str:
         ("revision", text("revision")),
         ("result file", text("file")),
     ]
-    return table([line(goal, measured(goal, results)) for goal in goals], columns)
+    if ids is None:
+        return table([line(*pair) for pair in found], columns)
+    short = [column for column in columns if column[0] not in ("id", "stretch", "revision", "result file")]
+    return table([line(*pair) for pair in found if pair[1]], short)

@@ -13,7 +13,8 @@ from eval.parts.recall_attention import Captured, Selection
 from sglang_sparse.calibration.capture import AttentionArch, ModelFacts
 from sglang_sparse.config import Settings, SparseArgumentError, build, read_config
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import ModelShape, parse_layers
+from sglang_sparse.layers import parse_layers
+from sglang_sparse.method import ModelShape
 from sglang_sparse.plan import plan_decode, usual_selection
 from sglang_sparse.pools import AuxPools, page_ends
 from sglang_sparse.view import allocate_view

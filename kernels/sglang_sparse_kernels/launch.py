@@ -24,11 +24,15 @@ def num_processors(device: torch.device) -> int:
 
 
 @functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """What ``device`` can do, by NVIDIA's numbers; the interpreter counts as Ampere, which has no float8."""
+    return (8, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+
+
+@functools.cache
 def dependent_launch(device: torch.device) -> bool:
     """Whether kernels may be launched before the previous one of the stream has finished (Hopper and later)."""
-    if device.type == "cpu" or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.version.cuda is not None and capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from sglang_sparse.limits import INDEXER_PAGE, refuse_sizes
+from sglang_sparse.limits import INDEXER_LIMITS, INDEXER_PAGE, refuse_sizes
 from sglang_sparse.method import AuxSpec, Crossover, DecodeMethod, MethodConfig, ModelShape
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 
@@ -63,12 +63,17 @@ class Dsa(DecodeMethod):
     A *block* is one token here, so what is counted in pages elsewhere is counted in tokens.
 
     Attributes:
-        index_topk: tokens that a row attends to at most: the model's, put here when a server starts.
+        index_topk: tokens that a row attends to at most: the model's.
     """
 
     config_class = DsaConfig
     attention = "DSA"
     exact = True
+    selects_in_model = True
+    # The indexer makes logits and selection of its own, and names tokens by their positions.
+    view_buffers = ()
+    fp8_kv = False
+    flag_limits = INDEXER_LIMITS
     index_topk = 0
 
     @property
@@ -94,6 +99,10 @@ class Dsa(DecodeMethod):
         other = shared | {name: value for name in OTHER_INDEXERS if (value := getattr(config, name, None))}
         said = ", ".join(f"{name} {value}" for name, value in other.items())
         return f"its indexer has {said}, which is not served yet" if other else None
+
+    def adopt(self, model_config: Any) -> None:
+        """Take ``index_topk``."""
+        self.index_topk = model_config.hf_text_config.index_topk
 
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
         """Nothing: the indexer's keys are in SGLang's KV pool."""

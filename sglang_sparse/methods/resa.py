@@ -20,6 +20,7 @@ from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape, RectifyConfi
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summaries
 from sglang_sparse_kernels.page_topk import page_topk
+from sglang_sparse_kernels.sparse_decode import scratch_bytes
 
 if TYPE_CHECKING:
     from sglang_sparse.pools import AuxPools
@@ -87,6 +88,12 @@ class Resa(DecodeMethod):
         pages = (*tables, view.n_select, view.max_select)
         indices, counts = page_topk(scores, *pages, view.selected, view.stats, tables_ready=True)
         return SparseIndices(indices, counts)
+
+    def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
+        """That of the attention: scores and selection are in the view. Values have at most the model's ``head_dim``."""
+        heads, dims = (model.num_q_heads, model.num_kv_heads), (model.head_dim, model.head_dim)
+        usual = (view.usual_select, view.page_size)
+        return scratch_bytes(len(view.n_pages), *heads, *dims, *usual, dtype, model.kv_dtype, device)
 
 
 def _count(n_pages: torch.Tensor, ratio: float) -> torch.Tensor:

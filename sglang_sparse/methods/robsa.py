@@ -30,7 +30,8 @@ from sglang_sparse.calibration.presets import PRESETS, Preset
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.limits import refuse_sizes
 from sglang_sparse.method import PAGE_SIZES, AuxSpec, DecodeMethod, ModelShape, RectifyConfig
-from sglang_sparse_kernels.block_mass import block_mass
+from sglang_sparse_kernels import sparse_mla_decode
+from sglang_sparse_kernels.block_mass import block_mass, scratch_bytes
 from sglang_sparse_kernels.block_topp import block_topp
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 
@@ -218,22 +219,29 @@ class Robsa(DecodeMethod):
             asked = query.rope
         else:
             asked, keys = torch.cat([query.nope, query.rope], dim=-1), query.cache
-        mass = block_mass(
-            asked,
-            keys,
-            view.page_table,
-            view.n_pages,
-            query.last_slots,
-            self.block_size,
-            query.scaling,
-            query.kv_scale,
-            out=view.scores[:, 0],
-        )
+        rows = (view.page_table, view.n_pages, query.last_slots)
+        scales = (query.scaling, query.kv_scale)
+        mass = block_mass(asked, keys, *rows, self.block_size, *scales, out=view.scores[:, 0])
         if self.config.head_scope == "global":
             mass = query.mean_over_ranks(mass)
         return SparseIndices(
             *block_topp(mass, view.page_table, view.n_pages, view.n_select, view.values, view.selected, view.stats)
         )
+
+    def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
+        """The most that one step takes: refreshing the keys' copy, selecting, or attending, one after the other."""
+        rows, width = view.page_table.shape
+        heads, rope, whole = model.num_q_heads, model.rope_dim, model.head_dim
+        usual = (view.usual_select, self.block_size, dtype, device)
+        steps = [sparse_mla_decode.scratch_bytes(rows, heads, whole - rope, *usual)]
+        if self.config.rope_copy == "on":
+            steps.append(rows * (self.config.page_size * rope * model.kv_dtype.itemsize + torch.int64.itemsize))
+        # The reduction over ranks may copy the masses; for a full score both parts of the query are put together.
+        means = view.scores.nbytes if self.config.head_scope == "global" else 0
+        for dim in (rope, whole) if self.config.insensitive == "full_score" else (rope,):
+            query = rows * heads * dim * dtype.itemsize if dim > rope else 0
+            steps.append(query + max(means, scratch_bytes(rows, heads, dim, width, self.block_size, dtype, device)))
+        return max(steps)
 
 
 def copy_rope(

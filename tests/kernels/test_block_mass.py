@@ -110,7 +110,7 @@ def test_rows_take_turns_where_the_scratch_is_small(config: Config, device: str)
     arguments = make(replace(SMALL, lengths=(70, 300, 16, 0, 130)), device)
     row_bytes = 40 * 16 * 5 * 3
     for rows in (0, 1, 2):
-        assert_masses(run_kernels(arguments, config=config, scratch_bytes=rows * row_bytes), arguments)
+        assert_masses(run_kernels(arguments, config=config, limit=rows * row_bytes), arguments)
 
 
 def test_more_rows_than_programs(device: str) -> None:

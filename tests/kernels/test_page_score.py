@@ -71,11 +71,8 @@ def test_same_input_gives_the_same_bits(device: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
-@pytest.mark.parametrize(
-    "summary_dtype", [torch.bfloat16, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.gpu)], ids=str
-)
+@pytest.mark.parametrize("summary_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_nan_in_a_summary_selects_the_page(summary_dtype: torch.dtype, implementation: str, device: str) -> None:
-    """Triton's interpreter reads the NaN of float8 as a number, hence the marker."""
     case = Case((6,), 2, 2, 64, torch.bfloat16, summary_dtype)
     arguments = make(case, device)
     page = arguments["page_table"][0, 3].item()
@@ -87,10 +84,18 @@ def test_nan_in_a_summary_selects_the_page(summary_dtype: torch.dtype, implement
     assert scores.isinf().tolist() == [[[False] * 5 + [True]] * 2]
 
 
-def test_nan_in_a_float8_summary_selects_the_page_in_the_reference() -> None:
-    arguments = make(Case((6,), 2, 2, 64, torch.bfloat16, torch.float8_e4m3fn, local_pages=0), "cpu")
-    arguments["summary"].view(torch.uint8)[arguments["page_table"][0, 3].item(), 1, 1, 7] = 0x7F
-    assert (run_reference(arguments)[0] == torch.finfo(torch.float32).max).nonzero().tolist() == [[1, 3]]
+@pytest.mark.parametrize("dim", range(4), ids="byte {} of a word".format)
+def test_every_number_of_float8(dim: int, device: str) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    arguments = make(Case((256,), 1, 1, 64, torch.bfloat16, torch.float8_e4m3fn, local_pages=0), device)
+    arguments["q"] = torch.zeros_like(arguments["q"])
+    arguments["q"][0, 0, dim] = 1
+    summary = torch.zeros_like(arguments["summary"].view(torch.uint8))
+    summary[arguments["page_table"][0].long(), 0, 0, dim] = numbers.view(torch.uint8)
+    arguments["summary"] = summary.view(torch.float8_e4m3fn)
+    expected = numbers.float().nan_to_num(nan=torch.finfo(torch.float32).max)
+    assert torch.equal(page_score(**arguments)[0, 0], expected)
+    assert torch.equal(run_reference(arguments)[0, 0], expected)
 
 
 def test_strided_queries_and_tables(device: str) -> None:

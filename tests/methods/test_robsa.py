@@ -1,5 +1,6 @@
 """RoBSA: its config and calibration, what it refuses, and its selection against the definition."""
 
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from rope_calibrations import calibration
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sglang_sparse.calibration.partition import RopeCalibration, fingerprint
 from sglang_sparse.config import SparseArgumentError, build
@@ -17,6 +21,7 @@ from sglang_sparse.plan import plan_decode
 from sglang_sparse.pools import AuxPools
 from sglang_sparse.requests import parse_options
 from sglang_sparse.view import LatentQuery, allocate_view
+from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 TINY_MLA = Path("eval/models/tiny-mla")
 UNCALIBRATED = {"allow_uncalibrated": True}
@@ -220,3 +225,47 @@ def test_a_row_that_needs_too_much_gets_all() -> None:
     over = [row for row, blocks in enumerate(found) if len(blocks) > int(rows.view.n_select[row])]
     assert over and all(found[row] == [*range(-(-rows.lengths[row] // BLOCK))] for row in over)
     assert int(rows.view.stats[3]) == len(over)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes at any time of tensors that were made since, views apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes, self._alive = 0, {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        for leaf in tree_leaves(result):
+            if torch.is_tensor(leaf) and leaf.untyped_storage()._cdata not in known:
+                storage = leaf.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
+        self.nbytes = max(self.nbytes, sum(nbytes for _, nbytes in self._alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("fields", [{}, {"rope_copy": "on"}, {"insensitive": "full_score"}, {"head_scope": "rank"}])
+def test_a_step_takes_what_it_says(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured: refreshing, selecting and attending in one layer, by the kernels."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    given = calibration([0.9 if "insensitive" in fields else 1.0])
+    rows = Rows(robsa(calibration=given, max_active_ratio=0.99, **fields))
+
+    def mean_over_ranks(mass: torch.Tensor) -> torch.Tensor:
+        # The interpreter holds what it ran on in cycles.
+        gc.collect()
+        return mass + 0.0
+
+    query = LatentQuery(rows.nope, rows.rope, rows.cache, rows.last_slots, 0.1, 1.0, mean_over_ranks)
+    out = torch.zeros_like(rows.nope)
+    with Peak() as peak:
+        rows.aux.refresh({0: rows.cache[:, None]}, rows.last_slots, before_select=True)
+        found = rows.method.select(rows.view, 0, query, rows.aux)
+        gc.collect()
+        asked, kept = (query.nope, query.rope, query.cache), (found.indices, found.counts, rows.last_slots)
+        sparse_mla_decode(*asked, *kept, BLOCK, 0.1, out=out, usual_blocks=rows.view.usual_select)
+    model = ModelShape(1, HEADS, 1, LATENT + ROPE, torch.float32, ROPE)
+    meta = allocate_view(len(rows.lengths), 1, 40, 40, BLOCK, torch.zeros(4, dtype=torch.int64, device="meta"))
+    assert peak.nbytes == rows.method.scratch_bytes(model, meta, torch.float32, torch.device("cpu"))

@@ -9,7 +9,7 @@ import torch
 from sglang_sparse.backend import SparseAttentionBackend
 from sglang_sparse.decode_path import DecodePath
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import AuxSpec, ModelShape
+from sglang_sparse.method import VIEW_BUFFERS, AuxSpec, ModelShape
 from sglang_sparse.pools import AuxPools
 
 LAYERS, SLOTS, HEADS, DIM, PAGE = (1, 3), 32, 1, 16, 4
@@ -26,7 +26,7 @@ def last_key(k_caches: Any, buffers: Any, last_slots: torch.Tensor, page_size: i
 class Keep:
     """Attends to one page, and keeps what it saw in its buffers."""
 
-    attention = "MHA"
+    attention, selects_in_model, view_buffers = "MHA", False, VIEW_BUFFERS
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -141,6 +141,43 @@ def test_decode_graphs_have_buffers_of_their_own_wherever_a_layer_is_sparse(
     )
     backend.init_cuda_graph_state(2, 2)
     assert (backend._graph_view is not None) == static
+
+
+@pytest.mark.parametrize("buffers", [VIEW_BUFFERS, ("page_table",), ()])
+def test_what_a_method_does_not_use_is_neither_allocated_nor_reported(
+    buffers: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Per row 2**19 pages of 4 bytes in each of the large buffers: 2 MiB; the numbers are 12 bytes and the counts 4."""
+    backend = make_backend()
+    backend.method.view_buffers = buffers  # pyright: ignore[reportAttributeAccessIssue]
+    backend.dense.init_cuda_graph_state = lambda *_: None
+    backend._limits, backend._graph_view, backend._eager_view = (HEADS, 2**19, 2, PAGE), None, None
+    backend.counters = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        select_stats=torch.zeros(4, dtype=torch.int64)
+    )
+    with caplog.at_level("INFO"):
+        backend.init_cuda_graph_state(3, 3)
+    assert f"{2 * 3 * len(buffers)}.0 MiB of static buffers" in caplog.text
+    view = backend._graph_view
+    assert view is not None and view.nbytes == 3 * (len(buffers) * 2**21 + 12 + 4)
+    # A batch that no graph holds is no larger.
+    assert backend._rows(5).nbytes == 5 * (len(buffers) * 2**21 + 12 + 4)
+
+
+def test_a_selection_in_the_model_leaves_every_layer_to_the_dense_backend() -> None:
+    """Whatever it is asked for: what is refused elsewhere is the dense backend's to judge."""
+    backend = make_backend()
+    backend.method.selects_in_model = True  # pyright: ignore[reportAttributeAccessIssue]
+    backend._pools = AuxPools((), LAYERS, SLOTS // PAGE, PAGE, "cpu")
+    dense: Any = backend.dense
+    dense.forward = lambda q, k, v, layer, batch, save, **chosen: (layer.layer_id, chosen)
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True))
+    query = torch.ones(1, DIM)
+    for layer_id in range(4):
+        layer = SimpleNamespace(layer_id=layer_id)
+        found: Any = backend.forward(query, query, query, layer, batch, topk_indices=5)
+        assert found == (layer_id, {"topk_indices": 5})
+    assert backend.method.seen == []  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_an_mla_layer_may_come_in_two_parts() -> None:

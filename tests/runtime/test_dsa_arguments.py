@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ load_plugins()
 
 from sglang.srt.server_args import ServerArgs
 
+from sglang_sparse import refusals
 from sglang_sparse.config import build
+from sglang_sparse.plan import plan_decode
 from sglang_sparse.requests import parse_options
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
@@ -78,6 +81,27 @@ def test_indexers_that_are_not_served(tmp_path: Path, change: dict[str, int], ex
 )
 def test_flags(config: str | None, kwargs: dict[str, Any], expected: str) -> None:
     assert expected in refused(TINY_DSA, config, **kwargs)
+
+
+def test_a_cache_that_a_method_does_not_take_is_refused_by_its_contract() -> None:
+    """The CPU platform refuses it earlier."""
+    model = SimpleNamespace(dtype=torch.bfloat16)
+    args: Any = SimpleNamespace(
+        get_model_config=lambda: model, kv_cache_dtype="fp8_e4m3", get_attention_backends=lambda: ["dsa"]
+    )
+    with pytest.raises(ValueError, match=r"the KV cache dtype is fp8_e4m3 and the model's is bfloat16; allowed: auto$"):
+        refusals._require_dtypes(args, build("dsa", {}))
+    refusals._require_dtypes(args, build("resa", {}))
+
+
+def test_what_a_model_decides_is_taken_when_a_scheduler_starts() -> None:
+    method = build("dsa", {}).method
+    assert not method.has_crossover and build("resa", {}).method.has_crossover
+    text: Any = SimpleNamespace(hf_text_config=SimpleNamespace(index_topk=48))
+    method.adopt(text)
+    plan = plan_decode(method, torch.tensor([100, 48, 49]))
+    assert plan.sparse and plan.n_select.tolist() == [48, 48, 48] and plan.covered.tolist() == [False, True, False]
+    assert not plan_decode(method, torch.tensor([48, 3])).sparse
 
 
 @pytest.mark.parametrize("params", [{"sparse": False}, {"rectify_interval": 8}, {"min_seq_len": 1}])

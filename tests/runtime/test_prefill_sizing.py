@@ -33,6 +33,8 @@ def configurator(
         max_prefill_tokens=16384,
         enable_mixed_chunk=mixed is not None,
         max_running_requests=mixed,
+        max_speculative_num_draft_tokens=None,
+        speculative_algorithm=None,
     )
     model = SimpleNamespace(context_len=CONTEXT, v_head_dim=v_dim)
     return SimpleNamespace(

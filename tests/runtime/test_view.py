@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_sparse.method import VIEW_BUFFERS, ViewBuffer
 from sglang_sparse.plan import DecodePlan
 from sglang_sparse.view import BatchView, allocate_view
 
@@ -62,6 +63,20 @@ def test_rows_begin_where_wide_loads_can() -> None:
     view = make_view(2, 1)
     assert view.max_select == 80
     assert view.scores.shape == view.selected[0].shape == (2, 2, 80)
+
+
+@pytest.mark.parametrize("used", VIEW_BUFFERS)
+def test_buffers_that_a_method_does_not_use_have_no_columns(used: ViewBuffer) -> None:
+    """The numbers of each row are there all the same."""
+    view = allocate_view(4, 2, CONTEXT, 3, 1, torch.zeros(4, dtype=torch.int64), (used,))
+    load(view, [5, 3], [2, 3], [1, 0], torch.arange(REQUESTS * CONTEXT, dtype=torch.int32).view(REQUESTS, CONTEXT))
+    assert view.n_pages.tolist() == [5, 3, 0, 0] and view.n_select.tolist() == [2, 3, 0, 0]
+    widths = {"page_table": view.page_table, "scores": view.scores, "selected": view.selected[0]}
+    assert {name: buffer.shape[-1] for name, buffer in widths.items()} == {name: 80 * (name == used) for name in widths}
+    assert view.page_table[0, :6].tolist() == ([70, 71, 72, 73, 74, 0] if used == "page_table" else [])
+    assert view.rows(3).scores.shape == (3, 2, 80 * (used == "scores"))
+    view.clear(torch.zeros(REQUESTS, CONTEXT, dtype=torch.int32))
+    assert view.n_pages.tolist() == [0] * 4
 
 
 @pytest.mark.gpu

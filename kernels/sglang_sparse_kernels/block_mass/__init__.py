@@ -40,7 +40,7 @@ def block_mass(
 
     The kernels allocate a scratch of at most ``H * (2 + block_size / 16)`` bytes per row and block of the table (3 * H
     for blocks of 16 tokens; the table counts in whole tiles of 128 tokens), 2 * H more with a float32 ``q``, and 8 * H
-    bytes per row and split. Rows that together need more than 256 MiB take turns in it.
+    bytes per row and split. Rows that together need more than 256 MiB take turns in it; see ``scratch_bytes``.
 
     Args:
         q: ``[B, H, d]``, float32 (CPU only), float16 or bfloat16, the rotated RoPE dimensions (d = 64) or the whole
@@ -82,6 +82,25 @@ def block_mass(
     from . import triton
 
     return triton.block_mass(*arguments)
+
+
+def scratch_bytes(
+    batch: int, heads: int, dim: int, width: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Bytes that the kernels of one call allocate at once beside the result. The reference allocates more.
+
+    Args:
+        batch: rows, at least one.
+        heads: query heads.
+        dim: dimension of queries and keys.
+        width: blocks of the table, at least one.
+        block_size: slots per block.
+        dtype: of the queries.
+        device: where the call runs.
+    """
+    from . import triton
+
+    return triton.scratch_bytes(batch, heads, dim, width, block_size, dtype, device)
 
 
 def _check_arguments(

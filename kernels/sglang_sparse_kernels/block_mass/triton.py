@@ -5,8 +5,9 @@ maximum. What is known only at the end, the row's maximum and its normaliser, is
 """
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportReturnType=false
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ _DIM_STEP = 64
 _SCRATCH_BYTES = 256 << 20
 # In place of -inf: differences stay numbers, and the weight of a logit of -inf is still 0.
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+# Shape and dtype.
+_Table = tuple[tuple[int, ...], torch.dtype]
 # What one step of the merge holds: splits, and block sums.
 _MERGE_SPLITS = 32
 _MERGE_SUMS = 8192
@@ -271,6 +274,51 @@ def _merge_kernel(
             tl.store(out_ptr + row * width + logical, mass, mask=logical < n_blocks)
 
 
+def _row_tables(width: int, heads: int, block_size: int, dtype: torch.dtype, config: Config) -> tuple[_Table, _Table]:
+    """Shapes and dtypes of what the splits of one row keep: its block sums, and the maxima of its tiles."""
+    tile_blocks = config.tile_tokens // block_size
+    tiles = triton.cdiv(width, tile_blocks)
+    sums_dtype = torch.float32 if dtype == torch.float32 else torch.float16
+    return ((tiles, heads, tile_blocks), sums_dtype), ((tiles, heads), torch.float32)
+
+
+def _rows_at_once(batch: int, tables: tuple[_Table, _Table], limit: int) -> int:
+    """The rows whose tables fit ``limit`` bytes, or one."""
+    return max(1, min(batch, limit // _table_bytes(tables)))
+
+
+def _table_bytes(tables: tuple[_Table, _Table]) -> int:
+    """Bytes of one row's tables."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tables)
+
+
+def _num_splits(batch: int, heads: int, tiles: int, config: Config, device: torch.device) -> int:
+    """Splits of each row."""
+    programs = config.programs_per_processor * num_processors(device)
+    return min(tiles, max(1, programs // (batch * triton.cdiv(heads, _block_heads(heads)))))
+
+
+def scratch_bytes(
+    batch: int,
+    heads: int,
+    dim: int,
+    width: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: Config | None = None,
+    limit: int = _SCRATCH_BYTES,
+) -> int:
+    """See ``block_mass.scratch_bytes``; ``config`` and ``limit`` are those of the call."""
+    config = config or default_config(heads, dim)
+    tables = _row_tables(width, heads, block_size, dtype, config)
+    tiles, rows = tables[0][0][0], _rows_at_once(batch, tables, limit)
+    # The last rows may be fewer, and then have more splits in all.
+    launches = {rows, batch % rows or rows}
+    splits = max(launch * _num_splits(launch, heads, tiles, config, device) for launch in launches)
+    return rows * _table_bytes(tables) + 2 * splits * heads * torch.float32.itemsize
+
+
 def block_mass(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -282,29 +330,29 @@ def block_mass(
     k_scale: float,
     out: torch.Tensor,
     config: Config | None = None,
-    scratch_bytes: int = _SCRATCH_BYTES,
+    limit: int = _SCRATCH_BYTES,
 ) -> torch.Tensor:
     """See ``block_mass.block_mass``; entries at or beyond ``n_blocks`` are left unwritten.
 
-    ``scratch_bytes`` bounds the scratch wherever that of a single row fits.
+    ``limit`` bounds block sums and maxima in bytes wherever those of a single row fit.
     """
     batch, heads, dim = q.shape
     width = block_table.shape[1]
     if batch == 0 or width == 0:
         return out
     config = config or default_config(heads, dim)
-    tile_blocks = config.tile_tokens // block_size
-    tiles = triton.cdiv(width, tile_blocks)
-    sums_dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
-    row_bytes = tiles * heads * (tile_blocks * sums_dtype.itemsize + 4)
-    rows = max(1, min(batch, scratch_bytes // row_bytes))
-    sums = torch.empty(rows, tiles, heads, tile_blocks, dtype=sums_dtype, device=q.device)
-    tile_maxima = torch.empty(rows, tiles, heads, dtype=torch.float32, device=q.device)
+    tables = _row_tables(width, heads, block_size, q.dtype, config)
+    rows = _rows_at_once(batch, tables, limit)
+    sums, tile_maxima = (torch.empty(rows, *shape, dtype=dtype, device=q.device) for shape, dtype in tables)
     for first in range(0, batch, rows):
         part = slice(first, first + rows)
         inputs = (q[part], k_cache, block_table[part], n_blocks[part], last_slots[part])
         _launch(inputs, sums, tile_maxima, out[part], block_size, sm_scale * k_scale * LOG2_E, config)
     return out
+
+
+def _block_heads(heads: int) -> int:
+    return min(_MAX_HEADS, max(MIN_DOT, triton.next_power_of_2(heads)))
 
 
 def _launch(
@@ -319,14 +367,12 @@ def _launch(
     q, k_cache, block_table, n_blocks, _ = inputs
     batch, heads, dim = q.shape
     tiles, tile_blocks, width = sums.shape[1], sums.shape[3], block_table.shape[1]
-    block_heads = min(_MAX_HEADS, max(MIN_DOT, triton.next_power_of_2(heads)))
-    head_tiles = triton.cdiv(heads, block_heads)
-    programs = config.programs_per_processor * num_processors(q.device)
-    splits = min(tiles, max(1, programs // (batch * head_tiles)))
+    block_heads = _block_heads(heads)
+    splits = _num_splits(batch, heads, tiles, config, q.device)
     split_maxima, split_totals = torch.empty(2, batch, splits, heads, dtype=torch.float32, device=q.device)
     block_dim = triton.next_power_of_2(dim)
     dependent = dependent_launch(q.device)
-    _split_kernel[(head_tiles, splits, batch)](
+    _split_kernel[(triton.cdiv(heads, block_heads), splits, batch)](
         *inputs,
         *(sums, tile_maxima, split_maxima, split_totals),
         *(q.stride(0), q.stride(1), k_cache.stride(0), block_table.stride(0), width, tiles, logit_scale),

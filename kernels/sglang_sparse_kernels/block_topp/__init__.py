@@ -31,6 +31,8 @@ def block_topp(
     one of them is NaN or +inf), and where the set has more than ``capacity[b]`` blocks, the newest included. Only in
     the last case the row has *overflowed*.
 
+    The kernel allocates nothing beside the result.
+
     Args:
         mass: ``[B, M]`` float32, the share of the attention mass of each block; ``M`` is contiguous. Only the first
             ``n_blocks[b]`` entries of a row count, which sum to about 1.

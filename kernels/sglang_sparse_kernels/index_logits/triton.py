@@ -10,15 +10,15 @@ instructions leave no choice, and are slow for so few heads.
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from ..float8 import as_half, converts_float8
 from ..index_keys import PAGE_SIZE
-from ..launch import MIN_DOT, await_inputs, dependent_launch, num_processors
+from ..launch import MIN_DOT, await_inputs, capability, dependent_launch, num_processors
 
 # Queries for each row of the page table from which on queries are taken to share rows.
 _SHARED = 4
@@ -47,10 +47,7 @@ def _operand(bits, FP8: tl.constexpr):
     if FP8:
         return bits
     else:
-        magnitude = (bits & 0x7F).to(tl.int16)
-        # FP8 has one NaN and no infinity.
-        magnitude = tl.where(magnitude == 0x7F, 0x7E00, magnitude << 7).to(tl.int16)
-        return (magnitude | ((bits & 0x80).to(tl.int16) << 8)).to(tl.float16, bitcast=True)
+        return as_half(bits)
 
 
 @triton.jit
@@ -189,9 +186,8 @@ def index_logits(
     width = out.shape[1]
     if queries == 0 or width == 0:
         return out
-    capability = _capability(q.device)
-    fp8 = capability >= (8, 9) if fp8 is None else fp8
-    config = config or default_config(capability)
+    fp8 = converts_float8(q.device) if fp8 is None else fp8
+    config = config or default_config(capability(q.device))
     shared = config.queries if queries >= _SHARED * page_table.shape[0] else 1
     query_tiles = triton.cdiv(queries, shared)
     tiles = triton.cdiv(width, config.tile_tokens)
@@ -216,12 +212,6 @@ def index_logits(
         launch_pdl=dependent,
     )
     return out
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    # The interpreter takes the NaN of FP8 for a number.
-    return (8, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
 
 
 def default_config(capability: tuple[int, int]) -> Config:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..float8 import converts_float8, four_numbers
 from ..launch import await_inputs, dependent_launch, num_processors
 from .reference import UNBOUNDED
 
@@ -21,15 +22,16 @@ _UNBOUNDED = tl.constexpr(UNBOUNDED)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters: pages per program and step, and programs aimed for per multiprocessor, all resident at once.
+    """Launch parameters: bytes of summaries per program and step, and programs aimed for per multiprocessor, all
+    resident at once.
 
-    The pages beyond their first step the programs take in turn. The defaults were fastest on one H200, see
-    ``eval.bench_kernels``; ``few_pages`` are those per program and step where one step is enough.
+    The pages beyond their first step the programs take in turn; where one step is enough for all pages, it is twice as
+    large. The defaults were fastest on one H200 for bfloat16, see
+    ``eval.bench_kernels``.
     """
 
-    block_pages: int = 16
+    block_bytes: int = 8192
     programs_per_processor: int = 8
-    few_pages: int = 32
 
 
 @triton.jit
@@ -42,17 +44,23 @@ def _group_query(q_ptr, stride_head, dims, DIM: tl.constexpr, GROUP: tl.constexp
 
 
 @triton.jit
-def _load_bounds(summary_ptr, page, dims, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Maximum and minimum of the keys of ``page`` [lanes, steps], each [lanes, steps, BLOCK_DIM]."""
-    pointers = summary_ptr + (page.to(tl.int64) * (HEADS * 2 * DIM))[:, :, None] + dims[None, None, :]
+def _load_bounds(summary_ptr, page, entries, HEADS: tl.constexpr, ENTRIES: tl.constexpr):
+    """Maximum and minimum of the keys of ``page`` [lanes, steps], each [lanes, steps, entries]."""
+    pointers = summary_ptr + (page.to(tl.int64) * (HEADS * 2 * ENTRIES))[:, :, None] + entries[None, None, :]
     # Page 0 is the pool's dummy page and always readable: the wide loads need no mask.
-    if DIM == BLOCK_DIM:
+    if entries.shape[0] == ENTRIES:
         k_max = tl.load(pointers)
-        k_min = tl.load(pointers + DIM)
+        k_min = tl.load(pointers + ENTRIES)
     else:
-        k_max = tl.load(pointers, mask=(dims < DIM)[None, None, :], other=0.0)
-        k_min = tl.load(pointers + DIM, mask=(dims < DIM)[None, None, :], other=0.0)
+        k_max = tl.load(pointers, mask=(entries < ENTRIES)[None, None, :], other=0)
+        k_min = tl.load(pointers + ENTRIES, mask=(entries < ENTRIES)[None, None, :], other=0)
     return k_max, k_min
+
+
+@triton.jit
+def _bound(query, k_max, k_min):
+    """Of each entry, the larger of the products with the maximum and the minimum."""
+    return tl.maximum(query, 0.0)[:, None, :] * k_max + tl.minimum(query, 0.0)[:, None, :] * k_min
 
 
 @triton.jit
@@ -70,11 +78,13 @@ def _page_score_kernel(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    PACKED: tl.constexpr,
+    BLOCK_ENTRIES: tl.constexpr,
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
     READY: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     if READY:
         gdc_launch_dependents()
@@ -92,27 +102,40 @@ def _page_score_kernel(
     # Only the summaries wait for another load: the table is read before it is known how many pages there are.
     n_pages = tl.load(n_pages_ptr + row)
     page = tl.load(page_table_ptr + logical, mask=logical < width, other=0)
-    summary_ptr += head * (2 * DIM)
-    dims = tl.arange(0, BLOCK_DIM)
-    k_max, k_min = _load_bounds(summary_ptr, tl.where(logical < n_pages, page, 0), dims, HEADS, DIM, BLOCK_DIM)
+    ENTRIES: tl.constexpr = DIM // PACKED
+    summary_ptr += head * (2 * ENTRIES)
+    entries = tl.arange(0, BLOCK_ENTRIES)
+    k_max, k_min = _load_bounds(summary_ptr, tl.where(logical < n_pages, page, 0), entries, HEADS, ENTRIES)
+    # A page is known one step before its summary is wanted, or each step would wait for two loads.
+    page = tl.load(page_table_ptr + logical + stride, mask=logical + stride < n_pages, other=0)
     if READY:
         gdc_wait()
     if first < n_pages:
         q_ptr += row * q_stride_row + head * GROUP * q_stride_head
         out_ptr += (row * HEADS + head).to(tl.int64) * width
         # In the layout of the summaries: every lane loads the dimensions that it will need.
-        query = _group_query(q_ptr, q_stride_head, dims[None, :] + tl.zeros([LANES, 1], tl.int32), DIM, GROUP)
-        positive = tl.maximum(query, 0.0)[:, None, :]
-        negative = tl.minimum(query, 0.0)[:, None, :]
+        dims = entries[None, :] * PACKED + tl.zeros([LANES, 1], tl.int32)
+        query = _group_query(q_ptr, q_stride_head, dims, DIM, GROUP)
+        if PACKED == 4:
+            query_1 = _group_query(q_ptr, q_stride_head, dims + 1, DIM, GROUP)
+            query_2 = _group_query(q_ptr, q_stride_head, dims + 2, DIM, GROUP)
+            query_3 = _group_query(q_ptr, q_stride_head, dims + 3, DIM, GROUP)
         for start in range(first, n_pages, stride):
             now_max, now_min = k_max, k_min
             following = logical + stride
-            # On their way before the present ones are reduced.
+            # On their way before the present ones are reduced, and as they are in memory: to convert them is to wait.
             if start + stride < n_pages:
-                page = tl.load(page_table_ptr + following, mask=following < n_pages, other=0)
-                k_max, k_min = _load_bounds(summary_ptr, page, dims, HEADS, DIM, BLOCK_DIM)
+                k_max, k_min = _load_bounds(summary_ptr, page, entries, HEADS, ENTRIES)
+                page = tl.load(page_table_ptr + following + stride, mask=following + stride < n_pages, other=0)
             # Sums, not maxima, of products: a NaN in the summary reaches the score, which then differs from itself.
-            score = tl.sum(positive * now_max.to(tl.float32) + negative * now_min.to(tl.float32), axis=2)
+            if PACKED == 4:
+                max_0, max_1, max_2, max_3 = four_numbers(now_max, NATIVE)
+                min_0, min_1, min_2, min_3 = four_numbers(now_min, NATIVE)
+                bound = _bound(query, max_0, min_0) + _bound(query_1, max_1, min_1)
+                bound += _bound(query_2, max_2, min_2) + _bound(query_3, max_3, min_3)
+            else:
+                bound = _bound(query, now_max.to(tl.float32), now_min.to(tl.float32))
+            score = tl.sum(bound, axis=2)
             score = tl.where(score != score, _UNBOUNDED, score)  # noqa: PLR0124
             score = tl.where(logical >= n_pages - local_pages, float("inf"), score)
             tl.store(out_ptr + logical, score, mask=logical < n_pages)
@@ -135,16 +158,21 @@ def page_score(
     heads, width = summary.shape[1], page_table.shape[1]
     if batch == 0 or width == 0:
         return out
+    # Float8 is loaded in words of four: the compiler would take single bytes apart as soon as they arrive.
+    packed = 4 if summary.dtype == torch.float8_e4m3fn and dim % 4 == 0 else 1
     programs = config.programs_per_processor * num_processors(q.device)
-    one_step = batch * heads * triton.cdiv(width, config.block_pages) <= programs
-    block_pages = min(config.few_pages if one_step else config.block_pages, triton.next_power_of_2(width))
-    block_dim = triton.next_power_of_2(dim)
-    lanes = min(block_pages, max(1, _NUM_WARPS * _WARP_BYTES // (block_dim * summary.element_size())))
+    entry_bytes = summary.element_size() * packed
+    block_entries = triton.next_power_of_2(dim // packed)
+    block_pages = max(1, config.block_bytes // (2 * block_entries * entry_bytes))
+    if batch * heads * triton.cdiv(width, block_pages) <= programs:
+        block_pages *= 2
+    block_pages = min(block_pages, triton.next_power_of_2(width))
+    lanes = min(block_pages, max(1, _NUM_WARPS * _WARP_BYTES // (block_entries * entry_bytes)))
     per_row = min(triton.cdiv(width, block_pages), max(1, programs // (batch * heads)))
     dependent = dependent_launch(q.device)
     _page_score_kernel[(heads, per_row, batch)](
         q,
-        summary,
+        summary.view(torch.int32) if packed == 4 else summary,
         page_table,
         n_pages,
         out,
@@ -156,11 +184,13 @@ def page_score(
         HEADS=heads,
         GROUP=num_q_heads // heads,
         DIM=dim,
-        BLOCK_DIM=block_dim,
+        PACKED=packed,
+        BLOCK_ENTRIES=block_entries,
         LANES=lanes,
         STEPS=block_pages // lanes,
         DEPENDENT=dependent,
         READY=dependent and summaries_ready,
+        NATIVE=converts_float8(q.device),
         num_warps=_NUM_WARPS,
         launch_pdl=dependent,
     )

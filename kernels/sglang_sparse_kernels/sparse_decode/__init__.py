@@ -27,7 +27,7 @@ def sparse_decode(
     """Exact softmax attention of every query head over the tokens of its KV head's selected pages.
 
     In the page that holds ``last_slots[b]`` only the slots up to it count. With ``page_size=1`` the indices are token
-    slots. A row with a count of 0 gives zeros.
+    slots. A row with a count of 0 gives zeros. What the kernels allocate is in ``scratch_bytes``.
 
     Args:
         q: ``[B, Hq, d]``, float32 (CPU only), float16 or bfloat16; ``d`` is contiguous.
@@ -69,6 +69,42 @@ def sparse_decode(
     from . import triton
 
     return triton.sparse_decode(*arguments, usual_pages=usual_pages)
+
+
+def scratch_bytes(
+    batch: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Bytes that the kernels of one call allocate beside the output: what the splits of a row hand on.
+
+    Not monotonic: small batches are split, large ones are not and need nothing. The reference allocates more.
+
+    Args:
+        batch: rows, at least one.
+        num_q_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim: dimension of queries and keys.
+        v_head_dim: dimension of values.
+        pages: the call's ``usual_pages``.
+        page_size: slots per page.
+        dtype: of the queries.
+        kv_dtype: of the caches.
+        device: where the call runs.
+    """
+    from . import triton
+
+    sizes = (batch, num_kv_heads, head_dim, v_head_dim, pages, page_size)
+    config, _, splits = triton.plan(*sizes, kv_dtype, device)
+    results = triton.split_results(batch * num_q_heads, splits, v_head_dim, dtype, config.narrow)
+    return sum(size * kind.itemsize for size, kind in results)
 
 
 def _check_arguments(

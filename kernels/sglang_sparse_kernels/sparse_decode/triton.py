@@ -248,6 +248,49 @@ def num_splits(pairs: int, max_pages: int, tile_pages: int, programs: int) -> in
     return triton.cdiv(tiles, tiles_per_split)
 
 
+def split_results(
+    rows: int, splits: int, v_dim: int, dtype: torch.dtype, narrow: bool
+) -> tuple[tuple[int, torch.dtype], tuple[int, torch.dtype]]:
+    """Elements and dtypes of what the splits hand on; nothing where there is one alone, which writes the output.
+
+    Args:
+        rows: pairs of a row and a query head.
+        splits: of each pair.
+        v_dim: dimension of a result.
+        dtype: of the output.
+        narrow: see ``Config``.
+
+    Returns:
+        Those of the results, and of the logarithms of their sums of weights.
+    """
+    kept = rows * splits if splits > 1 else 0
+    return (kept * v_dim, dtype if narrow else torch.float32), (kept, torch.float32)
+
+
+def plan(
+    batch: int,
+    heads: int,
+    dim: int,
+    v_dim: int,
+    pages: int,
+    page_size: int,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    config: Config | None = None,
+) -> tuple[Config, int, int]:
+    """How a call is launched; ``heads`` are KV heads, and ``pages`` those that most rows select at most.
+
+    Returns:
+        Its parameters, the pages of a tile, and the splits of each row and KV head.
+    """
+    processors = num_processors(device)
+    row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(v_dim)) * kv_dtype.itemsize
+    config = config or default_config(row_bytes, batch * heads * pages * page_size // processors)
+    tile_pages = max(config.block_tokens, page_size) // page_size
+    splits = num_splits(batch * heads, pages, tile_pages, config.programs_per_processor * processors)
+    return config, tile_pages, splits
+
+
 def sparse_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -269,15 +312,10 @@ def sparse_decode(
     max_pages = indices.shape[2]
     if batch == 0:
         return out
-    processors = num_processors(q.device)
-    row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(v_dim)) * k_cache.element_size()
-    planned_pages = usual_pages or max_pages
-    config = config or default_config(row_bytes, batch * heads * planned_pages * page_size // processors)
-    block_tokens = max(config.block_tokens, page_size)
-    tile_pages = block_tokens // page_size
-    splits = num_splits(batch * heads, planned_pages, tile_pages, config.programs_per_processor * processors)
-    lse = torch.empty(batch * num_q_heads * splits, dtype=torch.float32, device=q.device)
-    partial = torch.empty(lse.numel() * v_dim, dtype=q.dtype if config.narrow else torch.float32, device=q.device)
+    sizes = (batch, heads, dim, v_dim, usual_pages or max_pages, page_size)
+    config, tile_pages, splits = plan(*sizes, k_cache.dtype, q.device, config)
+    results = split_results(batch * num_q_heads, splits, v_dim, q.dtype, config.narrow)
+    partial, lse = (torch.empty(size, dtype=dtype, device=q.device) for size, dtype in results)
     dependent = dependent_launch(q.device)
     tensors = (q, k_cache, v_cache, indices, counts, last_slots, out, partial, lse)
     strides = [stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]]
@@ -289,7 +327,7 @@ def sparse_decode(
         v_scale,
         **_shape_constants(heads, num_q_heads // heads, dim, v_dim),
         PAGE=page_size,
-        BLOCK_TOKENS=block_tokens,
+        BLOCK_TOKENS=tile_pages * page_size,
         SPLITS=splits,
         # The interpreter multiplies the bit patterns of bfloat16.
         UPCAST=knobs.runtime.interpret,

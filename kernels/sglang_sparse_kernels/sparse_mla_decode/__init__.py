@@ -30,7 +30,8 @@ def sparse_mla_decode(
 
     The logit of a token is ``sm_scale * kv_scale * (q_nope . latent + q_rope . rotated key)``; the output is the mean
     of ``kv_scale * latent`` under the softmax. In the block that holds ``last_slots[b]`` only the slots up to it count.
-    With ``block_size=1`` the indices are token slots. A row with a count of 0 gives zeros.
+    With ``block_size=1`` the indices are token slots. A row with a count of 0 gives zeros. What the kernels allocate is
+    in ``scratch_bytes``.
 
     Args:
         q_nope: ``[B, H, R]``, float32 (CPU only), float16 or bfloat16, the query absorbed into the latent space; ``R``
@@ -76,6 +77,35 @@ def sparse_mla_decode(
     from . import triton
 
     return triton.sparse_mla_decode(*arguments, usual_blocks=usual_blocks)
+
+
+def scratch_bytes(
+    batch: int,
+    num_heads: int,
+    latent_dim: int,
+    blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Bytes that the kernels of one call allocate beside the output: what the splits of a row hand on.
+
+    Not monotonic: small batches are split, large ones are not and need nothing. The reference allocates more.
+
+    Args:
+        batch: rows, at least one.
+        num_heads: query heads.
+        latent_dim: dimension of the latents.
+        blocks: the call's ``usual_blocks``.
+        block_size: slots per block.
+        dtype: of the queries.
+        device: where the call runs.
+    """
+    from . import triton
+
+    config, *_, splits = triton.plan(batch, num_heads, blocks, block_size, device)
+    results = triton.split_results(batch * num_heads, splits, latent_dim, dtype, config.narrow)
+    return sum(size * kind.itemsize for size, kind in results)
 
 
 def _check_arguments(

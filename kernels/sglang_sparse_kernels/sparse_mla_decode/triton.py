@@ -14,7 +14,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
-from ..sparse_decode.triton import combine, load_ids, num_splits, token_slots
+from ..sparse_decode.triton import combine, load_ids, num_splits, split_results, token_slots
 
 # Rows of the smallest product that Hopper's warpgroup instructions compute.
 _WGMMA_ROWS = tl.constexpr(64)
@@ -207,6 +207,22 @@ def _split_kernel(
             tl.store(pointers, output.to(partial_ptr.dtype.element_ty), mask=in_heads[:, None])
 
 
+def plan(
+    batch: int, num_heads: int, blocks: int, block_size: int, device: torch.device, config: Config | None = None
+) -> tuple[Config, int, int, int]:
+    """How a call is launched; ``blocks`` are those that most rows select at most.
+
+    Returns:
+        Its parameters, the heads and the blocks of a tile, and the splits of each row.
+    """
+    config = config or default_config(num_heads, block_size, _shared_memory(device))
+    block_heads = min(config.block_heads, max(MIN_DOT, triton.next_power_of_2(num_heads)))
+    tile_blocks = max(config.block_tokens, block_size) // block_size
+    programs = config.programs_per_processor * num_processors(device)
+    splits = num_splits(batch * triton.cdiv(num_heads, block_heads), blocks, tile_blocks, programs)
+    return config, block_heads, tile_blocks, splits
+
+
 def sparse_mla_decode(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
@@ -226,18 +242,12 @@ def sparse_mla_decode(
     if out.numel() == 0:
         return out
     max_blocks = indices.shape[2]
-    config = config or default_config(num_heads, block_size, _shared_memory(q_nope.device))
-    block_heads = min(config.block_heads, max(MIN_DOT, triton.next_power_of_2(num_heads)))
-    block_tokens = max(config.block_tokens, block_size)
-    tile_blocks = block_tokens // block_size
-    head_tiles = triton.cdiv(num_heads, block_heads)
-    programs = config.programs_per_processor * num_processors(q_nope.device)
-    splits = num_splits(batch * head_tiles, usual_blocks or max_blocks, tile_blocks, programs)
-    lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=out.device)
-    partial_dtype = out.dtype if config.narrow else torch.float32
-    partial = torch.empty(lse.numel() * latent_dim, dtype=partial_dtype, device=out.device)
+    sizes = (batch, num_heads, usual_blocks or max_blocks, block_size)
+    config, block_heads, tile_blocks, splits = plan(*sizes, q_nope.device, config)
+    results = split_results(batch * num_heads, splits, latent_dim, out.dtype, config.narrow)
+    partial, lse = (torch.empty(size, dtype=dtype, device=out.device) for size, dtype in results)
     dependent = dependent_launch(q_nope.device)
-    _split_kernel[(head_tiles, splits, batch)](
+    _split_kernel[(triton.cdiv(num_heads, block_heads), splits, batch)](
         *(q_nope, q_rope, kv_cache, indices, counts, last_slots, out, partial, lse),
         *q_nope.stride()[:2],
         *q_rope.stride()[:2],
@@ -250,7 +260,7 @@ def sparse_mla_decode(
         LATENT=latent_dim,
         ROPE=q_rope.shape[2],
         BLOCK=block_size,
-        BLOCK_TOKENS=block_tokens,
+        BLOCK_TOKENS=tile_blocks * block_size,
         SPLITS=splits,
         # The interpreter multiplies the bit patterns of bfloat16.
         UPCAST=knobs.runtime.interpret,

@@ -1,0 +1,37 @@
+"""Which layers of a model run sparse, as the config field ``layers`` says it."""
+
+from __future__ import annotations
+
+import re
+
+
+def parse_layers(spec: str | list[int], num_layers: int | None) -> tuple[int, ...]:
+    """Turn a ``layers`` field into layer ids.
+
+    Args:
+        spec: ``"all"``, comma-separated ids and ranges such as ``"0-3,8,20-"``, or a list of ids.
+        num_layers: layers of the model; None checks the form only.
+
+    Returns:
+        Ascending layer ids (empty when ``num_layers`` is None).
+
+    Raises:
+        ValueError: the form is wrong, or an id is not a layer of the model.
+    """
+    if isinstance(spec, list):
+        spec = ",".join(str(layer) for layer in spec)
+    if spec == "all":
+        spec = "0-"
+    chosen: set[int] = set()
+    for part in spec.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(-\s*(\d*)\s*)?", part)
+        if match is None:
+            raise ValueError(f'must be "all", ids or ranges such as "2-" or "0-3,8", or a list of ids; got {spec!r}')
+        if num_layers is None:
+            continue
+        first = int(match[1])
+        last = first if match[2] is None else int(match[3] or num_layers - 1)
+        if first > last or last >= num_layers:
+            raise ValueError(f"layers {part.strip()!r}: the model has layers 0 to {num_layers - 1}")
+        chosen.update(range(first, last + 1))
+    return tuple(sorted(chosen))

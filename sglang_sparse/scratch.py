@@ -1,0 +1,124 @@
+"""What sparse passes allocate for a moment, which SGLang's sizing of the KV pool knows nothing of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.config import prefill_chunk
+from sglang_sparse.plan import usual_selection
+from sglang_sparse.view import allocate_view
+
+if TYPE_CHECKING:
+    from sglang_sparse.config import Settings
+    from sglang_sparse.method import ModelShape
+
+# SGLang's own bound on the rows that run at once, where none is given.
+MOST_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory to keep free beside the KV pool.
+
+    Attributes:
+        nbytes: how much.
+        phase: "prefill" or "decode".
+        flag: what of the command line asked for it.
+        passes: what it is for: the largest passes.
+        smaller: flags that make it less.
+    """
+
+    nbytes: int
+    phase: str
+    flag: str
+    passes: str
+    smaller: str
+
+
+def needs(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> Iterator[Need]:
+    """Yield what a server's methods need.
+
+    Args:
+        settings: the methods.
+        kvc: SGLang's ``KVCacheConfigurator``.
+        model: the attention layers of this rank; values have at most its ``head_dim``.
+        table_width: tokens of a row of SGLang's token table.
+    """
+    if settings.prefill:
+        yield of_prefill(settings, kvc, model)
+    if settings.name:
+        need = of_decode(settings, kvc, model, table_width)
+        if need.nbytes:
+            yield need
+
+
+def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
+    """What a pass of the prefill method needs; see ``needs``.
+
+    Its output and its page table are not charged: the dense backend would allocate an output of the same size in the
+    same place, and every row of the table comes with a query token, for each of which SGLang leaves 1.5 MB.
+    """
+    assert settings.prefill is not None
+    context = kvc.model_config.context_len
+    tokens = most_query_tokens(kvc.server_args, context)
+    return Need(
+        settings.prefill.scratch_bytes(model, tokens, context),
+        "prefill",
+        f"--sparse-prefill-method {settings.prefill_name}",
+        f"passes of up to {tokens} tokens",
+        "--chunked-prefill-size",
+    )
+
+
+def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> Need:
+    """What a layer of a decode step needs; see ``needs``. The layers take turns in it.
+
+    CUDA graphs keep what they were captured with, so that it is needed once for them and once for the batches that run
+    without one. The view is not charged: that of the graphs is static, and a start-up line has its size; in that of
+    other batches every row comes with a query token, for each of which SGLang leaves 1.5 MB.
+    """
+    method, device = settings.method, torch.device(kvc.device)
+    max_blocks = -(-table_width // method.block_size)
+    limits = (model.num_kv_heads, max_blocks, usual_selection(method, max_blocks), method.block_size)
+    captured, eager = decode_batches(kvc.server_args)
+    nbytes = 0
+    for batches in (captured, eager):
+        view = allocate_view(max(batches, default=0), *limits, torch.zeros(4, dtype=torch.int64, device="meta"))
+        sizes = (method.scratch_bytes(model, view.rows(rows), kvc.model_dtype, device) for rows in batches)
+        nbytes += max(sizes, default=0)
+    graphs = f"CUDA graphs of up to {captured[-1]} rows" if captured else ""
+    others = f"{'other ' if graphs else ''}batches of up to {eager[-1]} rows" if eager else ""
+    return Need(
+        nbytes,
+        "decode",
+        settings.flag,
+        ", ".join(passes for passes in (graphs, others) if passes),
+        "--max-running-requests" + (", --cuda-graph-max-bs-decode" if graphs else ""),
+    )
+
+
+def decode_batches(server_args: Any) -> tuple[list[int], range]:
+    """Return the sizes of decode batches: those that CUDA graphs have, and those that may run without one."""
+    running = server_args.max_running_requests or MOST_ROWS
+    graphs = server_args.cuda_graph_config.decode
+    if graphs.backend == "disabled":
+        return [], range(1, running + 1)
+    # SGLang adds a graph of the limit's own size where others are beyond it.
+    captured = sorted({min(size, running) for size in graphs.bs})
+    # Without padding a batch needs a graph of its very size.
+    padded = 0 if server_args.disable_cuda_graph_padding else captured[-1]
+    return captured, range(padded + 1, running + 1)
+
+
+def most_query_tokens(server_args: Any, max_context: int) -> int:
+    """Return an upper bound of an extend pass's query tokens.
+
+    Without chunks SGLang takes on requests until ``max_prefill_tokens`` are reached, and cuts none of them. Rows that
+    decode within a mixed batch may come on top of a chunk, see ``prefill.py``.
+    """
+    tokens = prefill_chunk(server_args) or server_args.max_prefill_tokens + max_context
+    return tokens + (server_args.max_running_requests or MOST_ROWS if server_args.enable_mixed_chunk else 0)

@@ -1,0 +1,162 @@
+"""What the operations of a decode step allocate beside their results is what their ``scratch_bytes`` say."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_sparse_kernels import block_mass, block_topp, sparse_decode, sparse_mla_decode
+from sglang_sparse_kernels.block_mass import cases as mass_cases
+from sglang_sparse_kernels.block_mass import triton as mass_kernels
+from sglang_sparse_kernels.block_topp import cases as topp_cases
+from sglang_sparse_kernels.sparse_decode import cases as decode_cases
+from sglang_sparse_kernels.sparse_decode import triton as decode_kernels
+from sglang_sparse_kernels.sparse_mla_decode import cases as mla_cases
+from sglang_sparse_kernels.sparse_mla_decode import triton as mla_kernels
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each tensor that was allocated since, in order."""
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def counting(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", counting)
+    return sizes
+
+
+def mass_sizes(arguments: dict[str, Any]) -> tuple[Any, ...]:
+    q, table = arguments["q"], arguments["block_table"]
+    return *q.shape, table.shape[1], arguments["block_size"], q.dtype, q.device
+
+
+def decode_sizes(arguments: dict[str, Any], usual: int | None = None) -> tuple[Any, ...]:
+    q, values = arguments["q"], arguments["v_cache"]
+    heads = (q.shape[1], values.shape[1], q.shape[2], values.shape[2])
+    pages = usual or arguments["indices"].shape[2]
+    return len(q), *heads, pages, arguments["page_size"], q.dtype, values.dtype, q.device
+
+
+def mla_sizes(arguments: dict[str, Any], usual: int | None = None) -> tuple[Any, ...]:
+    q, blocks = arguments["q_nope"], usual or arguments["indices"].shape[2]
+    return *q.shape, blocks, arguments["block_size"], q.dtype, q.device
+
+
+@pytest.mark.parametrize("case", [case for case in mass_cases.CASES if not case.gpu_only], ids=str)
+def test_block_mass(case: Any, device: str, allocated: list[int]) -> None:
+    if case.dtype == torch.float32 and device == "cuda":
+        pytest.skip("float32 caches are for the CPU")
+    arguments = mass_cases.make(case, device)
+    out = torch.zeros(arguments["block_table"].shape, device=device)
+    allocated.clear()
+    block_mass.block_mass(**arguments, out=out)
+    assert len(allocated) == 3 and sum(allocated) == block_mass.scratch_bytes(*mass_sizes(arguments))
+
+
+@pytest.mark.parametrize(("rows", "programs"), [(1, 1), (3, 1), (3, 64), (4, 1), (0, 64)])
+def test_rows_of_the_block_mass_that_take_turns(
+    rows: int, programs: int, device: str, allocated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables are allocated once and what the splits sum up by each launch, of which the last has fewer rows."""
+    monkeypatch.setattr(mass_kernels, "num_processors", lambda _: 4)
+    case = mass_cases.Case((700, 300, 64, 640), 16, 5, 64, FP16, FP16, width=50)
+    config = mass_kernels.Config(tile_tokens=64, programs_per_processor=programs)
+    arguments = mass_cases.make(case, device)
+    # 13 tiles of four blocks; a block is two bytes a head and a tile four.
+    limits = {"config": config, "limit": rows * 13 * 5 * (4 * 2 + 4)}
+    out = torch.zeros(arguments["block_table"].shape, device=device)
+    allocated.clear()
+    mass_kernels.block_mass(**arguments, out=out, **limits)
+    sums, maxima, *splits = allocated
+    assert len(splits) == -(-4 // max(rows, 1)) and sums + maxima == max(rows * 780, 780)
+    assert sums + maxima + max(splits) == mass_kernels.scratch_bytes(*mass_sizes(arguments), **limits)
+    if (rows, programs) == (3, 1):
+        assert splits[1] > splits[0]
+
+
+def test_more_rows_than_fit_take_no_more_than_the_limit() -> None:
+    """An upper bound that needs no batch: 256 MiB for the tables, a few MiB for the splits."""
+    sizes = [block_mass.scratch_bytes(rows, 128, 64, 8192, 16, BF16, torch.device("cpu")) for rows in (64, 256, 4096)]
+    assert sizes[0] < 200 * 2**20 and sizes[1] <= 257 * 2**20 and sizes[1] == sizes[2]
+
+
+@pytest.mark.parametrize("usual", [None, 1, 7])
+@pytest.mark.parametrize("case", [case for case in decode_cases.CASES if not case.gpu_only], ids=str)
+def test_sparse_decode(case: Any, usual: int | None, device: str, allocated: list[int]) -> None:
+    if case.dtype == torch.float32 and device == "cuda":
+        pytest.skip("float32 caches are for the CPU")
+    arguments = decode_cases.make(case, device)
+    q, values = arguments["q"], arguments["v_cache"]
+    out = torch.zeros(*q.shape[:2], values.shape[2], dtype=q.dtype, device=device)
+    allocated.clear()
+    sparse_decode.sparse_decode(**arguments, out=out, usual_pages=usual)
+    assert sum(allocated) == sparse_decode.scratch_bytes(*decode_sizes(arguments, usual))
+
+
+@pytest.mark.parametrize("usual", [None, 1, 7])
+@pytest.mark.parametrize("case", [case for case in mla_cases.CASES if not case.gpu_only], ids=str)
+def test_sparse_mla_decode(case: Any, usual: int | None, device: str, allocated: list[int]) -> None:
+    if case.dtype == torch.float32 and device == "cuda":
+        pytest.skip("float32 caches are for the CPU")
+    arguments = mla_cases.make(case, device)
+    out = torch.zeros_like(arguments["q_nope"], memory_format=torch.contiguous_format)
+    allocated.clear()
+    sparse_mla_decode.sparse_mla_decode(**arguments, out=out, usual_blocks=usual)
+    assert sum(allocated) == sparse_mla_decode.scratch_bytes(*mla_sizes(arguments, usual))
+
+
+def test_a_batch_that_fills_the_device_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row in pieces keeps each piece's result, per head its mean and the logarithm of its sum of weights."""
+    for kernels in (decode_kernels, mla_kernels):
+        monkeypatch.setattr(kernels, "num_processors", lambda _: 132)
+    cpu = torch.device("cpu")
+    mla = [sparse_mla_decode.scratch_bytes(rows, 128, 512, 4096, 16, BF16, cpu) for rows in (1, 16, 64, 256, 4096)]
+    assert mla == [64 * 128 * (512 * 2 + 4), 16 * 4 * 128 * 1028, 0, 0, 0]
+    gqa = [
+        sparse_decode.scratch_bytes(rows, 32, 8, 128, 128, 820, 16, BF16, BF16, cpu) for rows in (1, 4, 16, 256, 4096)
+    ]
+    assert max(gqa) == gqa[1] > gqa[0] > 0 and gqa[-2:] == [0, 0]
+
+
+def test_block_topp_allocates_nothing(device: str, allocated: list[int]) -> None:
+    case = next(case for case in topp_cases.CASES if not case.gpu_only)
+    arguments = topp_cases.make(case, device)
+    batch, width = arguments["mass"].shape
+    shapes = (batch, 1, width), (batch, 1)
+    out = tuple(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
+    allocated.clear()
+    block_topp.block_topp(**{**arguments, "out": out})
+    assert allocated == []
+
+
+OPERATIONS = [
+    (block_mass.block_mass, block_mass.scratch_bytes, mass_cases, mass_sizes),
+    (sparse_decode.sparse_decode, sparse_decode.scratch_bytes, decode_cases, decode_sizes),
+    (sparse_mla_decode.sparse_mla_decode, sparse_mla_decode.scratch_bytes, mla_cases, mla_sizes),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("operation", "case"),
+    [(operation, case) for operation in OPERATIONS for case in operation[2].CASES if case.gpu_only],
+    ids=str,
+)
+def test_the_device_hands_out_as_much(operation: tuple[Any, ...], case: Any, device: str) -> None:
+    """The allocator rounds each of three tensors up to 512 bytes."""
+    run, scratch_bytes, cases, sizes = operation
+    arguments = cases.make(case, device)
+    # The first run compiles, and makes what the result takes.
+    arguments["out"] = run(**arguments)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(**arguments)
+    expected = scratch_bytes(*sizes(arguments))
+    assert expected <= torch.cuda.max_memory_allocated() - before < expected + 3 * 512
