@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,19 @@ def test_a_judge_that_fails_is_told_by_its_last_line(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"ended with status 1: no room \(all of it: .*x\.log\)"):
         run_judge([sys.executable, "-c", program], tmp_path, log)
     assert log.read_text().splitlines()[1] == "1"
+
+
+def test_sglangs_client_runs_as_a_fork_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "import os, sys\nprint(__name__, os.environ['HF_HUB_OFFLINE'], sys.argv[1:])\nsys.exit(len(sys.argv) - 2)\n"
+    (tmp_path / "stand_in.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(judge_commands, "CLIENT", "stand_in")
+    log = tmp_path / "x.log"
+    run_judge(["python", "-m", "stand_in", "once"], tmp_path, log)
+    with pytest.raises(EvaluationError, match=r"stand_in ended with status 2: __main__ 1 \['a', 'b', 'c'\]"):
+        run_judge(["python", "-m", "stand_in", "a", "b", "c"], tmp_path, log)
+    assert log.read_text().splitlines()[:2] == ["$ python -m stand_in once", "__main__ 1 ['once']"]
+    assert "HF_HUB_OFFLINE" not in os.environ
 
 
 def transport(context: int, **info: Any) -> httpx.MockTransport:
