@@ -39,7 +39,7 @@ from eval.parts.kernel_table import UNAVAILABLE, report_unavailable
 from eval.parts.prefill_inputs import Prompt, Shape
 from eval.parts.prefill_table import ANCHOR, DENSE, TABLE, Plan, plans
 from eval.structured.generator import read_recipe
-from eval.texts.lengths import length
+from eval.texts.lengths import length, share_at, shares
 from sglang_sparse_kernels.timing import Replay, in_turn, timed, usable
 
 COMMAND = "eval.bench_prefill"
@@ -205,10 +205,11 @@ def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu) -> int:
 def own_plans(prompt: Prompt, args: argparse.Namespace) -> list[Plan]:
     """The thresholds of the command line, and the one of the sparsity asked for, if there is one."""
     found = [Plan(ANCHOR, theta) for theta in args.thetas]
-    if args.sparsity is not None:
+    sparsity = share_at(args.sparsity, prompt.shape.length)
+    if sparsity is not None:
         try:
-            theta = theta_for(prompt, args.sparsity, args.thetas, args.dense_below)
-            found.append(Plan(ANCHOR, theta, args.sparsity))
+            theta = theta_for(prompt, sparsity, args.thetas, args.dense_below)
+            found.append(Plan(ANCHOR, theta, sparsity))
         except EvaluationError as error:
             # The other thresholds and lengths go on.
             tqdm.write(f"{COMMAND}: {error}", file=sys.stderr)
@@ -230,7 +231,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=length, default="8k", help="tokens that are prefilled at once")
     thetas = ",".join(f"{theta:g}" for theta in ANCHOR.values)
     parser.add_argument("--thetas", type=list_of(float), default=thetas, help="thresholds of anchor")
-    parser.add_argument("--sparsity", type=float, help="also the threshold that leaves out this share")
+    parser.add_argument(
+        "--sparsity",
+        type=shares,
+        default={},
+        help="also the threshold that leaves out this share, such as 0.89,32k=0.78",
+    )
     parser.add_argument(
         "--dense-below", type=length, default=0, help="for --sparsity: a server's crossover_tokens, dense there"
     )
@@ -249,7 +255,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, good, allowed in (
         ("lengths", bool(args.lengths) and min(args.lengths) > 128, "lengths above 128"),
         ("thetas", bool(args.thetas), "one at least"),
-        ("sparsity", args.sparsity is None or 0 < args.sparsity < 1, "between 0 and 1"),
         ("dense_below", args.dense_below % args.chunk == 0, f"a multiple of --chunk, which is {args.chunk}"),
         (
             "positions",

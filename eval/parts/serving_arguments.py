@@ -13,7 +13,7 @@ from eval.parts.serving_first_token import LEAST_RUNS
 from eval.parts.serving_grid import methods
 from eval.parts.serving_recall import ROBSA, inputs_of
 from eval.structured.generator import read_recipe
-from eval.texts.lengths import length
+from eval.texts.lengths import length, shares
 
 PREFIX = 128 * 1024
 
@@ -48,7 +48,12 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
         type=_structured,
         help="generated inputs: a recipe and seed as JSON, {} for its own, or the file of eval.bench_mla that has them",
     )
-    parser.add_argument("--sparsity", type=float, help="share of the pairs to be left out; see above")
+    parser.add_argument(
+        "--sparsity",
+        type=shares,
+        default={},
+        help="share of the pairs to be left out, such as 0.89,32k=0.78; see above",
+    )
     parser.add_argument("--recall-from", type=Path, help="file of eval.bench_prefill, or for robsa of eval.bench_mla")
     parser.add_argument("--cold-runs", type=int, default=LEAST_RUNS, help="times that a cold prefill is measured")
     parser.add_argument(
@@ -88,9 +93,9 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(
             "--recall-from is the recall of a --sparse-prefill-method, or of robsa, over --structured inputs: give both"
         )
-    if args.sparsity is not None and (args.recall_from is None or not 0 < args.sparsity < 1):
-        parser.error(f"--sparsity must be between 0 and 1 and needs --recall-from, got {args.sparsity}")
-    if args.sparsity is not None and not args.sparse_prefill_method:
+    if args.sparsity and args.recall_from is None:
+        parser.error("--sparsity needs --recall-from, which has the threshold that leaves out so much")
+    if args.sparsity and not args.sparse_prefill_method:
         parser.error("--sparsity is of a --sparse-prefill-method: what decode leaves out is a matter of the inputs")
 
 

@@ -25,7 +25,7 @@ from eval.live.counters import EvaluationError, moved, sparsity, sum_of
 from eval.parts.serving_grid import BELOW, DENSE, ROOM, Cell
 from eval.parts.serving_recall import matching, require_sparsity
 from eval.parts.serving_runs import Side, require_sparse_prefill
-from eval.texts.lengths import short_length
+from eval.texts.lengths import share_at, short_length
 
 TASK, TASK_BELOW = "first_token", "first_token_below"
 # Of a median that counts.
@@ -64,9 +64,10 @@ def quality_of(args: argparse.Namespace, context: int, config: Row, inputs: Row 
     wanted = {"length": context, "made": inputs["recipe"], "seed": inputs["seed"], "dim": shape["head_dim"]}
     wanted |= {name: shape[name] for name in ("q_heads", "kv_heads")}
     wanted |= {name: config[name] for name in ("block_size", "step")}
-    wanted |= {"value": config["theta"]} if args.sparsity is None else {"target_sparsity": args.sparsity}
+    target = share_at(args.sparsity, context)
+    wanted |= {"value": config["theta"]} if target is None else {"target_sparsity": target}
     near = matching(args.recall_from, PREFILL_COMMAND, wanted)
-    return {"theta": near["value"], "recall": near["recall"], "target_sparsity": args.sparsity}
+    return {"theta": near["value"], "recall": near["recall"], "target_sparsity": target}
 
 
 def flush(side: Side) -> None:

@@ -115,7 +115,7 @@ def test_the_file_its_table_and_the_goal(tmp_path: Path, monkeypatch: pytest.Mon
     args = parse([*line, "--sparsity", "0.1", "--peers", ""])
     assert bench_prefill.run(args, machine) == 0
     header, *rows = read_rows(out)
-    assert header["recipe"]["stripes"] == 0.3 and header["arguments"]["sparsity"] == 0.1
+    assert header["recipe"]["stripes"] == 0.3 and header["arguments"]["sparsity"] == {"others": 0.1}
     summary = [row for row in rows if row["kind"] == "summary"]
     assert [row.get("target_sparsity") for row in summary] == [None, None, 0.1]
     assert abs(summary[-1]["sparsity"] - 0.1) < 0.02 and "parts" not in summary[-1]
@@ -165,7 +165,6 @@ def test_peers_that_are_not_installed(prompt: Prompt) -> None:
     ("arguments", "message"),
     [
         (["--peers", "fa9"], "--peers: there is no 'fa9', there are fa3, fa3-contiguous, flashinfer, flexprefill"),
-        (["--sparsity", "1.5"], "--sparsity must be between 0 and 1, got 1.5"),
         (["--dense-below", "4k"], "--dense-below must be a multiple of --chunk, which is 8192, got 4096"),
         (["--lengths", "4k,8k", "--positions", "4k"], "--positions must be as many as a prompt has, got 4096"),
         (["--heads", "32,8"], "--heads must be three numbers"),

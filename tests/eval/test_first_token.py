@@ -76,7 +76,8 @@ def test_goal_e6(tmp_path: Path) -> None:
         == found["128k, chunks of 16k"]
         == ["2.273x", "missed", "mass kept 0.913, sparsity 89.0%"]
     )
-    assert found["64k, chunks of 8k"][1] == found["32k, chunks of 16k"][1] == "stretch"
+    assert found["64k, chunks of 8k"][1] == found["64k, chunks of 16k"][1] == "stretch"
+    assert "32k, chunks of 16k" not in found, "at 32k less is to be left out"
     assert found["8k and less"] == ["2.273x", "must", "sparsity 0.0%"]
     shown = report_tables.any_table(tmp_path / "serving.jsonl")
     assert (
@@ -153,11 +154,11 @@ def test_without_a_target_the_threshold_is_the_servers(tmp_path: Path) -> None:
 
 
 def test_only_e6_is_e6(tmp_path: Path) -> None:
-    arguments = ["--contexts", "4k,32k", "--chunked-prefill-size", "8k", "--sparsity", "0.89"]
+    arguments = ["--contexts", "4k,64k", "--chunked-prefill-size", "8k", "--sparsity", "0.89"]
     run(tmp_path, *arguments, "--recall-from", str(prefill_file(tmp_path)))
     path = tmp_path / "serving.jsonl"
     header, *rows = read_rows(path)
-    assert list(goals_of(tmp_path, "E6")) == ["32k, chunks of 8k"], "4k alone is not all that is below the crossover"
+    assert list(goals_of(tmp_path, "E6")) == ["64k, chunks of 8k"], "4k alone is not all that is below the crossover"
 
     def with_changes(asked: dict[str, Any], measured: dict[str, Any]) -> dict[str, list[str]]:
         changed = {**header, "arguments": header["arguments"] | asked}
@@ -183,7 +184,7 @@ def test_only_e6_is_e6(tmp_path: Path) -> None:
         {"sparsity": None},
     ):
         assert with_changes({}, measured) == {}, measured
-    assert list(with_changes({}, {"sparsity": 0.875})) == ["32k, chunks of 8k"]
+    assert list(with_changes({}, {"sparsity": 0.875})) == ["64k, chunks of 8k"]
 
 
 def test_a_file_without_recall_is_refused_before_anything_starts(
@@ -222,8 +223,12 @@ def test_picture(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--cold-runs", "4"], "--cold-runs must be at least 5, got 4"),
-        (["--sparsity", "0.89"], "--sparsity must be between 0 and 1 and needs --recall-from, got 0.89"),
-        (["--sparsity", "89", "--recall-from", "f"], "--sparsity must be between 0 and 1"),
+        (["--sparsity", "0.89"], "--sparsity needs --recall-from"),
+        (["--sparsity", "0.8,32k=89"], "'32k=89' of '0.8,32k=89': allowed are shares between 0 and 1"),
+        (
+            ["--sparsity", "0.8,0.9"],
+            "'0.9' of '0.8,0.9': allowed are shares between 0 and 1, one for all",
+        ),
         (["--structured", '{"noise": 1}'], "must be a JSON object with an integer seed and a recipe, got {'noise': 1}"),
         (["--structured", '{"recipe": {"noise": -1}}'], "--structured: recipe: noise: Input should be greater"),
         (["--structured", "3"], "must be a JSON object"),

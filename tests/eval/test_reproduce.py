@@ -57,7 +57,10 @@ def asked(leg: Leg, command: Command, folder: Path) -> dict[str, list[Any]]:
         shares = [shape.target_share for shape in bench_mla.shapes(args)]
         found |= {"shape": args.shapes, "op": args.ops, "target_sparsity": [1 - share for share in shares if share]}
     elif module == "eval.bench_prefill":
-        found |= {"shape": [f"1x{short_length(tokens)}" for tokens in args.lengths], "target_sparsity": [args.sparsity]}
+        found |= {
+            "shape": [f"1x{short_length(tokens)}" for tokens in args.lengths],
+            "target_sparsity": [*args.sparsity.values()],
+        }
         found |= {name: [heads] for name, heads in zip(("q_heads", "kv_heads", "dim"), args.heads, strict=True)}
     elif module == "eval.bench_serving":
         flags = shlex.split(args.server_args)
@@ -66,7 +69,7 @@ def asked(leg: Leg, command: Command, folder: Path) -> dict[str, list[Any]]:
         backend = named[named.index("--attention-backend") + 1]
         found |= {"context": args.contexts, "dense_page_size": [int(flags[flags.index("--page-size") + 1])]}
         found |= {"dense_decode_backend": [backend], "dense_attention_backend": [backend]}
-        found |= {} if args.sparsity is None else {"target_sparsity": [args.sparsity]}
+        found |= {"target_sparsity": [*args.sparsity.values()]} if args.sparsity else {}
     for other in leg.commands:
         if command.needs(other):
             found = asked(leg, other, folder) | found
