@@ -136,7 +136,7 @@ _PROFILE = ("--base-url", URL, "--arm", "sparse", "--batch", "1", "--context", "
 # Tokens of the generated inputs of servers whose longest context is 128k, as their /server_info says.
 _POSITIONS = ("--positions", "131460")
 _LENGTHS = ("--lengths", "32k,64k,128k", *_POSITIONS)
-# At 32k, of which a server prefills the first 8k densely, 89 % would cost far more of the attention mass than elsewhere.
+# A server prefills the first 8k of 32k densely: there 89 % would cost far more of the attention mass than elsewhere.
 _LEFT_OUT = ("--sparsity", "0.89,32k=0.78")
 _SERVED = (*_LENGTHS, *_LEFT_OUT, "--dense-below", "8k", "--peers", "")
 _ROBSA = {"page_size": 64, "allow_uncalibrated": True}
