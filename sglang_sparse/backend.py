@@ -193,7 +193,7 @@ class SparseAttentionBackend(DelegatingBackend):
             rows: batch size of the graph.
             sparse: record the sparse path, over padding rows only.
         """
-        self._view = None
+        self._view = self.indexed = None
         if sparse:
             self._view = self._rows(rows)
             self._view.clear(self.dense.req_to_token_pool.req_to_token)

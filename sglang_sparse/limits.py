@@ -14,7 +14,7 @@ DENSE_BACKENDS = {
     "DSA": ("dsa",),
 }
 GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native", "dsa"}
-CPU_ONLY_METHODS = ("anchor", "robsa", "dsa")
+CPU_ONLY_METHODS = ("anchor", "skip_softmax", "robsa", "dsa")
 # Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
 INDEXER_PAGE = 64
 UNMEASURED = "its GPU kernels are not measured yet"
@@ -207,6 +207,11 @@ MODEL_LIMITS = (
 def _windowed(model: Any) -> bool:
     config = model.hf_text_config
     return bool(getattr(config, "use_sliding_window", True) and model.sliding_window_size)
+
+
+def refuse_gpu(method: str | None) -> str | None:
+    """Say why a method does not run where there is a GPU, or None."""
+    return UNMEASURED if method in CPU_ONLY_METHODS else None
 
 
 def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> str | None:

@@ -87,8 +87,8 @@ class PrefillInputs:
         k_scale: factor of the stored keys.
         v_scale: factor of the stored values.
         out: ``[tokens, q_heads, v_head_dim]``, written.
-        pairs: int64 ``[2]`` on the device; the method adds the query-key pairs that it attended to, and those that
-            dense attention would have, of all query tokens and heads.
+        pairs: int64 ``[2 + len(more_counts)]`` on the device; the method adds the query-key pairs that it attended to,
+            those that dense attention would have, of all query tokens and heads, and its own ``more_counts``.
     """
 
     query: torch.Tensor
@@ -113,9 +113,12 @@ class PrefillMethod(ABC):
 
     Attributes:
         config: the configuration.
+        more_counts: names of what ``attend`` counts beside pairs, for the server info. Passes that are dense throughout
+            add nothing to it.
     """
 
     config_class: ClassVar[type[PrefillConfig]] = PrefillConfig
+    more_counts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: PrefillConfig):
         self.config = config

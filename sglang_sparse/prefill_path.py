@@ -30,9 +30,10 @@ class PrefillPath:
         layers: the layers whose prefill is sparse.
         sparse_tokens: query tokens of sparse groups since the server started.
         dense_tokens: query tokens of prefill that attended densely.
-        pairs: int64 ``[2]`` on the device: query-key pairs attended to, and those that dense attention would have, over
-            the query heads of ``layers``. Of all tokens that are counted above, so also of passes that were dense
+        pairs: int64 on the device: query-key pairs attended to, and those that dense attention would have, over the
+            query heads of ``layers``. Of all tokens that are counted above, so also of passes that were dense
             throughout. What serves no prompt is left out: rows that decode within a mixed batch, and rectification.
+            Behind these two, the method's ``more_counts``.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class PrefillPath:
         self.layers = frozenset(layers)
         self.sparse_tokens = 0
         self.dense_tokens = 0
-        self.pairs = torch.zeros(2, dtype=torch.int64, device=req_to_token.device)
+        self.pairs = torch.zeros(2 + len(method.more_counts), dtype=torch.int64, device=req_to_token.device)
         self._pairs = self.pairs
         self._kv_pool = kv_pool
         self._req_to_token = req_to_token
@@ -97,7 +98,7 @@ class PrefillPath:
         else:
             pairs = sum(span.causal_pairs for span in prompts)
         if pairs:
-            self.pairs += pairs * self._q_heads * len(self.layers)
+            self.pairs[:2] += pairs * self._q_heads * len(self.layers)
 
     def takes(self, layer_id: int) -> bool:
         """Whether the pass is sparse in this layer."""

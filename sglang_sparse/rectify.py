@@ -175,8 +175,8 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
 def _say_eager() -> None:
     """Once: SGLang leaves the graphs of prefill out where memory is short, and the host is then slower than the GPU."""
     logger.warning(
-        "sglang_sparse: a rectifying pass ran without CUDA graphs, which takes longer: SGLang has none for prefill "
-        "or none for so many tokens; its lines at start say why, and a lower --mem-fraction-static leaves room for them"
+        "sglang_sparse: a rectifying pass ran without a CUDA graph, which takes longer; SGLang's lines at start say "
+        "which graphs it has for prefill: none where memory is short"
     )
 
 

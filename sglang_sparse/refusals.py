@@ -7,29 +7,59 @@ from typing import TYPE_CHECKING, Any
 from sglang_sparse.config import Settings, SparseArgumentError, prefill_chunk
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.limits import (
-    CPU_ONLY_METHODS,
     DENSE_BACKENDS,
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
     MODEL_LIMITS,
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
-    UNMEASURED,
     FlagLimit,
+    ModelLimit,
+    refuse_gpu,
 )
-from sglang_sparse.method import PAGE_SIZES, SparseConfig
+from sglang_sparse.method import PAGE_SIZES, DecodeMethod, SparseConfig
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
 
 
-def require_before(args: SparseServerArgs, settings: Settings) -> None:
+def refusal(args: SparseServerArgs, settings: Settings, gpu: bool) -> str | None:
+    """Say why a server would not start, or None: all that a start asks, in its order.
+
+    Args:
+        args: its arguments as SGLang would resolve them.
+        settings: the methods.
+        gpu: whether its machine has a GPU.
+    """
+    try:
+        require_before(args, settings, gpu)
+        require_model(args, settings)
+        require_after(args, settings, gpu)
+    except SparseArgumentError as error:
+        return str(error)
+    return None
+
+
+def _on_gpu(asked: bool | None) -> bool:
+    import torch
+
+    return torch.cuda.is_available() if asked is None else asked
+
+
+def require_before(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) -> None:
     """Refuse what can be seen before SGLang resolves its arguments.
+
+    Args:
+        args: the server's arguments.
+        settings: the methods.
+        gpu: whether the machine has a GPU; None looks.
 
     Raises:
         SparseArgumentError: names every refused flag, what was got and why not.
     """
-    _require_cpu(settings)
+    on_gpu = _on_gpu(gpu)
+    if on_gpu:
+        _require_cpu(settings)
     found = _found(args, (*FLAG_LIMITS, *settings.method.flag_limits))
     if found:
         raise SparseArgumentError(f"{settings.flag} cannot run with {found}")
@@ -51,9 +81,7 @@ def require_before(args: SparseServerArgs, settings: Settings) -> None:
         raise SparseArgumentError(
             f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
         )
-    import torch
-
-    if not torch.cuda.is_available():
+    if not on_gpu:
         for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
             name = getattr(args, flag)
             if name in GPU_ONLY_BACKENDS:
@@ -88,8 +116,13 @@ def _found(args: SparseServerArgs, limits: tuple[FlagLimit, ...]) -> str:
     return "; ".join(f"{limit.name} (got {value!r}): {limit.reason}" for limit, value in got if value is not None)
 
 
-def require_after(args: SparseServerArgs, settings: Settings) -> None:
+def require_after(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) -> None:
     """Refuse what SGLang's resolved arguments show.
+
+    Args:
+        args: the server's, resolved.
+        settings: the methods.
+        gpu: whether the machine has a GPU; None looks.
 
     Raises:
         SparseArgumentError: says what was got and what is allowed.
@@ -106,7 +139,7 @@ def require_after(args: SparseServerArgs, settings: Settings) -> None:
             f"{settings.flag}: the prefill CUDA graph backend 'full' would not refresh the summaries; "
             "allowed: breakable, tc_piecewise, disabled"
         )
-    _require_dtypes(args, settings)
+    _require_dtypes(args, settings, gpu)
     try:
         require_interval(settings.rectify.rectify_interval if settings.rectify else 0, args, args.get_model_config())
     except ValueError as error:
@@ -123,12 +156,10 @@ def require_after(args: SparseServerArgs, settings: Settings) -> None:
 
 
 def _require_cpu(settings: Settings) -> None:
-    import torch
-
     for flag, name in (("method", settings.name), ("prefill-method", settings.prefill_name)):
-        if name in CPU_ONLY_METHODS and torch.cuda.is_available():
+        if reason := refuse_gpu(name):
             raise SparseArgumentError(
-                f"--sparse-{flag} {name}: got a GPU, allowed in this release: the CPU platform; {UNMEASURED}"
+                f"--sparse-{flag} {name}: got a GPU, allowed in this release: the CPU platform; {reason}"
             )
 
 
@@ -151,9 +182,7 @@ def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
         )
 
 
-def _require_dtypes(args: SparseServerArgs, settings: Settings) -> None:
-    import torch
-
+def _require_dtypes(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) -> None:
     dtype = str(args.get_model_config().dtype).removeprefix("torch.")
     cache = {"auto": dtype, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
     if cache not in (dtype, *(("fp8_e4m3",) if settings.method.fp8_kv else ())):
@@ -167,10 +196,15 @@ def _require_dtypes(args: SparseServerArgs, settings: Settings) -> None:
             f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales; "
             f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(allowed)}"
         )
-    if dtype == "float32" and torch.cuda.is_available():
+    if dtype == "float32" and _on_gpu(gpu):
         raise SparseArgumentError(
             f"{settings.flag}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
         )
+
+
+def excludes(limit: ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bool:
+    """Whether a decode method does not serve the kind of model that a limit is about."""
+    return not (limit.own_selection and method.selects_in_model)
 
 
 def require_model(args: SparseServerArgs, settings: Settings) -> None:
@@ -185,7 +219,7 @@ def require_model(args: SparseServerArgs, settings: Settings) -> None:
     model = ModelConfig.from_server_args(args)
     architecture = (model.hf_config.architectures or ["unknown"])[0]
     for limit in MODEL_LIMITS:
-        if limit.applies(model) and not (limit.own_selection and settings.method.selects_in_model):
+        if limit.applies(model) and excludes(limit, settings.method):
             raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {limit.name}; {limit.reason}")
     configs: dict[str, SparseConfig] = {f"--sparse-config of {settings.name}": settings.config}
     if settings.prefill:

@@ -18,7 +18,10 @@ DECODE_METHODS = {
     "robsa": "sglang_sparse.methods.robsa:Robsa",
     "dsa": "sglang_sparse.methods.dsa:Dsa",
 }
-PREFILL_METHODS = {"anchor": "sglang_sparse.methods.anchor:Anchor"}
+PREFILL_METHODS = {
+    "anchor": "sglang_sparse.methods.anchor:Anchor",
+    "skip_softmax": "sglang_sparse.methods.skip_softmax:SkipSoftmax",
+}
 
 
 def decode_methods() -> dict[str, str]:

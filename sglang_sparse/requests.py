@@ -25,7 +25,7 @@ FORCED_TOKENS = "forced_tokens"
 ATTRIBUTE = "sglang_sparse"
 OPTIONS_ATTRIBUTE = "sglang_sparse_options"
 # Fields of some method that a client may send to a server without it.
-KNOWN_ELSEWHERE = ("active_ratio", "rectify_interval", "theta", "theta1", "exact_prefix")
+KNOWN_ELSEWHERE = ("active_ratio", "rectify_interval", "theta", "theta1", "threshold_scale_factor", "exact_prefix")
 # Begins the part of a radix namespace (SGLang's extra_key) that names how a request overrides its prefill.
 NAMESPACE = "sglang_sparse:"
 

@@ -60,7 +60,8 @@ def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
     """What a pass of the prefill method needs; see ``needs``.
 
     Its output and its page table are not charged: the dense backend would allocate an output of the same size in the
-    same place, and every row of the table comes with a query token, for each of which SGLang leaves 1.5 MB.
+    same place, and a row of the table comes with a query token, for each of which SGLang leaves 1.5 MB, unless
+    --mem-fraction-static says otherwise.
     """
     assert settings.prefill is not None
     context = kvc.model_config.context_len
@@ -78,8 +79,8 @@ def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int)
     """What a layer of a decode step needs; see ``needs``. The layers take turns in it.
 
     CUDA graphs keep what they were captured with, so that it is needed once for them and once for the batches that run
-    without one. The view is not charged: that of the graphs is static, and a start-up line has its size; in that of
-    other batches every row comes with a query token, for each of which SGLang leaves 1.5 MB.
+    without one. The view is not charged: that of the graphs is static, and a start-up line has its size; that of
+    larger batches takes half a MB a row (8 KV heads, 128k tokens in pages of 16), and is left to --mem-fraction-static.
     """
     method, device = settings.method, torch.device(kvc.device)
     max_blocks = -(-table_width // method.block_size)

@@ -195,6 +195,7 @@ class Counters:
             "config": {**path.method.config.model_dump(), "crossover_tokens": path.method.dense_below},
             "sparse_layers": len(path.layers),
             **totals,
+            **dict(zip(path.method.more_counts, path.pairs[2:].tolist(), strict=True)),
             "sparsity": 1 - totals["pairs_attended"] / causal if causal else 0.0,
         }
 

@@ -122,7 +122,7 @@ class BatchView:
             # From pageable memory, which the driver has read when the call returns. A pinned buffer that is used again
             # could be overwritten before its copy: the host runs ahead of the device.
             target.copy_(torch.nn.functional.pad(counts, (0, rows - real)), non_blocking=True)
-        if self.max_select == 0:
+        if self.page_table.shape[1] == 0:
             return
         widest = int(n_pages.max()) if real else 0
         load_page_table(req_to_token, requests[:real], self.n_pages, widest, self.page_size, self.page_table)

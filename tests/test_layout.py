@@ -35,6 +35,7 @@ MAY_IMPORT_SGLANG = {
     "limits.py",
     "refusals.py",
     "check.py",
+    "capabilities.py",
     "prefill.py",
     "group_keys.py",
     "prefill_path.py",

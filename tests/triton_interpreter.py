@@ -17,6 +17,7 @@ OPERATIONS = (
     "page_table",
     "sparse_decode",
     "anchor_prefill",
+    "skip_softmax_prefill",
     "block_mass",
     "block_topp",
     "sparse_mla_decode",

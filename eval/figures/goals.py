@@ -205,5 +205,5 @@ def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = 
     ]
     if ids is None:
         return table([line(*pair) for pair in found], columns)
-    short = [column for column in columns if column[0] not in ("id", "stretch", "revision", "result file")]
+    short = [column for column in columns if column[0] not in ("id", "stretch", "result file")]
     return table([line(*pair) for pair in found if pair[1]], short)

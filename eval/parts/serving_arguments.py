@@ -39,10 +39,6 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
     )
     parser.add_argument("--tail", type=int, default=64, help="further tokens of such a prompt")
     parser.add_argument("--hits", type=int, default=10, help="such prompts")
-    parser.add_argument("--sparse-method", default="resa", help="of the sparse server; none for a prefill method alone")
-    parser.add_argument("--sparse-config", default="{}", help="of the sparse server: inline JSON or a file")
-    parser.add_argument("--sparse-prefill-method", help="of the sparse server (default: none)")
-    parser.add_argument("--sparse-prefill-config", default="{}", help="of the sparse server: inline JSON or a file")
     parser.add_argument(
         "--structured",
         type=_structured,
@@ -59,10 +55,7 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
     parser.add_argument(
         "--chunked-prefill-size", type=list_of(length), default=[], help="tokens prefilled at once, one after the other"
     )
-    parser.add_argument("--server-args", default="", help="further arguments of all servers, as one string")
-    parser.add_argument("--server", type=_named, action="append", default=[], metavar="NAME=ARGS", help="see above")
-    parser.add_argument("--both", action="store_true", help="all servers at once; they share the GPU's memory")
-    parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds until a server must be ready")
+    _add_servers(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--label", help="kept in the file's header")
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
@@ -73,6 +66,18 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
         _read_structured(parser, args)
     _check(parser, args)
     return args
+
+
+def _add_servers(parser: argparse.ArgumentParser) -> None:
+    """Which servers there are, and how they are started."""
+    parser.add_argument("--sparse-method", default="resa", help="of the sparse server; none for a prefill method alone")
+    parser.add_argument("--sparse-config", default="{}", help="of the sparse server: inline JSON or a file")
+    parser.add_argument("--sparse-prefill-method", help="of the sparse server (default: none)")
+    parser.add_argument("--sparse-prefill-config", default="{}", help="of the sparse server: inline JSON or a file")
+    parser.add_argument("--server-args", default="", help="further arguments of all servers, as one string")
+    parser.add_argument("--server", type=_named, action="append", default=[], metavar="NAME=ARGS", help="see above")
+    parser.add_argument("--both", action="store_true", help="all servers at once; they share the GPU's memory")
+    parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds until a server must be ready")
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from .launch import capability
 
 def converts_float8(device: torch.device) -> bool:
     """Whether ``device`` has instructions for float8 (Ada and later); the interpreter takes its NaN for a number."""
-    return capability(device) >= (8, 9)
+    return torch.version.cuda is not None and capability(device) >= (8, 9)
 
 
 @triton.jit

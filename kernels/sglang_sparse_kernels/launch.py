@@ -37,7 +37,8 @@ def dependent_launch(device: torch.device) -> bool:
 
 @triton.jit
 def await_inputs(DEPENDENT: tl.constexpr):
-    """Wait for the kernels before this one in the stream; every program calls it first, before any access.
+    """Wait for the kernels before this one in the stream; every program calls it before it reads what they write, and
+    before it writes.
 
     A program that returned without waiting would let a later kernel start before an earlier one has finished.
     """

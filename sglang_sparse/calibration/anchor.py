@@ -37,7 +37,7 @@ from sglang_sparse.calibration.prompts import FLAGS, FORMS, Prompts
 from sglang_sparse.calibration.recall import Kept, Tally
 from sglang_sparse.calibration.report import layer_rows, report, same_theta_rows
 from sglang_sparse.config import build, read_config
-from sglang_sparse.method import parse_layers
+from sglang_sparse.layers import parse_layers
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor, AnchorConfig
 
 CONFIG_FLAG = "--sparse-prefill-config"

@@ -73,6 +73,7 @@ class Dsa(DecodeMethod):
     # The indexer makes logits and selection of its own, and names tokens by their positions.
     view_buffers = ()
     fp8_kv = False
+    # ``scratch_bytes`` is that of others: SGLang's own indexer makes logits of the same size.
     flag_limits = INDEXER_LIMITS
     index_topk = 0
 

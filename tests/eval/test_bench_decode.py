@@ -150,8 +150,8 @@ def test_requests_are_of_fixed_length() -> None:
 
 def test_servers_without_room_are_refused() -> None:
     require_capacity(FACTS, batch=2, context=4000, short=100, tokens=256)
-    with pytest.raises(EvaluationError, match="has 10000"):
-        require_capacity(FACTS, batch=2, context=5000, short=0, tokens=256)
+    with pytest.raises(EvaluationError, match="needs 10488 tokens of KV, the server has 10000"):
+        require_capacity(FACTS, batch=2, context=4700, short=0, tokens=256)
     with pytest.raises(EvaluationError, match="no prefix cache"):
         require_capacity({**FACTS, "disable_radix_cache": True}, batch=2, context=4000, short=100, tokens=256)
 

@@ -147,7 +147,7 @@ OPERATIONS = [
 @pytest.mark.parametrize(
     ("operation", "case"),
     [(operation, case) for operation in OPERATIONS for case in operation[2].CASES if case.gpu_only],
-    ids=str,
+    ids=lambda one: one[0].__name__ if isinstance(one, tuple) else str(one),
 )
 def test_the_device_hands_out_as_much(operation: tuple[Any, ...], case: Any, device: str) -> None:
     """The allocator rounds each of three tensors up to 512 bytes."""

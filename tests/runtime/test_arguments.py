@@ -12,7 +12,7 @@ load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from sglang_sparse import check, config, hooks, limits, refusals, registry, versions
+from sglang_sparse import config, hooks, refusals, registry, versions
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +44,7 @@ def test_unknown_method_names_the_list_and_the_nearest(qwen3: str) -> None:
 def test_unknown_prefill_method(qwen3: str) -> None:
     for method in ("resa", None):
         message = refused(qwen3, sparse_method=method, sparse_prefill_method="ankor")
-        assert "--sparse-prefill-method: got 'ankor', allowed: anchor; did you mean 'anchor'?" in message
+        assert "--sparse-prefill-method: got 'ankor', allowed: anchor, skip_softmax; did you mean 'anchor'?" in message
 
 
 def test_config_without_method(qwen3: str) -> None:
@@ -279,18 +279,3 @@ def test_flags_in_sglangs_own_config_file(qwen3: str, tmp_path: Path) -> None:
     path.write_text(f"model-path: {qwen3}\nsparse-method: resa\nsparse-config: '{{\"active_ratio\": 0.2}}'\n")
     args = prepare_server_args(["--config", str(path)])
     assert json.loads(args.sparse_config)["active_ratio"] == 0.2
-
-
-def test_check_prints_every_limit_and_judges_arguments(qwen3: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main([]) == 0
-    table = capsys.readouterr().out
-    for limit in (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS):
-        assert f"| {limit.name} | {limit.reason} |" in table
-    assert "| robsa on a GPU | its GPU kernels are not measured yet |" in table
-    for limit in limits.RECTIFY_LIMITS:
-        assert f"| rectification with {limit.name} | {limit.reason} |" in table
-    assert check.main(["--model-path", qwen3, "--sparse-method", "resa"]) == 0
-    assert '"active_ratio": 0.1' in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        check.main(["--model-path", qwen3, "--sparse-method", "resa", "--enable-lora"])
-    assert "cannot run with LoRA" in capsys.readouterr().err

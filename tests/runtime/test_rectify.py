@@ -2,9 +2,11 @@
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_sparse import rectify
 from sglang_sparse.passes import Span
 from sglang_sparse.rectify import due_rows, grouped
 
@@ -85,3 +87,11 @@ def test_tails_are_grouped_by_rows_and_tokens() -> None:
     spans = [Span(None, 0, tokens) for tokens in (5, 5, 5, 90, 5, 200, 5)]
     sizes = [[span.tokens for span in group] for group in grouped(spans, 3, 100)]
     assert sizes == [[5, 5, 5], [90, 5], [200], [5]]
+
+
+def test_a_pass_without_a_graph_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    rectify._say_eager.cache_clear()
+    for _ in range(2):
+        rectify._say_eager()
+    (record,) = caplog.records
+    assert "ran without a CUDA graph" in record.message

@@ -19,14 +19,15 @@ _PART_FIELDS = tl.constexpr(len(GroupPart._fields))
 
 
 @triton.jit
-def _load_slots(table_ptr, positions, end, PAGE: tl.constexpr):
+def load_slots(table_ptr, positions, end, PAGE: tl.constexpr):
     """Slots of one row's positions; positions from ``end`` on get any valid one."""
     page = tl.load(table_ptr + positions // PAGE, mask=positions < end, other=0)
     return page.to(tl.int64) * PAGE + positions % PAGE
 
 
 @triton.jit
-def _load_rows(pointers, valid, dims, DIM: tl.constexpr):
+def load_rows(pointers, valid, dims, DIM: tl.constexpr):
+    """Rows of ``DIM`` elements; those that are not valid, and what pads the dimension, are 0."""
     if dims.shape[0] == DIM:
         return tl.load(pointers, mask=valid[:, None], other=0.0)
     else:
@@ -54,7 +55,7 @@ def _attend(
     """
     dims = tl.arange(0, query.shape[1])
     v_dims = tl.arange(0, output.shape[1])
-    keys = _load_rows(k_rows[:, None] + dims[None, :], valid, dims, DIM)
+    keys = load_rows(k_rows[:, None] + dims[None, :], valid, dims, DIM)
     logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
     if MASKED:
         allowed = tl.arange(0, k_rows.shape[0])[None, :] < limits[:, None]
@@ -64,7 +65,7 @@ def _attend(
     finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) * scale
     decay = tl.exp2(maximum * scale - finite)
     weights = tl.exp2(logits * scale - finite[:, None])
-    values = _load_rows(v_rows[:, None] + v_dims[None, :], valid, v_dims, V_DIM)
+    values = load_rows(v_rows[:, None] + v_dims[None, :], valid, v_dims, V_DIM)
     total = total * decay + tl.sum(weights, axis=1)
     output = tl.dot(weights.to(query.dtype), values.to(query.dtype), output * decay[:, None], input_precision="ieee")
     return new_maximum, total, output
@@ -128,7 +129,7 @@ def _anchor_kernel(
     k_ptr += (head // GROUP).to(tl.int64) * k_stride_head
     v_ptr += (head // GROUP).to(tl.int64) * v_stride_head
     q_ptr += first_query * q_stride_row + head.to(tl.int64) * q_stride_head
-    query = _load_rows(q_ptr + members[:, None] * q_stride_row + dims[None, :], in_block, dims, DIM)
+    query = load_rows(q_ptr + members[:, None] * q_stride_row + dims[None, :], in_block, dims, DIM)
     mean_query = tl.sum(query.to(tl.float32), axis=0) / count
     if UPCAST:
         query = query.to(tl.float32)
@@ -140,17 +141,17 @@ def _anchor_kernel(
     init_tiles = tl.where(group_start > 0, BLOCK // TILE, 0)
     full_tiles = init_tiles + (block_start - group_start) // TILE
     every = tokens >= 0
-    slot = _load_slots(table_ptr, _tile_start(0, init_tiles, group_start, TILE) + tokens, end, PAGE)
+    slot = load_slots(table_ptr, _tile_start(0, init_tiles, group_start, TILE) + tokens, end, PAGE)
     for tile in range(full_tiles):
         # The slots of a tile are loaded one tile early, or keys and values would wait for them.
-        ahead = _load_slots(table_ptr, _tile_start(tile + 1, init_tiles, group_start, TILE) + tokens, end, PAGE)
+        ahead = load_slots(table_ptr, _tile_start(tile + 1, init_tiles, group_start, TILE) + tokens, end, PAGE)
         k_rows, v_rows = k_ptr + slot * k_stride_slot, v_ptr + slot * v_stride_slot
         maximum, total, output = _attend(
             query, k_rows, v_rows, every, every, scale, maximum, total, output, DIM, V_DIM, False
         )
         slot = ahead
     for start in range(block_start, end, TILE):
-        slot = _load_slots(table_ptr, start + tokens, end, PAGE)
+        slot = load_slots(table_ptr, start + tokens, end, PAGE)
         k_rows, v_rows = k_ptr + slot * k_stride_slot, v_ptr + slot * v_stride_slot
         valid, limits = start + tokens < end, first_position + members + 1 - start
         maximum, total, output = _attend(
@@ -213,9 +214,9 @@ def _identify_kernel(
     members = tl.arange(0, BLOCK_GROUP)
     pairs = tl.arange(0, BLOCK_GROUP * BLOCK_STEP)
     tokens = tile * TILE + tl.arange(0, TILE)
-    slot = _load_slots(table_ptr + row * table_stride, BLOCK + tokens, BLOCK + most, PAGE)
+    slot = load_slots(table_ptr + row * table_stride, BLOCK + tokens, BLOCK + most, PAGE)
     k_ptr += kv_head.to(tl.int64) * k_stride_head
-    keys = _load_rows(k_ptr + slot[:, None] * k_stride_slot + dims[None, :], tokens < most, dims, DIM)
+    keys = load_rows(k_ptr + slot[:, None] * k_stride_slot + dims[None, :], tokens < most, dims, DIM)
     member = pairs // BLOCK_STEP
     q_head = kv_head * GROUP + members
     for part in range(first_part, end_part):
@@ -228,7 +229,7 @@ def _identify_kernel(
             block = first + pairs % BLOCK_STEP
             used = (block < num_blocks) & (member < GROUP)
             entry = (first_block + block).to(tl.int64) * HEADS + kv_head * GROUP + member
-            pooled = _load_rows(pooled_ptr + entry[:, None] * DIM + dims[None, :], used, dims, DIM)
+            pooled = load_rows(pooled_ptr + entry[:, None] * DIM + dims[None, :], used, dims, DIM)
             if UPCAST:
                 pooled = pooled.to(tl.float32)
             anchors = tl.load(anchors_ptr + entry, mask=used, other=0.0)
@@ -282,7 +283,7 @@ def _compact_kernel(
     before = tl.sum(earlier, axis=0)
     tokens += chunk * CHUNK
     hit = tl.load(hits_ptr + start + tokens, mask=tokens < candidates, other=0).to(tl.int32)
-    slot = _load_slots(table_ptr + row * table_stride, BLOCK + tokens, BLOCK + candidates, PAGE)
+    slot = load_slots(table_ptr + row * table_stride, BLOCK + tokens, BLOCK + candidates, PAGE)
     position = before + tl.cumsum(hit, axis=0) - 1
     tl.store(slots_ptr + start + position, slot.to(tl.int32), mask=hit != 0)
     if (chunk + 1) * CHUNK >= candidates:
@@ -351,7 +352,7 @@ def _sparse_kernel(
     k_ptr += (head // GROUP).to(tl.int64) * k_stride_head
     v_ptr += (head // GROUP).to(tl.int64) * v_stride_head
     q_ptr += first_query * q_stride_row + head.to(tl.int64) * q_stride_head
-    query = _load_rows(q_ptr + members[:, None] * q_stride_row + dims[None, :], in_block, dims, DIM)
+    query = load_rows(q_ptr + members[:, None] * q_stride_row + dims[None, :], in_block, dims, DIM)
     if UPCAST:
         query = query.to(tl.float32)
     states = head * num_queries + first_query + members

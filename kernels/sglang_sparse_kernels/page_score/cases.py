@@ -33,6 +33,7 @@ CASES = [
     Case((64, 17), 2, 8, 128, BF16, FP8, local_pages=0),
     Case((20,), 1, 4, 64, FP16, BF16, width=150),
     Case((8, 3), 2, 4, 96, BF16, FP8, local_pages=100),
+    Case((8, 3), 2, 1, 90, BF16, FP8),
     Case((8192,), 8, 4, 128, BF16, BF16, gpu_only=True),
     Case((4096, 1, 3000, 0, 2049, 4095, 64, 4000), 8, 4, 128, BF16, BF16, width=70000, gpu_only=True),
     Case((4096, 1000), 4, 7, 128, FP16, FP8, gpu_only=True),

@@ -52,8 +52,8 @@ def _load_bounds(summary_ptr, page, entries, HEADS: tl.constexpr, ENTRIES: tl.co
         k_max = tl.load(pointers)
         k_min = tl.load(pointers + ENTRIES)
     else:
-        k_max = tl.load(pointers, mask=(entries < ENTRIES)[None, None, :], other=0)
-        k_min = tl.load(pointers + ENTRIES, mask=(entries < ENTRIES)[None, None, :], other=0)
+        k_max = tl.load(pointers, mask=(entries < ENTRIES)[None, None, :], other=0.0)
+        k_min = tl.load(pointers + ENTRIES, mask=(entries < ENTRIES)[None, None, :], other=0.0)
     return k_max, k_min
 
 
@@ -86,6 +86,7 @@ def _page_score_kernel(
     READY: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
+    # The one kernel that reads before it waits, see ``page_score``.
     if READY:
         gdc_launch_dependents()
     else:

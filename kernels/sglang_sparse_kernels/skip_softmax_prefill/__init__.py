@@ -1,0 +1,139 @@
+"""Skip-Softmax for the prefill of GQA and MHA models: flash attention that leaves out blocks of little weight.
+
+Source: BLASST (arXiv:2512.12087) and the Skip Softmax Attention of TensorRT-LLM, on a paged cache and in chunks.
+"""
+
+import torch
+
+from .. import dispatch
+from . import reference
+from .plan import BLOCK_KEYS, TILE_QUERIES, SkipSoftmaxPlan, Span, make_plan
+
+__all__ = ["BLOCK_KEYS", "TILE_QUERIES", "SkipSoftmaxPlan", "Span", "make_plan", "skip_softmax_prefill"]
+
+
+def skip_softmax_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    plan: SkipSoftmaxPlan,
+    threshold_scale_factor: torch.Tensor,
+    page_size: int,
+    sm_scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    stats: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of a ragged extend batch that skips blocks of keys whose softmax weights would be small.
+
+    Each tile of queries of one head visits its blocks of keys one after the other. A block is skipped, without its
+    exponentials, its product with the values and their loads, when in every query of the tile the largest logit of the
+    block is below the largest logit of the blocks visited before by more than ``-ln(lambda)``; equality does not skip.
+    ``lambda`` is ``min(1, threshold_scale_factor / context)``. Tiles and blocks are aligned to absolute positions. The
+    order is fixed: the first block (attention sinks), then from the tile's own positions back to the second block.
+    The first block is never skipped, so that no row is empty. A key that makes a logit +infinite or NaN is never
+    skipped, nor is any block after it for its tile, so that it shows in the output as in dense attention; a broken
+    value shows where its block is not skipped.
+
+    Differences from the source: ``context`` is the position behind the tile, not the length of the sequence. What a
+    tile skips is then the same in prompts of any length and in any chunks of whole tiles, and KV may be shared. In a
+    chunk that cuts a tile, each part decides for itself, with the ``context`` of the whole. ``lambda`` is at most 1,
+    or blocks would be skipped that hold a row's maximum. The source leaves tile, block and order to its kernels.
+
+    Args:
+        q: ``[N, Hq, d]``, float32 (CPU only), float16 or bfloat16, the query tokens of all spans one after the other;
+            ``d`` is contiguous.
+        k_cache: ``[S, Hkv, d]``, the dtype of ``q`` or float8_e4m3fn, with the keys of the queries too; ``d`` is
+            contiguous.
+        v_cache: ``[S, Hkv, dv]``, the dtype of ``k_cache``; ``dv`` is contiguous.
+        page_table: ``[B, M]`` int32, the physical page of each logical page; entries past a row's pages are not read.
+        plan: the tiles of the pass, see ``make_plan``.
+        threshold_scale_factor: ``[B]`` float32, contiguous; rows with 0, a negative number or NaN attend densely.
+        page_size: slots per page, a power of two from 1 to 64.
+        sm_scale: softmax scale, usually ``d ** -0.5``.
+        k_scale: factor of the stored keys (float8 caches).
+        v_scale: factor of the stored values (float8 caches).
+        out: optional ``[N, Hq, dv]`` in the dtype of ``q``, contiguous.
+        stats: optional ``[4]`` int64 on the device of ``q``, contiguous, to which are added, over all query heads: the
+            query-key pairs attended, the pairs of dense causal attention, the blocks skipped and the blocks visited by
+            all tiles.
+
+    Returns:
+        ``[N, Hq, dv]`` in the dtype of ``q``.
+
+    Raises:
+        ValueError: a wrong dimension, dtype, head count, layout, page size or scale, or a plan of another batch.
+
+    Example:
+        >>> import torch
+        >>> from sglang_sparse_kernels.skip_softmax_prefill import Span, make_plan, skip_softmax_prefill
+        >>> q, k_cache, v_cache = torch.zeros(64, 2, 64), torch.zeros(64, 1, 64), torch.ones(64, 1, 64)
+        >>> pages, factor = torch.arange(4, dtype=torch.int32)[None], torch.tensor([8.0])
+        >>> plan = make_plan([Span(row=0, start=0, end=64)], num_rows=1, device="cpu")
+        >>> stats = torch.zeros(4, dtype=torch.int64)
+        >>> skip_softmax_prefill(q, k_cache, v_cache, pages, plan, factor, 16, sm_scale=0.125, stats=stats).shape
+        torch.Size([64, 2, 64])
+        >>> stats.tolist()
+        [4160, 4160, 0, 2]
+    """
+    if out is None:
+        out = torch.empty(*q.shape[:2], v_cache.shape[2], dtype=q.dtype, device=q.device)
+    _check_arguments(q, k_cache, v_cache, page_table, threshold_scale_factor, out, stats)
+    _check_plan(q, page_table, plan, page_size)
+    if not sm_scale * k_scale > 0:
+        raise ValueError(f"sm_scale * k_scale must be positive, got {sm_scale} and {k_scale}")
+    arguments = (q, k_cache, v_cache, page_table, plan, threshold_scale_factor, page_size, sm_scale, k_scale, v_scale)
+    if dispatch.use_reference(q):
+        return reference.skip_softmax_prefill(*arguments, out, stats)
+    from . import triton
+
+    return triton.skip_softmax_prefill(*arguments, out, stats)
+
+
+def _check_arguments(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    threshold_scale_factor: torch.Tensor,
+    out: torch.Tensor,
+    stats: torch.Tensor | None,
+) -> None:
+    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    dispatch.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
+    dispatch.check_tensor("v_cache", v_cache, 3, (k_cache.dtype,))
+    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
+    dispatch.check_tensor("threshold_scale_factor", threshold_scale_factor, 1, (torch.float32,))
+    dispatch.check_tensor("out", out, 3, (q.dtype,))
+    num_queries, num_q_heads, head_dim = q.shape
+    num_slots, num_kv_heads, v_head_dim = v_cache.shape
+    dispatch.check_heads(num_q_heads, num_kv_heads)
+    dispatch.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
+    dispatch.check_shape("threshold_scale_factor", threshold_scale_factor, (page_table.shape[0],))
+    dispatch.check_shape("out", out, (num_queries, num_q_heads, v_head_dim))
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"the last dimension of {name} must be contiguous, got the strides {tensor.stride()}")
+    dispatch.check_contiguous("threshold_scale_factor", threshold_scale_factor)
+    dispatch.check_contiguous("out", out)
+    if stats is not None:
+        dispatch.check_tensor("stats", stats, 1, (torch.int64,))
+        dispatch.check_shape("stats", stats, (4,))
+        dispatch.check_contiguous("stats", stats)
+
+
+def _check_plan(q: torch.Tensor, page_table: torch.Tensor, plan: SkipSoftmaxPlan, page_size: int) -> None:
+    dispatch.check_page_size(page_size)
+    if plan.num_queries != q.shape[0] or plan.num_rows != page_table.shape[0]:
+        raise ValueError(
+            f"the plan has {plan.num_queries} query tokens in {plan.num_rows} rows,"
+            f" got {q.shape[0]} in q and {page_table.shape[0]} in page_table"
+        )
+    if plan.max_length > page_table.shape[1] * page_size:
+        raise ValueError(
+            f"page_table must hold {plan.max_length} tokens a row, got {page_table.shape[1]} pages of {page_size}"
+        )
+    if plan.table.device.type != q.device.type:
+        raise ValueError(f"the plan must be on the device of q, got {plan.table.device} and {q.device}")

@@ -1,0 +1,274 @@
+"""What each method goes with, found by asking what a server asks when it starts.
+
+Nothing here says what is served: it says what is asked about. The answers are those of ``refusals.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse import refusals, registry
+from sglang_sparse.config import SparseArgumentError, build, page_size_fields
+from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS
+
+if TYPE_CHECKING:
+    from sglang_sparse.config import SparseServerArgs
+    from sglang_sparse.method import DecodeMethod
+    from sglang_sparse.prefill_method import PrefillMethod
+
+_SIZES = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+}
+_LATENT = {
+    **_SIZES,
+    "num_key_value_heads": 32,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 8,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 8,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+# One config.json a kind of attention that some method may serve; the other kinds are in ``limits.MODEL_LIMITS``.
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "MHA/GQA": {
+        **_SIZES,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "MLA": {**_LATENT, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+    "DSA": {
+        **_LATENT,
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+    },
+}
+# What a server's command line may have that some methods go with; the other flags are in ``limits.FLAG_LIMITS``.
+FLAGS: tuple[Mapping[str, Any], ...] = (
+    {"tp_size": 2},
+    {"disable_radix_cache": True},
+    {"chunked_prefill_size": -1},
+    {"disable_cuda_graph": True},
+    {"disable_overlap_schedule": True},
+    {"kv_cache_dtype": "fp8_e4m3"},
+    {"enable_mixed_chunk": True},
+    {"enable_return_hidden_states": True},
+    {"enable_return_routed_experts": True},
+    {"enable_return_indexer_topk": True},
+    {"kv_events_config": "{}"},
+)
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+# Fields that may make a method fit, with the words for an answer that needs them.
+UNCALIBRATED = {"allow_uncalibrated": True}
+UNRECTIFIED = {"rectify_interval": 0}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as the command line names it.
+
+    Attributes:
+        name: its name in the registry.
+        prefill: whether it is a prefill method.
+    """
+
+    name: str
+    prefill: bool
+
+    @property
+    def option(self) -> str:
+        """Field of ``ServerArgs`` that asks for it."""
+        return "sparse_prefill_method" if self.prefill else "sparse_method"
+
+    @property
+    def flag(self) -> str:
+        """What of a command line asks for it."""
+        return flag_text({self.option: self.name})
+
+    def takes(self, fields: Mapping[str, Any]) -> bool:
+        """Whether its config has these fields."""
+        return set(fields) <= set(load(self).config_class.model_fields)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a method is asked about flags.
+
+    Attributes:
+        kind: of attention, see ``KINDS``.
+        gpu: whether the machine has a GPU.
+        fields: of the method's config.
+    """
+
+    kind: str
+    gpu: bool
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to "does it go with this?".
+
+    Attributes:
+        served: whether it does.
+        fields: of the method's config that it needs for that.
+        reason: why not, or not without these fields.
+    """
+
+    served: bool
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reason: str | None = None
+
+
+@cache
+def load(method: Method) -> type[DecodeMethod] | type[PrefillMethod]:
+    """Return a method's class."""
+    return (registry.load_prefill_method if method.prefill else registry.load_decode_method)(method.name)
+
+
+def methods() -> tuple[Method, ...]:
+    """All that are registered, decode methods first."""
+    return (
+        *(Method(name, False) for name in registry.decode_methods()),
+        *(Method(name, True) for name in registry.PREFILL_METHODS),
+    )
+
+
+def flag_text(changes: Mapping[str, Any]) -> str:
+    """Say fields of ``ServerArgs`` as a command line does."""
+    return " ".join(
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in changes.items()
+    )
+
+
+@cache
+def _checkpoint(kind: str) -> TemporaryDirectory[str]:
+    folder = TemporaryDirectory(prefix="sglang-sparse-")
+    (Path(folder.name) / "config.json").write_text(json.dumps(KINDS[kind]))
+    return folder
+
+
+def _server(kind: str, changes: Mapping[str, Any]) -> SparseServerArgs:
+    """SGLang's arguments as they are written: to resolve them it would look at this machine."""
+    from sglang.srt.server_args import ServerArgs
+
+    args: Any = ServerArgs.__new__(ServerArgs)
+    for field in dataclasses.fields(ServerArgs):
+        made = field.default_factory
+        setattr(args, field.name, field.default if made is dataclasses.MISSING else made())
+    asked = {"sparse_method": None, "sparse_prefill_method": None, "sparse_config": None, "sparse_prefill_config": None}
+    for name, value in {**asked, "model_path": _checkpoint(kind).name, **changes}.items():
+        setattr(args, name, value)
+    return args
+
+
+def refusal(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> str | None:
+    """Say why a server would not start with a method, or None where it would.
+
+    Args:
+        method: the method.
+        place: the rest of what is always asked.
+        changes: fields of ``ServerArgs`` that differ from the defaults. A decode method is configured to the page size,
+            and the attention backend is one that the method has on such a machine.
+    """
+    changes = dict(changes or {})
+    fields = dict(place.fields)
+    if "page_size" in changes and not method.prefill:
+        fields["page_size"] = changes["page_size"]
+    config = "sparse_prefill_config" if method.prefill else "sparse_config"
+    args: Any = _server(place.kind, {method.option: method.name, config: fields, **changes})
+    try:
+        settings = build(
+            args.sparse_method,
+            args.sparse_config or {} if args.sparse_method else page_size_fields(args),
+            args.sparse_prefill_method,
+            args.sparse_prefill_config,
+        )
+    except SparseArgumentError as error:
+        return str(error)
+    if args.page_size is None:
+        args.page_size = settings.config.page_size
+    if args.attention_backend is None:
+        known = DENSE_BACKENDS[settings.method.attention]
+        args.attention_backend = next(name for name in reversed(known) if place.gpu or name not in GPU_ONLY_BACKENDS)
+    return refusals.refusal(args, settings, place.gpu)
+
+
+def answer(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> Answer:
+    """Ask whether a method goes with something, and with what of its config it would.
+
+    Args:
+        method: the method.
+        place: where.
+        changes: see ``refusal``.
+    """
+    first = None
+    for more in ({}, UNRECTIFIED, UNCALIBRATED):
+        if not method.takes(more):
+            continue
+        reason = refusal(method, dataclasses.replace(place, fields={**place.fields, **more}), changes)
+        if reason is None:
+            return Answer(True, more, first)
+        first = first or reason
+    return Answer(False, {}, first)
+
+
+@cache
+def place_of(method: Method) -> Place:
+    """Where a method is served: on a GPU if it is there, by the first kind of attention that it has."""
+    for gpu in (True, False):
+        for kind in KINDS:
+            found = answer(method, Place(kind, gpu))
+            if found.served:
+                return Place(kind, gpu, found.fields)
+    # A third party's, of another kind: the answers say why not.
+    return Place(next(iter(KINDS)), False)
+
+
+def backends(method: Method, gpu: bool) -> tuple[str, ...]:
+    """The dense attention backends that a method goes with, on a GPU or without one."""
+    place = dataclasses.replace(place_of(method), gpu=gpu)
+    known = dict.fromkeys(name for names in DENSE_BACKENDS.values() for name in names)
+    return tuple(name for name in known if refusal(method, place, {"attention_backend": name}) is None)
+
+
+def page_sizes(method: Method) -> tuple[int, ...]:
+    """The page sizes that a method goes with, in tokens."""
+    return tuple(size for size in PAGE_SIZES if refusal(method, place_of(method), {"page_size": size}) is None)
+
+
+def partners(method: Method) -> tuple[str, ...]:
+    """The methods of the other phase that a method goes with, on some machine."""
+    place = place_of(method)
+    return tuple(
+        other.name
+        for other in methods()
+        if other.prefill != method.prefill
+        and any(
+            answer(method, dataclasses.replace(place, gpu=gpu), {other.option: other.name}).served
+            for gpu in (True, False)
+        )
+    )

@@ -1,0 +1,152 @@
+"""What ``sglang_sparse.check`` says is what a start does, and what README says."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_configs import write_config
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang.srt.server_args import ServerArgs
+
+from sglang_sparse import capabilities, check, limits, refusals, registry
+from sglang_sparse.capabilities import FLAGS, KINDS, UNRECTIFIED, Method, Place
+
+README = Path(__file__).parent.parent.parent / "README.md"
+METHODS = capabilities.methods()
+RESA = Method("resa", False)
+
+
+def start(method: Method, kind: str, fields: Mapping[str, Any], changes: Mapping[str, Any]) -> str | None:
+    """Start as a server does, on this machine."""
+    config = "sparse_prefill_config" if method.prefill else "sparse_config"
+    asked = {"model_path": capabilities._checkpoint(kind).name, method.option: method.name, config: dict(fields)}
+    try:
+        ServerArgs(**{**asked, **changes})
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_readme_says_what_is_asked() -> None:
+    text = README.read_text()
+    assert {name for _, name, *_ in check.BLOCK.findall(text)} == set(check.BLOCKS)
+    assert check.fill(text) == text, "run: python -m sglang_sparse.check --markdown README.md"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about the CPU platform")
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_answers_are_those_of_a_start(method: Method) -> None:
+    served = capabilities.place_of(method)
+    for kind in KINDS:
+        found = capabilities.answer(method, Place(kind, gpu=False))
+        assert start(method, kind, {}, {}) == found.reason
+        assert found.served == (start(method, kind, found.fields, {}) is None)
+    for changes in FLAGS:
+        if "kv_cache_dtype" in changes and method.name == "dsa":
+            continue  # The platform refuses it first, in other words.
+        found = capabilities.answer(method, Place(served.kind, False, served.fields), changes)
+        assert start(method, served.kind, served.fields, changes) == found.reason, changes
+        assert found.served == (start(method, served.kind, {**served.fields, **found.fields}, changes) is None), changes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about the CPU platform")
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_page_sizes_and_partners_are_those_of_a_start(method: Method) -> None:
+    served = capabilities.place_of(method)
+    for size in capabilities.PAGE_SIZES:
+        fields = served.fields if method.prefill else {**served.fields, "page_size": size}
+        refused = start(method, served.kind, fields, {"page_size": size})
+        assert (size in capabilities.page_sizes(method)) == (refused is None), refused
+    for other in METHODS:
+        if other.prefill != method.prefill:
+            refused = start(method, served.kind, served.fields, {other.option: other.name})
+            assert (other.name in capabilities.partners(method)) == (refused is None), refused
+
+
+def test_the_known_cells() -> None:
+    mixed = capabilities.answer(RESA, Place("MHA/GQA", gpu=True), {"enable_mixed_chunk": True})
+    assert mixed.served and mixed.fields == UNRECTIFIED and "cannot rectify with mixed chunk" in str(mixed.reason)
+    assert not capabilities.answer(RESA, Place("MLA", gpu=True)).served
+    assert capabilities.backends(RESA, gpu=True) == limits.DENSE_BACKENDS["MHA"]
+    assert capabilities.backends(RESA, gpu=False) == ("torch_native",)
+    assert capabilities.page_sizes(Method("dsa", False)) == (limits.INDEXER_PAGE,)
+    assert "anchor" in capabilities.partners(RESA)
+
+
+@pytest.mark.parametrize("name", limits.CPU_ONLY_METHODS)
+def test_a_method_of_the_cpu_says_so_and_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (method,) = (method for method in METHODS if method.name == name)
+    (row,) = (line for line in check.methods_table().splitlines() if f"`{method.flag}`" in line)
+    assert f"CPU platform only: {limits.UNMEASURED}" in row
+    place = capabilities.place_of(method)
+    on_gpu = Place(place.kind, True, place.fields)
+    assert "got a GPU" in str(capabilities.refusal(method, on_gpu))
+    monkeypatch.setattr(limits, "CPU_ONLY_METHODS", ())
+    assert capabilities.refusal(method, on_gpu) is None
+
+
+def test_a_new_limit_is_a_no_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, flag = Place("MHA/GQA", gpu=True), {"tp_size": 2}
+    assert capabilities.answer(RESA, place, flag).served
+    limit = limits.FlagLimit("tensor parallelism", lambda args: args.tp_size if args.tp_size > 1 else None, "why")
+    monkeypatch.setattr(refusals, "FLAG_LIMITS", (*limits.FLAG_LIMITS, limit))
+    found = capabilities.answer(RESA, place, flag)
+    assert not found.served and "tensor parallelism (got 2): why" in str(found.reason)
+
+
+def test_a_new_method_is_a_row_and_a_column_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.PREFILL_METHODS, "stripes", registry.PREFILL_METHODS["anchor"])
+    assert "`--sparse-prefill-method stripes` | prefill | MHA/GQA |" in check.methods_table()
+    head, _, *rows = check.features_table().splitlines()
+    assert head.endswith("| stripes |")
+    assert next(row for row in rows if "--kv-events-config" in row).endswith("| no |")
+
+
+def test_every_limit_is_in_the_tables() -> None:
+    rows = check.refusals_table().splitlines()
+    everyone = (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS, *limits.PREFILL_LIMITS, *limits.RECTIFY_LIMITS)
+    for limit in (*everyone, *limits.INDEXER_LIMITS):
+        assert any(limit.name in row and row.endswith(f"| {limit.reason} |") for row in rows), limit.name
+    for limit in limits.INDEXER_LIMITS:
+        assert f"| {limit.name} | dsa | {limit.reason} |" in rows
+    assert any(row.startswith("| speculative decoding | all |") for row in rows)
+    assert any(row.startswith("| KV cache events | ") and " resa" not in row for row in rows)
+
+
+def test_arguments_with_a_method_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_config(tmp_path, "qwen3")
+    assert check.main(["--model-path", model, "--sparse-method", "resa"]) == 0
+    assert '"active_ratio": 0.1' in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        check.main(["--model-path", model, "--sparse-method", "resa", "--enable-lora"])
+    assert "cannot run with LoRA" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about the CPU platform")
+def test_arguments_without_a_method_are_put_to_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_config(tmp_path, "qwen3")
+    assert check.main(["--model-path", model, "--enable-mixed-chunk"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("these arguments start a dense server")
+    assert "| `--sparse-method resa` | no | cannot rectify with mixed chunk" in said
+    assert "| `--sparse-method dsa` | no | does not fit Qwen3ForCausalLM: dsa needs a model with a trained" in said
+    assert "| `--sparse-prefill-method anchor` | yes |" in said
+    assert said.count("| yes |") + said.count("| no |") == len(METHODS)
+
+
+def test_documents_are_filled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "document.md"
+    path.write_text("before\n<!-- check: methods -->\nold\n<!-- check end -->\nafter\n")
+    assert check.main(["--markdown", str(path)]) == 0
+    block = f"<!-- check: methods -->\n{check.methods_table()}\n<!-- check end -->"
+    assert path.read_text() == f"before\n{block}\nafter\n"
+    with pytest.raises(ValueError, match="'kernels'; allowed: methods, features, refusals"):
+        check.fill("<!-- check: kernels -->\n<!-- check end -->")
+    assert check.main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(made() in printed for made in check.BLOCKS.values())

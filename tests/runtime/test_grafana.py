@@ -1,0 +1,119 @@
+"""The Grafana dashboard shows all that a server exports, and nothing that it does not."""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+from sglang.srt.server_args import ServerArgs
+
+from sglang_sparse.config import build
+from sglang_sparse.method import ModelShape
+from sglang_sparse.metrics import Metrics
+from sglang_sparse.pools import AuxPools
+from sglang_sparse.prefill_path import PrefillPath
+from sglang_sparse.stats import Counters
+
+DASHBOARD = json.loads((Path(__file__).parent.parent.parent / "launch" / "grafana.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+VARIABLES = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+# Prometheus adds these to whatever it scrapes.
+SCRAPED = {"instance", "job"}
+GRAFANA = {"__rate_interval"}
+
+
+class Collector(SchedulerMetricsCollector):
+    """SGLang's, with its labels and without its metrics."""
+
+    def __init__(self, *, labels: dict[str, Any], **_: Any):
+        self.labels = labels
+        self.registry = CollectorRegistry()
+        self._counter_cls = partial(Counter, registry=self.registry)
+        self._gauge_cls = partial(Gauge, registry=self.registry)
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, set[str]]:
+    """The labels of each metric that a server with both phases exports, by its name."""
+    args: Any = ServerArgs.__new__(ServerArgs)
+    for name, value in {"enable_metrics": True, "served_model_name": "m", "extra_metric_labels": None}.items():
+        setattr(args, name, value)
+    context = Collector.init_new(
+        server_args=args,
+        ps=SimpleNamespace(attn_tp_rank=0, pp_rank=0, attn_cp_rank=0, moe_ep_rank=0),
+        tp_rank=0,
+        pp_rank=0,
+        dp_rank=None,
+        enable_priority_scheduling=False,
+        enable_lora=False,
+        enable_hierarchical_cache=False,
+    )
+    shape = ModelShape(num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64, kv_dtype=torch.bfloat16)
+    settings = build("resa", {}, "anchor", {})
+    assert settings.prefill is not None and context.collector is not None
+    path = PrefillPath(settings.prefill, range(1), None, torch.zeros(2, 64, dtype=torch.int32), 16, shape.num_q_heads)
+    pools = AuxPools(settings.method.aux_specs(shape), (0,), 8, 16, "cpu")
+    Metrics(context.collector, Counters(settings, pools, shape, torch.zeros(4, dtype=torch.int64), path))
+    families = text_string_to_metric_families(generate_latest(context.collector.registry).decode())
+    samples = [sample for family in families for sample in family.samples]
+    return {sample.name: set(sample.labels) for sample in samples if not sample.name.endswith("_created")}
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for panel in PANELS for target in panel["targets"]]
+
+
+def queries() -> list[str]:
+    return [variable["definition"] for variable in VARIABLES.values() if variable["type"] == "query"]
+
+
+def test_every_metric_is_shown_and_no_other(exported: dict[str, set[str]]) -> None:
+    assert len(exported) > 20
+    assert {name for text in expressions() for name in re.findall(r"sglang:\w+", text)} == set(exported)
+    assert {name for text in queries() for name in re.findall(r"sglang:\w+", text)} <= set(exported)
+
+
+def test_every_label_is_exported(exported: dict[str, set[str]]) -> None:
+    labels = set.intersection(*exported.values()) | SCRAPED
+    used = {name for text in (*expressions(), *queries()) for name in re.findall(r"(\w+)=~?\"", text)}
+    used |= {name for text in queries() for name in re.findall(r", (\w+)\)$", text)}
+    shown = [target["legendFormat"] for panel in PANELS for target in panel["targets"]]
+    used |= {name for text in shown for name in re.findall(r"{{(\w+)}}", text)}
+    assert used and used <= labels, used - labels
+
+
+def test_only_counters_are_rates(exported: dict[str, set[str]]) -> None:
+    for text in expressions():
+        rates = set(re.findall(r"rate\((sglang:\w+)\{[^}]*\}\[\$__rate_interval\]\)", text))
+        assert rates == {name for name in re.findall(r"sglang:\w+", text) if name.endswith("_total")}, text
+        assert text.count("rate(") == len(rates)
+
+
+def test_variables_are_defined() -> None:
+    text = json.dumps(DASHBOARD)
+    used = set(re.findall(r"\$\{?(\w+)", text)) - {"__all"}
+    assert used == set(VARIABLES) | GRAFANA
+
+
+def test_panels_say_what_they_show() -> None:
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    for panel in PANELS:
+        assert panel["title"] and panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken and at["x"] + at["w"] <= 24, panel["title"]
+        taken |= cells

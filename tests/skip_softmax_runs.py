@@ -1,0 +1,51 @@
+"""What the tests of Skip-Softmax share: its two implementations, and dense attention."""
+
+from typing import Any
+
+import torch
+from anchor_runs import row_slots
+
+from sglang_sparse_kernels.skip_softmax_prefill import reference, skip_softmax_prefill
+from sglang_sparse_kernels.skip_softmax_prefill.cases import Case
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INF, NAN = float("inf"), float("nan")
+# Relative L2 error by the dtype of the query; bfloat16 also rounds the weights of the softmax.
+TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 1.2e-2}
+PLAIN = Case((0,), (90,), 16, 1, 2, 64, FP16, FP16)
+
+
+def counts(device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.zeros(4, dtype=torch.int64, device=device)
+
+
+def run_reference(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
+    """The reference in float32, so that only the kernel under test rounds."""
+    q = arguments["q"].float()
+    out = torch.full((*q.shape[:2], arguments["v_cache"].shape[2]), NAN, device=q.device)
+    return reference.skip_softmax_prefill(**{"stats": stats, **arguments, "q": q}, out=out)
+
+
+def run_triton(arguments: dict[str, Any]) -> torch.Tensor:
+    return skip_softmax_prefill(**arguments)
+
+
+def with_factor(arguments: dict[str, Any], *factors: float) -> dict[str, Any]:
+    given = torch.tensor(factors, dtype=FP32, device=arguments["q"].device)
+    return {**arguments, "threshold_scale_factor": given.expand(len(arguments["page_table"])).contiguous()}
+
+
+def dense(arguments: dict[str, Any], case: Case) -> torch.Tensor:
+    """Causal attention in float64."""
+    results, first = [], 0
+    for row, (prefix, extend) in enumerate(zip(case.prefixes, case.extends, strict=True)):
+        slots = row_slots(arguments, row, prefix + extend)
+        q = arguments["q"][first : first + extend].double() * (arguments["sm_scale"] * case.k_scale)
+        keys, values = (
+            arguments[name][slots].double().repeat_interleave(case.group, dim=1) for name in ("k_cache", "v_cache")
+        )
+        causal = torch.ones(extend, prefix + extend, dtype=torch.bool, device=q.device).tril(prefix)
+        weights = torch.einsum("qhd,khd->hqk", q, keys).masked_fill(~causal, -INF).softmax(dim=-1)
+        results.append(torch.einsum("hqk,khd->qhd", weights, values) * case.v_scale)
+        first += extend
+    return torch.cat(results)
