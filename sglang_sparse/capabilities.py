@@ -76,8 +76,6 @@ FLAGS: tuple[Mapping[str, Any], ...] = (
     {"kv_cache_dtype": "fp8_e4m3"},
     {"enable_mixed_chunk": True},
     {"enable_return_hidden_states": True},
-    {"enable_return_routed_experts": True},
-    {"enable_return_indexer_topk": True},
     {"kv_events_config": "{}"},
 )
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

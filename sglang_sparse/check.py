@@ -106,9 +106,6 @@ def features_table() -> str:
         "`--page-size`": lambda m: ", ".join(map(str, page_sizes(m))),
         "`--attention-backend` on a GPU": lambda m: ", ".join(backends(m, gpu=True)) or "none",
         "`--attention-backend` on the CPU platform": lambda m: ", ".join(backends(m, gpu=False)) or "none",
-        "radix cache, chunked prefill, CUDA graphs, overlap, retraction, log-probabilities": lambda m: _words(
-            answer(m, place_of(m))
-        ),
         **{f"`{flag_text(flag)}`": lambda m, flag=flag: _words(answer(m, place_of(m), flag)) for flag in FLAGS},
     }
     asked = methods()
@@ -203,7 +200,7 @@ def _verdicts(arguments: list[str]) -> str:
         if reason := limits.refuse_gpu(method.name):
             reasons.append(f"not on a GPU: {reason}")
         rows.append([f"`{method.flag}`", verdict, "; ".join(reasons)])
-    return _table(["with", "starts here", "why not"], rows)
+    return _table(["with", "accepted here", "why not"], rows)
 
 
 def _judge(arguments: list[str]) -> None:

@@ -113,8 +113,8 @@ class PrefillMethod(ABC):
 
     Attributes:
         config: the configuration.
-        more_counts: names of what ``attend`` counts beside pairs, for the server info. Passes that are dense throughout
-            add nothing to it.
+        more_counts: names of what ``attend`` counts beside pairs, for the server info; what attends densely adds
+            nothing to it.
     """
 
     config_class: ClassVar[type[PrefillConfig]] = PrefillConfig

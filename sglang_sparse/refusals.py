@@ -82,11 +82,12 @@ def require_before(args: SparseServerArgs, settings: Settings, gpu: bool | None 
             f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
         )
     if not on_gpu:
+        allowed = ", ".join(name for name in DENSE_BACKENDS[settings.method.attention] if name not in GPU_ONLY_BACKENDS)
         for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
             name = getattr(args, flag)
             if name in GPU_ONLY_BACKENDS:
                 raise SparseArgumentError(
-                    f"--{flag.replace('_', '-')} {name} needs a GPU and this machine has none; allowed: torch_native"
+                    f"--{flag.replace('_', '-')} {name} needs a GPU and this machine has none; allowed: {allowed}"
                 )
 
 

@@ -87,7 +87,7 @@ class SkipSoftmax(PrefillMethod):
         return None
 
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
-        """None: what the kernel holds between its blocks is in registers."""
+        """None: what the kernel holds between its blocks is in registers. The reference, on a CPU, is not counted."""
         return 0
 
     def plan(self, spans: Sequence[PrefillSpan], device: torch.device) -> _Plan:

@@ -142,3 +142,24 @@ def test_bad_options_are_refused(server, options: dict[str, Any], said: str) -> 
     with pytest.raises(HTTPStatusError, match=said) as caught:
         ask(server, [5, 6, 7], options=options)
     assert caught.value.response.status_code == 400
+
+
+def test_beside_resa_and_rectification(serve, long_prompts) -> None:
+    decode = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never", "rectify_interval": 8}
+    flags = [*FLAGS, "--sparse-prefill-config", json.dumps(CONFIG), "--chunked-prefill-size", "512"]
+    flags += ["--sparse-method", "resa", "--sparse-config", json.dumps(decode)]
+    with serve(MODEL, *flags) as server:
+        cold = []
+        for prompt in long_prompts:
+            server.flush_cache()
+            cold.append(ask(server, prompt, 24)["output_ids"])
+        server.flush_cache()
+        with ThreadPoolExecutor(len(long_prompts)) as pool:
+            together = [answer["output_ids"] for answer in pool.map(lambda one: ask(server, one, 24), long_prompts)]
+        assert together == cold
+        state = sparse_state(server)
+        assert 0 < state["pages_attended"] < 0.5 * state["pages_held"]
+        assert state["rectified_requests"] >= 2 * 2 * len(long_prompts)
+        assert 0 < state["prefill"]["blocks_skipped"] < state["prefill"]["blocks_visited"]
+        assert_exact(server, 2 * GROUP)
+        assert_nothing_leaked(server)

@@ -1,4 +1,4 @@
-"""Skip-Softmax for the prefill of GQA and MHA models: flash attention that leaves out blocks of little weight.
+"""Skip-Softmax for the prefill of GQA and MHA models: flash attention that leaves out blocks of small weights.
 
 Source: BLASST (arXiv:2512.12087) and the Skip Softmax Attention of TensorRT-LLM, on a paged cache and in chunks.
 """
@@ -57,8 +57,8 @@ def skip_softmax_prefill(
         v_scale: factor of the stored values (float8 caches).
         out: optional ``[N, Hq, dv]`` in the dtype of ``q``, contiguous.
         stats: optional ``[4]`` int64 on the device of ``q``, contiguous, to which are added, over all query heads: the
-            query-key pairs attended, the pairs of dense causal attention, the blocks skipped and the blocks visited by
-            all tiles.
+            query-key pairs attended, the pairs of dense causal attention, and of sparse tiles the blocks skipped and
+            those visited.
 
     Returns:
         ``[N, Hq, dv]`` in the dtype of ``q``.

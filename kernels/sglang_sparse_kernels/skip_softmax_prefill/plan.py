@@ -89,7 +89,8 @@ def make_plan(
     device = torch.device(device)
     pinned = device.type == "cuda"
     table = torch.tensor(tiles, dtype=torch.int32, pin_memory=pinned).view(-1, len(QueryTile._fields))
-    totals = torch.tensor([pairs, pairs, 0, sum(-(-end // block_keys) for end in ends)], pin_memory=pinned)
+    visited = sum(-(-end // block_keys) for end, tile in zip(ends, tiles, strict=True) if tile.context)
+    totals = torch.tensor([pairs, pairs, 0, visited], pin_memory=pinned)
     return SkipSoftmaxPlan(
         tile_queries=tile_queries,
         block_keys=block_keys,
