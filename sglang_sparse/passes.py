@@ -31,9 +31,9 @@ class Span:
 
 
 def to_device(
-    values: Sequence[int] | Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    values: Sequence[float] | Sequence[tuple[float, ...]], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Copy host integers without waiting for the device."""
+    """Copy host numbers without waiting for the device."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection
+from typing import Protocol
 
 import torch
 
@@ -52,3 +53,85 @@ def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
     """Raise ValueError unless the query heads divide evenly among the KV heads."""
     if num_kv_heads < 1 or num_q_heads % num_kv_heads:
         raise ValueError(f"query heads must be a multiple of KV heads, got {num_q_heads} and {num_kv_heads}")
+
+
+def check_paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    by_row: tuple[str, torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """Raise ValueError unless these are the queries, the paged caches and the result of a ragged extend batch.
+
+    Args:
+        q: ``[N, Hq, d]``.
+        k_cache: ``[S, Hkv, d]``.
+        v_cache: ``[S, Hkv, dv]``.
+        page_table: ``[B, M]``.
+        by_row: name of the method's number for each row, and ``[B]`` float32.
+        out: ``[N, Hq, dv]``.
+    """
+    check_tensor("q", q, 3, QUERY_DTYPES)
+    check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
+    check_tensor("v_cache", v_cache, 3, (k_cache.dtype,))
+    check_tensor("page_table", page_table, 2, (torch.int32,))
+    check_tensor(*by_row, 1, (torch.float32,))
+    check_tensor("out", out, 3, (q.dtype,))
+    num_queries, num_q_heads, head_dim = q.shape
+    num_slots, num_kv_heads, v_head_dim = v_cache.shape
+    check_heads(num_q_heads, num_kv_heads)
+    check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
+    check_shape(*by_row, (page_table.shape[0],))
+    check_shape("out", out, (num_queries, num_q_heads, v_head_dim))
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"the last dimension of {name} must be contiguous, got the strides {tensor.stride()}")
+    check_contiguous(*by_row)
+    check_contiguous("out", out)
+
+
+class PrefillPlan(Protocol):
+    """What the plans of prefill operations have in common: sizes of the batch that they were made for."""
+
+    @property
+    def num_queries(self) -> int:
+        """Query tokens."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the page table."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest row."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tables are."""
+        ...
+
+
+def check_plan(q: torch.Tensor, page_table: torch.Tensor, plan: PrefillPlan, page_size: int) -> None:
+    """Raise ValueError unless ``plan`` is one of this batch."""
+    if plan.num_queries != q.shape[0] or plan.num_rows != page_table.shape[0]:
+        raise ValueError(
+            f"the plan has {plan.num_queries} query tokens in {plan.num_rows} rows,"
+            f" got {q.shape[0]} in q and {page_table.shape[0]} in page_table"
+        )
+    if plan.max_length > page_table.shape[1] * page_size:
+        raise ValueError(
+            f"page_table must hold {plan.max_length} tokens a row, got {page_table.shape[1]} pages of {page_size}"
+        )
+    if plan.device.type != q.device.type:
+        raise ValueError(f"the plan must be on the device of q, got {plan.device} and {q.device}")
+
+
+def check_logit_scale(sm_scale: float, k_scale: float) -> None:
+    """Raise ValueError unless logits keep their order when they are scaled."""
+    if not sm_scale * k_scale > 0:
+        raise ValueError(f"sm_scale * k_scale must be positive, got {sm_scale} and {k_scale}")

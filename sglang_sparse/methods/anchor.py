@@ -16,6 +16,7 @@ import torch
 from pydantic import BeforeValidator, Field, field_validator
 
 from sglang_sparse.method import ModelShape
+from sglang_sparse.passes import to_device
 from sglang_sparse.prefill_method import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
 from sglang_sparse_kernels.anchor_prefill import AnchorPlan, anchor_prefill, make_plan, scratch_bound
 
@@ -120,8 +121,7 @@ class Anchor(PrefillMethod):
         layers = max(len(theta) if isinstance(theta, list) else 1 for theta in thetas)
         by_row = [theta if isinstance(theta, list) else [theta] * layers for theta in thetas]
         by_layer = list(zip(*by_row, strict=True))
-        host = torch.tensor(by_layer, dtype=torch.float32, pin_memory=device.type == "cuda")
-        return _Plan(op, host.to(device, non_blocking=True))
+        return _Plan(op, to_device(by_layer, torch.float32, device))
 
     def attend(self, plan: _Plan, layer_id: int, inputs: PrefillInputs) -> None:
         """One call of the op."""

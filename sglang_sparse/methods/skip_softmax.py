@@ -23,6 +23,7 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from sglang_sparse.method import ModelShape
+from sglang_sparse.passes import to_device
 from sglang_sparse.prefill_method import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
 from sglang_sparse_kernels.skip_softmax_prefill import (
     TILE_QUERIES,
@@ -98,8 +99,7 @@ class SkipSoftmax(PrefillMethod):
             if isinstance(span.method, SkipSoftmax):
                 factors[span.row] = span.method.config.threshold_scale_factor
         op = make_plan([part for span in spans for part in self._parts(span)], rows, device)
-        host = torch.tensor(factors, dtype=torch.float32, pin_memory=device.type == "cuda")
-        return _Plan(op, host.to(device, non_blocking=True))
+        return _Plan(op, to_device(factors, torch.float32, device))
 
     def _parts(self, span: PrefillSpan) -> Iterator[Span]:
         dense_until = span.end if span.method is None else min(span.end, max(span.start, self.dense_below))

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..launch import LOG2_E, MIN_DOT
+from ..paged_prefill import load_rows, load_slots, softmax_step
 from .launch import Config, Launch, default_config
 from .plan import CHUNK_TILES, AnchorPlan, GroupPart, QueryBlock, Scratch
 
@@ -16,22 +17,6 @@ _MAX_POOLED = 128
 # The tables of a plan begin anywhere in one copy: their alignment must not make another kernel.
 _BLOCK_FIELDS = tl.constexpr(len(QueryBlock._fields))
 _PART_FIELDS = tl.constexpr(len(GroupPart._fields))
-
-
-@triton.jit
-def load_slots(table_ptr, positions, end, PAGE: tl.constexpr):
-    """Slots of one row's positions; positions from ``end`` on get any valid one."""
-    page = tl.load(table_ptr + positions // PAGE, mask=positions < end, other=0)
-    return page.to(tl.int64) * PAGE + positions % PAGE
-
-
-@triton.jit
-def load_rows(pointers, valid, dims, DIM: tl.constexpr):
-    """Rows of ``DIM`` elements; those that are not valid, and what pads the dimension, are 0."""
-    if dims.shape[0] == DIM:
-        return tl.load(pointers, mask=valid[:, None], other=0.0)
-    else:
-        return tl.load(pointers, mask=valid[:, None] & (dims < DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -49,26 +34,14 @@ def _attend(
     V_DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One step of the online softmax; with ``MASKED``, query ``m`` takes only the first ``limits[m]`` keys.
-
-    The maximum stays a product of query and key: one fused multiply-add then scales (to base 2) and subtracts.
-    """
+    """One step of the online softmax; with ``MASKED``, query ``m`` takes only the first ``limits[m]`` keys."""
     dims = tl.arange(0, query.shape[1])
-    v_dims = tl.arange(0, output.shape[1])
     keys = load_rows(k_rows[:, None] + dims[None, :], valid, dims, DIM)
     logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
     if MASKED:
         allowed = tl.arange(0, k_rows.shape[0])[None, :] < limits[:, None]
         logits = tl.where(allowed, logits, float("-inf"))
-    new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
-    # Infinite keys may leave a query without any finite logit, and -inf - -inf would be NaN.
-    finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) * scale
-    decay = tl.exp2(maximum * scale - finite)
-    weights = tl.exp2(logits * scale - finite[:, None])
-    values = load_rows(v_rows[:, None] + v_dims[None, :], valid, v_dims, V_DIM)
-    total = total * decay + tl.sum(weights, axis=1)
-    output = tl.dot(weights.to(query.dtype), values.to(query.dtype), output * decay[:, None], input_precision="ieee")
-    return new_maximum, total, output
+    return softmax_step(query, logits, v_rows, valid, scale, maximum, total, output, V_DIM)
 
 
 @triton.jit

@@ -80,60 +80,19 @@ def skip_softmax_prefill(
     """
     if out is None:
         out = torch.empty(*q.shape[:2], v_cache.shape[2], dtype=q.dtype, device=q.device)
-    _check_arguments(q, k_cache, v_cache, page_table, threshold_scale_factor, out, stats)
-    _check_plan(q, page_table, plan, page_size)
-    if not sm_scale * k_scale > 0:
-        raise ValueError(f"sm_scale * k_scale must be positive, got {sm_scale} and {k_scale}")
+    dispatch.check_paged_prefill(
+        q, k_cache, v_cache, page_table, ("threshold_scale_factor", threshold_scale_factor), out
+    )
+    if stats is not None:
+        dispatch.check_tensor("stats", stats, 1, (torch.int64,))
+        dispatch.check_shape("stats", stats, (4,))
+        dispatch.check_contiguous("stats", stats)
+    dispatch.check_page_size(page_size)
+    dispatch.check_plan(q, page_table, plan, page_size)
+    dispatch.check_logit_scale(sm_scale, k_scale)
     arguments = (q, k_cache, v_cache, page_table, plan, threshold_scale_factor, page_size, sm_scale, k_scale, v_scale)
     if dispatch.use_reference(q):
         return reference.skip_softmax_prefill(*arguments, out, stats)
     from . import triton
 
     return triton.skip_softmax_prefill(*arguments, out, stats)
-
-
-def _check_arguments(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    threshold_scale_factor: torch.Tensor,
-    out: torch.Tensor,
-    stats: torch.Tensor | None,
-) -> None:
-    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
-    dispatch.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
-    dispatch.check_tensor("v_cache", v_cache, 3, (k_cache.dtype,))
-    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
-    dispatch.check_tensor("threshold_scale_factor", threshold_scale_factor, 1, (torch.float32,))
-    dispatch.check_tensor("out", out, 3, (q.dtype,))
-    num_queries, num_q_heads, head_dim = q.shape
-    num_slots, num_kv_heads, v_head_dim = v_cache.shape
-    dispatch.check_heads(num_q_heads, num_kv_heads)
-    dispatch.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
-    dispatch.check_shape("threshold_scale_factor", threshold_scale_factor, (page_table.shape[0],))
-    dispatch.check_shape("out", out, (num_queries, num_q_heads, v_head_dim))
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"the last dimension of {name} must be contiguous, got the strides {tensor.stride()}")
-    dispatch.check_contiguous("threshold_scale_factor", threshold_scale_factor)
-    dispatch.check_contiguous("out", out)
-    if stats is not None:
-        dispatch.check_tensor("stats", stats, 1, (torch.int64,))
-        dispatch.check_shape("stats", stats, (4,))
-        dispatch.check_contiguous("stats", stats)
-
-
-def _check_plan(q: torch.Tensor, page_table: torch.Tensor, plan: SkipSoftmaxPlan, page_size: int) -> None:
-    dispatch.check_page_size(page_size)
-    if plan.num_queries != q.shape[0] or plan.num_rows != page_table.shape[0]:
-        raise ValueError(
-            f"the plan has {plan.num_queries} query tokens in {plan.num_rows} rows,"
-            f" got {q.shape[0]} in q and {page_table.shape[0]} in page_table"
-        )
-    if plan.max_length > page_table.shape[1] * page_size:
-        raise ValueError(
-            f"page_table must hold {plan.max_length} tokens a row, got {page_table.shape[1]} pages of {page_size}"
-        )
-    if plan.table.device.type != q.device.type:
-        raise ValueError(f"the plan must be on the device of q, got {plan.table.device} and {q.device}")

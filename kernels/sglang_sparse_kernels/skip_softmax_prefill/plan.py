@@ -53,6 +53,11 @@ class SkipSoftmaxPlan:
     table: torch.Tensor
     totals: torch.Tensor
 
+    @property
+    def device(self) -> torch.device:
+        """Where the op runs."""
+        return self.table.device
+
 
 def make_plan(
     spans: Sequence[Span],

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..anchor_prefill.triton import load_rows, load_slots
 from ..launch import LOG2_E
+from ..paged_prefill import load_rows, load_slots, softmax_step
 from .plan import QueryTile, SkipSoftmaxPlan
 
 _TILE_FIELDS = tl.constexpr(len(QueryTile._fields))
@@ -56,7 +56,6 @@ def _visit(
     """
     BLOCK_KEYS: tl.constexpr = k_rows.shape[0]
     dims = tl.arange(0, query.shape[1])
-    v_dims = tl.arange(0, output.shape[1])
     keys = load_rows(k_rows[:, None] + dims[None, :], valid, dims, DIM)
     logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
     if MASKED:
@@ -73,17 +72,7 @@ def _visit(
         else:
             lost += count * BLOCK_KEYS
     else:
-        new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
-        # Infinite keys may leave a query without any finite logit, and -inf - -inf would be NaN.
-        finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) * scale
-        decay = tl.exp2(maximum * scale - finite)
-        weights = tl.exp2(logits * scale - finite[:, None])
-        values = load_rows(v_rows[:, None] + v_dims[None, :], valid, v_dims, V_DIM)
-        total = total * decay + tl.sum(weights, axis=1)
-        output = tl.dot(
-            weights.to(query.dtype), values.to(query.dtype), output * decay[:, None], input_precision="ieee"
-        )
-        maximum = new_maximum
+        maximum, total, output = softmax_step(query, logits, v_rows, valid, scale, maximum, total, output, V_DIM)
     return maximum, total, output, skipped, lost
 
 
