@@ -69,8 +69,8 @@ def require_capacity(facts: dict[str, Any], batch: int, context: int, short: int
     Raises:
         EvaluationError: says how many tokens of KV are missing.
     """
-    # The answers of one round stay cached in the next, and would push out what is older.
-    needed = batch * (context + short + 2 * facts["page_size"] + 2 * tokens)
+    # The answers of all arms stay cached while the next round runs, and would push out what is older.
+    needed = batch * (context + short + 2 * facts["page_size"] + 4 * tokens)
     if needed > facts["max_total_num_tokens"]:
         raise EvaluationError(
             f"a batch of {batch} x {context} needs {needed} tokens of KV, the server has "
