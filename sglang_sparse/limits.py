@@ -14,10 +14,10 @@ DENSE_BACKENDS = {
     "DSA": ("dsa",),
 }
 GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native", "dsa"}
-CPU_ONLY_METHODS = ("skip_softmax", "robsa", "dsa")
+CPU_ONLY_METHODS = ("anchor", "skip_softmax", "robsa", "dsa")
 # Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
 INDEXER_PAGE = 64
-UNMEASURED = "its GPU kernels are not measured yet"
+UNPROVEN = "it is not proven on a GPU server yet"
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
 
@@ -211,7 +211,7 @@ def _windowed(model: Any) -> bool:
 
 def refuse_gpu(method: str | None) -> str | None:
     """Say why a method does not run where there is a GPU, or None."""
-    return UNMEASURED if method in CPU_ONLY_METHODS else None
+    return UNPROVEN if method in CPU_ONLY_METHODS else None
 
 
 def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> str | None:

@@ -30,6 +30,7 @@ MAY_IMPORT_SGLANG = {
     "passes.py",
     "delegate.py",
     "frontend.py",
+    "serve.py",
     "tree_check.py",
     "stats.py",
     "limits.py",

@@ -1,7 +1,10 @@
-"""The pins: one list, in the form that pip reads and in the form that uv reads."""
+"""The pins, in the form that pip reads and in the form that uv reads; and what a wheel holds."""
 
 import re
+import shutil
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -22,3 +25,20 @@ def test_constraints_are_the_same_for_pip_and_uv() -> None:
 def test_every_constraint_is_a_name_and_a_version() -> None:
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         assert re.fullmatch(r"[a-z0-9][a-z0-9-]*==[\w.+!]+( ; .+)?", line), line
+
+
+def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for name in ("sglang_sparse", "kernels", "launch/recipes"):
+        # Links stay links, as in a checkout.
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        recipes = {Path(name).name: packed.read(name) for name in packed.namelist() if name.endswith(".toml")}
+        assert all(name.split("/")[0].startswith("sglang_sparse") for name in packed.namelist())
+        assert "sglang_sparse/recipe_files/qwen3-8b-long.toml" in packed.namelist()
+    assert recipes == {path.name: path.read_bytes() for path in (ROOT / "launch" / "recipes").iterdir()}

@@ -82,7 +82,7 @@ def test_the_known_cells() -> None:
 def test_a_method_of_the_cpu_says_so_and_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (method,) = (method for method in METHODS if method.name == name)
     (row,) = (line for line in check.methods_table().splitlines() if f"`{method.flag}`" in line)
-    assert f"CPU platform only: {limits.UNMEASURED}" in row
+    assert f"CPU platform only: {limits.UNPROVEN}" in row
     place = capabilities.place_of(method)
     on_gpu = Place(place.kind, True, place.fields)
     assert "got a GPU" in str(capabilities.refusal(method, on_gpu))

@@ -1,0 +1,284 @@
+"""Recipes: a model, a method and the flags of a server that go together, as TOML.
+
+They lie in ``launch/recipes`` of the repository; ``recipe_files`` beside this file is a link to that folder, which a
+wheel has as a folder of its own. What is estimated from a model's sizes is computed here and written down nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from sglang_sparse.capabilities import KINDS
+from sglang_sparse.config import Settings, build, explain_value, read_config
+from sglang_sparse.method import ModelShape
+from sglang_sparse.registry import require_known
+
+FOLDER = Path(__file__).with_name("recipe_files")
+GIB = 2**30
+# SGLang's flags that have fields of their own in a recipe.
+_OWN_FLAGS = ("model-path", "tp-size", "context-length", "mem-fraction-static")
+# An indexer's key is float8 with one float32 scale.
+_INDEX_SCALE = 4
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Sparse(_Table):
+    """A method of one phase and its config, as the server's flags take them."""
+
+    method: str
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class Sizes(_Table):
+    """What the memory goes by, of the ``config.json`` and the card that the model was published with.
+
+    Attributes:
+        layers: its layers, all with attention.
+        q_heads: query heads.
+        kv_heads: KV heads; 1 for MLA, whose heads share what is cached.
+        head_dim: elements of a cached key; for MLA the latent and the rotary part, where nothing else is cached.
+        index_dim: elements of an indexer's key; 0 without an indexer.
+        parameters: of the whole model.
+        weight_bytes: bytes of a parameter, on average.
+    """
+
+    layers: int = Field(gt=0)
+    q_heads: int = Field(gt=0)
+    kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    index_dim: int = Field(0, ge=0)
+    parameters: float = Field(gt=0)
+    weight_bytes: float = Field(gt=0)
+
+
+class Measured(_Table):
+    """A figure that a command of ``eval`` measured.
+
+    Attributes:
+        what: it is, and of what.
+        value: the figure.
+        unit: its unit.
+        file: the result file, from the root of the repository.
+        row: fields of the row of that file.
+        field: the row's field that has the figure.
+    """
+
+    what: str
+    value: float
+    unit: str
+    file: str
+    row: dict[str, str]
+    field: str
+
+
+class Recipe(_Table):
+    """What a recipe says.
+
+    Attributes:
+        title: what it is for.
+        model_path: SGLang's ``--model-path``, as a rule a Hugging Face id.
+        attention: kind of attention of the model, see ``capabilities.KINDS``.
+        gpu: the GPU it is for.
+        gpu_memory_gib: its memory that the driver reports, in GiB.
+        gpus: how many, which is ``--tp-size``.
+        context_length: tokens, ``--context-length``.
+        mem_fraction_static: ``--mem-fraction-static``.
+        before: what has to be done once, before the first start.
+        notes: what a user should know.
+        flags: further flags of SGLang without their dashes; true for one without a value, a table for JSON.
+        decode: the decode method; none for dense decode.
+        prefill: the prefill method; none for dense prefill.
+        sizes: what the memory goes by.
+        measured: figures that were measured; the others are estimates, see ``figures``.
+    """
+
+    title: str
+    model_path: str
+    attention: str
+    gpu: str
+    gpu_memory_gib: float = Field(gt=0)
+    gpus: int = Field(gt=0)
+    context_length: int = Field(gt=0)
+    mem_fraction_static: float = Field(gt=0, lt=1)
+    before: list[str] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
+    flags: dict[str, bool | int | float | str | dict[str, Any]] = Field(default_factory=dict)
+    decode: Sparse | None = None
+    prefill: Sparse | None = None
+    sizes: Sizes
+    measured: list[Measured] = Field(default_factory=list)
+
+    @field_validator("attention")
+    @classmethod
+    def _kind_exists(cls, value: str) -> str:
+        if value not in KINDS:
+            raise ValueError(f"must be one of {', '.join(KINDS)}")
+        return value
+
+    @field_validator("flags")
+    @classmethod
+    def _flags_are_further_ones(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, given in value.items():
+            if name in _OWN_FLAGS or name.startswith("sparse-"):
+                raise ValueError(f"{name} has a field of its own; allowed: flags without one")
+            if given is False:
+                raise ValueError(f"{name} is false; allowed: true, or no such flag")
+        return value
+
+    def arguments(self) -> list[str]:
+        """The command line of a server, behind ``python -m sglang.launch_server``."""
+        own = (self.model_path, self.gpus, self.context_length, self.mem_fraction_static)
+        sparse: dict[str, Any] = {}
+        for name, asked in (("sparse", self.decode), ("sparse-prefill", self.prefill)):
+            if asked is not None:
+                sparse[f"{name}-method"] = asked.method
+                if asked.config:
+                    sparse[f"{name}-config"] = asked.config
+        given = [*zip(_OWN_FLAGS, own, strict=True), *self.flags.items(), *sparse.items()]
+        return [word for name, value in given for word in _words(name, value)]
+
+    def settings(self) -> Settings:
+        """The methods with their configs.
+
+        Raises:
+            SparseArgumentError: a method is unknown or its config is not valid.
+        """
+        decode, prefill = self.decode or Sparse(method=""), self.prefill or Sparse(method="")
+        return build(decode.method or None, decode.config, prefill.method or None, prefill.config)
+
+
+def _words(name: str, value: Any) -> list[str]:
+    if value is True:
+        return [f"--{name}"]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+_TABLES: dict[str, type[_Table]] = {"decode": Sparse, "prefill": Sparse, "sizes": Sizes, "measured": Measured}
+
+
+def _explain(origin: str, error: ValidationError) -> str:
+    messages = []
+    for detail in error.errors():
+        where = [str(part) for part in detail["loc"]]
+        table = _TABLES.get(where[0], Recipe) if len(where) > 1 else Recipe
+        if detail["type"] in ("extra_forbidden", "missing"):
+            what = "unknown" if detail["type"] == "extra_forbidden" else "missing"
+            message = f"{what} key {'.'.join(where)!r}, allowed: {', '.join(table.model_fields)}"
+        else:
+            message = explain_value({**detail, "loc": [".".join(where)]})
+        messages.append(message)
+    return f"{origin}: {'; '.join(messages)}"
+
+
+def names() -> list[str]:
+    """The recipes that ship with this package."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load(name: str) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        name: of `names`, or the path of a ``.toml`` file.
+
+    Raises:
+        ValueError: no recipe has this name, the file cannot be read or is no TOML, or its keys or values are not those
+            of a recipe; the message says what was got and what is allowed.
+    """
+    own = name.endswith(".toml")
+    if not own:
+        require_known("--recipe", name, dict.fromkeys(names(), ""))
+    fields = read_config(name if own else str(FOLDER / f"{name}.toml"), "--recipe")
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        raise ValueError(_explain(f"--recipe {name}", error)) from error
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number about a recipe and where it comes from.
+
+    Attributes:
+        what: it is.
+        value: the number with its unit.
+        source: "measured" with the file, or "estimate" with the formula.
+    """
+
+    what: str
+    value: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.value} ({self.source})"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one GPU holds, estimated.
+
+    Attributes:
+        weights: bytes of weights.
+        kv: bytes of a token's KV and indexer keys.
+        summaries: bytes of what the decode method keeps for a token.
+        tokens: KV tokens that fit beside the weights.
+        formulas: how each of them is computed.
+    """
+
+    weights: float
+    kv: int
+    summaries: float
+    tokens: int
+    formulas: tuple[str, str, str, str]
+
+
+def memory(recipe: Recipe) -> Memory:
+    """Estimate what one GPU holds, by the sizes of the model and what the method keeps beside the KV.
+
+    Tensor parallelism splits weights and KV heads evenly; what MLA caches is on every GPU.
+    """
+    sizes, method = recipe.sizes, recipe.settings().method
+    heads = -(-sizes.kv_heads // recipe.gpus)
+    copies = 2 if recipe.attention == "MHA/GQA" else 1
+    fp8 = recipe.flags.get("kv-cache-dtype") == "fp8_e4m3"
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    index = sizes.index_dim + _INDEX_SCALE if sizes.index_dim else 0
+    kv = sizes.layers * (copies * heads * sizes.head_dim * dtype.itemsize + index)
+    shape = ModelShape(sizes.layers, -(-sizes.q_heads // recipe.gpus), heads, sizes.head_dim, dtype)
+    page, layers = sum(spec.bytes_per_page for spec in method.aux_specs(shape)), method.sparse_layers(sizes.layers)
+    summaries = len(layers) * page / method.config.page_size
+    weights = sizes.parameters * sizes.weight_bytes / recipe.gpus
+    room = recipe.gpu_memory_gib * GIB * recipe.mem_fraction_static - weights
+    elements = f"{copies} x {heads} heads x {sizes.head_dim} x {dtype.itemsize} B"
+    formulas = (
+        f"{sizes.parameters:.4g} parameters x {sizes.weight_bytes:g} B / {recipe.gpus}",
+        f"{sizes.layers} layers x ({elements}{f' + {index} B of the indexer' if index else ''})",
+        f"{len(layers)} layers x {page} B a page / {method.config.page_size} tokens",
+        f"({recipe.gpu_memory_gib:g} GiB x {recipe.mem_fraction_static:g} - weights) / (KV + summaries)",
+    )
+    return Memory(weights, kv, summaries, int(room / (kv + summaries)), formulas)
+
+
+def figures(recipe: Recipe) -> list[Figure]:
+    """What is known of a recipe in numbers: measured ones first, then estimates for each GPU."""
+    found = [
+        Figure(one.what, f"{one.value:g} {one.unit}", f"measured: {one.file}, {one.field}") for one in recipe.measured
+    ]
+    held = memory(recipe)
+    values = {
+        "weights on each GPU": f"{held.weights / 1e9:.1f} GB",
+        "KV of a token on each GPU": f"{held.kv} B",
+        "summaries of a token on each GPU": f"{held.summaries:g} B",
+        "KV tokens that fit": f"about {held.tokens // 1000 * 1000:,}",
+    }
+    estimates = zip(values.items(), held.formulas, strict=True)
+    return found + [Figure(what, value, f"estimate: {formula}") for (what, value), formula in estimates]

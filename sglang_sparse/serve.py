@@ -1,0 +1,193 @@
+"""``python -m sglang_sparse.serve --recipe NAME [flags of SGLang, which win]``: start a server as a recipe says.
+
+``--list`` prints the recipes, and ``--dry-run`` the command in place of running it. Both ask what a server with a GPU
+would answer; a start asks for the machine that it is on. What this plugin would refuse is not started: it is said why.
+A path that ends in ``.toml`` is a recipe of one's own.
+
+Exit status: 0; 1 where the recipe with these flags is refused, which ``--dry-run`` prints all the same; 2 for what is
+no recipe and no flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from sglang_sparse import recipes, refusals
+from sglang_sparse.capabilities import KINDS
+from sglang_sparse.config import read_config, settings_of
+from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS
+from sglang_sparse.recipes import Recipe
+
+if TYPE_CHECKING:
+    from sglang_sparse.config import SparseServerArgs
+
+LAUNCH = ("-m", "sglang.launch_server")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what argparse would print below a hundred lines of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parse(arguments: Sequence[str]) -> SparseServerArgs:
+    """Read a server's command line with SGLang's own parser, and resolve nothing.
+
+    Args:
+        arguments: what stands behind ``python -m sglang.launch_server``.
+
+    Raises:
+        ValueError: a flag or its value is not SGLang's, or another file (``--config``) has more flags.
+    """
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import ServerArgs
+
+    parser = _Parser(prog="sglang", add_help=False)
+    ServerArgs.add_cli_args(parser)
+    given = parser.parse_args(arguments)
+    if given.config is not None:
+        raise ValueError("--config is not read here; allowed: its flags on the command line")
+    # To resolve them SGLang would look at this machine.
+    args: Any = ServerArgs.__new__(ServerArgs)
+    for field in dataclasses.fields(ServerArgs):
+        made = field.default_factory
+        default = field.default if made is dataclasses.MISSING else made()
+        setattr(args, field.name, getattr(given, field.name, default))
+    return args
+
+
+def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
+    """Say why this plugin would refuse a server, or None, by what a start asks.
+
+    Args:
+        arguments: its command line.
+        kind: of ``capabilities.KINDS``: the model that is asked about, unless ``--model-path`` is a folder.
+        gpu: whether its machine has a GPU.
+
+    Raises:
+        ValueError: the command line is not one that SGLang reads.
+    """
+    args = parse(arguments)
+    try:
+        for flag in ("sparse-config", "sparse-prefill-config"):
+            name = flag.replace("-", "_")
+            setattr(args, name, json.dumps(read_config(getattr(args, name), f"--{flag}")))
+        settings = settings_of(args)
+        if settings is None:
+            return None
+        args.page_size = args.page_size or settings.config.page_size
+        if args.attention_backend is None:
+            # One that goes with the method on such a machine: which one SGLang takes by itself depends on the GPU.
+            known = reversed(DENSE_BACKENDS[settings.method.attention])
+            args.attention_backend = next(name for name in known if gpu or name not in GPU_ONLY_BACKENDS)
+        with TemporaryDirectory(prefix="sglang-sparse-") as folder:
+            if not Path(args.model_path).is_dir():
+                longest = max(KINDS[kind]["max_position_embeddings"], args.context_length or 0)
+                config = {**KINDS[kind], "max_position_embeddings": longest}
+                (Path(folder) / "config.json").write_text(json.dumps(config))
+                args.model_path = folder
+            return refusals.refusal(args, settings, gpu)
+    except ValueError as error:
+        # A config that cannot be read, or what SGLang says of the model.
+        return str(error)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _listed(name: str) -> list[str]:
+    recipe = recipes.load(name)
+    reason = refusal(recipe.arguments(), recipe.attention, gpu=True)
+    methods = [asked.method for asked in (recipe.decode, recipe.prefill) if asked]
+    return [
+        name,
+        recipe.model_path,
+        f"{recipe.gpus} x {recipe.gpu}",
+        f"{recipe.context_length} tokens",
+        " + ".join(methods),
+        "served" if reason is None else f"refused: {reason}",
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def describe(recipe: Recipe) -> str:
+    """What a recipe is for, what it needs, and its figures with their sources."""
+    lines = [
+        f"{recipe.title}: {recipe.gpus} x {recipe.gpu}, {recipe.context_length} tokens",
+        *(f"before the first start: {step}" for step in recipe.before),
+        *(f"note: {note}" for note in recipe.notes),
+        *map(str, recipes.figures(recipe)),
+    ]
+    return "\n".join(lines)
+
+
+def serve(name: str, further: Sequence[str], dry_run: bool) -> int:
+    """Start a recipe's server in the place of this process, or print its command.
+
+    Args:
+        name: of the recipe, or the path of one.
+        further: flags of SGLang that come behind the recipe's, and win.
+        dry_run: print the command.
+
+    Returns:
+        The exit status; a server that starts does not return.
+
+    Raises:
+        ValueError: there is no such recipe, or SGLang has no such flags.
+    """
+    recipe = recipes.load(name)
+    arguments = [*recipe.arguments(), *further]
+    reason = refusal(arguments, recipe.attention, gpu=dry_run or _has_gpu())
+    print(describe(recipe), file=sys.stderr)
+    if dry_run:
+        print(shlex.join(["python", *LAUNCH, *arguments]))
+    if reason is not None:
+        print(f"sglang_sparse: error: recipe {name} is refused, nothing starts: {reason}", file=sys.stderr)
+        return 1
+    if not dry_run:
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, *LAUNCH, *arguments])
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """List recipes, print a command or start a server. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="sglang_sparse.serve", description=__doc__, allow_abbrev=False)
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--recipe", metavar="NAME", help=f"one of {', '.join(recipes.names())}, or a .toml file")
+    asked.add_argument("--list", action="store_true", help="print the recipes and whether a GPU server has them")
+    parser.add_argument("--dry-run", action="store_true", help="print the command, and start nothing")
+    args, further = parser.parse_known_args(arguments)
+    try:
+        if args.list:
+            if further:
+                raise ValueError(f"--list: got {' '.join(further)}, allowed: nothing beside it")
+            print(_table([_listed(name) for name in recipes.names()]))
+            return 0
+        return serve(args.recipe, further, args.dry_run)
+    except ValueError as error:
+        print(f"sglang_sparse: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

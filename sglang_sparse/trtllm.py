@@ -1,0 +1,171 @@
+"""TensorRT-LLM's options, 1.2 to 1.3, and what each of them is on an SGLang server with this plugin.
+
+Source: ``TorchLlmArgs`` and the configs of sparse attention in its ``llmapi/llm_args.py``, and its guide to sparse
+attention. What is served is not said here: see ``convert.py``, which asks.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_sparse.capabilities import Method
+
+# Options whose fields count one by one.
+NESTED = ("kv_cache_config", "cuda_graph_config")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a field would become.
+
+    Attributes:
+        flags: words of a command line.
+        fields: of the method's config.
+        words: what to say of it, beside those.
+        lost: it has no counterpart; `words` says why.
+    """
+
+    flags: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    words: str = ""
+    lost: bool = False
+
+    def __str__(self) -> str:
+        config = f"config {json.dumps(self.fields)}" if self.fields else ""
+        said = ", ".join(part for part in (shlex.join(self.flags), config, self.words) if part)
+        return f"not converted: {said}" if self.lost else said
+
+
+Rule = Callable[[Any], Change]
+
+
+def lost(words: str) -> Change:
+    """It has no counterpart, and why."""
+    return Change(words=words, lost=True)
+
+
+def _as(flag: str) -> Rule:
+    return lambda value: Change((flag, str(value)))
+
+
+def _all_as(flag: str) -> Rule:
+    return lambda value: Change((flag, *map(str, value if isinstance(value, list) else [value])))
+
+
+def _when(asked: object, *flags: str, otherwise: str) -> Rule:
+    return lambda value: Change(flags if value is asked else (), words="" if value is asked else otherwise)
+
+
+def unless(usual: object, rule: Rule, words: str = "nothing to set, it is so here") -> Rule:
+    """A rule for all values but one, for which nothing has to be set."""
+    return lambda value: Change(words=words) if value == usual else rule(value)
+
+
+def never(words: str) -> Rule:
+    """A rule for what has no counterpart, and why."""
+    return lambda value: lost(words)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How a ``sparse_attention_config`` of TensorRT-LLM is carried over.
+
+    A field whose name the method's config has becomes that field; ``rules`` are for the others.
+
+    Attributes:
+        method: name in the registry.
+        renamed: fields that have another name there.
+        rules: fields that are not simply taken over.
+        by_phase: the field that says how sparse to be, with a number for each phase or one for both; nothing is
+            converted without it.
+        note: what differs although nothing was left out.
+    """
+
+    method: str
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    by_phase: str | None = None
+    note: str = ""
+
+
+_MODELS_OWN = never("the model's own config.json decides")
+_KERNELS = never("it chooses among TensorRT-LLM's kernels")
+
+ALGORITHMS: Mapping[str, Algorithm] = {
+    # Its pages are those of the KT cache; ``page_size`` of a config here is that of the KV cache.
+    "rocket": Algorithm("rocketkv", renamed={"page_size": "kt_page_size"}),
+    "dsa": Algorithm(
+        "dsa",
+        rules={
+            **dict.fromkeys(("index_n_heads", "index_head_dim", "index_topk", "indexer_rope_interleave"), _MODELS_OWN),
+            **dict.fromkeys(("use_cute_dsl_topk", "use_cute_dsl_paged_mqa_logits", "enable_heuristic_topk"), _KERNELS),
+            **dict.fromkeys(("use_self_sampling_topk", "use_gvr_emission"), _KERNELS),
+            "skip_indexer_for_short_seqs": unless(True, never("rows of at most index_topk tokens attend to all")),
+            "indexer_k_dtype": unless("fp8", never("the indexer's keys are float8")),
+        },
+    ),
+    "skip_softmax": Algorithm(
+        "skip_softmax",
+        rules={"target_sparsity": never("a checkpoint's calibration is not read, threshold_scale_factor is")},
+        by_phase="threshold_scale_factor",
+        note="threshold_scale_factor is divided by the position here, and by the length of the prompt there",
+    ),
+}
+
+
+def rules(options: Mapping[str, Any], method: Method) -> Mapping[str, Rule]:
+    """What becomes of the options beside ``sparse_attention_config``.
+
+    Args:
+        options: all of them.
+        method: what the sparse attention has become.
+
+    Returns:
+        By option; ``kv_cache_config.dtype`` is a field of that table.
+    """
+    chunked = options.get("enable_chunked_prefill")
+    page: Rule = _as("--page-size") if method.prefill else lambda value: Change(fields={"page_size": value})
+    return {
+        "backend": unless("pytorch", never("it is another engine's")),
+        "model": _as("--model-path"),
+        "tokenizer": _as("--tokenizer-path"),
+        "tokenizer_mode": _as("--tokenizer-mode"),
+        "revision": _as("--revision"),
+        "trust_remote_code": _when(True, "--trust-remote-code", otherwise="off, as by default"),
+        "skip_tokenizer_init": _when(True, "--skip-tokenizer-init", otherwise="off, as by default"),
+        "dtype": _as("--dtype"),
+        "load_format": lambda value: Change(("--load-format", str(value).lower())),
+        "tensor_parallel_size": _as("--tp-size"),
+        "pipeline_parallel_size": _as("--pp-size"),
+        "moe_expert_parallel_size": _as("--ep-size"),
+        "context_parallel_size": unless(1, never("SGLang's context parallelism is another one")),
+        "enable_attention_dp": _when(True, "--enable-dp-attention", otherwise="off, as by default"),
+        "enable_lora": _when(True, "--enable-lora", otherwise="off, as by default"),
+        "max_batch_size": _as("--max-running-requests"),
+        "max_seq_len": _as("--context-length"),
+        "max_beam_width": unless(1, never("SGLang has no beam search")),
+        "max_num_tokens": _as("--chunked-prefill-size" if chunked else "--max-prefill-tokens"),
+        "enable_chunked_prefill": _when(
+            False, "--chunked-prefill-size", "-1", otherwise="SGLang's default; max_num_tokens is the size of a chunk"
+        ),
+        "disable_overlap_scheduler": _when(True, "--disable-overlap-schedule", otherwise="off, as by default"),
+        "guided_decoding_backend": _as("--grammar-backend"),
+        "stream_interval": _as("--stream-interval"),
+        "cuda_graph_config": _when(None, "--disable-decode-cuda-graph", otherwise="SGLang's default"),
+        "cuda_graph_config.max_batch_size": _as("--cuda-graph-max-bs-decode"),
+        "cuda_graph_config.batch_sizes": _all_as("--cuda-graph-bs-decode"),
+        "cuda_graph_config.enable_padding": _when(False, "--disable-cuda-graph-padding", otherwise="SGLang's default"),
+        "kv_cache_config.enable_block_reuse": _when(False, "--disable-radix-cache", otherwise="SGLang's default"),
+        "kv_cache_config.tokens_per_block": page,
+        "kv_cache_config.dtype": lambda value: Change(
+            ("--kv-cache-dtype", "fp8_e4m3" if value == "fp8" else str(value))
+        ),
+        "kv_cache_config.max_tokens": _as("--max-total-tokens"),
+        "kv_cache_config.free_gpu_memory_fraction": never(
+            "a share of what the weights leave free; --mem-fraction-static is one of all memory and counts them"
+        ),
+    }

@@ -1,0 +1,242 @@
+"""Converting TensorRT-LLM's options: who refuses decides, and nothing is left out without a word."""
+
+import json
+import shlex
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import yaml
+from pydantic import Field
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang_sparse import capabilities, convert, limits, registry, serve
+from sglang_sparse.method import DecodeMethod, MethodConfig
+
+SKIP: dict[str, Any] = {"algorithm": "skip_softmax", "threshold_scale_factor": {"prefill": 1000.0}}
+ROCKET: dict[str, Any] = {
+    "algorithm": "rocket",
+    "window_size": 32,
+    "kernel_size": 63,
+    "topr": 128,
+    "topk": 64,
+    "prompt_budget": 2048,
+    "page_size": 4,
+    "kt_cache_dtype": "float8_e5m2",
+}
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """What is remembered of methods goes by what a test changes."""
+    for remembered in (capabilities.load, capabilities.place_of):
+        remembered.cache_clear()
+    yield
+    for remembered in (capabilities.load, capabilities.place_of):
+        remembered.cache_clear()
+
+
+def converted(options: Mapping[str, Any], gpu: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+    """What SGLang reads of the flags, and what was left out, by the option's name."""
+    found, _ = convert.convert(options, gpu)
+    assert found.refusal() is None
+    return convert.as_fields(found.arguments), {name: change.words for name, _, change in found.report if change.lost}
+
+
+def run(folder: Path, options: object, *flags: str, suffix: str = "yaml") -> int:
+    path = folder / f"options.{suffix}"
+    path.write_text(yaml.safe_dump(options, sort_keys=False) if suffix == "yaml" else json.dumps(options))
+    return convert.main([str(path), *flags])
+
+
+@pytest.mark.parametrize(
+    ("factor", "became", "left"),
+    [
+        ({"prefill": 1000.0}, {"prefill": 1000.0}, False),
+        ({"prefill": 1000.0, "decode": 0}, {"prefill": 1000.0}, False),
+        ({"prefill": 1000.0, "decode": 500.0}, {"prefill": 1000.0}, True),
+        # One number is for both phases there.
+        (1000.0, {"prefill": 1000.0}, True),
+    ],
+)
+def test_skip_softmax_in_decode_is_left_out_by_its_config(factor: object, became: object, left: bool) -> None:
+    fields, lost = converted({"sparse_attention_config": {**SKIP, "threshold_scale_factor": factor}})
+    assert fields["sparse_prefill_config"] == {"threshold_scale_factor": became}
+    name = "sparse_attention_config.threshold_scale_factor.decode"
+    assert (name in lost) == left and ("decode runs dense so far" in lost.get(name, "")) == left
+
+
+@pytest.mark.parametrize(
+    ("sparse", "said"),
+    [
+        ({"threshold_scale_factor": {"decode": 500.0}}, "threshold_scale_factor.decode: not converted: "),
+        ({"threshold_scale_factor": -1}, "must be a finite number of at least 0"),
+        ({"target_sparsity": 0.5}, "target_sparsity: not converted: a checkpoint's calibration is not read"),
+        ({"threshold_scale_factor": None}, "nothing is left that says how much to skip"),
+    ],
+)
+def test_nothing_is_guessed_where_no_threshold_is_left(sparse: dict[str, Any], said: str) -> None:
+    with pytest.raises(convert.RefusedError) as caught:
+        convert.convert({"sparse_attention_config": {"algorithm": "skip_softmax", **sparse}}, gpu=False)
+    assert said in str(caught.value)
+
+
+def test_target_sparsity_beside_a_threshold_is_left_out() -> None:
+    fields, left = converted({"sparse_attention_config": {**SKIP, "target_sparsity": 0.5}})
+    assert fields["sparse_prefill_config"] == {"threshold_scale_factor": {"prefill": 1000.0}}
+    assert list(left) == ["sparse_attention_config.target_sparsity"]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "said"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size", "pipeline parallelism (got 2)"),
+        ({"enable_attention_dp": True}, "enable_attention_dp", "ranks must agree on the forward mode"),
+        ({"enable_lora": True}, "enable_lora", "it uses the decode graphs' variants"),
+        ({"tensor_parallel_size": "four"}, "tensor_parallel_size", "invalid int value: 'four'"),
+        ({"guided_decoding_backend": "other"}, "guided_decoding_backend", "invalid choice: 'other'"),
+        ({"cuda_graph_config": {"batch_sizes": "many"}}, "cuda_graph_config.batch_sizes", "invalid int value: 'many'"),
+        ({"kv_cache_config": {"dtype": "nvfp4"}}, "kv_cache_config.dtype", "KV cache dtype (got 'nvfp4'): allowed: "),
+        ({"kv_cache_config": {"dtype": ["fp8"]}}, "kv_cache_config.dtype", "invalid choice"),
+        ({"kv_cache_config": {"host_cache_size": 1}}, "kv_cache_config.host_cache_size", "no flag of SGLang"),
+        ({"kv_cache_config": {"tokens_per_block": 128}}, "kv_cache_config.tokens_per_block", "page size is 128"),
+        (
+            {"enable_chunked_prefill": True, "max_num_tokens": 8191},
+            "max_num_tokens",
+            "the chunked prefill size is 8191; allowed: multiples of 128",
+        ),
+        ({"speculative_config": {"decoding_type": "MTP"}}, "speculative_config", "no flag of SGLang"),
+        ({"max_beam_width": 4}, "max_beam_width", "no beam search"),
+        ({"moe_config": {"backend": "TRTLLM"}}, "moe_config", "no flag of SGLang"),
+    ],
+)
+def test_what_a_server_would_refuse_is_left_out_by_who_refuses(
+    options: Mapping[str, Any], name: str, said: str
+) -> None:
+    fields, left = converted({"sparse_attention_config": SKIP, "max_batch_size": 8, **options})
+    assert list(left) == [name] and said in left[name]
+    assert fields["max_running_requests"] == 8
+
+
+@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.parametrize(
+    ("sparse", "method"), [(SKIP, "skip_softmax"), ({"algorithm": "dsa"}, "dsa")], ids=["skip_softmax", "dsa"]
+)
+def test_what_a_gpu_does_not_run_is_not_converted_for_one(
+    sparse: Mapping[str, Any],
+    method: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(limits, "CPU_ONLY_METHODS", (method,))
+    options = {"sparse_attention_config": dict(sparse)}
+    assert run(tmp_path, options) == 1
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert "nothing is converted" in printed.err and limits.UNPROVEN in printed.err
+    monkeypatch.setattr(limits, "CPU_ONLY_METHODS", ())
+    assert run(tmp_path, options) == 0
+    words = ["--model-path", "MODEL", *shlex.split(capsys.readouterr().out)]
+    kind = capabilities.place_of(capabilities.Method(method, method == "skip_softmax")).kind
+    assert serve.refusal(words, kind, gpu=True) is None
+
+
+@pytest.mark.skipif("rocketkv" in registry.DECODE_METHODS, reason="it is there")
+def test_rocketkv_is_refused_by_the_registry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, {"sparse_attention_config": ROCKET, "max_batch_size": 8}) == 1
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert "the algorithm is not served: its method here: got 'rocketkv', allowed: anchor, dsa" in printed.err
+
+
+class StandInConfig(MethodConfig):
+    """Fields as TensorRT-LLM's, but for the one whose name is taken."""
+
+    window_size: int = Field(32, ge=1)
+    topk: int = Field(64, ge=1, le=1024)
+    kt_page_size: int = 4
+
+
+class StandIn(DecodeMethod):
+    """What a method needs to be asked about."""
+
+    config_class: ClassVar[type[MethodConfig]] = StandInConfig
+
+    def aux_specs(self, model: object) -> tuple[()]:
+        return ()
+
+    def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
+        return n_pages
+
+    def select(self, view: object, layer_id: int, query: object, pools: object) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_rocketkv_is_converted_once_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("stand_in_for_rocketkv")
+    module.StandIn = StandIn  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(registry.DECODE_METHODS, "rocketkv", f"{module.__name__}:StandIn")
+    cache = {"tokens_per_block": 32}
+    fields, left = converted({"sparse_attention_config": ROCKET, "kv_cache_config": cache}, gpu=True)
+    # The KV cache's pages are not those of the KT cache.
+    became = {"window_size": 32, "topk": 64, "kt_page_size": 4, "page_size": 32}
+    assert fields == {"sparse_method": "rocketkv", "sparse_config": became}
+    names = ("kernel_size", "topr", "prompt_budget", "kt_cache_dtype")
+    assert set(left) == {f"sparse_attention_config.{name}" for name in names}
+    assert all("the config of rocketkv has no such field" in words for words in left.values())
+    _, left = converted({"sparse_attention_config": {"algorithm": "rocket", "topk": 4096}}, gpu=True)
+    assert "topk: got 4096" in left["sparse_attention_config.topk"]
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        ({}, 2, "sparse_attention_config: got None, allowed: a table with an algorithm"),
+        ({"sparse_attention_config": "dsa"}, 2, "got 'dsa', allowed: a table"),
+        ({"sparse_attention_config": {"index_topk": 1}}, 2, "allowed: a table with an algorithm, rocket, dsa"),
+        ([1], 2, "got a list, allowed: a mapping"),
+        ({"sparse_attention_config": {"algorithm": "minimax_m3"}}, 1, "got 'minimax_m3', allowed: rocket, dsa"),
+    ],
+)
+def test_bad_files(options: object, status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, options) == status
+    printed = capsys.readouterr()
+    assert said in printed.err and not printed.out
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.yaml").write_text("a: [")
+    for name, said in (("none.yaml", "cannot read"), ("bad.yaml", "not valid YAML"), ("options.txt", "ends in .json")):
+        assert convert.main([str(tmp_path / name)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_each_field_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {
+        "sparse_attention_config": {**SKIP, "target_sparsity": 0.5},
+        "kv_cache_config": {"enable_block_reuse": False, "free_gpu_memory_fraction": 0.9},
+        "print_iter_log": True,
+    }
+    assert run(tmp_path, options, "--cpu-platform") == 3
+    said = capsys.readouterr().err.splitlines()
+    lines = {line.split(":")[0]: line for line in said if " -> " in line}
+    assert list(lines) == [
+        "sparse_attention_config.algorithm",
+        "sparse_attention_config.threshold_scale_factor",
+        "sparse_attention_config.target_sparsity",
+        "kv_cache_config.enable_block_reuse",
+        "kv_cache_config.free_gpu_memory_fraction",
+        "print_iter_log",
+    ]
+    assert lines["kv_cache_config.enable_block_reuse"].endswith(": false -> --disable-radix-cache")
+    assert lines["print_iter_log"].endswith("true -> not converted: no flag of SGLang is its evident counterpart")
+    assert any(line.startswith("note: threshold_scale_factor is divided by the position") for line in said)

@@ -1,0 +1,148 @@
+"""What TensorRT-LLM's options become is what SGLang reads, and starts a server."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+from sglang_sparse import capabilities, convert
+
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="starts on the CPU platform")
+SKIP: dict[str, Any] = {"algorithm": "skip_softmax", "threshold_scale_factor": {"prefill": 1000.0}}
+# What has an evident flag of SGLang, all of it at once, and which one.
+EVERYTHING: dict[str, Any] = {
+    "backend": "pytorch",
+    "trust_remote_code": True,
+    "dtype": "bfloat16",
+    "load_format": "DUMMY",
+    "tensor_parallel_size": 2,
+    "max_batch_size": 64,
+    "max_seq_len": 65536,
+    "max_num_tokens": 4096,
+    "enable_chunked_prefill": True,
+    "disable_overlap_scheduler": True,
+    "guided_decoding_backend": "llguidance",
+    "stream_interval": 4,
+    "cuda_graph_config": {"max_batch_size": 64, "batch_sizes": [1, 2, 64], "enable_padding": False},
+    "kv_cache_config": {
+        "enable_block_reuse": False,
+        "tokens_per_block": 32,
+        "dtype": "auto",
+        "max_tokens": 500000,
+    },
+}
+BECAME = {
+    "trust_remote_code": True,
+    "dtype": "bfloat16",
+    "load_format": "dummy",
+    "tp_size": 2,
+    "max_running_requests": 64,
+    "context_length": 65536,
+    "chunked_prefill_size": 4096,
+    "disable_overlap_schedule": True,
+    "grammar_backend": "llguidance",
+    "stream_interval": 4,
+    "cuda_graph_max_bs_decode": 64,
+    "cuda_graph_bs_decode": [1, 2, 64],
+    "disable_cuda_graph_padding": True,
+    "disable_radix_cache": True,
+    "page_size": 32,
+    "max_total_tokens": 500000,
+}
+
+
+def converted(options: Mapping[str, Any], gpu: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+    """What SGLang reads of the flags, and what was left out, by the option's name."""
+    found, _ = convert.convert(options, gpu)
+    assert found.refusal() is None
+    return convert.as_fields(found.arguments), {name: change.words for name, _, change in found.report if change.lost}
+
+
+def checkpoint(method: str, prefill: bool) -> str:
+    kind = capabilities.place_of(capabilities.Method(method, prefill)).kind
+    return capabilities._checkpoint(kind).name
+
+
+def run(folder: Path, options: object, *flags: str) -> int:
+    path = folder / "options.json"
+    path.write_text(json.dumps(options))
+    return convert.main([str(path), *flags])
+
+
+def test_every_evident_flag() -> None:
+    fields, left = converted({"sparse_attention_config": SKIP, **EVERYTHING})
+    sparse = {
+        "sparse_prefill_method": "skip_softmax",
+        "sparse_prefill_config": {"threshold_scale_factor": {"prefill": 1000.0}},
+    }
+    assert fields == {**BECAME, **sparse} and not left
+
+
+@WITHOUT_GPU
+@pytest.mark.parametrize(
+    ("sparse", "method", "prefill"), [(SKIP, "skip_softmax", True), ({"algorithm": "dsa"}, "dsa", False)]
+)
+def test_what_is_printed_starts(
+    sparse: Mapping[str, Any], method: str, prefill: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"sparse_attention_config": dict(sparse), **EVERYTHING}
+    model = checkpoint(method, prefill)
+    assert run(tmp_path, options, "--cpu-platform") == (0 if prefill else 3)
+    args = prepare_server_args(["--model-path", model, *shlex.split(capsys.readouterr().out)])
+    assert (args.tp_size, args.disable_radix_cache, args.page_size) == (2, True, 32 if prefill else 64)
+    assert run(tmp_path, options, "--cpu-platform", "--json") == (0 if prefill else 3)
+    args = ServerArgs(**{"model_path": model, **json.loads(capsys.readouterr().out)})
+    assert args.context_length == 65536
+
+
+def test_dsa_goes_by_the_model() -> None:
+    given = {
+        "algorithm": "DSA",
+        "index_n_heads": 64,
+        "index_topk": 2048,
+        "index_head_dim": None,
+        "skip_indexer_for_short_seqs": True,
+        "enable_heuristic_topk": True,
+        "use_cute_dsl_topk": False,
+        "indexer_k_dtype": "fp4",
+    }
+    cache = {"tokens_per_block": 32, "dtype": "fp8", "free_gpu_memory_fraction": 0.8}
+    fields, left = converted({"sparse_attention_config": given, "kv_cache_config": cache, "cuda_graph_config": None})
+    assert fields == {"sparse_method": "dsa", "disable_decode_cuda_graph": True}
+    assert "page_size: got 32; must be 64 with dsa" in left.pop("kv_cache_config.tokens_per_block")
+    assert "the KV cache dtype is fp8_e4m3" in left.pop("kv_cache_config.dtype")
+    assert "--mem-fraction-static" in left.pop("kv_cache_config.free_gpu_memory_fraction")
+    names = ("index_n_heads", "index_topk", "enable_heuristic_topk", "use_cute_dsl_topk", "indexer_k_dtype")
+    assert set(left) == {f"sparse_attention_config.{name}" for name in names}
+    cache = {"tokens_per_block": 64}
+    fields, left = converted({"sparse_attention_config": {"algorithm": "dsa"}, "kv_cache_config": cache})
+    assert fields["sparse_config"] == {"page_size": 64} and not left
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"max_num_tokens": 4096}, {"max_prefill_tokens": 4096}),
+        (
+            {"max_num_tokens": 4096, "enable_chunked_prefill": False},
+            {"max_prefill_tokens": 4096, "chunked_prefill_size": -1},
+        ),
+        ({"cuda_graph_config": {"enable_padding": True}}, {}),
+        ({"cuda_graph_config": {}}, {}),
+        ({"speculative_config": None, "max_beam_width": 1, "enable_autotuner": False}, {}),
+        ({"kv_cache_config": {"enable_block_reuse": True, "dtype": "bfloat16"}}, {"kv_cache_dtype": "bfloat16"}),
+        ({"model": "org/model", "tokenizer": "org/other"}, {"model_path": "org/model", "tokenizer_path": "org/other"}),
+    ],
+)
+def test_what_is_no_loss(options: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    found, left = converted({"sparse_attention_config": SKIP, **options})
+    assert {name: value for name, value in found.items() if not name.startswith("sparse_")} == fields and not left
