@@ -9,8 +9,15 @@ has its first token until the first of them has its last. Of that it takes whole
 every arm. Tokens are counted by ``completion_tokens``, so that chunks that the server merged are not taken for one
 token. Times are of this client's clock, in seconds.
 
+``dense_ratio`` is against the fastest dense decode that is known of, and ``dense`` says whose that is. The attention
+backend of this server may be slow at this shape, so its dense arm is not enough to judge by. ``--dense-only`` measures
+the dense arm alone, on any server of SGLang, also a stock one with another attention backend; ``--peer FILE`` takes
+what that wrote as one more dense peer. Two such servers do not fit into one GPU, so a peer's rounds are not these: the
+range of a ratio takes the own dense arm round by round, but a peer's median against each round.
+
 ``bound_ratio`` compares the rectified arm with what it should cost: the sparse arm, and one pass of dense attention
-every f tokens. That pass is the dense arm less the short one, which is the attention over the context alone.
+every f tokens. That pass is the dense arm less the short one, which is the attention over the context alone. Peers do
+not count here: it is this server that pays for the pass.
 """
 
 from __future__ import annotations
@@ -30,8 +37,11 @@ from eval.live.arms import decode_config
 from eval.live.client import FAILURES, LiveServer, Stream, generate, stream
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.record import Record
+from eval.parts.decode_peers import backend_of, decode_backend, read_peers
 
+COMMAND = "eval.bench_decode"
 INTERVALS_MEASURED = 8
+SHORT = 1024
 
 
 @dataclass(frozen=True)
@@ -42,11 +52,13 @@ class Arm:
         name: "dense", "dense_short", "sparse" or "rectified".
         params: the ``custom_params`` of its requests.
         prompts: token ids of its batch.
+        counted: whether the server counts what its sparse methods do.
     """
 
     name: str
     params: dict[str, Any]
     prompts: list[list[int]]
+    counted: bool = True
 
 
 def random_prompts(batch: int, context: int, vocabulary: int, seed: int) -> list[list[int]]:
@@ -63,14 +75,19 @@ def random_prompts(batch: int, context: int, vocabulary: int, seed: int) -> list
     return ids.tolist()
 
 
+def kv_tokens(batch: int, context: int, short: int, tokens: int, page_size: int) -> int:
+    """Tokens of KV that a server must hold for a batch, its short prompts and the answers to both."""
+    # The answers of all arms stay cached while the next round runs, and would push out what is older.
+    return batch * (context + short + 2 * page_size + 4 * tokens)
+
+
 def require_capacity(facts: dict[str, Any], batch: int, context: int, short: int, tokens: int) -> None:
     """Refuse a batch that the server cannot hold together with its cached prompts.
 
     Raises:
         EvaluationError: says how many tokens of KV are missing.
     """
-    # The answers of all arms stay cached while the next round runs, and would push out what is older.
-    needed = batch * (context + short + 2 * facts["page_size"] + 4 * tokens)
+    needed = kv_tokens(batch, context, short, tokens, facts["page_size"])
     if needed > facts["max_total_num_tokens"]:
         raise EvaluationError(
             f"a batch of {batch} x {context} needs {needed} tokens of KV, the server has "
@@ -90,29 +107,47 @@ def run_arm(server: LiveServer, arm: Arm, tokens: int, page_size: int) -> tuple[
     """Stream the batch of an arm once.
 
     Returns:
-        The streams, and what the server counted.
+        The streams, and what the server counted; nothing where it does not.
 
     Raises:
         EvaluationError: a prompt was not cached, or the counters do not show the arm.
     """
-    before = server.counters()
+    before = server.counters() if arm.counted else None
     streams = server.each(lambda client, prompt: stream(client, request_of(prompt, tokens, arm.params)), arm.prompts)
-    counts = moved(before, server.counters())
-    if arm.params.get("sparse") is False:
-        require_dense(arm.name, counts)
-        if counts["sparse_layer_rows"]:
-            raise EvaluationError("dense requests went through the sparse kernels: start with dense_fallback: auto")
-    else:
-        require_sparse(arm.name, counts, rectifying=arm.params["rectify_interval"] > 0)
+    counts = {} if before is None else moved(before, server.counters())
+    if before is not None:
+        require_arm(arm, counts)
     cached = [s.cached_tokens for s in streams]
     if min(cached) < len(arm.prompts[0]) - 2 * page_size:
         raise EvaluationError(f"{arm.name}: of prompts of {len(arm.prompts[0])} tokens {cached} came from the cache")
     return streams, counts
 
 
-def make_arms(args: argparse.Namespace, vocabulary: int) -> list[Arm]:
-    """The arms, in the order of a round."""
+def require_arm(arm: Arm, counts: dict[str, int]) -> None:
+    """Refuse counts that do not show the arm.
+
+    Raises:
+        EvaluationError: as said.
+    """
+    if arm.params.get("sparse") is False:
+        require_dense(arm.name, counts)
+        if counts["sparse_layer_rows"]:
+            raise EvaluationError("dense requests went through the sparse kernels: start with dense_fallback: auto")
+    else:
+        require_sparse(arm.name, counts, rectifying=arm.params["rectify_interval"] > 0)
+
+
+def make_arms(args: argparse.Namespace, vocabulary: int, counted: bool = True) -> list[Arm]:
+    """The arms, in the order of a round.
+
+    Args:
+        args: the command line.
+        vocabulary: token ids to draw from.
+        counted: whether the server has a sparse method; one without it knows no ``sparse: false``.
+    """
     prompts = random_prompts(args.batch, args.context, vocabulary, args.seed)
+    if args.dense_only:
+        return [Arm("dense", {"sparse": False} if counted else {}, prompts, counted)]
     ratio = {} if args.active_ratio is None else {"active_ratio": args.active_ratio}
     arms = [Arm("dense", {"sparse": False}, prompts)]
     if args.short:
@@ -121,6 +156,22 @@ def make_arms(args: argparse.Namespace, vocabulary: int) -> list[Arm]:
     arms.append(Arm("sparse", {"rectify_interval": 0, **ratio}, prompts))
     arms.append(Arm("rectified", {"rectify_interval": args.interval, **ratio}, prompts))
     return arms
+
+
+def look(args: argparse.Namespace, server: LiveServer) -> dict[str, Any]:
+    """What the server says about itself.
+
+    Raises:
+        EvaluationError: it is none of SGLang's, decodes dense although more than the dense arm is wanted, or has no
+            room.
+    """
+    facts = server.facts()
+    if "page_size" not in facts:
+        raise EvaluationError(f"{args.base_url} is no SGLang server (no /server_info)")
+    if not args.dense_only:
+        decode_config(server)
+    require_capacity(facts, args.batch, args.context, args.short, args.tokens)
+    return facts | {"decode_backend": server.ask(decode_backend)}
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -133,14 +184,13 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         EvaluationError: see the functions that this one calls.
     """
     with LiveServer(args.base_url, args.batch) as server:
-        decode_config(server)
-        facts = server.facts()
-        require_capacity(facts, args.batch, args.context, args.short, args.tokens)
-        arms = make_arms(args, server.vocabulary_size(args.vocab))
+        facts = look(args, server)
+        peers = read_peers(args.peer, facts, args.batch, args.context)
+        arms = make_arms(args, server.vocabulary_size(args.vocab), facts["sparse"] is not None)
         names = ("shape", "batch", "context", "tokens", "rounds", "interval", "short", "active_ratio", "seed", "label")
-        with Record(
-            args.out, "eval.bench_decode", args.revision, server=facts, **{n: getattr(args, n) for n in names}
-        ) as record:
+        header = {name: getattr(args, name) for name in (*names, "dense_only")}
+        header["peers"] = [peer.file for peer in peers]
+        with Record(args.out, COMMAND, args.revision, server=facts, **header) as record:
             for arm in (arm for arm in arms if arm.name.startswith("dense")):
                 fill = [request_of(prompt, 1, arm.params) for prompt in arm.prompts]
                 server.each(generate, fill, f"prefill of {arm.name}")
@@ -151,10 +201,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             for number, arm in tqdm([(n, arm) for n in range(args.rounds) for arm in arms], desc="rounds"):
                 streams, counts = run_arm(server, arm, args.tokens, facts["page_size"])
                 row = {"arm": arm.name, "round": number, **decode_figures(streams, args.interval)}
-                row |= {"density": density(counts), "counters": counts}
+                row |= {"density": density(counts) if arm.counted else None, "counters": counts}
                 record.add("round", shape=args.shape, **row)
                 rounds.append(row)
-            summary = summarise(rounds, args.interval)
+            summary = summarise(rounds, args.interval, backend_of(facts), peers)
             for row in summary:
                 record.add("summary", shape=args.shape, label=args.label, **row)
     return summary
@@ -165,7 +215,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="eval.bench_decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base-url", required=True, help="the sparse server, with nothing else to do")
+    parser.add_argument("--base-url", required=True, help="the server, with nothing else to do")
     parser.add_argument("--out", required=True, type=Path, help="JSONL file to write")
     parser.add_argument("--shape", required=True, help="name of what is measured, such as 1.7b-4x256k")
     parser.add_argument("--batch", type=int, default=4, help="concurrent requests")
@@ -173,13 +223,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="output tokens of a request")
     parser.add_argument("--rounds", type=int, default=3, help="times that each arm is measured")
     parser.add_argument("--interval", type=int, default=32, help="tokens between rectifications")
-    parser.add_argument("--short", type=int, default=1024, help="tokens of the short prompts; 0 for none")
+    parser.add_argument("--short", type=int, help=f"tokens of the short prompts; 0 for none (default: {SHORT})")
     parser.add_argument("--active-ratio", type=float, help="share of the pages (default: the server's)")
+    parser.add_argument("--dense-only", action="store_true", help="the dense arm alone, on a server of any kind")
+    parser.add_argument(
+        "--peer",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="of --dense-only, with the same model, batch and context: one more dense peer; may be given again",
+    )
     parser.add_argument("--vocab", type=int, help="token ids to draw from (default: all that the server allows)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--label", help="kept with the figures")
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
+    given = [name for name in ("short", "active_ratio", "peer") if getattr(args, name)]
+    if args.dense_only and given:
+        parser.error(f"--{given[0].replace('_', '-')} is of the arms that --dense-only leaves out")
+    if args.short is None:
+        args.short = 0 if args.dense_only else SHORT
     for name in ("batch", "context", "rounds", "interval"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1")

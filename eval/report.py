@@ -49,6 +49,7 @@ DOCUMENTS = (ROOT / "README.md", *(ROOT / "eval" / "docs" / name for name in ("r
 CARDS = tuple(ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-mla", "tiny-dsa"))
 BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
 
+PROFILE = "profile-qwen3-1.7b-1x256k"
 THETA = ("theta-tiny-gqa", "theta-structured")
 
 
@@ -59,7 +60,7 @@ def _file(name: str, folder: Path = RESULTS) -> Path:
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "decode": lambda: report_tables.decode(sorted(RESULTS.glob("bench-decode-*.jsonl"))),
-    "profile": lambda: profile.profile(RESULTS / "profile-qwen3-1.7b-1x256k.jsonl"),
+    "profile": lambda: profile.before_and_after(_file(f"{PROFILE}-before"), _file(PROFILE)),
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
     "crossover": lambda: crossover.crossover_table(CROSSOVERS),
     "goals": lambda: goals.goals_table(RESULTS),

@@ -7,6 +7,7 @@ What is measured together is a leg: one server, if it needs one, and commands of
 folder. ``--list`` says which goals (`eval/goals.json`) a leg measures, ``--dry-run`` how its server and its commands
 are started, so that each can be run by hand. Without names all legs run, one after the other. Output goes to
 ``LEG.log`` and ``LEG.server.log`` in the folder; at the end stands the table of the goals.
+A command that reads the file of another leg is left out where that is missing, which counts as failed.
 
 The same command goes on where it was interrupted: a file that is complete and of the same revision is not measured
 again, unless the run that wrote it failed. A checkout that differs from its revision has none to compare; give
@@ -93,8 +94,13 @@ def refuse_no_gpu() -> None:
         raise EvaluationError("speed is measured on a CUDA device, and torch finds none")
 
 
-def run(args: argparse.Namespace, legs: Sequence[Leg]) -> int:
+def run(args: argparse.Namespace, wanted: Sequence[Leg], legs: Sequence[Leg]) -> int:
     """Measure.
+
+    Args:
+        args: the command line.
+        wanted: the legs to run.
+        legs: all that there are.
 
     Returns:
         The exit status.
@@ -111,9 +117,9 @@ def run(args: argparse.Namespace, legs: Sequence[Leg]) -> int:
         print(f"revision {revision!r} says not which code this is: nothing counts as measured; see --revision")
     failed, left = [], []
     with open_record(args.out, revision) as record:
-        runner = Runner(args.out, revision, record, resume)
+        runner = Runner(args.out, revision, record, resume, legs)
         # All at once: a file that cannot be read is found before hours are spent.
-        plan = [(leg, [command for command in leg.commands if not runner.finished(command)]) for leg in legs]
+        plan = [(leg, [command for command in leg.commands if not runner.finished(command)]) for leg in wanted]
         for leg, todo in plan:
             if todo and args.budget_seconds is not None and time.monotonic() - began >= args.budget_seconds:
                 left.append(leg.name)
@@ -158,7 +164,7 @@ def main(arguments: list[str] | None = None, legs: Sequence[Leg] = LEGS) -> int:
         if args.dry_run:
             print("\n\n".join(dry_run(leg, args.out or Path("FOLDER"), args.revision) for leg in wanted))
             return 0
-        return run(args, wanted)
+        return run(args, wanted, legs)
     except (EvaluationError, OSError) as error:
         print(f"eval.reproduce: {error}", file=sys.stderr)
         return 1

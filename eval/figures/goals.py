@@ -8,6 +8,10 @@ their share must be within a tenth of its own size, too (`near_active`). ``read`
 
 Where several files have such a row, the newest file counts: the one whose header says the latest ``started`` (UTC, ISO
 8601); files that do not say it are older than those that do, and among equals the last by name counts.
+
+A figure that is better than the ``limit`` of its goal, by more than noise (`LIMIT_TOLERANCE`), is "beyond the limit"
+and reaches nothing: the limit is what the hardware allows, so the dense peer was not the strongest one, or the
+measurement is wrong.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from eval.live.record import read_rows, result_files
 SPARSITY_TOLERANCE = 0.02
 # Of a share of active blocks: two points are a third of the 6 % that are active at 128k.
 ACTIVE_TOLERANCE = 0.1
+# Share of a limit by which noise may exceed it.
+LIMIT_TOLERANCE = 0.01
 GOALS = Path(__file__).parent.parent / "goals.json"
 # How a figure is written, and whether more of it is better.
 UNITS = {
@@ -75,10 +81,13 @@ class Goal:
     quality: Sequence[str] = field(default=())
 
     def verdict(self, figure: float) -> str:
-        """ "stretch", "must" or "missed"."""
+        """ "beyond the limit" (of more than `LIMIT_TOLERANCE`), "stretch", "must" or "missed"."""
+        sign = 1 if UNITS[self.unit][1] else -1
+        if self.limit is not None and sign * (figure - self.limit) > LIMIT_TOLERANCE * self.limit:
+            return "beyond the limit"
         for name in ("stretch", "must"):
             bound = getattr(self, name)
-            if bound is not None and (figure >= bound if UNITS[self.unit][1] else figure <= bound):
+            if bound is not None and sign * figure >= sign * bound:
                 return name
         return "missed"
 

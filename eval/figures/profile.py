@@ -139,7 +139,12 @@ def tables(kernels: Sequence[Row], parts: Sequence[Row]) -> str:
         ("calls", calls),
         ("share", percent("share")),
     ]
-    by_kernel: list[Column] = [
+    return f"{table(parts, columns)}\n\n{kernel_table(kernels)}"
+
+
+def kernel_table(kernels: Sequence[Row]) -> str:
+    """A step by its kernels, as a Markdown table."""
+    columns: list[Column] = [
         ("kernel", lambda row: f"`{short(row['id'])}`"),
         ("part", text("part")),
         ("µs a step", number("us", 1)),
@@ -147,7 +152,7 @@ def tables(kernels: Sequence[Row], parts: Sequence[Row]) -> str:
         ("calls", calls),
         ("share", percent("share")),
     ]
-    return f"{table(parts, columns)}\n\n{table(kernels, by_kernel)}"
+    return table(kernels, columns)
 
 
 def profile(path: Path) -> str:
@@ -169,7 +174,7 @@ def of_profile(path: Path) -> list[dict[str, Any]]:
 
 
 def compare(before: Path, after: Path, kernels: bool = False) -> str:
-    """A decode step before and after a change, as one Markdown table.
+    """A decode step before and after a change, side by side as one Markdown table; the revisions are in its first line.
 
     Args:
         before: a file of ``eval.profile_decode``.
@@ -198,11 +203,16 @@ def compare(before: Path, after: Path, kernels: bool = False) -> str:
         part, kernel = row["key"]
         return part if kernel is None else f"· `{short(kernel)}`"
 
-    columns: list[Column] = [
-        ("part of a step", name),
-        ("before, µs", of(0, number("us", 1))),
-        ("calls", of(0, calls)),
-        ("after, µs", of(1, number("us", 1))),
-        ("calls", of(1, calls)),
-    ]
+    columns: list[Column] = [("part of a step", name)]
+    for side, when in enumerate(("before", "after")):
+        columns += [
+            (f"{when} ({both[side][0]['revision']}), µs", of(side, number("us", 1))),
+            ("of the steps", of(side, spread)),
+            ("calls", of(side, calls)),
+        ]
     return table([{"key": key} for key in sorted(keys, key=place)], columns)
+
+
+def before_and_after(before: Path, after: Path) -> str:
+    """`compare` of two files of ``eval.profile_decode``, and the kernels of the second one."""
+    return f"{compare(before, after)}\n\n{kernel_table([row for row in of_profile(after) if row['kind'] == 'item'])}"

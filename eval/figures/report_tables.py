@@ -10,6 +10,7 @@ from eval.figures import long_summary, ppl_summary, recall_summary, summary
 from eval.figures.verdicts import DEFINITION, RANDOM, read_folder
 from eval.live.counters import EvaluationError
 from eval.live.record import read_finished, read_rows, result_files
+from eval.parts.decode_peers import backend_of
 from eval.parts.judge_rows import agreement
 from eval.texts.lengths import short_length
 
@@ -148,18 +149,28 @@ def recall(path: Path) -> str:
 
 
 def decode(paths: Sequence[Path]) -> str:
-    """Time per output token of the arms of ``eval.bench_decode``."""
-    rows = [row for path in paths for row in read_rows(path) if row["kind"] == "summary"]
-    shown = {"dense": "dense", "sparse": "sparse, never rectified", "rectified": "sparse, rectified"}
+    """Time per output token of the arms of ``eval.bench_decode``, and who their ratios are against."""
+    rows = []
+    for path in paths:
+        header, *found = read_finished(path)
+        own = backend_of(header["server"])
+        # Files of older revisions know no dense decode but their own.
+        rows += [{"own": own, "dense": own, **row} for row in found if row["kind"] == "summary"]
+    sparse = {"sparse": "sparse, never rectified", "rectified": "sparse, rectified"}
+
+    def shown(row: Row) -> str:
+        return sparse.get(row["arm"]) or f"dense, {row['backend'] if row['arm'] == 'peer' else row['own']}"
+
     columns: list[Column] = [
         ("shape", text("shape")),
-        ("decode", lambda row: shown[row["arm"]]),
+        ("decode", shown),
         ("TPOT, ms", number("tpot", 2, 1e3)),
         ("of the rounds", lambda row: " … ".join(f"{value * 1e3:.2f}" for value in row["tpot_range"])),
         ("times faster", number("dense_ratio", 2)),
+        ("than dense", text("dense")),
         ("read", percent("density")),
     ]
-    return table([row for row in rows if row["arm"] in shown], columns)
+    return table([row for row in rows if row["arm"] != "dense_short"], columns)
 
 
 def kernels(path: Path) -> str:

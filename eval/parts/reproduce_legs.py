@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eval.figures.goals import Goal
+from eval.parts.decode_load import Load, server_flags
 from eval.parts.model_shapes import SHAPES
 
 # In the arguments of a command: the URL of its leg's server, and the folder of the results.
@@ -60,9 +61,13 @@ class Command:
         known = ["--revision", revision] if revision and self.module.startswith("eval.") else []
         return [self.module, *filled, "--out", str(folder / self.file), *known]
 
+    def reads(self) -> list[str]:
+        """Names of the files in the folder of the results that other commands make for it."""
+        return [argument.removeprefix(f"{FOLDER}/") for argument in self.arguments if argument.startswith(f"{FOLDER}/")]
+
     def needs(self, other: Command) -> bool:
         """Whether it reads the file of another one."""
-        return f"{FOLDER}/{other.file}" in self.arguments
+        return other.file in self.reads()
 
     def claims(self, goal: Goal) -> bool:
         """Whether its file is to have the row of a goal."""
@@ -95,42 +100,52 @@ class Leg:
         return "servers of its own" if any(one.module == "eval.bench_serving" for one in self.commands) else "nothing"
 
 
-def _resa(
-    model: str, context: int, kv_tokens: int, memory: float, batch: int, config: Mapping[str, Any] | None = None
-) -> Server:
-    """A server of ReSA with room for one batch of long prompts, its short ones and its answers, and hardly more.
-
-    Args:
-        model: name of the shape.
-        context: tokens of the longest request.
-        kv_tokens: that the KV pool holds.
-        memory: share of the GPU's memory for weights, KV and page summaries.
-        batch: requests of the largest batch.
-        config: of the method, as far as it is not its defaults.
-    """
-    flags = ["--attention-backend", "fa3", "--context-length", str(context), "--max-total-tokens", str(kv_tokens)]
-    flags += ["--mem-fraction-static", str(memory), "--cuda-graph-max-bs-decode", str(batch)]
-    flags += ["--max-running-requests", str(batch + 2), "--sparse-method", "resa"]
-    flags += ["--sparse-config", json.dumps(config)] if config else []
-    return Server(model, tuple(flags))
+def _resa(model: str, memory: float, *loads: Load, config: Mapping[str, Any] | None = None) -> Server:
+    """A server of ReSA for some loads; `config` is of the method, as far as it is not its defaults."""
+    more = ("--sparse-config", json.dumps(config)) if config else ()
+    return Server(model, (*server_flags("fa3", memory, loads), "--sparse-method", "resa", *more))
 
 
-def _decode(shape: str, batch: int, context: int, goal: str, *more: str) -> Command:
-    arguments = ("--base-url", URL, "--shape", shape, "--batch", str(batch), "--context", str(context), *more)
-    return Command("eval.bench_decode", f"bench-decode-{shape}.jsonl", arguments, (goal,))
+def _dense_file(model: str, load: Load) -> str:
+    return f"dense-{PEER}-{model}-{load.name}.jsonl"
+
+
+def _dense(name: str, model: str, *loads: Load) -> Leg:
+    """A leg that measures the dense decode of a stock server: the peers of `_decode`."""
+    loads = tuple(replace(load, short=0) for load in loads)
+    commands = [
+        Command(
+            "eval.bench_decode",
+            _dense_file(model, load),
+            ("--base-url", URL, "--shape", f"{model}-{load.name}", *load.arguments(), "--dense-only"),
+        )
+        for load in loads
+    ]
+    return Leg(name, tuple(commands), Server(model, server_flags(PEER, 0.95, loads)))
+
+
+def _decode(model: str, load: Load, goal: str, *more: str, variant: str = "") -> Command:
+    """All arms, beside the dense peer of the same batch; `variant` is what else the name of the shape says."""
+    shape = f"{model}-{load.name}{variant}"
+    arguments = ("--base-url", URL, "--shape", shape, *load.arguments(), *more)
+    peer = ("--peer", f"{FOLDER}/{_dense_file(model, load)}")
+    return Command("eval.bench_decode", f"bench-decode-{shape}.jsonl", (*arguments, *peer), (goal,))
 
 
 def _serving(shape: str, *arguments: str, file: str = "", goals: tuple[str, ...] = ()) -> Command:
     return Command("eval.bench_serving", file or f"serving-{shape}.jsonl", ("--shape", shape, *arguments), goals)
 
 
-_1_7B = ("qwen3-1.7b", 264192, 1056000, 0.95, 4)
-_8B = ("qwen3-8b", 133120, 797696, 0.97, 6)
-# Summaries of half the size leave room for answers of twice the length.
-_8B_FP8 = ("qwen3-8b", 133120, 807936, 0.97, 6)
+# FA3 is not the dense decode to beat at every shape: at 6 rows of 8 KV heads it falls behind.
+PEER = "flashinfer"
+_1_7B, _8B = "qwen3-1.7b", "qwen3-8b"
+_4X256K, _1X256K = Load(4, 262144), Load(1, 262144)
+# With short prompts of 1,024 the largest batch would not fit.
+_6X128K, _1X128K = Load(6, 131072, short=256), Load(1, 131072, tokens=512)
 _FP8 = {"summary_dtype": "fp8", "active_ratio": 0.05, "rectify_interval": 64}
-# Eight intervals of 64 tokens; with short prompts of 1,024 the largest batch would not fit.
-_EVERY_64 = ("--interval", "64", "--tokens", "512", "--short", "256")
+_VARIANT, _EVERY_64 = "-fp8-r.05", ("--interval", "64")
+# Eight intervals of 64 tokens.
+_4X256K_64, _6X128K_64 = (replace(load, tokens=512, short=256) for load in (_4X256K, _6X128K))
 _FA3 = "--attention-backend fa3 --page-size 16 --mem-fraction-static"
 _PROFILE = ("--base-url", URL, "--arm", "sparse", "--batch", "1", "--context", "262144")
 # Tokens of the generated inputs of servers whose longest context is 128k, as their /server_info says.
@@ -156,32 +171,31 @@ LEGS: tuple[Leg, ...] = (
             ),
         ),
     ),
+    _dense("dense-1.7b", _1_7B, _4X256K, _1X256K),
     Leg(
         "e1",
         (
-            _decode("qwen3-1.7b-4x256k", 4, 262144, "E1: 4x256k"),
-            _decode("qwen3-1.7b-1x256k", 1, 262144, "E1: 1x256k"),
+            _decode(_1_7B, _4X256K, "E1: 4x256k"),
+            _decode(_1_7B, _1X256K, "E1: 1x256k"),
             Command("eval.profile_decode", "profile-qwen3-1.7b-1x256k.jsonl", _PROFILE),
         ),
-        _resa(*_1_7B),
+        _resa(_1_7B, 0.95, _4X256K, _1X256K),
     ),
+    _dense("dense-8b", _8B, _6X128K, _1X128K),
     Leg(
         "e2",
-        (
-            _decode("qwen3-8b-6x128k", 6, 131072, "E2: 6x128k", "--short", "256"),
-            _decode("qwen3-8b-1x128k", 1, 131072, "E2: 1x128k", "--tokens", "512", "--rounds", "5"),
-        ),
-        _resa(*_8B),
+        (_decode(_8B, _6X128K, "E2: 6x128k"), _decode(_8B, _1X128K, "E2: 1x128k", "--rounds", "5")),
+        _resa(_8B, 0.97, _6X128K, _1X128K),
     ),
     Leg(
         "e3-1.7b",
-        (_decode("qwen3-1.7b-4x256k-fp8-r.05", 4, 262144, "E3: Qwen3-1.7B, 4x256k", *_EVERY_64),),
-        _resa(*_1_7B, _FP8),
+        (_decode(_1_7B, _4X256K_64, "E3: Qwen3-1.7B, 4x256k", *_EVERY_64, variant=_VARIANT),),
+        _resa(_1_7B, 0.95, _4X256K_64, config=_FP8),
     ),
     Leg(
         "e3-8b",
-        (_decode("qwen3-8b-6x128k-fp8-r.05", 6, 131072, "E3: Qwen3-8B, 6x128k", *_EVERY_64),),
-        _resa(*_8B_FP8, _FP8),
+        (_decode(_8B, _6X128K_64, "E3: Qwen3-8B, 6x128k", *_EVERY_64, variant=_VARIANT),),
+        _resa(_8B, 0.97, _6X128K_64, config=_FP8),
     ),
     Leg(
         "serving-8b",
@@ -196,10 +210,11 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         "serving-1.7b",
-        # One after the other: 4x256k fills the memory.
+        # Of a larger batch the first answers end before the last of such prompts is prefilled.
         (
             _serving(
-                "qwen3-1.7b", "--contexts", "4k,32k,128k,256k", "--prefix", "0", "--server-args", f"{_FA3} {_1_7B[3]}"
+                "qwen3-1.7b",
+                *("--contexts", "4k,32k,128k,256k", "--batch", "1", "--prefix", "0", "--server-args", f"{_FA3} 0.95"),
             ),
         ),
     ),

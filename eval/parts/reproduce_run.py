@@ -30,6 +30,15 @@ def last_error(text: str) -> str:
     return next((line for line in reversed(lines) if REASON.search(line)), lines[-1] if lines else "it printed nothing")
 
 
+def summarised(path: Path) -> bool:
+    """Whether a result file is there and complete.
+
+    Raises:
+        EvaluationError: it is no file of results.
+    """
+    return path.exists() and any(row.get("kind") == "summary" for row in read_rows(path))
+
+
 class Runner:
     """Runs legs into a folder.
 
@@ -38,10 +47,12 @@ class Runner:
         revision: of the code.
         record: `RUNS` of the folder, opened to go on.
         resume: whether files of the same revision count as done.
+        legs: all that there are, not only those that run: which of them makes what another one reads.
     """
 
-    def __init__(self, folder: Path, revision: str, record: Record, resume: bool) -> None:
+    def __init__(self, folder: Path, revision: str, record: Record, resume: bool, legs: Sequence[Leg]) -> None:
         self.folder, self.revision, self.record, self.resume = folder, revision, record, resume
+        self.makers = {command.file: leg.name for leg in legs for command in leg.commands}
         self.last = {row["file"]: row for row in record.earlier if row["kind"] == "run"}
 
     def finished(self, command: Command) -> bool:
@@ -57,8 +68,8 @@ class Runner:
             return False
         if path.suffix != ".jsonl":
             return last is not None and last["revision"] == self.revision
-        header, *rows = read_rows(path) or [{}]
-        return header.get("revision") == self.revision and any(row.get("kind") == "summary" for row in rows)
+        header = next(iter(read_rows(path)), {})
+        return header.get("revision") == self.revision and summarised(path)
 
     def run(self, leg: Leg, todo: Sequence[Command]) -> bool:
         """Run what is left of a leg.
@@ -77,12 +88,23 @@ class Runner:
             return True
         with contextlib.ExitStack() as stack:
             try:
-                server = self.start(leg, leg.server, stack) if leg.server else None
+                # Not for commands that cannot run.
+                ready = any(not self.lacking(leg, command) for command in todo)
+                server = self.start(leg, leg.server, stack) if leg.server and ready else None
             except (RuntimeError, TimeoutError) as error:
                 how, log = str(error).split("; its log")[0], self.server_log(leg)
                 print(f"{leg.name}: {how}: {last_error(log.read_text(errors='replace'))} ({log})")
                 return False
             return self.commands(leg, todo, server)
+
+    def lacking(self, leg: Leg, command: Command) -> list[str]:
+        """The files of other legs that a command reads and that are not there, or unfinished; each with its leg."""
+        own = {one.file for one in leg.commands}
+        return [
+            f"{file}, which leg {self.makers[file]} makes"
+            for file in command.reads()
+            if file not in own and not summarised(self.folder / file)
+        ]
 
     def start(self, leg: Leg, server: Server, stack: contextlib.ExitStack) -> ServerProcess:
         """Start a leg's server, which ends with `stack`.
@@ -104,15 +126,16 @@ class Runner:
         return self.folder / f"{leg.name}.server.log"
 
     def commands(self, leg: Leg, todo: Sequence[Command], server: ServerProcess | None) -> bool:
-        """Run commands on a server that is up, but those that need the file of one that failed.
+        """Run commands on a server that is up, but those that need a file that is not there or of one that failed.
 
         Returns:
             Whether all went well.
         """
         failed: list[Command] = []
         for command in todo:
-            if missing := [other.file for other in failed if command.needs(other)]:
-                self.say(leg, command, f"left out, it needs {', '.join(missing)}")
+            missing = [other.file for other in failed if command.needs(other)]
+            if missing := [*missing, *self.lacking(leg, command)]:
+                self.say(leg, command, f"left out, it needs {', and '.join(missing)}")
                 failed.append(command)
             elif not self.command(leg, command, server.url if server else ""):
                 failed.append(command)

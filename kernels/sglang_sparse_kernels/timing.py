@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 MIN_CALLS = 40
+# A graph of more would take long to capture.
+MAX_CALLS = 1000
+# Microseconds. The launch of a graph takes about 8, which are then a hundredth of what is timed.
+MIN_REPLAY = 1000.0
+# Replays of the graph that says how long a call takes: the first one uploads it.
+PROBES = 3
 WARM_UP_ROUNDS = 2
 
 Run = Callable[[], "torch.Tensor | None"]
@@ -50,16 +57,31 @@ class Graph:
         return timed(self.graph.replay) / self.calls
 
 
+def calls_for(calls: int, us: float) -> int:
+    """How many calls a graph should have: a replay takes about `MIN_REPLAY` then, or longer; less beyond `MAX_CALLS`.
+
+    Args:
+        calls: of a graph that was timed; no fewer are wanted.
+        us: microseconds of one of them, its share of the launch of that graph included.
+    """
+    return max(calls, min(MAX_CALLS, math.ceil(MIN_REPLAY / us)))
+
+
 def capture(runs: Sequence[Run]) -> Graph:
-    """Capture a call for each layer as one CUDA graph, over and over until there are `MIN_CALLS` at least.
+    """Capture a call for each layer as one CUDA graph, over and over until a replay takes long enough (`calls_for`).
 
     Args:
         runs: one call a layer, each already called once.
     """
-    calls = max(MIN_CALLS, len(runs))
     for run in runs:
         run()
     torch.cuda.synchronize()
+    first = _captured(runs, max(MIN_CALLS, len(runs)))
+    calls = calls_for(first.calls, min(first() for _ in range(PROBES)))
+    return first if calls == first.calls else _captured(runs, calls)
+
+
+def _captured(runs: Sequence[Run], calls: int) -> Graph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in range(calls):

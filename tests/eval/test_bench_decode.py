@@ -8,7 +8,7 @@ import pytest
 
 from eval import bench_decode
 from eval.bench_decode import random_prompts, request_of, require_capacity
-from eval.figures.tpot import bound_ratio, decode_figures, shared_window, summarise, whole_periods
+from eval.figures.tpot import Peer, bound_ratio, decode_figures, shared_window, summarise, whole_periods
 from eval.live.client import Chunk, Stream, parse_stream
 from eval.live.counters import EvaluationError
 
@@ -101,20 +101,22 @@ def test_bound_ratio() -> None:
     assert bound_ratio(3.3, 2.75, 10.0, 2.0, 32) == pytest.approx(1.1)
 
 
+TPOTS = {
+    "dense": [10.0, 11.0, 9.0],
+    "dense_short": [2.0] * 3,
+    "sparse": [2.75, 2.7, 2.8],
+    "rectified": [3.3, 3.2, 3.4],
+}
+ROUNDS = [
+    {"arm": arm, "round": i, "tpot_mean": values[i], "ttft": [0.1, 0.1 * i], "density": 0.1}
+    for i in range(3)
+    for arm, values in TPOTS.items()
+]
+
+
 def test_summary() -> None:
-    tpots = {
-        "dense": [10.0, 11.0, 9.0],
-        "dense_short": [2.0] * 3,
-        "sparse": [2.75, 2.7, 2.8],
-        "rectified": [3.3, 3.2, 3.4],
-    }
-    rows = [
-        {"arm": arm, "round": i, "tpot_mean": values[i], "ttft": [0.1, 0.1 * i], "density": 0.1}
-        for i in range(3)
-        for arm, values in tpots.items()
-    ]
-    summary = {row["arm"]: row for row in summarise(rows, interval=32)}
-    assert list(summary) == list(tpots)
+    summary = {row["arm"]: row for row in summarise(ROUNDS, interval=32, backend="fa3")}
+    assert list(summary) == list(TPOTS) and summary["sparse"]["dense"] == "fa3"
     rectified = summary["rectified"]
     assert rectified["tpot"] == 3.3 and rectified["tpot_range"] == (3.2, 3.4) and rectified["rounds"] == 3
     assert rectified["dense_ratio"] == pytest.approx(10 / 3.3)
@@ -123,8 +125,29 @@ def test_summary() -> None:
     assert rectified["bound_ratio_range"] == pytest.approx((3.2 / (2.7 + 9 / 32), 3.4 / (2.8 + 7 / 32)))
     assert summary["dense"]["dense_ratio"] == 1 and "bound_ratio" not in summary["sparse"]
     assert rectified["ttft"] == pytest.approx(0.1)
-    no_short = {row["arm"]: row for row in summarise([row for row in rows if row["arm"] != "dense_short"], 32)}
+    no_short = {row["arm"]: row for row in summarise([row for row in ROUNDS if row["arm"] != "dense_short"], 32)}
     assert "bound_ratio" not in no_short["rectified"]
+
+
+def test_summary_against_peers() -> None:
+    peers = [Peer("triton", "t.jsonl", 5, 40.0, (39.0, 41.0)), Peer("flashinfer", "f.jsonl", 3, 8.0, (7.0, 8.5))]
+    alone, summary = summarise(ROUNDS, 32, "fa3"), summarise(ROUNDS, 32, "fa3", peers)
+    dense, triton, flashinfer, short, sparse, rectified = summary
+    assert {row.get("dense") for row in summary} == {"flashinfer (peer)", None} and "dense_ratio" not in short
+    assert rectified["dense_ratio"] == pytest.approx(8 / 3.3)
+    assert rectified["dense_ratio_range"] == pytest.approx((8 / 3.4, 8 / 3.2))
+    assert sparse["dense_ratio"] == pytest.approx(8 / 2.75)
+    # What is rectified on this server costs what its own dense arm says.
+    assert rectified["bound_ratio"] == alone[-1]["bound_ratio"] == pytest.approx(1.1)
+    assert dense["dense_ratio"] == 0.8 and dense["dense_ratio_range"] == pytest.approx((8 / 11, 8 / 9))
+    assert triton["arm"] == flashinfer["arm"] == "peer" and triton["dense_ratio"] == 0.2
+    assert flashinfer["dense_ratio"] == 1 and flashinfer["tpot"] == 8 and flashinfer["tpot_range"] == (7.0, 8.5)
+    assert flashinfer["backend"] == "flashinfer" and flashinfer["file"] == "f.jsonl" and flashinfer["rounds"] == 3
+    # A peer that is slower, or as fast, is a row and nothing else.
+    tie = Peer("flashinfer", "f.jsonl", 3, 10.0, (9.0, 11.0))
+    own, *beside, _, _, last = summarise(ROUNDS, 32, "fa3", [peers[0], tie])
+    assert own["dense"] == last["dense"] == "fa3" and last["dense_ratio_range"] == alone[-1]["dense_ratio_range"]
+    assert [row["dense_ratio"] for row in beside] == [0.25, 1] and beside[1]["dense_ratio_range"] == (0.9, 1.1)
 
 
 def test_prompts_share_no_prefix() -> None:
@@ -149,11 +172,11 @@ def test_requests_are_of_fixed_length() -> None:
 
 
 def test_servers_without_room_are_refused() -> None:
-    require_capacity(FACTS, batch=2, context=4000, short=100, tokens=256)
-    with pytest.raises(EvaluationError, match="needs 10488 tokens of KV, the server has 10000"):
-        require_capacity(FACTS, batch=2, context=4700, short=0, tokens=256)
+    require_capacity(FACTS, batch=2, context=3844, short=100, tokens=256)
+    with pytest.raises(EvaluationError, match="needs 10002 tokens of KV, the server has 10000"):
+        require_capacity(FACTS, batch=2, context=3945, short=0, tokens=256)
     with pytest.raises(EvaluationError, match="no prefix cache"):
-        require_capacity({**FACTS, "disable_radix_cache": True}, batch=2, context=4000, short=100, tokens=256)
+        require_capacity({**FACTS, "disable_radix_cache": True}, batch=2, context=3844, short=100, tokens=256)
 
 
 def test_arms() -> None:
@@ -166,6 +189,11 @@ def test_arms() -> None:
     assert arms["rectified"].params == {"rectify_interval": 32, "active_ratio": 0.05}
     assert arms["dense"].prompts == arms["sparse"].prompts == arms["rectified"].prompts
     assert [len(prompt) for prompt in arms["dense_short"].prompts] == [16, 16]
+    dense_only = bench_decode.parse([*needed, "--dense-only"])
+    assert dense_only.short == 0
+    (stock,), (own,) = (bench_decode.make_arms(dense_only, 100, counted) for counted in (False, True))
+    assert (stock.name, stock.params, stock.prompts) == ("dense", {}, arms["dense"].prompts)
+    assert own.params == {"sparse": False} and own.counted and not stock.counted
     no_short = bench_decode.parse([*needed, "--short", "0"])
     assert [arm.params for arm in bench_decode.make_arms(no_short, 100)][1:] == [
         {"rectify_interval": 0},
@@ -181,6 +209,9 @@ def test_arms() -> None:
         (["--interval", "0"], "--interval must be at least 1"),
         (["--batch", "0"], "--batch must be at least 1"),
         (["--context", "1024"], "--short must be 0, or more and below --context"),
+        (["--dense-only", "--short", "16"], "--short is of the arms that --dense-only leaves out"),
+        (["--dense-only", "--active-ratio", ".1"], "--active-ratio is of the arms that --dense-only leaves out"),
+        (["--dense-only", "--peer", "x.jsonl"], "--peer is of the arms that --dense-only leaves out"),
     ],
 )
 def test_command_line(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

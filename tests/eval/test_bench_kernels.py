@@ -1,8 +1,7 @@
 """The kernel benchmark: plan, rows, ratios, quality, and peers that are not there."""
 
 import json
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from eval.parts.kernel_inputs import OPS, WHOLE, Shape, Step, num_layers
 from eval.parts.kernel_quality import quality, samples
 from eval.parts.kernel_rows import summarise, timing
 from eval.parts.kernel_table import OURS, TABLE, Implementation, chosen, reason
-from sglang_sparse_kernels.timing import Replay, Run, capture, in_turn
+from sglang_sparse_kernels.timing import Replay, Run
 
 # The newest page is partly filled, and no two sizes are equal.
 SHAPE = Shape(2, 118, q_heads=6, kv_heads=3, dim=16, page_size=8, active_ratio=0.4, n_min=2)
@@ -89,16 +88,6 @@ def test_bytes_of_an_8b_layer() -> None:
     layers = num_layers(Shape(1, 32768), 60 * 2**20)
     assert layers * Shape(1, 32768).num_bytes("page_score") >= 3 * 60 * 2**20
     assert num_layers(shape, 0) == 2 and num_layers(Shape(1, 64), 60 * 2**20) == 128
-
-
-def test_graphs_are_replayed_in_turn() -> None:
-    played: list[str] = []
-
-    def replay(name: str) -> Callable[[], float]:
-        return lambda: float(played.append(name) or len(played))
-
-    times = in_turn([replay("a"), replay("b")], 3)
-    assert "".join(played) == "ab" * 5 and times == [[5, 7, 9], [6, 8, 10]]
 
 
 def test_median_and_spread() -> None:
@@ -258,16 +247,6 @@ def test_reasons_name_no_paths() -> None:
     assert reason(OSError("/usr/lib/x/libfa.so: cannot open\nmore")) == "OSError: libfa.so: cannot open"
     assert reason(ValueError("see https://docs/a/b, 1/2 of a/b")) == "ValueError: see https://docs/a/b, 1/2 of a/b"
     assert reason(AssertionError()) == "AssertionError"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_graph_keeps_what_its_calls_hold() -> None:
-    table = torch.ones(1024, device="cuda")
-    alive = weakref.ref(table)
-    replay = capture([lambda table=table: table.sum()])
-    del table
-    assert replay() > 0 and alive() is not None
 
 
 @pytest.mark.gpu

@@ -89,6 +89,15 @@ def test_bounds_are_inclusive_and_some_goals_have_no_stretch() -> None:
     assert goal(unit="pages", must=0, stretch=None).verdict(0) == "must"
 
 
+def test_what_no_hardware_allows_is_no_success() -> None:
+    bounded = goal(limit=4.0)
+    assert [bounded.verdict(figure) for figure in (3.9, 4.0, 4.03)] == ["stretch"] * 3
+    assert [bounded.verdict(figure) for figure in (4.05, 40.0)] == ["beyond the limit"] * 2
+    micros = goal(unit="us", must=4.0, stretch=3.0, limit=2.0)
+    assert [micros.verdict(figure) for figure in (3.5, 2.0, 1.99)] == ["must", "stretch", "stretch"]
+    assert [micros.verdict(figure) for figure in (1.97, 0.0)] == ["beyond the limit"] * 2
+
+
 def found(folder: Path) -> str:
     row = measured(goal(), read_results(folder, ["eval.bench_kernels"]))
     return "none" if row is None else f"{row[1].name} {row[0]['dense_ratio']}"

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from profile_traces import FLASH, GRAPH, LAYER, event, replays, write
 
-from eval.figures.profile import compare, part_of, short, summarise, tables
+from eval.figures.profile import before_and_after, compare, part_of, short, summarise, tables
 from eval.live.counters import EvaluationError
 from eval.parts.profile_trace import Launch, decode_steps, read_trace, step_of
 
@@ -112,10 +113,11 @@ def test_summary_and_tables(tmp_path: Path) -> None:
     assert len(short("x" * 500)) == 90
 
 
-def profile_file(path: Path, graph: tuple[str, ...], context: int = 64) -> Path:
+def profile_file(path: Path, graph: tuple[str, ...], context: int = 64, revision: str = "r1") -> Path:
     kernels, parts = summarise(decode_steps(read_trace(write(path.with_suffix(".json.gz"), replays(4, graph))), 3))
     arguments = {"batch": 2, "context": context}
-    rows = [{"kind": "header", "command": "eval.profile_decode", "arguments": arguments}]
+    header = {"kind": "header", "command": "eval.profile_decode", "revision": revision, "arguments": arguments}
+    rows: list[dict[str, Any]] = [header]
     rows += [{"kind": "item", **row} for row in kernels] + [{"kind": "summary", **row} for row in parts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -124,21 +126,26 @@ def profile_file(path: Path, graph: tuple[str, ...], context: int = 64) -> Path:
 def test_before_and_after(tmp_path: Path) -> None:
     before = profile_file(tmp_path / "before.jsonl", GRAPH)
     sparse = tuple("_split_kernel" if name == FLASH else name for name in GRAPH)
-    after = profile_file(tmp_path / "after.jsonl", sparse[:9])
+    after = profile_file(tmp_path / "after.jsonl", sparse[:9], revision="r2")
     assert compare(before, after).splitlines() == [
-        "| part of a step | before, µs | calls | after, µs | calls |",
-        "| --- | --- | --- | --- | --- |",
-        "| sparse_decode, split |  |  | 20.0 | 2 |",
-        "| norms, rope, activation | 40.0 | 4 | 40.0 | 4 |",
-        "| attention | 20.0 | 2 |  |  |",
-        "| matmuls | 20.0 | 2 | 20.0 | 2 |",
-        "| other | 25.0 | 3 | 15.0 | 2 |",
-        "| busy | 105.0 | 11 | 95.0 | 10 |",
-        "| idle | 45.0 |  | 55.0 |  |",
-        "| step | 150.0 | 11 | 150.0 | 10 |",
+        "| part of a step | before (r1), µs | of the steps | calls | after (r2), µs | of the steps | calls |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| sparse_decode, split |  |  |  | 20.0 | 20.0 … 20.0 | 2 |",
+        "| norms, rope, activation | 40.0 | 40.0 … 40.0 | 4 | 40.0 | 40.0 … 40.0 | 4 |",
+        "| attention | 20.0 | 20.0 … 20.0 | 2 |  |  |  |",
+        "| matmuls | 20.0 | 20.0 … 20.0 | 2 | 20.0 | 20.0 … 20.0 | 2 |",
+        "| other | 25.0 | 25.0 … 25.0 | 3 | 15.0 | 15.0 … 15.0 | 2 |",
+        "| busy | 105.0 | 105.0 … 105.0 | 11 | 95.0 | 95.0 … 95.0 | 10 |",
+        "| idle | 45.0 | 45.0 … 45.0 |  | 55.0 | 55.0 … 55.0 |  |",
+        "| step | 150.0 | 150.0 … 150.0 | 11 | 150.0 | 150.0 … 150.0 | 10 |",
     ]
+    by_part, by_kernel = before_and_after(before, after).split("\n\n")
+    assert by_part == compare(before, after)
+    assert "| `_split_kernel` | sparse_decode, split | 20.0 | 20.0 | 2 | 13.3 % |" in by_kernel.splitlines()
+    assert "Flash" not in by_kernel, "the kernels are those of the later file"
     lines = compare(before, after, kernels=True).splitlines()
-    assert "| sparse_decode, split |  |  | 20.0 | 2 |" in lines
-    assert lines[lines.index("| other | 25.0 | 3 | 15.0 | 2 |") + 1] == "| · `Memset (Device)` | 20.0 | 2 | 10.0 | 1 |"
+    assert "| sparse_decode, split |  |  |  | 20.0 | 20.0 … 20.0 | 2 |" in lines
+    other = lines.index("| other | 25.0 | 25.0 … 25.0 | 3 | 15.0 | 15.0 … 15.0 | 2 |")
+    assert lines[other + 1] == "| · `Memset (Device)` | 20.0 | 20.0 … 20.0 | 2 | 10.0 | 10.0 … 10.0 | 1 |"
     with pytest.raises(EvaluationError, match=r"profiles 2 x 64 tokens, .* 2 x 128"):
         compare(before, profile_file(tmp_path / "longer.jsonl", GRAPH, context=128))

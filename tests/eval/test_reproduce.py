@@ -119,11 +119,14 @@ def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
         flags = leg.server.flags
         limit = {name: float(flags[flags.index(name) + 1]) for name in flags if name.startswith("--m") or "-l" in name}
         facts = {"page_size": 16, "max_total_num_tokens": limit["--max-total-tokens"], "disable_radix_cache": False}
+        assert flags[flags.index("--page-size") + 1] == "16"
+        needed = []
         config = json.loads(flags[flags.index("--sparse-config") + 1]) if "--sparse-config" in flags else {}
         for command in leg.commands:
             args = parsed(command, tmp_path)
             short = getattr(args, "short", 0)
             bench_decode.require_capacity(facts, args.batch, args.context, short, args.tokens)
+            needed.append(bench_decode.kv_tokens(args.batch, args.context, short, args.tokens, 16))
             assert args.context + args.tokens < limit["--context-length"]
             assert args.batch <= limit["--max-running-requests"]
             if command.module == "eval.bench_decode":
@@ -132,15 +135,44 @@ def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
                 assert args.shape.startswith(leg.server.model)
                 assert ("fp8-r.05" in args.shape) == (config.get("active_ratio") == 0.05)
                 assert config.get("rectify_interval", 32) == args.interval
+                assert args.dense_only == ("--sparse-method" not in flags)
+        assert limit["--max-total-tokens"] < max(needed) + 16, "a page less and the largest batch is refused"
+
+
+def test_files_of_other_legs_are_made_before(tmp_path: Path) -> None:
+    made: dict[str, argparse.Namespace] = {}
+    for leg in LEGS:
+        for command in leg.commands:
+            args = parsed(command, tmp_path)
+            assert set(command.reads()) <= made.keys()
+            if command.module == "eval.bench_decode" and not args.dense_only:
+                (peer,) = [made[path.name] for path in args.peer]
+                assert peer.dense_only and (peer.batch, peer.context) == (args.batch, args.context)
+                assert args.shape.removesuffix("-fp8-r.05") == peer.shape
+            made[command.file] = args
+
+
+def test_dense_peers_are_stock_servers() -> None:
+    legs = {leg.name: leg for leg in LEGS}
+    for name, model in (("dense-8b", "qwen3-8b"), ("dense-1.7b", "qwen3-1.7b")):
+        server = legs[name].server
+        assert server is not None and server.model == model
+        assert server.flags[:4] == ("--attention-backend", "flashinfer", "--page-size", "16")
+        assert not any("sparse" in flag for flag in server.flags)
+
+
+def test_batches_that_the_serving_benchmark_cannot_measure_are_not_asked_for(tmp_path: Path) -> None:
+    (serving,) = [command for _, command in COMMANDS if command.file == "serving-qwen3-1.7b.jsonl"]
+    assert parsed(serving, tmp_path).batch == [1]
 
 
 def test_the_commands_of_the_readme_are_the_same() -> None:
     blocks = re.findall(r"```\n(.*?)```", README.read_text(), re.S)
     lines = [shlex.split(line) for block in blocks for line in block.replace("\\\n", "").splitlines()]
-    bench = ("eval.bench_mla", "eval.bench_prefill", "eval.bench_serving")
+    bench = ("eval.bench_decode", "eval.bench_mla", "eval.bench_prefill", "eval.bench_serving")
     shown = [line[2:] for line in lines if line[:2] == ["python", "-m"] and line[2] in bench]
-    known = [[part.removeprefix("./") for part in one.line(Path(), "")] for _, one in COMMANDS]
-    assert len(shown) == 5
+    known = [[part.removeprefix("./") for part in one.line(Path(), "URL")] for _, one in COMMANDS]
+    assert len(shown) == 7
     for line in shown:
         assert line in known
 
@@ -152,4 +184,6 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "| e3-8b | E3: Qwen3-8B, 6x128k | bench-decode-qwen3-8b-6x128k-fp8-r.05.jsonl | a server of qwen3-8b |" in lines
     )
+    files = "dense-flashinfer-qwen3-8b-6x128k.jsonl, dense-flashinfer-qwen3-8b-1x128k.jsonl"
+    assert f"| dense-8b |  | {files} | a server of qwen3-8b |" in lines
     assert "| mla | K6: 8x64k; K6: 1x128k | bench_mla.jsonl | nothing |" in lines

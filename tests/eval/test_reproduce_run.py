@@ -164,6 +164,31 @@ def test_what_failed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split(": ")[2].split(",")[0] for line in lines] == ["skipped", "N s", "left out"]
 
 
+def test_files_of_other_legs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    legs = [
+        Leg("peers", (stub("p.jsonl"), stub("q.jsonl"))),
+        Leg("one", (stub("a.jsonl", "--reads", f"{FOLDER}/p.jsonl"),), Server("checkpoint")),
+        Leg("two", (stub("b.jsonl", "--reads", f"{FOLDER}/q.jsonl"), stub("c.jsonl")), Server("checkpoint")),
+    ]
+    assert run(folder, legs, "one", "two") == 1
+    found = capsys.readouterr()
+    assert outcomes(found.out) == [
+        "one: stub_bench, a.jsonl: left out, it needs p.jsonl, which leg peers makes",
+        "two: server of checkpoint is ready after N s",
+        "two: stub_bench, b.jsonl: left out, it needs q.jsonl, which leg peers makes",
+        "two: stub_bench, c.jsonl: N s, status 0",
+    ]
+    assert "failed: one, two" in found.err
+    # For a leg of which nothing can run no server is started.
+    assert len(StubServer.started) == 1 and not (folder / "a.jsonl").exists()
+    # An unfinished file is none.
+    (folder / "p.jsonl").write_text('{"kind": "header", "command": "stub", "revision": "r1"}\n')
+    assert run(folder, legs, "one") == 1
+    assert "left out, it needs p.jsonl" in capsys.readouterr().out
+    assert run(folder, legs) == 0
+    assert [file for file, _ in runs(folder)] == [f"{name}.jsonl" for name in "cpqab"]
+
+
 def test_a_budget(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     legs = [Leg(name, (stub(f"{name}.jsonl"),)) for name in ("one", "two", "three")]
     assert run(folder, legs, "three") == 0
@@ -225,7 +250,7 @@ def test_interrupted_commands_may_end_their_servers(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--out", "{}/new", "e9"], "no leg is called 'e9': there are kernels, tune, e1, "),
+        (["--out", "{}/new", "e9"], "no leg is called 'e9': there are kernels, tune, dense-1.7b, e1, "),
         (["--out", "{}/file"], "file is a file, wanted is a folder"),
         (["--out", "{}/file/below"], "file is a file, wanted is a folder"),
         (["--out", "{}/new"], "speed is measured on a CUDA device, and torch finds none"),
