@@ -23,6 +23,10 @@ OPERATIONS = (
     "sparse_mla_decode",
     "index_keys",
     "index_logits",
+    "window_score",
+    "kt_score",
+    "visible_blocks",
+    "skip_softmax_decode",
 )
 HAS_GPU = torch.cuda.is_available()
 INTERPRETED = not HAS_GPU and "triton" not in sys.modules

@@ -1,5 +1,8 @@
 """Page summaries: reference against an exhaustive rounding table, Triton against the reference."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,10 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_sparse_kernels.kt_score import kt_score
+from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import reference, update_page_summaries, update_page_summary
-from sglang_sparse_kernels.page_summary.cases import CASES, Case, make
+from sglang_sparse_kernels.page_summary.cases import BF16, CASES, E5M2, FP8, FP16, FP32, Case, make
 
-ROUNDED = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+FLOAT8 = [FP8, E5M2]
+ROUNDED = [BF16, FP16, *FLOAT8]
+INF = float("inf")
 
 
 def representable(dtype: torch.dtype) -> torch.Tensor:
@@ -20,8 +27,32 @@ def representable(dtype: torch.dtype) -> torch.Tensor:
     return values[~values.isnan()].unique()
 
 
+def neighbours(x: torch.Tensor) -> torch.Tensor:
+    """Float32 ``x`` and what lies next to each of them."""
+    return torch.cat([x, x.nextafter(torch.tensor(INF)), x.nextafter(torch.tensor(-INF))])
+
+
+def classes(dtype: torch.dtype) -> torch.Tensor:
+    """Float32 of every class to float8: its numbers, the middle between them, their neighbours, and extremes."""
+    numbers = representable(dtype).float()
+    numbers = numbers[numbers.isfinite()]
+    extremes = torch.tensor([0.0, 1e-40, torch.finfo(FP32).smallest_normal, torch.finfo(FP32).max, INF])
+    return neighbours(torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2, extremes, -extremes]))
+
+
+def bounds_of(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number of ``dtype`` above and the one below each of float64 ``x``, NaN outside float8, by table."""
+    table = representable(dtype)
+    above = table[torch.searchsorted(table, x).clamp(max=len(table) - 1)]
+    below = table[(torch.searchsorted(table, x, right=True) - 1).clamp(min=0)]
+    outside = (x.abs() > torch.finfo(dtype).max) & (dtype.itemsize == 1)
+    return above.masked_fill(outside, float("nan")), below.masked_fill(outside, float("nan"))
+
+
 def run_reference(arguments: dict[str, Any]) -> dict[str, Any]:
-    expected = {name: value.clone() if torch.is_tensor(value) else value for name, value in arguments.items()}
+    expected: dict[str, Any] = {
+        name: value.clone() if torch.is_tensor(value) else value for name, value in arguments.items()
+    }
     reference.update_page_summary(**expected)
     return expected
 
@@ -30,26 +61,75 @@ def run_reference(arguments: dict[str, Any]) -> dict[str, Any]:
 @given(data=st.data())
 @settings(deadline=None, max_examples=50)
 def test_rounding_gives_the_nearest_bound(dtype: torch.dtype, data: st.DataObject) -> None:
-    limit = 448.0 if dtype == torch.float8_e4m3fn else 60000.0
+    limit = torch.finfo(dtype).max
     floats = st.floats(-limit, limit, width=32)
     x = torch.tensor(data.draw(st.lists(floats, min_size=1, max_size=50)), dtype=torch.float32)
-    table = representable(dtype)
-    assert torch.equal(reference.round_up(x, dtype).double(), table[torch.searchsorted(table, x.double())])
-    below = table[torch.searchsorted(table, x.double(), right=True) - 1]
+    above, below = bounds_of(x.double(), dtype)
+    assert torch.equal(reference.round_up(x, dtype).double(), above)
     assert torch.equal(reference.round_down(x, dtype).double(), below)
 
 
-def test_values_outside_float8_become_nan() -> None:
-    x = torch.tensor([448.0, 448.5, -448.0, -1000.0, float("inf")])
-    for rounded in (reference.round_up(x, torch.float8_e4m3fn), reference.round_down(x, torch.float8_e4m3fn)):
-        assert rounded.float().isnan().tolist() == [False, True, False, True, True]
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_every_class_of_values_is_rounded_to_its_bound(dtype: torch.dtype) -> None:
+    x = classes(dtype)
+    both = reference.round_up(x, dtype), reference.round_down(x, dtype)
+    for rounded, expected in zip(both, bounds_of(x.double(), dtype), strict=True):
+        torch.testing.assert_close(rounded.double(), expected, rtol=0, atol=0, equal_nan=True)
+        inside = ~expected.isnan()
+        assert torch.equal(rounded.double()[inside].signbit(), x[inside].signbit())
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_values_outside_float8_become_nan(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    outside = [torch.tensor(largest).nextafter(torch.tensor(INF)).item(), 1.05 * largest, 2 * largest, INF]
+    x = torch.tensor([largest, *outside, float("nan"), -largest, *(-value for value in outside)])
+    for rounded in (reference.round_up(x, dtype), reference.round_down(x, dtype)):
+        assert rounded.float().isnan().tolist() == [False, *[True] * 5, False, *[True] * 4]
+
+
+def all_keys(kv_dtype: torch.dtype, summary_dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Every number of a narrow dtype, infinities too, and for float32 what ``classes`` gives."""
+    if kv_dtype == FP32:
+        return classes(summary_dtype)
+    codes = torch.arange(2 ** (8 * kv_dtype.itemsize)).to(torch.uint8 if kv_dtype == FP8 else torch.uint16)
+    keys = codes.view(kv_dtype).float()
+    chosen = ~keys.isnan()
+    if kv_dtype == BF16 and device == "cpu":
+        # The interpreter takes subnormal bfloat16 for other numbers; some of the float32 are as small.
+        chosen &= (keys == 0) | (keys.abs() >= torch.finfo(BF16).smallest_normal)
+    return keys[chosen]
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, FP16, FP32, FP8], ids=str)
+@pytest.mark.parametrize("dtype", [E5M2, FP8], ids=str)
+def test_triton_rounds_every_value_as_the_reference(dtype: torch.dtype, kv_dtype: torch.dtype, device: str) -> None:
+    """As pages of one key each, so that the sign of a zero is its own."""
+    keys, pages = all_keys(kv_dtype, dtype, device), 16
+    padded = torch.zeros(-(-len(keys) // pages) * pages)
+    padded[: len(keys)] = keys
+    arguments: dict[str, Any] = {
+        "k_cache": padded.view(pages, 1, -1).to(kv_dtype).to(device),
+        "summary": torch.zeros(pages, 1, 2, len(padded) // pages, device=device).to(dtype),
+        "last_slots": torch.arange(pages, device=device),
+        "page_size": 1,
+        "overflow": torch.zeros(1, dtype=torch.int32, device=device),
+    }
+    expected = run_reference(arguments)
+    update_page_summary(**arguments)
+    got, wanted = (result["summary"].float() for result in (arguments, expected))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+    inside = ~wanted.isnan()
+    assert torch.equal(got[inside].signbit(), wanted[inside].signbit())
+    outside = 2 * int((keys.abs() > torch.finfo(dtype).max).sum())
+    assert arguments["overflow"].item() == expected["overflow"].item() == outside
+    assert (outside > 0) == (kv_dtype != FP8)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.gpu_only], ids=str)
 def test_reference_is_the_maximum_and_minimum_of_the_written_slots(case: Case) -> None:
     arguments = make(case, "cpu")
     result = run_reference(arguments)
-    table = representable(case.summary_dtype) if case.summary_dtype != torch.float32 else None
     touched = set()
     for last_slot in arguments["last_slots"].tolist():
         if last_slot < 0:
@@ -58,12 +138,10 @@ def test_reference_is_the_maximum_and_minimum_of_the_written_slots(case: Case) -
         touched.add(page)
         keys = arguments["k_cache"][page * case.page_size : last_slot + 1].double()
         k_max, k_min = keys.max(dim=0).values, keys.min(dim=0).values
-        if table is not None:
-            k_max = table[torch.searchsorted(table, k_max).clamp(max=len(table) - 1)]
-            k_min = table[(torch.searchsorted(table, k_min, right=True) - 1).clamp(min=0)]
-        got = result["summary"][page].double()
-        inside = ~got.isnan()
-        assert torch.equal(got[inside], torch.stack([k_max, k_min], dim=1)[inside])
+        if case.summary_dtype != torch.float32:
+            k_max, k_min = bounds_of(k_max, case.summary_dtype)[0], bounds_of(k_min, case.summary_dtype)[1]
+        got, wanted = result["summary"][page].double(), torch.stack([k_max, k_min], dim=1)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
     untouched = [page for page in range(result["summary"].shape[0]) if page not in touched]
     assert result["summary"][untouched].float().count_nonzero() == 0
     assert result["overflow"].item() == result["summary"].float().isnan().sum()
@@ -89,6 +167,37 @@ def test_overflow_is_counted_on_top(device: str) -> None:
     assert overflow.item() == 7
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_a_page_beyond_float8_e5m2_is_counted_and_always_selected(
+    implementation: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if implementation == "reference":
+        monkeypatch.setenv("SGLANG_SPARSE_REFERENCE", "1")
+    generator = torch.Generator(device).manual_seed(0)
+    k_cache = torch.randn(24, 1, 64, device=device, generator=generator).to(BF16)
+    k_cache[9, 0, 3], k_cache[13, 0, 5] = 60000.0, -60000.0
+    summary = torch.zeros(6, 1, 2, 64, device=device).to(E5M2)
+    overflow = torch.zeros(1, dtype=torch.int32, device=device)
+    update_page_summary(k_cache, summary, torch.arange(3, 24, 4, device=device), 4, overflow)
+    assert overflow.item() == 2
+    assert summary.float().isnan().nonzero().tolist() == [[2, 0, 0, 3], [3, 0, 1, 5]]
+    q = torch.randn(1, 1, 64, device=device, generator=generator)
+    q[..., 3], q[..., 5] = 0.01, -0.01
+    pages = torch.arange(6, dtype=torch.int32, device=device)
+    count = torch.full((1, 1), 6, dtype=torch.int32, device=device)
+    scores = kt_score(q, summary, pages[None, None], count, topr=64, sm_scale=0.125, local_pages=0)[0, 0]
+    assert (scores == torch.finfo(FP32).max).tolist() == [False, False, True, True, False, False]
+    assert scores[[0, 1, 4, 5]].isfinite().all()
+    with pytest.raises(ValueError, match=r"summary must have one of the dtypes .*, got torch\.float8_e5m2"):
+        page_score(q, summary, pages[None], count[0])
+
+
+def test_a_cache_of_float8_e5m2_is_refused() -> None:
+    k_cache, summary = torch.zeros(8, 1, 64).to(E5M2), torch.zeros(2, 1, 2, 64).to(E5M2)
+    with pytest.raises(ValueError, match=r"k_cache must have one of the dtypes .*, got torch\.float8_e5m2"):
+        update_page_summary(k_cache, summary, torch.tensor([3]), 4)
+
+
 def test_strided_cache(device: str) -> None:
     case = CASES[0]
     arguments = make(case, device)
@@ -100,7 +209,7 @@ def test_strided_cache(device: str) -> None:
     assert torch.equal(arguments["summary"], expected["summary"])
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[9], CASES[13]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[9], CASES[13], CASES[17]], ids=str)
 def test_all_layers_in_one_launch(case: Case, device: str) -> None:
     layers = [make(case, device, seed) for seed in range(3)]
     # One batch writes to the same slots of all layers.
@@ -123,3 +232,40 @@ def test_layers_that_differ_are_refused() -> None:
     strided = torch.zeros(k_cache.shape[0], k_cache.shape[1] * 2, k_cache.shape[2], dtype=k_cache.dtype)[:, ::2]
     with pytest.raises(ValueError, match="k_caches must have the same dtype, shape and strides"):
         update_page_summaries([k_cache, strided], [summary, summary], **arguments)
+
+
+COMPILE = """
+import os, re, subprocess, tempfile, triton
+from triton.backends.compiler import GPUTarget
+from sglang_sparse_kernels.page_summary import triton as module
+
+kernel = module._page_summary_kernel
+dump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+pointers = {"offsets_ptr": "*i64", "last_slots_ptr": "*i64", "overflow_ptr": "*i32", "summary_ptr": "*u8"}
+constants = {"LAYERS": 32, "HEADS": 8, "DIM": 128, "BLOCK_DIM": 128, "PAGE": 4, "COUNT_OVERFLOW": True}
+for capability in (80, 89, 90, 120):
+    # On Ampere the compiler does not know float8_e4m3fn, the one float8 of the keys.
+    for keys in ("*bf16", "*fp8e4nv") if capability >= 89 else ("*bf16",):
+        for rounding in (module._E5M2,) if keys == "*fp8e4nv" else (module._E4M3, module._E5M2):
+            constants |= {"ROUNDING": rounding, "DEPENDENT": capability >= 90}
+            pointers["k_ptr"] = keys
+            kinds = {name: pointers.get(name, "i32") for name in kernel.arg_names}
+            signature = kinds | dict.fromkeys(constants, "constexpr")
+            aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in pointers}
+            source = triton.compiler.ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(compiled.asm["cubin"])
+                file.flush()
+                used = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+            # Numbers that float32 holds as subnormal ones must not be flushed to zero, which would be no bound.
+            print(capability, *re.findall(r"STACK:(\\d+)", used), "ftz" in compiled.asm["ptx"])
+"""
+
+
+def test_float8_compiles_for_gpus_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+    expected = ["80 0 False"] * 2 + [f"{capability} 0 False" for capability in (89, 90, 120) for _ in range(3)]
+    assert done.stdout.splitlines() == expected, done.stderr[-2000:]

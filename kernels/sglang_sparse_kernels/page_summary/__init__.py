@@ -1,6 +1,7 @@
 """Page summaries: the element-wise maximum and minimum of each page's keys, kept beside the KV cache.
 
 Source: the block representation of ReSA (arXiv:2506.04108, section 3.1), which is that of Quest (arXiv:2406.10774).
+RocketKV (arXiv:2502.14051) has the same in its KT cache, which TensorRT-LLM keeps in float8_e5m2 and rounds to nearest.
 """
 
 from collections.abc import Sequence
@@ -27,14 +28,15 @@ def update_page_summaries(
 
     One launch serves all layers: a decode step touches one page a row, which is next to no work in each of them.
 
-    A summary dtype coarser than the KV dtype keeps the bound: maxima are rounded up and minima down. In
-    ``float8_e4m3fn`` a value outside +-448 is stored as NaN, which ``page_score`` reads as "always select".
+    A summary dtype coarser than the KV dtype keeps the bound: maxima are rounded up and minima down. In float8 a value
+    outside +-448 (``float8_e4m3fn``) or +-57,344 (``float8_e5m2``, whose infinities are never stored) is stored as NaN.
+    ``page_score`` and ``kt_score`` read that as "always select", the latter where the bound counts.
 
     Args:
         k_caches: for each layer ``[S, Hkv, d]``, float32, float16, bfloat16 or float8_e4m3fn (stored values,
             unscaled); finite. ``d`` is contiguous, the other strides are free; all layers have the same.
-        summaries: for each layer ``[num_pages, Hkv, 2, d]``, contiguous; the KV dtype, bfloat16, or float8_e4m3fn.
-            Overwritten in the touched pages.
+        summaries: for each layer ``[num_pages, Hkv, 2, d]``, contiguous; the KV dtype, bfloat16, float8_e4m3fn, or
+            float8_e5m2, which ``kt_score`` reads and ``page_score`` refuses. Overwritten in the touched pages.
         last_slots: ``[N]`` int64, the last written slot of a touched page, or -1.
         page_size: slots per page, a power of two from 1 to 64.
         overflow: optional ``[1]`` int32 counter, incremented by the number of values stored as NaN.
@@ -86,7 +88,8 @@ def _check_arguments(
     overflow: torch.Tensor | None,
 ) -> None:
     dispatch.check_tensor("k_cache", k_cache, 3, dispatch.KV_DTYPES)
-    dispatch.check_tensor("summary", summary, 4, (k_cache.dtype, torch.bfloat16, torch.float8_e4m3fn))
+    allowed = (k_cache.dtype, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+    dispatch.check_tensor("summary", summary, 4, allowed)
     dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
     dispatch.check_page_size(page_size)
     dispatch.check_shape("summary", summary, (summary.shape[0], k_cache.shape[1], 2, k_cache.shape[2]))

@@ -7,7 +7,8 @@ import torch
 
 from ..testing import random_cache, seeded
 
-FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,13 @@ CASES = [
     Case(4, 1, 16, 2, 64, FP8, FP8),
     Case(4, 1, 16, 2, 64, FP8, BF16),
     Case(0, 4, 16, 2, 64, BF16, BF16),
+    Case(4, 1, 4, 2, 128, BF16, E5M2),
+    Case(4, 1, 4, 2, 96, FP16, E5M2, spread=1e-4),
+    Case(4, 1, 32, 2, 64, FP32, E5M2, spread=3e4),
+    Case(4, 1, 16, 2, 64, FP8, E5M2),
     Case(512, 8192 - 512, 16, 8, 128, BF16, BF16, gpu_only=True),
     Case(8, 0, 16, 8, 128, BF16, FP8, gpu_only=True),
+    Case(8, 0, 4, 8, 128, BF16, E5M2, gpu_only=True),
 ]
 
 

@@ -2,8 +2,6 @@
 
 import torch
 
-FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-
 
 def update_page_summary(
     k_cache: torch.Tensor,
@@ -32,13 +30,14 @@ def round_up(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     nearest = x.to(dtype)
     if dtype == torch.float32:
         return nearest
-    integer = torch.int8 if dtype == torch.float8_e4m3fn else torch.int16
+    integer = torch.int8 if dtype.itemsize == 1 else torch.int16
     bits = nearest.view(integer)
     # The bits are sign and magnitude: one step up adds to a positive magnitude and takes from a negative one.
     one_step_up = torch.where(bits >= 0, bits + 1, bits - 1)
     rounded = torch.where(nearest.float() < x, one_step_up, bits)
-    if dtype == torch.float8_e4m3fn:
-        rounded = rounded.masked_fill(x.abs() > FP8_MAX, 0x7F)
+    if dtype.itemsize == 1:
+        # NaN in either format; the infinities of e5m2 are not used.
+        rounded = rounded.masked_fill(x.abs() > torch.finfo(dtype).max, 0x7F)
     return rounded.view(dtype)
 
 

@@ -1,7 +1,7 @@
 """Triton kernel of the page summary: one program per touched page, layer and KV head."""
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import functools
 from collections.abc import Sequence
@@ -15,8 +15,9 @@ from ..launch import await_inputs, dependent_launch
 # Above this many entries (an extend batch, where most entries are -1) a program takes all heads of its entry.
 _MANY_ENTRIES = 1024
 
-_EXACT, _BFLOAT16, _FLOAT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_FP8_MAX = tl.constexpr(448.0)
+_EXACT, _BFLOAT16, _E4M3, _E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_E4M3_MAX = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
+_E5M2_MAX = tl.constexpr(torch.finfo(torch.float8_e5m2).max)
 
 
 @triton.jit
@@ -29,25 +30,30 @@ def _directed_bfloat16(x, away):
 
 
 @triton.jit
-def _directed_float8(x, away):
-    """Round float32 to float8_e4m3fn: away from zero where ``away``, else towards zero; NaN outside +-448."""
+def _directed_float8(x, away, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """Round float32 to the bits of float8: away from zero where ``away``, else towards zero; NaN outside +-LARGEST."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.abs(x)
-    # Normal numbers keep 3 of 23 mantissa bits; the exponent bias goes from 127 to 7.
-    normal = ((bits & 0x7FFFFFFF) >> 20) - ((127 - 7) << 3) + (away & ((bits & 0xFFFFF) != 0)).to(tl.int32)
-    # Subnormal numbers, below 2^-6, are multiples of 2^-9.
-    steps = magnitude * 512.0
+    # Normal numbers keep MANTISSA of 23 mantissa bits; the exponent bias goes from 127 to BIAS.
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    inexact = (bits & ((1 << DROPPED) - 1)) != 0
+    normal = ((bits & 0x7FFFFFFF) >> DROPPED) - ((127 - BIAS) << MANTISSA) + (away & inexact).to(tl.int32)
+    # Subnormal numbers, below 2^(1 - BIAS), are multiples of 2^(1 - BIAS - MANTISSA).
+    steps = magnitude * 2.0 ** (BIAS - 1 + MANTISSA)
     whole = steps.to(tl.int32)
     subnormal = whole + (away & (whole.to(tl.float32) != steps)).to(tl.int32)
-    code = tl.where(magnitude < 0.015625, subnormal, normal)
-    code = tl.where(magnitude > _FP8_MAX, 0x7F, code) | ((bits >> 24) & 0x80)
-    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    code = tl.where(magnitude < 2.0 ** (1 - BIAS), subnormal, normal)
+    # NaN in either format; the infinities of e5m2 are not used.
+    code = tl.where(magnitude > LARGEST, 0x7F, code) | ((bits >> 24) & 0x80)
+    return code.to(tl.uint8)
 
 
 @triton.jit
 def _store_bound(pointers, bound, away, mask, ROUNDING: tl.constexpr):
-    if ROUNDING == _FLOAT8:
-        tl.store(pointers, _directed_float8(bound, away), mask=mask)
+    if ROUNDING == _E5M2:
+        tl.store(pointers, _directed_float8(bound, away, MANTISSA=2, BIAS=15, LARGEST=_E5M2_MAX), mask=mask)
+    elif ROUNDING == _E4M3:
+        tl.store(pointers, _directed_float8(bound, away, MANTISSA=3, BIAS=7, LARGEST=_E4M3_MAX), mask=mask)
     elif ROUNDING == _BFLOAT16:
         tl.store(pointers, _directed_bfloat16(bound, away), mask=mask)
     else:
@@ -93,7 +99,8 @@ def _page_summary_kernel(
             _store_bound(out, k_max, k_max > 0, in_dim, ROUNDING)
             _store_bound(out + DIM, k_min, k_min < 0, in_dim, ROUNDING)
             if COUNT_OVERFLOW:
-                outside = (tl.abs(k_max) > _FP8_MAX).to(tl.int32) + (tl.abs(k_min) > _FP8_MAX).to(tl.int32)
+                LARGEST: tl.constexpr = _E5M2_MAX if ROUNDING == _E5M2 else _E4M3_MAX
+                outside = (tl.abs(k_max) > LARGEST).to(tl.int32) + (tl.abs(k_min) > LARGEST).to(tl.int32)
                 count = tl.sum(tl.where(in_dim, outside, 0), axis=0)
                 if count > 0:
                     tl.atomic_add(overflow_ptr, count, sem="relaxed")
@@ -115,10 +122,12 @@ def update_page_summaries(
     _, heads, dim = k_cache.shape
     block_dim = triton.next_power_of_2(dim)
     rounding = _rounding(k_cache.dtype, summary.dtype)
+    float8 = rounding in (_E4M3.value, _E5M2.value)
     dependent = dependent_launch(k_cache.device)
     _page_summary_kernel[(entries, heads if entries <= _MANY_ENTRIES else 1, layers)](
         k_cache,
-        summary,
+        # Bits of float8 are stored as integers: compilers for some GPUs do not know e4m3.
+        summary.view(torch.uint8) if float8 else summary,
         _offsets(k_caches, summaries) if layers > 1 else last_slots,
         last_slots.contiguous(),
         overflow if overflow is not None else last_slots,
@@ -130,7 +139,7 @@ def update_page_summaries(
         BLOCK_DIM=block_dim,
         PAGE=page_size,
         ROUNDING=rounding,
-        COUNT_OVERFLOW=overflow is not None and rounding == _FLOAT8.value,
+        COUNT_OVERFLOW=overflow is not None and float8,
         DEPENDENT=dependent,
         num_warps=4 if page_size * block_dim <= 8192 else 8,
         launch_pdl=dependent,
@@ -157,6 +166,8 @@ def _offsets_of(addresses: tuple[int, ...], device: torch.device) -> torch.Tenso
 
 def _rounding(kv_dtype: torch.dtype, summary_dtype: torch.dtype) -> int:
     """How a summary is rounded; a wider or equal dtype takes every key as it is."""
+    if summary_dtype == torch.float8_e5m2:
+        return _E5M2.value
     if kv_dtype in (summary_dtype, torch.float8_e4m3fn):
         return _EXACT.value
-    return _BFLOAT16.value if summary_dtype == torch.bfloat16 else _FLOAT8.value
+    return _BFLOAT16.value if summary_dtype == torch.bfloat16 else _E4M3.value

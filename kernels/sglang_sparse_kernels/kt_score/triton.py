@@ -1,0 +1,283 @@
+"""Triton kernels of the KT score: the logits of all heads, then their softmax over the candidates and its mean."""
+
+# Type checkers know neither the launch options of a kernel nor its compile-time values.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportReturnType=false
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from ..float8 import as_half
+from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
+from ..page_score.reference import UNBOUNDED
+from ..window_score.triton import merged_lse, rows_at_once
+
+_SCRATCH_BYTES = 256 << 20
+# Candidates whose logits share a maximum and a sum: fixed, so that a row's scores do not depend on the batch.
+_TILE = 32
+_MERGE_TILES = 64
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+_UNBOUNDED = tl.constexpr(UNBOUNDED)
+# Float8 is loaded as bits: compilers for some GPUs do not know it, nor does the interpreter its NaN.
+_WIDE, _E4M3, _E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_ENCODINGS = {torch.float8_e4m3fn: _E4M3.value, torch.float8_e5m2: _E5M2.value}
+# Of float8_e4m3fn ``as_half`` makes 2^-8 of its number.
+_E4M3_UNIT = 256.0
+_OPERANDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters: programs aimed for per multiprocessor, and candidates that a program of the scores takes.
+
+    Not measured yet.
+    """
+
+    programs_per_processor: int = 3
+    score_block: int = 128
+
+
+@triton.jit
+def _numbers(elements, ENCODING: tl.constexpr):
+    """What the elements of a summary stand for; float8 as float16, e4m3 as 2^-8 of its number."""
+    if ENCODING == _E4M3:
+        return as_half(elements)
+    elif ENCODING == _E5M2:
+        # The upper half of a float16.
+        return (elements.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+    else:
+        return elements
+
+
+@triton.jit
+def _load_ids(candidates_ptr, candidate, width, count):
+    """Pages of one tile's candidates; page 0, the pool's dummy page, where there is none.
+
+    What lies beyond the count is read as well, whatever it is, and dropped: the load does not wait for the count.
+    """
+    ids = tl.load(candidates_ptr + candidate, mask=candidate < width, other=0)
+    return tl.where(candidate < count, ids, 0).to(tl.int64)
+
+
+@triton.jit
+def _load_bounds(summary_ptr, page, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Maxima and minima of the keys of one tile's pages, as they are in memory."""
+    pointers = summary_ptr + (page * (HEADS * 2 * DIM))[:, None] + tl.arange(0, DIM)[None, :]
+    return tl.load(pointers), tl.load(pointers + DIM)
+
+
+@triton.jit
+def _chosen(magnitude, topr):
+    """The ``topr`` largest of ``magnitude``, of equal ones the first."""
+    dims = tl.arange(0, magnitude.shape[0])
+    other, own = magnitude[None, :], magnitude[:, None]
+    before = (other > own) | ((other == own) & (dims[None, :] < dims[:, None]))
+    return tl.sum(before.to(tl.int32), axis=1) < topr
+
+
+# Without specialisation one binary serves every width.
+@triton.jit(do_not_specialize=["width", "topr"])
+def _logit_kernel(
+    q_ptr,
+    summary_ptr,
+    candidates_ptr,
+    n_candidates_ptr,
+    logits_ptr,
+    maxima_ptr,
+    totals_ptr,
+    q_stride_row,
+    q_stride_head,
+    width,
+    topr,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    ENCODING: tl.constexpr,
+    OPERAND: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Logits (base 2) of some tiles of candidates, +inf for a broken page, and each tile's maxima and sums."""
+    await_inputs(DEPENDENT)
+    head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    pair = row * HEADS + head
+    first, stride = tl.program_id(1) * TILE, tl.num_programs(1) * TILE
+    members, dims, tokens = tl.arange(0, BLOCK_GROUP), tl.arange(0, DIM), tl.arange(0, TILE)
+    in_group = members < GROUP
+    count = tl.load(n_candidates_ptr + pair)
+    candidates_ptr += pair * width
+    page = _load_ids(candidates_ptr, first + tokens, width, count)
+    if first < count:
+        summary_ptr += head * (2 * DIM)
+        # On its way while the query's dimensions are chosen. Later pages are known one tile before their bounds are
+        # wanted, or each tile would wait for two loads.
+        upper, lower = _load_bounds(summary_ptr, page, HEADS, DIM)
+        page = _load_ids(candidates_ptr, first + stride + tokens, width, count)
+        pointers = q_ptr + row * q_stride_row + (head * GROUP + members)[None, :] * q_stride_head + dims[:, None]
+        query = tl.load(pointers, mask=in_group[None, :], other=0.0).to(tl.float32)
+        positive = tl.sum(query, axis=1) > 0
+        scales = tl.full([BLOCK_GROUP], 1.0, tl.float32) * scale
+        if CHOOSE:
+            chosen = _chosen(tl.sum(tl.abs(query), axis=1), topr)
+            whole = tl.sum(tl.abs(query), axis=0)
+            query = tl.where(chosen[:, None], query, 0.0)
+            kept = tl.sum(tl.abs(query), axis=0)
+            scales *= tl.where(kept > 0, tl.sqrt(whole / tl.where(kept > 0, kept, 1.0)), 1.0)
+        query = query.to(OPERAND)
+        logits_ptr += pair * width * GROUP
+        sums = pair * tl.cdiv(width, TILE) * GROUP + members
+        for start in range(first, count, stride):
+            bound = _numbers(tl.where(positive[None, :], upper, lower), ENCODING).to(OPERAND)
+            if start + stride < count:
+                upper, lower = _load_bounds(summary_ptr, page, HEADS, DIM)
+                page = _load_ids(candidates_ptr, start + 2 * stride + tokens, width, count)
+            if CHOOSE:
+                bound = tl.where(chosen[None, :], bound, 0.0)
+            logits = tl.dot(bound, query, input_precision="ieee") * scales[None, :]
+            broken = tl.max(tl.where(in_group[None, :] & ~(tl.abs(logits) < float("inf")), 1, 0), axis=1) > 0
+            logits = tl.where(broken[:, None], float("inf"), logits)
+            held = start + tokens < count
+            offsets = (start + tokens)[:, None] * GROUP + members[None, :]
+            tl.store(logits_ptr + offsets, logits, mask=held[:, None] & in_group[None, :])
+            logits = tl.where((~broken & held)[:, None], logits, float("-inf"))
+            maximum = tl.maximum(tl.max(logits, axis=0), _LOWEST)
+            total = tl.sum(tl.exp2(logits - maximum[None, :]), axis=0)
+            tl.store(maxima_ptr + sums + start // TILE * GROUP, maximum, mask=in_group)
+            tl.store(totals_ptr + sums + start // TILE * GROUP, total, mask=in_group)
+
+
+@triton.jit(do_not_specialize=["width", "local_pages"])
+def _score_kernel(
+    logits_ptr,
+    maxima_ptr,
+    totals_ptr,
+    n_candidates_ptr,
+    out_ptr,
+    width,
+    local_pages,
+    log_group,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    LN_2: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Scores of one block of candidates."""
+    await_inputs(DEPENDENT)
+    pair = tl.program_id(1).to(tl.int64)
+    candidate = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    members = tl.arange(0, BLOCK_GROUP)
+    in_group = members < GROUP
+    count = tl.load(n_candidates_ptr + pair)
+    if tl.program_id(0) * BLOCK < count:
+        first = pair * tl.cdiv(width, TILE) * GROUP
+        used = tl.cdiv(count, TILE)
+        lse = merged_lse(maxima_ptr + first, totals_ptr + first, used, GROUP, members, in_group, BLOCK_TILES)
+        offsets = (pair * width + candidate)[:, None] * GROUP + members[None, :]
+        mask = (candidate < count)[:, None] & in_group[None, :]
+        logits = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf"))
+        broken = tl.max(logits, axis=1) == float("inf")
+        # Neither a broken page nor a row of such pages alone is to make infinities that cancel.
+        shares = tl.where(mask & ~broken[:, None], logits - lse[None, :], _LOWEST)
+        largest = tl.max(shares, axis=1)
+        score = (largest + tl.log2(tl.sum(tl.exp2(shares - largest[:, None]), axis=1)) - log_group) * LN_2
+        score = tl.where(broken, _UNBOUNDED, score)
+        score = tl.where(candidate >= count - local_pages, float("inf"), score)
+        tl.store(out_ptr + pair * width + candidate, score, mask=candidate < count)
+
+
+def _row_bytes(num_q_heads: int, max_candidates: int) -> int:
+    """Bytes of one row's logits, and of the maxima and sums of its tiles."""
+    return num_q_heads * (max_candidates + 2 * triton.cdiv(max_candidates, _TILE)) * torch.float32.itemsize
+
+
+def scratch_bytes(
+    batch: int, num_q_heads: int, num_kv_heads: int, max_candidates: int, limit: int = _SCRATCH_BYTES
+) -> int:
+    """See ``kt_score.scratch_bytes``; ``limit`` is that of the call."""
+    row_bytes = _row_bytes(num_q_heads, max_candidates)
+    return rows_at_once(batch, row_bytes, limit) * row_bytes
+
+
+def kt_score(
+    q: torch.Tensor,
+    summary: torch.Tensor,
+    candidates: torch.Tensor,
+    n_candidates: torch.Tensor,
+    topr: int,
+    sm_scale: float,
+    k_scale: float,
+    out: torch.Tensor,
+    local_pages: int = 1,
+    config: Config | None = None,
+    limit: int = _SCRATCH_BYTES,
+) -> torch.Tensor:
+    """See ``kt_score.kt_score``; entries at or beyond ``n_candidates`` are left unwritten.
+
+    ``limit`` bounds the scratch in bytes wherever that of a single row fits.
+    """
+    batch, num_q_heads, _ = q.shape
+    width = candidates.shape[2]
+    if batch == 0 or width == 0:
+        return out
+    rows = rows_at_once(batch, _row_bytes(num_q_heads, width), limit)
+    logits = torch.empty(rows, width, num_q_heads, dtype=torch.float32, device=q.device)
+    tiles = torch.empty(2, rows, triton.cdiv(width, _TILE), num_q_heads, dtype=torch.float32, device=q.device)
+    for first in range(0, batch, rows):
+        part = slice(first, first + rows)
+        inputs = (q[part], summary, candidates[part], n_candidates[part])
+        _launch(inputs, (logits, *tiles), out[part], topr, sm_scale * k_scale, local_pages, config or Config())
+    return out
+
+
+def _launch(
+    inputs: tuple[torch.Tensor, ...],
+    scratch: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    topr: int,
+    scale: float,
+    local_pages: int,
+    config: Config,
+) -> None:
+    q, summary, candidates, n_candidates = inputs
+    batch, heads, width = out.shape
+    group, dim = q.shape[1] // heads, q.shape[2]
+    encoding = _ENCODINGS.get(summary.dtype, _WIDE.value)
+    # Float8 fits all dtypes of queries; of other pairs each may hold what the other rounds or cannot reach.
+    exact = encoding != _WIDE.value or summary.dtype == q.dtype
+    # The interpreter multiplies the bit patterns of bfloat16.
+    operand = _OPERANDS[q.dtype] if exact and not knobs.runtime.interpret else tl.float32
+    dependent = dependent_launch(q.device)
+    programs = config.programs_per_processor * num_processors(q.device)
+    per_pair = min(triton.cdiv(width, _TILE), max(1, programs // (batch * heads)))
+    common = {"GROUP": group, "TILE": _TILE, "DEPENDENT": dependent, "launch_pdl": dependent}
+    _logit_kernel[(heads, per_pair, batch)](
+        q,
+        summary if encoding == _WIDE.value else summary.view(torch.uint8),
+        *(candidates, n_candidates, *scratch, q.stride(0), q.stride(1), width, topr),
+        scale * LOG2_E * (_E4M3_UNIT if encoding == _E4M3.value else 1.0),
+        HEADS=heads,
+        BLOCK_GROUP=max(MIN_DOT, triton.next_power_of_2(group)),
+        DIM=dim,
+        CHOOSE=topr < dim,
+        ENCODING=encoding,
+        OPERAND=operand,
+        **common,
+    )
+    _score_kernel[(triton.cdiv(width, config.score_block), batch * heads)](
+        *(*scratch, n_candidates, out, width, local_pages, math.log2(group)),
+        BLOCK_GROUP=triton.next_power_of_2(group),
+        BLOCK=config.score_block,
+        BLOCK_TILES=_MERGE_TILES,
+        LN_2=math.log(2),
+        **common,
+    )

@@ -1,0 +1,80 @@
+"""The definition of Skip-Softmax decode in plain torch."""
+
+import math
+
+import torch
+
+# Part of the definition: what is skipped depends on both. Not measured yet.
+BLOCK_KEYS = 64
+LOCAL_BLOCKS = 2
+INF = float("inf")
+
+
+def skip_softmax_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    n_pages: torch.Tensor,
+    last_slots: torch.Tensor,
+    threshold_scale_factor: torch.Tensor,
+    page_size: int,
+    sm_scale: float,
+    k_scale: float,
+    v_scale: float,
+    out: torch.Tensor,
+    stats: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See ``skip_softmax_decode.skip_softmax_decode``."""
+    out.zero_()
+    queries = q.float().unflatten(1, (k_cache.shape[1], -1))
+    visited = skipped = 0
+    for row, pages in enumerate(n_pages.tolist()):
+        if pages <= 0:
+            continue
+        length = (pages - 1) * page_size + int(last_slots[row]) % page_size + 1
+        positions = torch.arange(length, device=q.device)
+        slots = page_table[row, positions // page_size].long() * page_size + positions % page_size
+        logits = queries[row] @ k_cache[slots].float().permute(1, 2, 0) * (sm_scale * k_scale)
+        log_lambda = log_threshold(float(threshold_scale_factor[row]), length)
+        kept = kept_blocks(logits, log_lambda)
+        read = kept.repeat_interleave(BLOCK_KEYS, dim=-1)[..., :length]
+        logits = logits.masked_fill(~read[:, None], -INF)
+        weights = logits.softmax(-1).masked_fill(logits.amax(-1, keepdim=True) == -INF, 0.0)
+        # What is not read is not there: a broken value of a skipped block would make zero times NaN.
+        values = v_cache[slots].float().transpose(0, 1).masked_fill(~read[..., None], 0.0)
+        out[row] = (weights @ values * v_scale).flatten(0, 1)
+        if log_lambda > -INF:
+            visited += kept.numel()
+            skipped += int((~kept).sum())
+    if stats is not None:
+        stats += torch.tensor([visited, skipped], device=stats.device)
+    return out
+
+
+def log_threshold(threshold_scale_factor: float, length: int) -> float:
+    """The natural logarithm of a row's threshold, at most 0; -inf where nothing is skipped."""
+    if not threshold_scale_factor > 0:
+        return -INF
+    return min(0.0, math.log(threshold_scale_factor) - math.log(length))
+
+
+def kept_blocks(logits: torch.Tensor, log_lambda: float) -> torch.Tensor:
+    """Which blocks of keys are not skipped.
+
+    Args:
+        logits: ``[Hkv, G, T]`` in natural units.
+        log_lambda: see ``log_threshold``.
+
+    Returns:
+        ``[Hkv, blocks]`` bool.
+    """
+    blocks = -(-logits.shape[-1] // BLOCK_KEYS)
+    padded = torch.nn.functional.pad(logits, (0, blocks * BLOCK_KEYS - logits.shape[-1]), value=-INF)
+    # What is not a number counts as infinite.
+    maxima = padded.where(~padded.isnan(), INF).unflatten(-1, (blocks, BLOCK_KEYS)).amax(-1)
+    always = torch.zeros(blocks, dtype=torch.bool, device=logits.device)
+    always[0] = always[-LOCAL_BLOCKS:] = True
+    largest = maxima[..., always].amax(-1, keepdim=True)
+    limit = (largest + log_lambda).where(largest < INF, -INF)
+    return always | (maxima >= limit).any(1)

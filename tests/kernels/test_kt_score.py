@@ -1,0 +1,300 @@
+"""KT scores: reference against loops, Triton against the reference, and what the scores promise."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_sparse_kernels.kt_score import kt_score, reference, scratch_bytes
+from sglang_sparse_kernels.kt_score import triton as kernels
+from sglang_sparse_kernels.kt_score.cases import BF16, CASES, E4M3, E5M2, FP16, FP32, Case, make
+from sglang_sparse_kernels.page_score.reference import page_score
+
+NAN, INF, MOST = float("nan"), float("inf"), torch.finfo(torch.float32).max
+# What no kernel writes.
+UNWRITTEN = 7.0
+
+SMALL = Case((100, 0, 33, 1), 2, 4, 64, 16, FP16, FP16, width=110, local_pages=2)
+
+
+def unwritten(arguments: dict[str, Any]) -> torch.Tensor:
+    return torch.full_like(arguments["candidates"], UNWRITTEN, dtype=FP32)
+
+
+def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
+    return reference.kt_score(**arguments, out=unwritten(arguments))
+
+
+def run_kernels(arguments: dict[str, Any], **options: Any) -> torch.Tensor:
+    run = kernels.kt_score if options else kt_score
+    return run(**arguments, out=unwritten(arguments), **options)
+
+
+def held(arguments: dict[str, Any]) -> torch.Tensor:
+    """The entries of the result that are a row's candidates."""
+    logical = torch.arange(arguments["candidates"].shape[2], device=arguments["q"].device)
+    return logical < arguments["n_candidates"][..., None]
+
+
+def assert_scores(got: torch.Tensor, arguments: dict[str, Any]) -> None:
+    """Close to the reference, and unwritten where no candidate is."""
+    expected, mask = run_reference(arguments), held(arguments)
+    torch.testing.assert_close(got[mask], expected[mask], rtol=1e-5, atol=1e-4)
+    assert (got[~mask] == UNWRITTEN).all()
+
+
+def naive(arguments: dict[str, Any], row: int, head: int, without: tuple[int, ...] = ()) -> list[float]:
+    """Scores of one row and head in float64, without local pages and some others."""
+    group = arguments["q"].shape[1] // arguments["summary"].shape[1]
+    query = arguments["q"][row, head * group : (head + 1) * group].double()
+    magnitude, total = query.abs().sum(dim=0).tolist(), query.sum(dim=0).tolist()
+    chosen = sorted(range(len(total)), key=lambda j: (-magnitude[j], j))[: arguments["topr"]]
+    candidates = arguments["candidates"][row, head, : arguments["n_candidates"][row, head]].tolist()
+    pages = [page for i, page in enumerate(candidates) if i not in without]
+    probabilities = []
+    for member in query:
+        logits = []
+        for page in pages:
+            bounds = arguments["summary"][page, head].double()
+            logits.append(sum(member[j] * bounds[0 if total[j] > 0 else 1, j] for j in chosen))
+        scale = arguments["sm_scale"] * arguments["k_scale"] * (member.abs().sum() / member[chosen].abs().sum()).sqrt()
+        probabilities.append((torch.tensor(logits, dtype=torch.float64) * scale).softmax(dim=0))
+    return torch.stack(probabilities).mean(dim=0).log().tolist()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.gpu_only], ids=str)
+def test_reference_is_the_mean_of_the_heads_softmax(case: Case) -> None:
+    arguments = make(case, "cpu")
+    got = run_reference(arguments)
+    for row in range(len(case.candidates)):
+        for head, count in enumerate(arguments["n_candidates"][row].tolist()):
+            local = max(0, count - case.local_pages)
+            assert (got[row, head, count:] == -INF).all() and (got[row, head, local:count] == INF).all()
+            expected = naive(arguments, row, head)[:local]
+            assert got[row, head, :local].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_triton_equals_the_reference(case: Case, device: str) -> None:
+    arguments = make(case, device)
+    got = run_kernels(arguments)
+    assert_scores(got, arguments)
+    assert torch.equal(got, run_kernels(arguments))
+
+
+def test_one_head_on_all_dimensions_is_the_page_score(device: str) -> None:
+    """Up to its scale and one number for all pages."""
+    arguments = make(Case((80,), 1, 1, 64, 64, BF16, BF16, local_pages=0, k_scale=0.5), device)
+    got, bounds = run_kernels(arguments)[0, 0], unwritten(arguments)
+    pages = arguments["candidates"][0], arguments["n_candidates"][0]
+    page_score(arguments["q"], arguments["summary"], *pages, bounds, local_pages=0)
+    difference = got - bounds[0, 0] * 0.5 / 8
+    torch.testing.assert_close(difference, difference[:1].expand(80), rtol=0, atol=1e-4)
+    assert got.exp().sum().item() == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("implementation", [run_reference, run_kernels])
+def test_ties_go_to_the_lower_dimensions(implementation: Any, device: str) -> None:
+    arguments = make(replace(SMALL, candidates=(40,), group=2, topr=6, local_pages=0, width=0), device)
+    # Larger than the others at 50; equal at all others.
+    arguments["q"].sign_()[0, :, 50] *= 3
+    expected = implementation(arguments)
+    assert expected[0, 0, :40].isfinite().all()
+    arguments["summary"][..., 5:50], arguments["summary"][..., 51:] = NAN, INF
+    assert torch.equal(implementation(arguments), expected)
+    arguments["summary"][..., 4] = NAN
+    assert (implementation(arguments)[held(arguments)] == MOST).all()
+
+
+@pytest.mark.parametrize("implementation", [run_reference, run_kernels])
+@pytest.mark.parametrize("dtype", [FP16, BF16, E4M3, E5M2], ids=str)
+def test_a_broken_page_comes_before_all_but_local_ones(dtype: torch.dtype, implementation: Any, device: str) -> None:
+    arguments = make(Case((40,), 2, 2, 64, 16, BF16, dtype, local_pages=2), device)
+    # The group's largest dimension, which counts with its maximum. The second head has three candidates fewer.
+    arguments["q"][0, 2:, 7] = 40.0
+    bounds = arguments["summary"].float()
+    broken = arguments["candidates"][0, 1, [3, 36]].tolist()
+    bounds[broken, 1, 0, 7] = NAN
+    arguments["summary"] = bounds.to(dtype)
+    got = implementation(arguments)[0]
+    assert (got[1, :37] == MOST).tolist() == [i == 3 for i in range(37)]
+    assert (got[1, :37] == INF).tolist() == [i >= 35 for i in range(37)]
+    expected = naive(arguments, 0, 1, without=(3, 36))
+    assert got[1, :3].tolist() + got[1, 4:35].tolist() == pytest.approx(expected[:34], rel=1e-4, abs=1e-4)
+    assert got[0, :38].tolist() == pytest.approx(naive(arguments, 0, 0)[:38], rel=1e-4, abs=1e-4)
+    bounds[broken, 1, 0, 7], bounds[broken, 1, 1, 7] = 1.0, NAN
+    assert (implementation({**arguments, "summary": bounds.to(dtype)})[0, 1, :37] != MOST).all()
+
+
+@pytest.mark.parametrize("implementation", [run_reference, run_kernels])
+def test_queries_of_zero_and_of_nan(implementation: Any, device: str) -> None:
+    arguments = make(replace(SMALL, candidates=(40, 40), local_pages=1, width=0), device)
+    arguments["q"][0, :4] = 0.0
+    arguments["q"][1, 0, 9] = NAN
+    got = implementation(arguments)
+    torch.testing.assert_close(got[0, 0, :39], torch.full_like(got[0, 0, :39], -math.log(40)))
+    assert (got[1, 0, :39] == MOST).all() and got[1, 0, 39] == INF
+    assert got[1, 1, :36].isfinite().all()
+
+
+@pytest.mark.parametrize("implementation", [run_reference, run_kernels])
+def test_logits_far_apart_keep_their_order(implementation: Any, device: str) -> None:
+    """Where most probabilities are 0 in float32."""
+    arguments = make(Case((30,), 1, 1, 64, 16, FP16, FP16, local_pages=0), device)
+    arguments["sm_scale"] = 20.0
+    got = implementation(arguments)[0, 0].cpu()
+    assert (got.exp() == 0).sum() > 20
+    assert torch.equal(got.argsort(), torch.tensor(naive(arguments, 0, 0)).argsort())
+
+
+@pytest.mark.parametrize("implementation", [run_reference, run_kernels])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_every_number_of_float8(dtype: torch.dtype, implementation: Any, device: str) -> None:
+    """A page of each number beside one of zeros, which the number's logit is the difference to."""
+    numbers = torch.arange(256, dtype=torch.uint8, device=device)
+    summary = torch.zeros(258, 1, 2, 16, dtype=torch.uint8, device=device)
+    summary[2:, 0, 0, 5] = numbers
+    pages = torch.stack([torch.ones(256), torch.arange(2, 258)], dim=1).int()[:, None].to(device)
+    q = torch.zeros(256, 1, 16, dtype=BF16, device=device)
+    q[..., 5] = 1.0
+    arguments = {"q": q, "summary": summary.view(dtype), "candidates": pages.contiguous(), "topr": 3}
+    arguments |= {"n_candidates": torch.full((256, 1), 2, dtype=torch.int32, device=device), "local_pages": 0}
+    got = implementation({**arguments, "sm_scale": 16.0, "k_scale": 1.0})[:, 0]
+    expected = (numbers.view(dtype).float() * 16).nan_to_num(MOST, MOST, MOST)
+    torch.testing.assert_close(got[:, 1] - got[:, 0], expected, rtol=1e-3, atol=2e-7)
+
+
+def test_a_row_has_the_same_bits_in_any_batch(device: str) -> None:
+    arguments = make(SMALL, device)
+    together = run_kernels(arguments)
+    for row, count in ((0, 100), (2, 33), (3, 1)):
+        alone = {name: arguments[name][row : row + 1] for name in ("q", "candidates", "n_candidates")}
+        alone["candidates"] = alone["candidates"][..., :count].contiguous()
+        assert torch.equal(run_kernels({**arguments, **alone})[0, 0], together[row, 0, :count])
+
+
+@pytest.mark.parametrize(("programs", "rows"), [(1, 1), (1, 3), (64, 2)])
+def test_any_number_of_programs_in_scratch_that_holds_anything(
+    programs: int, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = make(SMALL, device)
+    expected = run_kernels(arguments)
+    empty, sizes = torch.empty, []
+
+    def allocate(*shape: int, **options: Any) -> torch.Tensor:
+        sizes.append(empty(*shape, **options).nbytes)
+        return torch.full(shape, NAN, **options)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    one_row = scratch_bytes(1, 8, 2, 110)
+    config = kernels.Config(programs_per_processor=programs, score_block=64)
+    assert torch.equal(run_kernels(arguments, config=config, limit=rows * one_row), expected)
+    assert sum(sizes) == rows * one_row == kernels.scratch_bytes(4, 8, 2, 110, limit=rows * one_row)
+
+
+def test_strided_queries_and_none(device: str) -> None:
+    arguments = make(SMALL, device)
+    q = arguments["q"].repeat(1, 2, 1)[:, :8]
+    assert not q.is_contiguous() and torch.equal(run_kernels({**arguments, "q": q}), run_kernels(arguments))
+    none = {name: arguments[name][:0] for name in ("q", "candidates", "n_candidates")}
+    assert kt_score(**{**arguments, **none}).shape == (0, 2, 110)
+
+
+@given(
+    case=st.builds(
+        Case,
+        candidates=st.lists(st.integers(0, 100), min_size=1, max_size=3).map(tuple),
+        heads=st.integers(1, 3),
+        group=st.sampled_from([1, 2, 4, 8]),
+        dim=st.sampled_from([64, 128]),
+        topr=st.integers(1, 64),
+        dtype=st.sampled_from([FP32, FP16, BF16]),
+        summary_dtype=st.sampled_from([FP32, FP16, BF16, E4M3, E5M2]),
+        local_pages=st.integers(0, 3),
+    ),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_shape(device: str, case: Case, seed: int) -> None:
+    arguments = make(case, device, seed)
+    assert_scores(run_kernels(arguments), arguments)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    arguments = make(SMALL, "cpu")
+    q, summary, candidates = (arguments[name] for name in ("q", "summary", "candidates"))
+    for change, message in [
+        ({"q": q[0]}, "q must have 3 dimensions"),
+        ({"q": q[:, :7]}, "query heads must be a multiple of KV heads, got 7 and 2"),
+        ({"q": q[..., :48], "summary": summary[..., :48]}, "must be a power of two from 16 to 128, got 48"),
+        ({"q": q.transpose(1, 2).contiguous().transpose(1, 2)}, "q must be contiguous along its last dimension"),
+        ({"summary": summary.double()}, "summary must have one of the dtypes .*torch.float8_e5m2, got torch.float64"),
+        ({"summary": summary[:, :, :1]}, r"summary must have the shape \(\d+, 2, 2, 64\)"),
+        ({"candidates": candidates.long()}, "candidates must have one of the dtypes torch.int32"),
+        ({"candidates": candidates[:, :1]}, r"candidates must have the shape \(4, 2, 110\)"),
+        ({"n_candidates": arguments["n_candidates"][0]}, "n_candidates must have 2 dimensions"),
+        ({"topr": 65}, "topr must be 1 to 64, the last dimension of q, got 65"),
+        ({"sm_scale": 0.0}, r"sm_scale \* k_scale must be positive"),
+        ({"local_pages": -1}, "local_pages must be at least 0, got -1"),
+        ({"out": torch.zeros(4, 2, 111)}, r"out must have the shape \(4, 2, 110\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            kt_score(**{**arguments, **change})
+
+
+COMPILE = """
+import os, re, subprocess, tempfile, triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from sglang_sparse_kernels.kt_score.triton import _TILE, _logit_kernel as kernel
+
+dump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+constants = {"HEADS": 8, "GROUP": 4, "BLOCK_GROUP": 16, "DIM": 128, "TILE": _TILE, "CHOOSE": True}
+for capability in (80, 89, 90, 120):
+    for encoding, summary in enumerate(("*bf16", "*u8", "*u8")):
+        constants |= {"OPERAND": tl.bfloat16, "ENCODING": encoding, "DEPENDENT": capability >= 90}
+        pointers = {"q_ptr": "*bf16", "summary_ptr": summary, "candidates_ptr": "*i32", "n_candidates_ptr": "*i32"}
+        pointers |= dict.fromkeys(("logits_ptr", "maxima_ptr", "totals_ptr"), "*fp32")
+        kinds = dict.fromkeys(kernel.arg_names, "i32") | pointers | {"scale": "fp32"}
+        signature = kinds | dict.fromkeys(constants, "constexpr")
+        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in pointers}
+        source = triton.compiler.ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            used = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+        # The first bounds are on their way before threads wait for one another.
+        early, ptx = compiled.asm["ptx"].split("bar.sync")[0], compiled.asm["ptx"]
+        print(capability, *re.findall(r"STACK:(\\d+)", used), early.count("ld.global.v4.b32") >= 4, "mma.sync" in ptx)
+"""
+
+
+def test_the_logit_kernel_compiles_for_gpus_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+    expected = [f"{capability} 0 True True" for capability in (80, 89, 90, 120) for _ in range(3)]
+    assert done.stdout.splitlines() == expected, done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+def test_replays_as_a_cuda_graph_with_other_counts(device: str) -> None:
+    arguments = make(Case((600, 64, 0, 1), 8, 4, 128, 32, BF16, E5M2, width=1024), device)
+    out = run_kernels(arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kt_score(**arguments, out=out)
+    other = make(Case((17, 0, 1000, 283), 8, 4, 128, 32, BF16, E5M2, width=1024), device)
+    for name in ("q", "summary", "candidates", "n_candidates"):
+        arguments[name].view(torch.uint8).copy_(other[name].view(torch.uint8))
+    out.fill_(UNWRITTEN)
+    graph.replay()
+    assert_scores(out, other)
