@@ -32,7 +32,8 @@ from eval.figures.report_tables import table, text
 from eval.live.counters import EvaluationError
 from eval.live.record import git_revision
 from eval.parts import model_shapes
-from eval.parts.reproduce_legs import LEGS, MODELS, Leg
+from eval.parts.reproduce_leg import MODELS, Leg
+from eval.parts.reproduce_legs import LEGS
 from eval.parts.reproduce_run import Runner, open_record, refuse_folder
 
 # Of the lines of a dry run.

@@ -17,6 +17,7 @@ from sglang_sparse.plan import DecodePlan, plan_decode, usual_selection
 from sglang_sparse.prefill_path import PrefillPath
 from sglang_sparse.stats import Counters
 from sglang_sparse.view import BatchView, allocate_view
+from sglang_sparse.windows import make_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,6 +66,7 @@ class SparseAttentionBackend(DelegatingBackend):
             "counters",
             "rectifying",
             "prefill",
+            "keeps",
             "first_layer",
             "indexed",
             "_pools",
@@ -108,8 +110,9 @@ class SparseAttentionBackend(DelegatingBackend):
             page = self._config.page_size
             self.prefill = PrefillPath(settings.prefill, layers, pool, table, page, model.num_q_heads)
             logger.info("sglang_sparse: prefill %s, %s", settings.prefill_name, self.prefill.describe(model.num_layers))
+        self.keeps = make_path(self.method, self._pools, runner, model.num_kv_heads)
         select_stats = torch.zeros(4, dtype=torch.int64, device=device)
-        self.counters = Counters(settings, self._pools, model, select_stats, self.prefill)
+        self.counters = Counters(settings, self._pools, model, select_stats, self.prefill, self.keeps)
         self._view: BatchView | None = None
         self._graph_view: BatchView | None = None
         self._eager_view: BatchView | None = None
@@ -258,6 +261,8 @@ class SparseAttentionBackend(DelegatingBackend):
             )
         else:
             output = self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if self.keeps and decodes_sparse and mode.is_extend():
+            self.keeps.keep(q, layer)
         if layer.layer_id == self._decoding.last_layer:
             self._decoding.refresh(self._written(forward_batch))
         return output
@@ -267,7 +272,7 @@ class SparseAttentionBackend(DelegatingBackend):
         if forward_batch.forward_mode.is_decode():
             return forward_batch.out_cache_loc
         if self._last_slots is None:
-            self._last_slots = pools.page_ends(forward_batch.out_cache_loc, self._config.page_size)
+            self._last_slots = pools.page_ends(forward_batch.out_cache_loc, self.method.entry_tokens)
             self.counters.add_extend(self._last_slots)
         return self._last_slots
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
-from sglang_sparse import hooks, refusals, registry
+from sglang_sparse import hooks, limits, refusals, registry
 from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields, read_config, settings_of
 from sglang_sparse.versions import UnsupportedSGLangError, require_supported_sglang
 
@@ -95,7 +95,8 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
     original(self)
     if self.model_path.lower() not in ("none", "dummy"):
         refusals.require_after(self, settings)
-    for text in settings.method.warnings():
+    risks = map(limits.unproven, (settings.name, settings.prefill_name)) if refusals.on_gpu() else ()
+    for text in (*settings.method.warnings(), *filter(None, risks)):
         logger.warning("sglang_sparse: %s", text)
 
 

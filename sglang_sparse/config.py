@@ -15,7 +15,8 @@ import yaml
 from pydantic import ValidationError
 
 from sglang_sparse import registry
-from sglang_sparse.method import PAGE_SIZES, DecodeMethod, MethodConfig, RectifyConfig, SparseConfig
+from sglang_sparse.method import DecodeMethod
+from sglang_sparse.method_config import PAGE_SIZES, MethodConfig, RectifyConfig, SparseConfig
 from sglang_sparse.methods.dense import Dense
 from sglang_sparse.prefill_method import PrefillMethod
 

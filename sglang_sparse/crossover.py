@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.method import DEFAULT_CROSSOVER
+from sglang_sparse.method_config import DEFAULT_CROSSOVER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sglang_sparse.config import Settings
-    from sglang_sparse.method import MethodConfig, ModelShape
+    from sglang_sparse.method import ModelShape
+    from sglang_sparse.method_config import MethodConfig
 
 TABLE = Path(__file__).with_name("crossover.json")
 # The method that ``sglang_sparse.tune`` measures.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,7 +94,8 @@ class DecodePath:
 
     def _attend_heads(self, q: torch.Tensor, layer: Any, slots: torch.Tensor, view: BatchView) -> torch.Tensor:
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        selected = self._method.select(view, layer.layer_id, query, self._aux)
+        scaled = replace(view, logit_scale=layer.scaling * (layer.k_scale_float or 1.0))
+        selected = self._method.select(scaled, layer.layer_id, query, self._aux)
         return sparse_decode(
             query,
             self._k_caches[layer.layer_id],

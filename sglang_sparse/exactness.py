@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_sparse import forcing, prefill
+from sglang_sparse import forcing, prefill, windows
 from sglang_sparse.config import settings_of
 from sglang_sparse.requests import ensure_state, state_of
 
@@ -28,6 +28,7 @@ def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_
     states = [ensure_state(settings, backend.counters.rectify, request) for request in batch.reqs]
     forcing.prepare(forward_batch, batch, states)
     prefill.begin(backend, forward_batch, batch)
+    windows.begin(backend, forward_batch, batch)
     mode = batch.forward_mode
     if backend.rectifying is not None and backend.rectifying.outer_batch is batch:
         # Only its sampling runs; the passes over its rows come here one by one.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from sglang_sparse.limits import CPU_ONLY_METHODS
+from sglang_sparse.limits import WITHOUT_GPU_PATH
 from sglang_sparse.seams import SEAMS, Seam
 from sglang_sparse.versions import UnsupportedSGLangError, installed_sglang
 
@@ -34,7 +34,7 @@ def active() -> tuple[Seam, ...]:
     """
     import torch
 
-    refused = CPU_ONLY_METHODS if torch.cuda.is_available() else ()
+    refused = WITHOUT_GPU_PATH if torch.cuda.is_available() else ()
     return tuple(seam for seam in SEAMS if seam.method not in refused)
 
 

@@ -55,7 +55,13 @@ def stale_summaries(kv_pool: Any, last_slots: torch.Tensor) -> torch.Tensor:
     size = aux.page_size
     pages = last_slots // size
     slots = page_slots(pages, size)
-    compact = torch.arange(len(pages), device=pages.device) * size + last_slots % size
+    # Entries of parts of a page that nobody has written yet are not compared.
+    starts = torch.arange(0, size, aux.entry_tokens, device=pages.device)
+    last = (last_slots % size)[:, None]
+    ends = torch.minimum(starts + aux.entry_tokens - 1, last)
+    written = starts <= last
+    first = torch.arange(len(pages), device=pages.device)[:, None] * size
+    compact = torch.where(written, first + ends, -1).flatten()
     stale = torch.zeros_like(pages, dtype=torch.bool)
     for layer in sorted(aux.layers):
         keys = _gather(kv_pool.get_key_buffer(layer), slots)
@@ -65,7 +71,7 @@ def stale_summaries(kv_pool: Any, last_slots: torch.Tensor) -> torch.Tensor:
             spec.refresh([keys], [fresh], compact, size, torch.zeros_like(aux.overflow))
             # NaN stands for a bound that an fp8 summary cannot hold.
             equal = stored.float().eq(fresh.float()) | (stored.float().isnan() & fresh.float().isnan())
-            stale |= ~equal.flatten(1).all(1)
+            stale |= (written & ~equal.reshape(*written.shape, -1).all(2)).any(1)
     return stale
 
 

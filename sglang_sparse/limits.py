@@ -14,10 +14,12 @@ DENSE_BACKENDS = {
     "DSA": ("dsa",),
 }
 GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native", "dsa"}
-CPU_ONLY_METHODS = ("anchor", "skip_softmax", "robsa", "dsa")
+CPU_ONLY_METHODS = ("anchor", "skip_softmax", "robsa", "dsa", "rocketkv")
 # Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
 INDEXER_PAGE = 64
 UNPROVEN = "it is not proven on a GPU server yet"
+# Of them, those that nothing allows there.
+WITHOUT_GPU_PATH = ("dsa",)
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
 
@@ -209,9 +211,22 @@ def _windowed(model: Any) -> bool:
     return bool(getattr(config, "use_sliding_window", True) and model.sliding_window_size)
 
 
-def refuse_gpu(method: str | None) -> str | None:
-    """Say why a method does not run where there is a GPU, or None."""
-    return UNPROVEN if method in CPU_ONLY_METHODS else None
+def refuse_gpu(method: str | None, allow_unproven: bool = False) -> str | None:
+    """Say why a method does not run where there is a GPU, or None.
+
+    Args:
+        method: its name.
+        allow_unproven: what its config says.
+    """
+    refused = WITHOUT_GPU_PATH if allow_unproven else CPU_ONLY_METHODS
+    return UNPROVEN if method in CPU_ONLY_METHODS and method in refused else None
+
+
+def unproven(method: str | None) -> str | None:
+    """Say what a user must know of a method that runs on a GPU because of ``allow_unproven``, or None."""
+    if method not in CPU_ONLY_METHODS:
+        return None
+    return f"{method}: {UNPROVEN}, and runs because of allow_unproven; its answers and its speed are your own risk"
 
 
 def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> str | None:

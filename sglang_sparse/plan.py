@@ -45,8 +45,11 @@ def plan_decode(method: DecodeMethod, seq_lens: torch.Tensor, rows: Sequence[Req
     """
     config = method.config
     n_pages = ((seq_lens + method.block_size - 1) // method.block_size).to(torch.int32)
-    n_select = method.n_select(n_pages)
     values = torch.full(n_pages.shape, method.row_value, dtype=torch.float32)
+    if config.dense_fallback != "never" and sum(seq_lens.tolist()) < method.crossover_tokens:
+        # Whatever the rows are: a short batch waits for the host more than a long one.
+        return _dense(n_pages, values)
+    n_select = method.n_select(n_pages)
     others: dict[DecodeMethod, list[int]] = {}
     for i, row in enumerate(rows):
         if row.method is not method:
@@ -63,8 +66,12 @@ def plan_decode(method: DecodeMethod, seq_lens: torch.Tensor, rows: Sequence[Req
     covered = n_select >= n_pages
     sparse_tokens = int(seq_lens[~covered].sum())
     if sparse_tokens == 0 or sparse_tokens < method.crossover_tokens:
-        return DecodePlan(False, n_pages, n_pages, torch.ones_like(covered), values)
+        return _dense(n_pages, values)
     return DecodePlan(True, n_pages, n_select, covered, values)
+
+
+def _dense(n_pages: torch.Tensor, values: torch.Tensor) -> DecodePlan:
+    return DecodePlan(False, n_pages, n_pages, torch.ones_like(n_pages, dtype=torch.bool), values)
 
 
 def usual_selection(method: DecodeMethod, max_pages: int) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from sglang_sparse import scratch
 from sglang_sparse.config import settings_of
+from sglang_sparse.keep_method import Kept
 from sglang_sparse.method import AuxSpec, ModelShape
 
 if TYPE_CHECKING:
@@ -34,18 +35,27 @@ class AuxPools:
         num_pages: pages of the KV pool with its dummy page 0.
         page_size: tokens per page.
         device: device of the KV pool.
+        entry_tokens: tokens that an entry summarises; those of a page if not given.
 
     Attributes:
         accounted_bytes: what SGLang's sizing was charged for these buffers.
         measured_bytes: what the GPU's allocator really handed out for them; None on the CPU.
+        kept: what the requests keep of their prompts, where the method is a ``KeepMethod``.
     """
 
     def __init__(
-        self, specs: tuple[AuxSpec, ...], layers: tuple[int, ...], num_pages: int, page_size: int, device: str
+        self,
+        specs: tuple[AuxSpec, ...],
+        layers: tuple[int, ...],
+        num_pages: int,
+        page_size: int,
+        device: str,
+        entry_tokens: int | None = None,
     ):
         self.specs = specs
         self.layers = frozenset(layers)
         self.page_size = page_size
+        self.entry_tokens = entry_tokens or page_size
         self._buffers = {
             spec.name: {
                 layer: torch.zeros(num_pages, *spec.page_shape, dtype=spec.dtype, device=device) for layer in layers
@@ -57,6 +67,17 @@ class AuxPools:
         self._overflow_seen = torch.zeros(1, dtype=torch.int32, pin_memory=self.overflow.is_cuda)
         self.accounted_bytes = 0
         self.measured_bytes: int | None = None
+        self.kept: Kept | None = None
+
+    def require_kept(self) -> Kept:
+        """Return ``kept`` of a method that has it.
+
+        Raises:
+            RuntimeError: it was never allocated.
+        """
+        if self.kept is None:
+            raise RuntimeError("nothing was allocated for what requests keep of their prompts")
+        return self.kept
 
     def buffer(self, name: str, layer_id: int) -> torch.Tensor:
         """Return a buffer ``[num_pages, *page_shape]``."""
@@ -92,9 +113,10 @@ class AuxPools:
         if all(spec.dtype.itemsize > 1 for spec in self.specs):
             return
         if int(self._overflow_seen):
+            spec = next(spec for spec in self.specs if spec.dtype.itemsize == 1)
             raise RuntimeError(
-                f"{int(self._overflow_seen)} bounds of keys are outside the range of an fp8 page summary (448); "
-                'this model needs {"summary_dtype": "bf16"}'
+                f"{int(self._overflow_seen)} bounds of keys are outside the range of an fp8 page summary "
+                f"({torch.finfo(spec.dtype).max:g}); this model needs {spec.remedy}"
             )
         self._overflow_seen.copy_(self.overflow, non_blocking=True)
 
@@ -105,12 +127,12 @@ class AuxPools:
 
 
 def page_ends(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Find the last slot of each page in what an extend pass wrote, without leaving the device.
+    """Find the last slot of each page, or part of one, in what an extend pass wrote, without leaving the device.
 
     Args:
         slots: ``[tokens]`` int64, the slots written, request after request in the order of positions; slots of page
-            0 pad a graph.
-        page_size: tokens per page.
+            0 pad a graph, as a rule slot 0.
+        page_size: tokens per page, or of a part that has an entry of its own.
 
     Returns:
         ``[tokens]`` int64, the slots whose successor is not the next slot of the same page, -1 elsewhere. Two
@@ -227,7 +249,7 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
     num_pages = kv_pool.get_key_buffer(next(iter(layers), 0)).shape[0] // page_size
     on_gpu = torch.device(configurator.device).type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    pools = AuxPools(specs, layers, num_pages, page_size, configurator.device)
+    pools = AuxPools(specs, layers, num_pages, page_size, configurator.device, settings.method.entry_tokens)
     pools.accounted_bytes = aux_bytes_per_token(settings, model) * kv_pool.size
     if on_gpu:
         pools.measured_bytes = torch.cuda.memory_allocated() - before

@@ -1,5 +1,7 @@
 """Sparse prefill in the scheduler: which tokens of an extend batch are sparse, and what of their KV may be shared.
 
+Where matches and chunks end, the window of a ``KeepMethod`` has its say too, see ``windows.py``.
+
 The rule of sharing: KV of a sparsely prefilled prompt is a function of its prefix at the ends of complete groups only
 (see ``PrefillMethod``). So matches in the radix tree, chunks and what enters the tree are cut there, a group counts as
 one in its keys (``group_keys.py``), and everybody who shares a prefix has the KV that a cold prefill of the prompt in
@@ -21,6 +23,7 @@ import torch
 from sglang_sparse.config import settings_of
 from sglang_sparse.prefill_method import PrefillSpan
 from sglang_sparse.requests import options_of, state_of
+from sglang_sparse.windows import outside, window_start
 
 if TYPE_CHECKING:
     from sglang_sparse.config import Settings, SparseServerArgs
@@ -86,14 +89,19 @@ def note_chunk_end(request: Any, end: int) -> None:
 
 
 def limit_match(found: int, request: Any, *_: Any) -> int:
-    """After ``Req._compute_max_prefix_len``: a prefix ends where its KV is a function of its tokens."""
-    method = sharing_method(request)
+    """After ``Req._compute_max_prefix_len``: a prefix ends where its KV is a function of its tokens.
+
+    And before the tokens whose queries a method needs, see ``KeepMethod``.
+    """
+    method, window = sharing_method(request), window_start(current_settings(), request)
+    if window is not None:
+        found = min(found, window)
     return found if method is None else method.boundary(min(found, share_limit(request, method)))
 
 
 def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``PrefillAdder.add_one_req``: a request's first chunk ends at a group's end, or waits for more budget."""
-    if _end_with_group(adder, request):
+    """Around ``PrefillAdder.add_one_req``: a request's first chunk ends where it may, or waits for more budget."""
+    if _end_where_allowed(adder, request):
         return original(adder, request, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -104,15 +112,17 @@ def add_chunk(original: Callable[..., Any], adder: Any, request: Any) -> Any:
     """Around ``PrefillAdder.add_chunked_req``: further chunks likewise.
 
     SGLang must be given a chunk here. Where memory for a whole group is lacking it gets what there is, and the request
-    shares nothing from that group on.
+    shares nothing from that group on; and where the chunk ends within its window, it sees all of its prompt.
     """
     memory = int(adder.rem_total_tokens)
-    _end_with_group(adder, request, memory if memory > 0 else sys.maxsize)
+    _end_where_allowed(adder, request, memory if memory > 0 else sys.maxsize)
     return original(adder, request)
 
 
-def _end_with_group(adder: Any, request: Any, memory: int = sys.maxsize) -> bool:
-    """Set the chunk budget to what ends a chunk of the request at a boundary; returns whether there is any such.
+def _end_where_allowed(adder: Any, request: Any, memory: int = sys.maxsize) -> bool:
+    """Set the chunk budget to what ends a chunk of the request where it may end; returns whether there is any such.
+
+    That is at a boundary of the prefill method, and not within the window of the decode method.
 
     What the chunk then leaves of the budget is given up: SGLang takes requests on until the budget is used up, and a
     second one that is cut short is more than it can hold.
@@ -122,14 +132,15 @@ def _end_with_group(adder: Any, request: Any, memory: int = sys.maxsize) -> bool
     size. Otherwise it would wait for rows to end: with a chunk of one group, for the last of them.
     """
     method, budget = sharing_method(request), adder.rem_chunk_tokens
+    window, prompt = window_start(current_settings(), request), len(request.origin_input_ids)
     start, end = len(request.prefix_indices), len(request.full_untruncated_fill_ids)
     size = adder.page_size
-    if method is None or budget is None or -(-(end - start) // size) * size <= min(budget, memory):
+    if (method is None and window is None) or budget is None or -(-(end - start) // size) * size <= min(budget, memory):
         return True
     for tokens in (budget, budget + _mixed_rows(adder)):
-        boundary = start + min(tokens, memory) // size * size
+        boundary = outside(start + min(tokens, memory) // size * size, window, prompt, size)
         # Generated tokens, in a prefill after a retraction, are dense.
-        if boundary < len(request.origin_input_ids):
+        if method is not None and boundary < prompt:
             boundary = method.boundary(boundary)
         if boundary > start:
             adder.rem_chunk_tokens = boundary - start

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from sglang_sparse.method import Crossover, ModelShape, SparseConfig
+from sglang_sparse.method import ModelShape
+from sglang_sparse.method_config import Crossover, SparseConfig
 
 if TYPE_CHECKING:
     import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import Settings, SparseArgumentError, prefill_chunk
+from sglang_sparse.keep_method import KeepMethod
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.limits import (
     DENSE_BACKENDS,
@@ -17,7 +18,8 @@ from sglang_sparse.limits import (
     ModelLimit,
     refuse_gpu,
 )
-from sglang_sparse.method import PAGE_SIZES, DecodeMethod, SparseConfig
+from sglang_sparse.method import DecodeMethod
+from sglang_sparse.method_config import PAGE_SIZES, SparseConfig
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
@@ -40,7 +42,8 @@ def refusal(args: SparseServerArgs, settings: Settings, gpu: bool) -> str | None
     return None
 
 
-def _on_gpu(asked: bool | None) -> bool:
+def on_gpu(asked: bool | None = None) -> bool:
+    """Whether a server has a GPU: as asked about, or as this machine says."""
     import torch
 
     return torch.cuda.is_available() if asked is None else asked
@@ -57,8 +60,8 @@ def require_before(args: SparseServerArgs, settings: Settings, gpu: bool | None 
     Raises:
         SparseArgumentError: names every refused flag, what was got and why not.
     """
-    on_gpu = _on_gpu(gpu)
-    if on_gpu:
+    has_gpu = on_gpu(gpu)
+    if has_gpu:
         _require_cpu(settings)
     found = _found(args, (*FLAG_LIMITS, *settings.method.flag_limits))
     if found:
@@ -81,7 +84,7 @@ def require_before(args: SparseServerArgs, settings: Settings, gpu: bool | None 
         raise SparseArgumentError(
             f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
         )
-    if not on_gpu:
+    if not has_gpu:
         allowed = ", ".join(name for name in DENSE_BACKENDS[settings.method.attention] if name not in GPU_ONLY_BACKENDS)
         for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
             name = getattr(args, flag)
@@ -129,6 +132,7 @@ def require_after(args: SparseServerArgs, settings: Settings, gpu: bool | None =
         SparseArgumentError: says what was got and what is allowed.
     """
     _require_prefill(args, settings)
+    _require_window(args, settings)
     allowed = DENSE_BACKENDS[settings.method.attention]
     for name in args.get_attention_backends():
         if name not in allowed:
@@ -157,8 +161,10 @@ def require_after(args: SparseServerArgs, settings: Settings, gpu: bool | None =
 
 
 def _require_cpu(settings: Settings) -> None:
-    for flag, name in (("method", settings.name), ("prefill-method", settings.prefill_name)):
-        if reason := refuse_gpu(name):
+    decode = ("method", settings.name, settings.config)
+    prefill = ("prefill-method", settings.prefill_name, settings.prefill and settings.prefill.config)
+    for flag, name, config in (decode, prefill):
+        if reason := refuse_gpu(name, config is not None and config.allow_unproven):
             raise SparseArgumentError(
                 f"--sparse-{flag} {name}: got a GPU, allowed in this release: the CPU platform; {reason}"
             )
@@ -183,6 +189,21 @@ def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
         )
 
 
+def _require_window(args: SparseServerArgs, settings: Settings) -> None:
+    """Refuse chunks that a prompt's window may not fit: a prompt would wait for one that does, for ever."""
+    chunk, method, page = prefill_chunk(args), settings.method, settings.config.page_size
+    if chunk is None or not isinstance(method, KeepMethod):
+        return
+    # The last chunk begins at a page's or a group's end, at the window's first token at the latest.
+    unit = max(page, settings.prefill.group_tokens if settings.prefill else 1)
+    needed = -(-(method.window_tokens - 1 + unit) // unit) * unit
+    if chunk < needed:
+        raise SparseArgumentError(
+            f"{settings.flag}: the chunked prefill size is {chunk}; allowed: at least {needed}, so that the last "
+            f"{method.window_tokens} tokens of a prompt fit one chunk"
+        )
+
+
 def _require_dtypes(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) -> None:
     dtype = str(args.get_model_config().dtype).removeprefix("torch.")
     cache = {"auto": dtype, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
@@ -197,7 +218,7 @@ def _require_dtypes(args: SparseServerArgs, settings: Settings, gpu: bool | None
             f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales; "
             f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(allowed)}"
         )
-    if dtype == "float32" and _on_gpu(gpu):
+    if dtype == "float32" and on_gpu(gpu):
         raise SparseArgumentError(
             f"{settings.flag}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
         )

@@ -17,6 +17,7 @@ DECODE_METHODS = {
     "resa": "sglang_sparse.methods.resa:Resa",
     "robsa": "sglang_sparse.methods.robsa:Robsa",
     "dsa": "sglang_sparse.methods.dsa:Dsa",
+    "rocketkv": "sglang_sparse.methods.rocketkv:Rocketkv",
 }
 PREFILL_METHODS = {
     "anchor": "sglang_sparse.methods.anchor:Anchor",

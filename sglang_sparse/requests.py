@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from sglang_sparse import refusals
 from sglang_sparse.config import Settings, explain_value, settings_of
-from sglang_sparse.method import DecodeMethod, SparseConfig
+from sglang_sparse.method import DecodeMethod
+from sglang_sparse.method_config import SparseConfig
 from sglang_sparse.prefill_method import PrefillMethod
 
 if TYPE_CHECKING:
@@ -25,7 +26,15 @@ FORCED_TOKENS = "forced_tokens"
 ATTRIBUTE = "sglang_sparse"
 OPTIONS_ATTRIBUTE = "sglang_sparse_options"
 # Fields of some method that a client may send to a server without it.
-KNOWN_ELSEWHERE = ("active_ratio", "rectify_interval", "theta", "theta1", "threshold_scale_factor", "exact_prefix")
+KNOWN_ELSEWHERE = (
+    "active_ratio",
+    "exact_prefix",
+    "rectify_interval",
+    "theta",
+    "theta1",
+    "threshold_scale_factor",
+    "topk",
+)
 # Begins the part of a radix namespace (SGLang's extra_key) that names how a request overrides its prefill.
 NAMESPACE = "sglang_sparse:"
 

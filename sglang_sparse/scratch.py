@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.config import prefill_chunk
+from sglang_sparse.keep_method import KeepMethod
 from sglang_sparse.plan import usual_selection
 from sglang_sparse.view import allocate_view
+from sglang_sparse.windows import PROMPTS_AT_ONCE, TOKENS_AT_ONCE, kept_bytes
 
 if TYPE_CHECKING:
     from sglang_sparse.config import Settings
@@ -54,6 +56,8 @@ def needs(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> 
         need = of_decode(settings, kvc, model, table_width)
         if need.nbytes:
             yield need
+    if isinstance(settings.method, KeepMethod):
+        yield of_prompts(settings.method, settings.flag, kvc, model)
 
 
 def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
@@ -80,7 +84,8 @@ def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int)
 
     CUDA graphs keep what they were captured with, so that it is needed once for them and once for the batches that run
     without one. The view is not charged: that of the graphs is static, and a start-up line has its size; that of
-    larger batches takes half a MB a row (8 KV heads, 128k tokens in pages of 16), and is left to --mem-fraction-static.
+    larger batches takes half a MB a row (8 KV heads, 128k tokens in pages of 16; 3 MB in RocketKV's blocks of 4), and
+    is left to --mem-fraction-static.
     """
     method, device = settings.method, torch.device(kvc.device)
     max_blocks = -(-table_width // method.block_size)
@@ -99,6 +104,25 @@ def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int)
         settings.flag,
         ", ".join(passes for passes in (graphs, others) if passes),
         "--max-running-requests" + (", --cuda-graph-max-bs-decode" if graphs else ""),
+    )
+
+
+def of_prompts(method: KeepMethod, flag: str, kvc: Any, model: ModelShape) -> Need:
+    """What requests keep of their prompts, all the time, and what choosing it needs; see ``needs``."""
+    requests = kvc.server_args.max_running_requests or MOST_ROWS
+    context = kvc.model_config.context_len
+    query = method.window_tokens * model.num_q_heads * model.head_dim * kvc.model_dtype.itemsize
+    sizes = (
+        (count, max(context if count == 1 else 0, TOKENS_AT_ONCE // count)) for count in range(1, PROMPTS_AT_ONCE + 1)
+    )
+    choice = max(method.keep_scratch_bytes(model, count, tokens) + count * query for count, tokens in sizes)
+    return Need(
+        # SGLang's request pool has a row more, for what pads a batch.
+        kept_bytes(method, model, requests + 1) + choice,
+        "prompts, what their requests keep among it",
+        flag,
+        f"{requests} requests",
+        "--max-running-requests",
     )
 
 

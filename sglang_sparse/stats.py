@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sglang_sparse.plan import DecodePlan
     from sglang_sparse.pools import AuxPools
     from sglang_sparse.prefill_path import PrefillPath
+    from sglang_sparse.windows import KeepPath
 
 KEY = "sparse"
 # What a prefill method did; beside the totals of decode each name has the prefix ``prefill_``.
@@ -65,6 +66,7 @@ class Counters:
         model: the model on this rank.
         select_stats: int64 ``[4]`` on the device, which the selection itself increments: see ``BatchView.stats``.
         prefill: the prefill method at work, if any.
+        keeps: the stage at a prompt's end, if the decode method has one.
 
     Attributes:
         rectify: what rectification did.
@@ -80,6 +82,7 @@ class Counters:
         model: ModelShape,
         select_stats: torch.Tensor,
         prefill: PrefillPath | None = None,
+        keeps: KeepPath | None = None,
     ):
         self.select_stats = select_stats
         self.rectify = RectifyCounts()
@@ -88,6 +91,7 @@ class Counters:
         self._pools = aux_pools
         self._model = model
         self._prefill = prefill
+        self._keeps = keeps
         self.decodes = settings.name is not None
         self.prefills = prefill is not None
         self._decode_steps = 0
@@ -185,6 +189,7 @@ class Counters:
             "aux_bytes": self.aux_bytes,
             "aux_bytes_accounted": self._pools.accounted_bytes,
             "aux_bytes_measured": self._pools.measured_bytes,
+            **({"kept": self._keeps.snapshot()} if self._keeps else {}),
             **({"prefill": self._prefill_snapshot(self._prefill, prefill)} if self._prefill else {}),
         }
 

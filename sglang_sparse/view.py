@@ -55,10 +55,15 @@ class BatchView:
         usual_select: the largest ``n_select`` of a sparse row unless its request asks for more; what kernels are
             tuned for.
         scores: ``[rows, kv_heads, max_pages]`` float32 scratch.
+        requests: ``[rows]`` int64, each row's place in SGLang's request pool; of a row that pads a graph, that of an
+            earlier batch.
+        visible: scratch for the pages that a row may attend to, by KV head: ``[rows, kv_heads, max_pages]`` int32, how
+            many of them there are and how many it takes, both ``[rows, kv_heads]`` int32.
         selected: scratch for the selection: ``[rows, kv_heads, max_pages]`` int32 and ``[rows, kv_heads]`` int32.
         stats: int64 ``[4]`` device counters: (row, KV head) pairs selected for, pages attended, pages held, pairs
             that needed more than ``n_select`` and got all.
         page_size: tokens per page.
+        logit_scale: of the layer that selects, what its products of query and stored key are multiplied with.
     """
 
     page_table: torch.Tensor
@@ -68,8 +73,11 @@ class BatchView:
     usual_select: int
     scores: torch.Tensor
     selected: tuple[torch.Tensor, torch.Tensor]
+    requests: torch.Tensor
+    visible: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     stats: torch.Tensor
     page_size: int
+    logit_scale: float = 1.0
 
     def rows(self, count: int) -> BatchView:
         """Return the view of the first ``count`` rows; the memory is the same."""
@@ -81,6 +89,8 @@ class BatchView:
             values=self.values[:count],
             scores=self.scores[:count],
             selected=(self.selected[0][:count], self.selected[1][:count]),
+            requests=self.requests[:count],
+            visible=(self.visible[0][:count], self.visible[1][:count], self.visible[2][:count]),
         )
 
     @property
@@ -91,8 +101,8 @@ class BatchView:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        small = (self.n_pages, self.n_select, self.values)
-        return sum(x.nbytes for x in (self.page_table, *small, self.scores, *self.selected))
+        small = (self.n_pages, self.n_select, self.values, self.requests)
+        return sum(x.nbytes for x in (self.page_table, *small, self.scores, *self.selected, *self.visible))
 
     def load(self, plan: DecodePlan, forward_batch: Any, req_to_token: torch.Tensor) -> None:
         """Fill the view for a step, before the graph is replayed: inside it ``req_to_token`` may already be ahead.
@@ -122,6 +132,7 @@ class BatchView:
             # From pageable memory, which the driver has read when the call returns. A pinned buffer that is used again
             # could be overwritten before its copy: the host runs ahead of the device.
             target.copy_(torch.nn.functional.pad(counts, (0, rows - real)), non_blocking=True)
+        self.requests[:real].copy_(requests[:real])
         if self.page_table.shape[1] == 0:
             return
         widest = int(n_pages.max()) if real else 0
@@ -162,6 +173,12 @@ def allocate_view(
         scores=torch.zeros(rows, kv_heads, columns["scores"], dtype=torch.float32, device=device),
         selected=(
             torch.full((rows, kv_heads, columns["selected"]), -1, dtype=torch.int32, device=device),
+            torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
+        ),
+        requests=torch.zeros(rows, dtype=torch.int64, device=device),
+        visible=(
+            torch.zeros(rows, kv_heads, columns["visible"], dtype=torch.int32, device=device),
+            torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
             torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
         ),
         stats=stats,

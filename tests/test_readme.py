@@ -7,6 +7,7 @@ from pathlib import Path
 from sglang_sparse.methods.anchor import AnchorConfig
 from sglang_sparse.methods.resa import ResaConfig
 from sglang_sparse.methods.robsa import RobsaConfig
+from sglang_sparse.methods.rocketkv import RocketkvConfig
 from sglang_sparse.methods.skip_softmax import SkipSoftmaxConfig
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -14,10 +15,10 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 def test_config_tables() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| (.+) \|$", README, re.M)
-    resa, robsa, anchor, skip_softmax = (
+    resa, robsa, rocketkv, anchor, skip_softmax = (
         [(name, json.dumps(field.default), field.description) for name, field in config.model_fields.items()]
-        for config in (ResaConfig, RobsaConfig, AnchorConfig, SkipSoftmaxConfig)
+        for config in (ResaConfig, RobsaConfig, RocketkvConfig, AnchorConfig, SkipSoftmaxConfig)
     )
     # What two methods of a phase share is said once.
-    decode = [*resa, *(row for row in robsa if row not in resa)]
+    decode = [*resa, *(row for config in (robsa, rocketkv) for row in config if row not in resa)]
     assert rows == [*decode, *anchor, *(row for row in skip_softmax if row not in anchor)]

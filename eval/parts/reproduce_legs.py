@@ -3,101 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from eval.figures.goals import Goal
 from eval.parts.decode_load import Load, server_flags
-from eval.parts.model_shapes import SHAPES
-
-# In the arguments of a command: the URL of its leg's server, and the folder of the results.
-URL, FOLDER = "{url}", "{folder}"
-MODELS = "models"
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server of SGLang that the commands of a leg ask.
-
-    Attributes:
-        model: of `eval.parts.model_shapes.SHAPES`, which gets dummy weights, or the path of a checkpoint.
-        flags: further arguments of its command line.
-    """
-
-    model: str
-    flags: tuple[str, ...] = ()
-
-    def model_path(self, folder: Path) -> Path:
-        """Where the model is: that of a shape is written into the folder of the results."""
-        return folder / MODELS / self.model if self.model in SHAPES else Path(self.model)
-
-    def arguments(self) -> list[str]:
-        """Of its command line, but for model and port."""
-        return [*(["--load-format", "dummy"] if self.model in SHAPES else []), *self.flags]
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command, which writes one file.
-
-    Attributes:
-        module: what ``python -m`` runs.
-        file: name of what it writes in the folder of the results: JSONL with a summary, where it is one of ``eval``.
-        arguments: but for ``--out`` and ``--revision``; ``{url}`` and ``{folder}`` stand for what is known later.
-        goals: of ``eval/goals.json`` that its file has: ids, or "id: part" for one part alone.
-    """
-
-    module: str
-    file: str
-    arguments: tuple[str, ...] = ()
-    goals: tuple[str, ...] = ()
-
-    def line(self, folder: Path, url: str, revision: str | None = None) -> list[str]:
-        """Module and arguments."""
-        filled = [argument.replace(URL, url).replace(FOLDER, str(folder)) for argument in self.arguments]
-        # Only commands of eval keep the revision in their files.
-        known = ["--revision", revision] if revision and self.module.startswith("eval.") else []
-        return [self.module, *filled, "--out", str(folder / self.file), *known]
-
-    def reads(self) -> list[str]:
-        """Names of the files in the folder of the results that other commands make for it."""
-        return [argument.removeprefix(f"{FOLDER}/") for argument in self.arguments if argument.startswith(f"{FOLDER}/")]
-
-    def needs(self, other: Command) -> bool:
-        """Whether it reads the file of another one."""
-        return other.file in self.reads()
-
-    def claims(self, goal: Goal) -> bool:
-        """Whether its file is to have the row of a goal."""
-        return goal.id in self.goals or f"{goal.id}: {goal.part}" in self.goals
-
-
-@dataclass(frozen=True)
-class Leg:
-    """What is measured together, on one server if any.
-
-    Attributes:
-        name: on the command line.
-        commands: in their order.
-        server: that is started for them; None where they need none or start their own.
-    """
-
-    name: str
-    commands: tuple[Command, ...]
-    server: Server | None = None
-
-    def claims(self, goals: Iterable[Goal]) -> str:
-        """The goals that it measures, as ``--list`` prints them."""
-        mine = [goal for goal in goals if any(command.claims(goal) for command in self.commands)]
-        return "; ".join(f"{goal.id}: {goal.part}" for goal in mine)
-
-    def starts(self) -> str:
-        """What it starts beside its commands, as ``--list`` prints it."""
-        if self.server:
-            return f"a server of {self.server.model}"
-        return "servers of its own" if any(one.module == "eval.bench_serving" for one in self.commands) else "nothing"
+from eval.parts.reproduce_leg import FOLDER, URL, Command, Leg, Server
 
 
 def _resa(model: str, memory: float, *loads: Load, config: Mapping[str, Any] | None = None) -> Server:
@@ -138,6 +49,8 @@ def _serving(shape: str, *arguments: str, file: str = "", goals: tuple[str, ...]
 
 # FA3 is not the dense decode to beat at every shape: at 6 rows of 8 KV heads it falls behind.
 PEER = "flashinfer"
+# Of methods that are refused on a GPU otherwise.
+_UNPROVEN = {"allow_unproven": True}
 _1_7B, _8B = "qwen3-1.7b", "qwen3-8b"
 _4X256K, _1X256K = Load(4, 262144), Load(1, 262144)
 # With short prompts of 1,024 the largest batch would not fit.
@@ -154,9 +67,38 @@ _LENGTHS = ("--lengths", "32k,64k,128k", *_POSITIONS)
 # A server prefills the first 8k of 32k densely: there 89 % would cost far more of the attention mass than elsewhere.
 _LEFT_OUT = ("--sparsity", "0.89,32k=0.78")
 _SERVED = (*_LENGTHS, *_LEFT_OUT, "--dense-below", "8k", "--peers", "")
-_ROBSA = {"page_size": 64, "allow_uncalibrated": True}
+_ROBSA = {"page_size": 64, "allow_uncalibrated": True, **_UNPROVEN}
 _HALF = f"--sparse-method robsa --sparse-config '{json.dumps({**_ROBSA, 'layers': '14-'})}'"
 _MLA_INPUTS, _PREFILL_RECALL = "mla-v2-lite.jsonl", "prefill-qwen3-8b.jsonl"
+
+
+def _needles(
+    name: str, model: str, backend: str, config: Mapping[str, Any], lengths: str, *settings: Mapping[str, Any]
+) -> Leg:
+    """Needles on a trained tiny model, sparse against dense on one server: that a method is right on a GPU.
+
+    Args:
+        name: of the method.
+        model: of ``eval/models``.
+        backend: the attention backend.
+        config: of the method, with its page size.
+        lengths: tokens of prompt and answer.
+        *settings: fields of its requests, one file each.
+    """
+    phase = "sparse-prefill" if name in ("anchor", "skip_softmax") else "sparse"
+    page = config.get("page_size", 16)
+    given = json.dumps({**({} if phase == "sparse-prefill" else {"page_size": page}), **_UNPROVEN, **config})
+    flags = (f"--{phase}-method", name, f"--{phase}-config", given, "--page-size", str(page))
+    flags += ("--attention-backend", backend, "--mem-fraction-static", "0.4")
+    both = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
+    both += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", "16")
+    commands = []
+    for fields in settings:
+        file = "-".join(["niah", model, name, *(f"{field}-{value}" for field, value in fields.items())])
+        asked = ("--custom-params", json.dumps(fields), "--lengths", lengths)
+        commands.append(Command("eval.niah", f"{file}.jsonl", (*both, *asked)))
+    return Leg(f"needles-{name}", tuple(commands), Server(f"eval/models/{model}", flags))
+
 
 LEGS: tuple[Leg, ...] = (
     Leg("kernels", (Command("eval.bench_kernels", "bench_kernels.jsonl", goals=("K1", "K2", "K3", "K4")),)),
@@ -249,6 +191,7 @@ LEGS: tuple[Leg, ...] = (
                 "qwen3-8b",
                 *("--both", "--contexts", "4k,8k,32k,64k,128k", "--chunked-prefill-size", "8k,16k"),
                 *("--sparse-method", "none", "--sparse-prefill-method", "anchor", "--structured", "{}"),
+                *("--sparse-prefill-config", json.dumps(_UNPROVEN)),
                 *("--server-args", "--page-size 16", *_LEFT_OUT),
                 *("--recall-from", f"{FOLDER}/{_PREFILL_RECALL}"),
                 file="first-token-qwen3-8b.jsonl",
@@ -256,4 +199,8 @@ LEGS: tuple[Leg, ...] = (
             ),
         ),
     ),
+    _needles("anchor", "tiny-gqa", "fa3", {}, "32k", {"theta": 5}, {"theta": 8}),
+    _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 250}),
+    _needles("rocketkv", "tiny-gqa", "fa3", {}, "8k,32k", {"topk": 40}, {"topk": 64}),
+    _needles("robsa", "tiny-mla", "flashmla", _ROBSA, "8k", {"theta1": 0.95}),
 )

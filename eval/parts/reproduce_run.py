@@ -14,7 +14,7 @@ from pathlib import Path
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, read_rows
 from eval.parts import model_shapes
-from eval.parts.reproduce_legs import MODELS, Command, Leg, Server
+from eval.parts.reproduce_leg import MODELS, Command, Leg, Server
 from launch.server import ServerProcess
 
 # What was run into a folder, a row of kind "run" each: the status tells files of failed runs from good ones.

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from sglang_sparse.limits import INDEXER_LIMITS, INDEXER_PAGE, refuse_sizes
-from sglang_sparse.method import AuxSpec, Crossover, DecodeMethod, MethodConfig, ModelShape
+from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
+from sglang_sparse.method_config import Crossover, MethodConfig
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Dsa(DecodeMethod):
         if getattr(config, "index_topk", None) is None or model_config.attention_arch.name != "MLA":
             return (
                 "dsa needs a model with a trained indexer (index_topk in its config, as DeepSeek-V3.2 has); methods "
-                "that need no training: resa for MHA and GQA models, robsa for MLA models"
+                "that need no training: resa or rocketkv for MHA and GQA models, robsa for MLA models"
             )
         sizes = {"qk_rope_head_dim": ROPE_DIMS, "kv_lora_rank": LATENT_DIMS, "index_head_dim": (INDEX_DIM,)}
         if reason := refuse_sizes(config, sizes):

@@ -16,7 +16,8 @@ import torch
 from pydantic import Field, field_validator, model_validator
 
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape, RectifyConfig
+from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
+from sglang_sparse.method_config import RectifyConfig
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summaries
 from sglang_sparse_kernels.page_topk import page_topk

@@ -29,7 +29,8 @@ from sglang_sparse.calibration.partition import RopeCalibration, fingerprint
 from sglang_sparse.calibration.presets import PRESETS, Preset
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.limits import refuse_sizes
-from sglang_sparse.method import PAGE_SIZES, AuxSpec, DecodeMethod, ModelShape, RectifyConfig
+from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
+from sglang_sparse.method_config import PAGE_SIZES, RectifyConfig
 from sglang_sparse_kernels import sparse_mla_decode
 from sglang_sparse_kernels.block_mass import block_mass, scratch_bytes
 from sglang_sparse_kernels.block_topp import block_topp
@@ -178,7 +179,7 @@ class Robsa(DecodeMethod):
     def refuse(self, model_config: Any) -> str | None:
         """Refuse what is no MLA model, or not the one that the calibration was made on."""
         if model_config.attention_arch.name != "MLA":
-            return "robsa needs an MLA model (multi-head latent attention); MHA and GQA models are served by resa"
+            return "robsa needs an MLA model (multi-head latent attention); resa and rocketkv serve MHA and GQA models"
         sizes = {"qk_rope_head_dim": ROPE_DIMS, "kv_lora_rank": LATENT_DIMS}
         return refuse_sizes(model_config.hf_text_config, sizes) or self._refuse_calibration(model_config)
 

@@ -12,7 +12,8 @@ from eval.parts.recall_attention import Captured, Selection, judge
 from eval.parts.recall_method import ModelFacts, method_settings, require_served, select
 from sglang_sparse.config import Settings
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import DecodeMethod, MethodConfig
+from sglang_sparse.method import DecodeMethod
+from sglang_sparse.method_config import MethodConfig
 
 PAGE, KV_HEADS, GROUP, DIM = 16, 2, 4, 64
 

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 
-from eval import bench_decode, bench_kernels, bench_mla, bench_prefill, profile_decode, reproduce
+from eval import bench_decode, bench_kernels, bench_mla, bench_prefill, niah, profile_decode, reproduce
 from eval.figures.goals import Goal, read_goals
+from eval.live.runner import parser_of
 from eval.parts import serving_arguments
 from eval.parts.model_shapes import SHAPES
-from eval.parts.reproduce_legs import LEGS, URL, Command, Leg
+from eval.parts.reproduce_leg import URL, Command, Leg
+from eval.parts.reproduce_legs import LEGS
 from eval.texts.lengths import short_length
 from sglang_sparse import tune
+from sglang_sparse.config import build
+from sglang_sparse.requests import parse_options
 
 # Goals whose methods are not there yet. Who adds one takes it from here and adds its leg.
 LATER = {"K5", "K7", "K8", "K10", "K11", "E4", "E7"}
@@ -28,6 +32,7 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.bench_mla": bench_mla.parse,
     "eval.bench_prefill": bench_prefill.parse,
     "eval.bench_serving": serving_arguments.parse,
+    "eval.niah": lambda arguments: parser_of(niah.NeedleSuite).parse_args(arguments),
     "eval.profile_decode": profile_decode.parse,
     "sglang_sparse.tune": lambda arguments: tune.parser().parse_args(arguments),
 }
@@ -113,7 +118,7 @@ def test_claims_are_goals_and_files_are_distinct() -> None:
 
 def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
     for leg in LEGS:
-        if leg.server is None:
+        if leg.server is None or leg.name.startswith("needles-"):
             continue
         assert leg.server.model in SHAPES and "--load-format" in leg.server.arguments()
         flags = leg.server.flags
@@ -137,6 +142,20 @@ def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
                 assert config.get("rectify_interval", 32) == args.interval
                 assert args.dense_only == ("--sparse-method" not in flags)
         assert limit["--max-total-tokens"] < max(needed) + 16, "a page less and the largest batch is refused"
+
+
+@pytest.mark.parametrize("leg", [leg for leg in LEGS if leg.name.startswith("needles-")], ids=lambda leg: leg.name)
+def test_needles_are_asked_of_a_model_of_ours_by_fields_of_the_method(leg: Leg, tmp_path: Path) -> None:
+    assert leg.server is not None and "--load-format" not in leg.server.arguments()
+    assert (Path(reproduce.__file__).parent.parent / leg.server.model / "config.json").is_file()
+    option, name, _, config = leg.server.flags[:4]
+    config, prefill = json.loads(config), option == "--sparse-prefill-method"
+    settings = build(None, {}, name, config) if prefill else build(name, config)
+    for command in leg.commands:
+        args = parsed(command, tmp_path)
+        assert args.base_url == args.compare_url and args.compare_custom_params == {"sparse": False}
+        parse_options(settings, args.custom_params)
+        assert set(args.custom_params) <= set((settings.prefill or settings.method).config.request_fields)
 
 
 def test_files_of_other_legs_are_made_before(tmp_path: Path) -> None:

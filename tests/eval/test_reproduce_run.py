@@ -14,7 +14,7 @@ import torch
 from eval import reproduce
 from eval.live.record import read_rows
 from eval.parts import reproduce_run
-from eval.parts.reproduce_legs import FOLDER, URL, Command, Leg, Server
+from eval.parts.reproduce_leg import FOLDER, URL, Command, Leg, Server
 from launch.server import ServerProcess
 
 STUB = """

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from peak_memory import Peak
 from rope_calibrations import calibration
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sglang_sparse.calibration.partition import RopeCalibration, fingerprint
 from sglang_sparse.config import SparseArgumentError, build
@@ -103,7 +101,7 @@ def test_the_preset_warns() -> None:
 def test_refused_models() -> None:
     wide = robsa(**UNCALIBRATED)
     assert wide.refuse(model()) is None and "without a calibration" in " ".join(wide.warnings())
-    assert "MHA and GQA models are served by resa" in str(wide.refuse(model("MHA")))
+    assert "resa and rocketkv serve MHA and GQA models" in str(wide.refuse(model("MHA")))
     assert "its qk_rope_head_dim is 48; allowed: 16, 32, 64" in str(wide.refuse(model(rope=48)))
     assert "its kv_lora_rank is 384; allowed: 64, 128, 256, 512" in str(wide.refuse(model(latent=384)))
     assert "robsa needs a calibration of this model" in str(robsa().refuse(model()))
@@ -225,25 +223,6 @@ def test_a_row_that_needs_too_much_gets_all() -> None:
     over = [row for row, blocks in enumerate(found) if len(blocks) > int(rows.view.n_select[row])]
     assert over and all(found[row] == [*range(-(-rows.lengths[row] // BLOCK))] for row in over)
     assert int(rows.view.stats[3]) == len(over)
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes at any time of tensors that were made since, views apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes, self._alive = 0, {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
-        for leaf in tree_leaves(result):
-            if torch.is_tensor(leaf) and leaf.untyped_storage()._cdata not in known:
-                storage = leaf.untyped_storage()
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
-        self.nbytes = max(self.nbytes, sum(nbytes for _, nbytes in self._alive.values()))
-        return result
 
 
 @pytest.mark.parametrize("fields", [{}, {"rope_copy": "on"}, {"insensitive": "full_score"}, {"head_scope": "rank"}])

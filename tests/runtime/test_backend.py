@@ -11,6 +11,7 @@ from sglang_sparse.decode_path import DecodePath
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import VIEW_BUFFERS, AuxSpec, ModelShape
 from sglang_sparse.pools import AuxPools
+from sglang_sparse.view import allocate_view
 
 LAYERS, SLOTS, HEADS, DIM, PAGE = (1, 3), 32, 1, 16, 4
 SLOT = 17
@@ -26,7 +27,7 @@ def last_key(k_caches: Any, buffers: Any, last_slots: torch.Tensor, page_size: i
 class Keep:
     """Attends to one page, and keeps what it saw in its buffers."""
 
-    attention, selects_in_model, view_buffers = "MHA", False, VIEW_BUFFERS
+    attention, selects_in_model, view_buffers, entry_tokens = "MHA", False, VIEW_BUFFERS, PAGE
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -77,8 +78,8 @@ def make_backend() -> SparseAttentionBackend:
     backend.method = method
     model = ModelShape(5, 1, HEADS, DIM, torch.float32)
     backend._decoding = DecodePath(method, backend._pools, dense.token_to_kv_pool, model)
-    backend.prefill = None
-    backend._view = SimpleNamespace(page_size=PAGE, usual_select=1)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.prefill = backend.keeps = None
+    backend._view = allocate_view(1, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64))
     return backend
 
 
@@ -147,7 +148,7 @@ def test_decode_graphs_have_buffers_of_their_own_wherever_a_layer_is_sparse(
 def test_what_a_method_does_not_use_is_neither_allocated_nor_reported(
     buffers: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Per row 2**19 pages of 4 bytes in each of the large buffers: 2 MiB; the numbers are 12 bytes and the counts 4."""
+    """Per row 2**19 pages of 4 bytes in each of the large buffers: 2 MiB; its numbers are 20 bytes, the counts 12."""
     backend = make_backend()
     backend.method.view_buffers = buffers  # pyright: ignore[reportAttributeAccessIssue]
     backend.dense.init_cuda_graph_state = lambda *_: None
@@ -159,9 +160,9 @@ def test_what_a_method_does_not_use_is_neither_allocated_nor_reported(
         backend.init_cuda_graph_state(3, 3)
     assert f"{2 * 3 * len(buffers)}.0 MiB of static buffers" in caplog.text
     view = backend._graph_view
-    assert view is not None and view.nbytes == 3 * (len(buffers) * 2**21 + 12 + 4)
+    assert view is not None and view.nbytes == 3 * (len(buffers) * 2**21 + 20 + 12)
     # A batch that no graph holds is no larger.
-    assert backend._rows(5).nbytes == 5 * (len(buffers) * 2**21 + 12 + 4)
+    assert backend._rows(5).nbytes == 5 * (len(buffers) * 2**21 + 20 + 12)
 
 
 def test_a_selection_in_the_model_leaves_every_layer_to_the_dense_backend() -> None:

@@ -64,7 +64,9 @@ def test_page_sizes_and_partners_are_those_of_a_start(method: Method) -> None:
         assert (size in capabilities.page_sizes(method)) == (refused is None), refused
     for other in METHODS:
         if other.prefill != method.prefill:
-            refused = start(method, served.kind, served.fields, {other.option: other.name})
+            refused = start(
+                method, served.kind, served.fields, {other.option: other.name, "chunked_prefill_size": 4096}
+            )
             assert (other.name in capabilities.partners(method)) == (refused is None), refused
 
 
@@ -86,8 +88,11 @@ def test_a_method_of_the_cpu_says_so_and_why(name: str, monkeypatch: pytest.Monk
     place = capabilities.place_of(method)
     on_gpu = Place(place.kind, True, place.fields)
     assert "got a GPU" in str(capabilities.refusal(method, on_gpu))
+    allowed = Place(place.kind, True, {**place.fields, "allow_unproven": True})
+    assert (capabilities.refusal(method, allowed) is None) == (name not in limits.WITHOUT_GPU_PATH)
+    assert name in str(limits.unproven(name))
     monkeypatch.setattr(limits, "CPU_ONLY_METHODS", ())
-    assert capabilities.refusal(method, on_gpu) is None
+    assert capabilities.refusal(method, on_gpu) is None and limits.unproven(name) is None
 
 
 def test_a_new_limit_is_a_no_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

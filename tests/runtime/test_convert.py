@@ -2,22 +2,17 @@
 
 import json
 import shlex
-import sys
-import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
 import yaml
-from pydantic import Field
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang_sparse import capabilities, convert, limits, registry, serve
-from sglang_sparse.method import DecodeMethod, MethodConfig
+from sglang_sparse import capabilities, convert, limits, serve
 
 SKIP: dict[str, Any] = {"algorithm": "skip_softmax", "threshold_scale_factor": {"prefill": 1000.0}}
 ROCKET: dict[str, Any] = {
@@ -148,53 +143,29 @@ def test_what_a_gpu_does_not_run_is_not_converted_for_one(
     assert serve.refusal(words, kind, gpu=True) is None
 
 
-@pytest.mark.skipif("rocketkv" in registry.DECODE_METHODS, reason="it is there")
-def test_rocketkv_is_refused_by_the_registry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, {"sparse_attention_config": ROCKET, "max_batch_size": 8}) == 1
-    printed = capsys.readouterr()
-    assert not printed.out
-    assert "the algorithm is not served: its method here: got 'rocketkv', allowed: anchor, dsa" in printed.err
-
-
-class StandInConfig(MethodConfig):
-    """Fields as TensorRT-LLM's, but for the one whose name is taken."""
-
-    window_size: int = Field(32, ge=1)
-    topk: int = Field(64, ge=1, le=1024)
-    kt_page_size: int = 4
-
-
-class StandIn(DecodeMethod):
-    """What a method needs to be asked about."""
-
-    config_class: ClassVar[type[MethodConfig]] = StandInConfig
-
-    def aux_specs(self, model: object) -> tuple[()]:
-        return ()
-
-    def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
-        return n_pages
-
-    def select(self, view: object, layer_id: int, query: object, pools: object) -> Any:
-        raise NotImplementedError
-
-
-@pytest.mark.usefixtures("asked_anew")
-def test_rocketkv_is_converted_once_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("stand_in_for_rocketkv")
-    module.StandIn = StandIn  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(registry.DECODE_METHODS, "rocketkv", f"{module.__name__}:StandIn")
+def test_rocketkv_keeps_its_fields_but_for_the_page_of_the_kt_cache() -> None:
     cache = {"tokens_per_block": 32}
-    fields, left = converted({"sparse_attention_config": ROCKET, "kv_cache_config": cache}, gpu=True)
+    fields, left = converted({"sparse_attention_config": ROCKET, "kv_cache_config": cache})
     # The KV cache's pages are not those of the KT cache.
-    became = {"window_size": 32, "topk": 64, "kt_page_size": 4, "page_size": 32}
-    assert fields == {"sparse_method": "rocketkv", "sparse_config": became}
-    names = ("kernel_size", "topr", "prompt_budget", "kt_cache_dtype")
-    assert set(left) == {f"sparse_attention_config.{name}" for name in names}
-    assert all("the config of rocketkv has no such field" in words for words in left.values())
-    _, left = converted({"sparse_attention_config": {"algorithm": "rocket", "topk": 4096}}, gpu=True)
-    assert "topk: got 4096" in left["sparse_attention_config.topk"]
+    became = {name: value for name, value in ROCKET.items() if name not in ("algorithm", "page_size")}
+    assert fields["sparse_method"] == "rocketkv" and not left
+    assert fields["sparse_config"] == {**became, "kt_page_size": 4, "page_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("page_size", 32, "kt_page_size: got 32; must divide page_size (16)"),
+        ("prompt_budget", 16, "prompt_budget: got 16; must be at least window_size (32)"),
+        ("kt_cache_dtype", "float8_e4m3", "kt_cache_dtype: got 'float8_e4m3'"),
+        ("topk", 0, "topk: got 0"),
+    ],
+)
+def test_what_rocketkv_would_refuse_is_left_out(field: str, value: object, said: str) -> None:
+    fields, left = converted({"sparse_attention_config": {**ROCKET, field: value}})
+    assert list(left) == [f"sparse_attention_config.{field}"] and said in left[f"sparse_attention_config.{field}"]
+    assert fields["sparse_config"]["window_size"] == 32
+    assert {"page_size": "kt_page_size"}.get(field, field) not in fields["sparse_config"]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def follow(
         counters=SimpleNamespace(rectify=RectifyCounts()),
         rectifying=None,
         prefill=None,
+        keeps=None,
     )
     runner = SimpleNamespace(server_args=args, is_draft_worker=False, attn_backend=backend)
     batch = SimpleNamespace(

@@ -3,7 +3,8 @@
 import pytest
 
 from sglang_sparse.config import build
-from sglang_sparse.method import DecodeMethod, MethodConfig
+from sglang_sparse.method import DecodeMethod
+from sglang_sparse.method_config import MethodConfig
 from sglang_sparse.requests import namespaced, parse_options, prefill_of_namespace
 
 RESA = build("resa", {"rectify_on_finish": True})

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from sglang_sparse import crossover, tune
 from sglang_sparse.config import build
-from sglang_sparse.method import DEFAULT_CROSSOVER, ModelShape
+from sglang_sparse.method import ModelShape
+from sglang_sparse.method_config import DEFAULT_CROSSOVER
 from sglang_sparse.methods.resa import SUMMARY, Resa, ResaConfig
 from sglang_sparse.plan import plan_decode
 from sglang_sparse.tune import Point, TuneError, crossing

@@ -1,0 +1,97 @@
+"""What a leg of ``eval.reproduce`` is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.figures.goals import Goal
+from eval.parts.model_shapes import SHAPES
+
+# In the arguments of a command: the URL of its leg's server, and the folder of the results.
+URL, FOLDER = "{url}", "{folder}"
+MODELS = "models"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server of SGLang that the commands of a leg ask.
+
+    Attributes:
+        model: of `eval.parts.model_shapes.SHAPES`, which gets dummy weights, or the path of a checkpoint.
+        flags: further arguments of its command line.
+    """
+
+    model: str
+    flags: tuple[str, ...] = ()
+
+    def model_path(self, folder: Path) -> Path:
+        """Where the model is: that of a shape is written into the folder of the results."""
+        return folder / MODELS / self.model if self.model in SHAPES else Path(self.model)
+
+    def arguments(self) -> list[str]:
+        """Of its command line, but for model and port."""
+        return [*(["--load-format", "dummy"] if self.model in SHAPES else []), *self.flags]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command, which writes one file.
+
+    Attributes:
+        module: what ``python -m`` runs.
+        file: name of what it writes in the folder of the results: JSONL with a summary, where it is one of ``eval``.
+        arguments: but for ``--out`` and ``--revision``; ``{url}`` and ``{folder}`` stand for what is known later.
+        goals: of ``eval/goals.json`` that its file has: ids, or "id: part" for one part alone.
+    """
+
+    module: str
+    file: str
+    arguments: tuple[str, ...] = ()
+    goals: tuple[str, ...] = ()
+
+    def line(self, folder: Path, url: str, revision: str | None = None) -> list[str]:
+        """Module and arguments."""
+        filled = [argument.replace(URL, url).replace(FOLDER, str(folder)) for argument in self.arguments]
+        # Only commands of eval keep the revision in their files.
+        known = ["--revision", revision] if revision and self.module.startswith("eval.") else []
+        return [self.module, *filled, "--out", str(folder / self.file), *known]
+
+    def reads(self) -> list[str]:
+        """Names of the files in the folder of the results that other commands make for it."""
+        return [argument.removeprefix(f"{FOLDER}/") for argument in self.arguments if argument.startswith(f"{FOLDER}/")]
+
+    def needs(self, other: Command) -> bool:
+        """Whether it reads the file of another one."""
+        return other.file in self.reads()
+
+    def claims(self, goal: Goal) -> bool:
+        """Whether its file is to have the row of a goal."""
+        return goal.id in self.goals or f"{goal.id}: {goal.part}" in self.goals
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What is measured together, on one server if any.
+
+    Attributes:
+        name: on the command line.
+        commands: in their order.
+        server: that is started for them; None where they need none or start their own.
+    """
+
+    name: str
+    commands: tuple[Command, ...]
+    server: Server | None = None
+
+    def claims(self, goals: Iterable[Goal]) -> str:
+        """The goals that it measures, as ``--list`` prints them."""
+        mine = [goal for goal in goals if any(command.claims(goal) for command in self.commands)]
+        return "; ".join(f"{goal.id}: {goal.part}" for goal in mine)
+
+    def starts(self) -> str:
+        """What it starts beside its commands, as ``--list`` prints it."""
+        if self.server:
+            return f"a server of {self.server.model}"
+        return "servers of its own" if any(one.module == "eval.bench_serving" for one in self.commands) else "nothing"

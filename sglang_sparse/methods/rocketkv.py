@@ -1,0 +1,222 @@
+"""RocketKV: what a prompt keeps is chosen once, by its last queries; what a step reads of it, by bounds on its keys.
+
+Source: RocketKV (arXiv:2502.14051) and TensorRT-LLM's ``RocketSparseAttentionConfig``, from which the names of the
+fields come, but for ``kt_page_size``, their ``page_size``. Its two stages are ``window_score`` and ``kt_score``.
+
+Differences from the source. ``eviction`` is "visibility": what a prompt does not keep stays in the KV pool and in the
+radix tree, and is only invisible to the request's own decode steps. What is kept, and what a step reads, are blocks of
+``kt_page_size`` tokens, aligned to absolute positions, so that a KT page is a function of its keys and shared with its
+KV page: a block scores as its best token does. What stage 2 chooses from are the kept blocks and all that follow the
+window's first token; the newest block is always attended to. KT bounds are rounded outwards, so that they stay bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import BeforeValidator, Field, field_validator
+
+from sglang_sparse.indices import SparseIndices
+from sglang_sparse.keep_method import KeepMethod, Prompts
+from sglang_sparse.limits import refuse_sizes
+from sglang_sparse.method import VIEW_BUFFERS, AuxSpec, ModelShape
+from sglang_sparse.method_config import RectifyConfig
+from sglang_sparse_kernels import kt_score as kt
+from sglang_sparse_kernels import window_score as window
+from sglang_sparse_kernels.page_summary import update_page_summaries
+from sglang_sparse_kernels.page_topk import page_topk
+from sglang_sparse_kernels.sparse_decode import scratch_bytes
+from sglang_sparse_kernels.visible_blocks import visible_blocks
+
+if TYPE_CHECKING:
+    from sglang_sparse.pools import AuxPools
+    from sglang_sparse.view import BatchView
+
+KT_CACHE = "kt_cache"
+KT_DTYPES = {"bfloat16": torch.bfloat16, "float8_e5m2": torch.float8_e5m2}
+HEAD_DIMS = (16, 32, 64, 128)
+# More than any context; what is counted in tokens or blocks fits an int32.
+MOST_TOKENS = 1 << 24
+
+
+def _not_compact_yet(value: object) -> object:
+    if value != "visibility":
+        raise ValueError('must be "visibility"; "compact", which frees what is not kept, is not built yet')
+    return value
+
+
+class RocketkvConfig(RectifyConfig):
+    """Configuration of ``--sparse-method rocketkv``."""
+
+    request_fields: ClassVar[tuple[str, ...]] = ("topk", *RectifyConfig.request_fields)
+
+    rectify_interval: int = Field(
+        0,
+        ge=0,
+        description="A dense pass re-encodes a request's last tokens when they are this many; 0: never, as the source.",
+    )
+    window_size: int = Field(
+        32, ge=1, le=1024, description="The last tokens of a prompt, whose queries choose what is kept."
+    )
+    prompt_budget: int = Field(
+        2048, ge=1, le=MOST_TOKENS, description="Tokens that each KV head keeps of a prompt, its window among them."
+    )
+    kernel_size: int = Field(63, ge=1, le=32767, description="Tokens around one that share its importance; odd.")
+    topk: int = Field(
+        64,
+        ge=1,
+        le=MOST_TOKENS,
+        description="Blocks of kt_page_size tokens that a decode step attends to; a row of no more attends to all.",
+    )
+    topr: int | None = Field(
+        None, ge=1, description="Dimensions of the query, the largest, that score a block; all where not given."
+    )
+    kt_page_size: Literal[1, 2, 4, 8, 16, 32, 64] = Field(4, description="Tokens of a block, TensorRT-LLM's page_size.")
+    kt_cache_dtype: Literal["bfloat16", "float8_e5m2"] = Field(
+        "float8_e5m2", description="Element type of the bounds on the keys of a block."
+    )
+    eviction: Annotated[Literal["visibility"], BeforeValidator(_not_compact_yet)] = Field(
+        "visibility", description="What becomes of tokens that are not kept: they stay, invisible to the request."
+    )
+
+    @field_validator("prompt_budget")
+    @classmethod
+    def _budget_holds_the_window(cls, value: int, info: Any) -> int:
+        if value < info.data.get("window_size", value):
+            raise ValueError(f"must be at least window_size ({info.data['window_size']})")
+        return value
+
+    @field_validator("kernel_size")
+    @classmethod
+    def _kernel_has_a_middle(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError("must be odd")
+        return value
+
+    @field_validator("kt_page_size")
+    @classmethod
+    def _blocks_divide_pages(cls, value: int, info: Any) -> int:
+        if value > info.data.get("page_size", value):
+            raise ValueError(f"must divide page_size ({info.data['page_size']})")
+        left = info.data.get("prompt_budget", value) - info.data.get("window_size", 0)
+        if "prompt_budget" in info.data and value > left:
+            raise ValueError(f"must be at most prompt_budget - window_size ({left})")
+        return value
+
+
+class Rocketkv(KeepMethod):
+    """Keep the blocks that the prompt's last queries attend to, and attend to the best of them in each step."""
+
+    config_class = RocketkvConfig
+    config: RocketkvConfig
+    view_buffers = VIEW_BUFFERS
+    fp8_kv = False
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KT page."""
+        return self.config.kt_page_size
+
+    @property
+    def entry_tokens(self) -> int:
+        """One entry a KT page."""
+        return self.config.kt_page_size
+
+    @property
+    def window_tokens(self) -> int:
+        """``window_size``."""
+        return self.config.window_size
+
+    @property
+    def max_kept(self) -> int:
+        """What of ``prompt_budget`` the window leaves, in whole blocks."""
+        return (self.config.prompt_budget - self.config.window_size) // self.block_size
+
+    def kept(self, prompt: int) -> tuple[int, int]:
+        """Everything up to ``prompt_budget``, as the authors' code; else the budget less the window."""
+        if prompt <= max(self.config.prompt_budget, self.window_tokens):
+            return 0, 0
+        first_visible = (prompt - self.window_tokens) // self.block_size
+        return min(self.max_kept, first_visible), first_visible
+
+    def refuse(self, model_config: Any) -> str | None:
+        """Refuse MLA models and head dimensions that the kernels, or ``topr``, do not fit."""
+        if model_config.attention_arch.name == "MLA":
+            return "rocketkv needs an MHA or GQA model; this one uses MLA (multi-head latent attention): see robsa"
+        if reason := refuse_sizes(model_config, {"head_dim": HEAD_DIMS}):
+            return reason
+        if self.config.topr is not None and self.config.topr > model_config.head_dim:
+            return f"topr is {self.config.topr}; allowed: at most its head_dim, {model_config.head_dim}"
+        return None
+
+    def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
+        """The KT cache: of each block the maximum and minimum of its keys, ``[kv_heads, 2, head_dim]``."""
+        blocks = self.config.page_size // self.block_size
+        shape, dtype = (blocks, model.num_kv_heads, 2, model.head_dim), KT_DTYPES[self.config.kt_cache_dtype]
+        remedy = '{"kt_cache_dtype": "bfloat16"}'
+        return (AuxSpec(KT_CACHE, shape, dtype, self._refresh, before_select=True, remedy=remedy),)
+
+    def _refresh(
+        self,
+        k_caches: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        last_slots: torch.Tensor,
+        page_size: int,
+        overflow: torch.Tensor,
+    ) -> None:
+        blocks = [buffer.flatten(0, 1) for buffer in buffers]
+        update_page_summaries(k_caches, blocks, last_slots, self.block_size, overflow)
+
+    def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
+        """``topk`` blocks."""
+        return torch.full_like(n_pages, self.config.topk)
+
+    def keep(self, prompts: Prompts) -> torch.Tensor:
+        """Stage 1: the blocks whose tokens the window's queries attend to most, by KV head."""
+        config, (rows, width, _, _) = self.config, prompts.window.shape
+        device = prompts.lengths.device
+        scores = window.window_score(
+            prompts.window,
+            torch.full((rows,), width, dtype=torch.int32, device=device),
+            prompts.key_cache,
+            prompts.page_table,
+            prompts.lengths,
+            prompts.page_size,
+            prompts.scaling,
+            prompts.k_scale,
+            config.kernel_size,
+        )
+        best = scores.unflatten(2, (-1, self.block_size)).amax(dim=3)
+        first_visible = (prompts.lengths - width) // self.block_size
+        logical = torch.arange(best.shape[2], dtype=torch.int32, device=device).expand(rows, -1)
+        counts = first_visible.clamp(max=self.max_kept)
+        return page_topk(best, logical, first_visible, counts, self.max_kept)[0]
+
+    def keep_scratch_bytes(self, model: ModelShape, prompts: int, max_context: int) -> int:
+        """Scores of tokens and of blocks, the choice, and what the op takes."""
+        rows = (prompts, self.window_tokens, model.num_q_heads, model.num_kv_heads)
+        results = prompts * model.num_kv_heads * (max_context + max_context // self.block_size + self.max_kept)
+        return window.scratch_bytes(*rows, max_context) + 4 * results
+
+    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+        """Stage 2: of the visible blocks those that the group's queries may attend to most."""
+        kept, summary = pools.require_kept(), pools.buffer(KT_CACHE, layer_id).flatten(0, 1)
+        topr = self.config.topr or query.shape[-1]
+        tables = (kept.blocks[layer_id], kept.counts, kept.first_visible, view.requests)
+        rows = (view.page_table, view.n_pages, view.n_select)
+        visible, counts, wanted = visible_blocks(*tables, *rows, view.visible, view.stats)
+        scores = kt.kt_score(query, summary, visible, counts, topr, view.logit_scale, out=view.scores)
+        # The blocks differ from head to head, which to the selection is a row of its own.
+        pairs = (visible.flatten(0, 1), counts.flatten(), wanted.flatten(), view.max_select)
+        out = view.selected[0].flatten(0, 1)[:, None], view.selected[1].view(-1, 1)
+        page_topk(scores.flatten(0, 1)[:, None], *pairs, out)
+        return SparseIndices(*view.selected)
+
+    def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
+        """That of the scores and of the attention, one after the other."""
+        heads, dims = (model.num_q_heads, model.num_kv_heads), (model.head_dim, model.head_dim)
+        rows, usual = len(view.n_pages), (view.usual_select, view.page_size)
+        scores = kt.scratch_bytes(rows, *heads, view.max_select)
+        return max(scores, scratch_bytes(rows, *heads, *dims, *usual, dtype, model.kv_dtype, device))

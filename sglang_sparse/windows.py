@@ -1,0 +1,228 @@
+"""Where prompts end, for methods that choose there what of a prompt stays visible: see ``KeepMethod``.
+
+In the scheduler: a cached prefix is used up to the window only, and no chunk ends within it. In the backend: the layers
+of a pass that completes prompts hand their windows' queries to the method, and its choice is kept by request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.keep_method import KeepMethod, Kept, Prompts
+from sglang_sparse.passes import to_device
+from sglang_sparse.requests import options_of, state_of
+
+if TYPE_CHECKING:
+    from sglang_sparse.config import Settings
+    from sglang_sparse.method import DecodeMethod, ModelShape
+    from sglang_sparse.pools import AuxPools
+    from sglang_sparse.requests import RequestOptions
+
+# Prompts whose scores are made at once, and their tokens, if each were as long as the longest.
+PROMPTS_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 20
+
+
+def keep_method(options: RequestOptions) -> KeepMethod | None:
+    """Return the method that chooses for a request, or None where it sees all of its prompt."""
+    method = options.method
+    return method if options.sparse and isinstance(method, KeepMethod) else None
+
+
+def window_start(settings: Settings | None, request: Any) -> int | None:
+    """Return the position of the first token of a request's window, or None where it needs none.
+
+    Args:
+        settings: the server's.
+        request: SGLang's ``Req``.
+    """
+    if settings is None or not isinstance(settings.method, KeepMethod):
+        return None
+    state = state_of(request)
+    method = keep_method(options_of(settings, request) if state is None else state.options)
+    prompt = len(request.origin_input_ids)
+    if method is None or method.kept(prompt)[1] == 0:
+        return None
+    return prompt - method.window_tokens
+
+
+def outside(position: int, start: int | None, prompt: int, page_size: int) -> int:
+    """Return the last end of a chunk, up to ``position``, that is not within the window.
+
+    Args:
+        position: where a chunk would end, at a page's end.
+        start: of the window; None without one.
+        prompt: tokens of the prompt, where the window ends.
+        page_size: tokens per page.
+    """
+    if start is None or not start < position < prompt:
+        return position
+    return start // page_size * page_size
+
+
+@dataclass(frozen=True)
+class PromptEnd:
+    """A prompt whose last token is in an extend pass, or one that is visible throughout, in any pass.
+
+    Attributes:
+        row: of the batch.
+        prompt: tokens of the prompt.
+        kept: see ``KeepMethod.kept``; (0, 0) too where the pass lacks a part of the window.
+        query: which of the pass's query tokens is the window's first.
+    """
+
+    row: int
+    prompt: int
+    kept: tuple[int, int]
+    query: int
+
+
+class KeepPath:
+    """The first stage at work.
+
+    Args:
+        method: the server's method.
+        pools: holds what the requests keep.
+        kv_pool: SGLang's KV pool.
+        req_to_token: ``[requests, positions]``, SGLang's table of slots.
+        page_size: tokens per page.
+
+    Attributes:
+        prompts: whose KV was cut.
+        whole_prompts: that would have been cut, but whose window came in two passes for want of memory: they are
+            visible throughout.
+    """
+
+    def __init__(self, method: KeepMethod, pools: AuxPools, kv_pool: Any, req_to_token: torch.Tensor, page_size: int):
+        self.prompts = 0
+        self.whole_prompts = 0
+        self._method = method
+        self._last_layer = max(pools.layers, default=-1)
+        self._kept = pools.require_kept()
+        self._kv_pool = kv_pool
+        self._req_to_token = req_to_token
+        self._page_size = page_size
+        self._groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, ends: Sequence[PromptEnd], req_pool_indices: torch.Tensor) -> None:
+        """Prepare a pass.
+
+        Args:
+            ends: the prompts that it completes, also those that stay visible throughout.
+            req_pool_indices: ``[rows]`` int64, rows of ``req_to_token``.
+        """
+        self._groups = []
+        if not ends:
+            return
+        device = self._req_to_token.device
+        slots = req_pool_indices[to_device([end.row for end in ends], torch.int64, device)]
+        self._kept.counts[slots] = to_device([end.kept[0] for end in ends], torch.int32, device)
+        self._kept.first_visible[slots] = to_device([end.kept[1] for end in ends], torch.int32, device)
+        cut = sorted((end for end in ends if end.kept[1]), key=lambda end: end.prompt)
+        self.prompts += len(cut)
+        window = torch.arange(self._method.window_tokens, device=device)
+        while cut:
+            # The longest first: how many go with it depends on its length.
+            count = max(1, min(PROMPTS_AT_ONCE, TOKENS_AT_ONCE // cut[-1].prompt))
+            group, cut = cut[-count:], cut[:-count]
+            slots = req_pool_indices[to_device([end.row for end in group], torch.int64, device)]
+            lengths = to_device([end.prompt for end in group], torch.int32, device)
+            queries = to_device([end.query for end in group], torch.int64, device)[:, None] + window
+            starts = self._req_to_token[slots, : group[-1].prompt : self._page_size]
+            self._groups.append((slots, lengths, queries, (starts // self._page_size).to(torch.int32).contiguous()))
+
+    def keep(self, query: torch.Tensor, layer: Any) -> None:
+        """Let the method choose in one layer whose keys are written.
+
+        Args:
+            query: ``[tokens, q_heads * head_dim]`` of the whole pass; a graph pads it.
+            layer: SGLang's ``RadixAttention``.
+        """
+        for slots, lengths, queries, page_table in self._groups:
+            heads = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            prompts = Prompts(
+                lengths=lengths,
+                window=heads[queries],
+                key_cache=self._kv_pool.get_key_buffer(layer.layer_id),
+                page_table=page_table,
+                page_size=self._page_size,
+                scaling=layer.scaling,
+                k_scale=layer.k_scale_float or 1.0,
+            )
+            self._kept.blocks[layer.layer_id][slots] = self._method.keep(prompts)
+        if layer.layer_id == self._last_layer:
+            # What runs without a batch of the scheduler's would take them for its own.
+            self._groups = []
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the counts, and the bytes of what is kept."""
+        held = (*self._kept.blocks.values(), self._kept.counts, self._kept.first_visible)
+        nbytes = sum(tensor.nbytes for tensor in held)
+        return {"prompts": self.prompts, "whole_prompts": self.whole_prompts, "bytes": nbytes}
+
+
+def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
+    """Tell the backend which prompts a pass completes.
+
+    Args:
+        backend: the ``SparseAttentionBackend``.
+        forward_batch: SGLang's ``ForwardBatch``.
+        batch: the ``ScheduleBatch`` that it was made from.
+    """
+    path: KeepPath | None = backend.keeps
+    if path is None:
+        return
+    ends = []
+    if batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False):
+        ends = list(_prompt_ends(path, batch))
+    path.begin(ends, forward_batch.req_pool_indices)
+
+
+def _prompt_ends(path: KeepPath, batch: Any) -> Iterator[PromptEnd]:
+    first = 0
+    for row, request in enumerate(batch.reqs):
+        start, prompt = batch.prefix_lens[row], len(request.origin_input_ids)
+        state = state_of(request)
+        method = keep_method(state.options) if state else None
+        kept = method.kept(prompt) if method else (0, 0)
+        window = prompt - method.window_tokens if method else prompt
+        if not kept[1]:
+            # In any pass: a cached prefix may reach beyond the prompt, where an earlier owner of the row is remembered.
+            yield PromptEnd(row, prompt, kept, first)
+        elif start < prompt <= start + batch.extend_lens[row]:
+            if window < start:
+                path.whole_prompts += 1
+                kept = (0, 0)
+            yield PromptEnd(row, prompt, kept, first + window - start)
+        first += batch.extend_lens[row]
+
+
+def kept_bytes(method: KeepMethod, model: ModelShape, requests: int) -> int:
+    """Return the bytes of ``Kept`` for so many rows of SGLang's request pool, on this rank."""
+    layers = len(method.sparse_layers(model.num_layers))
+    return 4 * requests * (layers * model.num_kv_heads * method.max_kept + 2)
+
+
+def make_path(method: DecodeMethod, pools: AuxPools, runner: Any, kv_heads: int) -> KeepPath | None:
+    """Allocate ``Kept``, in which nobody keeps anything yet; nothing for a method that is no ``KeepMethod``.
+
+    Args:
+        method: the server's.
+        pools: where ``Kept`` goes.
+        runner: SGLang's ``ModelRunner``.
+        kv_heads: on this rank.
+    """
+    if not isinstance(method, KeepMethod):
+        return None
+    table = runner.req_to_token_pool.req_to_token
+    requests = table.shape[0]
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=table.device)
+
+    blocks = {layer: zeros(requests, kv_heads, method.max_kept) for layer in sorted(pools.layers)}
+    pools.kept = Kept(blocks, zeros(requests), zeros(requests))
+    return KeepPath(method, pools, runner.token_to_kv_pool, table, pools.page_size)
