@@ -60,6 +60,7 @@ class RocketkvConfig(RectifyConfig):
     window_size: int = Field(
         32, ge=1, le=1024, description="The last tokens of a prompt, whose queries choose what is kept."
     )
+    kt_page_size: Literal[1, 2, 4, 8, 16, 32, 64] = Field(4, description="Tokens of a block, TensorRT-LLM's page_size.")
     prompt_budget: int = Field(
         2048, ge=1, le=MOST_TOKENS, description="Tokens that each KV head keeps of a prompt, its window among them."
     )
@@ -73,7 +74,6 @@ class RocketkvConfig(RectifyConfig):
     topr: int | None = Field(
         None, ge=1, description="Dimensions of the query, the largest, that score a block; all where not given."
     )
-    kt_page_size: Literal[1, 2, 4, 8, 16, 32, 64] = Field(4, description="Tokens of a block, TensorRT-LLM's page_size.")
     kt_cache_dtype: Literal["bfloat16", "float8_e5m2"] = Field(
         "float8_e5m2", description="Element type of the bounds on the keys of a block."
     )
@@ -83,9 +83,9 @@ class RocketkvConfig(RectifyConfig):
 
     @field_validator("prompt_budget")
     @classmethod
-    def _budget_holds_the_window(cls, value: int, info: Any) -> int:
-        if value < info.data.get("window_size", value):
-            raise ValueError(f"must be at least window_size ({info.data['window_size']})")
+    def _budget_holds_the_window_and_a_block(cls, value: int, info: Any) -> int:
+        if value < (least := info.data.get("window_size", 0) + info.data.get("kt_page_size", 0)):
+            raise ValueError(f"must be at least window_size + kt_page_size ({least})")
         return value
 
     @field_validator("kernel_size")
@@ -100,9 +100,6 @@ class RocketkvConfig(RectifyConfig):
     def _blocks_divide_pages(cls, value: int, info: Any) -> int:
         if value > info.data.get("page_size", value):
             raise ValueError(f"must divide page_size ({info.data['page_size']})")
-        left = info.data.get("prompt_budget", value) - info.data.get("window_size", 0)
-        if "prompt_budget" in info.data and value > left:
-            raise ValueError(f"must be at most prompt_budget - window_size ({left})")
         return value
 
 
