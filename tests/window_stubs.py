@@ -59,7 +59,7 @@ class Pass:
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        method = rocketkv(**SMALL)
+        self.method = method = rocketkv(**SMALL)
         self.aux = AuxPools(method.aux_specs(MODEL), (0,), 200, PAGE, "cpu")
         table = (torch.randperm(199)[:120] + 1).view(self.PLACES, 20, 1) * PAGE + torch.arange(PAGE)
         self.keys = torch.randn(200 * PAGE, HEADS, DIM)
@@ -94,6 +94,14 @@ class Pass:
     def layer(self, query: torch.Tensor) -> None:
         names = {"layer_id": 0, "tp_q_head_num": HEADS * GROUP, "qk_head_dim": DIM, "scaling": SCALE}
         self.path.keep(query, SimpleNamespace(**names, k_scale_float=None))
+
+    def window(self, place: int, prompt: int) -> torch.Tensor:
+        """Queries of a prompt's window, ``[W, q_heads, dim]``."""
+        return self.queries[place, prompt - self.method.window_tokens : prompt].unflatten(1, (-1, DIM))
+
+    def keys_of(self, place: int, prompt: int) -> torch.Tensor:
+        """Keys of a prompt, ``[tokens, kv_heads, dim]``."""
+        return self.keys[self.runner.req_to_token_pool.req_to_token[place, :prompt].long()]
 
     def of(self, place: int) -> tuple[int, int, list[list[int]]]:
         count = int(self.kept.counts[place])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from model_configs import write_config
-from plain_rocketkv import DIM, GROUP, HEADS, PAGE, SMALL, rocketkv
+from plain_rocketkv import DIM, GROUP, HEADS, PAGE, SMALL, plain_keep, rocketkv
 from sglang.srt import runtime_context
 from sglang.srt.plugins import load_plugins
 
@@ -203,7 +203,11 @@ def test_what_is_kept_is_the_same_in_pieces_in_any_company(monkeypatch: pytest.M
     for place, length in lengths.items():
         alone.run([(rows[place], 0, length, place)])
     expected = {place: alone.of(place) for place in lengths}
-    assert all(kept[:2] == METHOD.kept(lengths[place]) and kept[2] for place, kept in expected.items())
+    for place, length in lengths.items():
+        window, keys = alone.window(place, length), alone.keys_of(place, length)
+        group = [window[:, head * GROUP : (head + 1) * GROUP] for head in range(HEADS)]
+        plain = [plain_keep(group[head], keys[:, head], METHOD) for head in range(HEADS)]
+        assert expected[place] == (*METHOD.kept(length), plain)
     assert len({str(kept[2]) for kept in expected.values()}) == len(lengths)
     for at_once in (1, 400, 10**6):
         monkeypatch.setattr(windows, "TOKENS_AT_ONCE", at_once)
