@@ -191,8 +191,8 @@ def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
 
 def _require_window(args: SparseServerArgs, settings: Settings) -> None:
     """Refuse chunks that a prompt's window may not fit: a prompt would wait for one that does, for ever."""
-    chunk, method, page = prefill_chunk(args), settings.method, settings.config.page_size
-    if chunk is None or not isinstance(method, KeepMethod):
+    method, page = settings.method, settings.config.page_size
+    if not isinstance(method, KeepMethod) or (chunk := prefill_chunk(args)) is None:
         return
     # The last chunk begins at a page's or a group's end, at the window's first token at the latest.
     unit = max(page, settings.prefill.group_tokens if settings.prefill else 1)

@@ -78,7 +78,7 @@ def test_goal_e6(tmp_path: Path) -> None:
     )
     assert found["64k, chunks of 8k"][1] == found["64k, chunks of 16k"][1] == "stretch"
     assert "32k, chunks of 16k" not in found, "at 32k less is to be left out"
-    assert found["8k and less"] == ["2.273x", "must", "sparsity 0.0%"]
+    assert found["8k and less"] == ["2.273x", "beyond the limit", "sparsity 0.0%"]
     shown = report_tables.any_table(tmp_path / "serving.jsonl")
     assert (
         "| sparse/first_token/64k@16k | 1.100 | 1.000 … 1.600 | 2.500 | 2.000 … 3.000 | 2.273 | 89.0 % | 0.906 | 9.64 |"

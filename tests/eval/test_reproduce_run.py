@@ -236,7 +236,9 @@ def test_a_dry_run_prints_what_a_run_starts(folder: Path, capsys: pytest.Capture
 
 
 def test_interrupted_commands_may_end_their_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "import os, signal, time\ntry:\n    os.kill(os.getppid(), signal.SIGUSR1)\n    time.sleep(600)\n"
+    # Whoever starts it must have come back from that, on a busy machine too.
+    script = "import os, signal, time\ntry:\n    time.sleep(2)\n    os.kill(os.getppid(), signal.SIGUSR1)\n"
+    script += "    time.sleep(600)\n"
     script += "except KeyboardInterrupt:\n    print('cleaned up', flush=True)\n"
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:

@@ -42,7 +42,10 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 LINES = {
-    "--sparse-method: got 'robs', allowed: dsa, resa, robsa, rocketkv; did you mean 'robsa'?": ["--sparse-method", "robs"],
+    "--sparse-method: got 'robs', allowed: dsa, resa, robsa, rocketkv; did you mean 'robsa'?": [
+        "--sparse-method",
+        "robs",
+    ],
     "active_ratio: got 2": ["--sparse-method", "resa", "--sparse-config", '{"active_ratio": 2}'],
     "the server's page size is 64 and the config's is 16": ["--sparse-method", "resa", "--page-size", "64"],
     "cannot run with data-parallel attention": ["--sparse-method", "resa", "--enable-dp-attention"],
@@ -119,4 +122,5 @@ def test_engine_raises_value_error(qwen3: str, tmp_path: Path) -> None:
         "    print('ValueError:', error)\n"
     )
     _, output = forked([str(script)], tmp_path / "output")
-    assert "ValueError: --sparse-method: got 'reza', allowed: dsa, resa, robsa, rocketkv; did you mean 'resa'?" in output
+    message = "ValueError: --sparse-method: got 'reza', allowed: dsa, resa, robsa, rocketkv; did you mean 'resa'?"
+    assert message in output
