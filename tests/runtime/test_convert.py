@@ -156,7 +156,7 @@ def test_rocketkv_keeps_its_fields_but_for_the_page_of_the_kt_cache() -> None:
     ("field", "value", "said"),
     [
         ("page_size", 32, "kt_page_size: got 32; must divide page_size (16)"),
-        ("prompt_budget", 16, "prompt_budget: got 16; must be at least window_size (32)"),
+        ("prompt_budget", 16, "prompt_budget: got 16; must be at least window_size + kt_page_size (36)"),
         ("kt_cache_dtype", "float8_e4m3", "kt_cache_dtype: got 'float8_e4m3'"),
         ("topk", 0, "topk: got 0"),
     ],
