@@ -6,9 +6,10 @@ One layer of one prompt whose attention has sinks, a local band and stripes of k
 weights would have nothing to find. This project's op and the dense peers prefill it in chunks over scattered pages, as
 a server does. Every implementation runs with each value of its setting, in turn (A/B/A/B); a row holds the median time
 of the whole prompt, and beside it what its output is worth: the attention mass that it keeps (`recall`) and its
-distance from dense attention in float64 (`dense_l2`), over a sample of queries of all heads. Of this project's op also
-the sparsity: the share of causal query-key pairs that it left out. ``--sparsity`` adds the threshold that gives so
-much, found by bisection between the lowest and the highest of ``--thetas``; with ``--dense-below`` that at which a
+distance from dense attention in float64 (`dense_l2`), over a sample of queries of all heads. Of this project's op,
+anchor or ``--method skip_softmax``, also the sparsity: the share of causal query-key pairs that it left out.
+``--sparsity`` adds the value of its setting, anchor's threshold or Skip-Softmax's factor, that gives so much, found by
+bisection between the lowest and the highest of ``--values``; with ``--dense-below`` that at which a
 server whose crossover is there leaves out so much, as ``eval.bench_serving`` needs it. What is measured is the same.
 
 ``dense_ratio`` is against the fastest dense peer. ``parts`` of this project's op are microseconds by kernel, from one
@@ -18,13 +19,12 @@ profiled run. A peer that is not installed or fails is reported and the others g
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,17 +32,18 @@ from tqdm import tqdm
 
 from eval.figures import report_tables
 from eval.figures.goals import SPARSITY_TOLERANCE
-from eval.live.client import FAILURES, list_of
+from eval.figures.prefill import COMMAND
+from eval.live.client import FAILURES
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.parts.kernel_table import UNAVAILABLE, report_unavailable
+from eval.parts.prefill_arguments import parse
 from eval.parts.prefill_inputs import Prompt, Shape
-from eval.parts.prefill_table import ANCHOR, DENSE, TABLE, Plan, plans
+from eval.parts.prefill_table import DENSE, OWN, Implementation, Plan, plans
 from eval.structured.generator import read_recipe
-from eval.texts.lengths import length, share_at, shares
+from eval.texts.lengths import share_at
 from sglang_sparse_kernels.timing import Replay, in_turn, timed, usable
 
-COMMAND = "eval.bench_prefill"
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "minference")
 BISECTIONS = 12
 
@@ -102,25 +103,27 @@ def sparsity_of(prompt: Prompt, plan: Plan, dense_below: int = 0) -> float:
     return 1 - (torch.where(dense, causal, attended).sum() / causal.sum()).item()
 
 
-def theta_for(prompt: Prompt, sparsity: float, thetas: Sequence[float], dense_below: int = 0) -> float:
-    """The threshold at which so much is left out.
+def value_for(
+    prompt: Prompt, own: Implementation, sparsity: float, values: Sequence[float], dense_below: int = 0
+) -> float:
+    """The value of an op's setting at which so much is left out.
 
     Raises:
-        EvaluationError: none between the lowest and the highest of `thetas` comes near it.
+        EvaluationError: none between the lowest and the highest of `values` comes near it.
     """
 
-    def left_out(theta: float) -> float:
-        return sparsity_of(prompt, Plan(ANCHOR, theta), dense_below)
+    def left_out(value: float) -> float:
+        return sparsity_of(prompt, Plan(own, value), dense_below)
 
-    low, high = min(thetas), max(thetas)
+    low, high = min(values), max(values)
     for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        # A higher threshold leaves less out.
-        low, high = (middle, high) if left_out(middle) > sparsity else (low, middle)
+        # The factors of skip_softmax span powers of ten.
+        middle = (low + high) / 2 if own.keeps else math.sqrt(low * high)
+        low, high = (middle, high) if (left_out(middle) > sparsity) == own.keeps else (low, middle)
     if abs(left_out(high) - sparsity) > SPARSITY_TOLERANCE:
-        ends = [left_out(theta) for theta in (min(thetas), max(thetas))]
+        ends = [left_out(value) for value in (min(values), max(values))]
         raise EvaluationError(
-            f"--sparsity {sparsity}: at {prompt.shape.name} the thresholds {min(thetas):g} to {max(thetas):g} give "
+            f"--sparsity {sparsity}: at {prompt.shape.name} {own.setting} {min(values):g} to {max(values):g} gives "
             f"{ends[0]:.3f} to {ends[1]:.3f}, and nothing within {SPARSITY_TOLERANCE} of it"
         )
     return round(high, 4)
@@ -180,7 +183,18 @@ def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu) -> int:
         EvaluationError: see the functions that this one calls.
     """
     found, recipe = machine(), read_recipe(args.recipe)
-    names = ("lengths", "positions", "chunk", "thetas", "sparsity", "dense_below", "peers", "heads", "page_size")
+    names = (
+        "method",
+        "lengths",
+        "positions",
+        "chunk",
+        "values",
+        "sparsity",
+        "dense_below",
+        "peers",
+        "heads",
+        "page_size",
+    )
     names = (*names, "recipe", "rounds", "seed")
     header = {"device": found.name, "versions": versions(PACKAGES), "recipe": recipe.model_dump()}
     header["arguments"] = {name: getattr(args, name) for name in names}
@@ -203,77 +217,24 @@ def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu) -> int:
 
 
 def own_plans(prompt: Prompt, args: argparse.Namespace) -> list[Plan]:
-    """The thresholds of the command line, and the one of the sparsity asked for, if there is one."""
-    found = [Plan(ANCHOR, theta) for theta in args.thetas]
+    """The values of the command line, and the one of the sparsity asked for, if there is one."""
+    own = next(one for one in OWN if one.name == args.method)
+    found = [Plan(own, value) for value in args.values]
     sparsity = share_at(args.sparsity, prompt.shape.length)
     if sparsity is not None:
         try:
-            theta = theta_for(prompt, sparsity, args.thetas, args.dense_below)
-            found.append(Plan(ANCHOR, theta, sparsity))
+            value = value_for(prompt, own, sparsity, args.values, args.dense_below)
+            found.append(Plan(own, value, sparsity))
         except EvaluationError as error:
-            # The other thresholds and lengths go on.
+            # The other values and lengths go on.
             tqdm.write(f"{COMMAND}: {error}", file=sys.stderr)
     return found
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, checked.
-
-    Raises:
-        EvaluationError: names the argument and what is allowed.
-    """
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    known = [one.name for one in TABLE if one.peer]
-    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
-    parser.add_argument("--lengths", type=list_of(length), default="32k,64k,128k", help="tokens of the prompt")
-    parser.add_argument("--chunk", type=length, default="8k", help="tokens that are prefilled at once")
-    thetas = ",".join(f"{theta:g}" for theta in ANCHOR.values)
-    parser.add_argument("--thetas", type=list_of(float), default=thetas, help="thresholds of anchor")
-    parser.add_argument(
-        "--sparsity",
-        type=shares,
-        default={},
-        help="also the threshold that leaves out this share, such as 0.89,32k=0.78",
-    )
-    parser.add_argument(
-        "--dense-below", type=length, default=0, help="for --sparsity: a server's crossover_tokens, dense there"
-    )
-    parser.add_argument("--peers", type=list_of(str), default=",".join(known), help=f"of {', '.join(known)}")
-    parser.add_argument("--heads", type=list_of(int), default="32,8,128", help="query heads, KV heads, head dimension")
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--recipe", type=json.loads, default={}, help="of the structure, as JSON (eval/structured)")
-    parser.add_argument("--positions", type=length, help="tokens of which a prompt is the first, as on a server")
-    parser.add_argument("--rounds", type=int, default=7, help="times that each is measured")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
-    args = parser.parse_args(arguments)
-    for name in args.peers:
-        if name not in known:
-            raise EvaluationError(f"--peers: there is no {name!r}, there are {', '.join(known)}")
-    for name, good, allowed in (
-        ("lengths", bool(args.lengths) and min(args.lengths) > 128, "lengths above 128"),
-        ("thetas", bool(args.thetas), "one at least"),
-        ("dense_below", args.dense_below % args.chunk == 0, f"a multiple of --chunk, which is {args.chunk}"),
-        (
-            "positions",
-            args.positions is None or args.positions >= max(args.lengths, default=0),
-            "as many as a prompt has",
-        ),
-        ("heads", len(args.heads) == 3 and min(args.heads) > 0, "three numbers, such as 32,8,128"),
-        ("page_size", args.page_size in (1, 2, 4, 8, 16, 32, 64), "a power of two up to 64"),
-        ("rounds", args.rounds >= 2, "2 or more"),
-    ):
-        if not good:
-            raise EvaluationError(f"--{name.replace('_', '-')} must be {allowed}, got {getattr(args, name)}")
-    return args
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 when there is nothing to measure on, or this project's op failed."""
     try:
-        args = parse(arguments)
+        args = parse(arguments, __doc__)
         status = run(args)
         print(report_tables.any_table(args.out))
     except FAILURES as error:

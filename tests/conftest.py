@@ -2,6 +2,11 @@
 
 import pytest
 import triton_interpreter  # noqa: F401
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ def decode(paths: Sequence[Path]) -> str:
 
 
 def kernels(path: Path) -> str:
-    """Microseconds a layer of the operations of ``eval.bench_kernels``, by whom, and what their outputs are worth."""
+    """Microseconds a layer of the operations of a file, by whom, and what their outputs are worth."""
     header, *rows = read_finished(path)
     ceiling = header.get("ceiling_gbps")
 
@@ -274,24 +275,14 @@ def any_table(path: Path) -> str:
     rows = read_rows(path)
     command = rows[0].get("command") if rows else None
     known = {"eval.ppl_rectify": rectification, "eval.long_generation": drift, "eval.recall": recall}
-    known |= {"eval.bench_kernels": kernels, "eval.bench_decode": lambda p: decode([p])}
+    known |= {"eval.bench_kernels": kernels, "eval.bench_framework": kernels}
+    known |= {"eval.bench_decode": lambda p: decode([p])}
     # Imported here, because their tables are made with this module's functions.
-    if command == "eval.profile_decode":
-        from eval.figures.profile import profile
-
-        return profile(path)
-    if command == "eval.bench_serving":
-        from eval.figures.serving import serving
-
-        return serving(path)
-    if command == "eval.bench_prefill":
-        from eval.figures.prefill import prefill
-
-        return prefill(path)
-    if command == "eval.bench_mla":
-        from eval.figures.mla import mla
-
-        return mla(path)
+    modules = {"eval.profile_decode": "profile", "eval.bench_serving": "serving"}
+    modules |= {"eval.bench_prefill": "prefill", "eval.bench_mla": "mla"}
+    if command in modules:
+        name = modules[command]
+        return getattr(importlib.import_module(f"eval.figures.{name}"), name)(path)
     if command is None:
         raise EvaluationError(f"{path} is no file of results: its first line is no header")
     return known.get(command, questions)(path)

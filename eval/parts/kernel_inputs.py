@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from eval.structured.generator import make_decode
+from eval.structured.structure import Recipe
 from eval.texts.lengths import short_length
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summaries, update_page_summary
@@ -106,20 +108,35 @@ class Layer:
         out: as ``q``.
     """
 
-    def __init__(self, shape: Shape, batch: PagedBatch, generator: torch.Generator) -> None:
+    def __init__(
+        self, shape: Shape, batch: PagedBatch, generator: torch.Generator, recipe: Recipe | None = None, seed: int = 0
+    ) -> None:
         rows, heads, dim, device = shape.batch, shape.kv_heads, shape.dim, generator.device
         cache = (batch.num_pages, shape.page_size, heads, dim)
         self.k_pages, self.v_pages = (random_cache(cache, torch.bfloat16, device, generator) for _ in range(2))
+        self.q = torch.randn(rows, shape.q_heads, dim, generator=generator, device=device).bfloat16()
+        if recipe is not None:
+            self._plant(shape, batch, recipe, seed)
         self.k_cache, self.v_cache = self.k_pages.flatten(0, 1), self.v_pages.flatten(0, 1)
         self.summary = torch.zeros(batch.num_pages, heads, 2, dim, device=device).to(shape.summary_dtype)
         last_slots = torch.arange(1, batch.num_pages + 1, device=device) * shape.page_size - 1
         update_page_summary(self.k_cache, self.summary, last_slots, shape.page_size)
         update_page_summary(self.k_cache, self.summary, batch.last_slots, shape.page_size)
-        self.q = torch.randn(rows, shape.q_heads, dim, generator=generator, device=device).bfloat16()
         self.scores = torch.empty(rows, heads, shape.n_pages, device=device)
         self.indices = torch.empty(rows, heads, shape.n_select, dtype=torch.int32, device=device)
         self.counts = torch.empty(rows, heads, dtype=torch.int32, device=device)
         self.out = torch.empty_like(self.q)
+
+    def _plant(self, shape: Shape, batch: PagedBatch, recipe: Recipe, seed: int) -> None:
+        sizes = (shape.length, shape.q_heads, shape.kv_heads, shape.dim)
+        padding = -shape.length % shape.page_size
+        for row, pages in enumerate(batch.page_table):
+            # Rows of other seeds than those of another layer.
+            q, *caches = make_decode(*sizes, recipe, seed * shape.batch + row, self.q.device)
+            self.q[row] = q
+            for into, made in zip((self.k_pages, self.v_pages), caches, strict=True):
+                whole = torch.nn.functional.pad(made, (0, 0, 0, 0, 0, padding))
+                into[pages.long()] = whole.unflatten(0, (-1, shape.page_size))
 
 
 class Step:
@@ -129,18 +146,22 @@ class Step:
         shape: what to make.
         device: where.
         layers: how many.
+        recipe: of the structure of the inputs; None for normally distributed ones, which have none.
+        seed: of everything random.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
+        ValueError: the shape leaves no room for the structure.
     """
 
-    def __init__(self, shape: Shape, device: str, layers: int) -> None:
+    def __init__(self, shape: Shape, device: str, layers: int, recipe: Recipe | None = None, seed: int = 0) -> None:
         self.shape = shape
-        generator = seeded(device, 0)
+        generator = seeded(device, seed)
         self.batch: PagedBatch = paged_batch((shape.length,) * shape.batch, shape.page_size, device, generator)
         self.n_select = torch.full((shape.batch,), shape.n_select, dtype=torch.int32, device=device)
         self.sm_scale = shape.dim**-0.5
-        self.layers = [Layer(shape, self.batch, generator) for _ in range(layers)]
+        first = seed * layers
+        self.layers = [Layer(shape, self.batch, generator, recipe, first + layer) for layer in range(layers)]
         for layer in self.layers:
             self.score(layer)
             self.select(layer)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from eval.parts.kernel_inputs import Step
+from eval.parts.kernel_inputs import Shape, Step
 from sglang_sparse_kernels.page_topk import reference
 
 SAMPLED = 8
@@ -39,15 +39,32 @@ class Sample:
 
 def samples(step: Step) -> list[Sample]:
     """At most `SAMPLED` rows and KV heads of the first layer, spread evenly."""
-    shape = step.shape
-    pairs = shape.batch * shape.kv_heads
-    count = min(SAMPLED, pairs)
-    picked = [i * (pairs - 1) // max(1, count - 1) for i in range(count)]
-    layer = step.layers[0]
+    shape, layer = step.shape, step.layers[0]
     best = (torch.empty_like(layer.indices), torch.empty_like(layer.counts))
     pages = (step.batch.page_table, step.batch.n_pages, step.n_select, shape.n_select)
     reference.page_topk(layer.scores, *pages, best)
-    return [_sample(step, best[0], *divmod(pair, shape.kv_heads)) for pair in picked]
+    return [_sample(step, best[0], *pair) for pair in sampled_pairs(shape)]
+
+
+def sampled_pairs(shape: Shape) -> list[tuple[int, int]]:
+    """At most `SAMPLED` rows, each with a KV head, spread evenly."""
+    pairs = shape.batch * shape.kv_heads
+    count = min(SAMPLED, pairs)
+    return [divmod(i * (pairs - 1) // max(1, count - 1), shape.kv_heads) for i in range(count)]
+
+
+def logits_and_values(step: Step, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a row and KV head of the first layer attends by and to, in float64.
+
+    Returns:
+        ``[G, length]`` and ``[length, d]``.
+    """
+    shape, layer = step.shape, step.layers[0]
+    group = shape.q_heads // shape.kv_heads
+    pages = step.batch.page_table[row].long()
+    slots = (pages[:, None] * shape.page_size + torch.arange(shape.page_size, device=pages.device)).flatten()
+    keys, values = (cache[slots[: shape.length], head].double() for cache in (layer.k_cache, layer.v_cache))
+    return layer.q[row, head * group : (head + 1) * group].double() @ keys.T * step.sm_scale, values
 
 
 def quality(op: str, output: torch.Tensor | None, over: list[Sample]) -> dict[str, float]:
@@ -82,13 +99,8 @@ def quality(op: str, output: torch.Tensor | None, over: list[Sample]) -> dict[st
 
 def _sample(step: Step, best: torch.Tensor, row: int, head: int) -> Sample:
     shape, layer = step.shape, step.layers[0]
-    group = shape.q_heads // shape.kv_heads
     pages = step.batch.page_table[row].long()
-    slots = (pages[:, None] * shape.page_size + torch.arange(shape.page_size, device=pages.device)).flatten()
-    slots = slots[: shape.length]
-    keys, values = (cache[slots, head].double() for cache in (layer.k_cache, layer.v_cache))
-    query = layer.q[row, head * group : (head + 1) * group].double()
-    logits = query @ keys.T * step.sm_scale
+    logits, values = logits_and_values(step, row, head)
     weights = logits.softmax(-1)
     chosen, attended = (torch.isin(pages, picked[row, head].long()) for picked in (best, layer.indices))
     tokens = attended.repeat_interleave(shape.page_size)[: shape.length]

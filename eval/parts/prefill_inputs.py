@@ -15,6 +15,8 @@ from eval.texts.lengths import short_length
 from sglang_sparse_kernels.testing import paged_batch, seeded
 
 SAMPLED = 64
+# First keys that every method attends to: Skip-Softmax has the smallest blocks.
+KEPT = 64
 # Float32 elements of attention weights that are made at a time.
 STRIP = 2**28
 
@@ -53,9 +55,9 @@ class Shape:
 class Prompt:
     """The inputs of one layer.
 
-    The first dimension of the values is 1 in the first block of keys and 0 elsewhere. What a query's output holds there
-    is the share of its attention that the first block has, and every method here keeps that block whole: dense
-    attention's share over a sparse one's is the attention mass that the sparse one keeps, whatever it is made of.
+    The first dimension of the values is 1 in the first ``KEPT`` keys and 0 elsewhere. What a query's output holds there
+    is the share of its attention that these have, and every method here keeps them all: dense attention's share over a
+    sparse one's is the attention mass that the sparse one keeps, whatever it is made of.
 
     Args:
         shape: what to make.
@@ -80,7 +82,7 @@ class Prompt:
         made = make_qkv(positions or shape.length, *heads, recipe, seed, device)
         self.q, self.k, self.v = (part[: shape.length] for part in made)
         self.v[..., 0] = 0
-        self.v[: shape.block_size, :, 0] = 1
+        self.v[:KEPT, :, 0] = 1
         self.scale = shape.dim**-0.5
         batch = paged_batch((shape.length,), shape.page_size, device, seeded(device, seed))
         self.page_table = batch.page_table

@@ -24,7 +24,9 @@ import torch
 from eval.parts import prefill_blocks
 from eval.parts.kernel_attention import PLAN_BYTES, WORKSPACE_BYTES
 from eval.parts.prefill_inputs import Prompt
+from sglang_sparse_kernels import skip_softmax_prefill
 from sglang_sparse_kernels.anchor_prefill import anchor_prefill, make_plan
+from sglang_sparse_kernels.skip_softmax_prefill import Span
 
 DENSE, SPARSE = "dense_prefill", "sparse_prefill"
 # Fills the prompt's output or returns another one; what counts pairs of query and key adds them to ``stats``, int64
@@ -42,6 +44,7 @@ class Implementation:
         setting: name of its parameter; None where there is none.
         values: what the parameter is by default.
         op: `DENSE` or `SPARSE`.
+        keeps: whether a higher value leaves less out.
     """
 
     name: str
@@ -49,11 +52,12 @@ class Implementation:
     setting: str | None = None
     values: tuple[float, ...] = ()
     op: str = SPARSE
+    keeps: bool = True
 
     @property
     def peer(self) -> bool:
         """Whether it is somebody else's."""
-        return self is not ANCHOR
+        return all(self is not own for own in OWN)
 
 
 def anchor(prompt: Prompt, theta: float) -> Prefill:
@@ -68,6 +72,27 @@ def anchor(prompt: Prompt, theta: float) -> Prefill:
             pages = (prompt.page_table, plan, thetas, shape.page_size, prompt.scale)
             counts = None if stats is None else stats[place]
             anchor_prefill(prompt.q[a:b], *cache, *pages, out=prompt.out[a:b], stats=counts)
+        return prompt.out
+
+    return run
+
+
+def skip_softmax(prompt: Prompt, factor: float) -> Prefill:
+    """This project's other op, likewise."""
+    shape, device = prompt.shape, prompt.q.device
+    cache = (prompt.k_pages.flatten(0, 1), prompt.v_pages.flatten(0, 1))
+    factors = torch.tensor([factor], device=device)
+    plans = [skip_softmax_prefill.make_plan([Span(0, a, b)], 1, device) for a, b in shape.chunks]
+
+    def run(stats: torch.Tensor | None) -> torch.Tensor:
+        for place, ((a, b), plan) in enumerate(zip(shape.chunks, plans, strict=True)):
+            pages = (prompt.page_table, plan, factors, shape.page_size, prompt.scale)
+            # Behind the pairs the op counts blocks.
+            counts = None if stats is None else torch.zeros(4, dtype=torch.int64, device=device)
+            out = prompt.out[a:b]
+            skip_softmax_prefill.skip_softmax_prefill(prompt.q[a:b], *cache, *pages, out=out, stats=counts)
+            if stats is not None and counts is not None:
+                stats[place] += counts[:2]
         return prompt.out
 
     return run
@@ -182,11 +207,15 @@ def xattention(prompt: Prompt, threshold: float) -> Prefill:
 
 
 ANCHOR = Implementation("anchor", anchor, "theta", (4.0, 6.0, 8.0, 10.0, 12.0, 14.0))
+SKIP_SOFTMAX = Implementation(
+    "skip_softmax", skip_softmax, "threshold_scale_factor", (10.0, 100.0, 1000.0, 10000.0), keeps=False
+)
+OWN = (ANCHOR, SKIP_SOFTMAX)
 TABLE = (
     Implementation("fa3", fa3, op=DENSE),
     Implementation("fa3-contiguous", fa3_contiguous, op=DENSE),
     Implementation("flashinfer", flashinfer, op=DENSE),
-    ANCHOR,
+    *OWN,
     Implementation("flexprefill", flexprefill, "gamma", (0.8, 0.9, 0.95, 0.98)),
     Implementation("xattention", xattention, "threshold", (0.7, 0.8, 0.9, 0.95)),
     Implementation("flashinfer-blocks", prefill_blocks.flashinfer_blocks, "sparsity", (0.95, 0.89, 0.8, 0.7)),

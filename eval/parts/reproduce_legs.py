@@ -70,6 +70,7 @@ _SERVED = (*_LENGTHS, *_LEFT_OUT, "--dense-below", "8k", "--peers", "")
 _ROBSA = {"page_size": 64, "allow_uncalibrated": True, **_UNPROVEN}
 _HALF = f"--sparse-method robsa --sparse-config '{json.dumps({**_ROBSA, 'layers': '14-'})}'"
 _MLA_INPUTS, _PREFILL_RECALL = "mla-v2-lite.jsonl", "prefill-qwen3-8b.jsonl"
+_SKIP, _SKIP_RECALL = ("--method", "skip_softmax", "--sparsity", "0.7"), "prefill-skip-softmax-qwen3-8b.jsonl"
 
 
 def _needles(
@@ -182,7 +183,19 @@ LEGS: tuple[Leg, ...] = (
             ),
         ),
     ),
-    Leg("prefill", (Command("eval.bench_prefill", "bench_prefill.jsonl", (*_LENGTHS, "--sparsity", "0.89"), ("K9",)),)),
+    Leg("framework", (Command("eval.bench_framework", "bench_framework.jsonl", goals=("K5", "K11")),)),
+    Leg(
+        "prefill",
+        (
+            Command("eval.bench_prefill", "bench_prefill.jsonl", (*_LENGTHS, "--sparsity", "0.89"), ("K9",)),
+            Command(
+                "eval.bench_prefill",
+                "bench_prefill_skip_softmax.jsonl",
+                (*_LENGTHS, *_SKIP, "--peers", "fa3,fa3-contiguous,flashinfer"),
+                ("K10",),
+            ),
+        ),
+    ),
     Leg(
         "prefill-serving",
         (
@@ -196,6 +209,22 @@ LEGS: tuple[Leg, ...] = (
                 *("--recall-from", f"{FOLDER}/{_PREFILL_RECALL}"),
                 file="first-token-qwen3-8b.jsonl",
                 goals=("E6",),
+            ),
+        ),
+    ),
+    Leg(
+        "skip-softmax-serving",
+        (
+            Command("eval.bench_prefill", _SKIP_RECALL, (*_LENGTHS, *_SKIP, "--dense-below", "8k", "--peers", "")),
+            _serving(
+                "qwen3-8b",
+                *("--both", "--contexts", "32k,64k,128k", "--chunked-prefill-size", "8k"),
+                *("--sparse-method", "none", "--sparse-prefill-method", "skip_softmax", "--structured", "{}"),
+                *("--sparse-prefill-config", json.dumps(_UNPROVEN)),
+                *("--server-args", "--page-size 16", "--sparsity", "0.7"),
+                *("--recall-from", f"{FOLDER}/{_SKIP_RECALL}"),
+                file="first-token-skip-softmax-qwen3-8b.jsonl",
+                goals=("E7",),
             ),
         ),
     ),

@@ -30,8 +30,11 @@ from eval.texts.lengths import share_at, short_length
 TASK, TASK_BELOW = "first_token", "first_token_below"
 # Of a median that counts.
 LEAST_RUNS = 5
-ADVICE = "find theta with eval.bench_prefill --sparsity, its --dense-below being the server's crossover_tokens"
-WITH_TARGET = ("theta", "recall", "target_sparsity")
+ADVICE = "find its value with eval.bench_prefill --sparsity, its --dense-below being the server's crossover_tokens"
+# What says how much a prefill method leaves out, and what else of its config the recall depends on.
+SETTINGS = {"anchor": ("theta", ("block_size", "step")), "skip_softmax": ("threshold_scale_factor", ())}
+THRESHOLDS = tuple(name for name, _ in SETTINGS.values())
+WITH_TARGET = (*THRESHOLDS, "recall", "target_sparsity")
 # Of the dense server, what makes it the strongest.
 SERVED = ("attention_backend", "page_size", "prefill_graphs")
 
@@ -53,7 +56,8 @@ def quality_of(args: argparse.Namespace, context: int, config: Row, inputs: Row 
         inputs: what the server says of its generated inputs, None where it has none.
 
     Returns:
-        ``theta``, ``recall`` and ``target_sparsity``; nothing for a prompt that is dense, or where no file is given.
+        The method's threshold by its name, ``recall`` and ``target_sparsity``; nothing for a prompt that is dense, or
+        where no file is given.
 
     Raises:
         EvaluationError: the file has no row for this prompt; names what differs in the nearest one.
@@ -63,11 +67,12 @@ def quality_of(args: argparse.Namespace, context: int, config: Row, inputs: Row 
     shape = inputs["shape"]
     wanted = {"length": context, "made": inputs["recipe"], "seed": inputs["seed"], "dim": shape["head_dim"]}
     wanted |= {name: shape[name] for name in ("q_heads", "kv_heads")}
-    wanted |= {name: config[name] for name in ("block_size", "step")}
+    setting, others = SETTINGS[args.sparse_prefill_method]
+    wanted |= {"setting": setting} | {name: config[name] for name in others}
     target = share_at(args.sparsity, context)
-    wanted |= {"value": config["theta"]} if target is None else {"target_sparsity": target}
+    wanted |= {"value": config[setting]} if target is None else {"target_sparsity": target}
     near = matching(args.recall_from, PREFILL_COMMAND, wanted)
-    return {"theta": near["value"], "recall": near["recall"], "target_sparsity": target}
+    return {setting: near["value"], "recall": near["recall"], "target_sparsity": target}
 
 
 def flush(side: Side) -> None:
@@ -110,7 +115,8 @@ def measure(args: argparse.Namespace, side: Side, context: int, run: int) -> dic
     quality = {} if config is None else quality_of(args, context, config, side.inputs)
     (prompt,) = random_prompts(1, context, side.server.vocabulary_size(), args.seed)
     # Asked for by request, so that one server serves all lengths.
-    request = request_of(prompt, 1, {"theta": quality["theta"]} if quality.get("target_sparsity") else {})
+    asked = {name: quality[name] for name in THRESHOLDS if quality.get("target_sparsity") and name in quality}
+    request = request_of(prompt, 1, asked)
     if not run:
         cold(side, request)
     before = side.server.counters() if config is not None else None

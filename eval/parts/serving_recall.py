@@ -152,7 +152,8 @@ def require_sparsity(row: Row, advice: str) -> None:
     target, found = row.get("target_sparsity"), row.get("sparsity")
     if target is None or (found is not None and near_target(found, target, row.get("active"))):
         return
-    (threshold,) = [f"{name} {row[name]:g}" for name in ("theta", "theta1") if row.get(name) is not None]
+    names = ("theta", "threshold_scale_factor", "theta1")
+    (threshold,) = [f"{name} {row[name]:g}" for name in names if row.get(name) is not None]
     share = found if found is None else f"{found:.3f}"
     raise EvaluationError(
         f"{share} of the query-key pairs were left out at {threshold}, allowed are {target:.4g} ± {SPARSITY_TOLERANCE}"

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from eval import bench_prefill, report
-from eval.bench_prefill import Machine, measure, parse, sparsity_of, theta_for
+from eval.bench_prefill import Machine, measure, parse, sparsity_of, value_for
 from eval.figures import report_tables
 from eval.figures.goals import goals_table
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
 from eval.parts import prefill_table
-from eval.parts.prefill_inputs import Prompt, Shape
+from eval.parts.prefill_inputs import KEPT, Prompt, Shape
 from eval.parts.prefill_table import DENSE, TABLE, Implementation, Plan, plans
 from eval.structured.generator import make_qkv, read_recipe
 
 # A group of 2,048 tokens, and chunks that end within the next one.
 SHAPE = Shape(2700, 2304, q_heads=2, kv_heads=1, dim=64)
-ANCHOR = next(one for one in TABLE if not one.peer)
+ANCHOR, SKIP_SOFTMAX = (one for one in TABLE if not one.peer)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +58,11 @@ def test_the_first_value_tells_the_mass_kept(prompt: Prompt) -> None:
     dense = causal(prompt, 0)(None)
     found = prompt.quality(dense)
     assert found["dense_l2"] < 1e-4 and found["recall"] > 0.999
-    # Attention to the first block and the newest 512 keys alone.
+    # Attention to the first keys and the newest 512 alone.
     q, k, v = (part.float().transpose(0, 1) for part in (prompt.q, prompt.k, prompt.v))
     positions = torch.arange(SHAPE.length)
     distance = positions[:, None] - positions
-    kept = (distance >= 0) & ((distance < 512) | (positions < SHAPE.block_size))
+    kept = (distance >= 0) & ((distance < 512) | (positions < KEPT))
     logits = (q @ k.repeat_interleave(2, 0).transpose(1, 2)) * prompt.scale
     weights = logits.masked_fill(distance < 0, float("-inf")).softmax(-1)
     mass = (weights * kept).sum(-1)[:, prompt.sampled].mean().item()
@@ -79,6 +79,16 @@ def test_the_op_over_pages_in_chunks(prompt: Prompt) -> None:
     assert low > high > 0
 
 
+def test_skip_softmax_over_pages_in_chunks(prompt: Prompt) -> None:
+    everything = Plan(SKIP_SOFTMAX, 1e-9)
+    found = prompt.quality(everything.prepare(prompt)())
+    assert found["dense_l2"] < 1e-2 and found["recall"] > 0.999 and sparsity_of(prompt, everything) == 0
+    low, high = (sparsity_of(prompt, Plan(SKIP_SOFTMAX, factor)) for factor in (3.0, 300.0))
+    assert 0 < low < high
+    factor = value_for(prompt, SKIP_SOFTMAX, (low + high) / 2, [3.0, 300.0])
+    assert abs(sparsity_of(prompt, Plan(SKIP_SOFTMAX, factor)) - (low + high) / 2) < 0.02
+
+
 def test_rows_and_ratios(prompt: Prompt) -> None:
     dense = [Implementation(name, causal, op=DENSE) for name in ("slow", "fast")]
     todo = [Plan(dense[0], 0), Plan(dense[1], 0), Plan(ANCHOR, 4.0), Plan(Implementation("gone", broken), 0)]
@@ -93,17 +103,17 @@ def test_rows_and_ratios(prompt: Prompt) -> None:
 
 def test_the_threshold_of_a_sparsity(prompt: Prompt) -> None:
     wanted = sparsity_of(prompt, Plan(ANCHOR, 5.0))
-    theta = theta_for(prompt, wanted, [2.0, 9.0])
+    theta = value_for(prompt, ANCHOR, wanted, [2.0, 9.0])
     assert abs(sparsity_of(prompt, Plan(ANCHOR, theta)) - wanted) < 0.02
-    with pytest.raises(EvaluationError, match=r"--sparsity 0\.99: at 1x2700 the thresholds 2 to 9 give"):
-        theta_for(prompt, 0.99, [2.0, 9.0])
+    with pytest.raises(EvaluationError, match=r"--sparsity 0\.99: at 1x2700 theta 2 to 9 gives"):
+        value_for(prompt, ANCHOR, 0.99, [2.0, 9.0])
 
 
 def test_a_server_is_dense_below_its_crossover(prompt: Prompt) -> None:
     plan = Plan(ANCHOR, 5.0)
     op, server, everything = (sparsity_of(prompt, plan, dense_below) for dense_below in (0, 2304, 4608))
     assert op == sparsity_of(prompt, plan, 2303) > server > everything == 0
-    theta = theta_for(prompt, server, [2.0, 9.0], 2304)
+    theta = value_for(prompt, ANCHOR, server, [2.0, 9.0], 2304)
     assert abs(sparsity_of(prompt, Plan(ANCHOR, theta), 2304) - server) < 0.02
 
 
@@ -111,7 +121,7 @@ def test_the_file_its_table_and_the_goal(tmp_path: Path, monkeypatch: pytest.Mon
     table = [Implementation("fa3", causal, op=DENSE), ANCHOR, Implementation("gone", broken)]
     monkeypatch.setattr(bench_prefill, "plans", lambda names, own: plans(["fa3", "gone"], own, table))
     out = tmp_path / "prefill.jsonl"
-    line = ["--out", str(out), "--lengths", "2700", "--heads", "2,1,64", "--thetas", "3,8", "--rounds", "2"]
+    line = ["--out", str(out), "--lengths", "2700", "--heads", "2,1,64", "--values", "3,8", "--rounds", "2"]
     args = parse([*line, "--sparsity", "0.1", "--peers", ""])
     assert bench_prefill.run(args, machine) == 0
     header, *rows = read_rows(out)
@@ -139,7 +149,7 @@ def test_the_file_its_table_and_the_goal(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_sparsity_that_no_threshold_gives_stops_nothing(prompt: Prompt, capsys: pytest.CaptureFixture[str]) -> None:
-    args = parse(["--out", "x", "--lengths", "2700", "--thetas", "3,8", "--sparsity", "0.99"])
+    args = parse(["--out", "x", "--lengths", "2700", "--values", "3,8", "--sparsity", "0.99"])
     assert [plan.value for plan in bench_prefill.own_plans(prompt, args)] == [3, 8]
     assert "nothing within 0.02 of it" in capsys.readouterr().err
 
@@ -170,6 +180,7 @@ def test_peers_that_are_not_installed(prompt: Prompt) -> None:
         (["--heads", "32,8"], "--heads must be three numbers"),
         (["--lengths", "100"], "--lengths must be lengths above 128"),
         (["--rounds", "1"], "--rounds must be 2 or more, got 1"),
+        (["--method", "skip_softmax", "--values", "0,1"], "--values must be one at least, above 0, got [0.0, 1.0]"),
     ],
 )
 def test_bad_arguments(tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +192,7 @@ def test_bad_arguments(tmp_path: Path, arguments: list[str], message: str, capsy
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "prefill.jsonl"
-    assert bench_prefill.main(["--out", str(out), "--lengths", "16k", "--thetas", "6,1e9", "--peers", ""]) == 0
+    assert bench_prefill.main(["--out", str(out), "--lengths", "16k", "--values", "6,1e9", "--peers", ""]) == 0
     rows: list[dict[str, Any]] = [row for row in read_rows(out) if row["kind"] == "summary"]
     assert rows[1]["dense_l2"] < 1e-2 and rows[1]["sparsity"] == 0 and rows[0]["sparsity"] > 0.2
     assert all(row["us"] > 0 for row in rows)
@@ -189,7 +200,8 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 
 def test_the_table_knows_its_peers() -> None:
     names = [one.name for one in prefill_table.TABLE]
-    assert names == ["fa3", "fa3-contiguous", "flashinfer", "anchor", "flexprefill", "xattention", "flashinfer-blocks"]
+    own = ["anchor", "skip_softmax"]
+    assert names == ["fa3", "fa3-contiguous", "flashinfer", *own, "flexprefill", "xattention", "flashinfer-blocks"]
 
 
 def test_minference_without_its_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def prefill_file(folder: Path, *changes: dict[str, Any], recipe: dict[str, Any] 
     path = folder / "prefill.jsonl"
     header = {"kind": "header", "command": "eval.bench_prefill", "recipe": recipe, "arguments": {"seed": 0}}
     row = {"kind": "summary", "implementation": "anchor", "q_heads": 32, "kv_heads": 8, "dim": 128, "block_size": 128}
-    row |= {"step": 16, "target_sparsity": 0.89}
+    row |= {"step": 16, "setting": "theta", "target_sparsity": 0.89}
     rows = [{**row, "length": n * K, "value": 9 + n / 100, "recall": 0.9 + n / 10000} for n in (32, 64, 128)]
     rows = [row | change for row in rows for change in changes or ({},)]
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))
@@ -143,6 +143,28 @@ def test_recall_of_other_inputs_is_refused(tmp_path: Path) -> None:
             wanted(prefill_file(tmp_path, change), *given)
     with pytest.raises(EvaluationError, match=r"a row with recipe \{'sink': 0\.3"):
         wanted(prefill_file(tmp_path, recipe={**RECIPE, "noise": 0.0}), *target)
+
+
+def test_skip_softmax_has_a_factor(tmp_path: Path) -> None:
+    """Its recall depends on no blocks of the config."""
+    row = {"setting": "threshold_scale_factor", "implementation": "skip_softmax", "value": 700.0}
+    file = prefill_file(tmp_path, row | {"target_sparsity": 0.7, "block_size": 64})
+    chosen = ["--sparse-prefill-method", "skip_softmax", "--recall-from", str(file), "--sparsity", "0.7"]
+    args = parse(["--shape", "qwen3-8b", "--out", "x", *ANCHOR, *chosen])
+    config = {"crossover_tokens": 8 * K, "threshold_scale_factor": 250.0}
+    found = quality_of(args, 64 * K, config, {"seed": 0, "recipe": RECIPE, "shape": HEADS})
+    assert found == {"threshold_scale_factor": 700.0, "recall": pytest.approx(0.9064), "target_sparsity": 0.7}
+    with pytest.raises(EvaluationError, match="a row with setting 'theta', "):
+        quality_of(
+            parse(["--shape", "qwen3-8b", "--out", "x", *chosen, *ANCHOR]),
+            64 * K,
+            PREFILL | config,
+            {
+                "seed": 0,
+                "recipe": RECIPE,
+                "shape": HEADS,
+            },
+        )
 
 
 def test_without_a_target_the_threshold_is_the_servers(tmp_path: Path) -> None:

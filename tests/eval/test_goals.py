@@ -11,7 +11,8 @@ from eval.figures import goals
 from eval.figures.goals import QUALITY, UNITS, Goal, goals_table, measured, read_goals, read_results
 from eval.live.counters import EvaluationError
 
-COMMANDS = ("eval.bench_kernels", "eval.bench_mla", "eval.bench_prefill", "eval.bench_decode", "eval.bench_serving")
+BENCHES = ("kernels", "framework", "mla", "prefill", "decode", "serving")
+COMMANDS = tuple(f"eval.bench_{name}" for name in BENCHES)
 
 
 def results(path: Path, *rows: dict[str, Any], command: str = "eval.bench_kernels", **header: Any) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from eval import bench_decode, bench_kernels, bench_mla, bench_prefill, niah, profile_decode, reproduce
+from eval import bench_decode, bench_framework, bench_kernels, bench_mla, bench_prefill, niah, profile_decode, reproduce
 from eval.figures.goals import Goal, read_goals
 from eval.live.runner import parser_of
 from eval.parts import serving_arguments
+from eval.parts.kernel_inputs import Shape
 from eval.parts.model_shapes import SHAPES
 from eval.parts.reproduce_leg import URL, Command, Leg
 from eval.parts.reproduce_legs import LEGS
@@ -22,12 +23,13 @@ from sglang_sparse import tune
 from sglang_sparse.config import build
 from sglang_sparse.requests import parse_options
 
-# Goals whose methods are not there yet. Who adds one takes it from here and adds its leg.
-LATER = {"K5", "K7", "K8", "K10", "K11", "E4", "E7"}
+# Goals that nothing measures yet. Who adds one takes it from here and adds its leg.
+LATER = {"K7", "K8", "E4"}
 # Fields of a goal's row that no argument decides.
 OUTCOMES = {"command", "task", "arm", "implementation", "sparse_layers", "dense_decode_graphs", "dense_prefill_graphs"}
 PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.bench_decode": bench_decode.parse,
+    "eval.bench_framework": bench_framework.parse,
     "eval.bench_kernels": bench_kernels.parse,
     "eval.bench_mla": bench_mla.parse,
     "eval.bench_prefill": bench_prefill.parse,
@@ -58,6 +60,9 @@ def asked(leg: Leg, command: Command, folder: Path) -> dict[str, list[Any]]:
         shapes = bench_kernels.shapes(args)
         found |= {"shape": [shape.name for shape in shapes], "op": args.ops}
         found |= {name: [getattr(shape, name) for shape in shapes] for name in ("q_heads", "kv_heads", "dim")}
+    elif module == "eval.bench_framework":
+        found |= {"shape": args.shapes, "op": args.ops, "target_sparsity": [args.skipped]}
+        found |= {name: [getattr(Shape(1, 1), name)] for name in ("q_heads", "kv_heads", "dim")}
     elif module == "eval.bench_mla":
         shares = [shape.target_share for shape in bench_mla.shapes(args)]
         found |= {"shape": args.shapes, "op": args.ops, "target_sparsity": [1 - share for share in shares if share]}

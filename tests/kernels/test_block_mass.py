@@ -202,7 +202,7 @@ def test_without_rows_or_blocks(device: str) -> None:
     dtypes=st.sampled_from([(FP32, FP32), (FP16, FP16), (BF16, BF16), (BF16, FP8)]),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_shape(
     device: str,
     lengths: list[int],

@@ -265,7 +265,7 @@ MASSES = st.one_of(
 
 
 @given(mass=MASSES, capacity=st.integers(0, 61), top_p=st.floats(2.0**-32, 1, width=32, exclude_min=True))
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_selects_the_head_of_a_sorted_list(device: str, mass: list[float], capacity: int, top_p: float) -> None:
     expected = selected_of(mass, capacity, top_p)
     for implementation in RUN:

@@ -221,7 +221,7 @@ def test_strided_queries_and_none(device: str) -> None:
     ),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_shape(device: str, case: Case, seed: int) -> None:
     arguments = make(case, device, seed)
     assert_scores(run_kernels(arguments), arguments)

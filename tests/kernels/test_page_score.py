@@ -116,7 +116,7 @@ def test_strided_queries_and_tables(device: str) -> None:
     dim=st.sampled_from([64, 96]),
     summary_dtype=st.sampled_from([torch.bfloat16, torch.float8_e4m3fn]),
 )
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_score_bounds_every_key_of_the_page(
     device: str, seed: int, page_size: int, dim: int, summary_dtype: torch.dtype
 ) -> None:

@@ -59,7 +59,7 @@ def run_reference(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
 @given(data=st.data())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_rounding_gives_the_nearest_bound(dtype: torch.dtype, data: st.DataObject) -> None:
     limit = torch.finfo(dtype).max
     floats = st.floats(-limit, limit, width=32)

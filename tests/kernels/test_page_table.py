@@ -59,7 +59,7 @@ def test_strided_tables(device: str) -> None:
     page_size=st.sampled_from([1, 2, 4, 8, 16, 32, 64]),
     index_dtype=st.sampled_from([torch.int32, torch.int64]),
 )
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ragged_rows(
     device: str, seed: int, n_pages: list[int], padding: int, page_size: int, index_dtype: torch.dtype
 ) -> None:

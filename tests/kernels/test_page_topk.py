@@ -165,13 +165,13 @@ def test_nvidia_gpus_take_the_cuda_kernel(device: str) -> None:
 
 
 @given(scores=st.lists(st.floats(width=32), min_size=1, max_size=150), n_select=st.integers(0, 160))
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_selects_the_head_of_a_stable_sort(device: str, scores: list[float], n_select: int) -> None:
     assert one_row(scores, n_select, device) == highest(scores, min(n_select, len(scores)))
 
 
 @given(scores=st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=60), n_select=st.integers(0, 60))
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ties_go_to_the_lowest_page(device: str, scores: list[float], n_select: int) -> None:
     assert one_row(scores, n_select, device) == highest(scores, min(n_select, len(scores)))
 

@@ -90,7 +90,7 @@ def test_all_pages_is_dense_attention(group: int, page_size: int, device: str) -
 
 
 @given(seed=st.integers(0, 1000), lengths=st.lists(st.integers(0, 200), min_size=1, max_size=3))
-@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_pages_as_token_slots_give_the_same_result(device: str, seed: int, lengths: list[int]) -> None:
     """Page size 1 over the tokens of the selected pages."""
     arguments = make(Case(tuple(lengths), 8, 2, 2, 64, torch.float16, torch.float16), device, seed)

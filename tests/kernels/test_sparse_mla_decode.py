@@ -121,7 +121,7 @@ def test_all_blocks_is_dense_attention(block_size: int, device: str) -> None:
     block_size=st.sampled_from([1, 8, 16]),
     newest=st.integers(0, 15),
 )
-@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_selection(device: str, seed: int, lengths: list[int], heads: int, block_size: int, newest: int) -> None:
     """The newest slot anywhere in the cache: within a selected block, or in none of them."""
     arguments = poisoned(make(Case(tuple(lengths), block_size, heads, 64, FP16, FP16, rope_dim=16), device, seed))

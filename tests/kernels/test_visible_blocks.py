@@ -241,7 +241,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 @given(data=st.data(), heads=st.integers(1, 3), spare=st.integers(0, 40), seed=st.integers(0, 1000))
-@settings(deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ragged_rows(device: str, data: st.DataObject, heads: int, spare: int, seed: int) -> None:
     def row() -> Row:
         blocks = data.draw(st.integers(0, 90))

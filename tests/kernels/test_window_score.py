@@ -207,7 +207,7 @@ def test_a_narrower_result_and_none(device: str) -> None:
     ),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_shape(device: str, case: Case, seed: int) -> None:
     arguments = make(case, device, seed)
     assert_scores(run_kernels(poisoned(arguments)), arguments)

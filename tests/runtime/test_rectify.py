@@ -58,7 +58,7 @@ def test_never_and_exact_rows_are_left_alone() -> None:
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=200), st.integers(1, 16), st.integers(2, 40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_no_row_waits_longer_than_its_turn(joins: list[int], max_batch: int, interval: int) -> None:
     chosen, most = run(joins, [interval] * len(joins), max_batch, 200)
     assert most <= interval + 1
@@ -66,7 +66,7 @@ def test_no_row_waits_longer_than_its_turn(joins: list[int], max_batch: int, int
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(2, 64)), min_size=1, max_size=60), st.integers(1, 16))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_mixed_intervals(rows: list[tuple[int, int]], max_batch: int) -> None:
     joins, intervals = [join for join, _ in rows], [interval for _, interval in rows]
     chosen, _ = run(joins, intervals, max_batch, 200)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from model_configs import write_config
 from plain_rocketkv import DIM, GROUP, HEADS, PAGE, SMALL, plain_keep, rocketkv
@@ -101,7 +101,6 @@ def ended(one: Any, ends: list[int], start: int, path: KeepPath, before: int = 0
     return found
 
 
-@settings(deadline=None)
 @given(st.data(), st.sampled_from([1, 4, 16]), st.booleans())
 def test_no_chunk_ends_within_a_window_unless_memory_forces_it(data: st.DataObject, size: int, short: bool) -> None:
     prompt, generated = data.draw(st.integers(BUDGET + 1, 300)), data.draw(st.integers(0, 60))
