@@ -48,6 +48,11 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
     parser.add_argument("--seed", type=int, default=0, help="of the inputs")
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
+    _check(args, known)
+    return args
+
+
+def _check(args: argparse.Namespace, known: list[str]) -> None:
     if args.values is None:
         args.values = list(next(one for one in OWN if one.name == args.method).values)
     for name in args.peers:
@@ -68,7 +73,6 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
     ):
         if not good:
             raise EvaluationError(f"--{name.replace('_', '-')} must be {allowed}, got {getattr(args, name)}")
-    return args
 
 
 def _listed(one: Implementation) -> str:
