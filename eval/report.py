@@ -45,12 +45,22 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
 COMPARISON = RESULTS / "compare-tiny-gqa"
 CROSSOVERS = ROOT / "sglang_sparse" / "crossover.json"
-DOCUMENTS = (ROOT / "README.md", *(ROOT / "eval" / "docs" / name for name in ("results.md", "performance.md")))
+PAGES = ROOT / "sglang_sparse" / "docs"
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "eval" / "docs").glob("*.md")), *sorted(PAGES.glob("*.md")))
 CARDS = tuple(ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-mla", "tiny-dsa"))
 BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
 
 PROFILE = "profile-qwen3-1.7b-1x256k"
 THETA = ("theta-tiny-gqa", "theta-structured")
+# Which goals are whose.
+GOALS = {
+    "resa": ("K1", "K2", "K3", "K4", "E1", "E2", "E3", "R1", "R2"),
+    "robsa": ("K6", "E5"),
+    "rocketkv": ("K5", "E4"),
+    "dsa": ("K7", "K8"),
+    "anchor": ("K9", "E6"),
+    "skip_softmax": ("K10", "K11", "E7"),
+}
 
 
 def _file(name: str, folder: Path = RESULTS) -> Path:
@@ -64,7 +74,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
     "crossover": lambda: crossover.crossover_table(CROSSOVERS),
     "goals": lambda: goals.goals_table(RESULTS),
-    "goals-resa": lambda: goals.goals_table(RESULTS, ids=("K1", "K2", "K3", "K4", "E1", "E2", "E3", "R1", "R2")),
+    **{f"goals-{method}": partial(goals.goals_table, RESULTS, ids=ids) for method, ids in GOALS.items()},
+    "prefill": lambda: prefill.prefill(RESULTS / "bench_prefill.jsonl"),
     "comparison": lambda: report_tables.comparison_table(read_folder(COMPARISON)),
     "comparison-2000": lambda: report_tables.comparison_table(read_folder(RESULTS / "compare-tiny-gqa-2000")),
     "local-pages-1": lambda: report_tables.questions(_file("ruler-local-pages-1")),

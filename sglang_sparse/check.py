@@ -4,8 +4,8 @@ Without arguments it prints what each method goes with, and what is refused and 
 judges them as the server would: with ``--sparse-method`` or ``--sparse-prefill-method`` it prints the resolved config,
 and without either what each method says to this model and these flags.
 
-``--markdown README.md`` writes the tables of a document anew, between ``<!-- check: NAME -->`` and
-``<!-- check end -->``.
+``--markdown README.md sglang_sparse/docs/*.md`` writes the tables of documents anew, between ``<!-- check: NAME -->``
+and ``<!-- check end -->``.
 """
 
 from __future__ import annotations
@@ -14,158 +14,40 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from sglang_sparse import limits, refusals
-from sglang_sparse.capabilities import (
-    FLAGS,
-    KINDS,
-    UNCALIBRATED,
-    UNRECTIFIED,
-    Answer,
-    Method,
-    Place,
-    answer,
-    backends,
-    flag_text,
-    load,
-    methods,
-    page_sizes,
-    partners,
-    place_of,
-)
-from sglang_sparse.method import DecodeMethod
-from sglang_sparse.methods.dense import Dense
+from sglang_sparse import limits, method_pages, tables
+from sglang_sparse.capabilities import methods
 from sglang_sparse.versions import SUPPORTED_SGLANG, installed_sglang
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
 
 MARKDOWN = "--markdown"
-BLOCK = re.compile(r"(<!-- check: (\w+) -->\n)(.*?)(<!-- check end -->)", re.S)
-# A refused thing, the methods that refuse it, and why.
-Refused = tuple[str, Sequence[Method], str]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-
-
-def _decode_class(method: Method) -> type[DecodeMethod]:
-    found = load(method)
-    return found if issubclass(found, DecodeMethod) else Dense
-
-
-def _words(found: Answer) -> str:
-    if not found.served:
-        return "no"
-    if found.fields == UNCALIBRATED:
-        return "calibrated"
-    return f"with `{json.dumps(found.fields)}`" if found.fields else "yes"
-
-
-def _what(method: Method) -> str:
-    return (inspect.getdoc(inspect.getmodule(load(method))) or method.name).split("\n")[0].removesuffix(".")
-
-
-def _phase(method: Method) -> str:
-    if method.prefill:
-        return "prefill"
-    return "prefill, decode" if _decode_class(method).selects_in_model else "decode"
-
-
-def _kinds(method: Method) -> str:
-    found = {kind: answer(method, Place(kind, place_of(method).gpu)) for kind in KINDS}
-    return ", ".join(
-        kind + ("" if how.fields != UNCALIBRATED else " (calibrated)") for kind, how in found.items() if how.served
-    )
-
-
-def _machine(method: Method) -> str:
-    if place_of(method).gpu:
-        return "GPU, CPU platform" if backends(method, gpu=False) else "GPU"
-    reason = limits.refuse_gpu(method.name)
-    return "CPU platform" + (f" only: {reason}" if reason else "")
-
-
-def methods_table() -> str:
-    """Return what each method is, and which models, machines and methods of the other phase it goes with."""
-    rows = [
-        [_what(m), f"`{m.flag}`", _phase(m), _kinds(m), _machine(m), ", ".join(partners(m)) or "none"]
-        for m in methods()
-    ]
-    return _table(["method", "flag", "phase", "models", "runs on", "together with"], rows)
-
-
-def features_table() -> str:
-    """Return which flags of a server each method goes with."""
-    features: dict[str, Callable[[Method], str]] = {
-        "`--page-size`": lambda m: ", ".join(map(str, page_sizes(m))),
-        "`--attention-backend` on a GPU": lambda m: ", ".join(backends(m, gpu=True)) or "none",
-        "`--attention-backend` on the CPU platform": lambda m: ", ".join(backends(m, gpu=False)) or "none",
-        **{f"`{flag_text(flag)}`": lambda m, flag=flag: _words(answer(m, place_of(m), flag)) for flag in FLAGS},
-    }
-    asked = methods()
-    rows = [[name, *(found(method) for method in asked)] for name, found in features.items()]
-    return _table(["", *(method.name for method in asked)], rows)
-
-
-def _of_tables() -> Iterator[Refused]:
-    asked = methods()
-    for limit in limits.FLAG_LIMITS:
-        yield limit.name, asked, limit.reason
-    for method in asked:
-        for limit in _decode_class(method).flag_limits:
-            yield limit.name, [method], limit.reason
-    for limit in limits.PREFILL_LIMITS:
-        yield limit.name, [method for method in asked if method.prefill], limit.reason
-    for limit in limits.RECTIFY_LIMITS:
-        yield (
-            f"rectification with {limit.name}",
-            [method for method in asked if method.takes(UNRECTIFIED)],
-            limit.reason,
-        )
-    for limit in limits.MODEL_LIMITS:
-        refusing = [method for method in asked if refusals.excludes(limit, _decode_class(method))]
-        yield limit.name, refusing, limit.reason
-
-
-def _of_answers() -> Iterator[Refused]:
-    known = {reason for *_, reason in _of_tables()}
-    for method in methods():
-        place = place_of(method)
-        asked = {f"{kind} model": answer(method, Place(kind, place.gpu)) for kind in KINDS}
-        asked |= {f"`{flag_text(flag)}`": answer(method, place, flag) for flag in FLAGS}
-        for name, found in asked.items():
-            if found.reason is not None and not any(reason in found.reason for reason in known):
-                # Before it stands what was asked.
-                yield name, [method], found.reason.partition(": ")[2]
-
-
-def refusals_table() -> str:
-    """Return what is refused, by which methods, and why."""
-    refusing: dict[tuple[str, str], dict[str, None]] = {}
-    for name, asked, reason in (*_of_answers(), *_of_tables()):
-        refusing.setdefault((name, reason), {}).update(dict.fromkeys(method.name for method in asked))
-    merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for (name, reason), names in refusing.items():
-        merged.setdefault((reason, tuple(names)), []).append(name)
-    everyone = tuple(method.name for method in methods())
-    rows = [
-        [", ".join(things), "all" if names == everyone else ", ".join(names), reason]
-        for (reason, names), things in merged.items()
-    ]
-    return _table(["refused", "by", "why"], rows)
-
-
+BLOCK = re.compile(r"(<!-- check: ([\w-]+) -->\n)(.*?)(<!-- check end -->)", re.S)
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    "methods": methods_table,
-    "features": features_table,
-    "refusals": refusals_table,
+    "methods": tables.methods_table,
+    "features": tables.features_table,
+    "refusals": tables.refusals_table,
 }
+
+
+def block(name: str) -> str:
+    """Return what stands between the marks of a name: one of ``BLOCKS``, or a part of a method's page.
+
+    Raises:
+        ValueError: nobody knows it.
+    """
+    if name in BLOCKS:
+        return BLOCKS[name]()
+    part, _, asked = name.partition("-")
+    method = next((method for method in methods() if method_pages.name_of(method) == asked), None)
+    if part not in method_pages.PARTS or method is None:
+        parts = ", ".join(f"{part}-METHOD" for part in method_pages.PARTS)
+        raise ValueError(f"no table is called {name!r}; allowed: {', '.join(BLOCKS)}, {parts}")
+    return method_pages.PARTS[part](method)
 
 
 def fill(document: str) -> str:
@@ -174,13 +56,7 @@ def fill(document: str) -> str:
     Raises:
         ValueError: a table has a name that nobody knows.
     """
-
-    def made(match: re.Match[str]) -> str:
-        if match[2] not in BLOCKS:
-            raise ValueError(f"no table is called {match[2]!r}; allowed: {', '.join(BLOCKS)}")
-        return f"{match[1]}{BLOCKS[match[2]]()}\n{match[4]}"
-
-    return BLOCK.sub(made, document)
+    return BLOCK.sub(lambda match: f"{match[1]}{block(match[2])}\n{match[4]}", document)
 
 
 def _verdicts(arguments: list[str]) -> str:
@@ -200,7 +76,7 @@ def _verdicts(arguments: list[str]) -> str:
         if reason := limits.refuse_gpu(method.name):
             reasons.append(f"not on a GPU: {reason}")
         rows.append([f"`{method.flag}`", verdict, "; ".join(reasons)])
-    return _table(["with", "accepted here", "why not"], rows)
+    return tables.table(["with", "accepted here", "why not"], rows)
 
 
 def _judge(arguments: list[str]) -> None:

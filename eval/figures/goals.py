@@ -192,7 +192,7 @@ def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = 
     Args:
         folder: with the result files.
         path: of the goals.
-        ids: of goals; of these alone, those that were measured, in fewer columns.
+        ids: of goals; these alone, in fewer columns.
 
     Raises:
         EvaluationError: see `read_results` and `measured`.
@@ -215,4 +215,4 @@ def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = 
     if ids is None:
         return table([line(*pair) for pair in found], columns)
     short = [column for column in columns if column[0] not in ("id", "stretch", "result file")]
-    return table([line(*pair) for pair in found if pair[1]], short)
+    return table([line(*pair) for pair in found], short)

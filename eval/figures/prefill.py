@@ -33,8 +33,20 @@ def prefill(path: Path) -> str:
         ("anchor at this mass, times faster", number("equal_recall", 2)),
         ("why not", text("unavailable")),
     ]
-    items = [row for row in read_finished(path) if row["kind"] == "item"]
+    items = _absent_once([row for row in read_finished(path) if row["kind"] == "item"])
     return table(with_equal_recall([_with_search(row) for row in items]), columns)
+
+
+def _absent_once(items: Sequence[Row]) -> list[Row]:
+    """The rows, of a peer that is not there for the same reason at any setting one."""
+    found: dict[tuple[str, ...], Row] = {}
+    for row in items:
+        if "unavailable" in row:
+            name = row["implementation"]
+            found.setdefault((row["shape"], name, row["unavailable"]), {**row, "label": name})
+        else:
+            found[row["id"],] = row
+    return list(found.values())
 
 
 def with_equal_recall(items: Sequence[Row]) -> list[Row]:

@@ -13,10 +13,12 @@ load_plugins()
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_sparse import capabilities, check, limits, refusals, registry
+from sglang_sparse import capabilities, check, limits, refusals, registry, tables
 from sglang_sparse.capabilities import FLAGS, KINDS, UNRECTIFIED, Method, Place
+from sglang_sparse.method_pages import PARTS
 
-README = Path(__file__).parent.parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent.parent
+PAGES = sorted((ROOT / "sglang_sparse" / "docs").glob("*.md"))
 METHODS = capabilities.methods()
 RESA = Method("resa", False)
 
@@ -32,10 +34,21 @@ def start(method: Method, kind: str, fields: Mapping[str, Any], changes: Mapping
     return None
 
 
-def test_readme_says_what_is_asked() -> None:
-    text = README.read_text()
-    assert {name for _, name, *_ in check.BLOCK.findall(text)} == set(check.BLOCKS)
-    assert check.fill(text) == text, "run: python -m sglang_sparse.check --markdown README.md"
+@pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES], ids=lambda path: path.stem)
+def test_documents_say_what_is_asked(path: Path) -> None:
+    text = path.read_text()
+    assert check.fill(text) == text, "run: python -m sglang_sparse.check --markdown README.md sglang_sparse/docs/*.md"
+    # No document leaves a part out.
+    names = {name for _, name, *_ in check.BLOCK.findall(text)}
+    method = path.stem
+    wanted = check.BLOCKS.keys() | {"config-resa"} if path.stem == "README" else {f"{part}-{method}" for part in PARTS}
+    assert names >= wanted
+
+
+def test_every_method_has_a_page_that_readme_links() -> None:
+    assert {path.stem for path in PAGES} == {method.name for method in METHODS}
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"(sglang_sparse/docs/{path.name})" in readme for path in PAGES)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about the CPU platform")
@@ -83,7 +96,7 @@ def test_the_known_cells() -> None:
 @pytest.mark.parametrize("name", limits.CPU_ONLY_METHODS)
 def test_a_method_of_the_cpu_says_so_and_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (method,) = (method for method in METHODS if method.name == name)
-    (row,) = (line for line in check.methods_table().splitlines() if f"`{method.flag}`" in line)
+    (row,) = (line for line in tables.methods_table().splitlines() if f"`{method.flag}`" in line)
     assert f"CPU platform only: {limits.UNPROVEN}" in row
     place = capabilities.place_of(method)
     on_gpu = Place(place.kind, True, place.fields)
@@ -106,14 +119,14 @@ def test_a_new_limit_is_a_no_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_new_method_is_a_row_and_a_column_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.PREFILL_METHODS, "stripes", registry.PREFILL_METHODS["anchor"])
-    assert "`--sparse-prefill-method stripes` | prefill | MHA/GQA |" in check.methods_table()
-    head, _, *rows = check.features_table().splitlines()
+    assert "`--sparse-prefill-method stripes` | prefill | MHA/GQA |" in tables.methods_table()
+    head, _, *rows = tables.features_table().splitlines()
     assert head.endswith("| stripes |")
     assert next(row for row in rows if "--kv-events-config" in row).endswith("| no |")
 
 
 def test_every_limit_is_in_the_tables() -> None:
-    rows = check.refusals_table().splitlines()
+    rows = tables.refusals_table().splitlines()
     everyone = (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS, *limits.PREFILL_LIMITS, *limits.RECTIFY_LIMITS)
     for limit in (*everyone, *limits.INDEXER_LIMITS):
         assert any(limit.name in row and row.endswith(f"| {limit.reason} |") for row in rows), limit.name
@@ -148,7 +161,7 @@ def test_documents_are_filled(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path = tmp_path / "document.md"
     path.write_text("before\n<!-- check: methods -->\nold\n<!-- check end -->\nafter\n")
     assert check.main(["--markdown", str(path)]) == 0
-    block = f"<!-- check: methods -->\n{check.methods_table()}\n<!-- check end -->"
+    block = f"<!-- check: methods -->\n{tables.methods_table()}\n<!-- check end -->"
     assert path.read_text() == f"before\n{block}\nafter\n"
     with pytest.raises(ValueError, match="'kernels'; allowed: methods, features, refusals"):
         check.fill("<!-- check: kernels -->\n<!-- check end -->")
