@@ -39,7 +39,9 @@ from eval.texts import haystacks
 from eval.texts.haystacks import ExactHaystack
 from eval.texts.text import FORMS, hide, random_key, random_number, unique_keys
 
-SETTINGS = ("chat", "ruler")
+SETTINGS = ("chat", "ruler", "second_turn")
+# A first turn that does not say what the next one asks for.
+_FIRST_TURN = ("Remember this text.", "OK.")
 # A number that is part of a longer one is not the number.
 NUMBER = re.compile(r"(?<!\d)\d{7}(?!\d)")
 SPARE_NEEDLES = 64
@@ -98,7 +100,8 @@ class NeedleSuite(Suite):
         parser.add_argument(
             "--form",
             default="chat",
-            help="chat: asked in the user's turn; ruler: a raw prompt that ends in RULER's answer prefix",
+            help="chat: asked in the user's turn; ruler: a raw prompt that ends in RULER's answer prefix; second_turn: "
+            "the user's first turn has the text, which the server answers without the question, the second one asks",
         )
         parser.add_argument(
             "--answer-tokens", type=int, help="room for the answer; 64 by default, 128 where four numbers are asked for"
@@ -148,7 +151,8 @@ class NeedleSuite(Suite):
         place = self._place(prompt, texts[len(prompt)], needles.records[0])
         facts = {"needle_token": place, "keys": needles.keys}
         kind = "needles" if task.fills else self.args.haystack
-        return Prompt(prompt, needles.values, room, facts={**facts, "haystack": kind, "form": self.args.form})
+        facts |= {"haystack": kind, "form": self.args.form}
+        return Prompt(prompt, needles.values, room, facts=facts, before=self._before(texts[len(prompt)]))
 
     def score(self, case: Case, prompt: Prompt, output: str) -> dict[str, float]:
         """Exact match of the first number of seven digits, or the share of the asked numbers that are among them.
@@ -174,18 +178,26 @@ class NeedleSuite(Suite):
     def _ask(self, haystack: str, keys: Sequence[str], task: Task) -> list[int]:
         """The whole prompt: the text, and what is asked after it."""
         if task.asked * task.values == 1:
-            question = FORMS["needle" if self.args.form == "chat" else "needle_ruler"].question(keys[0])
+            question = FORMS["needle_ruler" if self.args.form == "ruler" else "needle"].question(keys[0])
         else:
             names = haystacks.join_names(keys)
             question = _ALL_QUESTION.format(keys=names)
             tail = f" mentioned in the provided text? {_ALL_PREFIX.format(keys=names)}"
-            question += "?" if self.args.form == "chat" else tail
+            question += tail if self.args.form == "ruler" else "?"
+        if self.args.form == "second_turn":
+            said, reply = _FIRST_TURN
+            turns = (("user", f"{haystack}\n{said}"), ("assistant", reply), ("user", question))
+            return self.tokens.chat([{"role": role, "content": content} for role, content in turns])
         return self._encode(f"{haystack}\n{question}")
 
+    def _before(self, haystack: str) -> list[int]:
+        """The first turn of two; empty where there is one."""
+        return self._encode(f"{haystack}\n{_FIRST_TURN[0]}") if self.args.form == "second_turn" else []
+
     def _encode(self, text: str) -> list[int]:
-        if self.args.form == "chat":
-            return self.tokens.chat([{"role": "user", "content": text}])
-        return self.tokens.start() + self.tokens.encode(text)
+        if self.args.form == "ruler":
+            return self.tokens.start() + self.tokens.encode(text)
+        return self.tokens.chat([{"role": "user", "content": text}])
 
     def _place(self, prompt: Sequence[int], haystack: str, record: str) -> int:
         """The token at which a record begins."""

@@ -31,6 +31,8 @@ from eval.live.tokens import Tokens, tokens
 
 MAX_FAILED = 0.005
 ESTIMATED = 20
+# Tokens of the answer to a turn that is asked before the question: some decode steps.
+FIRST_TURN = 8
 # Not what the results depend on, or told in their own place.
 NOT_ARGUMENTS = ("base_url", "compare_url", "out", "concurrency", "timeout", "revision", "label", "plot")
 
@@ -139,6 +141,8 @@ class Run:
             if arm.context is not None and room > arm.context:
                 raise EvaluationError(f"prompt and answer take {room} tokens, the server's context is {arm.context}")
             options = {**prompt.sampling, **arm.options}
+            if prompt.before:
+                await complete(client, arm.model, prompt.before, FIRST_TURN, options)
             answer = await complete(client, arm.model, prompt.tokens, prompt.max_new_tokens, options)
             row |= {"output": answer.text, "finish": answer.finish, "seconds": round(answer.seconds, 4)}
             row["completion_tokens"] = answer.completion_tokens

@@ -58,6 +58,7 @@ class Prompt:
         max_new_tokens: the answer's room.
         sampling: further fields of an OpenAI completion request; greedy by default.
         facts: kept with the result, such as the token at which the needle begins.
+        before: ids of a turn that is asked before, so that the server has served it; its answer does not count.
     """
 
     tokens: Sequence[int]
@@ -65,6 +66,7 @@ class Prompt:
     max_new_tokens: int
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     facts: Mapping[str, Any] = field(default_factory=dict)
+    before: Sequence[int] = ()
 
 
 class Suite(ABC):

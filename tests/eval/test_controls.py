@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_sparse.keep_method import Prompts
+from sglang_sparse.methods.rocketkv import RocketkvConfig
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summary
 
@@ -17,7 +19,7 @@ CONTROLS = Path(__file__).parent.parent.parent / "eval" / "controls"
 def controls(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(CONTROLS))
     yield importlib.import_module
-    for name in ("true_mass", "random_pages", "definition"):
+    for name in ("true_mass", "random_pages", "random_kept", "definition"):
         sys.modules.pop(name, None)
 
 
@@ -55,3 +57,17 @@ def test_the_definition_scores_as_resa_does(controls) -> None:
     table, n_pages = torch.tensor([[7, 2, 5]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     expected = page_score(query, summary, table, n_pages, local_pages=0)
     torch.testing.assert_close(definition.page_bound(query, keys, table), expected)
+
+
+def test_random_kept_keeps_as_many_blocks_of_each_prompt_as_rocketkv(controls) -> None:
+    method = controls("random_kept").RandomKept(RocketkvConfig(prompt_budget=72, window_size=32, page_size=16))
+    lengths = torch.tensor([400, 76, 90], dtype=torch.int32)
+    cache = torch.zeros(16, 3, 8)
+    prompts = Prompts(lengths, torch.zeros(3, 32, 6, 8), cache, torch.zeros(3, 25, dtype=torch.int32), 16, 1.0, 1.0)
+    torch.manual_seed(0)
+    drawn, again = method.keep(prompts), method.keep(prompts)
+    assert drawn.shape == (3, 3, method.max_kept) and not drawn.equal(again)
+    for row, length in enumerate(lengths.tolist()):
+        count, first_visible = method.kept(length)
+        kept = drawn[row, :, :count]
+        assert (kept.diff() > 0).all() and kept.min() >= 0 and kept.max() < first_visible

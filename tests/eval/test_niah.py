@@ -32,13 +32,13 @@ def oracle(prompt: Prompt) -> str:
     return " and ".join(value for key, value in NEEDLE.findall(text) if key in asked) + "."
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     task=st.sampled_from(sorted(TASKS)),
     length=st.sampled_from([512, 1024, 1500, 4096, 8192]),
     depth=st.sampled_from([0.0, 0.3, 1.0]),
     kind=st.sampled_from(haystacks.KINDS),
-    form=st.sampled_from(["chat", "ruler"]),
+    form=st.sampled_from(["chat", "ruler", "second_turn"]),
     seed=st.integers(0, 10**6),
 )
 def test_prompts(task: str, length: int, depth: float, kind: str, form: str, seed: int) -> None:
@@ -56,6 +56,18 @@ def test_prompts(task: str, length: int, depth: float, kind: str, form: str, see
     # In the needles, in the question, and in the answer prefix.
     repeats = TASKS[task].values + (2 if form == "ruler" else 1)
     assert all(text.count(key) == repeats for key in asked)
+
+    # The first of two turns has the text and does not say what is asked.
+    before = TOKENS.decode(prompt.before)
+    assert bool(before) == (form == "second_turn")
+    if before:
+        text_end = before.index("\nRemember this text.")
+        assert (
+            text.startswith(before[:text_end])
+            and before.count("user") == 1
+            and text.count("What ") > before.count("What ")
+        )
+        assert all(before.count(key) == TASKS[task].values for key in asked)
 
     needle = NEEDLE.match(TOKENS.decode(prompt.tokens[prompt.facts["needle_token"] :]).lstrip())
     assert needle is not None and needle.groups() == (asked[0], prompt.answers[0])
@@ -136,7 +148,7 @@ def test_books_of_ones_own(tmp_path: Path) -> None:
         (["--tasks", "single,mono"], "--tasks mono: allowed are single, multikey"),
         (["--depths", "50,120"], r"--depths \[120.0\]: allowed is a list of percentages"),
         (["--haystack", "straw"], "--haystack straw: allowed are books, noise, repeated"),
-        (["--form", "letter"], "--form letter: allowed are chat, ruler"),
+        (["--form", "letter"], "--form letter: allowed are chat, ruler, second_turn"),
         (["--n", "0"], "--n 0: allowed is 1 or more"),
         (["--lengths", ","], "--lengths: none given"),
         (["--answer-tokens", "0"], "--answer-tokens 0: allowed is 1 or more"),

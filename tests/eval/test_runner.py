@@ -68,6 +68,22 @@ def test_any_openai_server_is_scored(server: Server, tmp_path: Path, capsys: pyt
     assert "1.0" in capsys.readouterr().out
 
 
+class Turns(Sums):
+    """The same after a turn of its own."""
+
+    def build(self, case: Case) -> Prompt:
+        prompt = super().build(case)
+        return Prompt(prompt.tokens, prompt.answers, 4, before=[5, 6])
+
+
+def test_a_turn_before_is_asked_first_and_does_not_count(server: Server, tmp_path: Path) -> None:
+    assert runner.main(Turns, command(server, tmp_path / "run.jsonl", "--concurrency", "1")) == 0
+    rows = [row for row in read_rows(tmp_path / "run.jsonl") if row["kind"] == "item"]
+    # An estimate of the time is for more questions.
+    assert [len(request["prompt"]) for request in server.asked] == [2, 16] * 4
+    assert [row["scores"]["score"] for row in rows] == [1.0] * 4 and rows[0]["prompt_tokens"] == 16
+
+
 def test_two_servers_are_compared_question_by_question(server: Server, tmp_path: Path) -> None:
     other = Server()
     threading.Thread(target=other.serve_forever, daemon=True).start()
