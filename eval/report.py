@@ -35,6 +35,7 @@ from eval.figures import (
     report_tables,
     serving,
     theta_summary,
+    throughput,
 )
 from eval.figures.verdicts import read_folder
 from eval.live.counters import EvaluationError
@@ -143,6 +144,8 @@ def draw(path: Path, stem: Path) -> None:
         theta_summary.plot(theta_summary.summarise(rows), stem)
     elif command == prefill.COMMAND:
         prefill.plot(rows, stem)
+    elif command == throughput.COMMAND:
+        throughput.plot(rows, stem)
     elif command == "eval.niah":
         items = [row for row in rows if row["kind"] == "item" and not row.get("failed")]
         for arm in dict.fromkeys(row["arm"] for row in items):

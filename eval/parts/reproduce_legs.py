@@ -110,6 +110,10 @@ def _needles(
     return Leg(f"needles-{name}", tuple(commands), Server(f"eval/models/{model}", flags))
 
 
+def _rocketkv(eviction: str) -> str:
+    return f"--sparse-method rocketkv --sparse-config '{json.dumps({'eviction': eviction, **_UNPROVEN})}'"
+
+
 LEGS: tuple[Leg, ...] = (
     Leg("kernels", (Command("eval.bench_kernels", "bench_kernels.jsonl", goals=("K1", "K2", "K3", "K4")),)),
     Leg(
@@ -218,6 +222,26 @@ LEGS: tuple[Leg, ...] = (
                 *("--recall-from", f"{FOLDER}/{_PREFILL_RECALL}"),
                 file="first-token-qwen3-8b.jsonl",
                 goals=("E6",),
+            ),
+        ),
+    ),
+    Leg(
+        "rocketkv-throughput",
+        (
+            Command(
+                "eval.bench_throughput",
+                "throughput-qwen3-8b.jsonl",
+                (
+                    *("--shape", "qwen3-8b", "--batch", "12,16,20,32,64"),
+                    *(
+                        "--server",
+                        f"visibility={_rocketkv('visibility')}",
+                        "--server",
+                        f"compact={_rocketkv('compact')}",
+                    ),
+                    *("--server-args", f"{_FA3} 0.9"),
+                ),
+                ("E4",),
             ),
         ),
     ),

@@ -75,7 +75,7 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sparse-prefill-method", help="of the sparse server (default: none)")
     parser.add_argument("--sparse-prefill-config", default="{}", help="of the sparse server: inline JSON or a file")
     parser.add_argument("--server-args", default="", help="further arguments of all servers, as one string")
-    parser.add_argument("--server", type=_named, action="append", default=[], metavar="NAME=ARGS", help="see above")
+    parser.add_argument("--server", type=named, action="append", default=[], metavar="NAME=ARGS", help="see above")
     parser.add_argument("--both", action="store_true", help="all servers at once; they share the GPU's memory")
     parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds until a server must be ready")
 
@@ -131,7 +131,12 @@ def _length_or_none(text: str) -> int:
     return 0 if text == "0" else length(text)
 
 
-def _named(text: str) -> tuple[str, str]:
+def named(text: str) -> tuple[str, str]:
+    """``NAME=ARGS`` of a server.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
     name, found, flags = text.partition("=")
     if not found or not name.replace("-", "").isalnum():
         raise argparse.ArgumentTypeError(f"must be NAME=ARGS, got {text!r}")

@@ -11,7 +11,7 @@ from eval.figures import goals
 from eval.figures.goals import QUALITY, UNITS, Goal, goals_table, measured, read_goals, read_results
 from eval.live.counters import EvaluationError
 
-BENCHES = ("kernels", "framework", "mla", "prefill", "decode", "serving")
+BENCHES = ("kernels", "framework", "mla", "prefill", "decode", "serving", "throughput")
 COMMANDS = tuple(f"eval.bench_{name}" for name in BENCHES)
 
 

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from eval import bench_decode, bench_framework, bench_kernels, bench_mla, bench_prefill, niah, profile_decode, reproduce
+from eval import (
+    bench_decode,
+    bench_framework,
+    bench_kernels,
+    bench_mla,
+    bench_prefill,
+    bench_throughput,
+    niah,
+    profile_decode,
+    reproduce,
+)
 from eval.figures.goals import Goal, read_goals
 from eval.live.runner import parser_of
 from eval.parts import serving_arguments
@@ -24,7 +34,7 @@ from sglang_sparse.config import build
 from sglang_sparse.requests import parse_options
 
 # Goals that nothing measures yet. Who adds one takes it from here and adds its leg.
-LATER = {"K7", "K8", "E4"}
+LATER = {"K7", "K8"}
 # Fields of a goal's row that no argument decides.
 OUTCOMES = {"command", "task", "arm", "implementation", "sparse_layers", "dense_decode_graphs", "dense_prefill_graphs"}
 PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
@@ -34,6 +44,7 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.bench_mla": bench_mla.parse,
     "eval.bench_prefill": bench_prefill.parse,
     "eval.bench_serving": serving_arguments.parse,
+    "eval.bench_throughput": bench_throughput.parse,
     "eval.niah": lambda arguments: parser_of(niah.NeedleSuite).parse_args(arguments),
     "eval.profile_decode": profile_decode.parse,
     "sglang_sparse.tune": lambda arguments: tune.parser().parse_args(arguments),
@@ -72,6 +83,13 @@ def asked(leg: Leg, command: Command, folder: Path) -> dict[str, list[Any]]:
             "target_sparsity": [*args.sparsity.values()],
         }
         found |= {name: [heads] for name, heads in zip(("q_heads", "kv_heads", "dim"), args.heads, strict=True)}
+    elif module == "eval.bench_throughput":
+        named = args.server_args.split()
+        found |= {
+            "arm": list(dict(args.server)),
+            "dense_served_page_size": [int(named[named.index("--page-size") + 1])],
+        }
+        found |= {"dense_served_attention_backend": [named[named.index("--attention-backend") + 1]]}
     elif module == "eval.bench_serving":
         flags = shlex.split(args.server_args)
         # Without the flag the server takes FA3, on the GPUs that have it.

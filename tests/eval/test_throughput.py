@@ -1,0 +1,162 @@
+"""Requests a second of several servers, each at its best batch; servers and client are stand-ins."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_stubs import FakeServer, after, install, result
+
+from eval import bench_throughput, report
+from eval.bench_throughput import parse
+from eval.figures import report_tables
+from eval.figures.goals import goals_table
+from eval.live.record import read_rows
+
+SPARSE = ["--server", 'compact=--sparse-method rocketkv --sparse-config \'{"eviction": "compact"}\'']
+# Requests a second by server and batch: the dense one is best at 16.
+RATES = {"dense": {8: 0.1, 16: 0.125, 32: 0.1}, "compact": {8: 0.15, 16: 0.25, 32: 0.375}}
+
+
+@pytest.fixture(autouse=True)
+def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    install(monkeypatch)
+    found: list[list[str]] = []
+
+    class Connected:
+        def __init__(self, url: str) -> None:
+            self.server = next(server for server in FakeServer.started if server.url == url and not server.closed)
+
+        def __enter__(self) -> FakeServer:
+            return self.server
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def run_judge(command: list[str], scratch: Path, log: Path) -> None:
+        found.append(command)
+        name, batch = after(command, "--base-url").removeprefix("http://"), int(after(command, "--num-prompts"))
+        server = next(server for server in FakeServer.started if server.name == name and not server.closed)
+        server.count_decode(int(after(command, "--random-input-len")), batch * 256)
+        rate = RATES[name][batch]
+        more = {"request_throughput": rate, "output_throughput": 256 * rate, "duration": batch / rate}
+        Path(after(command, "--output-file")).write_text(json.dumps(result(32768, batch, 0.01 * batch, **more)))
+
+    monkeypatch.setattr(FakeServer, "step", {"dense": 0.01, "compact": 0.01})
+    monkeypatch.setattr(FakeServer, "pool", {"dense": 10**6, "compact": 10**6})
+    monkeypatch.setattr(FakeServer, "flush_cache", lambda self: None, raising=False)
+    monkeypatch.setattr(bench_throughput, "ServerProcess", started)
+    monkeypatch.setattr(bench_throughput, "LiveServer", Connected)
+    monkeypatch.setattr(bench_throughput, "run_judge", run_judge)
+    from eval.parts import serving_runs
+
+    monkeypatch.setattr(bench_throughput, "reach", serving_runs.reach)
+    return found
+
+
+def started(folder: Path, *flags: str, log_path: Path, timeout: float) -> FakeServer:
+    return FakeServer(folder, *flags, log_path=log_path, timeout=timeout, env={})
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    out = folder / "throughput.jsonl"
+    line = ["--shape", "qwen3-8b", "--out", str(out), "--output-length", "256", "--batch", "8,16,32", *arguments]
+    return bench_throughput.main(line), read_rows(out) if out.exists() else []
+
+
+def test_each_server_at_its_best_batch(tmp_path: Path, servers: list[list[str]]) -> None:
+    status, rows = run(tmp_path, *SPARSE, "--server-args", "--page-size 16 --attention-backend fa3")
+    assert status == 0 and [row["kind"] for row in rows] == ["header", "server", *["item"] * 3] + [
+        "server",
+        *["item"] * 3,
+        "summary",
+    ]
+    best = rows[-1]
+    assert (best["arm"], best["task"], best["batch"], best["dense_batch"]) == ("compact", "best", 32, 16)
+    assert best["request_throughput_ratio"] == best["output_throughput_ratio"] == 3.0
+    assert best["dense_served_attention_backend"] == "fa3" and best["density"] == 0.1
+    dense, sparse = FakeServer.started
+    assert not dense.sparse and sparse.sparse and dense.closed and sparse.closed
+    for server in (dense, sparse):
+        # SGLang sizes the pool itself: how many requests run at once is what a method changes.
+        assert "--max-total-tokens" not in server.flags and after(server.flags, "--max-running-requests") == "32"
+        assert after(server.flags, "--context-length") == str(32768 + 256 + 128)
+    for command, batch in zip(servers, [8, 16, 32] * 2, strict=True):
+        assert after(command, "--max-concurrency") == str(batch) and "--flush-cache" in command
+    lines = report_tables.any_table(tmp_path / "throughput.jsonl").splitlines()
+    assert lines[-1].startswith("| compact | 32 | 0.3750 |") and lines[-1].endswith("| 3.00 |")
+    assert report.main([str(tmp_path / "throughput.jsonl"), "--out", str(tmp_path / "pictures")]) == 0
+    assert (tmp_path / "pictures" / "throughput.svg").exists()
+
+
+def test_it_is_goal_e4(tmp_path: Path) -> None:
+    run(tmp_path, *SPARSE, "--server-args", "--page-size 16 --attention-backend fa3")
+    path = tmp_path / "throughput.jsonl"
+
+    def verdicts(**asked: Any) -> list[str]:
+        header, *rows = read_rows(path)
+        changed = {**header, "arguments": header["arguments"] | {"output_length": 4096} | asked}
+        (tmp_path / "goals").mkdir(exist_ok=True)
+        (tmp_path / "goals" / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (changed, *rows)))
+        return [
+            line.split(" | ")[6] for line in goals_table(tmp_path / "goals").splitlines() if line.startswith("| E4")
+        ]
+
+    assert verdicts() == ["must", "not measured"]
+    assert verdicts(input_length=8192) == verdicts(shape="qwen3-1.7b") == ["not measured"] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"errors": ["", "Traceback\nno room"]}, "1 of 8 requests failed, the first: no room"),
+        ({"output_lens": [256, 9]}, "an answer has 9 tokens, asked for were 256"),
+    ],
+)
+def test_a_batch_that_is_not_served_ends_its_server(
+    changes: dict[str, list[Any]],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def broken(command: list[str], scratch: Path, log: Path) -> None:
+        batch = int(after(command, "--num-prompts"))
+        wrong = {
+            name: [*values, *[values[0]] * (batch - 2)] if name == "errors" else [*values, *[256] * (batch - 2)]
+            for name, values in changes.items()
+        }
+        Path(after(command, "--output-file")).write_text(json.dumps(result(32768, batch, 0.01, **wrong)))
+
+    monkeypatch.setattr(bench_throughput, "run_judge", broken)
+    status, rows = run(tmp_path, *SPARSE)
+    assert status == 1 and [row["kind"] for row in rows] == ["header", "server", "skipped", "server", "skipped"]
+    assert rows[2]["reason"] == said and "nothing was measured on a dense and another server" in capsys.readouterr().err
+
+
+def test_rows_that_ran_dense_are_refused(tmp_path: Path) -> None:
+    status, rows = run(tmp_path, *SPARSE, "--input-length", "2k")
+    (skipped,) = [row for row in rows if row["kind"] == "skipped"]
+    assert status == 1 and "100% of the rows were decoded dense" in skipped["reason"]
+
+
+def test_a_method_that_the_server_does_not_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _ = run(tmp_path, "--server", "compact=--sparse-free 1")
+    assert (
+        status == 1 and "the compact server runs dense, although its flags ask for a method" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--server must name servers, each once and none of them dense"),
+        (["--server", "dense=--page-size 16"], "none of them dense"),
+        ([*SPARSE, *SPARSE], "each once"),
+        ([*SPARSE, "--batch", "8,4"], "--batch must be ascending numbers of 1 or more, got [8, 4]"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--shape", "qwen3-8b", "--out", "x", *arguments])
+    assert message in capsys.readouterr().err
