@@ -73,7 +73,7 @@ def test_indexers_that_are_not_served(tmp_path: Path, change: dict[str, int], ex
         ('{"check_exactness": true}', {}, "check_exactness: got True; must be False with dsa"),
         (None, {"page_size": 16}, "a page size (got 16): the indexer's keys are laid out in pages of 64"),
         (None, {"attention_backend": "torch_native"}, "'torch_native' is not supported; allowed: dsa"),
-        (None, {"kv_cache_dtype": "fp8_e4m3"}, "takes auto or bfloat16"),
+        (None, {"kv_cache_dtype": "fp8_e4m3"}, "attention: got 'auto', allowed: nothing"),
         (None, {"enable_return_indexer_topk": True}, "returned indexer top-k"),
         (None, {"speculative_algorithm": "EAGLE"}, "speculative decoding"),
         (None, {"sparse_prefill_method": "anchor"}, "anchor does not fit DeepseekV32ForCausalLM"),

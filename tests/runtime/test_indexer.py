@@ -14,7 +14,7 @@ from sglang_sparse.view import BatchView, allocate_view
 from sglang_sparse_kernels import index_keys
 
 PAGE, TOPK, HEADS, DIM, HIDDEN, PAGES = 64, 32, 4, 128, 48, 12
-LAYERS = (0, 1)
+LAYERS = (0, 1, 2)
 LATENT, ROPE = 64, 16
 
 
@@ -50,6 +50,7 @@ class Rows:
             dsa_seqlens_expanded=torch.tensor(self.seen, dtype=torch.int32),
             token_to_batch_idx=None if decodes else torch.tensor(self.rows, dtype=torch.int32),
             max_seq_len_k=max(lengths),
+            topk_indices_offset=None,
         )
         self.pool = {layer: torch.zeros(PAGES + 1, PAGE * (DIM + 4), dtype=torch.uint8) for layer in LAYERS}
         for buffer in self.pool.values():
@@ -72,9 +73,12 @@ class Rows:
         view.load(plan, requests, torch.zeros(self.tokens, 1, dtype=torch.int32))
         return view
 
-    def backend(self) -> Any:
+    def backend(self, config: dict[str, Any] | None = None, fused: bool = False) -> Any:
+        dense = SimpleNamespace(forward_metadata=self.metadata, use_fused_topk=fused)
+        counters = SimpleNamespace(reuse=torch.zeros(2, dtype=torch.int64), sparse_layers=len(LAYERS))
+        method = build("dsa", config or {}).method
         return SimpleNamespace(
-            view=self.view, dense=SimpleNamespace(forward_metadata=self.metadata), first_layer=LAYERS[0], indexed=None
+            view=self.view, dense=dense, first_layer=LAYERS[0], indexed=None, method=method, counters=counters
         )
 
 
@@ -100,7 +104,7 @@ def run(monkeypatch: pytest.MonkeyPatch):
     def layer(rows: Rows, backend: Any, model: Model, layer_id: int) -> torch.Tensor:
         pool = SimpleNamespace(get_index_k_with_scale_buffer=rows.pool.__getitem__)
         monkeypatch.setattr("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", lambda: pool)
-        monkeypatch.setattr(indexer, "_backend", lambda: backend)
+        monkeypatch.setattr(indexer, "served_backend", lambda: backend)
         x = torch.randn(rows.tokens, HIDDEN, generator=rows.generator)
         positions = torch.zeros(rows.tokens, dtype=torch.int64)
         chosen = indexer.choose(no_original, model, x, x, positions, rows.batch, layer_id)
@@ -151,7 +155,7 @@ def test_each_layer_chooses_by_its_own_logits(
         found.append(run(rows, backend, model, layer))
         assert torch.equal(found[-1], defined(rows, model, layer))
     chooses = max(rows.seen) > TOPK
-    assert torch.equal(*found) != chooses, "both layers have queries and keys of their own"
+    assert torch.equal(*found[:2]) != chooses, "layers have queries and keys of their own"
     seen = torch.tensor(rows.seen + [0] * rows.padding)
     assert backend.indexed.counts[:, 0].tolist() == seen.clamp(max=TOPK).tolist()
 
@@ -212,7 +216,7 @@ def test_decode_is_counted_and_prefill_is_not(run) -> None:
     for layer in LAYERS:
         run(rows, backend, model, layer)
     assert rows.view is not None
-    assert rows.view.stats.tolist() == [3 * 2, (32 + 20 + 32) * 2, (200 + 20 + 33) * 2, 0]
+    assert rows.view.stats.tolist() == [3 * 3, (32 + 20 + 32) * 3, (200 + 20 + 33) * 3, 0]
     rows = Rows(**PASSES["prefill"])
     backend = rows.backend()
     run(rows, backend, Model(rows), 0)
@@ -238,7 +242,7 @@ def test_attention_reads_what_was_chosen_and_no_more(kind: str, run) -> None:
 
 
 def test_attention_before_a_choice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexer, "_backend", Rows(**PASSES["prefill"]).backend)
+    monkeypatch.setattr(indexer, "served_backend", Rows(**PASSES["prefill"]).backend)
     with pytest.raises(RuntimeError, match="before its indexer"):
         indexer.attend(no_original, None, torch.zeros(1, 1, 80), torch.zeros(1, 1, 80), 64, torch.zeros(1, 8), 1.0)
 
@@ -251,3 +255,83 @@ def test_layers_whose_attention_wants_nothing_store_their_keys_only(run, monkeyp
     x = torch.zeros(rows.tokens, HIDDEN)
     assert indexer.choose(no_original, model, x, x, x, rows.batch, 1, return_indices=False) is None
     assert backend.indexed is None and not torch.equal(rows.pool[1], before)
+
+
+def named(rows: Rows, chosen: torch.Tensor) -> torch.Tensor:
+    """The slots of positions, one by one."""
+    table = torch.full_like(chosen, -1)
+    for token, row in enumerate(rows.rows):
+        for place, position in enumerate(chosen[token].tolist()):
+            table[token, place] = rows.slot(row, position) if position >= 0 else -1
+    return table
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_slots_are_given_where_the_backend_takes_them(kind: str, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexer, "LOGITS_BYTES", 4 * 3 * PAGE * 7)
+    monkeypatch.setattr(indexer, "LOOKED_UP", 3)
+    rows = Rows(**PASSES[kind])
+    backend, model = rows.backend(fused=True), Model(rows)
+    for layer in LAYERS:
+        found = run(rows, backend, model, layer)
+        assert torch.equal(found, named(rows, defined(rows, model, layer)))
+        assert backend.indexed.selection.data_ptr() == backend.indexed.slots.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["prefill", "prefill of short prompts"])
+def test_tokens_of_a_copied_cache_are_numbered_from_where_their_row_begins(kind: str, run) -> None:
+    rows = Rows(**PASSES[kind])
+    starts = torch.tensor([0, 1000], dtype=torch.int32)[torch.tensor(rows.rows)]
+    rows.metadata.topk_indices_offset = starts
+    backend, model = rows.backend(fused=True), Model(rows)
+    expected = run(rows, backend, model, 0), defined(rows, model, 0)
+    assert torch.equal(expected[0], torch.where(expected[1] < 0, -1, expected[1] + starts[:, None]))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", PASSES)
+def test_layers_share_a_selection_in_decode_alone(kind: str, fused: bool, run) -> None:
+    rows = Rows(**PASSES[kind])
+    backend, model = rows.backend({"index_share_layers": 2}, fused), Model(rows)
+    found, keys = [], []
+    for layer in LAYERS:
+        before = rows.pool[layer].clone()
+        found.append(run(rows, backend, model, layer))
+        keys.append(not torch.equal(rows.pool[layer], before))
+        own = defined(rows, model, layer)
+        reused = rows.view is not None and layer == 1
+        assert torch.equal(found[-1], found[0] if reused else named(rows, own) if fused else own)
+    assert all(keys), "every layer's keys are stored: the next step may choose by them"
+    if rows.view is not None:
+        lengths = torch.tensor(rows.seen)
+        each = [len(lengths), int(lengths.clamp(max=TOPK).sum()), int(lengths.sum())]
+        assert rows.view.stats[:3].tolist() == [3 * number for number in each]
+
+
+def test_what_reuse_costs_is_measured_and_changes_nothing(run) -> None:
+    plain = Rows(**PASSES["decode"])
+    backend, model = plain.backend({"index_share_layers": 3}), Model(plain)
+    without = [run(plain, backend, model, layer) for layer in LAYERS]
+    assert backend.counters.reuse.tolist() == [0, 0]
+    rows = Rows(**PASSES["decode"])
+    backend, model = rows.backend({"index_share_layers": 3, "measure_reuse": True}), Model(rows)
+    held = 0
+    for layer in LAYERS:
+        assert torch.equal(run(rows, backend, model, layer), without[layer])
+        own = defined(rows, model, layer)
+        held += sum(len(set(own[row].tolist()) & set(without[0][row].tolist())) for row in (0, 2) if layer)
+    # The row of 20 tokens leaves nothing out.
+    assert backend.counters.reuse.tolist() == [2 * 2 * TOPK, held] and 0 < held < 4 * TOPK
+    assert rows.view is not None and plain.view is not None and torch.equal(rows.view.stats, plain.view.stats)
+
+
+def test_a_native_indexer_is_left_alone_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows(**PASSES["decode within a graph"])
+    backend = rows.backend({"implementation": "native"})
+    monkeypatch.setattr(indexer, "served_backend", lambda: backend)
+    asked: list[Any] = []
+    for layer in LAYERS:
+        assert indexer.choose(lambda *args: asked.append(args[-2]), None, *[None] * 4, layer, True) is None
+    assert asked == list(LAYERS) and rows.view is not None
+    assert rows.view.stats.tolist() == [2 * 3, (32 + 20) * 3, 220 * 3, 0]
+    assert indexer.attend(lambda *args: args[-1], None, *[None] * 4, 0.3) == 0.3
