@@ -201,7 +201,6 @@ def test_dtypes_that_the_kernels_cannot_read(qwen3: str) -> None:
 
 
 def test_full_prefill_graphs(qwen3: str) -> None:
-    from types import SimpleNamespace
 
     args = resolve(qwen3)
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend="full"))
@@ -256,42 +255,6 @@ def test_a_moved_seam_is_named(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
     with pytest.raises(RuntimeError, match=target.replace(".", r"\.")):
         resolve(qwen3)
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_a_gpu_machine_imports_nothing_for_methods_that_do_not_run(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    here = [seam for seam in hooks.SEAMS if seam.gpu in (None, gpu)]
-    expected = [seam for seam in here if not gpu or seam.method is None]
-    assert hooks.active.__wrapped__() == tuple(expected)
-    assert gpu == (
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model" in [seam.target for seam in expected]
-    )
-
-
-@pytest.mark.parametrize(("method", "config"), [("dsa", "{}"), ("resa", "{}"), (None, None)])
-def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
-    method: str | None, config: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hooked: list[str] = []
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(HookRegistry, "_hooks", {})
-    monkeypatch.setattr(HookRegistry, "_patched", set())
-    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: hooked.append(target))
-    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: HookRegistry._patched.update(hooked))
-    runner = SimpleNamespace(
-        server_args=SimpleNamespace(sparse_method=method, sparse_prefill_method=None, sparse_config=config)
-    )
-    loaded: list[list[str]] = []
-    hooks.hook_method(lambda _: loaded.append(list(hooked)), runner)
-    expected = [seam.target for seam in hooks.SEAMS if seam.method == "dsa" and seam.gpu is not False]
-    assert loaded == [expected if method == "dsa" else []]
-    assert len(expected) == 5 and not any(target.endswith("forward_native") for target in expected)
-    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
-    monkeypatch.setattr(HookRegistry, "_patched", set())
-    if method == "dsa":
-        with pytest.raises(RuntimeError, match="forward_cuda"):
-            hooks.hook_method(lambda _: None, runner)
 
 
 def test_command_line_prints_one_message(qwen3: str, capsys: pytest.CaptureFixture[str]) -> None:
