@@ -32,15 +32,16 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(serve) -> Iterator[ServerProcess]:
-    """Requests are retracted again and again."""
+    """Requests are retracted again and again; SGLang's backend gets slots, as on a GPU."""
     retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-    with serve(MODEL, *FLAGS, method="dsa", config={}, env=retract) as server:
+    slots = {"SGLANG_DSA_FUSE_TOPK": "1", "SGLANG_OPT_USE_TOPK_V2": "0"}
+    with serve(MODEL, *FLAGS, method="dsa", config={}, env=retract | slots) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def sharing(serve) -> Iterator[ServerProcess]:
-    """Every other layer reuses a selection."""
+    """Every other layer reuses a selection; SGLang's backend gets positions."""
     config = {"index_share_layers": 2, "measure_reuse": True}
     with serve(MODEL, *FLAGS, method="dsa", config=config) as server:
         yield server
