@@ -100,6 +100,16 @@ def _needles(
     return Leg(f"needles-{name}", tuple(commands), Server(f"eval/models/{model}", flags))
 
 
+def _own_needles(implementation: str) -> Leg:
+    """Needles on the tiny model that chooses by itself, which has no dense answers to compare with."""
+    config = json.dumps({**_UNPROVEN, "implementation": implementation})
+    flags = ("--sparse-method", "dsa", "--sparse-config", config, "--page-size", "64", "--mem-fraction-static", "0.4")
+    asked = ("--base-url", URL, "--expect", "dsa", "--lengths", "1k,8k,32k")
+    asked += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", "16")
+    command = Command("eval.niah", f"niah-tiny-dsa-{implementation}.jsonl", asked)
+    return Leg(f"needles-dsa-{implementation}", (command,), Server("eval/models/tiny-dsa", flags))
+
+
 LEGS: tuple[Leg, ...] = (
     Leg("kernels", (Command("eval.bench_kernels", "bench_kernels.jsonl", goals=("K1", "K2", "K3", "K4")),)),
     Leg(
@@ -203,4 +213,6 @@ LEGS: tuple[Leg, ...] = (
     _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 250}),
     _needles("rocketkv", "tiny-gqa", "fa3", {}, "8k,32k", {"topk": 40}, {"topk": 64}),
     _needles("robsa", "tiny-mla", "flashmla", _ROBSA, "8k", {"theta1": 0.95}),
+    _own_needles("portable"),
+    _own_needles("auto"),
 )

@@ -1,5 +1,7 @@
 """Which of SGLang's functions are hooked on which machine, and when."""
 
+import inspect
+import pkgutil
 from types import SimpleNamespace
 
 import pytest
@@ -46,3 +48,30 @@ def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
     if method == "dsa":
         with pytest.raises(RuntimeError, match="forward_cuda"):
             hooks.hook_method(lambda _: None, runner)
+
+
+@pytest.mark.parametrize(
+    "seam", [seam for seam in hooks.SEAMS if seam.gpu and seam.method], ids=lambda seam: seam.function
+)
+def test_what_only_a_gpu_calls_has_the_arguments_that_its_hook_takes(seam: hooks.Seam) -> None:
+    if "deep_gemm" in seam.target:
+        # It is imported next to CUDA only; where it is called its arguments are written out.
+        source = inspect.getsource(pkgutil.resolve_name("sglang.srt.layers.attention.dsa_backend"))
+        assert source.count("deep_gemm.get_paged_mqa_logits_metadata(") == 3
+        return
+    theirs = inspect.signature(pkgutil.resolve_name(seam.target)).parameters
+    hook = pkgutil.resolve_name(f"sglang_sparse.{seam.function}")
+    # The function itself comes first.
+    mine = list(inspect.signature(hook).parameters.values())[1:]
+    assert [value.default for value in mine] == [value.default for value in theirs.values()]
+    named = [value.name for value in mine if value.default is not inspect.Parameter.empty]
+    assert named == [name for name in theirs if name in named]
+
+
+def test_what_the_gpu_path_reads_of_sglang_is_there() -> None:
+    backend = pkgutil.resolve_name("sglang.srt.layers.attention.dsa_backend")
+    fields = set(backend.DSAMetadata.__dataclass_fields__)
+    assert {"real_page_table", "dsa_seqlens_expanded", "token_to_batch_idx", "topk_indices_offset"} <= fields
+    assert "self.use_fused_topk = " in inspect.getsource(backend.DeepseekSparseAttnBackend.__init__)
+    indexer = pkgutil.resolve_name("sglang.srt.layers.attention.dsa.dsa_indexer.Indexer")
+    assert callable(indexer._weights_proj_bf16_in_fp32_out) and callable(indexer._get_q_k_bf16)
