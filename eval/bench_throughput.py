@@ -4,10 +4,10 @@ r"""``python -m eval.bench_throughput``: requests a second of several servers at
         --server resa="--sparse-method resa" --out throughput.jsonl
 
 A stock server, called ``dense``, and those that ``--server`` names run one after the other on this machine, each with
-the KV pool that SGLang gives it. For each batch size SGLang's own benchmark client sends as many prompts at once (ids in
-a row from random starts, no two with a common prefix, the cache flushed before); requests that do not fit wait, as on
-any server. A row has what the client says of the whole run, prefill and waiting included: requests and tokens a second,
-and the time to the first token and per further one. Seconds everywhere.
+the KV pool that SGLang gives it. For each batch size SGLang's own benchmark client sends as many prompts at once (ids
+in a row from random starts, no two with a common prefix, the cache flushed before); requests that do not fit wait, as
+on any server. A row has what the client says of the whole run, prefill and waiting included: requests and tokens a
+second, and the time to the first token and per further one. Seconds everywhere.
 
 The summary sets each server's best batch beside the dense server's best one. ``eval.report FILE --out FOLDER`` draws
 tokens a second of the server over those of a user, for all batches: what a batch costs one and gives the other.

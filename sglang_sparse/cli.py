@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
-from sglang_sparse import hooks, limits, refusals, registry
+from sglang_sparse import hooks, implementation, limits, refusals, registry
 from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields, read_config, settings_of
 from sglang_sparse.versions import UnsupportedSGLangError, require_supported_sglang
 
@@ -94,7 +94,10 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
     refusals.require_before(self, settings)
     original(self)
     if self.model_path.lower() not in ("none", "dummy"):
+        # What the model decides is in it by now.
+        settings = settings_of(self) or settings
         refusals.require_after(self, settings)
+        implementation.leave_graphs(self, settings)
     risks = map(limits.unproven, (settings.name, settings.prefill_name)) if refusals.on_gpu() else ()
     for text in (*settings.method.warnings(), *filter(None, risks)):
         logger.warning("sglang_sparse: %s", text)
@@ -109,6 +112,7 @@ def refuse_model(_: None, self: SparseServerArgs) -> None:
     settings = settings_of(self)
     if settings is not None:
         refusals.require_model(self, settings)
+        implementation.settle(self, settings)
 
 
 def _build(server_args: SparseServerArgs) -> Settings:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from sglang_sparse.limits import WITHOUT_GPU_PATH
+from sglang_sparse.config import settings_of
 from sglang_sparse.seams import SEAMS, Seam
 from sglang_sparse.versions import UnsupportedSGLangError, installed_sglang
 
@@ -26,37 +26,71 @@ def _lazy(function: str) -> Callable[..., Any]:
     return hook
 
 
+def _here(seam: Seam) -> bool:
+    import torch
+
+    return seam.gpu is None or seam.gpu == torch.cuda.is_available()
+
+
 @cache
 def active() -> tuple[Seam, ...]:
-    """The seams that are hooked on this machine: not those of a method that it refuses.
+    """The seams that are hooked on this machine when plugins are loaded.
 
-    What they are in would be imported by every server: for DSA that is SGLang's backend for it, with DeepGEMM.
+    Where there is a GPU, not those of a single method. What they are in would be imported by every server: for DSA that
+    is SGLang's backend for it, with DeepGEMM. See ``hook_method``.
     """
     import torch
 
-    refused = WITHOUT_GPU_PATH if torch.cuda.is_available() else ()
-    return tuple(seam for seam in SEAMS if seam.method not in refused)
+    later = torch.cuda.is_available()
+    return tuple(seam for seam in SEAMS if _here(seam) and not (seam.method and later))
 
 
 def register() -> None:
     """Hand the table to SGLang, which applies it when all plugins are loaded."""
+    _register(active())
+
+
+def _register(seams: Sequence[Seam]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for seam in active():
+    for seam in seams:
         HookRegistry.register(seam.target, _lazy(seam.function), HookType[seam.kind])
 
 
-def verify() -> None:
-    """Prove that every seam is hooked in this process.
-
-    SGLang only logs a hook that it cannot apply, and a server would then run dense or, worse, half sparse.
+def hook_method(original: Callable[[Any], None], runner: Any) -> None:
+    """Around ``ModelRunner.load_model``: hook the seams of the server's method, before its model binds what they are.
 
     Raises:
         UnsupportedSGLangError: a seam is missing; names it and the SGLang version.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [seam.target for seam in active() if seam.target not in HookRegistry._patched]
+    settings = settings_of(runner.server_args)
+    name = settings.name if settings else None
+    found = tuple(seam for seam in SEAMS if seam.method and seam.method == name and _here(seam))
+    new = [seam for seam in found if seam.target not in HookRegistry._hooks]
+    if new:
+        _register(new)
+        HookRegistry.apply_hooks()
+    verify(found)
+    return original(runner)
+
+
+def verify(seams: Sequence[Seam] | None = None) -> None:
+    """Prove that seams are hooked in this process.
+
+    SGLang only logs a hook that it cannot apply, and a server would then run dense or, worse, half sparse.
+
+    Args:
+        seams: which; ``active()`` if not given.
+
+    Raises:
+        UnsupportedSGLangError: a seam is missing; names it and the SGLang version.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    asked = active() if seams is None else seams
+    missing = [seam.target for seam in asked if seam.target not in HookRegistry._patched]
     if missing:
         raise UnsupportedSGLangError(
             f"SGLang {installed_sglang()} has moved what sglang_sparse hooks: {', '.join(missing)}; "

@@ -2,18 +2,20 @@
 
 SGLang's ``Indexer`` makes queries and keys, rotated; its KV pool holds the keys, page for page with the latents, so
 that prefix hits, chunks and retraction carry them along. Here they are quantised, stored and scored, and the best are
-chosen: exactly, and with ties to the lowest position, so that the same logits always give the same selection.
+chosen: exactly, and with ties to the lowest position, so that the same logits always give the same selection. Stages
+that ``implementation.py`` leaves to SGLang pass through; see ``native_indexer.py`` for a selection behind its logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
 
+from sglang_sparse import index_counts
 from sglang_sparse_kernels import index_keys
 from sglang_sparse_kernels.index_logits import index_logits
 from sglang_sparse_kernels.page_topk import page_topk
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
     from sglang_sparse.backend import SparseAttentionBackend
 
 # Of the logits of a prefill, which are made for as many queries at a time as fit. Choosing from them takes several
-# times as much on a CPU.
+# times as much on a CPU. SGLang's own logits may be larger than those on a GPU.
 LOGITS_BYTES = 32 * 2**20
+GPU_LOGITS_BYTES = 256 * 2**20
+# Queries whose slots are looked up at a time: 16 MiB of 64-bit places at a selection of 2048.
+LOOKED_UP = 1024
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,11 @@ class IndexerBatch:
         last_slots: ``[tokens]`` int64, zeros: what is attended to are single slots, of which nothing can be missing.
         at_once: queries whose logits are made at a time; 0 where nothing has to be chosen.
         stats: see ``BatchView.stats``; None in prefill.
+        tally: int64 ``[3]``, what a layer's selection adds to the first of ``stats``; None in prefill.
+        slots: ``[tokens, index_topk]`` int32, what ``chosen`` is called in the KV cache, then -1; None where SGLang
+            looks it up itself.
+        offsets: ``[tokens]``, where each query's tokens begin in the copy of the KV that SGLang attends to; None where
+            it attends to its KV pool.
     """
 
     page_table: torch.Tensor
@@ -55,6 +65,43 @@ class IndexerBatch:
     last_slots: torch.Tensor
     at_once: int
     stats: torch.Tensor | None
+    tally: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+
+    @property
+    def selection(self) -> torch.Tensor:
+        """What the attention is given, ``[tokens, index_topk]`` int32."""
+        return self.chosen if self.slots is None else self.slots
+
+    def look_up(self, mine: slice) -> None:
+        """Fill ``slots`` for some queries."""
+        if self.slots is not None:
+            offsets = None if self.offsets is None else self.offsets[mine]
+            self.slots[mine] = slots_of(self.chosen[mine], self.page_table, self.rows[mine], offsets)
+
+
+def slots_of(
+    chosen: torch.Tensor, page_table: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor | None
+) -> torch.Tensor:
+    """What positions are called in the KV cache.
+
+    Args:
+        chosen: ``[queries, n]`` int32, positions within each query's row, or -1.
+        page_table: ``[rows, pages]`` int32, pages of 64 tokens.
+        rows: ``[queries]`` int32.
+        offsets: ``[queries]``: number the tokens from these on instead.
+
+    Returns:
+        ``[queries, n]`` int32, -1 where ``chosen`` is.
+    """
+    if offsets is not None:
+        found = chosen + offsets[:, None]
+    else:
+        places = chosen.clamp(min=0)
+        pages = page_table[rows[:, None], places // index_keys.PAGE_SIZE]
+        found = pages * index_keys.PAGE_SIZE + places % index_keys.PAGE_SIZE
+    return torch.where(chosen < 0, -1, found).int()
 
 
 def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int, topk: int) -> IndexerBatch:
@@ -72,20 +119,35 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
     table = metadata.real_page_table
     width = table.shape[1] * index_keys.PAGE_SIZE
     numbers = torch.arange(max(width, topk, tokens), dtype=torch.int32, device=table.device)
-    rows, at_once, stats = numbers[:tokens], 0, None
+    # What pads a pass beyond its rows sees nothing, whatever its row.
+    rows = numbers[:tokens].clamp(max=len(table) - 1)
+    at_once, stats, tally = 0, None, None
     if view is not None:
         lengths, wanted, at_once, stats = view.n_pages, view.n_select, tokens, view.stats
+        tally = index_counts.tally(lengths, wanted)
     else:
         # A decode batch without a view has no row with more tokens than may be chosen.
         lengths = _padded(metadata.dsa_seqlens_expanded, tokens)
         wanted = lengths.clamp(max=topk)
-        if forward_batch.forward_mode.is_extend() and int(metadata.max_seq_len_k) > topk:
+        if forward_batch.forward_mode.is_extend():
             rows = _padded(metadata.token_to_batch_idx, tokens)
-            at_once = max(1, LOGITS_BYTES // (4 * width))
+            if int(metadata.max_seq_len_k) > topk:
+                most = LOGITS_BYTES if table.device.type == "cpu" else GPU_LOGITS_BYTES
+                at_once = max(1, most // (4 * width))
     chosen = torch.where(numbers[:topk] < wanted[:, None], numbers[:topk], -1)
     last_slots = torch.zeros(tokens, dtype=torch.int64, device=table.device)
     counts = wanted[:, None].clone()
-    return IndexerBatch(table, rows, lengths, wanted, counts, chosen, numbers[:width], last_slots, at_once, stats)
+    # SGLang wants slots where its own selection would give them.
+    slots = torch.empty_like(chosen) if backend.dense.use_fused_topk else None
+    offsets = metadata.topk_indices_offset if slots is not None else None
+    batch = IndexerBatch(
+        *(table, rows, lengths, wanted, counts, chosen, numbers[:width], last_slots, at_once, stats, tally),
+        slots=slots,
+        offsets=offsets if offsets is None else _padded(offsets, tokens),
+    )
+    for first in range(0, 0 if at_once else tokens, LOOKED_UP):
+        batch.look_up(slice(first, first + LOOKED_UP))
+    return batch
 
 
 def _padded(values: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -102,10 +164,10 @@ def choose(
     layer_id: int,
     return_indices: bool = True,
 ) -> torch.Tensor | None:
-    """Around ``Indexer.forward_native``: store the keys of a pass and choose what to attend to.
+    """Around ``Indexer.forward_native`` and ``forward_cuda``: store the keys of a pass and choose what to attend to.
 
     Args:
-        original: SGLang's function, for servers without the method.
+        original: SGLang's function, for servers without the method, or with a native indexer.
         indexer: SGLang's ``Indexer``.
         x: ``[tokens, hidden]``.
         q_lora: ``[tokens, q_lora_rank]``.
@@ -115,11 +177,14 @@ def choose(
         return_indices: whether the attention wants them.
 
     Returns:
-        ``[tokens, index_topk]`` int32, positions within each request in ascending order, then -1, until the next layer
-        of the pass writes its own there. None where the attention wants none.
+        ``[tokens, index_topk]`` int32, positions within each request in ascending order, or slots where SGLang's
+        backend takes those; then -1, until the next layer of the pass writes its own there. None where the attention
+        wants none.
     """
-    backend = _backend()
-    if backend is None:
+    backend = served_backend()
+    if backend is None or backend.method.native("indexer"):
+        if backend is not None and layer_id == backend.first_layer:
+            index_counts.count_native(backend)
         return original(indexer, x, q_lora, positions, forward_batch, layer_id, return_indices)
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
@@ -133,17 +198,33 @@ def choose(
         backend.indexed = begin_pass(backend, forward_batch, len(x), indexer.index_topk)
     batch = backend.indexed
     if not batch.at_once:
-        return batch.chosen
+        return batch.selection
+    mine = batch
+    if (
+        batch.stats is not None
+        and batch.tally is not None
+        and (layer_id - backend.first_layer) % backend.method.share_layers
+    ):
+        batch.stats[:3] += batch.tally
+        if not backend.method.measure_reuse:
+            return batch.selection
+        fresh = torch.full_like(batch.chosen, -1)
+        mine = replace(batch, chosen=fresh, counts=torch.empty_like(batch.counts), stats=None, slots=None)
     values, scales = index_keys.quantize(query, rotate=False)
-    # In float32: which of two tokens is chosen may hang on it.
-    gates = x.float() @ indexer.weights_proj.weight.float().T
-    gates = gates * scales * (indexer.n_heads**-0.5 * indexer.softmax_scale)
-    _select(batch, values, gates, buffer)
-    return batch.chosen
+    gates = _head_gates(indexer, x) * scales * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+    _select(mine, values, gates, buffer)
+    if mine is not batch:
+        backend.counters.reuse += index_counts.shared_tokens(batch.chosen, mine.chosen, batch.wanted < batch.lengths)
+    return batch.selection
+
+
+def _head_gates(indexer: Any, x: torch.Tensor) -> torch.Tensor:
+    # In float32: which of two tokens is chosen may hang on it. On a GPU a copy of x would be large.
+    return indexer._weights_proj_bf16_in_fp32_out(x) if x.is_cuda else x.float() @ indexer.weights_proj.weight.float().T
 
 
 def _select(batch: IndexerBatch, values: torch.Tensor, gates: torch.Tensor, buffer: torch.Tensor) -> None:
-    """The selection of one layer, into ``batch.chosen``; what lies beyond the counts stays -1."""
+    """The selection of one layer, into ``batch``; what lies beyond the counts stays -1."""
     topk = batch.chosen.shape[1]
     for first in range(0, len(values), batch.at_once):
         mine = slice(first, first + batch.at_once)
@@ -153,6 +234,7 @@ def _select(batch: IndexerBatch, values: torch.Tensor, gates: torch.Tensor, buff
         positions = batch.positions.expand(len(scores), -1)
         out = batch.chosen[mine, None], batch.counts[mine]
         page_topk(scores[:, None], positions, seen, batch.wanted[mine], topk, out, batch.stats)
+        batch.look_up(mine)
 
 
 def attend(
@@ -167,7 +249,7 @@ def attend(
     """Around ``DeepseekSparseAttnBackend._forward_tilelang``: attend to the chosen slots.
 
     Args:
-        original: SGLang's function, for servers without the method.
+        original: SGLang's function, for servers without the method, or with native attention.
         dense: SGLang's backend.
         q_all: ``[tokens, heads, rank + rope]``, absorbed.
         kv_cache: ``[slots, 1, rank + rope]``.
@@ -181,8 +263,8 @@ def attend(
     Raises:
         RuntimeError: nothing was chosen in this pass.
     """
-    backend = _backend()
-    if backend is None:
+    backend = served_backend()
+    if backend is None or backend.method.native("attention"):
         return original(dense, q_all, kv_cache, v_head_dim, page_table_1, sm_scale)
     batch = backend.indexed
     if batch is None:
@@ -192,8 +274,8 @@ def attend(
     return sparse_mla_decode(*query, kv_cache[:, 0], *selected, block_size=1, sm_scale=sm_scale)
 
 
-def _backend() -> SparseAttentionBackend | None:
-    """The backend of a server that runs the method."""
+def served_backend() -> Any | None:
+    """The ``SparseAttentionBackend`` of a server whose model chooses; its method is ``Dsa``. None in other servers."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     from sglang_sparse.backend import SparseAttentionBackend

@@ -18,8 +18,6 @@ CPU_ONLY_METHODS = ("anchor", "skip_softmax", "robsa", "dsa", "rocketkv")
 # Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
 INDEXER_PAGE = 64
 UNPROVEN = "it is not proven on a GPU server yet"
-# Of them, those that nothing allows there.
-WITHOUT_GPU_PATH = ("dsa",)
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
 
@@ -218,8 +216,7 @@ def refuse_gpu(method: str | None, allow_unproven: bool = False) -> str | None:
         method: its name.
         allow_unproven: what its config says.
     """
-    refused = WITHOUT_GPU_PATH if allow_unproven else CPU_ONLY_METHODS
-    return UNPROVEN if method in CPU_ONLY_METHODS and method in refused else None
+    return UNPROVEN if method in CPU_ONLY_METHODS and not allow_unproven else None
 
 
 def unproven(method: str | None) -> str | None:

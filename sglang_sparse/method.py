@@ -88,12 +88,11 @@ class DecodeMethod(ABC):
     Attributes:
         attention: the kind of attention it serves, which says what dense backends there are for it: "MHA", which GQA is
             one of, "MLA", or "DSA", which is MLA of a model that has an indexer.
-        exact: what it computes is what the model was trained to do, so that its KV is exact. No request may ask for
-            anything else.
+        exact: what it computes is what the model was trained to do, so that its KV is exact.
         decides_on_device: `n_select` is a bound, and how many blocks a row takes is known on the device alone.
         selects_in_model: the model chooses before it attends, where the method's seams are. `select` is never called,
             and every layer goes to the dense backend, which attends to what was chosen. Models that select by
-            themselves are served by such methods only.
+            themselves are served by such methods only, and no request may ask to run dense.
         view_buffers: what `select`, or what takes its place, uses of the view's large buffers; others are not
             allocated.
         fp8_kv: it serves a KV cache of float8_e4m3fn.
@@ -105,11 +104,11 @@ class DecodeMethod(ABC):
 
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
     attention: ClassVar[Literal["MHA", "MLA", "DSA"]] = "MHA"
-    exact: ClassVar[bool] = False
+    exact: bool = False
     decides_on_device: ClassVar[bool] = False
     selects_in_model: ClassVar[bool] = False
     view_buffers: ClassVar[tuple[ViewBuffer, ...]] = ("page_table", "scores", "selected")
-    fp8_kv: ClassVar[bool] = True
+    fp8_kv: bool = True
     flag_limits: ClassVar[tuple[FlagLimit, ...]] = ()
 
     def __init__(self, config: MethodConfig):
@@ -154,7 +153,7 @@ class DecodeMethod(ABC):
         return None
 
     def adopt(self, model_config: object) -> None:
-        """Take from the model what the config does not say; called once, when a scheduler starts.
+        """Take from the model what the config does not say; called when a scheduler starts, perhaps twice.
 
         A request's own copy of the method is not told: a method that needs this has no ``request_fields``.
 
@@ -162,6 +161,14 @@ class DecodeMethod(ABC):
             model_config: SGLang's ``ModelConfig``, of a model that was not refused.
         """
         return
+
+    def kernels(self, usual: str) -> str:
+        """Say in the start-up line which kernels run.
+
+        Args:
+            usual: what this project's are on the device: "triton" or "reference".
+        """
+        return usual
 
     def warnings(self) -> tuple[str, ...]:
         """What to tell the user at start."""

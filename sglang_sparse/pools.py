@@ -208,6 +208,7 @@ def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:
     # The values of MLA are its latents.
     if not model.rope_dim:
         model = dataclasses.replace(model, head_dim=max(model.head_dim, kvc.model_config.v_head_dim))
+    settings.method.adopt(kvc.model_config)
     width = kvc.model_config.context_len + get_req_to_token_extra_context_len(kvc.server_args)
     for need in scratch.needs(settings, kvc, model, width):
         if need.nbytes >= available:
@@ -266,7 +267,7 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
         ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs) or "no summaries",
         aux_bytes_per_token(settings, model),
         pools.nbytes / 2**20,
-        "reference" if pools.overflow.device.type == "cpu" else "triton",
+        settings.method.kernels("reference" if pools.overflow.device.type == "cpu" else "triton"),
     )
 
 

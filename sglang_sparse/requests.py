@@ -107,7 +107,7 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
     sparse = params.get(SPARSE, True)
     if not isinstance(sparse, bool):
         raise ValueError(f"{SPARSE}: got {sparse!r}, allowed: true or false")
-    if not sparse and settings.method.exact:
+    if not sparse and settings.method.selects_in_model:
         raise ValueError(f"{SPARSE}: got false, allowed on this server: true; its model is trained to attend sparsely")
     overrides = _overrides(params, of_decode)
     of_prompt = _overrides(params, of_prefill)

@@ -2,31 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-
-@dataclass(frozen=True)
-class Seam:
-    """One hooked function of SGLang.
-
-    Attributes:
-        target: dotted path in SGLang.
-        kind: SGLang's hook type.
-        function: ``module:function`` of this package, imported at its first call: a server without a sparse flag
-            loads no more than this table and the flags.
-        process: where it acts.
-        purpose: what it is for.
-        method: the only method that it is for; None for several.
-    """
-
-    target: str
-    kind: Literal["AFTER", "AROUND"]
-    function: str
-    process: Literal["main", "scheduler", "both"]
-    purpose: str
-    method: str | None = None
-
+from sglang_sparse.dsa_seams import DSA_SEAMS, Seam
 
 SEAMS = (
     Seam(
@@ -211,22 +187,7 @@ SEAMS = (
         "scheduler",
         "free the approximate tail of a finished request",
     ),
-    Seam(
-        "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_native",
-        "AROUND",
-        "indexer:choose",
-        "scheduler",
-        "DSA: choose the tokens to attend to",
-        "dsa",
-    ),
-    Seam(
-        "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang",
-        "AROUND",
-        "indexer:attend",
-        "scheduler",
-        "DSA: attend to them",
-        "dsa",
-    ),
+    *DSA_SEAMS,
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.on_idle",
         "AFTER",

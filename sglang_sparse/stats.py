@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse import index_counts
 from sglang_sparse.config import settings_of
 from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.dsa import Dsa
 from sglang_sparse.versions import installed_sglang
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ class Counters:
     Attributes:
         rectify: what rectification did.
         aux_bytes: bytes of the page summaries on this rank.
+        sparse_layers: layers that run sparse.
+        reuse: int64 ``[2]`` on the device, see ``index_counts.snapshot``.
         decodes: whether a decode method is at work.
         prefills: whether a prefill method is.
     """
@@ -92,6 +96,9 @@ class Counters:
         self._model = model
         self._prefill = prefill
         self._keeps = keeps
+        self._measures_reuse = isinstance(settings.method, Dsa) and settings.method.measure_reuse
+        self.sparse_layers = len(aux_pools.layers)
+        self.reuse = torch.zeros(2, dtype=torch.int64, device=select_stats.device)
         self.decodes = settings.name is not None
         self.prefills = prefill is not None
         self._decode_steps = 0
@@ -179,7 +186,7 @@ class Counters:
             }
             if self._settings.name
             else None,
-            "sparse_layers": len(self._pools.layers),
+            "sparse_layers": self.sparse_layers,
             **totals,
             "rectify_max_delay_steps": max(self._max_delay_steps, self.rectify.max_delay_steps),
             "active_fraction": attended / held if held else 0.0,
@@ -189,6 +196,7 @@ class Counters:
             "aux_bytes": self.aux_bytes,
             "aux_bytes_accounted": self._pools.accounted_bytes,
             "aux_bytes_measured": self._pools.measured_bytes,
+            **({"reuse": index_counts.snapshot(self.reuse)} if self._measures_reuse else {}),
             **({"kept": self._keeps.snapshot()} if self._keeps else {}),
             **({"prefill": self._prefill_snapshot(self._prefill, prefill)} if self._prefill else {}),
         }

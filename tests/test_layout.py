@@ -42,6 +42,8 @@ MAY_IMPORT_SGLANG = {
     "prefill_path.py",
     "decode_path.py",
     "indexer.py",
+    "native_indexer.py",
+    "implementation.py",
 }
 
 

@@ -114,6 +114,16 @@ def _rocketkv(eviction: str) -> str:
     return f"--sparse-method rocketkv --sparse-config '{json.dumps({'eviction': eviction, **_UNPROVEN})}'"
 
 
+def _own_needles(implementation: str) -> Leg:
+    """Needles on the tiny model that chooses by itself, which has no dense answers to compare with."""
+    config = json.dumps({**_UNPROVEN, "implementation": implementation})
+    flags = ("--sparse-method", "dsa", "--sparse-config", config, "--page-size", "64", "--mem-fraction-static", "0.4")
+    asked = ("--base-url", URL, "--expect", "dsa", "--lengths", "1k,8k,32k")
+    asked += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", "16")
+    command = Command("eval.niah", f"niah-tiny-dsa-{implementation}.jsonl", asked)
+    return Leg(f"needles-dsa-{implementation}", (command,), Server("eval/models/tiny-dsa", flags))
+
+
 LEGS: tuple[Leg, ...] = (
     Leg("kernels", (Command("eval.bench_kernels", "bench_kernels.jsonl", goals=("K1", "K2", "K3", "K4")),)),
     Leg(
@@ -266,4 +276,6 @@ LEGS: tuple[Leg, ...] = (
     # 2 % of a text of 8k are read, of an eighth of it that is kept.
     _needles("rocketkv", "tiny-gqa", "fa3", {"prompt_budget": 1024}, "8k", {"topk": 40}, forms=("chat", "second_turn")),
     _needles("robsa", "tiny-mla", "flashmla", _ROBSA, "8k", {"theta1": 0.95}),
+    _own_needles("portable"),
+    _own_needles("auto"),
 )

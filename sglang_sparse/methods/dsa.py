@@ -6,16 +6,19 @@ pool are used as they are; what replaces its kernels is in ``indexer.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from sglang_sparse.limits import INDEXER_LIMITS, INDEXER_PAGE, refuse_sizes
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.method_config import Crossover, MethodConfig
+from sglang_sparse_kernels import sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from sglang_sparse.indices import SparseIndices
@@ -30,16 +33,47 @@ MOST_TOPK = 4096
 SHARED = ("index_topk_freq", "cli_factor")
 OTHER_INDEXERS = ("index_topk_pattern", "index_init_tokens", "index_local_tokens", "indexer_rope_interleave")
 _TRAINED = "the model was trained with its selection, in all layers and at every length"
+AUTO, NATIVE, PORTABLE, REFERENCE = "auto", "native", "portable", "reference"
+STAGES = ("indexer", "topk", "attention")
+
+
+def _by_stage(value: object) -> object:
+    if isinstance(value, str):
+        return dict.fromkeys(STAGES, value)
+    return {**dict.fromkeys(STAGES, AUTO), **value} if isinstance(value, dict) else value
+
+
+Implementation = Annotated[
+    dict[Literal["indexer", "topk", "attention"], Literal["auto", "native", "portable", "reference"]],
+    BeforeValidator(_by_stage),
+]
 
 
 class DsaConfig(MethodConfig):
-    """Nothing is to be chosen: what the method does was decided when the model was trained."""
+    """How the method runs; what it computes was decided when the model was trained, unless layers share."""
 
     limits: ClassVar[tuple[str, ...]] = ()
 
     page_size: int = Field(INDEXER_PAGE, description="Tokens per KV page: 64, as the indexer's keys are laid out.")
     min_seq_len: int = Field(0, description="0: rows of more tokens than the model's index_topk run sparse.")
     crossover_tokens: Crossover = Field(0, description="0, likewise.")
+    implementation: Implementation = Field(
+        AUTO,
+        validate_default=True,
+        description='What runs: "native" (SGLang\'s own kernels), "portable" (this project\'s, in Triton), "reference" '
+        '(in PyTorch, without a GPU) or "auto"; for all stages, or by stage: `indexer`, `topk`, `attention`.',
+    )
+    index_share_layers: int = Field(
+        1,
+        ge=1,
+        description="In a decode step a layer's selection serves this many layers in a row. Above 1 is not what the "
+        "model was trained for: what decode writes is then not shared.",
+    )
+    measure_reuse: bool = Field(
+        False,
+        description="Debug: layers that reuse a selection choose all the same, and `/server_info` says how much of "
+        "their choice they had.",
+    )
 
     @field_validator("layers", "dense_fallback", "check_exactness", "page_size", "min_seq_len", "crossover_tokens")
     @classmethod
@@ -54,8 +88,17 @@ class DsaConfig(MethodConfig):
     @classmethod
     def _nothing_to_rectify(cls, data: object) -> object:
         if isinstance(data, dict) and (given := [name for name in data if str(name).startswith("rectify_")]):
-            raise ValueError(f"{given[0]}: there is nothing to rectify; {_TRAINED}, so its KV is exact")
+            shares = (data.get("index_share_layers") or 1) != 1
+            why = "what shared selections write is never shared" if shares else f"{_TRAINED}, so its KV is exact"
+            raise ValueError(f"{given[0]}: there is nothing to rectify; {why}")
         return data
+
+    @field_validator("measure_reuse")
+    @classmethod
+    def _something_is_reused(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("index_share_layers") == 1:
+            raise ValueError("needs an index_share_layers above 1: no selection is reused")
+        return value
 
 
 class Dsa(DecodeMethod):
@@ -65,18 +108,34 @@ class Dsa(DecodeMethod):
 
     Attributes:
         index_topk: tokens that a row attends to at most: the model's.
+        share_layers: layers that a selection of a decode step serves.
+        measure_reuse: whether the others choose all the same, to be compared.
     """
 
     config_class = DsaConfig
     attention = "DSA"
-    exact = True
     selects_in_model = True
     # The indexer makes logits and selection of its own, and names tokens by their positions.
     view_buffers = ()
-    fp8_kv = False
-    # ``scratch_bytes`` is that of others: SGLang's own indexer makes logits of the same size.
     flag_limits = INDEXER_LIMITS
     index_topk = 0
+
+    def __init__(self, config: DsaConfig):
+        super().__init__(config)
+        self._stages: Mapping[str, str] = {**config.implementation}
+        self.share_layers = config.index_share_layers
+        self.measure_reuse = config.measure_reuse
+        # What layers with a selection that is not theirs write is not what the model was trained to compute.
+        self.exact = config.index_share_layers == 1
+        self.fp8_kv = self.native("attention")
+
+    def native(self, stage: str) -> bool:
+        """Whether SGLang's own kernels run a stage: one of ``STAGES``."""
+        return self._stages[stage] == NATIVE
+
+    def kernels(self, usual: str) -> str:
+        """The implementation of each stage."""
+        return ", ".join(f"{stage} {name}" for stage, name in self._stages.items())
 
     @property
     def block_size(self) -> int:
@@ -97,6 +156,13 @@ class Dsa(DecodeMethod):
         for name, most in (("index_n_heads", MOST_HEADS), ("index_topk", MOST_TOPK)):
             if not 1 <= (found := getattr(config, name, 0)) <= most:
                 return f"its {name} is {found}; allowed: 1 to {most}"
+        if config.index_topk >= model_config.context_len:
+            return (
+                f"its index_topk is {config.index_topk} and the context length is {model_config.context_len}: every "
+                "token would attend to all; allowed: a longer context"
+            )
+        if self.share_layers > (layers := model_config.num_hidden_layers):
+            return f"index_share_layers is {self.share_layers} and it has {layers} layers; allowed: 1 to {layers}"
         shared = {name: getattr(config, name, None) for name in SHARED if (getattr(config, name, None) or 1) != 1}
         other = shared | {name: value for name in OTHER_INDEXERS if (value := getattr(config, name, None))}
         said = ", ".join(f"{name} {value}" for name, value in other.items())
@@ -121,3 +187,10 @@ class Dsa(DecodeMethod):
             RuntimeError: always.
         """
         raise RuntimeError("the selection of dsa is the indexer's")
+
+    def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
+        """What the portable attention takes; the logits are no larger than those of SGLang's own indexer."""
+        if self.native("attention"):
+            return 0
+        rows, latent = view.n_pages.shape[0], model.head_dim - model.rope_dim
+        return sparse_mla_decode.scratch_bytes(rows, model.num_q_heads, latent, self.index_topk, 1, dtype, device)

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_stubs import FakeServer, after, install, result
+from serving_stubs import FakeServer, after, goals_of, install, result
 
 from eval import bench_throughput, report
 from eval.bench_throughput import parse
 from eval.figures import report_tables
-from eval.figures.goals import goals_table
 from eval.live.record import read_rows
 
 SPARSE = ["--server", 'compact=--sparse-method rocketkv --sparse-config \'{"eviction": "compact"}\'']
@@ -66,11 +65,8 @@ def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
 
 def test_each_server_at_its_best_batch(tmp_path: Path, servers: list[list[str]]) -> None:
     status, rows = run(tmp_path, *SPARSE, "--server-args", "--page-size 16 --attention-backend fa3")
-    assert status == 0 and [row["kind"] for row in rows] == ["header", "server", *["item"] * 3] + [
-        "server",
-        *["item"] * 3,
-        "summary",
-    ]
+    server = ["server", "item", "item", "item"]
+    assert status == 0 and [row["kind"] for row in rows] == ["header", *server, *server, "summary"]
     best = rows[-1]
     assert (best["arm"], best["task"], best["batch"], best["dense_batch"]) == ("compact", "best", 32, 16)
     assert best["request_throughput_ratio"] == best["output_throughput_ratio"] == 3.0
@@ -93,17 +89,15 @@ def test_it_is_goal_e4(tmp_path: Path) -> None:
     run(tmp_path, *SPARSE, "--server-args", "--page-size 16 --attention-backend fa3")
     path = tmp_path / "throughput.jsonl"
 
-    def verdicts(**asked: Any) -> list[str]:
+    def measured(**asked: Any) -> dict[str, list[str]]:
         header, *rows = read_rows(path)
         changed = {**header, "arguments": header["arguments"] | {"output_length": 4096} | asked}
         (tmp_path / "goals").mkdir(exist_ok=True)
         (tmp_path / "goals" / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (changed, *rows)))
-        return [
-            line.split(" | ")[6] for line in goals_table(tmp_path / "goals").splitlines() if line.startswith("| E4")
-        ]
+        return goals_of(tmp_path / "goals", "E4")
 
-    assert verdicts() == ["must", "not measured"]
-    assert verdicts(input_length=8192) == verdicts(shape="qwen3-1.7b") == ["not measured"] * 2
+    assert measured() == {"compact": ["3x", "must", "read 10.0%"]}
+    assert measured(input_length=8192) == measured(shape="qwen3-1.7b") == {}
 
 
 @pytest.mark.parametrize(
@@ -122,10 +116,8 @@ def test_a_batch_that_is_not_served_ends_its_server(
 ) -> None:
     def broken(command: list[str], scratch: Path, log: Path) -> None:
         batch = int(after(command, "--num-prompts"))
-        wrong = {
-            name: [*values, *[values[0]] * (batch - 2)] if name == "errors" else [*values, *[256] * (batch - 2)]
-            for name, values in changes.items()
-        }
+        # The others are as they should be.
+        wrong = {name: [*values, *result(1, batch, 1.0)[name][2:]] for name, values in changes.items()}
         Path(after(command, "--output-file")).write_text(json.dumps(result(32768, batch, 0.01, **wrong)))
 
     monkeypatch.setattr(bench_throughput, "run_judge", broken)
@@ -142,9 +134,8 @@ def test_rows_that_ran_dense_are_refused(tmp_path: Path) -> None:
 
 def test_a_method_that_the_server_does_not_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _ = run(tmp_path, "--server", "compact=--sparse-free 1")
-    assert (
-        status == 1 and "the compact server runs dense, although its flags ask for a method" in capsys.readouterr().err
-    )
+    said = "the compact server runs dense, although its flags ask for a method"
+    assert status == 1 and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from model_configs import CONFIGS, write_config
@@ -200,7 +201,6 @@ def test_dtypes_that_the_kernels_cannot_read(qwen3: str) -> None:
 
 
 def test_full_prefill_graphs(qwen3: str) -> None:
-    from types import SimpleNamespace
 
     args = resolve(qwen3)
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend="full"))
@@ -255,14 +255,6 @@ def test_a_moved_seam_is_named(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
     with pytest.raises(RuntimeError, match=target.replace(".", r"\.")):
         resolve(qwen3)
-
-
-def test_a_gpu_machine_imports_nothing_for_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    everywhere = [seam for seam in hooks.SEAMS if seam.method is None]
-    assert len(everywhere) < len(hooks.SEAMS)
-    for found, expected in ((False, hooks.SEAMS), (True, tuple(everywhere))):
-        monkeypatch.setattr("torch.cuda.is_available", lambda found=found: found)
-        assert hooks.active.__wrapped__() == expected
 
 
 def test_command_line_prints_one_message(qwen3: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_a_method_of_the_cpu_says_so_and_why(name: str, monkeypatch: pytest.Monk
     on_gpu = Place(place.kind, True, place.fields)
     assert "got a GPU" in str(capabilities.refusal(method, on_gpu))
     allowed = Place(place.kind, True, {**place.fields, "allow_unproven": True})
-    assert (capabilities.refusal(method, allowed) is None) == (name not in limits.WITHOUT_GPU_PATH)
+    assert capabilities.refusal(method, allowed) is None
     assert name in str(limits.unproven(name))
     monkeypatch.setattr(limits, "CPU_ONLY_METHODS", ())
     assert capabilities.refusal(method, on_gpu) is None and limits.unproven(name) is None

@@ -24,7 +24,7 @@ from sglang_sparse.config import build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.plan import usual_selection
 from sglang_sparse.view import allocate_view
-from sglang_sparse_kernels import sparse_decode
+from sglang_sparse_kernels import sparse_decode, sparse_mla_decode
 
 TINY_MLA = "eval/models/tiny-mla"
 GIB = 2**30
@@ -45,7 +45,7 @@ def configurator(
     graphs = SimpleNamespace(backend="full" if captured else "disabled", bs=captured)
     args = SimpleNamespace(
         sparse_method=method,
-        sparse_config=json.dumps(OPEN if method == "robsa" else {}),
+        sparse_config=json.dumps(kwargs.pop("config", OPEN if method == "robsa" else {})),
         page_size=16,
         max_running_requests=running,
         cuda_graph_config=SimpleNamespace(decode=graphs),
@@ -53,7 +53,8 @@ def configurator(
         max_speculative_num_draft_tokens=None,
         speculative_algorithm=None,
     )
-    model = SimpleNamespace(context_len=CONTEXT, v_head_dim=128)
+    text = SimpleNamespace(index_topk=2048)
+    model = SimpleNamespace(context_len=CONTEXT, v_head_dim=128, hf_text_config=text)
     stand_in = {"model_config": model, "kv_cache_dtype": torch.bfloat16, "model_dtype": torch.bfloat16}
     return SimpleNamespace(**{"server_args": args, "device": "cpu", "is_draft_worker": False, **stand_in, **kwargs})
 
@@ -104,8 +105,17 @@ def test_the_pool_leaves_what_the_largest_batches_take() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_methods_that_need_nothing_are_charged_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert charge(method=None) == charge(method="dsa") == charge(is_draft_worker=True) == 0
+    assert charge(method=None) == charge(is_draft_worker=True) == 0
+    assert charge(method="dsa", config={"implementation": "native"}) == 0
     assert "kept free" not in caplog.text
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_dsa_is_charged_its_portable_attention() -> None:
+    """Its logits are no larger than those of SGLang's own indexer."""
+    sizes = (128, 512, 2048, 1, torch.bfloat16, torch.device("cpu"))
+    taken = [sparse_mla_decode.scratch_bytes(rows, *sizes) for rows in range(1, 25)]
+    assert charge(method="dsa") == max(taken) > 0
 
 
 def test_resa_is_charged_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse import refusals
 from sglang_sparse.config import build
+from sglang_sparse.methods.dsa import STAGES
 from sglang_sparse.plan import plan_decode
 from sglang_sparse.requests import parse_options
 
@@ -33,7 +34,8 @@ def refused(model: str, config: str | None = None, **kwargs: Any) -> str:
 def test_a_model_with_an_indexer_resolves() -> None:
     args: Any = ServerArgs(model_path=TINY_DSA, sparse_method="dsa")
     assert (args.attention_backend, args.page_size) == ("dsa", 64)
-    assert json.loads(args.sparse_config)["min_seq_len"] == 0
+    config = json.loads(args.sparse_config)
+    assert config["min_seq_len"] == 0 and config["implementation"] == dict.fromkeys(STAGES, "reference")
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mla"])
@@ -54,6 +56,7 @@ def test_other_models_are_told_what_fits_them(tmp_path: Path, kind: str) -> None
         ({"index_local_tokens": 1}, "its indexer has index_local_tokens 1"),
         ({"index_init_tokens": 16, "index_local_tokens": 64}, "has index_init_tokens 16, index_local_tokens 64"),
         ({"indexer_rope_interleave": True}, "indexer_rope_interleave"),
+        ({"max_position_embeddings": 512}, "its index_topk is 512 and the context length is 512: every token would"),
         ({"kv_lora_rank": 384}, "its kv_lora_rank is 384; allowed: 64, 128, 256, 512"),
     ],
 )
@@ -71,9 +74,12 @@ def test_indexers_that_are_not_served(tmp_path: Path, change: dict[str, int], ex
         ('{"layers": "2-"}', {}, "layers: got '2-'; must be 'all' with dsa"),
         ('{"page_size": 16}', {}, "page_size: got 16; must be 64 with dsa"),
         ('{"check_exactness": true}', {}, "check_exactness: got True; must be False with dsa"),
+        ('{"index_share_layers": 5}', {}, "index_share_layers is 5 and it has 4 layers; allowed: 1 to 4"),
+        ('{"implementation": "native"}', {}, "indexer: got 'native', allowed: reference; not native: this machine has"),
+        ('{"implementation": {"topk": "portable"}}', {}, "topk: got 'portable', allowed: reference; not portable:"),
         (None, {"page_size": 16}, "a page size (got 16): the indexer's keys are laid out in pages of 64"),
         (None, {"attention_backend": "torch_native"}, "'torch_native' is not supported; allowed: dsa"),
-        (None, {"kv_cache_dtype": "fp8_e4m3"}, "takes auto or bfloat16"),
+        (None, {"kv_cache_dtype": "fp8_e4m3"}, "attention: got 'auto', allowed: nothing"),
         (None, {"enable_return_indexer_topk": True}, "returned indexer top-k"),
         (None, {"speculative_algorithm": "EAGLE"}, "speculative decoding"),
         (None, {"sparse_prefill_method": "anchor"}, "anchor does not fit DeepseekV32ForCausalLM"),

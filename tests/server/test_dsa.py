@@ -14,6 +14,7 @@ from eval.live.record import read_rows
 from eval.texts.text import read_book
 from eval.texts.windows import BOOK
 from launch.server import ServerProcess
+from sglang_sparse.methods.dsa import STAGES
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
 
@@ -31,9 +32,18 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(serve) -> Iterator[ServerProcess]:
-    """Requests are retracted again and again."""
+    """Requests are retracted again and again; SGLang's backend gets slots, as on a GPU."""
     retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-    with serve(MODEL, *FLAGS, method="dsa", config={}, env=retract) as server:
+    slots = {"SGLANG_DSA_FUSE_TOPK": "1", "SGLANG_OPT_USE_TOPK_V2": "0"}
+    with serve(MODEL, *FLAGS, method="dsa", config={}, env=retract | slots) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sharing(serve) -> Iterator[ServerProcess]:
+    """Every other layer reuses a selection; SGLang's backend gets positions."""
+    config = {"index_share_layers": 2, "measure_reuse": True}
+    with serve(MODEL, *FLAGS, method="dsa", config=config) as server:
         yield server
 
 
@@ -148,3 +158,48 @@ def test_an_abort_leaks_nothing(server, texts) -> None:
     ):
         next(stream.iter_lines())
     assert_nothing_leaked(server)
+
+
+def test_it_says_which_kernels_run(server) -> None:
+    assert sparse_state(server)["config"]["implementation"] == dict.fromkeys(STAGES, "reference")
+    (line,) = (line for line in server.log_path.read_text().splitlines() if "sglang_sparse: method dsa" in line)
+    assert line.endswith("kernels indexer reference, topk reference, attention reference")
+
+
+def test_needles_are_found_by_shared_selections(sharing, tmp_path) -> None:
+    out = tmp_path / "niah.jsonl"
+    arguments = ["--base-url", sharing.url, "--tasks", "multikey", "--lengths", "1k", "--n", "1", "--concurrency", "5"]
+    assert niah.main([*arguments, "--expect", "dsa", "--out", str(out)]) == 0
+    (summary,) = (row for row in read_rows(out) if row["kind"] == "summary")
+    assert (summary["n"], summary["dense_rows"]) == (5, 0) and summary["score"] >= 0.6
+    reuse = sparse_state(sharing)["reuse"]
+    assert reuse["tokens"] and reuse["recall"] == reuse["held"] / reuse["tokens"]
+    # Layers of this model choose little alike: what two selections at random would have in common is half.
+    assert summary["density"] < reuse["recall"] < 0.9
+
+
+def test_what_shared_selections_write_is_not_shared(sharing) -> None:
+    sharing.flush_cache()
+    before = sparse_state(sharing)
+    prompt = [11 + i * i % 3900 for i in range(600)]
+    answer = sharing.generate(input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 80})
+    names = ("decode_rows", "sparse_layer_rows", "pages_attended", "tail_tokens_dropped")
+    rows, *counted, dropped = moved(sharing, before, *names)
+    assert counted == [rows * LAYERS, rows * LAYERS * TOPK] and dropped in (79, 80)
+    turn = [*prompt, *answer["output_ids"], 5, 6, 7]
+    hit = sharing.generate(input_ids=turn, sampling_params={**GREEDY, "max_new_tokens": 1})
+    assert hit["meta_info"]["cached_tokens"] == 600 // PAGE * PAGE
+    assert_nothing_leaked(sharing)
+
+
+def test_prompts_are_read_as_the_model_was_trained(server, sharing, texts) -> None:
+    """With and without shared selections: what enters the prefix cache is the same."""
+    params, asked = {**GREEDY, "max_new_tokens": 1}, {"return_logprob": True, "logprob_start_len": 0}
+    found = []
+    for one in (server, sharing):
+        one.flush_cache()
+        answer = one.generate(text=texts[1], sampling_params=params, **asked)
+        found.append([value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]])
+    assert found[0] == found[1]
+    bad = {"text": "x", "sampling_params": {"custom_params": {"sparse": False}}}
+    assert httpx.post(f"{sharing.url}/generate", json=bad, timeout=60).status_code == 400

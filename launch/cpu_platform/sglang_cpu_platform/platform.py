@@ -163,6 +163,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         for name in ("index_init_tokens", "index_local_tokens", "indexer_rope_interleave"):
             if value := getattr(model, name, None):
                 raise ValueError(f"the model's {name} is {value}: its indexer is not served without a CUDA device")
-        envs.SGLANG_DSA_FUSE_TOPK.set(False)
-        server_args.dsa_topk_backend = "torch"
+        # Whoever leaves it on chooses slots by other means than SGLang's, as on a GPU.
+        if not (envs.SGLANG_DSA_FUSE_TOPK.is_set() and envs.SGLANG_DSA_FUSE_TOPK.get()):
+            envs.SGLANG_DSA_FUSE_TOPK.set(False)
+            server_args.dsa_topk_backend = "torch"
         server_args.dsa_prefill_backend = server_args.dsa_decode_backend = "tilelang"

@@ -1,0 +1,96 @@
+"""What a seam is, and those of the one method that has its own: a part of the table in ``seams.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One hooked function of SGLang.
+
+    Attributes:
+        target: dotted path in SGLang.
+        kind: SGLang's hook type.
+        function: ``module:function`` of this package, imported at its first call: a server without a sparse flag
+            loads no more than this table and the flags.
+        process: where it acts.
+        purpose: what it is for.
+        method: the only method that it is for; None for several. Where there is a GPU it is hooked in the servers of
+            that method alone.
+        gpu: whether it acts where there is a GPU, or where there is none; None in both.
+    """
+
+    target: str
+    kind: Literal["AFTER", "AROUND"]
+    function: str
+    process: Literal["main", "scheduler", "both"]
+    purpose: str
+    method: str | None = None
+    gpu: bool | None = None
+
+
+DSA_SEAMS = (
+    Seam(
+        "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_native",
+        "AROUND",
+        "indexer:choose",
+        "scheduler",
+        "DSA without a GPU: choose the tokens to attend to",
+        "dsa",
+        gpu=False,
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        "AROUND",
+        "hooks:hook_method",
+        "scheduler",
+        "DSA on a GPU: hook the next ones, in its servers only",
+        gpu=True,
+    ),
+    Seam(
+        "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda",
+        "AROUND",
+        "indexer:choose",
+        "scheduler",
+        "DSA on a GPU: choose the tokens to attend to",
+        "dsa",
+        gpu=True,
+    ),
+    Seam(
+        "sglang.srt.layers.attention.dsa.dsa_indexer_metadata.DSAIndexerMetadata.topk_transform",
+        "AROUND",
+        "native_indexer:choose",
+        "scheduler",
+        "DSA on a GPU: the same tokens every time of SGLang's own logits",
+        "dsa",
+        gpu=True,
+    ),
+    Seam(
+        "sglang.srt.layers.attention.dsa_backend.deep_gemm.get_paged_mqa_logits_metadata",
+        "AROUND",
+        "native_indexer:schedule",
+        "scheduler",
+        "DSA on a GPU: no schedule of SGLang's logits, which GPUs that it does not serve refuse, where others are made",
+        "dsa",
+        gpu=True,
+    ),
+    Seam(
+        "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._build_topk_v2_plan",
+        "AROUND",
+        "native_indexer:plan",
+        "scheduler",
+        "DSA on a GPU: no plan of SGLang's selection where another one runs",
+        "dsa",
+        gpu=True,
+    ),
+    Seam(
+        "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang",
+        "AROUND",
+        "indexer:attend",
+        "scheduler",
+        "DSA: attend to them",
+        "dsa",
+    ),
+)

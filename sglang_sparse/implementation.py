@@ -1,0 +1,232 @@
+"""Which implementation each stage of DSA runs: SGLang's own kernels, or those of this project.
+
+Decided once, in the main process, from the GPU, the dtypes and what is installed; the schedulers get the answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.config import SparseArgumentError
+from sglang_sparse.methods.dsa import AUTO, NATIVE, PORTABLE, REFERENCE, STAGES, Dsa
+
+if TYPE_CHECKING:
+    from sglang_sparse.config import Settings, SparseServerArgs
+
+logger = logging.getLogger(__name__)
+
+# Major compute capabilities that SGLang's kernels were written for: Hopper, and Blackwell for data centers.
+NATIVE_MAJORS = (9, 10)
+# What SGLang takes them from.
+NATIVE_PACKAGES: Mapping[str, str] = {"indexer": "deep_gemm", "topk": "sgl_kernel", "attention": "sgl_kernel"}
+# The least that multiplies bfloat16.
+LEAST_CAPABILITY = (8, 0)
+# SGLang's selection in prefill is compiled for this number of tokens.
+NATIVE_TOPK = 2048
+# The backend of SGLang in whose place the portable attention stands.
+SLOT = "tilelang"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the choice depends on.
+
+    Attributes:
+        capability: compute capability of the GPU; None without one.
+        packages: those of ``NATIVE_PACKAGES`` that can be imported.
+        reference: this project's operations run as their references here, not as Triton kernels.
+        kv_dtype: ``--kv-cache-dtype`` as it was given.
+        heads: query heads of a tensor-parallel rank.
+        topk: the model's ``index_topk``.
+        share_layers: the config's ``index_share_layers``.
+    """
+
+    capability: tuple[int, int] | None
+    packages: frozenset[str]
+    reference: bool
+    kv_dtype: str
+    heads: int
+    topk: int
+    share_layers: int = 1
+
+
+def resolve(asked: Mapping[str, str], facts: Facts) -> dict[str, str]:
+    """Choose an implementation for every stage.
+
+    Where a stage is left to "auto", the indexer and the attention are native if they can be, and the selection is not:
+    SGLang's leaves open which of two equal tokens it takes.
+
+    Args:
+        asked: "auto", "native", "portable" or "reference" by stage.
+        facts: the machine and the model.
+
+    Returns:
+        "native", "portable" or "reference" by stage.
+
+    Raises:
+        ValueError: a stage cannot run as it was asked for, or not beside what another one was asked for; says what is
+            allowed.
+    """
+    ours = REFERENCE if facts.reference else PORTABLE
+    open_to = {stage: _allowed(stage, asked[stage], ours, facts) for stage in STAGES}
+    reason = None
+    # The last stage varies fastest: selection is the first to give way.
+    for attention, indexer, topk in itertools.product(*(open_to[stage] for stage in ("attention", "indexer", "topk"))):
+        found = {"indexer": indexer, "topk": topk, "attention": attention}
+        if (unfit := _unfit(found)) is None:
+            return found
+        reason = reason or unfit
+    raise ValueError(str(reason))
+
+
+def _allowed(stage: str, asked: str, ours: str, facts: Facts) -> list[str]:
+    order = (ours, NATIVE) if stage == "topk" else (NATIVE, ours)
+    choices = order if asked == AUTO else (asked,)
+    reasons = {choice: _refuse(stage, choice, ours, facts) for choice in choices}
+    allowed = [choice for choice, reason in reasons.items() if reason is None]
+    if not allowed:
+        said = "; ".join(f"not {choice}: {reason}" for choice, reason in reasons.items())
+        others = [choice for choice in order if choice not in choices and not _refuse(stage, choice, ours, facts)]
+        raise ValueError(f"{stage}: got {asked!r}, allowed: {', '.join(others) or 'nothing'}; {said}")
+    return allowed
+
+
+def _refuse(stage: str, choice: str, ours: str, facts: Facts) -> str | None:
+    """Why a stage cannot run in one way on this machine, or None."""
+    if choice == NATIVE:
+        return _refuse_native(stage, facts)
+    if choice != ours:
+        return (
+            "Triton's kernels need a GPU, or TRITON_INTERPRET=1 in the environment"
+            if choice == PORTABLE
+            else "this machine runs the kernels; SGLANG_SPARSE_REFERENCE=1 in the environment forces the references"
+        )
+    if facts.capability is not None and facts.capability < LEAST_CAPABILITY:
+        return f"it needs compute capability {_dotted(LEAST_CAPABILITY)} or later, and this GPU has " + _dotted(
+            facts.capability
+        )
+    if stage == "attention" and facts.kv_dtype.startswith("fp8"):
+        return f"it reads a KV cache of the model's own dtype, and --kv-cache-dtype is {facts.kv_dtype}"
+    return None
+
+
+def _refuse_native(stage: str, facts: Facts) -> str | None:
+    if facts.capability is None:
+        return "this machine has no GPU"
+    majors, package = " and ".join(f"{major}.x" for major in NATIVE_MAJORS), NATIVE_PACKAGES[stage]
+    # SGLang pads the heads of a rank to one of these.
+    padded = 128 if facts.capability[0] == NATIVE_MAJORS[-1] else 64
+    reasons = {
+        f"SGLang's kernels are for compute capabilities {majors}, and this GPU has "
+        f"{_dotted(facts.capability)}": facts.capability[0] not in NATIVE_MAJORS,
+        f"{package} is not installed": package not in facts.packages,
+        "with index_share_layers a layer may write its keys and choose nothing": stage == "indexer"
+        and facts.share_layers > 1,
+        f"SGLang's selection takes {NATIVE_TOPK} tokens, and the model's index_topk is {facts.topk}": stage == "topk"
+        and facts.topk != NATIVE_TOPK,
+        f"SGLang's kernels take a divisor or a multiple of {padded} query heads a rank, and there are "
+        f"{facts.heads}": stage == "attention" and facts.heads % padded != 0 and padded % facts.heads != 0,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _unfit(found: Mapping[str, str]) -> str | None:
+    """Why stages do not go together, or None."""
+    if found["topk"] == NATIVE and found["indexer"] != NATIVE:
+        return f"topk: native needs a native indexer, whose logits it takes; the indexer is {found['indexer']}"
+    if found["attention"] != NATIVE and found["indexer"] == NATIVE:
+        return (
+            f"attention: {found['attention']} needs the indexer of the same kind, which counts what it attends to; "
+            "the indexer is native"
+        )
+    return None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def settle(args: SparseServerArgs, settings: Settings) -> None:
+    """Put the choice into a server's config, and into those arguments of SGLang's that follow from it.
+
+    Args:
+        args: the server's, before SGLang resolves what depends on the model.
+        settings: the methods; not changed.
+
+    Raises:
+        SparseArgumentError: the choice that was asked for cannot be made, or an argument contradicts it.
+    """
+    if not isinstance(settings.method, Dsa):
+        return
+    import torch
+
+    from sglang_sparse_kernels import dispatch
+
+    gpu = torch.cuda.is_available()
+    # Where the operations would run decides how.
+    reference = dispatch.use_reference(torch.empty(0, device="meta" if gpu else "cpu"))
+    model = _model(args)
+    config = json.loads(str(args.sparse_config))
+    facts = Facts(
+        torch.cuda.get_device_capability() if gpu else None,
+        frozenset(name for name in NATIVE_PACKAGES.values() if find_spec(name)),
+        reference,
+        args.kv_cache_dtype,
+        model.num_attention_heads // args.tp_size,
+        model.hf_text_config.index_topk,
+        config["index_share_layers"],
+    )
+    try:
+        found = resolve(config["implementation"], facts)
+    except ValueError as error:
+        raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
+    args.sparse_config = json.dumps({**config, "implementation": found})
+    if gpu and found["attention"] != NATIVE:
+        _take_slot(args, settings, found["attention"])
+
+
+def _take_slot(args: Any, settings: Settings, attention: str) -> None:
+    for name in ("dsa_prefill_backend", "dsa_decode_backend"):
+        if getattr(args, name) not in (None, SLOT):
+            raise SparseArgumentError(
+                f"{settings.flag}: --{name.replace('_', '-')} is {getattr(args, name)} and the attention is "
+                f'{attention}; allowed: no such flag, or {{"implementation": {{"attention": "native"}}}}'
+            )
+        setattr(args, name, SLOT)
+    if args.kv_cache_dtype == "auto":
+        # SGLang would take float8 on Blackwell.
+        args.kv_cache_dtype = "bfloat16"
+
+
+def leave_graphs(args: SparseServerArgs, settings: Settings) -> None:
+    """Switch off those CUDA graphs of prefill that the indexer cannot be in.
+
+    A breakable one runs SGLang's own indexer eagerly, between its pieces; the portable indexer has no such place, and
+    what counts beside the native one cannot be compiled.
+
+    Args:
+        args: the server's, resolved.
+        settings: the methods, as ``settle`` left them.
+    """
+    graphs = args.cuda_graph_config
+    if not isinstance(settings.method, Dsa) or graphs is None or graphs.prefill.backend == "disabled":
+        return
+    if settings.method.native("indexer") and graphs.prefill.backend == "breakable":
+        return
+    logger.warning(
+        "sglang_sparse: prefill runs without CUDA graphs (%s); the indexer cannot be in them", graphs.prefill.backend
+    )
+    graphs.prefill.backend = "disabled"
+
+
+def _model(args: SparseServerArgs) -> Any:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
+    return ModelConfig.from_server_args(args)

@@ -1,0 +1,128 @@
+"""DSA with a native indexer: this project's selection behind SGLang's logits, and what SGLang prepares for its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.config import settings_of
+from sglang_sparse.indexer import served_backend, slots_of
+from sglang_sparse.methods.dsa import Dsa
+from sglang_sparse_kernels.page_topk import page_topk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def choose(
+    original: Callable[..., torch.Tensor],
+    metadata: Any,
+    logits: torch.Tensor,
+    topk: int,
+    ks: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    ke_offset: torch.Tensor | None = None,
+    batch_idx_list: Sequence[int] | torch.Tensor | None = None,
+    topk_indices_offset_override: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Around ``DSAIndexerMetadata.topk_transform``: choose the best, ties to the lowest position.
+
+    Args:
+        original: SGLang's function, for servers without the method, or with a native selection.
+        metadata: SGLang's ``DSAIndexerMetadata``.
+        logits: ``[queries, columns]`` float32; may be overwritten.
+        topk: tokens that a query attends to at most.
+        ks: ``[queries]`` int32, the column of each query's first token; None: all begin in the first.
+        cu_seqlens_q: not needed: each query's row is known otherwise.
+        ke_offset: ``[queries]`` int32, tokens that each query sees; those of the whole pass if not given.
+        batch_idx_list: row of each query, where these are some of the queries of a pass.
+        topk_indices_offset_override: ``[queries]``, likewise what the tokens are numbered from.
+
+    Returns:
+        ``[queries, topk]`` int32, in ascending order of position, then -1: slots of the KV pool; numbers in the copy of
+        the KV where SGLang makes one; or positions within each row where SGLang looks them up itself.
+    """
+    backend = served_backend()
+    if backend is None or backend.method.native("topk"):
+        some = {"batch_idx_list": batch_idx_list, "topk_indices_offset_override": topk_indices_offset_override}
+        return original(metadata, logits, topk, ks, cu_seqlens_q, ke_offset, **some)
+    batch = metadata.attn_metadata
+    lengths = (metadata.get_seqlens_expanded() if ke_offset is None else ke_offset).int()
+    stats = backend.view.stats if backend.view is not None else None
+    chosen = select(logits, lengths, topk, ks, stats)
+    if not backend.dense.use_fused_topk:
+        return chosen
+    rows, offsets = batch.token_to_batch_idx, batch.topk_indices_offset
+    if batch_idx_list is not None:
+        rows = torch.as_tensor(batch_idx_list, device=chosen.device)
+    if rows is None:
+        rows = torch.arange(len(chosen), device=chosen.device)
+    if topk_indices_offset_override is not None:
+        offsets = topk_indices_offset_override
+    return slots_of(chosen, batch.real_page_table, rows, offsets)
+
+
+def select(
+    logits: torch.Tensor, lengths: torch.Tensor, topk: int, first: torch.Tensor | None, stats: torch.Tensor | None
+) -> torch.Tensor:
+    """Choose from logits whose rows begin anywhere.
+
+    Args:
+        logits: ``[queries, columns]`` float32; with ``first`` it is overwritten outside of each query's tokens.
+        lengths: ``[queries]`` int32, tokens of each query.
+        topk: most that a query takes.
+        first: ``[queries]`` int32, column of each query's first token; None: 0.
+        stats: see ``BatchView.stats``.
+
+    Returns:
+        ``[queries, topk]`` int32, positions from ``first`` on, ascending, then -1.
+    """
+    queries, width = logits.shape
+    columns = torch.arange(width, dtype=torch.int32, device=logits.device)
+    seen = lengths
+    if first is not None:
+        start = first[:, None]
+        # Nothing else has a say then: each query has at least as many tokens of its own as it takes.
+        logits = logits.masked_fill_((columns < start) | (columns >= start + lengths[:, None]), float("-inf"))
+        seen = torch.full_like(lengths, width)
+    chosen = torch.full((queries, topk), -1, dtype=torch.int32, device=logits.device)
+    counts = torch.zeros(queries, 1, dtype=torch.int32, device=logits.device)
+    wanted = lengths.clamp(max=topk)
+    page_topk(
+        *(logits.contiguous()[:, None], columns.expand(queries, -1), seen, wanted, topk),
+        (chosen[:, None], counts),
+        stats,
+    )
+    return chosen if first is None else torch.where(chosen < 0, -1, chosen - first[:, None])
+
+
+def schedule(original: Callable[..., torch.Tensor], lengths: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Around ``get_paged_mqa_logits_metadata``: nothing where SGLang's logits are not made.
+
+    Args:
+        original: DeepGEMM's function.
+        lengths: ``[rows, 1]`` int32.
+        *args: how it divides the work.
+    """
+    return original(lengths, *args) if _native("indexer") else torch.zeros(1, dtype=torch.int32, device=lengths.device)
+
+
+def plan(original: Callable[..., torch.Tensor | None], dense: Any, lengths: torch.Tensor) -> torch.Tensor | None:
+    """Around ``_build_topk_v2_plan``: none where SGLang's selection does not run; it is then not refreshed either.
+
+    Args:
+        original: SGLang's function.
+        dense: its backend.
+        lengths: ``[rows]`` int32.
+    """
+    return original(dense, lengths) if _native("topk") else None
+
+
+def _native(stage: str) -> bool:
+    from sglang.srt.runtime_context import get_server_args
+
+    args: Any = get_server_args()
+    settings = settings_of(args)
+    return settings is None or not isinstance(settings.method, Dsa) or settings.method.native(stage)

@@ -1,0 +1,77 @@
+"""Which of SGLang's functions are hooked on which machine, and when."""
+
+import inspect
+import pkgutil
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_sparse import hooks
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_gpu_machine_imports_nothing_for_methods_that_do_not_run(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    here = [seam for seam in hooks.SEAMS if seam.gpu in (None, gpu)]
+    expected = [seam for seam in here if not gpu or seam.method is None]
+    assert hooks.active.__wrapped__() == tuple(expected)
+    assert gpu == (
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model" in [seam.target for seam in expected]
+    )
+
+
+@pytest.mark.parametrize(("method", "config"), [("dsa", "{}"), ("resa", "{}"), (None, None)])
+def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
+    method: str | None, config: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooked: list[str] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(HookRegistry, "_hooks", {})
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: hooked.append(target))
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: HookRegistry._patched.update(hooked))
+    runner = SimpleNamespace(
+        server_args=SimpleNamespace(sparse_method=method, sparse_prefill_method=None, sparse_config=config)
+    )
+    loaded: list[list[str]] = []
+    hooks.hook_method(lambda _: loaded.append(list(hooked)), runner)
+    expected = [seam.target for seam in hooks.SEAMS if seam.method == "dsa" and seam.gpu is not False]
+    assert loaded == [expected if method == "dsa" else []]
+    assert len(expected) == 5 and not any(target.endswith("forward_native") for target in expected)
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    if method == "dsa":
+        with pytest.raises(RuntimeError, match="forward_cuda"):
+            hooks.hook_method(lambda _: None, runner)
+
+
+@pytest.mark.parametrize(
+    "seam", [seam for seam in hooks.SEAMS if seam.gpu and seam.method], ids=lambda seam: seam.function
+)
+def test_what_only_a_gpu_calls_has_the_arguments_that_its_hook_takes(seam: hooks.Seam) -> None:
+    if "deep_gemm" in seam.target:
+        # It is imported next to CUDA only; where it is called its arguments are written out.
+        source = inspect.getsource(pkgutil.resolve_name("sglang.srt.layers.attention.dsa_backend"))
+        assert source.count("deep_gemm.get_paged_mqa_logits_metadata(") == 3
+        return
+    theirs = inspect.signature(pkgutil.resolve_name(seam.target)).parameters
+    hook = pkgutil.resolve_name(f"sglang_sparse.{seam.function}")
+    # The function itself comes first.
+    mine = list(inspect.signature(hook).parameters.values())[1:]
+    assert [value.default for value in mine] == [value.default for value in theirs.values()]
+    named = [value.name for value in mine if value.default is not inspect.Parameter.empty]
+    assert named == [name for name in theirs if name in named]
+
+
+def test_what_the_gpu_path_reads_of_sglang_is_there() -> None:
+    backend = pkgutil.resolve_name("sglang.srt.layers.attention.dsa_backend")
+    fields = set(backend.DSAMetadata.__dataclass_fields__)
+    assert {"real_page_table", "dsa_seqlens_expanded", "token_to_batch_idx", "topk_indices_offset"} <= fields
+    assert "self.use_fused_topk = " in inspect.getsource(backend.DeepseekSparseAttnBackend.__init__)
+    indexer = pkgutil.resolve_name("sglang.srt.layers.attention.dsa.dsa_indexer.Indexer")
+    assert callable(indexer._weights_proj_bf16_in_fp32_out) and callable(indexer._get_q_k_bf16)

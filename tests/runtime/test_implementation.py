@@ -1,0 +1,206 @@
+"""Which kernels DSA runs, over a table of machines, and what is refused by name."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_sparse import implementation
+from sglang_sparse.config import SparseArgumentError, build
+from sglang_sparse.implementation import Facts, resolve
+from sglang_sparse.methods.dsa import STAGES
+
+PACKAGES = frozenset({"deep_gemm", "sgl_kernel"})
+AMPERE, ADA, HOPPER, BLACKWELL, DESKTOP = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+GPU = Facts(HOPPER, PACKAGES, reference=False, kv_dtype="auto", heads=16, topk=2048)
+CPU = replace(GPU, capability=None, reference=True)
+AUTO = dict.fromkeys(STAGES, "auto")
+ALL_PORTABLE = ("portable", "portable", "portable")
+# SGLang's kernels, but for the selection: which of two equal tokens it takes is left open.
+FASTEST = ("native", "portable", "native")
+
+
+def choose(facts: Facts, **asked: str) -> tuple[str, ...]:
+    return tuple(resolve({**AUTO, **asked}, facts)[stage] for stage in STAGES)
+
+
+def refused(facts: Facts, **asked: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        resolve({**AUTO, **asked}, facts)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (CPU, ("reference", "reference", "reference")),
+        (replace(CPU, reference=False), ALL_PORTABLE),
+        (replace(GPU, capability=AMPERE), ALL_PORTABLE),
+        (replace(GPU, capability=ADA), ALL_PORTABLE),
+        (replace(GPU, capability=DESKTOP), ALL_PORTABLE),
+        (GPU, FASTEST),
+        (replace(GPU, capability=BLACKWELL), FASTEST),
+        (replace(GPU, kv_dtype="fp8_e4m3"), FASTEST),
+        (replace(GPU, packages=PACKAGES - {"deep_gemm"}), ("portable", "portable", "native")),
+        (replace(GPU, packages=PACKAGES - {"sgl_kernel"}), ALL_PORTABLE),
+        # 48 heads a rank are no kernel's, and 96 are Hopper's no more than Blackwell's.
+        (replace(GPU, heads=48), ALL_PORTABLE),
+        (replace(GPU, heads=128), FASTEST),
+        (replace(GPU, heads=64, capability=BLACKWELL), FASTEST),
+        (replace(GPU, heads=96, capability=BLACKWELL), ALL_PORTABLE),
+        (replace(GPU, share_layers=2), ("portable", "portable", "native")),
+        (replace(GPU, topk=512), FASTEST),
+        (replace(GPU, reference=True, capability=AMPERE), ("reference", "reference", "reference")),
+    ],
+)
+def test_auto(facts: Facts, expected: tuple[str, ...]) -> None:
+    assert choose(facts) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"topk": "native"}, ("native", "native", "native")),
+        ({"indexer": "portable"}, ("portable", "portable", "native")),
+        ({"attention": "portable"}, ALL_PORTABLE),
+        ({"indexer": "native"}, FASTEST),
+        (dict.fromkeys(STAGES, "native"), ("native", "native", "native")),
+        (dict.fromkeys(STAGES, "portable"), ALL_PORTABLE),
+    ],
+)
+def test_what_is_asked_for_decides_the_rest(asked: dict[str, str], expected: tuple[str, ...]) -> None:
+    assert choose(GPU, **asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "expected"),
+    [
+        (CPU, {"indexer": "native"}, "indexer: got 'native', allowed: reference; not native: this machine has no GPU"),
+        (CPU, {"topk": "portable"}, "allowed: reference; not portable: Triton's kernels need a GPU, or TRITON_INT"),
+        (GPU, {"topk": "reference"}, "allowed: portable, native; not reference: this machine runs the kernels"),
+        (replace(GPU, capability=ADA), {"attention": "native"}, "9.x and 10.x, and this GPU has 8.9"),
+        (replace(GPU, capability=DESKTOP), dict.fromkeys(STAGES, "native"), "this GPU has 12.0"),
+        (replace(GPU, packages=frozenset()), {"indexer": "native"}, "deep_gemm is not installed"),
+        (replace(GPU, capability=(7, 5)), {}, "it needs compute capability 8.0 or later, and this GPU has 7.5"),
+        (replace(GPU, topk=512), {"topk": "native"}, "takes 2048 tokens, and the model's index_topk is 512"),
+        (replace(GPU, heads=48), {"attention": "native"}, "a multiple of 64 query heads a rank, and there are 48"),
+        (replace(GPU, share_layers=2), {"indexer": "native"}, "with index_share_layers a layer may write its keys"),
+        (replace(GPU, kv_dtype="fp8_e4m3"), {"attention": "portable"}, "allowed: native; not portable: it reads a KV"),
+        (
+            replace(GPU, kv_dtype="fp8_e4m3", capability=DESKTOP),
+            {},
+            "attention: got 'auto', allowed: nothing; not native: SGLang's kernels are for compute capabilities 9.x "
+            "and 10.x, and this GPU has 12.0; not portable: it reads a KV cache of the model's own dtype, and "
+            "--kv-cache-dtype is fp8_e4m3",
+        ),
+        (GPU, {"indexer": "portable", "topk": "native"}, "topk: native needs a native indexer"),
+        (GPU, {"indexer": "native", "attention": "portable"}, "attention: portable needs the indexer of the same kind"),
+        (GPU, {"topk": "native", "attention": "portable"}, "the indexer is"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(facts: Facts, asked: dict[str, str], expected: str) -> None:
+    assert expected in refused(facts, **asked)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"implementation": "fast"}, "implementation: got 'fast'"),
+        ({"implementation": {"logits": "native"}}, "implementation: got 'logits'"),
+        ({"implementation": 3}, "implementation: got 3"),
+        ({"index_share_layers": 0}, "index_share_layers: got 0"),
+        ({"measure_reuse": True}, "needs an index_share_layers above 1"),
+        ({"index_reuse_steps": 2}, "unknown field 'index_reuse_steps'"),
+        ({"index_share_layers": 2, "rectify_interval": 8}, "what shared selections write is never shared"),
+    ],
+)
+def test_bad_fields(config: dict[str, Any], expected: str) -> None:
+    with pytest.raises(SparseArgumentError) as caught:
+        build("dsa", config)
+    assert expected in str(caught.value)
+
+
+def test_a_config_says_it_for_all_stages_or_for_some() -> None:
+    assert build("dsa", {"implementation": "native"}).config.model_dump()["implementation"] == dict.fromkeys(
+        STAGES, "native"
+    )
+    method: Any = build("dsa", {"implementation": {"topk": "native"}}).method
+    assert method.native("topk") and not method.native("indexer") and not method.fp8_kv
+    assert method.kernels("triton") == "indexer auto, topk native, attention auto"
+    assert method.exact and not build("dsa", {"index_share_layers": 2}).method.exact
+
+
+class Args(SimpleNamespace):
+    """A server's arguments before SGLang resolves them, next to a GPU."""
+
+    def __init__(self, config: str = "{}", **changed: Any):
+        sparse = {"sparse_method": "dsa", "sparse_config": build("dsa", json.loads(config)).config.model_dump_json()}
+        backends = {"dsa_prefill_backend": None, "dsa_decode_backend": None}
+        super().__init__(**{**sparse, **backends, "kv_cache_dtype": "auto", "tp_size": 8, **changed})
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch):
+    """Makes this machine one with a GPU, and V3.2 the model."""
+
+    def see(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(implementation, "find_spec", lambda _: object())
+        model = SimpleNamespace(num_attention_heads=128, hf_text_config=SimpleNamespace(index_topk=2048))
+        monkeypatch.setattr(implementation, "_model", lambda _: model)
+
+    return see
+
+
+def settled(args: Any) -> Any:
+    settings = build("dsa", json.loads(args.sparse_config))
+    implementation.settle(args, settings)
+    return build("dsa", json.loads(args.sparse_config)).config
+
+
+@pytest.mark.parametrize("capability", [AMPERE, DESKTOP])
+def test_the_portable_attention_takes_the_place_of_a_backend(capability: tuple[int, int], gpu) -> None:
+    gpu(capability)
+    args = Args()
+    assert settled(args).implementation == dict.fromkeys(STAGES, "portable")
+    assert (args.dsa_prefill_backend, args.dsa_decode_backend) == ("tilelang", "tilelang")
+    assert args.kv_cache_dtype == "bfloat16"
+    with pytest.raises(SparseArgumentError, match="--dsa-decode-backend is fa3 and the attention is portable"):
+        settled(Args(dsa_decode_backend="fa3"))
+    with pytest.raises(SparseArgumentError, match="--sparse-config of dsa: implementation: indexer: got 'native'"):
+        settled(Args('{"implementation": "native"}'))
+    with pytest.raises(SparseArgumentError, match="--kv-cache-dtype is fp8_e4m3"):
+        settled(Args(kv_cache_dtype="fp8_e4m3"))
+
+
+def test_native_attention_leaves_sglangs_arguments_alone(gpu) -> None:
+    gpu(HOPPER)
+    args = Args(dsa_decode_backend="fa3", kv_cache_dtype="fp8_e4m3")
+    config = settled(args)
+    assert config.implementation == {"indexer": "native", "topk": "portable", "attention": "native"}
+    assert (args.dsa_prefill_backend, args.dsa_decode_backend, args.kv_cache_dtype) == (None, "fa3", "fp8_e4m3")
+    assert build("dsa", config.model_dump()).method.fp8_kv
+
+
+@pytest.mark.parametrize(
+    ("stages", "graphs", "left"),
+    [
+        ("portable", "breakable", "disabled"),
+        ("portable", "disabled", "disabled"),
+        ("native", "breakable", "breakable"),
+        ("native", "tc_piecewise", "disabled"),
+    ],
+)
+def test_prefill_graphs_that_the_indexer_cannot_be_in(
+    stages: str, graphs: str, left: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    args: Any = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend=graphs)))
+    implementation.leave_graphs(args, build("resa", {}))
+    assert args.cuda_graph_config.prefill.backend == graphs
+    implementation.leave_graphs(args, build("dsa", {"implementation": stages}))
+    assert args.cuda_graph_config.prefill.backend == left
+    assert ("prefill runs without CUDA graphs" in caplog.text) == (graphs != left)
