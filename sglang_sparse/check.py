@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from sglang_sparse import limits, refusals
+from sglang_sparse import limits, refusals, registry
 from sglang_sparse.capabilities import (
     FLAGS,
     KINDS,
@@ -74,7 +74,8 @@ def _what(method: Method) -> str:
 def _phase(method: Method) -> str:
     if method.prefill:
         return "prefill"
-    return "prefill, decode" if _decode_class(method).selects_in_model else "decode"
+    both = _decode_class(method).selects_in_model or method.name in registry.PREFILL_METHODS
+    return "prefill, decode" if both else "decode"
 
 
 def _kinds(method: Method) -> str:
@@ -110,7 +111,7 @@ def features_table() -> str:
     }
     asked = methods()
     rows = [[name, *(found(method) for method in asked)] for name, found in features.items()]
-    return _table(["", *(method.name for method in asked)], rows)
+    return _table(["", *(method.label for method in asked)], rows)
 
 
 def _of_tables() -> Iterator[Refused]:
@@ -149,11 +150,11 @@ def refusals_table() -> str:
     """Return what is refused, by which methods, and why."""
     refusing: dict[tuple[str, str], dict[str, None]] = {}
     for name, asked, reason in (*_of_answers(), *_of_tables()):
-        refusing.setdefault((name, reason), {}).update(dict.fromkeys(method.name for method in asked))
+        refusing.setdefault((name, reason), {}).update(dict.fromkeys(method.label for method in asked))
     merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (name, reason), names in refusing.items():
         merged.setdefault((reason, tuple(names)), []).append(name)
-    everyone = tuple(method.name for method in methods())
+    everyone = tuple(method.label for method in methods())
     rows = [
         [", ".join(things), "all" if names == everyone else ", ".join(names), reason]
         for (reason, names), things in merged.items()

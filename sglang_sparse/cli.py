@@ -88,6 +88,8 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
     if settings.name:
         self.sparse_config = settings.config.model_dump_json()
     if settings.prefill:
+        # It may have come with the decode method.
+        self.sparse_prefill_method = settings.prefill_name
         self.sparse_prefill_config = settings.prefill.config.model_dump_json()
     if self.page_size is None:
         self.page_size = settings.config.page_size
@@ -95,7 +97,8 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
     original(self)
     if self.model_path.lower() not in ("none", "dummy"):
         refusals.require_after(self, settings)
-    risks = map(limits.unproven, (settings.name, settings.prefill_name)) if refusals.on_gpu() else ()
+    names = dict.fromkeys((settings.name, settings.prefill_name))
+    risks = map(limits.unproven, names) if refusals.on_gpu() else ()
     for text in (*settings.method.warnings(), *filter(None, risks)):
         logger.warning("sglang_sparse: %s", text)
 

@@ -146,7 +146,7 @@ def build(
     Args:
         name: the decode method's; None for dense decode.
         fields: its config.
-        prefill_name: the prefill method's; None for dense prefill.
+        prefill_name: the prefill method's; None for the one that comes with the decode method, or dense prefill.
         prefill_fields: its config.
 
     Raises:
@@ -159,6 +159,8 @@ def build(
     except ValueError as error:
         raise SparseArgumentError(str(error)) from error
     method = method_class(_validated(f"--sparse-config of {name}", method_class.config_class, fields))
+    if name and prefill_class is None and (own := method.prefill_fields()) is not None:
+        prefill_name, prefill_fields, prefill_class = name, own, registry.load_prefill_method(name)
     prefill = prefill_class and prefill_class(
         _validated(f"--sparse-prefill-config of {prefill_name}", prefill_class.config_class, prefill_fields or {})
     )

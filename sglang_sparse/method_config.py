@@ -27,10 +27,12 @@ class SparseConfig(BaseModel):
 
     Attributes:
         request_fields: the fields that a single request may override.
+        phase_fields: those of them that both phases may have, so that a request may give each its own by a mapping.
         limits: the fields below which something runs dense; ``dense_fallback: never`` makes them 0.
     """
 
     request_fields: ClassVar[tuple[str, ...]] = ()
+    phase_fields: ClassVar[tuple[str, ...]] = ()
     limits: ClassVar[tuple[str, ...]] = ("crossover_tokens",)
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
