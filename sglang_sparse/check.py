@@ -122,7 +122,9 @@ def _of_tables() -> Iterator[Refused]:
         for limit in _decode_class(method).flag_limits:
             yield limit.name, [method], limit.reason
     for limit in limits.PREFILL_LIMITS:
-        yield limit.name, [method for method in asked if method.prefill], limit.reason
+        # Some come with the decode method of the same name.
+        refusing = [method for method in asked if method.prefill or method.name in registry.PREFILL_METHODS]
+        yield limit.name, refusing, limit.reason
     for limit in limits.RECTIFY_LIMITS:
         yield (
             f"rectification with {limit.name}",
