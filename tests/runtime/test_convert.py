@@ -75,7 +75,10 @@ def test_skip_softmax_keeps_the_factor_of_each_phase(factor: object, became: obj
     ("sparse", "said"),
     [
         ({"threshold_scale_factor": -1}, "must be a finite number of at least 0"),
-        ({"target_sparsity": 0.5}, "target_sparsity: not converted: a checkpoint's calibration is not read"),
+        (
+            {"target_sparsity": 0.5},
+            "target_sparsity: got 0.5; is read with the model's own config.json when a server starts",
+        ),
         ({"threshold_scale_factor": None}, "nothing is left that says how much to skip"),
     ],
 )

@@ -1,5 +1,6 @@
 """Skip-Softmax in both phases on real servers: dense at a threshold of zero, needles, prefixes, company, retraction."""
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_a_request_sets_each_phase_for_itself(server, some) -> None:
     def counted(options: dict[str, Any] | None) -> tuple[int, int]:
         server.flush_cache()
         before = spent(server)
-        ask(server, some[-2], 8, options)
+        ask(server, some[5], 4, options)
         used = spent(server, before)
         return used["prefill_blocks_skipped"], used["blocks_skipped"]
 
@@ -173,17 +174,20 @@ def test_bad_options_are_refused(server, options: dict[str, Any], said: str) -> 
     assert caught.value.response.status_code == 400
 
 
-def test_decode_alone_on_two_ranks_without_a_prefix_cache(serve, server, some) -> None:
-    """Prefill is dense. Short rows are dense beside long ones, which skip what they skip on one rank."""
+def test_two_ranks_without_a_prefix_cache(serve, server, some) -> None:
+    """Short rows are dense beside long ones, which skip what they skip on one rank; prefill has a config of its own."""
     short = [prompt for prompt in some if len(prompt) < 600]
     long = [prompt for prompt in some if len(prompt) >= 600]
-    expected = [*cold(server, short, DENSE), *cold(server, long, factor(prefill=0, decode=FACTORS["decode"]))]
-    config = {"threshold_scale_factor": {"decode": FACTORS["decode"]}, "min_seq_len": 630, "crossover_tokens": 0}
+    expected = [*cold(server, short, factor(prefill=90, decode=0)), *cold(server, long, factor(prefill=90))]
+    config = {"threshold_scale_factor": FACTORS, "min_seq_len": 630, "crossover_tokens": 0}
+    own = {"threshold_scale_factor": 90, "dense_fallback": "never"}
     flags = ("--tp", "2", "--disable-radix-cache", "--chunked-prefill-size", "512")
+    flags += ("--sparse-prefill-method", "skip_softmax", "--sparse-prefill-config", json.dumps(own))
     with serve(MODEL, *FLAGS, *flags, method="skip_softmax", config=config) as ranks:
-        assert "prefill" not in sparse_state(ranks)
+        assert sparse_state(ranks)["prefill"]["config"]["threshold_scale_factor"] == 90
         assert greedy(ranks, [*short, *long], at_once=8) == expected
         used = spent(ranks)
+        assert 0 < used["prefill_blocks_skipped"] < used["prefill_blocks_visited"]
         assert 0 < used["blocks_skipped"] < used["blocks_visited"]
         assert 23 * len(short) <= used["dense_fallback_rows"] < used["decode_rows"]
         assert used["sparse_layer_rows"] > LAYERS * (used["decode_rows"] - used["dense_fallback_rows"])
