@@ -117,7 +117,8 @@ def test_a_share_and_a_factor_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_without_a_model_there_is_no_share(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="got 0.5; is read with the model's own config"):
+    with pytest.raises(ValueError, match="is read with the model's own config"):
         build("skip_softmax", {"target_sparsity": 0.5})
-    (tmp_path / "elsewhere").mkdir()
-    assert "cannot read config.json of" in refused(str(tmp_path / "elsewhere"), target_sparsity=0.5)
+    assert "this one has 0" in refused(str(tmp_path), target_sparsity=0.5)
+    (tmp_path / "config.json").write_text("{")
+    assert f"cannot read config.json of {tmp_path}" in refused(str(tmp_path), target_sparsity=0.5)
