@@ -104,6 +104,13 @@ class SkipSoftmaxDecode(KernelMethod):
         """Refuse MLA models, as the prefill does."""
         return refuse_latents(model_config)
 
+    def warnings(self) -> tuple[str, ...]:
+        """Say that nothing of decode will be sparse, unless a request asks for it."""
+        dense = (
+            "skip_softmax: threshold_scale_factor is 0 in decode, where rows attend densely unless a request says more"
+        )
+        return () if self.row_value else (dense,)
+
     def attend(
         self,
         view: BatchView,

@@ -82,6 +82,7 @@ def test_one_flag_sets_both_phases(qwen3: str, given: Any, prefill: float | None
     again = build(args.sparse_method, json.loads(args.sparse_config), None, None)
     assert factors(again) == (prefill, decode)
     assert settings.rectify is not None and settings.rectify.rectify_interval == 0
+    assert ["is 0 in decode" in said for said in settings.method.warnings()] == ([] if decode else [True])
 
 
 def test_another_prefill_method_wins(qwen3: str) -> None:
