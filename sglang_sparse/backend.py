@@ -16,7 +16,7 @@ from sglang_sparse.layers import parse_layers
 from sglang_sparse.plan import DecodePlan, plan_decode, usual_selection
 from sglang_sparse.prefill_path import PrefillPath
 from sglang_sparse.stats import Counters
-from sglang_sparse.view import BatchView, allocate_view
+from sglang_sparse.view import SELECT_STATS, BatchView, allocate_view
 from sglang_sparse.windows import make_path
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class SparseAttentionBackend(DelegatingBackend):
             self.prefill = PrefillPath(settings.prefill, layers, pool, table, page, model.num_q_heads)
             logger.info("sglang_sparse: prefill %s, %s", settings.prefill_name, self.prefill.describe(model.num_layers))
         self.keeps = make_path(self.method, self._pools, runner, model.num_kv_heads)
-        select_stats = torch.zeros(4, dtype=torch.int64, device=device)
+        select_stats = torch.zeros(SELECT_STATS + len(self.method.more_counts), dtype=torch.int64, device=device)
         self.counters = Counters(settings, self._pools, model, select_stats, self.prefill, self.keeps)
         self._view: BatchView | None = None
         self._graph_view: BatchView | None = None

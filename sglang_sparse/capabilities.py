@@ -106,6 +106,11 @@ class Method:
         """What of a command line asks for it."""
         return flag_text({self.option: self.name})
 
+    @property
+    def label(self) -> str:
+        """Its name in tables; a prefill method whose name is also that of a decode method says which one it is."""
+        return f"{self.name} (prefill)" if self.prefill and self.name in registry.decode_methods() else self.name
+
     def takes(self, fields: Mapping[str, Any]) -> bool:
         """Whether its config has these fields."""
         return set(fields) <= set(load(self).config_class.model_fields)

@@ -88,6 +88,8 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
     if settings.name:
         self.sparse_config = settings.config.model_dump_json()
     if settings.prefill:
+        # It may have come with the decode method.
+        self.sparse_prefill_method = settings.prefill_name
         self.sparse_prefill_config = settings.prefill.config.model_dump_json()
     if self.page_size is None:
         self.page_size = settings.config.page_size
@@ -98,7 +100,8 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
         settings = settings_of(self) or settings
         refusals.require_after(self, settings)
         implementation.leave_graphs(self, settings)
-    risks = map(limits.unproven, (settings.name, settings.prefill_name)) if refusals.on_gpu() else ()
+    names = dict.fromkeys((settings.name, settings.prefill_name))
+    risks = map(limits.unproven, names) if refusals.on_gpu() else ()
     for text in (*settings.method.warnings(), *filter(None, risks)):
         logger.warning("sglang_sparse: %s", text)
 
@@ -118,7 +121,17 @@ def refuse_model(_: None, self: SparseServerArgs) -> None:
 def _build(server_args: SparseServerArgs) -> Settings:
     fields = read_config(server_args.sparse_config) if server_args.sparse_method else page_size_fields(server_args)
     prefill = read_config(server_args.sparse_prefill_config, "--sparse-prefill-config")
-    return build(server_args.sparse_method or None, fields, server_args.sparse_prefill_method or None, prefill)
+    names = server_args.sparse_method or None, server_args.sparse_prefill_method or None
+    return build(names[0], fields, names[1], prefill, checkpoint=lambda: _config_json(server_args))
+
+
+def _config_json(server_args: SparseServerArgs) -> dict[str, Any]:
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(server_args.model_path, revision=server_args.revision)[0]
+    except OSError as error:
+        raise SparseArgumentError(f"cannot read config.json of {server_args.model_path}: {error}") from error
 
 
 def _refuse_orphans(server_args: SparseServerArgs) -> None:

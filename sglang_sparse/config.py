@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -140,14 +140,16 @@ def build(
     fields: dict[str, Any],
     prefill_name: str | None = None,
     prefill_fields: dict[str, Any] | None = None,
+    checkpoint: Callable[[], Mapping[str, Any]] | None = None,
 ) -> Settings:
     """Validate the methods' configs.
 
     Args:
         name: the decode method's; None for dense decode.
         fields: its config.
-        prefill_name: the prefill method's; None for dense prefill.
+        prefill_name: the prefill method's; None for the one that comes with the decode method, or dense prefill.
         prefill_fields: its config.
+        checkpoint: reads the model's config.json, which a config may ask for; None where no model is at hand.
 
     Raises:
         SparseArgumentError: a method is unknown, or fields are unknown, mistyped or out of range; each is named with
@@ -158,7 +160,14 @@ def build(
         prefill_class = registry.load_prefill_method(prefill_name) if prefill_name else None
     except ValueError as error:
         raise SparseArgumentError(str(error)) from error
-    method = method_class(_validated(f"--sparse-config of {name}", method_class.config_class, fields))
+    origin = f"--sparse-config of {name}"
+    try:
+        fields = method_class.config_class.from_checkpoint(fields, checkpoint) if checkpoint else fields
+    except ValueError as error:
+        raise SparseArgumentError(f"{origin}: {error}") from error
+    method = method_class(_validated(origin, method_class.config_class, fields))
+    if name and prefill_class is None and (own := method.prefill_fields()) is not None:
+        prefill_name, prefill_fields, prefill_class = name, own, registry.load_prefill_method(name)
     prefill = prefill_class and prefill_class(
         _validated(f"--sparse-prefill-config of {prefill_name}", prefill_class.config_class, prefill_fields or {})
     )

@@ -58,8 +58,7 @@ class Conversion:
     @property
     def arguments(self) -> list[str]:
         """The command line of a server."""
-        config = f"--{self.method.option.removesuffix('_method').replace('_', '-')}-config"
-        given = [config, json.dumps(self.fields)] if self.fields else []
+        given = ["--sparse-config", json.dumps(self.fields)] if self.fields else []
         return [*self.method.flag.split(), *given, *self.flags]
 
     def refusal(self) -> str | None:
@@ -83,19 +82,17 @@ class Conversion:
 
 
 def _method(algorithm: Algorithm) -> Method:
-    decode, prefill = registry.decode_methods(), registry.PREFILL_METHODS
     try:
-        registry.require_known("its method here", algorithm.method, {**decode, **prefill})
+        registry.require_known("its method here", algorithm.method, registry.decode_methods())
     except ValueError as error:
         raise RefusedError(f"the algorithm is not served: {error}") from error
-    return Method(algorithm.method, algorithm.method not in decode)
+    return Method(algorithm.method, prefill=False)
 
 
 def _validated(method: Method, fields: dict[str, Any]) -> str | None:
     """What the method's config says against fields, or None."""
-    name, nothing = method.name, (None, {})
     try:
-        build(*nothing, name, fields) if method.prefill else build(name, fields, *nothing)
+        build(method.name, fields)
     except SparseArgumentError as error:
         return str(error)
     return None
@@ -136,8 +133,8 @@ def _sparse_changes(
             yield given, value, rule(value)
 
 
-def _other_changes(options: Mapping[str, Any], method: Method) -> Iterator[tuple[str, Any, Change]]:
-    known = rules(options, method)
+def _other_changes(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, Change]]:
+    known = rules(options)
     flat: dict[str, Any] = {}
     for name, value in options.items():
         inner = value if name in NESTED and isinstance(value, dict) else None
@@ -180,7 +177,7 @@ def convert(options: Mapping[str, Any], gpu: bool) -> tuple[Conversion, str]:
     if algorithm.by_phase is not None and algorithm.by_phase not in conversion.fields:
         left = [f"{name}: {change}" for name, _, change in conversion.report if change.lost]
         raise RefusedError("; ".join([f"nothing is left that says how much to skip ({algorithm.by_phase})", *left]))
-    for name, value, change in _other_changes(options, conversion.method):
+    for name, value, change in _other_changes(options):
         conversion.add(name, value, change)
     return conversion, algorithm.note
 

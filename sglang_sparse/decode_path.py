@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sglang_sparse.kernel_method import KernelMethod
 from sglang_sparse.view import LatentQuery
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
@@ -94,19 +95,20 @@ class DecodePath:
 
     def _attend_heads(self, q: torch.Tensor, layer: Any, slots: torch.Tensor, view: BatchView) -> torch.Tensor:
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        caches = self._k_caches[layer.layer_id], self._kv_pool.get_value_buffer(layer.layer_id)
+        scales = layer.scaling, layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
+        if isinstance(self._method, KernelMethod):
+            return self._method.attend(view, layer.layer_id, query, *caches, slots, *scales)
         scaled = replace(view, logit_scale=layer.scaling * (layer.k_scale_float or 1.0))
         selected = self._method.select(scaled, layer.layer_id, query, self._aux)
         return sparse_decode(
             query,
-            self._k_caches[layer.layer_id],
-            self._kv_pool.get_value_buffer(layer.layer_id),
+            *caches,
             selected.indices,
             selected.counts,
             slots,
             view.page_size if selected.unit == "page" else 1,
-            layer.scaling,
-            layer.k_scale_float or 1.0,
-            layer.v_scale_float or 1.0,
+            *scales,
             usual_pages=view.usual_select,
         )
 

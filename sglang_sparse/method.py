@@ -97,6 +97,7 @@ class DecodeMethod(ABC):
             allocated.
         fp8_kv: it serves a KV cache of float8_e4m3fn.
         flag_limits: server flags that it refuses beside those that no method serves.
+        more_counts: names of what it counts on the device itself, in ``BatchView.method_stats``.
         config: the configuration.
         crossover_tokens: the config's number, or what "auto" stands for; a server that starts puts here what was
             measured for its GPU and its model.
@@ -110,6 +111,7 @@ class DecodeMethod(ABC):
     view_buffers: ClassVar[tuple[ViewBuffer, ...]] = ("page_table", "scores", "selected")
     fp8_kv: bool = True
     flag_limits: ClassVar[tuple[FlagLimit, ...]] = ()
+    more_counts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: MethodConfig):
         self.config = config
@@ -173,6 +175,13 @@ class DecodeMethod(ABC):
     def warnings(self) -> tuple[str, ...]:
         """What to tell the user at start."""
         return ()
+
+    def prefill_fields(self) -> dict[str, Any] | None:
+        """Return the config of the prefill method of the same name, which runs unless another one is asked for.
+
+        None where prefill is dense then, as for methods of decode alone.
+        """
+        return None
 
     @abstractmethod
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:

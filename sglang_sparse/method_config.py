@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -27,10 +28,12 @@ class SparseConfig(BaseModel):
 
     Attributes:
         request_fields: the fields that a single request may override.
+        phase_fields: those of them that both phases may have, so that a request may give each its own by a mapping.
         limits: the fields below which something runs dense; ``dense_fallback: never`` makes them 0.
     """
 
     request_fields: ClassVar[tuple[str, ...]] = ()
+    phase_fields: ClassVar[tuple[str, ...]] = ()
     limits: ClassVar[tuple[str, ...]] = ("crossover_tokens",)
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -45,6 +48,19 @@ class SparseConfig(BaseModel):
     check_exactness: bool = Field(
         False, description="Debug: an idle server proves by recomputation that the prefix cache is exact."
     )
+
+    @classmethod
+    def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a user's fields with what the model's config.json says in the place of those that ask for it.
+
+        Args:
+            fields: what the user gave.
+            read: returns config.json.
+
+        Raises:
+            ValueError: it does not say it; names the field.
+        """
+        return fields
 
     @field_validator("layers")
     @classmethod

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.config import settings_of
+from sglang_sparse.method_counters import method_counters
 
 if TYPE_CHECKING:
     from sglang_sparse.stats import Counters
@@ -73,7 +74,8 @@ class Interval:
     """What happened between two reports.
 
     Attributes:
-        counts: by how much each of ``COUNTERS`` grew, and each of ``PREFILL_COUNTERS`` with a prefill method.
+        counts: by how much each of ``COUNTERS`` grew, each of ``PREFILL_COUNTERS`` with a prefill method, and those of
+            ``METHOD_COUNTERS`` that the methods have.
         max_delay_steps: the longest wait of a row that was rectified, in decode steps beyond its interval.
     """
 
@@ -107,14 +109,20 @@ class Interval:
         if "prefill_pairs_causal" in self.counts:
             sparse, dense = (self.counts[f"prefill_{kind}_tokens"] for kind in ("sparse", "dense"))
             found = f"sparsity: {_share(self.prefill_sparsity)}, tokens: {sparse} sparse {dense} dense"
+            found = ", ".join([found, *self._of_blocks("prefill_")])
             sentences.append(f"{'sparse' if decodes else 'Sparse'} prefill, {found}")
         return "; ".join(sentences)
+
+    def _of_blocks(self, phase: str = "") -> list[str]:
+        skipped, visited = (self.counts.get(f"{phase}blocks_{kind}") for kind in ("skipped", "visited"))
+        return [] if visited is None else [f"blocks skipped/visited: {skipped}/{visited}"]
 
     def _of_decode(self) -> list[str]:
         of = self.counts
         return [
             f"active fraction: {_share(self.active_fraction)}",
             f"pages attended/held: {of['pages_attended']}/{of['pages_held']}",
+            *self._of_blocks(),
             f"rectified: {of['rectified_requests']} requests {of['rectified_tokens']} tokens in "
             f"{of['rectifying_steps']} steps",
             f"wait: {self.mean_delay_steps:.1f} steps (max {self.max_delay_steps})",
@@ -186,7 +194,7 @@ class Metrics:
         gauge_class = collector._gauge_cls or Gauge
         self._counters = {
             name: counter_class(f"sglang:sparse_{name}_total", text, labelnames=labels.keys()).labels(**labels)
-            for name, text in _with_prefill(COUNTERS, PREFILL_COUNTERS, counters).items()
+            for name, text in _counters(counters).items()
         }
         self._gauges = {
             name: gauge_class(
@@ -213,6 +221,10 @@ def _with_prefill(names: dict[str, str], more: dict[str, str], counters: Counter
     return names | (more if counters.prefills else {})
 
 
+def _counters(counters: Counters) -> dict[str, str]:
+    return _with_prefill(COUNTERS, PREFILL_COUNTERS, counters) | method_counters(counters)
+
+
 class IntervalReport:
     """Publishes what happened in each interval of SGLang's decode reports.
 
@@ -232,7 +244,7 @@ class IntervalReport:
         self._time = time
         # What the host counted when the copy began, until that is published.
         self._pending: tuple[dict[str, int], int] | None = None
-        self._published = dict.fromkeys(_with_prefill(COUNTERS, PREFILL_COUNTERS, counters), 0)
+        self._published = dict.fromkeys(_counters(counters), 0)
 
     def step(self, time: float) -> None:
         """Notice a decode step.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_sparse.kernel_method import KernelMethod
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,7 +27,8 @@ class DecodePlan:
         covered: ``[rows]`` bool on the CPU, rows that attend to all their tokens, so that their new KV is as exact
             as what it attended to. With ``dense_fallback: never`` only rows that asked for it: whatever else runs is
             to be tested as sparse, even where it selects every page.
-        values: ``[rows]`` float32 on the CPU, each row's ``DecodeMethod.row_value``.
+        values: ``[rows]`` float32 on the CPU, each row's ``DecodeMethod.row_value``; with a ``KernelMethod`` 0 for a
+            dense row.
     """
 
     sparse: bool
@@ -60,10 +63,14 @@ def plan_decode(method: DecodeMethod, seq_lens: torch.Tensor, rows: Sequence[Req
     asked_dense = (
         torch.tensor([not row.sparse for row in rows]) if rows else torch.zeros_like(n_pages, dtype=torch.bool)
     )
-    n_select = torch.where(asked_dense | (seq_lens < config.min_seq_len), n_pages, torch.minimum(n_select, n_pages))
+    dense = asked_dense | (seq_lens < config.min_seq_len)
+    n_select = torch.where(dense, n_pages, torch.minimum(n_select, n_pages))
+    by_value = isinstance(method, KernelMethod)
+    if by_value:
+        values[dense] = 0.0
     if config.dense_fallback == "never":
         return DecodePlan(True, n_pages, n_select, asked_dense, values)
-    covered = n_select >= n_pages
+    covered = values == 0 if by_value else n_select >= n_pages
     sparse_tokens = int(seq_lens[~covered].sum())
     if sparse_tokens == 0 or sparse_tokens < method.crossover_tokens:
         return _dense(n_pages, values)

@@ -18,6 +18,7 @@ DECODE_METHODS = {
     "robsa": "sglang_sparse.methods.robsa:Robsa",
     "dsa": "sglang_sparse.methods.dsa:Dsa",
     "rocketkv": "sglang_sparse.methods.rocketkv:Rocketkv",
+    "skip_softmax": "sglang_sparse.methods.skip_softmax_decode:SkipSoftmaxDecode",
 }
 PREFILL_METHODS = {
     "anchor": "sglang_sparse.methods.anchor:Anchor",

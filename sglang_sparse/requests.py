@@ -35,6 +35,7 @@ KNOWN_ELSEWHERE = (
     "threshold_scale_factor",
     "topk",
 )
+DECODE, PREFILL = "decode", "prefill"
 # Begins the part of a radix namespace (SGLang's extra_key) that names how a request overrides its prefill.
 NAMESPACE = "sglang_sparse:"
 
@@ -89,9 +90,10 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
         ValueError: a field is mistyped, misspelt, out of range or not one that this server's method has; names it.
     """
     params = params or {}
+    by_phase = _by_phase(settings, params)
     of_decode = settings.config.request_fields
     of_prefill = settings.prefill.config.request_fields if settings.prefill else ()
-    overridable = (*of_decode, *of_prefill)
+    overridable = tuple(dict.fromkeys((*of_decode, *of_prefill)))
     names = (*overridable, SPARSE, FORCED_TOKENS)
     for key in params:
         if key in names:
@@ -104,13 +106,9 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
         nearest = difflib.get_close_matches(str(key), [*overridable, FORCED_TOKENS], n=1, cutoff=0.85)
         if nearest:
             raise ValueError(f"custom_params: unknown field {key!r}; did you mean {nearest[0]!r}?")
-    sparse = params.get(SPARSE, True)
-    if not isinstance(sparse, bool):
-        raise ValueError(f"{SPARSE}: got {sparse!r}, allowed: true or false")
-    if not sparse and settings.method.selects_in_model:
-        raise ValueError(f"{SPARSE}: got false, allowed on this server: true; its model is trained to attend sparsely")
-    overrides = _overrides(params, of_decode)
-    of_prompt = _overrides(params, of_prefill)
+    sparse = _asks_sparse(settings, params)
+    overrides = _overrides(by_phase[DECODE], of_decode)
+    of_prompt = _overrides(by_phase[PREFILL], of_prefill)
     for name, _, value in (*overrides, *of_prompt):
         if not sparse:
             raise ValueError(f"{name}: has no meaning for a request with {SPARSE}: false")
@@ -121,15 +119,47 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
         raise ValueError(f"{FORCED_TOKENS}: got {str(forced)[:80]}, allowed: a list of token ids")
     method = _method_with(settings.method, overrides)
     interval = getattr(method.config, "rectify_interval", 0) if sparse else 0
-    if params.get("exact_prefix") is True and len(of_prompt) > 1:
-        name = next(name for name, _, _ in of_prompt if name != "exact_prefix")
-        raise ValueError(f"{name}: has no meaning for a request with exact_prefix: true")
+    if params.get("exact_prefix") is True:
+        for name, *_ in of_prompt:
+            # What is said for both phases at once has one in decode.
+            if name != "exact_prefix" and (name not in of_decode or isinstance(params[name], dict)):
+                raise ValueError(f"{name}: has no meaning for a request with exact_prefix: true")
     prefill, namespace = _prefill_with(settings.prefill, of_prompt, sparse) if settings.prefill else (None, "")
     return RequestOptions(method, sparse, interval, tuple(forced), prefill, namespace)
 
 
 def _configs(settings: Settings) -> list[SparseConfig]:
     return [settings.config, *([settings.prefill.config] if settings.prefill else [])]
+
+
+def _by_phase(settings: Settings, params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The params as each phase reads them: of a field that both may have, its own part of a mapping of phases."""
+    found = {phase: dict(params) for phase in (DECODE, PREFILL)}
+    for name, value in params.items():
+        having = [
+            phase
+            for phase, config in zip((DECODE, PREFILL), _configs(settings), strict=False)
+            if name in config.phase_fields
+        ]
+        if not having or not isinstance(value, dict):
+            continue
+        if not value or not set(value) <= set(having):
+            raise ValueError(
+                f"{name}: got {value!r}, allowed on this server: a number, or a mapping with {' and '.join(having)}"
+            )
+        for phase, own in found.items():
+            del own[name]
+            own.update({name: value[phase]} if phase in value else {})
+    return found
+
+
+def _asks_sparse(settings: Settings, params: Mapping[str, Any]) -> bool:
+    sparse = params.get(SPARSE, True)
+    if not isinstance(sparse, bool):
+        raise ValueError(f"{SPARSE}: got {sparse!r}, allowed: true or false")
+    if not sparse and settings.method.selects_in_model:
+        raise ValueError(f"{SPARSE}: got false, allowed on this server: true; its model is trained to attend sparsely")
+    return sparse
 
 
 Overrides = tuple[tuple[str, type, Any], ...]

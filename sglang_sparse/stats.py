@@ -10,9 +10,11 @@ import torch
 
 from sglang_sparse import index_counts
 from sglang_sparse.config import settings_of
+from sglang_sparse.kernel_method import KernelMethod
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.dsa import Dsa
 from sglang_sparse.versions import installed_sglang
+from sglang_sparse.view import SELECT_STATS
 
 if TYPE_CHECKING:
     from sglang_sparse.config import Settings
@@ -62,11 +64,14 @@ class Counters:
     scores say nothing (NaN) get all too, and are not among them. ``max_active_fraction`` is None where the
     device decides.
 
+    A ``KernelMethod`` looks at all keys of the rows of a sparse batch, so that all their pages count as attended to;
+    what it skips of them are its own ``more_counts``.
+
     Args:
         settings: the method and its config.
         aux_pools: the page summaries.
         model: the model on this rank.
-        select_stats: int64 ``[4]`` on the device, which the selection itself increments: see ``BatchView.stats``.
+        select_stats: int64 on the device, which the selection itself increments: see ``BatchView.stats``.
         prefill: the prefill method at work, if any.
         keeps: the stage at a prompt's end, if the decode method has one.
 
@@ -77,6 +82,8 @@ class Counters:
         reuse: int64 ``[2]`` on the device, see ``index_counts.snapshot``.
         decodes: whether a decode method is at work.
         prefills: whether a prefill method is.
+        more_counts: names of what the decode method counts itself.
+        prefill_more_counts: those of the prefill method.
     """
 
     def __init__(
@@ -101,9 +108,13 @@ class Counters:
         self.reuse = torch.zeros(2, dtype=torch.int64, device=select_stats.device)
         self.decodes = settings.name is not None
         self.prefills = prefill is not None
+        self.more_counts = settings.method.more_counts
+        self.prefill_more_counts = prefill.method.more_counts if prefill else ()
         self._decode_steps = 0
         self._decode_rows = 0
         self._dense_rows = 0
+        # What a selection counts on the device, where there is none.
+        self._looked_at = [0] * SELECT_STATS if isinstance(settings.method, KernelMethod) else None
         self._max_active_fraction = 0.0
         self._max_delay_steps = 0
         self._extend_pages = torch.zeros(1, dtype=torch.int64, device=select_stats.device)
@@ -117,6 +128,11 @@ class Counters:
         self._decode_steps += 1
         self._decode_rows += plan.n_pages.shape[0]
         self._dense_rows += int(plan.covered.sum())
+        if plan.sparse and self._looked_at is not None:
+            rows, pages = plan.n_pages.shape[0], int(plan.n_pages.sum())
+            pairs = len(self._pools.layers) * self._model.num_kv_heads
+            for place, count in enumerate((rows, pages, pages)):
+                self._looked_at[place] += pairs * count
         if plan.sparse and not self._settings.method.decides_on_device:
             selective = plan.n_select < plan.n_pages
             fractions = (plan.n_select / plan.n_pages)[selective].tolist()
@@ -147,6 +163,7 @@ class Counters:
             "finish_passes": rectify.finish_passes,
             "finish_tokens_rectified": rectify.finish_tokens,
             "tail_tokens_dropped": rectify.tail_tokens_dropped,
+            **(self._of_selection(*self._looked_at) if self._looked_at else {}),
             **(
                 {"prefill_sparse_tokens": path.sparse_tokens, "prefill_dense_tokens": path.dense_tokens} if path else {}
             ),
@@ -163,13 +180,20 @@ class Counters:
         Args:
             counted: a copy of all of ``device_stats`` on the host, one behind the other.
         """
-        selections, attended, held, overflowed, *pairs = counted
+        own = len(self.select_stats)
+        names = (*PREFILL_TOTALS[2:], *self.prefill_more_counts) if self._prefill else ()
+        return {
+            **({} if self._looked_at else self._of_selection(*counted[:SELECT_STATS])),
+            **dict(zip(self.more_counts, counted[SELECT_STATS:own], strict=True)),
+            **{f"prefill_{name}": count for name, count in zip(names, counted[own:], strict=True)},
+        }
+
+    def _of_selection(self, selections: int, attended: int, held: int, overflowed: int) -> dict[str, int]:
         return {
             "sparse_layer_rows": selections // self._model.num_kv_heads,
             "pages_attended": attended,
             "pages_held": held,
             "overflowed_layer_rows": overflowed // self._model.num_kv_heads,
-            **{f"prefill_{name}": count for name, count in zip(PREFILL_TOTALS[2:], pairs, strict=False)},
         }
 
     def snapshot(self) -> dict[str, Any]:
@@ -177,7 +201,8 @@ class Counters:
         totals = self.host_totals()
         totals |= self.device_totals([count for counts in self.device_stats for count in counts.tolist()])
         attended, held = totals["pages_attended"], totals["pages_held"]
-        prefill = {name: totals.pop(f"prefill_{name}") for name in PREFILL_TOTALS if self._prefill}
+        names = (*PREFILL_TOTALS, *self.prefill_more_counts) if self._prefill else ()
+        prefill = {name: totals.pop(f"prefill_{name}") for name in names}
         return {
             "method": self._settings.name,
             "config": {
@@ -208,7 +233,6 @@ class Counters:
             "config": {**path.method.config.model_dump(), "crossover_tokens": path.method.dense_below},
             "sparse_layers": len(path.layers),
             **totals,
-            **dict(zip(path.method.more_counts, path.pairs[2:].tolist(), strict=True)),
             "sparsity": 1 - totals["pairs_attended"] / causal if causal else 0.0,
         }
 

@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 
-from sglang_sparse import limits, refusals
+from sglang_sparse import limits, refusals, registry
 from sglang_sparse.capabilities import (
     FLAGS,
     KINDS,
@@ -57,7 +57,8 @@ def _what(method: Method) -> str:
 def _phase(method: Method) -> str:
     if method.prefill:
         return "prefill"
-    return "prefill, decode" if _decode_class(method).selects_in_model else "decode"
+    both = _decode_class(method).selects_in_model or method.name in registry.PREFILL_METHODS
+    return "prefill, decode" if both else "decode"
 
 
 def _kinds(method: Method) -> str:
@@ -105,7 +106,7 @@ def features_table() -> str:
     """Return which flags of a server each method goes with."""
     asked = methods()
     rows = [[name, *(found(method) for method in asked)] for name, found in features().items()]
-    return table(["", *(method.name for method in asked)], rows)
+    return table(["", *(method.label for method in asked)], rows)
 
 
 def _of_tables() -> Iterator[Refused]:
@@ -116,7 +117,9 @@ def _of_tables() -> Iterator[Refused]:
         for limit in _decode_class(method).flag_limits:
             yield limit.name, [method], limit.reason
     for limit in limits.PREFILL_LIMITS:
-        yield limit.name, [method for method in asked if method.prefill], limit.reason
+        # Some come with the decode method of the same name.
+        refusing = [method for method in asked if method.prefill or method.name in registry.PREFILL_METHODS]
+        yield limit.name, refusing, limit.reason
     for limit in limits.RECTIFY_LIMITS:
         yield (
             f"rectification with {limit.name}",
@@ -144,7 +147,7 @@ def _refusing() -> dict[tuple[str, tuple[str, ...]], list[str]]:
     """What is refused, by reason and the names of the methods that refuse it."""
     refusing: dict[tuple[str, str], dict[str, None]] = {}
     for name, asked, reason in (*_of_answers(), *_of_tables()):
-        refusing.setdefault((name, reason), {}).update(dict.fromkeys(method.name for method in asked))
+        refusing.setdefault((name, reason), {}).update(dict.fromkeys(method.label for method in asked))
     merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (name, reason), names in refusing.items():
         merged.setdefault((reason, tuple(names)), []).append(name)
@@ -152,7 +155,7 @@ def _refusing() -> dict[tuple[str, tuple[str, ...]], list[str]]:
 
 
 def _everyone() -> tuple[str, ...]:
-    return tuple(method.name for method in methods())
+    return tuple(method.label for method in methods())
 
 
 def refusals_table() -> str:
@@ -169,5 +172,5 @@ def refused_by(method: Method) -> list[list[str]]:
     return [
         [", ".join(things), reason]
         for (reason, names), things in _refusing().items()
-        if method.name in names and names != _everyone()
+        if method.label in names and names != _everyone()
     ]

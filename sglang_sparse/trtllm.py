@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_sparse.capabilities import Method
-
 # Options whose fields count one by one.
 NESTED = ("kv_cache_config", "cuda_graph_config")
 
@@ -77,7 +75,7 @@ class Algorithm:
     A field whose name the method's config has becomes that field; ``rules`` are for the others.
 
     Attributes:
-        method: name in the registry.
+        method: name of the decode method in the registry.
         renamed: fields that have another name there.
         rules: fields that are not simply taken over.
         by_phase: the field that says how sparse to be, with a number for each phase or one for both; nothing is
@@ -110,25 +108,23 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     ),
     "skip_softmax": Algorithm(
         "skip_softmax",
-        rules={"target_sparsity": never("a checkpoint's calibration is not read, threshold_scale_factor is")},
         by_phase="threshold_scale_factor",
-        note="threshold_scale_factor is divided by the position here, and by the length of the prompt there",
+        note="threshold_scale_factor is divided by the position in prefill here, and by the prompt's length there; "
+        "in decode a block is compared with the first and the newest ones here, and with those seen before it there",
     ),
 }
 
 
-def rules(options: Mapping[str, Any], method: Method) -> Mapping[str, Rule]:
+def rules(options: Mapping[str, Any]) -> Mapping[str, Rule]:
     """What becomes of the options beside ``sparse_attention_config``.
 
     Args:
         options: all of them.
-        method: what the sparse attention has become.
 
     Returns:
         By option; ``kv_cache_config.dtype`` is a field of that table.
     """
     chunked = options.get("enable_chunked_prefill")
-    page: Rule = _as("--page-size") if method.prefill else lambda value: Change(fields={"page_size": value})
     return {
         "backend": unless("pytorch", never("it is another engine's")),
         "model": _as("--model-path"),
@@ -160,7 +156,7 @@ def rules(options: Mapping[str, Any], method: Method) -> Mapping[str, Rule]:
         "cuda_graph_config.batch_sizes": _all_as("--cuda-graph-bs-decode"),
         "cuda_graph_config.enable_padding": _when(False, "--disable-cuda-graph-padding", otherwise="SGLang's default"),
         "kv_cache_config.enable_block_reuse": _when(False, "--disable-radix-cache", otherwise="SGLang's default"),
-        "kv_cache_config.tokens_per_block": page,
+        "kv_cache_config.tokens_per_block": lambda value: Change(fields={"page_size": value}),
         "kv_cache_config.dtype": lambda value: Change(
             ("--kv-cache-dtype", "fp8_e4m3" if value == "fp8" else str(value))
         ),

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from sglang_sparse.plan import DecodePlan
 
+# Counts of the selection in ``BatchView.stats``.
+SELECT_STATS = 4
+
 
 @dataclass(frozen=True)
 class LatentQuery:
@@ -60,8 +63,8 @@ class BatchView:
         visible: scratch for the pages that a row may attend to, by KV head: ``[rows, kv_heads, max_pages]`` int32, how
             many of them there are and how many it takes, both ``[rows, kv_heads]`` int32.
         selected: scratch for the selection: ``[rows, kv_heads, max_pages]`` int32 and ``[rows, kv_heads]`` int32.
-        stats: int64 ``[4]`` device counters: (row, KV head) pairs selected for, pages attended, pages held, pairs
-            that needed more than ``n_select`` and got all.
+        stats: int64 device counters: (row, KV head) pairs selected for, pages attended, pages held, pairs that needed
+            more than ``n_select`` and got all; behind these four, ``method_stats``.
         page_size: tokens per page.
         logit_scale: of the layer that selects, what its products of query and stored key are multiplied with.
     """
@@ -97,6 +100,11 @@ class BatchView:
     def max_select(self) -> int:
         """The width of ``SparseIndices.indices``: all pages of the longest context, for rows that are dense."""
         return self.page_table.shape[1]
+
+    @property
+    def method_stats(self) -> torch.Tensor:
+        """Device counters of the method's ``more_counts``, int64."""
+        return self.stats[SELECT_STATS:]
 
     @property
     def nbytes(self) -> int:

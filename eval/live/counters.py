@@ -15,6 +15,8 @@ COUNTED = (
     "rectified_tokens",
     "rectifying_steps",
 )
+# Of a method whose kernel looks at every key, and skips the values of some blocks.
+BLOCKS_COUNTED = ("blocks_visited", "blocks_skipped")
 # Of a prefill method; in what `moved` returns they have the prefix ``prefill_``, as in the server's metrics.
 PREFILL_COUNTED = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
 
@@ -28,11 +30,10 @@ class Unreachable(EvaluationError):
 
 
 def counts_of(state: dict[str, Any]) -> dict[str, int]:
-    """The counters in what a server says: those of ``COUNTED``, and with a prefill method of ``PREFILL_COUNTED``."""
+    """The counters in what a server says: ``COUNTED``, and where its methods have them the other two tuples."""
     prefill = state.get("prefill") or {}
-    return {name: state[name] for name in COUNTED} | {
-        f"prefill_{name}": prefill[name] for name in PREFILL_COUNTED if prefill
-    }
+    found = {name: state[name] for name in COUNTED} | {name: state[name] for name in BLOCKS_COUNTED if name in state}
+    return found | {f"prefill_{name}": prefill[name] for name in PREFILL_COUNTED if prefill}
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
@@ -61,14 +62,25 @@ def sparsity(counts: dict[str, int]) -> float | None:
     return 1 - counts["prefill_pairs_attended"] / causal if causal else None
 
 
+def leaves_out(counts: dict[str, int]) -> bool:
+    """Whether decode left anything out: pages that were not selected, or blocks whose values were skipped."""
+    return counts["pages_attended"] != counts["pages_held"] or bool(counts.get("blocks_skipped"))
+
+
+def skipped(counts: dict[str, int]) -> float | None:
+    """Share of the blocks that decode looked at and skipped, None of a method that selects, or without such a row."""
+    return counts["blocks_skipped"] / counts["blocks_visited"] if counts.get("blocks_visited") else None
+
+
 def dense_rows(counts: dict[str, int]) -> float | None:
     """Share of the decoded rows that ran dense outside the selection kernel, and so are not in `density`."""
     return counts["dense_fallback_rows"] / counts["decode_rows"] if counts["decode_rows"] else None
 
 
 def read_shares(counts: dict[str, int]) -> dict[str, float | None]:
-    """`density` and `dense_rows`, and `sparsity` where a prefill method counts."""
+    """`density` and `dense_rows`, `skipped` where blocks are, and `sparsity` where a prefill method counts."""
     found = {"density": density(counts), "dense_rows": dense_rows(counts)}
+    found |= {"skipped": skipped(counts)} if "blocks_visited" in counts else {}
     return found | ({"sparsity": sparsity(counts)} if "prefill_pairs_causal" in counts else {})
 
 
@@ -93,10 +105,11 @@ def require_dense(label: str, counts: dict[str, int]) -> None:
     Raises:
         EvaluationError: as said.
     """
-    if counts["pages_attended"] != counts["pages_held"]:
+    if leaves_out(counts):
+        blocks = f" and skipped {count} of their blocks" if (count := counts.get("blocks_skipped")) else ""
         raise EvaluationError(
-            f"{label}: the server attended to {counts['pages_attended']} of {counts['pages_held']} pages although the "
-            "requests said `sparse: false`"
+            f"{label}: the server attended to {counts['pages_attended']} of {counts['pages_held']} pages{blocks} "
+            "although the requests said `sparse: false`"
         )
     if counts["rectified_tokens"]:
         raise EvaluationError(f"{label}: the server rectified {counts['rectified_tokens']} tokens of dense requests")
@@ -114,7 +127,7 @@ def require_sparse(label: str, counts: dict[str, int], rectifying: bool) -> None
     Raises:
         EvaluationError: nothing ran sparse, rows ran dense, or rectification is not as `rectifying` says.
     """
-    if not counts["sparse_layer_rows"] or counts["pages_attended"] >= counts["pages_held"]:
+    if not counts["sparse_layer_rows"] or not leaves_out(counts):
         raise EvaluationError(f"{label}: nothing ran sparse")
     if rectifying:
         if not counts["rectified_tokens"]:

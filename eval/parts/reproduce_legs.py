@@ -94,7 +94,7 @@ def _needles(
         *settings: fields of its requests, one file each.
         forms: of the questions, one file each.
     """
-    phase = "sparse-prefill" if name in ("anchor", "skip_softmax") else "sparse"
+    phase = "sparse-prefill" if name == "anchor" else "sparse"
     page = config.get("page_size", 16)
     given = json.dumps({**({} if phase == "sparse-prefill" else {"page_size": page}), **_UNPROVEN, **config})
     flags = (f"--{phase}-method", name, f"--{phase}-config", given, "--page-size", str(page))

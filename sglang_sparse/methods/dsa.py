@@ -148,7 +148,7 @@ class Dsa(DecodeMethod):
         if getattr(config, "index_topk", None) is None or model_config.attention_arch.name != "MLA":
             return (
                 "dsa needs a model with a trained indexer (index_topk in its config, as DeepSeek-V3.2 has); methods "
-                "that need no training: resa or rocketkv for MHA and GQA models, robsa for MLA models"
+                "that need no training: resa, rocketkv or skip_softmax for MHA and GQA models, robsa for MLA models"
             )
         sizes = {"qk_rope_head_dim": ROPE_DIMS, "kv_lora_rank": LATENT_DIMS, "index_head_dim": (INDEX_DIM,)}
         if reason := refuse_sizes(config, sizes):

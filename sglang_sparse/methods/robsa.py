@@ -179,7 +179,8 @@ class Robsa(DecodeMethod):
     def refuse(self, model_config: Any) -> str | None:
         """Refuse what is no MLA model, or not the one that the calibration was made on."""
         if model_config.attention_arch.name != "MLA":
-            return "robsa needs an MLA model (multi-head latent attention); resa and rocketkv serve MHA and GQA models"
+            others = "resa, rocketkv and skip_softmax serve MHA and GQA models"
+            return f"robsa needs an MLA model (multi-head latent attention); {others}"
         sizes = {"qk_rope_head_dim": ROPE_DIMS, "kv_lora_rank": LATENT_DIMS}
         return refuse_sizes(model_config.hf_text_config, sizes) or self._refuse_calibration(model_config)
 

@@ -34,12 +34,27 @@ from sglang_sparse_kernels.skip_softmax_prefill import (
 )
 
 
-def _factor_of_prefill(value: Any) -> Any:
-    """A number, or TensorRT-LLM's mapping of phases, of which only prefill is served."""
-    factor: Any = value["prefill"] if isinstance(value, dict) and list(value) == ["prefill"] else value
+def is_factor(value: Any) -> bool:
+    """Whether a value is a ``threshold_scale_factor`` of one phase: a finite number of at least 0."""
     # NaN is in no range.
-    if type(factor) not in (int, float) or not 0 <= factor < math.inf:
-        raise ValueError('must be a finite number of at least 0, or {"prefill": number}; decode runs dense so far')
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def refuse_latents(model_config: Any) -> str | None:
+    """Refuse MLA models, whose cache holds latents, not the keys of KV heads."""
+    if model_config.attention_arch.name == "MLA":
+        return "skip_softmax serves MHA and GQA models so far; this one uses MLA (multi-head latent attention)"
+    return None
+
+
+def _factor_of_prefill(value: Any) -> Any:
+    """A number, or TensorRT-LLM's mapping of phases, of which this has prefill."""
+    factor: Any = value["prefill"] if isinstance(value, dict) and list(value) == ["prefill"] else value
+    if not is_factor(factor):
+        raise ValueError(
+            'must be a finite number of at least 0, or {"prefill": number}; that of decode belongs to --sparse-method '
+            "skip_softmax"
+        )
     return factor
 
 
@@ -47,6 +62,7 @@ class SkipSoftmaxConfig(PrefillConfig):
     """Configuration of ``--sparse-prefill-method skip_softmax``."""
 
     request_fields: ClassVar[tuple[str, ...]] = ("threshold_scale_factor", *PrefillConfig.request_fields)
+    phase_fields: ClassVar[tuple[str, ...]] = ("threshold_scale_factor",)
 
     dense_tail: int = Field(
         0,
@@ -82,10 +98,8 @@ class SkipSoftmax(PrefillMethod):
         return TILE_QUERIES
 
     def refuse(self, model_config: Any) -> str | None:
-        """Refuse MLA models, whose cache holds latents, not the keys of KV heads."""
-        if model_config.attention_arch.name == "MLA":
-            return "skip_softmax serves MHA and GQA models so far; this one uses MLA (multi-head latent attention)"
-        return None
+        """Refuse MLA models."""
+        return refuse_latents(model_config)
 
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
         """None: what the kernel holds between its blocks is in registers. The reference, on a CPU, is not counted."""

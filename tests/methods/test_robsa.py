@@ -101,7 +101,7 @@ def test_the_preset_warns() -> None:
 def test_refused_models() -> None:
     wide = robsa(**UNCALIBRATED)
     assert wide.refuse(model()) is None and "without a calibration" in " ".join(wide.warnings())
-    assert "resa and rocketkv serve MHA and GQA models" in str(wide.refuse(model("MHA")))
+    assert "resa, rocketkv and skip_softmax serve MHA and GQA models" in str(wide.refuse(model("MHA")))
     assert "its qk_rope_head_dim is 48; allowed: 16, 32, 64" in str(wide.refuse(model(rope=48)))
     assert "its kv_lora_rank is 384; allowed: 64, 128, 256, 512" in str(wide.refuse(model(latent=384)))
     assert "robsa needs a calibration of this model" in str(robsa().refuse(model()))

@@ -262,7 +262,8 @@ def test_command_line_prints_one_message(qwen3: str, capsys: pytest.CaptureFixtu
         prepare_server_args(["--model-path", qwen3, "--sparse-method", "reza"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.strip() == (
-        "sglang_sparse: error: --sparse-method: got 'reza', allowed: dsa, resa, robsa, rocketkv; did you mean 'resa'?"
+        "sglang_sparse: error: --sparse-method: got 'reza', allowed: dsa, resa, robsa, rocketkv, skip_softmax; did you "
+        "mean 'resa'?"
     )
 
 

@@ -52,7 +52,7 @@ def test_every_method_has_a_page_that_readme_links() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about the CPU platform")
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
 def test_answers_are_those_of_a_start(method: Method) -> None:
     served = capabilities.place_of(method)
     for kind in KINDS:
@@ -68,7 +68,7 @@ def test_answers_are_those_of_a_start(method: Method) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about the CPU platform")
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
 def test_page_sizes_and_partners_are_those_of_a_start(method: Method) -> None:
     served = capabilities.place_of(method)
     for size in capabilities.PAGE_SIZES:
@@ -95,17 +95,33 @@ def test_the_known_cells() -> None:
 
 @pytest.mark.parametrize("name", limits.CPU_ONLY_METHODS)
 def test_a_method_of_the_cpu_says_so_and_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (method,) = (method for method in METHODS if method.name == name)
-    (row,) = (line for line in tables.methods_table().splitlines() if f"`{method.flag}`" in line)
-    assert f"CPU platform only: {limits.UNPROVEN}" in row
-    place = capabilities.place_of(method)
-    on_gpu = Place(place.kind, True, place.fields)
-    assert "got a GPU" in str(capabilities.refusal(method, on_gpu))
-    allowed = Place(place.kind, True, {**place.fields, "allow_unproven": True})
-    assert capabilities.refusal(method, allowed) is None
+    found = [method for method in METHODS if method.name == name]
+    assert found
+    for method in found:
+        (row,) = (line for line in tables.methods_table().splitlines() if f"`{method.flag}`" in line)
+        assert f"CPU platform only: {limits.UNPROVEN}" in row
+        place = capabilities.place_of(method)
+        on_gpu = Place(place.kind, True, place.fields)
+        assert "got a GPU" in str(capabilities.refusal(method, on_gpu))
+        allowed = Place(place.kind, True, {**place.fields, "allow_unproven": True})
+        assert capabilities.refusal(method, allowed) is None
     assert name in str(limits.unproven(name))
     monkeypatch.setattr(limits, "CPU_ONLY_METHODS", ())
-    assert capabilities.refusal(method, on_gpu) is None and limits.unproven(name) is None
+    assert all(capabilities.refusal(method, on_gpu) is None for method in found) and limits.unproven(name) is None
+
+
+def test_a_method_of_both_phases_has_two_columns_that_tell_them_apart() -> None:
+    head, _, *rows = tables.features_table().splitlines()
+    assert [name for name in head.split(" | ") if "skip_softmax" in name] == [
+        "skip_softmax",
+        "skip_softmax (prefill) |",
+    ]
+    (events,) = (row for row in rows if "--kv-events-config" in row)
+    assert events.endswith("| no | no | no |"), "its own prefill comes with the decode method"
+    (why,) = (row for row in tables.refusals_table().splitlines() if row.startswith("| KV cache events |"))
+    assert why.split(" | ")[1] == "skip_softmax, anchor, skip_softmax (prefill)"
+    flags = ("`--sparse-method skip_softmax` | prefill, decode |", "`--sparse-prefill-method skip_softmax` | prefill |")
+    assert all(flag in tables.methods_table() for flag in flags)
 
 
 def test_a_new_limit_is_a_no_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,26 +53,32 @@ def run(folder: Path, options: object, *flags: str, suffix: str = "yaml") -> int
 @pytest.mark.parametrize(
     ("factor", "became", "left"),
     [
-        ({"prefill": 1000.0}, {"prefill": 1000.0}, False),
-        ({"prefill": 1000.0, "decode": 0}, {"prefill": 1000.0}, False),
-        ({"prefill": 1000.0, "decode": 500.0}, {"prefill": 1000.0}, True),
-        # One number is for both phases there.
-        (1000.0, {"prefill": 1000.0}, True),
+        ({"prefill": 1000.0}, {"prefill": 1000.0}, None),
+        ({"prefill": 1000.0, "decode": 0}, {"prefill": 1000.0, "decode": 0}, None),
+        ({"prefill": 1000.0, "decode": 500.0}, {"prefill": 1000.0, "decode": 500.0}, None),
+        ({"decode": 500.0}, {"decode": 500.0}, None),
+        # One number is for both phases there, too.
+        (1000.0, {"prefill": 1000.0, "decode": 1000.0}, None),
+        ({"prefill": 1000.0, "decode": -1}, {"prefill": 1000.0}, "decode"),
+        ({"prefill": "high", "decode": 500.0}, {"decode": 500.0}, "prefill"),
     ],
 )
-def test_skip_softmax_in_decode_is_left_out_by_its_config(factor: object, became: object, left: bool) -> None:
+def test_skip_softmax_keeps_the_factor_of_each_phase(factor: object, became: object, left: str | None) -> None:
     fields, lost = converted({"sparse_attention_config": {**SKIP, "threshold_scale_factor": factor}})
-    assert fields["sparse_prefill_config"] == {"threshold_scale_factor": became}
-    name = "sparse_attention_config.threshold_scale_factor.decode"
-    assert (name in lost) == left and ("decode runs dense so far" in lost.get(name, "")) == left
+    assert fields["sparse_method"] == "skip_softmax"
+    assert fields["sparse_config"] == {"threshold_scale_factor": became}
+    names = [f"sparse_attention_config.threshold_scale_factor.{left}"] if left else []
+    assert list(lost) == names and all("must be a finite number of at least 0" in said for said in lost.values())
 
 
 @pytest.mark.parametrize(
     ("sparse", "said"),
     [
-        ({"threshold_scale_factor": {"decode": 500.0}}, "threshold_scale_factor.decode: not converted: "),
         ({"threshold_scale_factor": -1}, "must be a finite number of at least 0"),
-        ({"target_sparsity": 0.5}, "target_sparsity: not converted: a checkpoint's calibration is not read"),
+        (
+            {"target_sparsity": 0.5},
+            "target_sparsity: got 0.5; is read with the model's own config.json when a server starts",
+        ),
         ({"threshold_scale_factor": None}, "nothing is left that says how much to skip"),
     ],
 )
@@ -84,7 +90,7 @@ def test_nothing_is_guessed_where_no_threshold_is_left(sparse: dict[str, Any], s
 
 def test_target_sparsity_beside_a_threshold_is_left_out() -> None:
     fields, left = converted({"sparse_attention_config": {**SKIP, "target_sparsity": 0.5}})
-    assert fields["sparse_prefill_config"] == {"threshold_scale_factor": {"prefill": 1000.0}}
+    assert fields["sparse_config"] == {"threshold_scale_factor": {"prefill": 1000.0}}
     assert list(left) == ["sparse_attention_config.target_sparsity"]
 
 
@@ -100,7 +106,7 @@ def test_target_sparsity_beside_a_threshold_is_left_out() -> None:
         ({"kv_cache_config": {"dtype": "nvfp4"}}, "kv_cache_config.dtype", "KV cache dtype (got 'nvfp4'): allowed: "),
         ({"kv_cache_config": {"dtype": ["fp8"]}}, "kv_cache_config.dtype", "invalid choice"),
         ({"kv_cache_config": {"host_cache_size": 1}}, "kv_cache_config.host_cache_size", "no flag of SGLang"),
-        ({"kv_cache_config": {"tokens_per_block": 128}}, "kv_cache_config.tokens_per_block", "page size is 128"),
+        ({"kv_cache_config": {"tokens_per_block": 128}}, "kv_cache_config.tokens_per_block", "page_size: got 128"),
         (
             {"enable_chunked_prefill": True, "max_num_tokens": 8191},
             "max_num_tokens",
@@ -139,7 +145,7 @@ def test_what_a_gpu_does_not_run_is_not_converted_for_one(
     monkeypatch.setattr(limits, "CPU_ONLY_METHODS", ())
     assert run(tmp_path, options) == 0
     words = ["--model-path", "MODEL", *shlex.split(capsys.readouterr().out)]
-    kind = capabilities.place_of(capabilities.Method(method, method == "skip_softmax")).kind
+    kind = capabilities.place_of(capabilities.Method(method, False)).kind
     assert serve.refusal(words, kind, gpu=True) is None
 
 

@@ -42,7 +42,7 @@ def test_a_model_with_an_indexer_resolves() -> None:
 def test_other_models_are_told_what_fits_them(tmp_path: Path, kind: str) -> None:
     message = refused(write_config(tmp_path, kind))
     assert "dsa needs a model with a trained indexer" in message
-    assert "resa or rocketkv for MHA and GQA models, robsa for MLA models" in message
+    assert "resa, rocketkv or skip_softmax for MHA and GQA models, robsa for MLA models" in message
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from sglang_sparse.metrics import Metrics
 from sglang_sparse.pools import AuxPools
 from sglang_sparse.prefill_path import PrefillPath
 from sglang_sparse.stats import Counters
+from sglang_sparse.view import SELECT_STATS
 
 DASHBOARD = json.loads((Path(__file__).parent.parent.parent / "launch" / "grafana.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -41,7 +42,7 @@ class Collector(SchedulerMetricsCollector):
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """The labels of each metric that a server with both phases exports, by its name."""
+    """The labels of each metric that a server exports whose methods of both phases count for themselves too."""
     args: Any = ServerArgs.__new__(ServerArgs)
     for name, value in {"enable_metrics": True, "served_model_name": "m", "extra_metric_labels": None}.items():
         setattr(args, name, value)
@@ -56,11 +57,12 @@ def exported() -> dict[str, set[str]]:
         enable_hierarchical_cache=False,
     )
     shape = ModelShape(num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64, kv_dtype=torch.bfloat16)
-    settings = build("resa", {}, "anchor", {})
+    settings = build("skip_softmax", {})
     assert settings.prefill is not None and context.collector is not None
     path = PrefillPath(settings.prefill, range(1), None, torch.zeros(2, 64, dtype=torch.int32), 16, shape.num_q_heads)
     pools = AuxPools(settings.method.aux_specs(shape), (0,), 8, 16, "cpu")
-    Metrics(context.collector, Counters(settings, pools, shape, torch.zeros(4, dtype=torch.int64), path))
+    stats = torch.zeros(SELECT_STATS + len(settings.method.more_counts), dtype=torch.int64)
+    Metrics(context.collector, Counters(settings, pools, shape, stats, path))
     families = text_string_to_metric_families(generate_latest(context.collector.registry).decode())
     samples = [sample for family in families for sample in family.samples]
     return {sample.name: set(sample.labels) for sample in samples if not sample.name.endswith("_created")}

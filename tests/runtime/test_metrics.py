@@ -20,6 +20,7 @@ from sglang_sparse.plan import DecodePlan
 from sglang_sparse.pools import AuxPools
 from sglang_sparse.prefill_path import PrefillPath
 from sglang_sparse.stats import PREFILL_TOTALS, Counters
+from sglang_sparse.view import SELECT_STATS
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
 
@@ -179,6 +180,31 @@ def test_metrics_of_a_prefill_method(registry: CollectorRegistry, prefill: Prefi
     assert shown["sglang:sparse_prefill_sparsity"] == 0.75
     report.step(3.0)
     assert math.isnan(published(registry)["sglang:sparse_prefill_sparsity"])
+
+
+def test_blocks_that_both_phases_skip(registry: CollectorRegistry, caplog: pytest.LogCaptureFixture) -> None:
+    settings = build("skip_softmax", {})
+    assert settings.prefill is not None
+    path = PrefillPath(settings.prefill, range(4), None, torch.zeros(2, 64, dtype=torch.int32), 16, SHAPE.num_q_heads)
+    pools = AuxPools((), (0, 1), 8, 16, "cpu")
+    counted = Counters(settings, pools, SHAPE, torch.zeros(SELECT_STATS + 2, dtype=torch.int64), path)
+    pages, values = torch.tensor([12, 3], dtype=torch.int32), torch.tensor([25.0, 0.0])
+    reports = publishing(counted, registry), reporting(counted)
+    for reported in (1.0, 2.0):
+        counted.add_decode(DecodePlan(True, pages, pages, values == 0, values))
+        counted.select_stats += torch.tensor([0, 0, 0, 0, 12, 5])
+        path.pairs += torch.tensor([300, 1200, 40, 90])
+        for report in reports:
+            report.step(reported)
+    shown, state = published(registry), counted.snapshot()
+    for name, total in {"blocks_visited": 24, "blocks_skipped": 10, "pages_attended": 120, "pages_held": 120}.items():
+        assert shown[f"sglang:sparse_{name}_total"] == state[name] == total
+    for name, total in {"blocks_visited": 180, "blocks_skipped": 80}.items():
+        assert shown[f"sglang:sparse_prefill_{name}_total"] == state["prefill"][name] == total
+    assert shown["sglang:sparse_active_fraction"] == 1.0 and state["sparse_layer_rows"] == 8
+    (line,) = set(lines(caplog))
+    assert "active fraction: 1.000, pages attended/held: 60/60, blocks skipped/visited: 5/12, rectified" in line
+    assert line.endswith("tokens: 0 sparse 0 dense, blocks skipped/visited: 40/90")
 
 
 def test_the_line_of_a_prefill_method(caplog: pytest.LogCaptureFixture, prefill: PrefillPath) -> None:

@@ -55,7 +55,6 @@ BECAME = {
     "cuda_graph_bs_decode": [1, 2, 64],
     "disable_cuda_graph_padding": True,
     "disable_radix_cache": True,
-    "page_size": 32,
     "max_total_tokens": 500000,
 }
 
@@ -81,8 +80,8 @@ def run(folder: Path, options: object, *flags: str) -> int:
 def test_every_evident_flag() -> None:
     fields, left = converted({"sparse_attention_config": SKIP, **EVERYTHING})
     sparse = {
-        "sparse_prefill_method": "skip_softmax",
-        "sparse_prefill_config": {"threshold_scale_factor": {"prefill": 1000.0}},
+        "sparse_method": "skip_softmax",
+        "sparse_config": {"threshold_scale_factor": {"prefill": 1000.0}, "page_size": 32},
     }
     assert fields == {**BECAME, **sparse} and not left
 

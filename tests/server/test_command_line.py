@@ -42,7 +42,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 LINES = {
-    "--sparse-method: got 'robs', allowed: dsa, resa, robsa, rocketkv; did you mean 'robsa'?": [
+    "--sparse-method: got 'robs', allowed: dsa, resa, robsa, rocketkv, skip_softmax; did you mean 'robsa'?": [
         "--sparse-method",
         "robs",
     ],
@@ -122,5 +122,6 @@ def test_engine_raises_value_error(qwen3: str, tmp_path: Path) -> None:
         "    print('ValueError:', error)\n"
     )
     _, output = forked([str(script)], tmp_path / "output")
-    message = "ValueError: --sparse-method: got 'reza', allowed: dsa, resa, robsa, rocketkv; did you mean 'resa'?"
+    allowed = "dsa, resa, robsa, rocketkv, skip_softmax"
+    message = f"ValueError: --sparse-method: got 'reza', allowed: {allowed}; did you mean 'resa'?"
     assert message in output

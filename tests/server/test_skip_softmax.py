@@ -119,7 +119,7 @@ def test_requests_that_differ_share_nothing(server, long_prompts) -> None:
     server.flush_cache()
     prompt = long_prompts[-1]
     kinds: list[dict[str, Any] | None] = [None, {"threshold_scale_factor": 90}, EXACT, {"sparse": False}]
-    kinds.append({"threshold_scale_factor": CONFIG["threshold_scale_factor"]})
+    kinds.append({"threshold_scale_factor": {"prefill": CONFIG["threshold_scale_factor"]}})
     hits = [ask(server, prompt, options=options)["meta_info"]["cached_tokens"] for options in kinds]
     # A dense prompt is cached page by page; a threshold that is the server's own is no difference.
     assert hits == [0, 0, 0, (len(prompt) - 1) // PAGE * PAGE, len(prompt) // GROUP * GROUP]
@@ -131,7 +131,7 @@ def test_requests_that_differ_share_nothing(server, long_prompts) -> None:
     [
         ({"threshold_scale_factor": -1}, "threshold_scale_factor: got -1; must be a finite number of at least 0"),
         ({"threshold_scale_factor": True}, "threshold_scale_factor: got True"),
-        ({"threshold_scale_factor": {"prefill": 2.0}}, "threshold_scale_factor: got .*allowed: a number"),
+        ({"threshold_scale_factor": {"decode": 2.0}}, "allowed on this server: a number, or a mapping with prefill"),
         ({"theta": 2.0}, "theta: --sparse-prefill-method skip_softmax has no such field"),
         ({"threshold_scale_facto": 2.0}, "did you mean 'threshold_scale_factor'"),
         ({"sparse": False, "threshold_scale_factor": 2.0}, "has no meaning for a request with sparse: false"),

@@ -1,0 +1,146 @@
+"""Skip-Softmax in both phases: attention that leaves out blocks of keys whose softmax weights would be small.
+
+Source: BLASST (arXiv:2512.12087) and the Skip Softmax Attention of TensorRT-LLM, from which the name of the field and
+its two forms come. What both leave to their kernels is settled in ``sglang_sparse_kernels.skip_softmax_decode``. In
+decode the threshold is ``threshold_scale_factor`` divided by the row's length, as in the source, and at most 1. Prefill
+is that of ``skip_softmax.py``, unless another method is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from sglang_sparse.kernel_method import KernelMethod
+from sglang_sparse.method_config import RectifyConfig, SparseConfig
+from sglang_sparse.methods.skip_softmax import is_factor, refuse_latents
+from sglang_sparse.methods.skip_softmax_checkpoint import PHASES, calibrated_fields
+from sglang_sparse_kernels.skip_softmax_decode import scratch_bytes, skip_softmax_decode
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_sparse.method import ModelShape
+    from sglang_sparse.view import BatchView
+
+
+def _factors(value: Any) -> dict[str, float]:
+    """The factor of each phase: as a mapping says, which leaves out what is dense, or one number for both."""
+    given: dict[str, Any] = value if isinstance(value, dict) else dict.fromkeys(PHASES, value)
+    if not given or not set(given) <= set(PHASES) or not all(map(is_factor, given.values())):
+        raise ValueError(
+            'must be a finite number of at least 0 for both phases, or {"prefill": number, "decode": number}, of which '
+            "one may be left out"
+        )
+    return {phase: float(given.get(phase, 0)) for phase in PHASES}
+
+
+def _only_from_a_checkpoint(value: Any) -> None:
+    """Refuse what ``from_checkpoint`` would have replaced: no model is at hand."""
+    if value is not None:
+        raise ValueError("is read with the model's own config.json when a server starts, and not without one")
+
+
+class SkipSoftmaxDecodeConfig(RectifyConfig):
+    """Configuration of ``--sparse-method skip_softmax``."""
+
+    request_fields: ClassVar[tuple[str, ...]] = ("threshold_scale_factor", *RectifyConfig.request_fields)
+    phase_fields: ClassVar[tuple[str, ...]] = ("threshold_scale_factor",)
+
+    rectify_interval: int = Field(
+        0,
+        ge=0,
+        description="A dense pass re-encodes a request's last tokens when they are this many; 0: never, as the source.",
+    )
+    # Not measured on any model. A skipped key weighs less than factor / length of a row's heaviest one, and so all of
+    # them together less than factor times that one.
+    threshold_scale_factor: Annotated[dict[str, float], BeforeValidator(_factors)] = Field(
+        {"prefill": 250.0, "decode": 25.0},
+        description="A block of keys is skipped where its softmax weights, relative to the largest so far, are below "
+        "this divided by the position (prefill) or the length (decode); a number is for both phases, and one that a "
+        "mapping leaves out, or 0, never skips.",
+    )
+    target_sparsity: Annotated[None, BeforeValidator(_only_from_a_checkpoint)] = Field(
+        None,
+        description="Share of the blocks to skip, from 0 to 1, for both phases or as a mapping, in the place of "
+        "threshold_scale_factor: by what NVIDIA Model Optimizer has left in the checkpoint's config.json.",
+    )
+    calibration: dict[str, Any] | None = Field(
+        None, description="Where threshold_scale_factor comes from, if from a checkpoint; reported, and not used."
+    )
+
+    @classmethod
+    def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Put the factors that a checkpoint's calibration gives for it in the place of ``target_sparsity``."""
+        if (target := fields.get("target_sparsity")) is None:
+            return fields
+        if "threshold_scale_factor" in fields:
+            raise ValueError(f"target_sparsity: got {target!r} beside threshold_scale_factor; allowed: one of them")
+        others = {name: value for name, value in fields.items() if name != "target_sparsity"}
+        return {**others, **calibrated_fields(read(), target)}
+
+
+class SkipSoftmaxDecode(KernelMethod):
+    """Attend to the blocks of keys in which a query's maximum comes near that of the first and the newest blocks."""
+
+    config_class = SkipSoftmaxDecodeConfig
+    config: SkipSoftmaxDecodeConfig
+    more_counts = ("blocks_visited", "blocks_skipped")
+
+    @property
+    def row_value(self) -> float:
+        """The factor of decode."""
+        return self.config.threshold_scale_factor["decode"]
+
+    def prefill_fields(self) -> dict[str, Any] | None:
+        """The factor of prefill, if there is one, and what is said for both phases."""
+        factor = self.config.threshold_scale_factor["prefill"]
+        shared = {name: getattr(self.config, name) for name in SparseConfig.model_fields}
+        return {"threshold_scale_factor": factor, **shared} if factor else None
+
+    def refuse(self, model_config: Any) -> str | None:
+        """Refuse MLA models, as the prefill does."""
+        return refuse_latents(model_config)
+
+    def warnings(self) -> tuple[str, ...]:
+        """Say that nothing of decode will be sparse, unless a request asks for it."""
+        dense = (
+            "skip_softmax: threshold_scale_factor is 0 in decode, where rows attend densely unless a request says more"
+        )
+        return () if self.row_value else (dense,)
+
+    def attend(
+        self,
+        view: BatchView,
+        layer_id: int,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        last_slots: torch.Tensor,
+        scaling: float,
+        k_scale: float,
+        v_scale: float,
+    ) -> torch.Tensor:
+        """One call of the op."""
+        return skip_softmax_decode(
+            query,
+            k_cache,
+            v_cache,
+            view.page_table,
+            view.n_pages,
+            last_slots,
+            view.values,
+            view.page_size,
+            scaling,
+            k_scale,
+            v_scale,
+            stats=view.method_stats,
+            usual_pages=view.usual_select,
+        )
+
+    def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
+        """That of the op. Values have at most the model's ``head_dim``."""
+        heads, dims = (model.num_q_heads, model.num_kv_heads), (model.head_dim, model.head_dim)
+        return scratch_bytes(len(view.n_pages), *heads, *dims, view.usual_select, view.page_size, dtype, device)
