@@ -75,8 +75,8 @@ class Schedule:
         self._steps_left = self._rounds.pop()
         self._drained = 0
         if engine.options.keeps:
-            # Longer than what they keep.
-            self._longest_prompt *= 6
+            # Longer than what they keep; SGLang never admits a prompt that nearly fills the pool.
+            self._longest_prompt = min(6 * self._longest_prompt, engine.options.slots // 2)
         # A small alphabet, so that prompts share prefixes by accident as well.
         self._alphabet = self._rng.sample(range(1, VOCABULARY), self._rng.choice([2, 8, 60]))
         self._prompts: dict[str, list[int]] = {}
