@@ -9,16 +9,17 @@ each KV head keeps come to lie just before the window, side by side, so that pos
 attention stay as they are. What of the row lies before them names no page any more, and ``cache_protected_len``, where
 the request's own pages begin, moves back to them, which makes SGLang's accounting and release come out right.
 
-A prompt and its private copy exist side by side for a moment. Where there is no room for the copy the request goes on
-as it is and tries again at its next step, so nobody waits for anybody. Room for one copy is enough for a whole batch,
-as each prompt that is let go makes room for the next; and if decode itself runs out of memory, SGLang retracts a
-request, which makes that room. A copy leaves a page for each row's next token, so that it is not what a request is
-retracted for.
+A prompt and its private copy exist side by side for a moment. Room for one copy is enough for a whole batch, as each
+prompt that is let go makes room for the next, so SGLang is made to leave that much free where it admits a request
+beside others. Where there is no room all the same the request goes on as it is and tries again at its next step: nobody
+waits for it, and a request alone is admitted as always. A copy leaves a page for each row's next token, so that it is
+not what a request is retracted for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,10 @@ import torch
 from sglang_sparse.config import settings_of
 from sglang_sparse.keep_method import KeepMethod
 from sglang_sparse.plan import plan_decode
-from sglang_sparse.requests import ensure_state
+from sglang_sparse.requests import ensure_state, options_of, state_of
 
 if TYPE_CHECKING:
+    from sglang_sparse.config import Settings
     from sglang_sparse.method import ModelShape
     from sglang_sparse.pools import AuxPools
     from sglang_sparse.requests import RequestState
@@ -229,6 +231,48 @@ def _prefilled(request: Any, state: RequestState, tree: Any) -> bool:
     if state.compacted or not state.kept[1] or request.extend_range is None:
         return False
     return tree.disable or request.extend_range.end <= len(request.prefix_indices)
+
+
+@contextmanager
+def room_for_a_copy(settings: Settings | None, adder: Any, request: Any) -> Iterator[None]:
+    """Let SGLang believe, while it decides on a request, that less memory is left: by the largest copy to come.
+
+    Without it a few prompts that fill the pool would hold it until one of them ends.
+
+    Args:
+        settings: the server's.
+        adder: SGLang's ``PrefillAdder``.
+        request: that would run beside those that are admitted already.
+    """
+    method = settings.method if settings else None
+    if settings is None or not (isinstance(method, KeepMethod) and method.compacts):
+        yield
+        return
+    room = _room(settings, method, adder, request)
+    adder.rem_total_token_offset += room
+    adder.cur_rem_token_offset += room
+    try:
+        yield
+    finally:
+        adder.rem_total_token_offset -= room
+        adder.cur_rem_token_offset -= room
+
+
+def _room(settings: Settings, method: KeepMethod, adder: Any, request: Any) -> int:
+    page = adder.page_size
+    others = [*adder.can_run_list, *(adder.running_batch.reqs if adder.running_batch is not None else ())]
+    if not others:
+        return 0
+    most = method.max_kept * method.block_size + method.window_tokens + 2 * page
+    copies = [most + len(other.output_ids) for other in (request, *others) if _will_let_go(settings, method, other)]
+    return max(copies) + (len(others) + 1) * page if copies else 0
+
+
+def _will_let_go(settings: Settings, method: KeepMethod, request: Any) -> bool:
+    state = state_of(request)
+    if state is not None and state.compacted:
+        return False
+    return options_of(settings, request).sparse and method.kept(len(request.origin_input_ids))[1] > 0
 
 
 def scratch_bytes(method: KeepMethod, model: ModelShape) -> int:

@@ -1,12 +1,11 @@
 """Compaction: what a request lets go of, what it holds then, and who may have the rest."""
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from compact_stubs import FIELDS, MODEL, Server
+from compact_stubs import MODEL, Server
 from peak_memory import Peak
 from plain_rocketkv import HEADS, PAGE, rocketkv
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -16,34 +15,18 @@ load_plugins()
 
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from sglang_sparse import compact, config, exactness
+from sglang_sparse import compact, exactness
 from sglang_sparse.kv_check import stale_summaries
-from sglang_sparse.plan import plan_decode
-from sglang_sparse.requests import parse_options, state_of
+from sglang_sparse.requests import state_of
 
 TREES = ("radix", "disabled", "none")
-# Of a prompt of 200 tokens: four blocks and the window from 192 on, up to the last full page.
-SPAN = compact.Span(176, 192, 4, 48)
-
-
-def running(server: Server, *requests: Any) -> Any:
-    """A decode batch of them, after ``update_running_batch``, and let go of what they may."""
-    lengths = torch.tensor([request.kv_committed_len + 1 for request in requests])
-    batch = SimpleNamespace(reqs=[*requests], seq_lens_cpu=lengths, batch_is_full=True)
-    server.args.sparse_config = server.settings.config.model_dump_json()
-    compact.compact_running(batch, server.scheduler)
-    return batch
-
-
-def compacted(*requests: Any) -> list[bool]:
-    return [state_of(request).compacted for request in requests]  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @pytest.mark.parametrize(
     ("fields", "prompt", "generated", "expected"),
     [
         # Its window begins behind the last full page.
-        ({}, 200, 0, SPAN),
+        ({}, 200, 0, compact.Span(176, 192, 4, 48)),
         ({}, 207, 0, compact.Span(176, 192, 4, 48)),
         ({}, 208, 0, compact.Span(176, 208, 4, 50)),
         # A retracted request, whose output was prefilled again.
@@ -206,68 +189,6 @@ def test_without_room_nothing_changes() -> None:
     assert small.let_go(request)
 
 
-def test_who_lets_go() -> None:
-    server = Server(pages=200)
-    ready, short, dense, all_blocks = (
-        server.prefill(208, tokens=0),
-        server.prefill(24, tokens=1),
-        server.prefill(208, tokens=2, sparse=False),
-        server.prefill(208, tokens=3, topk=10**6),
-    )
-    server.cached(ready, short, dense, all_blocks)
-    batch = running(server, ready, short, dense, all_blocks)
-    assert compacted(*batch.reqs) == [True, False, False, False] and not batch.batch_is_full
-    batch.batch_is_full = True
-    # Nothing is left to do for it.
-    row = server.row(ready)
-    batch = running(server, ready, short, dense, all_blocks)
-    assert batch.batch_is_full and torch.equal(server.row(ready), row)
-    assert server.compaction.snapshot() == {"compacted": 1, "freed_tokens": 176, "compact_waits": 0}
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_only_what_the_tree_has_is_let_go_of(tree: str) -> None:
-    """With overlap scheduling a request decodes once before SGLang puts its prompt into the tree."""
-    server = Server(tree=tree)
-    request = server.prefill(208)
-    running(server, request)
-    assert compacted(request) == [tree != "radix"]
-    server.cached(request)
-    running(server, request)
-    assert compacted(request) == [True]
-
-
-def test_waits_are_counted_and_leave_a_page_for_each_row() -> None:
-    server = Server(pages=13 + 2 + 1 + 2)
-    request, other = server.prefill(208), server.prefill(16, tokens=1)
-    server.cached(request, other)
-    taken = server.allocator.alloc(PAGE)
-    batch = running(server, request, other)
-    assert compacted(request) == [False] and batch.batch_is_full
-    running(server, request, other)
-    assert server.compaction.waits == 2
-    server.allocator.free(taken)
-    running(server, request, other)
-    assert compacted(request) == [True] and server.compaction.waits == 2
-
-
-def test_a_batch_that_is_dense_lets_go_of_nothing_and_one_with_a_compacted_row_is_not_dense() -> None:
-    server = Server(dense_fallback="auto", min_seq_len=100, crossover_tokens=400)
-    one, two, below = server.prefill(208), server.prefill(250, tokens=1), server.prefill(60, tokens=2)
-    server.cached(one, two, below)
-    running(server, one, below)
-    assert compacted(one, below) == [False, False]
-    running(server, one, two, below)
-    assert compacted(one, two, below) == [True, True, False]
-    # Its neighbour has left.
-    rows = [parse_options(server.settings, {})] * 2
-    lengths = torch.tensor([209, 61])
-    assert not plan_decode(server.method, lengths, rows).sparse
-    plan = plan_decode(server.method, lengths, rows, compacted=True)
-    assert plan.sparse and plan.covered.tolist() == [False, True]
-    assert plan.n_select.tolist() == [6, 16]
-
-
 @pytest.mark.parametrize("at_once", [16, 1024])
 def test_copying_takes_no_more_than_it_says(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact, "COPIED_AT_ONCE", at_once)
@@ -285,37 +206,3 @@ def test_copying_takes_no_more_than_it_says(at_once: int, monkeypatch: pytest.Mo
     else:
         assert peak.nbytes <= bound
     assert compact.scratch_bytes(rocketkv(), MODEL) == 0
-
-
-def test_what_does_not_go_with_it() -> None:
-    said = (
-        'must be "visibility" with rectify_interval {}; allowed with "compact": 0 (never), as dense passes would read'
-    )
-    with pytest.raises(config.SparseArgumentError, match="eviction: got 'compact'") as caught:
-        config.build("rocketkv", {"eviction": "compact", "rectify_interval": 16})
-    assert said.format(16) in str(caught.value)
-    settings = config.build("rocketkv", {"eviction": "compact"})
-    assert parse_options(settings, {"topk": 5, "rectify_interval": 0}).method.config == settings.config.model_copy(
-        update={"topk": 5}
-    )
-    with pytest.raises(ValueError, match="eviction: got 'compact'") as caught:
-        parse_options(settings, {"rectify_interval": 8})
-    assert said.format(8) in str(caught.value)
-    with pytest.raises(ValueError, match="eviction: belongs to the server's config"):
-        parse_options(settings, {"eviction": "visibility"})
-    model = SimpleNamespace(attention_arch=SimpleNamespace(name="MHA"), head_dim=128, num_hidden_layers=4)
-    for layers in ("all", "0-", [3, 1, 0, 2]):
-        assert rocketkv(eviction="compact", layers=layers).refuse(model) is None
-    said = (
-        'eviction is "compact" and layers is \'1-\'; allowed: "all" of its 4, as a dense layer would attend to what is'
-    )
-    assert said in str(rocketkv(eviction="compact", layers="1-").refuse(model))
-    assert rocketkv(layers="1-").refuse(model) is None
-
-
-def test_a_server_that_does_not_compact_does_nothing() -> None:
-    for method, fields in (("rocketkv", {}), ("resa", {})):
-        args = SimpleNamespace(sparse_method=method, sparse_config=json.dumps(fields))
-        assert config.settings_of(args) is not None  # pyright: ignore[reportArgumentType]
-        compact.compact_running(SimpleNamespace(), SimpleNamespace(server_args=args))
-    assert FIELDS["eviction"] == "compact"
