@@ -127,14 +127,15 @@ class SparseAttentionBackend(DelegatingBackend):
         """The decode batch that runs sparse; None for a dense one, and in prefill."""
         return self._view
 
-    def plan_rows(self, seq_lens: torch.Tensor, rows: Sequence[RequestOptions]) -> DecodePlan:
+    def plan_rows(self, seq_lens: torch.Tensor, rows: Sequence[RequestOptions], compacted: bool = False) -> DecodePlan:
         """Decide the decode batch that runs next.
 
         Args:
             seq_lens: ``[rows]`` on the CPU, KV lengths with the new token.
             rows: what each row's request asked for.
+            compacted: see ``plan_decode``.
         """
-        plan = plan_decode(self.method, seq_lens, rows)
+        plan = plan_decode(self.method, seq_lens, rows, compacted)
         self._planned = seq_lens.tolist(), plan
         return plan
 

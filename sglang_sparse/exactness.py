@@ -34,7 +34,9 @@ def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_
         # Only its sampling runs; the passes over its rows come here one by one.
         return
     if mode.is_decode():
-        covered = backend.plan_rows(batch.seq_lens_cpu, [state.options for state in states]).covered.tolist()
+        compacted = any(state.compacted for state in states)
+        plan = backend.plan_rows(batch.seq_lens_cpu, [state.options for state in states], compacted)
+        covered = plan.covered.tolist()
         for state, length, dense in zip(states, batch.seq_lens_cpu.tolist(), covered, strict=True):
             if (dense or settings.method.exact) and state.exact_len == length - 1:
                 state.exact_len = length
@@ -58,10 +60,17 @@ def forget_exact_length(_: None, request: Any) -> None:
     if state is not None:
         state.exact_len = None
         state.split_group = None
+        state.kept, state.compacted = (0, 0), False
 
 
 def exact_committed_len(original: Callable[[Any], int], request: Any) -> int:
-    """Around ``Req.effective_kv_committed_len``: what a finished request inserts into the radix tree ends here."""
+    """Around ``Req.effective_kv_committed_len``: what a finished request inserts into the radix tree ends here.
+
+    One that is compacted inserts nothing, and all of it is freed.
+    """
+    state = state_of(request)
+    if state is not None and state.compacted:
+        return request.kv_committed_len
     committed = original(request)
     exact = exact_len(request)
     if exact is None:
@@ -87,7 +96,8 @@ def release_inexact_tail(original: Callable[..., None], request: Any, start: int
     if state is None:
         return original(request, start, end, tree_cache)
     if request.finished():
-        state.counts.tail_tokens_dropped += max(0, request.kv_committed_len - start)
+        exact = start if state.exact_len is None else min(start, state.exact_len)
+        state.counts.tail_tokens_dropped += max(0, request.kv_committed_len - exact)
     allocator = tree_cache.token_to_kv_pool_allocator
     start = -(-start // allocator.page_size) * allocator.page_size
     if start < end:

@@ -60,7 +60,8 @@ class KeepMethod(DecodeMethod):
 
     The first stage is what TensorRT-LLM calls ``sparse_kv_predict``, and what it returns its ``sparse_kv_indices``;
     the second one is ``select``. What is left out stays in the KV pool and in the radix tree: it is invisible to this
-    request's decode steps, while rectification and other requests see it.
+    request's decode steps, while rectification and other requests see it. A method that ``compacts`` lets go of it, see
+    ``compact.py``: nothing sees it for this request any more, and the tree may evict it.
 
     The first stage needs the queries of the prompt's last tokens in one pass, so a cached prefix is used up to these
     tokens only, and no chunk ends among them (``windows.py``). What it chooses is then a function of the prompt alone,
@@ -76,6 +77,11 @@ class KeepMethod(DecodeMethod):
     @abstractmethod
     def max_kept(self) -> int:
         """Blocks that a request keeps at most of what lies before its window."""
+
+    @property
+    def compacts(self) -> bool:
+        """Whether what a request keeps moves to pages of its own, so that the prompt's may be evicted."""
+        return False
 
     @abstractmethod
     def kept(self, prompt: int) -> tuple[int, int]:

@@ -150,6 +150,8 @@ RECTIFY_LIMITS = (
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
 )
 
+COMPACT_LIMITS = (FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would attend to what is gone"),)
+
 INDEXER_LIMITS = (
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), "what is chosen is not reported"),
     FlagLimit(

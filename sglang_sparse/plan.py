@@ -38,18 +38,23 @@ class DecodePlan:
     values: torch.Tensor
 
 
-def plan_decode(method: DecodeMethod, seq_lens: torch.Tensor, rows: Sequence[RequestOptions] = ()) -> DecodePlan:
+def plan_decode(
+    method: DecodeMethod, seq_lens: torch.Tensor, rows: Sequence[RequestOptions] = (), compacted: bool = False
+) -> DecodePlan:
     """Decide a batch.
 
     Args:
         method: the server's decode method, with its limits.
         seq_lens: ``[rows]`` on the CPU, tokens of each row with the new one.
         rows: what each row's request asked for; empty where no request asked for anything.
+        compacted: some row no longer holds all of its KV, see ``compact.py``: no crossover makes this batch dense. Such
+            a row is sparse by its length and its request's options, which it was when it was compacted.
     """
     config = method.config
+    crossover = 0 if compacted else method.crossover_tokens
     n_pages = ((seq_lens + method.block_size - 1) // method.block_size).to(torch.int32)
     values = torch.full(n_pages.shape, method.row_value, dtype=torch.float32)
-    if config.dense_fallback != "never" and sum(seq_lens.tolist()) < method.crossover_tokens:
+    if config.dense_fallback != "never" and sum(seq_lens.tolist()) < crossover:
         # Whatever the rows are: a short batch waits for the host more than a long one.
         return _dense(n_pages, values)
     n_select = method.n_select(n_pages)
@@ -72,7 +77,7 @@ def plan_decode(method: DecodeMethod, seq_lens: torch.Tensor, rows: Sequence[Req
         return DecodePlan(True, n_pages, n_select, asked_dense, values)
     covered = values == 0 if by_value else n_select >= n_pages
     sparse_tokens = int(seq_lens[~covered].sum())
-    if sparse_tokens == 0 or sparse_tokens < method.crossover_tokens:
+    if sparse_tokens == 0 or sparse_tokens < crossover:
         return _dense(n_pages, values)
     return DecodePlan(True, n_pages, n_select, covered, values)
 

@@ -227,9 +227,13 @@ def grouped(spans: Sequence[Span], max_batch: int, max_tokens: int) -> list[list
 
 
 def hold_release(original: Callable[..., None], request: Any, tree_cache: Any, is_insert: bool = True) -> None:
-    """Around ``release_kv_cache``: hold back a finished request whose last tokens are not exact yet."""
+    """Around ``release_kv_cache``: hold back a finished request whose last tokens are not exact yet.
+
+    One that is compacted has nothing to insert: its row no longer begins with its prompt.
+    """
     held = getattr(tree_cache, HELD, None)
     state = state_of(request)
+    is_insert = is_insert and not (state is not None and state.compacted)
     if held is None or state is None or state.exact_len is None or not is_insert or not state.options.rectify_interval:
         return original(request, tree_cache, is_insert=is_insert)
     from sglang.srt.managers.schedule_batch import FINISH_ABORT

@@ -8,6 +8,7 @@ from sglang_sparse.config import Settings, SparseArgumentError, prefill_chunk
 from sglang_sparse.keep_method import KeepMethod
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.limits import (
+    COMPACT_LIMITS,
     DENSE_BACKENDS,
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
@@ -74,6 +75,11 @@ def require_before(args: SparseServerArgs, settings: Settings, gpu: bool | None 
     found = settings.prefill and _found(args, PREFILL_LIMITS)
     if found:
         raise SparseArgumentError(f"--sparse-prefill-method {settings.prefill_name} cannot run with {found}")
+    found = isinstance(settings.method, KeepMethod) and settings.method.compacts and _found(args, COMPACT_LIMITS)
+    if found:
+        raise SparseArgumentError(
+            f'{settings.flag} cannot compact with {found}; allowed without compaction: {{"eviction": "visibility"}}'
+        )
     rectify = settings.rectify
     found = rectify and rectify.rectify_interval and _found(args, RECTIFY_LIMITS)
     if found:

@@ -71,12 +71,16 @@ class RequestState:
         exact_len: KV of positions ``[0, exact_len)`` is exact; None while nothing of it is computed. What a sparse
             prefill wrote counts as exact here: nothing makes it better.
         split_group: position of the first group of the prompt that a sparse prefill did not see in one piece, if any.
+        kept: what it keeps of its prompt, see ``KeepMethod.kept``; (0, 0) also while that is not decided.
+        compacted: it holds this alone, and no longer its prompt, see ``compact.py``.
     """
 
     options: RequestOptions
     counts: RectifyCounts
     exact_len: int | None = None
     split_group: int | None = None
+    kept: tuple[int, int] = (0, 0)
+    compacted: bool = False
 
 
 def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> RequestOptions:

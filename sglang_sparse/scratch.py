@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse import compact
 from sglang_sparse.config import prefill_chunk
 from sglang_sparse.keep_method import KeepMethod
 from sglang_sparse.plan import usual_selection
@@ -108,7 +109,7 @@ def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int)
 
 
 def of_prompts(method: KeepMethod, flag: str, kvc: Any, model: ModelShape) -> Need:
-    """What requests keep of their prompts, all the time, and what choosing it needs; see ``needs``."""
+    """What requests keep of their prompts, all the time, and what choosing or copying it needs; see ``needs``."""
     requests = kvc.server_args.max_running_requests or MOST_ROWS
     context = kvc.model_config.context_len
     query = method.window_tokens * model.num_q_heads * model.head_dim * kvc.model_dtype.itemsize
@@ -118,7 +119,7 @@ def of_prompts(method: KeepMethod, flag: str, kvc: Any, model: ModelShape) -> Ne
     choice = max(method.keep_scratch_bytes(model, count, tokens) + count * query for count, tokens in sizes)
     return Need(
         # SGLang's request pool has a row more, for what pads a batch.
-        kept_bytes(method, model, requests + 1) + choice,
+        kept_bytes(method, model, requests + 1) + max(choice, compact.scratch_bytes(method, model)),
         "prompts, what their requests keep among it",
         flag,
         f"{requests} requests",

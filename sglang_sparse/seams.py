@@ -125,6 +125,13 @@ SEAMS = (
         "rectify_on_finish: hold the release back until the pass is launched",
     ),
     Seam(
+        "sglang.srt.managers.scheduler.Scheduler.update_running_batch",
+        "AFTER",
+        "compact:compact_running",
+        "scheduler",
+        "rocketkv: a request lets go of its prompt and holds what it keeps of it",
+    ),
+    Seam(
         "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
         "AFTER",
         "exactness:forget_exact_length",

@@ -126,6 +126,9 @@ def _of_tables() -> Iterator[Refused]:
             [method for method in asked if method.takes(UNRECTIFIED)],
             limit.reason,
         )
+    for limit in limits.COMPACT_LIMITS:
+        compacting = [method for method in asked if method.takes({"eviction": "compact"})]
+        yield f"compact eviction with {limit.name}", compacting, limit.reason
     for limit in limits.MODEL_LIMITS:
         refusing = [method for method in asked if refusals.excludes(limit, _decode_class(method))]
         yield limit.name, refusing, limit.reason

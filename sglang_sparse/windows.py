@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse.compact import Compaction
 from sglang_sparse.keep_method import KeepMethod, Kept, Prompts
 from sglang_sparse.passes import to_device
 from sglang_sparse.requests import options_of, state_of
@@ -94,11 +95,13 @@ class KeepPath:
         prompts: whose KV was cut.
         whole_prompts: that would have been cut, but whose window came in two passes for want of memory: they are
             visible throughout.
+        compaction: lets go of what is not kept, for a method that ``compacts``.
     """
 
     def __init__(self, method: KeepMethod, pools: AuxPools, kv_pool: Any, req_to_token: torch.Tensor, page_size: int):
         self.prompts = 0
         self.whole_prompts = 0
+        self.compaction = Compaction(method, pools, kv_pool) if method.compacts else None
         self._method = method
         self._last_layer = max(pools.layers, default=-1)
         self._kept = pools.require_kept()
@@ -161,11 +164,12 @@ class KeepPath:
         """Return the counts, and the bytes of what is kept."""
         held = (*self._kept.blocks.values(), self._kept.counts, self._kept.first_visible)
         nbytes = sum(tensor.nbytes for tensor in held)
-        return {"prompts": self.prompts, "whole_prompts": self.whole_prompts, "bytes": nbytes}
+        counts = {"prompts": self.prompts, "whole_prompts": self.whole_prompts, "bytes": nbytes}
+        return counts | (self.compaction.snapshot() if self.compaction else {})
 
 
 def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
-    """Tell the backend which prompts a pass completes.
+    """Tell the backend which prompts a pass completes; copies that are due are launched before it.
 
     Args:
         backend: the ``SparseAttentionBackend``.
@@ -175,6 +179,8 @@ def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
     path: KeepPath | None = backend.keeps
     if path is None:
         return
+    if path.compaction is not None:
+        path.compaction.run()
     ends = []
     if batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False):
         ends = list(_prompt_ends(path, batch))
@@ -192,10 +198,11 @@ def _prompt_ends(path: KeepPath, batch: Any) -> Iterator[PromptEnd]:
         if not kept[1]:
             # In any pass: a cached prefix may reach beyond the prompt, where an earlier owner of the row is remembered.
             yield PromptEnd(row, prompt, kept, first)
-        elif start < prompt <= start + batch.extend_lens[row]:
+        elif state is not None and start < prompt <= start + batch.extend_lens[row]:
             if window < start:
                 path.whole_prompts += 1
                 kept = (0, 0)
+            state.kept = kept
             yield PromptEnd(row, prompt, kept, first + window - start)
         first += batch.extend_lens[row]
 

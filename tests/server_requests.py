@@ -32,6 +32,23 @@ def sparse_state(server: ServerProcess) -> dict[str, Any]:
     return server.server_info()["internal_states"][0]["sparse"]
 
 
+def spent(server: ServerProcess, before: dict[str, Any]) -> dict[str, int]:
+    """What was counted since."""
+    after = sparse_state(server)
+    return {name: after[name] - count for name, count in before.items() if type(count) is int}
+
+
+def forced(server: ServerProcess, prompt: list[int], tokens: list[int], **options: Any) -> dict[str, Any]:
+    """The answer of a request that is made to generate these tokens, with its log-probabilities."""
+    params = {"max_new_tokens": len(tokens), "temperature": 0.0, "ignore_eos": True}
+    params["custom_params"] = {**options, "forced_tokens": tokens}
+    return server.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+
+
+def logprobs(answer: dict[str, Any]) -> list[float]:
+    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
 def assert_nothing_leaked(server: ServerProcess) -> None:
     """Prove that SGLang's strict memory checks, on while busy and while idle, found every page where it belongs.
 

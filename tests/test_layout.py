@@ -27,6 +27,7 @@ MAY_IMPORT_SGLANG = {
     "graphs.py",
     "rectify.py",
     "exactness.py",
+    "compact.py",
     "passes.py",
     "delegate.py",
     "frontend.py",

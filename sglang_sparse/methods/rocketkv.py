@@ -3,20 +3,21 @@
 Source: RocketKV (arXiv:2502.14051) and TensorRT-LLM's ``RocketSparseAttentionConfig``, from which the names of the
 fields come, but for ``kt_page_size``, their ``page_size``. Its two stages are ``window_score`` and ``kt_score``.
 
-Differences from the source. ``eviction`` is "visibility": what a prompt does not keep stays in the KV pool and in the
-radix tree, and is only invisible to the request's own decode steps. What is kept, and what a step reads, are blocks of
-``kt_page_size`` tokens, aligned to absolute positions, so that a KT page is a function of its keys and shared with its
-KV page: a block scores as its best token does. What stage 2 chooses from are the kept blocks and all that follow the
-window's first token; the newest block is always attended to. KT bounds are rounded outwards, so that they stay bounds.
+Differences from the source. Where ``eviction`` is "visibility", what a prompt does not keep stays in the KV pool and in
+the radix tree, and is only invisible to the request's own decode steps; where it is "compact", the request lets go of
+it and the tree may evict it, see ``compact.py``. What is kept, and what a step reads, are blocks of ``kt_page_size``
+tokens, aligned to absolute positions, so that a KT page is a function of its keys and shared with its KV page: a block
+scores as its best token does. What stage 2 chooses from are the kept blocks and all that follow the window's first
+token; the newest block is always attended to. KT bounds are rounded outwards, so that they stay bounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.keep_method import KeepMethod, Prompts
@@ -39,12 +40,6 @@ KT_DTYPES = {"bfloat16": torch.bfloat16, "float8_e5m2": torch.float8_e5m2}
 HEAD_DIMS = (16, 32, 64, 128)
 # More than any context; what is counted in tokens or blocks fits an int32.
 MOST_TOKENS = 1 << 24
-
-
-def _not_compact_yet(value: object) -> object:
-    if value != "visibility":
-        raise ValueError('must be "visibility"; "compact", which frees what is not kept, is not built yet')
-    return value
 
 
 class RocketkvConfig(RectifyConfig):
@@ -77,8 +72,10 @@ class RocketkvConfig(RectifyConfig):
     kt_cache_dtype: Literal["bfloat16", "float8_e5m2"] = Field(
         "float8_e5m2", description="Element type of the bounds on the keys of a block."
     )
-    eviction: Annotated[Literal["visibility"], BeforeValidator(_not_compact_yet)] = Field(
-        "visibility", description="What becomes of tokens that are not kept: they stay, invisible to the request."
+    eviction: Literal["visibility", "compact"] = Field(
+        "visibility",
+        description="What becomes of tokens that are not kept: they stay, invisible to the request; or, with "
+        '"compact", it lets go of them, and they may be evicted.',
     )
 
     @field_validator("prompt_budget")
@@ -93,6 +90,16 @@ class RocketkvConfig(RectifyConfig):
     def _kernel_has_a_middle(cls, value: int) -> int:
         if value % 2 == 0:
             raise ValueError("must be odd")
+        return value
+
+    @field_validator("eviction")
+    @classmethod
+    def _compact_leaves_nothing_to_rectify(cls, value: str, info: Any) -> str:
+        if value == "compact" and (interval := info.data.get("rectify_interval")):
+            raise ValueError(
+                f'must be "visibility" with rectify_interval {interval}; allowed with "compact": 0 (never), as dense '
+                "passes would read what is gone"
+            )
         return value
 
     @field_validator("kt_page_size")
@@ -131,6 +138,11 @@ class Rocketkv(KeepMethod):
         """What of ``prompt_budget`` the window leaves, in whole blocks."""
         return (self.config.prompt_budget - self.config.window_size) // self.block_size
 
+    @property
+    def compacts(self) -> bool:
+        """Where ``eviction`` is "compact"."""
+        return self.config.eviction == "compact"
+
     def kept(self, prompt: int) -> tuple[int, int]:
         """Everything up to ``prompt_budget``, as the authors' code; else the budget less the window."""
         if prompt <= max(self.config.prompt_budget, self.window_tokens):
@@ -139,13 +151,18 @@ class Rocketkv(KeepMethod):
         return min(self.max_kept, first_visible), first_visible
 
     def refuse(self, model_config: Any) -> str | None:
-        """Refuse MLA models and head dimensions that the kernels, or ``topr``, do not fit."""
+        """Refuse MLA models, head dimensions that kernels or ``topr`` do not fit, dense layers beside "compact"."""
         if model_config.attention_arch.name == "MLA":
             return "rocketkv needs an MHA or GQA model; this one uses MLA (multi-head latent attention): see robsa"
         if reason := refuse_sizes(model_config, {"head_dim": HEAD_DIMS}):
             return reason
         if self.config.topr is not None and self.config.topr > model_config.head_dim:
             return f"topr is {self.config.topr}; allowed: at most its head_dim, {model_config.head_dim}"
+        if self.compacts and len(self.sparse_layers(layers := model_config.num_hidden_layers)) < layers:
+            return (
+                f'eviction is "compact" and layers is {self.config.layers!r}; allowed: "all" of its {layers}, as '
+                "a dense layer would attend to what is gone"
+            )
         return None
 
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:

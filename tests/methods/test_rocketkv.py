@@ -49,7 +49,7 @@ from sglang_sparse_kernels.sparse_decode import sparse_decode
         ({"kt_page_size": 3}, "kt_page_size: got 3; Input should be 1, 2, 4, 8, 16, 32 or 64"),
         ({"kt_cache_dtype": "float8_e4m3"}, "kt_cache_dtype: got 'float8_e4m3'"),
         ({"prompt_budget": 35}, "must be at least window_size + kt_page_size (36)"),
-        ({"eviction": "compact"}, "eviction: got 'compact'; must be \"visibility\""),
+        ({"eviction": "evict"}, "eviction: got 'evict'; Input should be 'visibility' or 'compact'"),
         ({"window_size": 4096}, "window_size: got 4096"),
         ({"topk": 0}, "topk: got 0"),
         ({"topr": 0}, "topr: got 0"),

@@ -184,6 +184,18 @@ def test_mixed_chunk_without_rectification(qwen3: str) -> None:
     assert resolve(qwen3, enable_mixed_chunk=True, sparse_config={"rectify_interval": 0}).enable_mixed_chunk
 
 
+def test_mixed_chunk_without_compaction(qwen3: str) -> None:
+    visibility: dict[str, object] = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "visibility"}}
+    compact = {**visibility, "sparse_config": {"eviction": "compact"}}
+    assert resolve(qwen3, enable_mixed_chunk=True, **visibility).enable_mixed_chunk
+    assert resolve(qwen3, **compact).sparse_method == "rocketkv"
+    said = refused(qwen3, enable_mixed_chunk=True, **compact)
+    assert (
+        "--sparse-method rocketkv cannot compact with mixed chunk (got True): its decode rows would attend to" in said
+    )
+    assert 'allowed without compaction: {"eviction": "visibility"}' in said
+
+
 def test_on_finish_without_a_prefix_cache(qwen3: str) -> None:
     message = refused(qwen3, disable_radix_cache=True, sparse_config={"rectify_on_finish": True})
     assert "rectify_on_finish has no use with --disable-radix-cache" in message

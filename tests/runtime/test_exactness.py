@@ -28,7 +28,7 @@ def follow(
     args = SimpleNamespace(sparse_method="resa", sparse_config=json.dumps(fields))
     settings = config.settings_of(args)
     backend = SimpleNamespace(
-        plan_rows=lambda seq_lens, rows: plan_decode(settings.method, seq_lens, rows),
+        plan_rows=lambda *rows: plan_decode(settings.method, *rows),
         counters=SimpleNamespace(rectify=RectifyCounts()),
         rectifying=None,
         prefill=None,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from checks import BrokenInvariantError, LostPageError
+from compaction import DamagedCopyError
 from engine import Engine, EngineOptions
 from sabotage import SABOTAGES
 from schedule import Counts, Schedule
@@ -54,6 +55,33 @@ MIXED_VARIANTS: tuple[dict[str, Any], ...] = (
         "mixed": True,
     },
 )
+# Requests let go of their prompts. Rows that a crossover would make dense are among them, pages of one token, windows
+# within a page, prompts whose last group is not shared, and a server without a tree.
+COMPACT: dict[str, Any] = {"method": "rocketkv", "slots": 200}
+COMPACT_VARIANTS: tuple[dict[str, Any], ...] = (
+    {**COMPACT, "overlap": True, "config": {"eviction": "compact"}},
+    {
+        **COMPACT,
+        "overlap": False,
+        "config": {"eviction": "compact", "dense_fallback": "auto", "min_seq_len": 30, "crossover_tokens": 60},
+    },
+    {**COMPACT, "overlap": True, "radix": False, "config": {"eviction": "compact"}},
+    {**COMPACT, "overlap": False, "page_size": 1, "config": {"eviction": "compact", "kt_page_size": 1}},
+    {
+        **COMPACT,
+        "overlap": True,
+        "page_size": 8,
+        "config": {"eviction": "compact", "window_size": 2, "prompt_budget": 10, "topk": 2},
+    },
+    {
+        **COMPACT,
+        "overlap": True,
+        "slots": 480,
+        "chunk": 64,
+        "config": {"eviction": "compact"},
+        "prefill": {"dense_tail": 5},
+    },
+)
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},
@@ -68,6 +96,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": False, "page_size": 1, "config": {"rectify_interval": 4, "min_pages": 6}},
     {"overlap": True, "config": {**CROSSING, "rectify_on_finish": True}},
     {"overlap": False, "page_size": 16, "config": {"rectify_interval": 7}},
+    *COMPACT_VARIANTS,
 )
 
 
@@ -100,6 +129,8 @@ class Block:
             "config": f"'{json.dumps(options.config)}'",
             "prefill": f"'{json.dumps(options.prefill)}'",
             "mixed": "on" if options.mixed else "off",
+            "method": options.method,
+            "radix": "on" if options.radix else "off",
             "steps": self.steps,
             "first-seed": seed,
             "schedules": 1,
@@ -192,7 +223,7 @@ def _kind(error: BaseException) -> str:
     # SGLang's own checks raise a plain AssertionError or ValueError that says "leak" or names a double free.
     if isinstance(error, LostPageError) or any(word in str(error).lower() for word in ("leak", "free")):
         return "leak"
-    return "mismatch" if isinstance(error, (BrokenInvariantError, InexactTreeError)) else "error"
+    return "mismatch" if isinstance(error, (BrokenInvariantError, InexactTreeError, DamagedCopyError)) else "error"
 
 
 def _row(block: Block, last: int, failures: list[dict[str, Any]]) -> dict[str, Any]:

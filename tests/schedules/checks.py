@@ -49,7 +49,10 @@ def check_ownership(engine: Engine) -> None:
     for request in requests:
         row = row_of(engine, request, request.kv.kv_allocated_len)[::size] // size
         shared = request.cache_protected_len // size
-        if not in_tree.issuperset(row[:shared].tolist()):
+        if is_compacted(request):
+            if row[:shared].any():
+                raise LostPageError(f"{request.rid} has let go of its prompt and still names its pages")
+        elif not in_tree.issuperset(row[:shared].tolist()):
             raise LostPageError(f"{request.rid} reads pages as a shared prefix that the tree does not hold")
         private.append(row[shared:])
     owned = torch.cat([allocator.free_pages, allocator.release_pages, *tree, *private]).sort().values
@@ -63,9 +66,15 @@ def check_ownership(engine: Engine) -> None:
         raise LostPageError(f"{rows.size} request slots: {len(rows.free_slots)} free, {len(requests)} in use")
 
 
+def is_compacted(request: Any) -> bool:
+    """Whether a request has let go of its prompt."""
+    state = state_of(request)
+    return state is not None and state.compacted
+
+
 def tree_nodes(tree: Any) -> list[Any]:
     """All nodes of a radix tree but its root."""
-    found, stack = [], list(tree.root_node.children.values())
+    found, stack = [], [] if tree.is_chunk_cache() else list(tree.root_node.children.values())
     while stack:
         found.append(stack.pop())
         stack += found[-1].children.values()
@@ -78,6 +87,9 @@ def check_summaries(engine: Engine) -> None:
     ends = []
     for request in holders(engine.scheduler):
         row = row_of(engine, request, request.kv_committed_len)
+        if is_compacted(request):
+            # Its first page may begin with blocks that nobody uses.
+            row = row[request.cache_protected_len + size :]
         last = row[size - 1 :: size]
         ends.append(torch.cat([last, row[-1:]]) if len(row) % size else last)
     if not ends:
@@ -105,6 +117,9 @@ def check_running_kv(engine: Engine) -> float:
     """KV below the exact length of every request is that of a cold run alone; returns the worst difference."""
     worst = 0.0
     for request in holders(engine.scheduler):
+        if is_compacted(request):
+            # There is no room for the rest of it; ``compaction.py`` compares what it holds.
+            continue
         end = exactness.exact_len(request)
         tokens = [*request.origin_input_ids, *request.output_ids][:end]
         # The newest token of an overlapped step is only on the device; the step that wrote its KV ends with it.
@@ -123,4 +138,9 @@ def check_step(engine: Engine) -> TreeReport:
     check_ownership(engine)
     check_exact_lengths(engine)
     check_summaries(engine)
+    if engine.compaction:
+        engine.compaction.check(holders(engine.scheduler))
+        last = engine.scheduler.last_batch
+        if last is not None and last.forward_mode.is_decode():
+            engine.compaction.check_sparse(last)
     return check_tree(engine.scheduler)

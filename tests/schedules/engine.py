@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from checkpoints import random_qwen3
+from compaction import Compactions
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.runtime_context import get_server_args, publish
@@ -41,6 +42,8 @@ class EngineOptions:
         config: further fields of ``--sparse-config``.
         prefill: further fields of ``--sparse-prefill-config``; None for dense prefill.
         mixed: SGLang's mixed chunk: rows decode within the batches of prompts.
+        method: the decode method.
+        radix: whether there is a radix tree.
     """
 
     overlap: bool
@@ -50,6 +53,8 @@ class EngineOptions:
     config: dict[str, Any] = field(default_factory=dict)
     prefill: dict[str, Any] | None = None
     mixed: bool = False
+    method: str = "resa"
+    radix: bool = True
 
     @property
     def pages(self) -> int:
@@ -59,8 +64,13 @@ class EngineOptions:
     @property
     def sparse_config(self) -> dict[str, Any]:
         """The complete config: nearly every decode step is sparse."""
-        base = {"page_size": self.page_size, "active_ratio": 0.1, "min_pages": 2, "dense_fallback": "never"}
-        return {**base, **self.config}
+        base = {"page_size": self.page_size, "dense_fallback": "never"}
+        if self.keeps:
+            # A few blocks of most prompts, by each KV head, and a step attends to some of them.
+            own = {"window_size": 6, "prompt_budget": 18, "kernel_size": 5, "topk": 4, "kt_cache_dtype": "bfloat16"}
+        else:
+            own = {"active_ratio": 0.1, "min_pages": 2}
+        return {**base, **own, **self.config}
 
     @property
     def prefill_flags(self) -> dict[str, str]:
@@ -69,6 +79,11 @@ class EngineOptions:
             return {}
         config = {"block_size": 16, "step": 2, "theta": 2.0, "dense_tail": 0, "dense_fallback": "never"}
         return {"sparse_prefill_method": "anchor", "sparse_prefill_config": json.dumps({**config, **self.prefill})}
+
+    @property
+    def keeps(self) -> bool:
+        """Whether requests keep a part of their prompts only."""
+        return self.method == "rocketkv"
 
     @property
     def rectifies(self) -> bool:
@@ -105,6 +120,7 @@ class Engine:
         outputs: output tokens of every request, by id.
         ended: why each request ended, by id.
         cached_tokens: prompt tokens that came from the tree.
+        compaction: what requests must hold that have let go of their prompts; None where none do.
     """
 
     def __init__(self, options: EngineOptions, model: Path):
@@ -118,15 +134,17 @@ class Engine:
             chunked_prefill_size=options.chunk,
             disable_overlap_schedule=not options.overlap,
             enable_mixed_chunk=options.mixed,
+            disable_radix_cache=not options.radix,
             # Admits more than fits, which is what makes the pool run full in the middle of decoding.
             schedule_conservativeness=0.1,
             log_level="error",
-            sparse_method="resa",
+            sparse_method=options.method,
             sparse_config=json.dumps(options.sparse_config),
             **options.prefill_flags,
         )
         publish(args, role="scheduler")
         self.scheduler: Any = scheduler_module.Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+        self.compaction = Compactions.of(self.runner)
         self.forget()
         self._detach()
 

@@ -47,10 +47,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=json.loads, default={"rectify_interval": 4}, help="more of --sparse-config")
     parser.add_argument("--prefill", type=json.loads, help="sparse prefill with this of --sparse-prefill-config")
     parser.add_argument("--mixed", choices=["on", "off"], default="off", help="rows decode within batches of prompts")
+    parser.add_argument("--method", choices=["resa", "rocketkv"], default="resa", help="of decode")
+    parser.add_argument("--radix", choices=["on", "off"], default="on", help="whether there is a radix tree")
     parser.add_argument("--vary", action="store_true", help="blocks take turns with VARIANTS of the above")
+    parser.add_argument("--vary-compact", action="store_true", help="likewise with COMPACT_VARIANTS")
     parser.add_argument(
         "--sabotage",
-        choices=["guard", "summary", "rectified", "leak", "groups", "match", "keys", "mixed", "tail"],
+        choices=[
+            *("guard", "summary", "rectified", "leak", "groups", "match", "keys", "mixed", "tail"),
+            *("copies", "insert", "dense"),
+        ],
         help="break the product, to see it caught",
     )
     parser.add_argument("--self-test", action="store_true", help="afterwards, require that every sabotage is caught")
@@ -140,24 +146,27 @@ def _run(args: argparse.Namespace, model: Path, out: TextIO | None) -> bool:
 
 
 def _blocks(args: argparse.Namespace) -> list[Block]:
-    from blocks import VARIANTS, Block
+    from blocks import COMPACT_VARIANTS, VARIANTS, Block
     from engine import EngineOptions
 
+    variants = VARIANTS if args.vary else COMPACT_VARIANTS if args.vary_compact else ()
     blocks = []
     end = args.first_seed + args.schedules
     for number, first in enumerate(range(args.first_seed, end, args.block)):
         overlap = number % 2 == 0 if args.overlap == "both" else args.overlap == "on"
-        mixed = args.mixed == "on"
-        options = EngineOptions(overlap, args.page_size, args.slots, args.chunk, args.config, args.prefill, mixed)
-        if args.vary:
-            options = replace(options, **VARIANTS[number % len(VARIANTS)])
+        options = EngineOptions(
+            overlap, args.page_size, args.slots, args.chunk, args.config, args.prefill, args.mixed == "on", args.method
+        )
+        options = replace(options, radix=args.radix == "on")
+        if variants:
+            options = replace(options, **variants[number % len(variants)])
         blocks.append(Block(first, min(first + args.block, end) - 1, args.steps, options, args.sabotage))
     return blocks
 
 
 def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
     """Break the product in each known way; returns the ways that nobody noticed."""
-    from blocks import MIXED_VARIANTS, Block, run_blocks
+    from blocks import COMPACT_VARIANTS, MIXED_VARIANTS, Block, run_blocks
     from engine import EngineOptions
     from sabotage import SABOTAGES
 
@@ -170,6 +179,8 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
             options = replace(options, slots=480, chunk=64, prefill={"dense_tail": 40})
         if name == "mixed":
             options = replace(options, **MIXED_VARIANTS[0])
+        if name in ("copies", "insert", "dense"):
+            options = replace(options, **COMPACT_VARIANTS[1 if name == "dense" else 0])
         block = Block(args.first_seed, args.first_seed + SELF_TEST_SCHEDULES - 1, 8, options, name)
         (row,) = run_blocks([block], model, workers=1, most_failures=1)
         write("sabotage", **row)

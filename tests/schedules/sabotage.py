@@ -10,7 +10,8 @@ import torch
 from engine import Engine
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_sparse import group_keys, pools, prefill
+from sglang_sparse import group_keys, pools, prefill, rectify
+from sglang_sparse.backend import SparseAttentionBackend
 from sglang_sparse.prefill_method import PrefillMethod, PrefillSpan
 
 
@@ -104,6 +105,23 @@ def prefill_decoding_rows(engine: Engine) -> None:
     path.begin = begin
 
 
+def forget_a_copy(engine: Engine) -> None:
+    """Leave the values of one layer where they were, though a request has let go of them."""
+    path = engine.runner.attn_backend.keeps.compaction
+    path._values[1] = path._keys[1]
+
+
+def share_compacted_rows(engine: Engine) -> None:
+    """Let finished requests insert into the tree what they kept of their prompts, as if it were the prompts."""
+    rectify.state_of = lambda request: None
+
+
+def let_compacted_rows_run_dense(engine: Engine) -> None:
+    """Forget that a batch below the crossover has rows that hold a part of their KV only."""
+    original = SparseAttentionBackend.plan_rows
+    SparseAttentionBackend.plan_rows = lambda self, seq_lens, rows, compacted=False: original(self, seq_lens, rows)
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "guard": let_approximate_kv_in,
     "summary": corrupt_a_summary,
@@ -114,4 +132,7 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "keys": forget_what_a_group_is,
     "mixed": prefill_decoding_rows,
     "tail": share_dense_tails,
+    "copies": forget_a_copy,
+    "insert": share_compacted_rows,
+    "dense": let_compacted_rows_run_dense,
 }

@@ -37,6 +37,8 @@ class Counts:
     rectified_tokens: int = 0
     finish_tokens: int = 0
     mixed_rows: int = 0
+    compacted: int = 0
+    compact_waits: int = 0
     pages_checked: int = 0
     worst_difference: float = 0.0
 
@@ -72,6 +74,9 @@ class Schedule:
         self._rounds = [self._rng.randint(max(1, steps // 2), steps) for _ in range(self._rng.choice([1, 1, 2]))]
         self._steps_left = self._rounds.pop()
         self._drained = 0
+        if engine.options.keeps:
+            # Longer than what they keep; SGLang never admits a prompt that nearly fills the pool.
+            self._longest_prompt = min(6 * self._longest_prompt, engine.options.slots // 2)
         # A small alphabet, so that prompts share prefixes by accident as well.
         self._alphabet = self._rng.sample(range(1, VOCABULARY), self._rng.choice([2, 8, 60]))
         self._prompts: dict[str, list[int]] = {}
@@ -87,7 +92,7 @@ class Schedule:
             InexactTreeError: a page of the tree, or of a running request below its exact length, is not exact.
         """
         torch.manual_seed(self.seed)
-        before = self._rectified()
+        before = self._counted()
         self.engine.forget()
         try:
             self.engine.run(self._receive)
@@ -95,13 +100,15 @@ class Schedule:
             force_retraction(False)
         self._require_ended()
         self.counts.cached_tokens = self.engine.cached_tokens
-        for name, value in self._rectified().items():
+        for name, value in self._counted().items():
             setattr(self.counts, name, value - before[name])
         return self.counts
 
-    def _rectified(self) -> dict[str, int]:
-        counts = self.engine.runner.attn_backend.counters.rectify
-        return {"rectified_tokens": counts.tokens, "finish_tokens": counts.finish_tokens}
+    def _counted(self) -> dict[str, int]:
+        backend = self.engine.runner.attn_backend
+        counts, keeps = backend.counters.rectify, backend.keeps.snapshot() if backend.keeps else {}
+        compacted = {name: keeps.get(name, 0) for name in ("compacted", "compact_waits")}
+        return {"rectified_tokens": counts.tokens, "finish_tokens": counts.finish_tokens, **compacted}
 
     def _receive(self) -> list[Any]:
         """Called by the event loop where it would read its sockets."""
@@ -206,10 +213,10 @@ class Schedule:
             return {"sparse": False}
         if kind in ("theta", "exact"):
             return {"theta": 1.0} if kind == "theta" else {"exact_prefix": True}
-        ratio, interval = (
-            {"active_ratio": rng.choice([0.01, 0.2, 0.5, 1.0])},
-            {"rectify_interval": rng.choice([2, 4, 13])},
-        )
+        ratio = {"active_ratio": rng.choice([0.01, 0.2, 0.5, 1.0])}
+        if self.engine.options.keeps:
+            ratio = {"topk": rng.choice([1, 2, 8, 10**6])}
+        interval = {"rectify_interval": rng.choice([2, 4, 13])}
         if not self.engine.options.rectifies or kind == "ratio":
             return ratio
         return interval if kind == "interval" else {**ratio, **interval}
@@ -227,7 +234,7 @@ class Schedule:
         scheduler = self.engine.scheduler
         if self._rng.random() < PROVE_AGAIN:
             # Without trust in what was proven before.
-            delattr(scheduler.tree_cache, tree_check.ATTRIBUTE)
+            vars(scheduler.tree_cache).pop(tree_check.ATTRIBUTE, None)
             self._note(check_tree(scheduler))
         if not scheduler.flush_cache(empty_cache=False):
             raise BrokenInvariantError("an idle scheduler refused to flush its cache")

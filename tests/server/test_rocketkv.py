@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
+from server_requests import ask, assert_exact, assert_nothing_leaked, forced, greedy, logprobs, sparse_state, spent
 
 from eval import niah
 from eval.live.record import read_rows
@@ -27,23 +27,6 @@ def kept(server: ServerProcess) -> tuple[int, int]:
     """Prompts that were cut, and those that could not be, so far."""
     found = sparse_state(server)["kept"]
     return found["prompts"], found["whole_prompts"]
-
-
-def spent(server: ServerProcess, before: dict[str, Any]) -> dict[str, int]:
-    """What was counted since."""
-    after = sparse_state(server)
-    return {name: after[name] - count for name, count in before.items() if type(count) is int}
-
-
-def forced(server: ServerProcess, prompt: list[int], tokens: list[int], **options: Any) -> dict[str, Any]:
-    """The answer of a request that is made to generate these tokens, with its log-probabilities."""
-    params = {"max_new_tokens": len(tokens), "temperature": 0.0, "ignore_eos": True}
-    params["custom_params"] = {**options, "forced_tokens": tokens}
-    return server.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
-
-
-def logprobs(answer: dict[str, Any]) -> list[float]:
-    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
 
 
 @pytest.fixture(scope="module")

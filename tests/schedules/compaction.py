@@ -1,0 +1,91 @@
+"""What a request must hold that has let go of its prompt, by a copy made when it did so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglang_sparse import pools
+
+
+class DamagedCopyError(AssertionError):
+    """A request no longer holds what it kept of its prompt."""
+
+
+class Compactions:
+    """Follows the compactions of a scheduler.
+
+    Args:
+        runner: SGLang's ``ModelRunner``.
+    """
+
+    def __init__(self, runner: Any):
+        self._pool, self._table = runner.token_to_kv_pool, runner.req_to_token_pool
+        self._kept = getattr(self._pool, pools.ATTRIBUTE).require_kept()
+        self._path = runner.attn_backend.keeps.compaction
+        self._backend = runner.attn_backend
+        self._block = self._backend.method.block_size
+        # By request: the position of the first block, the blocks, and K and V of each layer.
+        self._expected: dict[str, tuple[int, torch.Tensor, list[torch.Tensor]]] = {}
+        self._let_go, self._path.let_go = self._path.let_go, self._note
+
+    @classmethod
+    def of(cls, runner: Any) -> Compactions | None:
+        """Return what follows a runner; None where its method does not compact."""
+        keeps = runner.attn_backend.keeps
+        return cls(runner) if keeps and keeps.compaction else None
+
+    def _note(self, request: Any, span: Any, tree: Any, reserve: int) -> bool:
+        place = request.req_pool_idx
+        row = self._table.req_to_token[place].clone().long()
+        layers = sorted(self._kept.blocks)
+        window = torch.arange(span.boundary * self._block, span.end)
+        expected = []
+        for layer in layers:
+            blocks = self._kept.blocks[layer][place, :, : span.kept].long()
+            for cache in (self._pool.get_key_buffer(layer), self._pool.get_value_buffer(layer)):
+                heads = []
+                for head, chosen in enumerate(blocks):
+                    tokens = [int(block) * self._block + i for block in chosen for i in range(self._block)]
+                    heads.append(cache[row[[*tokens, *window.tolist()]], head])
+                expected.append(torch.stack(heads, 1))
+        if not self._let_go(request, span, tree, reserve):
+            return False
+        first = span.boundary - span.kept
+        self._expected[request.rid] = first * self._block, torch.arange(first, span.boundary), expected
+        return True
+
+    def check_sparse(self, batch: Any) -> None:
+        """Require that the rows of a decode batch that has run attended to no more than they hold.
+
+        Raises:
+            DamagedCopyError: one attended to all.
+        """
+        plan = self._backend.plan(batch.seq_lens_cpu)
+        for row, request in enumerate(batch.reqs):
+            if request.sglang_sparse.compacted and not (plan.sparse and plan.n_select[row] < plan.n_pages[row]):
+                raise DamagedCopyError(f"{request.rid} has let go of its prompt and attended to all of it")
+
+    def check(self, requests: Sequence[Any]) -> None:
+        """Compare what compacted requests hold, bit by bit.
+
+        Raises:
+            DamagedCopyError: a difference.
+        """
+        for request in requests:
+            if not request.sglang_sparse.compacted:
+                continue
+            first, blocks, expected = self._expected[request.rid]
+            slots = self._table.req_to_token[request.req_pool_idx, first : first + len(expected[0])].long()
+            caches = [
+                get(layer)
+                for layer in sorted(self._kept.blocks)
+                for get in (self._pool.get_key_buffer, self._pool.get_value_buffer)
+            ]
+            if not all(torch.equal(cache[slots], kv) for cache, kv in zip(caches, expected, strict=True)):
+                raise DamagedCopyError(f"{request.rid} holds other KV than it kept")
+            for kept in self._kept.blocks.values():
+                if not (kept[request.req_pool_idx, :, : len(blocks)] == blocks).all():
+                    raise DamagedCopyError(f"{request.rid} looks for what it keeps in other blocks")
