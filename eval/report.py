@@ -26,6 +26,7 @@ from eval.figures import (
     crossover,
     goals,
     heatmap,
+    kept,
     latency,
     long_summary,
     ppl_summary,
@@ -53,6 +54,7 @@ BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", r
 
 PROFILE = "profile-qwen3-1.7b-1x256k"
 THETA = ("theta-tiny-gqa", "theta-structured")
+KEPT = ("niah-tiny-gqa-rocketkv", "niah-tiny-gqa-random_kept")
 # Which goals are whose.
 GOALS = {
     "resa": ("K1", "K2", "K3", "K4", "E1", "E2", "E3", "R1", "R2"),
@@ -83,6 +85,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "drift": lambda: report_tables.drift(_file("long_generation", COMPARISON)),
     "agreement": lambda: report_tables.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
+    "kept": lambda: kept.kept([path for name, path in result_files(RESULTS).items() if name.startswith(KEPT)]),
     "theta": lambda: theta_summary.theta([RESULTS / f"{name}.jsonl" for name in THETA]),
     "rectification": lambda: report_tables.rectification(_file("ppl-rectify-records")),
     "rectification-books": lambda: report_tables.rectification(_file("ppl-rectify-book")),

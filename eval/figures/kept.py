@@ -1,0 +1,40 @@
+"""Needles of servers that keep a part of a prompt: a table of files of ``eval.niah``, each with its dense answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.figures.report_tables import Column, bounds, length, number, percent, table, text
+from eval.live.record import read_finished
+
+ASKED = {"chat": "with the text", "second_turn": "in a second turn"}
+
+
+def kept(paths: Sequence[Path]) -> str:
+    """What was found, by method and form of the question, beside the same server asked to run dense."""
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        header, *found = read_finished(path)
+        served = header["servers"]["base"]["sparse"]
+        shared = {"method": served["method"], "asked": ASKED[header["arguments"]["form"]]}
+        shared |= {"budget": served["config"]["prompt_budget"], "topk": served["config"]["topk"]}
+        summary = [row for row in found if row["kind"] == "summary"]
+        dense = {(row["task"], row["length"]): row["score"] for row in summary if row["arm"] == "compare"}
+        rows += [
+            {**shared, **row, "dense": dense[row["task"], row["length"]]} for row in summary if row["arm"] == "base"
+        ]
+    columns: list[Column] = [
+        ("method", text("method")),
+        ("asked", text("asked")),
+        ("task", text("task")),
+        ("length", length),
+        ("tokens kept", text("budget")),
+        ("read", percent("density")),
+        ("n", text("n")),
+        ("dense", number("dense", 2)),
+        ("sparse", number("score", 2)),
+        ("95 %", bounds("score_interval", 2, sign=False)),
+    ]
+    return table(rows, columns)
