@@ -216,7 +216,7 @@ def compact_running(running: Any, scheduler: Any, *_: Any) -> None:
         return
     reserve = len(states) * tree.page_size
     for row, span in ready.items():
-        if plan.n_select[row] >= plan.n_pages[row]:
+        if plan.n_select[row] >= plan.n_pages[row] or not _pays(running.reqs[row], span):
             continue
         if compaction.let_go(running.reqs[row], span, tree, reserve):
             states[row].compacted = True
@@ -224,6 +224,18 @@ def compact_running(running: Any, scheduler: Any, *_: Any) -> None:
             running.batch_is_full = False
         else:
             compaction.waits += 1
+
+
+def _pays(request: Any, span: Span) -> bool:
+    """Whether less KV is held where all who hold this prompt let go of it.
+
+    Of what others hold too nothing is free until the last of them lets go, while each takes a copy.
+    """
+    shared, node = 0, request.last_node
+    while node is not None and node.parent is not None:
+        shared += len(node.key) // node.lock_ref
+        node = node.parent
+    return span.end - request.cache_protected_len + shared > span.end - span.start
 
 
 def _prefilled(request: Any, state: RequestState, tree: Any) -> bool:
@@ -248,12 +260,16 @@ def room_for_a_copy(settings: Settings | None, adder: Any, request: Any) -> Iter
     if settings is None or not (isinstance(method, KeepMethod) and method.compacts):
         yield
         return
-    room = _room(settings, method, adder, request)
+    room, sampling = _room(settings, method, adder, request), request.sampling_params
     adder.rem_total_token_offset += room
     adder.cur_rem_token_offset += room
+    ignores_eos = sampling.ignore_eos
+    # Without a radix tree SGLang would look ahead to where such requests end, and count whole prompts as given back.
+    sampling.ignore_eos = False
     try:
         yield
     finally:
+        sampling.ignore_eos = ignores_eos
         adder.rem_total_token_offset -= room
         adder.cur_rem_token_offset -= room
 
@@ -261,7 +277,8 @@ def room_for_a_copy(settings: Settings | None, adder: Any, request: Any) -> Iter
 def _room(settings: Settings, method: KeepMethod, adder: Any, request: Any) -> int:
     page = adder.page_size
     others = [*adder.can_run_list, *(adder.running_batch.reqs if adder.running_batch is not None else ())]
-    if not others:
+    # To a request that takes the place of others SGLang has promised theirs, and forgets them where it does not fit.
+    if not others or adder.preempt_list:
         return 0
     most = method.max_kept * method.block_size + method.window_tokens + 2 * page
     copies = [most + len(other.output_ids) for other in (request, *others) if _will_let_go(settings, method, other)]

@@ -166,7 +166,9 @@ def build(
     except ValueError as error:
         raise SparseArgumentError(f"{origin}: {error}") from error
     method = method_class(_validated(origin, method_class.config_class, fields))
-    if name and prefill_class is None and (own := method.prefill_fields()) is not None:
+    # Asked for by its name and without a config of its own, it is the one that comes along all the same.
+    comes_along = name and (prefill_name is None or (prefill_name == name and not prefill_fields))
+    if name and comes_along and (own := method.prefill_fields()) is not None:
         prefill_name, prefill_fields, prefill_class = name, own, registry.load_prefill_method(name)
     prefill = prefill_class and prefill_class(
         _validated(f"--sparse-prefill-config of {prefill_name}", prefill_class.config_class, prefill_fields or {})

@@ -13,13 +13,13 @@ def tally(lengths: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def count_native(backend: Any) -> None:
-    """Count what SGLang's own selection does in a decode step; ``page_topk`` counts what it does itself.
+    """Count what the selections behind SGLang's indexer do in a decode step, whoever makes them.
 
     Args:
         backend: the ``SparseAttentionBackend`` of a server whose model chooses.
     """
     view = backend.view
-    if view is not None and backend.method.native("topk"):
+    if view is not None:
         view.stats[:3] += tally(view.n_pages, view.n_select) * backend.counters.sparse_layers
 
 

@@ -30,6 +30,8 @@ LOGITS_BYTES = 32 * 2**20
 GPU_LOGITS_BYTES = 256 * 2**20
 # Queries whose slots are looked up at a time: 16 MiB of 64-bit places at a selection of 2048.
 LOOKED_UP = 1024
+# Queries whose attention is one launch: its grid has room for 65,535.
+ATTENDED = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class IndexerBatch:
         if self.slots is not None:
             offsets = None if self.offsets is None else self.offsets[mine]
             self.slots[mine] = slots_of(self.chosen[mine], self.page_table, self.rows[mine], offsets)
+            # A query that pads the pass sees nothing; SGLang's attention counts one token of it, and -1 is none.
+            self.slots[mine, :1].clamp_(min=0)
 
 
 def slots_of(
@@ -269,9 +273,13 @@ def attend(
     batch = backend.indexed
     if batch is None:
         raise RuntimeError("the attention of a layer was asked for before its indexer")
-    query = q_all[..., :v_head_dim], q_all[..., v_head_dim:]
-    selected = page_table_1[:, None].contiguous(), batch.counts, batch.last_slots
-    return sparse_mla_decode(*query, kv_cache[:, 0], *selected, block_size=1, sm_scale=sm_scale)
+    out = q_all.new_empty(*q_all.shape[:2], v_head_dim)
+    for first in range(0, len(q_all), ATTENDED):
+        mine = slice(first, first + ATTENDED)
+        query = q_all[mine, :, :v_head_dim], q_all[mine, :, v_head_dim:]
+        selected = page_table_1[mine, None].contiguous(), batch.counts[mine], batch.last_slots[mine]
+        sparse_mla_decode(*query, kv_cache[:, 0], *selected, block_size=1, sm_scale=sm_scale, out=out[mine])
+    return out
 
 
 def served_backend() -> Any | None:

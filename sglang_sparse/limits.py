@@ -150,7 +150,14 @@ RECTIFY_LIMITS = (
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
 )
 
-COMPACT_LIMITS = (FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would attend to what is gone"),)
+COMPACT_LIMITS = (
+    FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would attend to what is gone"),
+    FlagLimit(
+        "returned routed experts",
+        _set("enable_return_routed_experts"),
+        "they are found by the slots of a prompt, which is gone",
+    ),
+)
 
 INDEXER_LIMITS = (
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), "what is chosen is not reported"),

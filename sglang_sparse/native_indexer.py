@@ -50,8 +50,7 @@ def choose(
         return original(metadata, logits, topk, ks, cu_seqlens_q, ke_offset, **some)
     batch = metadata.attn_metadata
     lengths = (metadata.get_seqlens_expanded() if ke_offset is None else ke_offset).int()
-    stats = backend.view.stats if backend.view is not None else None
-    chosen = select(logits, lengths, topk, ks, stats)
+    chosen = select(logits, lengths, topk, ks)
     if not backend.dense.use_fused_topk:
         return chosen
     rows, offsets = batch.token_to_batch_idx, batch.topk_indices_offset
@@ -64,17 +63,16 @@ def choose(
     return slots_of(chosen, batch.real_page_table, rows, offsets)
 
 
-def select(
-    logits: torch.Tensor, lengths: torch.Tensor, topk: int, first: torch.Tensor | None, stats: torch.Tensor | None
-) -> torch.Tensor:
+def select(logits: torch.Tensor, lengths: torch.Tensor, topk: int, first: torch.Tensor | None) -> torch.Tensor:
     """Choose from logits whose rows begin anywhere.
+
+    It counts nothing: SGLang's lengths give a row that pads a pass a token, see ``index_counts.count_native``.
 
     Args:
         logits: ``[queries, columns]`` float32; with ``first`` it is overwritten outside of each query's tokens.
         lengths: ``[queries]`` int32, tokens of each query.
         topk: most that a query takes.
         first: ``[queries]`` int32, column of each query's first token; None: 0.
-        stats: see ``BatchView.stats``.
 
     Returns:
         ``[queries, topk]`` int32, positions from ``first`` on, ascending, then -1.
@@ -90,11 +88,7 @@ def select(
     chosen = torch.full((queries, topk), -1, dtype=torch.int32, device=logits.device)
     counts = torch.zeros(queries, 1, dtype=torch.int32, device=logits.device)
     wanted = lengths.clamp(max=topk)
-    page_topk(
-        *(logits.contiguous()[:, None], columns.expand(queries, -1), seen, wanted, topk),
-        (chosen[:, None], counts),
-        stats,
-    )
+    page_topk(logits.contiguous()[:, None], columns.expand(queries, -1), seen, wanted, topk, (chosen[:, None], counts))
     return chosen if first is None else torch.where(chosen < 0, -1, chosen - first[:, None])
 
 

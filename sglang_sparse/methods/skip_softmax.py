@@ -14,7 +14,6 @@ one piece.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -33,11 +32,14 @@ from sglang_sparse_kernels.skip_softmax_prefill import (
     skip_softmax_prefill,
 )
 
+# Beyond any context, and a number in the kernels' float32 too.
+MOST_FACTOR = 1e30
+
 
 def is_factor(value: Any) -> bool:
-    """Whether a value is a ``threshold_scale_factor`` of one phase: a finite number of at least 0."""
+    """Whether a value is a ``threshold_scale_factor`` of one phase: a number from 0 to ``MOST_FACTOR``."""
     # NaN is in no range.
-    return type(value) in (int, float) and 0 <= value < math.inf
+    return type(value) in (int, float) and 0 <= value <= MOST_FACTOR
 
 
 def refuse_latents(model_config: Any) -> str | None:
@@ -52,7 +54,7 @@ def _factor_of_prefill(value: Any) -> Any:
     factor: Any = value["prefill"] if isinstance(value, dict) and list(value) == ["prefill"] else value
     if not is_factor(factor):
         raise ValueError(
-            'must be a finite number of at least 0, or {"prefill": number}; that of decode belongs to --sparse-method '
+            'must be a number from 0 to 1e30, or {"prefill": number}; that of decode belongs to --sparse-method '
             "skip_softmax"
         )
     return factor

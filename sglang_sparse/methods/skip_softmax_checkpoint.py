@@ -26,7 +26,8 @@ def calibrated_fields(checkpoint: Mapping[str, Any], target: Any) -> dict[str, A
 
     Args:
         checkpoint: the model's config.json.
-        target: the share, from 0 to 1: one for both phases, or a mapping with those that are to be sparse.
+        target: the share, from 0 (never skips) to 1: one for both phases, or a mapping with those that are to be
+            sparse.
 
     Returns:
         ``threshold_scale_factor`` by phase, and what it comes from as ``calibration``.
@@ -44,14 +45,17 @@ def calibrated_fields(checkpoint: Mapping[str, Any], target: Any) -> dict[str, A
     table = checkpoint.get(TABLE)
     table = table if isinstance(table, dict) else {}
     scale = _scale_factor(table)
-    coefficients = {phase: _coefficients(scale, phase) for phase in shares}
-    factors = {phase: one["a"] * math.exp(one["b"] * shares[phase]) for phase, one in coefficients.items()}
+    # Of a phase in which nothing is to be skipped Model Optimizer has calibrated nothing.
+    coefficients = {phase: _coefficients(scale, phase) for phase, share in shares.items() if share}
+    factors = dict.fromkeys(shares, 0.0)
+    factors |= {phase: one["a"] * math.exp(one["b"] * shares[phase]) for phase, one in coefficients.items()}
     calibration = {"target_sparsity": target, "coefficients": coefficients, "producer": table.get("producer")}
     return {"threshold_scale_factor": factors, "calibration": calibration}
 
 
 def _scale_factor(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    groups = table.get("config_groups")
+    # TensorRT-LLM's guide shows the table itself in the place of its only group.
+    groups = table.get("config_groups", {"only": {"algorithm": "skip_softmax", **table}} if table else {})
     names = (("algorithm", "skip_softmax"), ("sparse_algo", "softmax_skip"))
     found = [
         group

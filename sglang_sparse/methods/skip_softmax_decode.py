@@ -31,7 +31,7 @@ def _factors(value: Any) -> dict[str, float]:
     given: dict[str, Any] = value if isinstance(value, dict) else dict.fromkeys(PHASES, value)
     if not given or not set(given) <= set(PHASES) or not all(map(is_factor, given.values())):
         raise ValueError(
-            'must be a finite number of at least 0 for both phases, or {"prefill": number, "decode": number}, of which '
+            'must be a number from 0 to 1e30 for both phases, or {"prefill": number, "decode": number}, of which '
             "one may be left out"
         )
     return {phase: float(given.get(phase, 0)) for phase in PHASES}

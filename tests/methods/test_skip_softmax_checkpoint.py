@@ -48,7 +48,12 @@ def refused(model: str, **fields: Any) -> str:
 @pytest.mark.parametrize("table", [OLD, NEW], ids=["old", "new"])
 @pytest.mark.parametrize(
     ("target", "shares"),
-    [(0.5, {"prefill": 0.5, "decode": 0.5}), ({"decode": 0.7}, {"decode": 0.7}), ({"prefill": 1}, {"prefill": 1})],
+    [
+        (0.5, {"prefill": 0.5, "decode": 0.5}),
+        ({"decode": 0.7}, {"decode": 0.7}),
+        ({"prefill": 1}, {"prefill": 1}),
+        ({"prefill": 0, "decode": 0.5}, {"decode": 0.5}),
+    ],
 )
 def test_a_share_becomes_factors(tmp_path: Path, table: dict[str, Any], target: Any, shares: dict[str, float]) -> None:
     args = resolve(checkpoint(tmp_path, table), target_sparsity=target)
@@ -64,6 +69,14 @@ def test_a_share_becomes_factors(tmp_path: Path, table: dict[str, Any], target: 
     # What a scheduler gets asks for no checkpoint.
     settings = config.settings_of(args)
     assert settings is not None and settings.config.model_dump()["threshold_scale_factor"] == pytest.approx(expected)
+
+
+def test_a_table_may_be_its_only_group(tmp_path: Path) -> None:
+    """As TensorRT-LLM's guide shows it; and a phase of which nothing is to be skipped was not calibrated."""
+    scale = {**FORMULA, "decode": BY_PHASE["decode"]}
+    model = checkpoint(tmp_path, {"threshold_scale_factor": scale})
+    found = json.loads(resolve(model, target_sparsity={"prefill": 0, "decode": 0.5}).sparse_config)
+    assert found["threshold_scale_factor"]["prefill"] == 0 < found["threshold_scale_factor"]["decode"]
 
 
 def test_coefficients_may_be_for_both_phases(tmp_path: Path) -> None:

@@ -88,6 +88,9 @@ def test_one_flag_sets_both_phases(qwen3: str, given: Any, prefill: float | None
 def test_another_prefill_method_wins(qwen3: str) -> None:
     own = resolve(qwen3, sparse_prefill_method="skip_softmax", sparse_prefill_config=json.dumps({FACTOR: 3}))
     assert factors(config.settings_of(own)) == (3.0, 25.0)
+    # Its own name says which one, and no more.
+    same = build("skip_softmax", {FACTOR: {"prefill": 1000, "decode": 9}, "layers": "2-"}, "skip_softmax", {}).prefill
+    assert same is not None and (same.config.model_dump()[FACTOR], same.config.layers) == (1000.0, "2-")
     settings = build("skip_softmax", {}, "anchor", {"theta": 9.0})
     assert settings.prefill_name == "anchor" and settings.prefill is not None
     never = build("skip_softmax", {"dense_fallback": "never", "allow_unproven": True}).prefill
@@ -97,10 +100,12 @@ def test_another_prefill_method_wins(qwen3: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({FACTOR: -1}, "--sparse-config of skip_softmax: threshold_scale_factor: got -1; must be a finite number"),
-        ({FACTOR: True}, "threshold_scale_factor: got True; must be a finite number of at least 0 for both phases, or"),
+        ({FACTOR: -1}, "--sparse-config of skip_softmax: threshold_scale_factor: got -1; must be a number"),
+        ({FACTOR: True}, "threshold_scale_factor: got True; must be a number from 0 to 1e30 for both phases, or"),
         ({FACTOR: {}}, "threshold_scale_factor: got {}"),
         ({FACTOR: {"decode": float("nan")}}, "threshold_scale_factor: got {'decode': nan}"),
+        ({FACTOR: {"decode": 1e39}}, "threshold_scale_factor: got {'decode': 1e+39}"),
+        ({FACTOR: 10**400}, "must be a number from 0 to 1e30"),
         (
             {FACTOR: {"decode": 1, "prefil": 2}},
             'or {"prefill": number, "decode": number}, of which one may be left out',
@@ -154,9 +159,11 @@ def test_a_request_may_set_each_phase(asked: Any, prefill: float, decode: float,
 @pytest.mark.parametrize(
     ("server", "params", "said"),
     [
-        ({}, {FACTOR: -1}, "threshold_scale_factor: got -1; must be a finite number of at least 0"),
+        ({}, {FACTOR: -1}, "threshold_scale_factor: got -1; must be a number from 0 to 1e30"),
         ({}, {FACTOR: {"decode": -1}}, "threshold_scale_factor: got -1"),
         ({}, {FACTOR: {"prefill": "1"}}, "threshold_scale_factor: got '1'"),
+        ({}, {FACTOR: {"decode": 1e39}}, "threshold_scale_factor: got 1e+39"),
+        ({}, {FACTOR: 10**400}, "must be a number from 0 to 1e30"),
         (
             {},
             {FACTOR: {}},

@@ -1,6 +1,7 @@
 """Compaction: which requests let go of their prompts and when, what is left free for it, and what is refused."""
 
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,14 +86,17 @@ def test_a_request_is_admitted_beside_others_only_with_room_for_a_copy() -> None
     assert state is not None
     state.compacted = True
 
-    def room(request: Any, *others: Any, running: Any = None) -> int:
+    def room(request: Any, *others: Any, running: Any = None, preempted: Sequence[Any] = ()) -> int:
         adder: Any = SimpleNamespace(
             page_size=PAGE, can_run_list=others, running_batch=running, rem_total_token_offset=7, cur_rem_token_offset=5
         )
+        adder.preempt_list = [*preempted]
+        request.sampling_params = SimpleNamespace(ignore_eos=True)
         with compact.room_for_a_copy(settings, adder, request):
             found = adder.rem_total_token_offset - 7
-            assert adder.cur_rem_token_offset == 5 + found
+            assert adder.cur_rem_token_offset == 5 + found and not request.sampling_params.ignore_eos
         assert (adder.rem_total_token_offset, adder.cur_rem_token_offset) == (7, 5)
+        assert request.sampling_params.ignore_eos
         return found
 
     # What it keeps, its window, what fills pages up, and a page for each row.
@@ -104,6 +108,24 @@ def test_a_request_is_admitted_beside_others_only_with_room_for_a_copy() -> None
     assert room(long) == room(short, done) == room(short, running=SimpleNamespace(reqs=[done, short])) == 0
     retracted = server.prefill(208, 50, tokens=3)
     assert room(short, retracted, long) == copy + 50 + 3 * PAGE
+    # SGLang would lose whom it has taken off for a request that then does not fit.
+    assert room(long, short, preempted=[done]) == 0
+
+
+def test_who_shares_a_prompt_copies_it_only_where_that_is_less_for_all() -> None:
+    server = Server()
+    sharers = [server.prefill(80) for _ in range(4)]
+    for request in sharers:
+        server.cached(request)
+    assert sharers[-1].cache_protected_len == 80
+    running(server, *sharers)
+    # Each would copy 32 tokens.
+    assert compacted(*sharers) == [False] * 4 and server.compaction.waits == 0
+    # As others end those that are left let go, one and all.
+    for request in sharers[2:]:
+        server.tree.dec_lock_ref(request.last_node)
+    running(server, *sharers[:2])
+    assert compacted(*sharers[:2]) == [True] * 2 and server.tree.protected_size() == 0
 
 
 def test_a_batch_that_is_dense_lets_go_of_nothing_and_one_with_a_compacted_row_is_not_dense() -> None:

@@ -29,8 +29,9 @@ def run(monkeypatch: pytest.MonkeyPatch):
 
 
 def named(rows: Rows, chosen: torch.Tensor) -> torch.Tensor:
-    """The slots of positions, one by one."""
+    """The slots of positions, one by one; SGLang's attention counts a token of what pads a pass, which is slot 0."""
     table = torch.full_like(chosen, -1)
+    table[len(rows.rows) :, 0] = 0
     for token, row in enumerate(rows.rows):
         for place, position in enumerate(chosen[token].tolist()):
             table[token, place] = rows.slot(row, position) if position >= 0 else -1
@@ -96,9 +97,10 @@ def test_what_reuse_costs_is_measured_and_changes_nothing(run) -> None:
     assert rows.view is not None and plain.view is not None and torch.equal(rows.view.stats, plain.view.stats)
 
 
-def test_a_native_indexer_is_left_alone_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("topk", ["native", "portable"])
+def test_a_native_indexer_is_left_alone_and_counted(topk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Rows(**PASSES["decode within a graph"])
-    backend = rows.backend({"implementation": "native"})
+    backend = rows.backend({"implementation": {"indexer": "native", "topk": topk, "attention": "native"}})
     monkeypatch.setattr(indexer, "served_backend", lambda: backend)
     asked: list[Any] = []
     for layer in LAYERS:

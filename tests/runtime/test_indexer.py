@@ -112,7 +112,9 @@ def test_decode_is_counted_and_prefill_is_not(run) -> None:
 
 
 @pytest.mark.parametrize("kind", PASSES)
-def test_attention_reads_what_was_chosen_and_no_more(kind: str, run) -> None:
+def test_attention_reads_what_was_chosen_and_no_more(kind: str, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A long prefill in one piece takes several launches.
+    monkeypatch.setattr(indexer, "ATTENDED", 7)
     rows = Rows(**PASSES[kind])
     backend = rows.backend()
     chosen = run(rows, backend, Model(rows), 0)

