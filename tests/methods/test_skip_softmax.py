@@ -71,7 +71,10 @@ def test_arguments_resolve(qwen3: str, fields: dict[str, Any], factor: float) ->
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
     [
-        ({"sparse_prefill_config": '{"threshold_scale_factor": -1}'}, "threshold_scale_factor: got -1; must be a number"),
+        (
+            {"sparse_prefill_config": '{"threshold_scale_factor": -1}'},
+            "threshold_scale_factor: got -1; must be a number",
+        ),
         ({"sparse_prefill_config": '{"threshold_scale_factor": NaN}'}, "threshold_scale_factor: got nan"),
         ({"sparse_prefill_config": '{"threshold_scale_factor": Infinity}'}, "threshold_scale_factor: got inf"),
         ({"sparse_prefill_config": '{"threshold_scale_factor": "1"}'}, "threshold_scale_factor: got '1'"),

@@ -79,6 +79,7 @@ def test_sixteen_at_once_equal_dense(server, sixteen, dense_outputs) -> None:
     assert_exact(server)
 
 
+@pytest.mark.soak
 def test_equal_without_overlap(serve, checkpoint, sixteen, dense_outputs) -> None:
     with serve(checkpoint, *CHUNKS, "--disable-overlap-schedule", config=EVERYTHING) as server:
         before = sparse_state(server)
@@ -210,6 +211,7 @@ def test_metrics_are_exported(server) -> None:
     assert "Sparse decode" in server.log()
 
 
+@pytest.mark.soak
 def test_under_retractions_and_aborts_what_finishes_equals_a_quiet_run(server, serve, checkpoint, sixteen) -> None:
     quiet = greedy(server, sixteen, tokens=LOAD_TOKENS)
     load = chaos(serve, checkpoint, sixteen, {**EVERYTHING, "rectify_interval": 8}, seconds=12.0)

@@ -234,6 +234,7 @@ def test_identity_and_rectification(serve, some) -> None:
         assert_nothing_leaked(server)
 
 
+@pytest.mark.soak
 def test_beside_anchor_and_rectification(serve, cut) -> None:
     config = {**CONFIG, "rectify_interval": 16, "check_exactness": True}
     flags = ("--chunked-prefill-size", str(2 * GROUP))

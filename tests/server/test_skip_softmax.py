@@ -144,6 +144,7 @@ def test_bad_options_are_refused(server, options: dict[str, Any], said: str) -> 
     assert caught.value.response.status_code == 400
 
 
+@pytest.mark.soak
 def test_beside_resa_and_rectification(serve, long_prompts) -> None:
     decode = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never", "rectify_interval": 16}
     flags = [*FLAGS, "--sparse-prefill-config", json.dumps(CONFIG), "--chunked-prefill-size", "512"]
