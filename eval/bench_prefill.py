@@ -183,19 +183,8 @@ def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu) -> int:
         EvaluationError: see the functions that this one calls.
     """
     found, recipe = machine(), read_recipe(args.recipe)
-    names = (
-        "method",
-        "lengths",
-        "positions",
-        "chunk",
-        "values",
-        "sparsity",
-        "dense_below",
-        "peers",
-        "heads",
-        "page_size",
-    )
-    names = (*names, "recipe", "rounds", "seed")
+    names = ("method", "lengths", "positions", "chunk", "values", "sparsity", "dense_below", "peers")
+    names = (*names, "heads", "page_size", "recipe", "rounds", "seed")
     header = {"device": found.name, "versions": versions(PACKAGES), "recipe": recipe.model_dump()}
     header["arguments"] = {name: getattr(args, name) for name in names}
     failed = False

@@ -235,7 +235,8 @@ def _pays(request: Any, span: Span) -> bool:
     while node is not None and node.parent is not None:
         shared += len(node.key) // node.lock_ref
         node = node.parent
-    return span.end - request.cache_protected_len + shared > span.end - span.start
+    # The pages up to ``span.end`` that are its own are given back, and as many are taken from ``span.start`` on.
+    return shared + span.start > request.cache_protected_len
 
 
 def _prefilled(request: Any, state: RequestState, tree: Any) -> bool:

@@ -156,6 +156,19 @@ class FakeServer:
             self.prefilled_so_far[counter] += count
 
 
+class Connected:
+    """The client of a server that runs."""
+
+    def __init__(self, url: str) -> None:
+        self.server = next(server for server in FakeServer.started if server.url == url and not server.closed)
+
+    def __enter__(self) -> FakeServer:
+        return self.server
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ``eval.bench_serving`` start and ask stand-ins."""
     monkeypatch.setattr(FakeServer, "started", [])
@@ -163,16 +176,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     def reach(args: argparse.Namespace, server: FakeServer, least: int) -> Target:
         arm = Arm("base", server, "tiny", 10**6, {}, server.sparse)  # pyright: ignore[reportArgumentType]
         return Target(arm, server.facts(), str(server.folder), None)  # pyright: ignore[reportArgumentType]
-
-    class Connected:
-        def __init__(self, url: str) -> None:
-            self.server = next(server for server in FakeServer.started if server.url == url and not server.closed)
-
-        def __enter__(self) -> FakeServer:
-            return self.server
-
-        def __exit__(self, *_: object) -> None:
-            pass
 
     monkeypatch.setattr(bench_serving, "ServerProcess", FakeServer)
     monkeypatch.setattr(bench_serving, "LiveServer", Connected)

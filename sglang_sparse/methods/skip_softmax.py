@@ -34,6 +34,7 @@ from sglang_sparse_kernels.skip_softmax_prefill import (
 
 # Beyond any context, and a number in the kernels' float32 too.
 MOST_FACTOR = 1e30
+FACTOR_RANGE = "a number from 0 to 1e30"
 
 
 def is_factor(value: Any) -> bool:
@@ -54,8 +55,7 @@ def _factor_of_prefill(value: Any) -> Any:
     factor: Any = value["prefill"] if isinstance(value, dict) and list(value) == ["prefill"] else value
     if not is_factor(factor):
         raise ValueError(
-            'must be a number from 0 to 1e30, or {"prefill": number}; that of decode belongs to --sparse-method '
-            "skip_softmax"
+            f'must be {FACTOR_RANGE}, or {{"prefill": number}}; that of decode belongs to --sparse-method skip_softmax'
         )
     return factor
 

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 
 from sglang_sparse.kernel_method import KernelMethod
 from sglang_sparse.method_config import RectifyConfig, SparseConfig
-from sglang_sparse.methods.skip_softmax import is_factor, refuse_latents
+from sglang_sparse.methods.skip_softmax import FACTOR_RANGE, is_factor, refuse_latents
 from sglang_sparse.methods.skip_softmax_checkpoint import PHASES, calibrated_fields
 from sglang_sparse_kernels.skip_softmax_decode import scratch_bytes, skip_softmax_decode
 
@@ -31,8 +31,8 @@ def _factors(value: Any) -> dict[str, float]:
     given: dict[str, Any] = value if isinstance(value, dict) else dict.fromkeys(PHASES, value)
     if not given or not set(given) <= set(PHASES) or not all(map(is_factor, given.values())):
         raise ValueError(
-            'must be a number from 0 to 1e30 for both phases, or {"prefill": number, "decode": number}, of which '
-            "one may be left out"
+            f'must be {FACTOR_RANGE} for both phases, or {{"prefill": number, "decode": number}}, of which one may be '
+            "left out"
         )
     return {phase: float(given.get(phase, 0)) for phase in PHASES}
 

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_stubs import FakeServer, after, goals_of, install, result
+from serving_stubs import Connected, FakeServer, after, goals_of, install, result
 
 from eval import bench_throughput, report
 from eval.bench_throughput import parse
 from eval.figures import report_tables
 from eval.live.record import read_rows
+from eval.parts import serving_runs
 
 SPARSE = ["--server", 'compact=--sparse-method rocketkv --sparse-config \'{"eviction": "compact"}\'']
 # Requests a second by server and batch: the dense one is best at 16.
@@ -21,16 +22,6 @@ RATES = {"dense": {8: 0.1, 16: 0.125, 32: 0.1}, "compact": {8: 0.15, 16: 0.25, 3
 def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     install(monkeypatch)
     found: list[list[str]] = []
-
-    class Connected:
-        def __init__(self, url: str) -> None:
-            self.server = next(server for server in FakeServer.started if server.url == url and not server.closed)
-
-        def __enter__(self) -> FakeServer:
-            return self.server
-
-        def __exit__(self, *_: object) -> None:
-            pass
 
     def run_judge(command: list[str], scratch: Path, log: Path) -> None:
         found.append(command)
@@ -43,12 +34,9 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(FakeServer, "step", {"dense": 0.01, "compact": 0.01})
     monkeypatch.setattr(FakeServer, "pool", {"dense": 10**6, "compact": 10**6})
-    monkeypatch.setattr(FakeServer, "flush_cache", lambda self: None, raising=False)
     monkeypatch.setattr(bench_throughput, "ServerProcess", started)
     monkeypatch.setattr(bench_throughput, "LiveServer", Connected)
     monkeypatch.setattr(bench_throughput, "run_judge", run_judge)
-    from eval.parts import serving_runs
-
     monkeypatch.setattr(bench_throughput, "reach", serving_runs.reach)
     return found
 
