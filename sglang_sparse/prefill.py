@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sglang_sparse.compact import room_for_a_copy
+from sglang_sparse.compact_running import room_for_a_copy
 from sglang_sparse.config import settings_of
 from sglang_sparse.prefill_method import PrefillSpan
 from sglang_sparse.requests import options_of, state_of
@@ -103,7 +103,7 @@ def limit_match(found: int, request: Any, *_: Any) -> int:
 def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``PrefillAdder.add_one_req``: a request's first chunk ends where it may, or waits for more budget.
 
-    And it leaves room for what requests copy of their prompts, see ``compact.py``.
+    And it leaves room for what requests copy of their prompts, see ``compact_running.py``.
     """
     if _end_where_allowed(adder, request):
         with room_for_a_copy(current_settings(), adder, request):

@@ -127,7 +127,7 @@ SEAMS = (
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.update_running_batch",
         "AFTER",
-        "compact:compact_running",
+        "compact_running:compact_running",
         "scheduler",
         "rocketkv: a request lets go of its prompt and holds what it keeps of it",
     ),

@@ -1,9 +1,9 @@
-"""Servers, and scripts with engines, forked from a process that has imported what SGLang stands on.
+"""Servers, and scripts with engines, forked from a process that has imported SGLang and what it stands on.
 
-A server is three processes, and each imports torch, transformers and what they bring: 70 of the 75 CPU seconds that a
-start takes. SGLang itself and its plugins are imported by every server anew, with that server's environment. What
-differs from ``python -m sglang.launch_server``: the scheduler and the detokenizer are forks of the main process, hooks
-included. The demo and the tests of the CPU platform start servers the plain way.
+A server is three processes, and each imports torch, transformers, SGLang and its models: nearly all the CPU time that a
+start takes. What differs from ``python -m sglang.launch_server``: the scheduler and the detokenizer are forks of the
+main process, hooks included, and plugins find SGLang's modules imported. The demo and the tests of the CPU platform
+start servers the plain way.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ IMPORTS = [
     "fastapi",
     "pandas",
     "scipy.stats",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.models.registry",
 ]
 
 
@@ -39,6 +41,15 @@ def _context() -> ForkServerContext:
     return context
 
 
+def _read_again() -> None:
+    """What SGLang reads of the environment while it is imported, of the variables that tests set."""
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
+
+
 def _run(command: list[str], env: dict[str, str], log: str) -> None:
     """Become ``python`` with these arguments: ``-m`` and a module, or a script, and then its own."""
     os.setsid()
@@ -46,6 +57,7 @@ def _run(command: list[str], env: dict[str, str], log: str) -> None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.clear()
     os.environ.update(env)
+    _read_again()
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: (

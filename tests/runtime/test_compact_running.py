@@ -13,7 +13,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang_sparse import compact, config
+from sglang_sparse import compact_running, config
 from sglang_sparse.plan import plan_decode
 from sglang_sparse.requests import parse_options, state_of
 
@@ -25,7 +25,7 @@ def running(server: Server, *requests: Any) -> Any:
     lengths = torch.tensor([request.kv_committed_len + 1 for request in requests])
     batch = SimpleNamespace(reqs=[*requests], seq_lens_cpu=lengths, batch_is_full=True)
     server.args.sparse_config = server.settings.config.model_dump_json()
-    compact.compact_running(batch, server.scheduler)
+    compact_running.compact_running(batch, server.scheduler)
     return batch
 
 
@@ -92,7 +92,7 @@ def test_a_request_is_admitted_beside_others_only_with_room_for_a_copy() -> None
         )
         adder.preempt_list = [*preempted]
         request.sampling_params = SimpleNamespace(ignore_eos=True)
-        with compact.room_for_a_copy(settings, adder, request):
+        with compact_running.room_for_a_copy(settings, adder, request):
             found = adder.rem_total_token_offset - 7
             assert adder.cur_rem_token_offset == 5 + found and not request.sampling_params.ignore_eos
         assert (adder.rem_total_token_offset, adder.cur_rem_token_offset) == (7, 5)
@@ -175,4 +175,4 @@ def test_a_server_that_does_not_compact_does_nothing() -> None:
     for method, fields in (("rocketkv", {}), ("resa", {})):
         args = SimpleNamespace(sparse_method=method, sparse_config=json.dumps(fields))
         assert config.settings_of(args) is not None  # pyright: ignore[reportArgumentType]
-        compact.compact_running(SimpleNamespace(), SimpleNamespace(server_args=args))
+        compact_running.compact_running(SimpleNamespace(), SimpleNamespace(server_args=args))
