@@ -1,6 +1,7 @@
 """What every Triton kernel here needs at launch: the device's properties and dependent launch."""
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -11,28 +12,52 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 LOG2_E = 1.4426950408889634
 # Rows and columns of the smallest product that tensor cores compute.
 MIN_DOT = 16
-# A grid for the interpreter, which has no device to ask.
-_CPU_PROCESSORS = 4
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What launches go by.
+
+    Attributes:
+        capability: what the device can do, by NVIDIA's numbers.
+        processors: streaming multiprocessors.
+        shared_memory: bytes that a program may have at most.
+    """
+
+    capability: tuple[int, int]
+    processors: int
+    shared_memory: int
+
+
+# What launches on CPU tensors go by: in the interpreter an Ampere, which has no float8, with few processors. Whoever
+# compiles for a GPU that is not there puts its properties here.
+stand_in = Properties((8, 0), 4, 166912)
 
 
 @functools.cache
+def _properties(device: torch.device) -> Properties:
+    found = torch.cuda.get_device_properties(device)
+    return Properties((found.major, found.minor), found.multi_processor_count, found.shared_memory_per_block_optin)
+
+
+def properties(device: torch.device) -> Properties:
+    """What launches on ``device`` go by."""
+    return stand_in if device.type == "cpu" else _properties(device)
+
+
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors of ``device``."""
-    if device.type == "cpu":
-        return _CPU_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return properties(device).processors
 
 
-@functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """What ``device`` can do, by NVIDIA's numbers; the interpreter counts as Ampere, which has no float8."""
-    return (8, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+    """What ``device`` can do, by NVIDIA's numbers."""
+    return properties(device).capability
 
 
-@functools.cache
 def dependent_launch(device: torch.device) -> bool:
     """Whether kernels may be launched before the previous one of the stream has finished (Hopper and later)."""
-    return torch.version.cuda is not None and capability(device) >= (9, 0)
+    return torch.version.cuda is not None and properties(device).capability >= (9, 0)
 
 
 @triton.jit

@@ -5,14 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse_kernels import block_mass, block_topp, sparse_decode, sparse_mla_decode
+from sglang_sparse_kernels import block_mass, block_topp, launch, sparse_decode, sparse_mla_decode
 from sglang_sparse_kernels.block_mass import cases as mass_cases
 from sglang_sparse_kernels.block_mass import triton as mass_kernels
 from sglang_sparse_kernels.block_topp import cases as topp_cases
 from sglang_sparse_kernels.sparse_decode import cases as decode_cases
-from sglang_sparse_kernels.sparse_decode import triton as decode_kernels
 from sglang_sparse_kernels.sparse_mla_decode import cases as mla_cases
-from sglang_sparse_kernels.sparse_mla_decode import triton as mla_kernels
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -114,8 +112,7 @@ def test_sparse_mla_decode(case: Any, usual: int | None, device: str, allocated:
 
 def test_a_batch_that_fills_the_device_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row in pieces keeps each piece's result, per head its mean and the logarithm of its sum of weights."""
-    for kernels in (decode_kernels, mla_kernels):
-        monkeypatch.setattr(kernels, "num_processors", lambda _: 132)
+    monkeypatch.setattr(launch, "stand_in", launch.Properties((9, 0), 132, 232448))
     cpu = torch.device("cpu")
     mla = [sparse_mla_decode.scratch_bytes(rows, 128, 512, 4096, 16, BF16, cpu) for rows in (1, 16, 64, 256, 4096)]
     assert mla == [64 * 128 * (512 * 2 + 4), 16 * 4 * 128 * 1028, 0, 0, 0]

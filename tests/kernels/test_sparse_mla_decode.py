@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_sparse_kernels.launch import properties
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import reference, sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import triton as kernels
@@ -210,7 +211,7 @@ def test_default_tiles_fit_the_heads_the_blocks_and_the_device(
 @pytest.mark.parametrize("case", [case for case in CASES if case.gpu_only and case.heads >= 64], ids=str)
 def test_every_default_on_the_gpu(case: Case, config: Config, device: str) -> None:
     arguments = poisoned(make(case, device))
-    if config.shared_memory > kernels._shared_memory(arguments["q_nope"].device):
+    if config.shared_memory > properties(arguments["q_nope"].device).shared_memory:
         pytest.skip("more shared memory than this device has")
     if config.block_tokens < case.block_size:
         pytest.skip("for smaller blocks")

@@ -4,16 +4,14 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.runtime import driver
 
-from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
+from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors, properties
 from ..sparse_decode.triton import combine, load_ids, num_splits, split_results, token_slots
 
 # Rows of the smallest product that Hopper's warpgroup instructions compute.
@@ -215,7 +213,7 @@ def plan(
     Returns:
         Its parameters, the heads and the blocks of a tile, and the splits of each row.
     """
-    config = config or default_config(num_heads, block_size, _shared_memory(device))
+    config = config or default_config(num_heads, block_size, properties(device).shared_memory)
     block_heads = min(config.block_heads, max(MIN_DOT, triton.next_power_of_2(num_heads)))
     tile_blocks = max(config.block_tokens, block_size) // block_size
     programs = config.programs_per_processor * num_processors(device)
@@ -282,12 +280,3 @@ def default_config(num_heads: int, block_size: int, shared_memory: int) -> Confi
         if fits and config.block_heads <= padded_heads:
             return config
     return CONFIGS[-1]
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have at most."""
-    if device.type == "cpu":
-        return CONFIGS[0].shared_memory
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return driver.active.utils.get_device_properties(index)["max_shared_mem"]

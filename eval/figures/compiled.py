@@ -1,0 +1,43 @@
+"""What kernels take on GPUs that were not at hand: a table of ``eval.compile_kernels``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.figures.report_tables import Column, table, text
+from eval.live.record import read_rows
+
+FLOAT8 = "float8_e4m3fn"
+KIB = 1024
+
+
+def compiled(path: Path) -> str:
+    """Most shared memory of a program by operation and compute capability, and what stands in the way."""
+    header, *found = read_rows(path)
+    rows: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in found:
+        rows.setdefault(row["operation"], {}).setdefault(row["target"], []).append(row)
+    limits = {name: facts["shared_memory"] for name, facts in header["targets"].items()}
+    lines = [
+        {"operation": operation, **{name: _cell(mine, limits[name]) for name, mine in by_target.items()}}
+        for operation, by_target in rows.items()
+    ]
+    columns: list[Column] = [("operation", text("operation")), *((name, text(name)) for name in limits)]
+    return table(lines, columns)
+
+
+def _cell(rows: Sequence[dict[str, Any]], limit: int) -> str:
+    kernels = [kernel for row in rows for kernel in row["kernels"]]
+    failed = [row for row in rows if row["failed"]]
+    if other := [row["failed"] for row in failed if FLOAT8 not in row["dtypes"]]:
+        return f"no: {other[0]}"
+    if not kernels:
+        return "no float8"
+    most = max(kernel["shared_bytes"] for kernel in kernels)
+    if most > limit:
+        return f"needs {most / KIB:.0f} KiB, has {limit / KIB:.0f}"
+    remarks = ["no float8"] if failed else []
+    remarks += ["spills"] if any(kernel["stack_bytes"] for kernel in kernels) else []
+    return ", ".join([f"{most / KIB:.0f} KiB", *remarks])

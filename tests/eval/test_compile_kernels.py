@@ -1,0 +1,62 @@
+"""Compiling kernels for GPUs that are not there, in a process whose kernels are not interpreted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval import compile_kernels
+from eval.figures.compiled import compiled
+
+
+def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "eval.compile_kernels", "--out", str(out), *arguments]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(command, capture_output=True, text=True, env={**env, "TRITON_CACHE_DIR": str(out.parent)})
+
+
+def test_every_operation_with_kernels_is_compiled() -> None:
+    kernels = Path(compile_kernels.__file__).parent.parent / "kernels" / "sglang_sparse_kernels"
+    assert set(compile_kernels.OPERATIONS) == {path.parent.name for path in kernels.glob("*/triton.py")}
+
+
+def test_rows_say_what_a_kernel_takes(tmp_path: Path) -> None:
+    done = run(out := tmp_path / "compiled.jsonl", "--targets", "8.0,12.0", "--operations", "page_table")
+    assert done.returncode == 0, done.stderr
+    header, *rows = map(json.loads, out.read_text().splitlines())
+    assert header["targets"]["12.0"] == {"capability": [12, 0], "processors": 170, "shared_memory": 101376}
+    assert {row["target"] for row in rows} == {"8.0", "12.0"} and not any(row["failed"] for row in rows)
+    kernels = [kernel for row in rows for kernel in row["kernels"]]
+    assert {kernel["kernel"] for kernel in kernels} == {"_page_table_kernel"}
+    assert all(0 < kernel["registers"] < 256 and kernel["stack_bytes"] == 0 for kernel in kernels)
+
+
+def test_what_nobody_knows_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        compile_kernels.main(["--out", str(tmp_path / "x"), "--targets", "9.1"])
+    assert "--targets: got 9.1, allowed: 7.5, 8.0, 8.6, 8.9, 9.0, 10.0, 12.0" in capsys.readouterr().err
+
+
+def row(target: str, shared: int, stack: int = 0, failed: str | None = None, dtypes: tuple[str, ...] = ()) -> str:
+    kernel = {"kernel": "k", "registers": 40, "stack_bytes": stack, "shared_bytes": shared}
+    fields = {"id": "x", "operation": "op", "target": target, "dtypes": dtypes, "failed": failed}
+    return json.dumps({"kind": "item", **fields, "kernels": [] if failed else [kernel]})
+
+
+def test_the_table_says_where_kernels_do_not_run(tmp_path: Path) -> None:
+    limits = {"8.0": 166912, "8.9": 101376}
+    targets = {name: {"capability": [8, 0], "processors": 1, "shared_memory": limits[name]} for name in limits}
+    header = {"kind": "header", "command": compile_kernels.COMMAND, "targets": targets}
+    path = tmp_path / "compiled.jsonl"
+
+    def cells(*rows: str) -> list[str]:
+        path.write_text("\n".join([json.dumps(header), *rows]) + "\n")
+        return [cell.strip() for cell in compiled(path).splitlines()[-1].split("|")[2:-1]]
+
+    assert cells(row("8.0", 102400), row("8.0", 2048), row("8.9", 102400)) == ["100 KiB", "needs 100 KiB, has 99"]
+    fp8 = row("8.0", 0, failed="no such type", dtypes=("bfloat16", "float8_e4m3fn"))
+    assert cells(row("8.0", 1024), fp8, row("8.9", 1024, stack=16)) == ["1 KiB, no float8", "1 KiB, spills"]
+    assert cells(row("8.0", 0, failed="broken"), row("8.9", 0)) == ["no: broken", "0 KiB"]
