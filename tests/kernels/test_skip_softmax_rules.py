@@ -13,6 +13,17 @@ from sglang_sparse_kernels.skip_softmax_prefill import Span, make_plan
 from sglang_sparse_kernels.skip_softmax_prefill.cases import Case, make
 
 
+def add_faint_block(arguments: dict[str, Any], tile: slice) -> None:
+    """Let the first head's queries of ``tile`` see the keys 32 to 47 with a logit of -3, all others with 0.
+
+    What is skipped then does not depend on the numbers drawn, which are others on a GPU.
+    """
+    arguments["q"][:, :, 0] = arguments["k_cache"][:, :, 0] = 0.0
+    arguments["q"][tile, 0] = 0.0
+    arguments["q"][tile, 0, 0] = 1.0
+    arguments["k_cache"][row_slots(arguments, 0, 48)[32:], 0, 0] = -3.0 / arguments["sm_scale"]
+
+
 @pytest.mark.parametrize("run", [run_reference, run_triton])
 def test_each_row_has_its_threshold_and_dense_spans_have_none(run: Any, device: str) -> None:
     case = Case((40, 40, 0), (30, 30, 90), 16, 1, 2, 64, FP16, FP16)
@@ -70,6 +81,9 @@ def test_chunks_of_whole_tiles_equal_one_piece(run: Any, device: str) -> None:
 def test_a_tile_is_a_function_of_the_tokens_before_its_end(run: Any, device: str) -> None:
     """Not of how long the prompt is: the threshold goes by the position. And it does depend on the rest of the tile."""
     arguments = make(Case((0,), (112,), 16, 1, 2, 64, FP16, FP16), device)
+    add_faint_block(arguments, slice(80, 96))
+    # To the last queries it is the largest: a tile that has them reads it.
+    arguments["q"][90:96, 0, 0] = -1.0
     whole = run(arguments)
     equal = []
     for length in (96, 90):
@@ -104,6 +118,7 @@ def test_broken_keys_show_and_leave_no_row_empty(run: Any, broken: float, device
 @pytest.mark.parametrize("run", [run_reference, run_triton])
 def test_a_query_that_is_broken_keeps_the_blocks_of_its_tile(run: Any, device: str) -> None:
     arguments = with_factor(make(PLAIN, device), 1e9)
+    add_faint_block(arguments, slice(64, 80))
     clean = dense(arguments, PLAIN)
     sparse = run(arguments)
     arguments["q"][70, 0] = NAN

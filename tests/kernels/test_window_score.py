@@ -61,12 +61,12 @@ def naive(arguments: dict[str, Any], row: int, head: int, without: int = -1) -> 
     length, window = arguments["lengths"][row].item(), arguments["q"].shape[1]
     size, group = arguments["page_size"], arguments["q"].shape[2] // arguments["k_cache"].shape[1]
     slots = [arguments["page_table"][row, token // size].item() * size + token % size for token in range(length)]
-    keys = arguments["k_cache"][slots, head].double()
+    keys = arguments["k_cache"][slots, head].double().cpu()
     importance = torch.zeros(length, dtype=torch.float64)
     first = length - min(arguments["n_window"][row].item(), window, length)
     for position in range(first, length):
         for member in range(group):
-            query = arguments["q"][row, window - length + position, head * group + member].double()
+            query = arguments["q"][row, window - length + position, head * group + member].double().cpu()
             logits = keys[: position + 1] @ query * arguments["sm_scale"] * arguments["k_scale"]
             logits[without : without + 1] = -INF
             importance[: position + 1] += logits.softmax(dim=0)
