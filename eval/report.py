@@ -54,6 +54,7 @@ BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", r
 
 PROFILE = "profile-qwen3-1.7b-1x256k"
 THETA = ("theta-tiny-gqa", "theta-structured")
+SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b")
 KEPT = ("niah-tiny-gqa-rocketkv", "niah-tiny-gqa-random_kept")
 # Which goals are whose.
 GOALS = {
@@ -91,9 +92,10 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "rectification-books": lambda: report_tables.rectification(_file("ppl-rectify-book")),
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
-    **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA)},
+    **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA, *SERVING)},
     "compare-niah": partial(_file, "niah", COMPARISON),
     "compare-long-generation": partial(_file, "long_generation", COMPARISON),
+    "crossover": lambda: CROSSOVERS,
 }
 
 

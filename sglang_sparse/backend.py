@@ -13,6 +13,7 @@ from sglang_sparse.config import settings_of
 from sglang_sparse.decode_path import SPLIT, DecodePath
 from sglang_sparse.delegate import DelegatingBackend
 from sglang_sparse.layers import parse_layers
+from sglang_sparse.pass_rows import divider_of
 from sglang_sparse.plan import DecodePlan, plan_decode, usual_selection
 from sglang_sparse.prefill_path import PrefillPath
 from sglang_sparse.stats import Counters
@@ -58,6 +59,7 @@ class SparseAttentionBackend(DelegatingBackend):
     Attributes:
         first_layer: the first sparse layer of a pass.
         indexed: what a selection in the model keeps for the layers of a pass.
+        divide: divides rows among rectifying passes; None where one pass is as good.
     """
 
     _OWN = frozenset(
@@ -69,6 +71,7 @@ class SparseAttentionBackend(DelegatingBackend):
             "keeps",
             "first_layer",
             "indexed",
+            "divide",
             "_pools",
             "_decoding",
             "_config",
@@ -88,15 +91,16 @@ class SparseAttentionBackend(DelegatingBackend):
         self.method = settings.method
         self.method.adopt(runner.model_config)
         self._config = settings.config
+        self.indexed: IndexerBatch | None = None
         self._pools: pools.AuxPools = getattr(runner.token_to_kv_pool, pools.ATTRIBUTE)
         self.first_layer = min(self._pools.layers, default=-1)
-        self.indexed: IndexerBatch | None = None
         model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
         self._decoding = DecodePath(self.method, self._pools, runner.token_to_kv_pool, model)
         max_blocks = -(-runner.req_to_token_pool.req_to_token.shape[1] // self.method.block_size)
         usual = usual_selection(self.method, max_blocks)
         self._limits = (model.num_kv_heads, max_blocks, usual, self.method.block_size)
         device = self._pools.overflow.device
+        self.divide = divider_of(runner.server_args.get_attention_backends()[0], model, device)
         if settings.name and self.method.has_crossover:
             found = crossover.find(settings, model, device)
             self.method.crossover_tokens = found.tokens
@@ -106,8 +110,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self.prefill: PrefillPath | None = None
         if settings.prefill:
             layers = parse_layers(settings.prefill.config.layers, model.num_layers)
-            pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
-            page = self._config.page_size
+            pool, table, page = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token, self._config.page_size
             self.prefill = PrefillPath(settings.prefill, layers, pool, table, page, model.num_q_heads)
             logger.info("sglang_sparse: prefill %s, %s", settings.prefill_name, self.prefill.describe(model.num_layers))
         self.keeps = make_path(self.method, self._pools, runner, model.num_kv_heads)
@@ -154,11 +157,8 @@ class SparseAttentionBackend(DelegatingBackend):
         if not self._pools.layers:
             return
         self._graph_view = self._allocate(max_bs)
-        logger.info(
-            "sglang_sparse: %.1f MiB of static buffers for decode graphs up to batch size %d, beside the KV pool",
-            self._graph_view.nbytes / 2**20,
-            max_bs,
-        )
+        said = "sglang_sparse: %.1f MiB of static buffers for decode graphs up to batch size %d, beside the KV pool"
+        logger.info(said, self._graph_view.nbytes / 2**20, max_bs)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare an eager forward pass."""

@@ -2,9 +2,10 @@
 
 Source: "Rectified Sparse Attention" (ReSA), section 2.3. The scheduler keeps seeing one decode batch. Where some of its
 rows are due, the one decode forward becomes an extend pass over their approximate tokens and the newest one, dense and
-in the slots they already have, and a decode pass over the other rows; their logits are put together in the order of
-the batch. The newest token is not forwarded yet, so the extend pass *is* the due rows' decode step: f tokens cost f - 1
-sparse steps and one dense pass. (The paper re-encodes after the step; here the two are merged.)
+in the slots they already have (several, where that is faster: ``pass_rows.py``), and a decode pass over the other rows;
+their logits are put together in the order of the batch. The newest token is not forwarded yet, so the extend pass *is*
+the due rows' decode step: f tokens cost f - 1 sparse steps and one dense pass. (The paper re-encodes after the step;
+here the two are merged.)
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sglang_sparse.requests import state_of
 
 if TYPE_CHECKING:
     from sglang_sparse.config import Settings
+    from sglang_sparse.pass_rows import Divide
     from sglang_sparse.stats import RectifyCounts
 
 logger = logging.getLogger(__name__)
@@ -74,12 +76,14 @@ class Rectification:
         due: rows that are rectified, ascending.
         spans: what is re-encoded of each of them.
         late: steps that each of them waited beyond its interval.
+        parts: which of them, as indices of ``due``, share a pass.
     """
 
     outer_batch: Any
     due: list[int]
     spans: list[Span]
     late: list[int]
+    parts: list[list[int]]
 
     @property
     def rest(self) -> list[int]:
@@ -93,8 +97,11 @@ def pass_tokens(server_args: Any) -> int:
     return prefill_chunk(server_args) or sys.maxsize
 
 
-def plan_step(settings: Settings, batch: Any, max_tokens: int) -> Rectification | None:
-    """Decide which rows of a prepared decode batch are rectified in this step, in a pass of ``max_tokens``."""
+def plan_step(settings: Settings, batch: Any, max_tokens: int, divide: Divide | None = None) -> Rectification | None:
+    """Decide which rows of a prepared decode batch are rectified in this step, of ``max_tokens`` together.
+
+    They share one pass, unless ``divide`` says otherwise, see ``pass_rows.Divider.divide``.
+    """
     lengths = batch.seq_lens_cpu.tolist()
     states = [state_of(request) for request in batch.reqs]
     exact = [
@@ -109,7 +116,9 @@ def plan_step(settings: Settings, batch: Any, max_tokens: int) -> Rectification 
     if not due:
         return None
     spans = [Span(batch.reqs[row], exact[row], lengths[row]) for row in due]
-    return Rectification(batch, due, spans, [max(0, pending[row] - intervals[row]) for row in due])
+    late = [max(0, pending[row] - intervals[row]) for row in due]
+    parts = divide([(span.tokens, span.end) for span in spans]) if divide else [list(range(len(due)))]
+    return Rectification(batch, due, spans, late, parts)
 
 
 def run_step(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +127,7 @@ def run_step(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, 
     if settings is None or worker.is_draft_worker or batch is None or not batch.forward_mode.is_decode():
         return original(worker, batch, *args, **kwargs)
     backend = worker.model_runner.attn_backend
-    backend.rectifying = plan_step(settings, batch, pass_tokens(worker.server_args))
+    backend.rectifying = plan_step(settings, batch, pass_tokens(worker.server_args), backend.divide)
     try:
         return original(worker, batch, *args, **kwargs)
     finally:
@@ -126,7 +135,7 @@ def run_step(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, 
 
 
 def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``ModelRunner.forward``: the extend pass over due rows, then the decode pass over the others.
+    """Around ``ModelRunner.forward``: the extend passes over due rows, then the decode pass over the others.
 
     In this order, because a decode graph publishes that the step has read ``req_to_token`` before it is replayed.
 
@@ -142,8 +151,11 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
 
     batch, rest = step.outer_batch, step.rest
     device = batch.seq_lens.device
-    newest = batch.input_ids[to_device(step.due, torch.int64, device)]
-    passes = [(step.due, extend_view(batch, step.spans, newest))]
+    passes = []
+    for part in step.parts:
+        due = [step.due[index] for index in part]
+        newest = batch.input_ids[to_device(due, torch.int64, device)]
+        passes.append((due, extend_view(batch, [step.spans[index] for index in part], newest)))
     if rest:
         passes.append((rest, decode_view(batch, rest)))
     _count(runner.attn_backend.counters.rectify, step, bool(rest))
@@ -158,7 +170,7 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
             return_hidden_states_before_norm=False,
         )
         output = original(runner, inner, *args, **kwargs)
-        if rows is step.due and device.type == "cuda" and not output.can_run_graph:
+        if rows is not rest and device.type == "cuda" and not output.can_run_graph:
             _say_eager()
         found = output.logits_output.next_token_logits
         if logits is None:

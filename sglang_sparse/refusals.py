@@ -25,6 +25,9 @@ from sglang_sparse.method_config import PAGE_SIZES, SparseConfig
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
 
+# NVIDIA's number of the first GPUs on which kernels read float8.
+FLOAT8 = (8, 9)
+
 
 def refusal(args: SparseServerArgs, settings: Settings, gpu: bool) -> str | None:
     """Say why a server would not start, or None: all that a start asks, in its order.
@@ -224,9 +227,23 @@ def _require_dtypes(args: SparseServerArgs, settings: Settings, gpu: bool | None
             f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales; "
             f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(allowed)}"
         )
+    if cache == "fp8_e4m3" and gpu is None and on_gpu():
+        _require_float8(settings)
     if dtype == "float32" and on_gpu(gpu):
         raise SparseArgumentError(
             f"{settings.flag}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
+        )
+
+
+def _require_float8(settings: Settings) -> None:
+    """Refuse fp8 KV on a GPU for which Triton does not compile it: the first request would end the server."""
+    import torch
+
+    found = torch.cuda.get_device_capability()
+    if found < FLOAT8:
+        raise SparseArgumentError(
+            f"{settings.flag}: fp8 KV needs a GPU of compute capability {FLOAT8[0]}.{FLOAT8[1]} or later, and this one "
+            f"has {found[0]}.{found[1]}; allowed: --kv-cache-dtype auto"
         )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from model_configs import CONFIGS, write_config
 from sglang.srt.plugins import load_plugins
 
@@ -210,6 +211,15 @@ def test_dtypes_that_the_kernels_cannot_read(qwen3: str) -> None:
     message = refused(qwen3, dtype="float16", kv_cache_dtype="bf16")
     assert "KV cache dtype is bf16 and the model's is float16" in message and "allowed: auto, fp8_e4m3" in message
     assert "torch_native writes fp8 KV without its scales" in refused(qwen3, kv_cache_dtype="fp8_e4m3")
+
+
+def test_fp8_on_a_gpu_that_has_none(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config.settings_of(resolve(qwen3))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    with pytest.raises(ValueError, match=r"8\.9 or later, and this one has 8\.6; allowed: --kv-cache-dtype auto$"):
+        refusals._require_float8(settings)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    refusals._require_float8(settings)
 
 
 def test_full_prefill_graphs(qwen3: str) -> None:

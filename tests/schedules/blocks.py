@@ -85,7 +85,7 @@ COMPACT_VARIANTS: tuple[dict[str, Any], ...] = (
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},
-    {"overlap": False, "config": {"rectify_interval": 3, "rectify_on_finish": True, "layers": "0"}},
+    {"overlap": False, "config": {"rectify_interval": 3, "rectify_on_finish": True, "layers": "0"}, "apart": True},
     {"overlap": True, "config": {"rectify_interval": 5, "rectify_on_finish": True, "rectify_max_batch": 1}},
     {"overlap": False, "config": CROSSING},
     *PREFILL_VARIANTS,
@@ -94,7 +94,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": False, "config": {"rectify_interval": 0}},
     {"overlap": True, "config": {"rectify_interval": 0, "summary_dtype": "bf16"}},
     {"overlap": False, "page_size": 1, "config": {"rectify_interval": 4, "min_pages": 6}},
-    {"overlap": True, "config": {**CROSSING, "rectify_on_finish": True}},
+    {"overlap": True, "config": {**CROSSING, "rectify_on_finish": True}, "apart": True},
     {"overlap": False, "page_size": 16, "config": {"rectify_interval": 7}},
     *COMPACT_VARIANTS,
 )
@@ -131,6 +131,7 @@ class Block:
             "mixed": "on" if options.mixed else "off",
             "method": options.method,
             "radix": "on" if options.radix else "off",
+            "apart": "on" if options.apart else "off",
             "steps": self.steps,
             "first-seed": seed,
             "schedules": 1,

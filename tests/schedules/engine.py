@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,7 @@ class EngineOptions:
         mixed: SGLang's mixed chunk: rows decode within the batches of prompts.
         method: the decode method.
         radix: whether there is a radix tree.
+        apart: rectify each row in a pass of its own, as long rows are on a GPU.
     """
 
     overlap: bool
@@ -55,6 +56,7 @@ class EngineOptions:
     mixed: bool = False
     method: str = "resa"
     radix: bool = True
+    apart: bool = False
 
     @property
     def pages(self) -> int:
@@ -121,6 +123,7 @@ class Engine:
         ended: why each request ended, by id.
         cached_tokens: prompt tokens that came from the tree.
         compaction: what requests must hold that have let go of their prompts; None where none do.
+        divided: passes of rows that were rectified in one step.
     """
 
     def __init__(self, options: EngineOptions, model: Path):
@@ -145,8 +148,16 @@ class Engine:
         publish(args, role="scheduler")
         self.scheduler: Any = scheduler_module.Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
         self.compaction = Compactions.of(self.runner)
+        self.divided = 0
+        if options.apart:
+            self.runner.attn_backend.divide = self._apart
         self.forget()
         self._detach()
+
+    def _apart(self, rows: Sequence[tuple[int, int]]) -> list[list[int]]:
+        self.divided += len(rows) if len(rows) > 1 else 0
+        # Not in the order of the batch, as by length.
+        return [[row] for row in reversed(range(len(rows)))]
 
     def forget(self) -> None:
         """Empty the sink."""

@@ -49,6 +49,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mixed", choices=["on", "off"], default="off", help="rows decode within batches of prompts")
     parser.add_argument("--method", choices=["resa", "rocketkv"], default="resa", help="of decode")
     parser.add_argument("--radix", choices=["on", "off"], default="on", help="whether there is a radix tree")
+    parser.add_argument("--apart", choices=["on", "off"], default="off", help="rectify each row in a pass of its own")
     parser.add_argument("--vary", action="store_true", help="blocks take turns with VARIANTS of the above")
     parser.add_argument("--vary-compact", action="store_true", help="likewise with COMPACT_VARIANTS")
     parser.add_argument(
@@ -157,7 +158,7 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
         options = EngineOptions(
             overlap, args.page_size, args.slots, args.chunk, args.config, args.prefill, args.mixed == "on", args.method
         )
-        options = replace(options, radix=args.radix == "on")
+        options = replace(options, radix=args.radix == "on", apart=args.apart == "on")
         if variants:
             options = replace(options, **variants[number % len(variants)])
         blocks.append(Block(first, min(first + args.block, end) - 1, args.steps, options, args.sabotage))

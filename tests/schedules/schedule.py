@@ -36,6 +36,7 @@ class Counts:
     cached_tokens: int = 0
     rectified_tokens: int = 0
     finish_tokens: int = 0
+    divided: int = 0
     mixed_rows: int = 0
     compacted: int = 0
     compact_waits: int = 0
@@ -108,7 +109,8 @@ class Schedule:
         backend = self.engine.runner.attn_backend
         counts, keeps = backend.counters.rectify, backend.keeps.snapshot() if backend.keeps else {}
         compacted = {name: keeps.get(name, 0) for name in ("compacted", "compact_waits")}
-        return {"rectified_tokens": counts.tokens, "finish_tokens": counts.finish_tokens, **compacted}
+        rectified = {"rectified_tokens": counts.tokens, "finish_tokens": counts.finish_tokens}
+        return {**rectified, "divided": self.engine.divided, **compacted}
 
     def _receive(self) -> list[Any]:
         """Called by the event loop where it would read its sockets."""
