@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from eval.figures import (
+    compiled,
     crossover,
     goals,
     heatmap,
@@ -77,6 +78,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "profile": lambda: profile.before_and_after(_file(f"{PROFILE}-before"), _file(PROFILE)),
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
     "crossover": lambda: crossover.crossover_table(CROSSOVERS),
+    "compiled": lambda: compiled.compiled(_file("compiled-kernels")),
     "goals": lambda: goals.goals_table(RESULTS),
     **{f"goals-{method}": partial(goals.goals_table, RESULTS, ids=ids) for method, ids in GOALS.items()},
     "prefill": lambda: prefill.prefill(RESULTS / "bench_prefill.jsonl"),

@@ -14,7 +14,7 @@ KIB = 1024
 
 
 def compiled(path: Path) -> str:
-    """Most shared memory of a program by operation and compute capability, and what stands in the way."""
+    """Most shared memory of a program that fits, by operation and compute capability, and what stands in the way."""
     header, *found = read_rows(path)
     rows: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in found:
@@ -29,15 +29,16 @@ def compiled(path: Path) -> str:
 
 
 def _cell(rows: Sequence[dict[str, Any]], limit: int) -> str:
-    kernels = [kernel for row in rows for kernel in row["kernels"]]
     failed = [row for row in rows if row["failed"]]
     if other := [row["failed"] for row in failed if FLOAT8 not in row["dtypes"]]:
         return f"no: {other[0]}"
-    if not kernels:
+    built = [row["kernels"] for row in rows if row["kernels"]]
+    if not built:
         return "no float8"
-    most = max(kernel["shared_bytes"] for kernel in kernels)
-    if most > limit:
-        return f"needs {most / KIB:.0f} KiB, has {limit / KIB:.0f}"
-    remarks = ["no float8"] if failed else []
-    remarks += ["spills"] if any(kernel["stack_bytes"] for kernel in kernels) else []
-    return ", ".join([f"{most / KIB:.0f} KiB", *remarks])
+    needed = [max(kernel["shared_bytes"] for kernel in kernels) for kernels in built]
+    fitting, larger = [most for most in needed if most <= limit], [most for most in needed if most > limit]
+    remarks = [f"{max(fitting) / KIB:.0f} KiB"] if fitting else []
+    remarks += [f"{len(larger)} of {len(needed)} cases need {max(larger) / KIB:.0f}"] if larger else []
+    remarks += ["no float8"] if failed else []
+    remarks += ["spills"] if any(kernel["stack_bytes"] for kernels in built for kernel in kernels) else []
+    return ", ".join(remarks)

@@ -56,7 +56,9 @@ def test_the_table_says_where_kernels_do_not_run(tmp_path: Path) -> None:
         path.write_text("\n".join([json.dumps(header), *rows]) + "\n")
         return [cell.strip() for cell in compiled(path).splitlines()[-1].split("|")[2:-1]]
 
-    assert cells(row("8.0", 102400), row("8.0", 2048), row("8.9", 102400)) == ["100 KiB", "needs 100 KiB, has 99"]
+    large = row("8.9", 102400)
+    assert cells(row("8.0", 102400), row("8.0", 2048), large) == ["100 KiB", "1 of 1 cases need 100"]
+    assert cells(row("8.0", 2048), row("8.9", 2048), large) == ["2 KiB", "2 KiB, 1 of 2 cases need 100"]
     fp8 = row("8.0", 0, failed="no such type", dtypes=("bfloat16", "float8_e4m3fn"))
     assert cells(row("8.0", 1024), fp8, row("8.9", 1024, stack=16)) == ["1 KiB, no float8", "1 KiB, spills"]
     assert cells(row("8.0", 0, failed="broken"), row("8.9", 0)) == ["no: broken", "0 KiB"]
