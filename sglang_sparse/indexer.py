@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from sglang_sparse import index_counts
 from sglang_sparse_kernels import index_keys
+from sglang_sparse_kernels.index_choice import GPU_LOGITS_BYTES, slots_of
 from sglang_sparse_kernels.index_logits import index_logits
 from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
@@ -24,10 +25,8 @@ from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseAttentionBackend
 
-# Of the logits of a prefill, which are made for as many queries at a time as fit. Choosing from them takes several
-# times as much on a CPU. SGLang's own logits may be larger than those on a GPU.
+# As `GPU_LOGITS_BYTES`: choosing from logits takes several times as much on a CPU.
 LOGITS_BYTES = 32 * 2**20
-GPU_LOGITS_BYTES = 256 * 2**20
 # Queries whose slots are looked up at a time: 16 MiB of 64-bit places at a selection of 2048.
 LOOKED_UP = 1024
 # Queries whose attention is one launch: its grid has room for 65,535.
@@ -83,29 +82,6 @@ class IndexerBatch:
             self.slots[mine] = slots_of(self.chosen[mine], self.page_table, self.rows[mine], offsets)
             # A query that pads the pass sees nothing; SGLang's attention counts one token of it, and -1 is none.
             self.slots[mine, :1].clamp_(min=0)
-
-
-def slots_of(
-    chosen: torch.Tensor, page_table: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor | None
-) -> torch.Tensor:
-    """What positions are called in the KV cache.
-
-    Args:
-        chosen: ``[queries, n]`` int32, positions within each query's row, or -1.
-        page_table: ``[rows, pages]`` int32, pages of 64 tokens.
-        rows: ``[queries]`` int32.
-        offsets: ``[queries]``: number the tokens from these on instead.
-
-    Returns:
-        ``[queries, n]`` int32, -1 where ``chosen`` is.
-    """
-    if offsets is not None:
-        found = chosen + offsets[:, None]
-    else:
-        places = chosen.clamp(min=0)
-        pages = page_table[rows[:, None], places // index_keys.PAGE_SIZE]
-        found = pages * index_keys.PAGE_SIZE + places % index_keys.PAGE_SIZE
-    return torch.where(chosen < 0, -1, found).int()
 
 
 def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int, topk: int) -> IndexerBatch:

@@ -1,4 +1,5 @@
-"""What kernels are timed on, and how: for ``eval.bench_kernels`` and ``eval.bench_mla``."""
+"""What kernels are timed on, and how: for ``eval.bench_kernels``, ``eval.bench_mla`` and
+``eval.bench_dsa``."""
 
 from __future__ import annotations
 

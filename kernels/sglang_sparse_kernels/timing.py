@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 MIN_CALLS = 40
+# Microseconds: of calls so long that `MIN_CALLS` take more than that, fewer say as much.
+LONG_REPLAY = 50_000.0
 # A graph of more would take long to capture.
 MAX_CALLS = 1000
 # Microseconds. The launch of a graph takes about 8, which are then a hundredth of what is timed.
@@ -67,16 +69,30 @@ def calls_for(calls: int, us: float) -> int:
     return max(calls, min(MAX_CALLS, math.ceil(MIN_REPLAY / us)))
 
 
+def first_calls(runs: int, us: float) -> int:
+    """How many calls the graph has that says how long one takes: each run once at least.
+
+    Args:
+        runs: to be captured.
+        us: microseconds of one of them without a graph, which may be far more than with one.
+    """
+    return max(runs, min(MIN_CALLS, math.ceil(LONG_REPLAY / us)))
+
+
 def capture(runs: Sequence[Run]) -> Graph:
     """Capture a call for each layer as one CUDA graph, over and over until a replay takes long enough (`calls_for`).
 
     Args:
         runs: one call a layer, each already called once.
     """
-    for run in runs:
-        run()
-    torch.cuda.synchronize()
-    first = _captured(runs, max(MIN_CALLS, len(runs)))
+
+    def once() -> None:
+        for run in runs:
+            run()
+
+    once()
+    us = timed(once) / len(runs)
+    first = _captured(runs, first_calls(len(runs), us))
     calls = calls_for(first.calls, min(first() for _ in range(PROBES)))
     return first if calls == first.calls else _captured(runs, calls)
 
