@@ -2,7 +2,7 @@
 
 Two selections are compared over a sample of queries by ``overlap``, the least share of a query's tokens that both have,
 and ``off_by``: of the tokens that one has and the other has not, the largest distance of a logit in float64 from that
-of the last token chosen, relative to it.
+of the last token chosen, relative to it. Tokens with that very logit are as good as each other, and do not differ.
 """
 
 from __future__ import annotations
@@ -58,14 +58,17 @@ class Sample:
     def differ(self, one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
         """``overlap`` and ``off_by`` of two selections."""
         last = self.logits[self.best].min()
-        apart = (self.logits - last).abs()[one ^ other] / last.abs()
-        return int((one & other).sum()) / int(one.sum()), apart.max().item() if len(apart) else 0.0
+        apart = (self.logits - last).abs()
+        differing = (one ^ other) & (apart > 0)
+        # As many were taken by either, but one may have taken in their place what is as good as the last.
+        overlap = 1 - max(int((one & differing).sum()), int((other & differing).sum())) / int(one.sum())
+        return overlap, (apart[differing].max() / last.abs()).item() if differing.any() else 0.0
 
 
-def samples(step: Step) -> list[Sample]:
-    """At most `SAMPLED` queries of the first layer, spread evenly; none for attention."""
+def samples(step: Step, most: int = SAMPLED) -> list[Sample]:
+    """At most so many queries of the first layer, spread evenly; none for attention."""
     queries = step.shape.queries
-    count = min(SAMPLED, queries)
+    count = min(most, queries)
     places = [i * (queries - 1) // max(1, count - 1) for i in range(count)]
     return [] if step.op == ATTEND else [_sample(step, step.layers[0], query) for query in places]
 

@@ -20,8 +20,9 @@ from eval.figures import goals, report_tables
 from eval.figures.dsa import ATTEND, AUTO, DECODE, DECODE_TOPK, NATIVE, OPS, PORTABLE, PREFILL, PREFILL_TOPK
 from eval.live.record import read_rows
 from eval.parts.dsa_inputs import FP8, Layer, Shape, Step
-from eval.parts.dsa_quality import Judge, samples
+from eval.parts.dsa_quality import Judge, kept, samples
 from eval.parts.dsa_table import TABLE, failed, floor, summarise, with_ratios
+from eval.parts.kernel_machine import Machine, gpu
 from eval.parts.kernel_table import Implementation
 from sglang_sparse import native_indexer
 from sglang_sparse_kernels.timing import Run
@@ -140,7 +141,9 @@ def test_how_two_selections_differ() -> None:
     other[one.best & (one.logits == kth)] = False
     other[~one.best & (one.logits == beyond)] = True
     overlap, off_by = one.differ(one.best, other)
-    assert overlap == 69 / 70 and off_by == pytest.approx(float((kth - beyond) / kth))
+    assert overlap == 1 - 1 / 70 and off_by == pytest.approx(float((kth - beyond) / kth))
+    one.logits[one.logits == beyond] = kth
+    assert one.differ(one.best, other) == (1, 0)
     with pytest.raises(ValueError, match="there is no output"):
         Judge(step, [], 2).quality(TABLE[0], None)
 
@@ -240,6 +243,42 @@ def test_bad_input(
     assert bench_dsa.main(["--out", str(out), *options.split()]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("eval.bench_dsa: ") and message in line and not out.exists()
+
+
+def agreement(shape: Shape, op: str, found: Machine, most: int, replays: int) -> dict[str, Any]:
+    """How the selections of all differ from SGLang's, by who made them; whether replays chose the same tokens."""
+    step = Step(shape, op, found.device, 2)
+    judge = Judge(step, samples(step, most), replays)
+    rows = {}
+    for one in of(op):
+        runs = kept(one).prepare(step)
+        rows[one.name] = judge.quality(one, runs[0]())
+        judge.capture(found.capture, runs)
+        rows[one.name]["repeatable"] = judge.repeatable[one.name]
+    return rows
+
+
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize(("shape", "op"), [(SHAPE, DECODE), (PROMPT, PREFILL)])
+def test_all_agree_on_every_query(shape: Shape, op: str) -> None:
+    rows = agreement(shape, op, replace(machine(), capture=again), 100, 3)
+    for name in (AUTO, PORTABLE):
+        assert rows[name] == {"overlap": 1, "off_by": 0, "native_overlap": 1, "native_off_by": 0, "repeatable": True}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU, for which SGLang's kernels are",
+)
+@pytest.mark.parametrize(
+    ("shape", "op"), [(Shape(8, 8192), DECODE), (Shape(1, 8192, chunk=2048), PREFILL)], ids=["decode", "prefill"]
+)
+def test_native_and_portable_agree_on_a_gpu(shape: Shape, op: str) -> None:
+    rows = agreement(shape, op, gpu(), 64, 100)
+    for name in (AUTO, PORTABLE):
+        assert rows[name]["repeatable"], (name, rows)
+        assert rows[name]["native_overlap"] >= 0.999 and rows[name]["native_off_by"] <= 1e-4, (name, rows)
 
 
 @pytest.mark.gpu
