@@ -17,7 +17,7 @@ from eval.figures.dsa import ATTEND, DECODE, DECODE_TOPK, PREFILL, PREFILL_TOPK
 from eval.parts.kernel_inputs import layers_beyond
 from eval.parts.mla_inputs import QUERY_BYTES, SM_SCALE
 from eval.texts.lengths import short_length
-from sglang_sparse_kernels.index_choice import GPU_LOGITS_BYTES, select, slots_of
+from sglang_sparse_kernels.index_choice import queries_at_once, select, slots_of
 from sglang_sparse_kernels.index_keys import PAGE_SIZE
 from sglang_sparse_kernels.index_keys import reference as index_keys
 from sglang_sparse_kernels.index_logits import index_logits
@@ -163,7 +163,7 @@ class Step:
         self.last_slots = torch.zeros(shape.batch, dtype=torch.int64, device=device)
         # A server counts in decode alone.
         self.stats = None if shape.chunk else torch.zeros(4, dtype=torch.int64, device=device)
-        self.at_once = max(1, GPU_LOGITS_BYTES // (4 * self.width)) if shape.chunk else shape.batch
+        self.at_once = queries_at_once(self.width, self.rows.device) if shape.chunk else shape.batch
         self.layers = [self._layer() for _ in tqdm(range(layers), desc=f"inputs of {shape.name}, {op}", leave=False)]
 
     def _normal(self, *shape: int) -> torch.Tensor:
@@ -222,7 +222,7 @@ class Step:
             out = layer.chosen[mine, None], layer.counts[mine]
             table = self.positions.expand(len(scores), -1)
             page_topk(scores[:, None], table, seen, self.wanted[mine], self.shape.topk, out, self.stats)
-            layer.slots[mine] = slots_of(layer.chosen[mine], self.page_table, rows, None)
+            slots_of(layer.chosen[mine], self.page_table, rows, None, layer.slots[mine])
             layer.slots[mine, :1].clamp_(min=0)
         return layer.slots
 
