@@ -10,10 +10,11 @@ which are given, and sparse attention over given slots. Each is done by SGLang (
 Hopper, and what it has beside that), by this project's kernels (``portable``), and a selection also by this project's
 choice behind SGLang's logits (``auto``, what a server with ``--sparse-method dsa`` runs where there are such).
 
-All are captured as CUDA graphs of several layers, each with inputs of its own that together are larger than the L2
-cache, and replayed in turn (A/B/A/B). A row has the median time of a layer and its spread; ``over_floor`` is that time
-over what moving each byte once takes at the memory's ceiling, or the products at the tensor cores', whichever is longer
-(``floor_us``); ``native_ratio`` is against the fastest of SGLang's implementations over a cache of the same dtype.
+Decode is captured as CUDA graphs of several layers, each with inputs of its own that together are larger than the L2
+cache, which are replayed in turn (A/B/A/B); prefill is called in turn without a graph, as in a server. A row has the
+median time of a layer and its spread; ``over_floor`` is that time over what moving each byte once takes at the memory's
+ceiling, or the products at the tensor cores', whichever is longer (``floor_us``); ``native_ratio`` is against the
+fastest of SGLang's implementations over a cache of the same dtype.
 
 Quality beside speed, over a sample of queries: the share of the tokens that a selection has in common with the highest
 logits in float64 (``overlap``) and how far off the others are (``off_by``), the same against SGLang's selection, and
@@ -108,7 +109,9 @@ def measure(
         raise EvaluationError(
             f"{layers} layers of {shape.name}, {op}, do not fit into the memory of {machine.name}"
         ) from error
-    machine = replace(machine, capture=partial(judge.capture, machine.capture))
+    # A server has no graph of a prompt's selection either, whose kernels take longer than their launches.
+    timed = machine.repeat if shape.chunk else machine.capture
+    machine = replace(machine, capture=partial(judge.capture, timed))
     rows = Bench(COMMAND, shape.name, machine, rounds).measure(
         [kept(one) for one in plan],
         step,

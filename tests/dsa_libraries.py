@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from eval.parts import dsa_native
 from eval.parts.dsa_inputs import FP8, Shape
 from sglang_sparse_kernels.index_keys.reference import parts
 
@@ -140,4 +139,3 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_buf_accessor, "GetKAndS", Keys)
     monkeypatch.setattr(quant_k_cache, "quantize_k_cache", lambda cache: cache.float())
     monkeypatch.setattr(flash_attention, "flash_attn_with_kvcache", fa3)
-    monkeypatch.setattr(dsa_native, "QUANTISED_PAGES", 3)

@@ -31,6 +31,9 @@ KEY_BYTES = INDEX_DIM + 4
 FP8 = torch.float8_e4m3fn
 # Of SGLang's float8 layout: the latent, a float32 scale for every 128 of it, and the rotated dimensions in bfloat16.
 FP8_SCALED = 128
+# Of the cache that attention reads. It does not see how long a row is, only which slots were chosen; that of 32 rows of
+# 128k would have more elements than 32 bits count, and a kernel that counts so would end the process.
+MOST_SLOTS = 1 << 21
 # Logits of one layer that are kept for a selection alone.
 LOGITS = (DECODE_TOPK, PREFILL_TOPK)
 
@@ -180,10 +183,13 @@ class Step:
         q = weights = buffer = logits = attending = cache = given = out = nothing
         if self.op == ATTEND:
             attending = self._normal(shape.batch, shape.heads, shape.latent + shape.rope)
-            cache = self._normal(self.num_pages * PAGE_SIZE, shape.latent + shape.rope)
-            # Sorted, as this project gives them; SGLang's are in no order.
-            places = [self._some_positions() for _ in range(shape.batch)]
-            given = slots_of(torch.stack(places), self.page_table, self.rows, None)
+            slots = min(self.num_pages * PAGE_SIZE, MOST_SLOTS)
+            cache = self._normal(slots, shape.latent + shape.rope)
+            given = chosen.clone()
+            wanted = min(shape.topk, shape.length)
+            some = torch.randperm(slots - PAGE_SIZE, device=device, generator=self._random)[: shape.batch * wanted]
+            # No token twice. Sorted, as this project gives them; SGLang's are in no order.
+            given[:, :wanted] = (PAGE_SIZE + some).view(shape.batch, wanted).sort(-1).values
             out = torch.empty(shape.batch, shape.heads, shape.latent, dtype=torch.bfloat16, device=device)
         elif self.op in LOGITS:
             logits = torch.randn(shape.queries, self.width, device=device, generator=self._random)
@@ -195,13 +201,6 @@ class Step:
                 index_keys.store(*self._quantized(len(slots), INDEX_DIM), slots, buffer)
         counts = self.wanted[:, None].clone()
         return Layer(chosen, counts, torch.empty_like(chosen), q, weights, buffer, logits, attending, cache, given, out)
-
-    def _some_positions(self) -> torch.Tensor:
-        order = torch.randperm(self.shape.length, device=self.device, generator=self._random)
-        chosen = torch.full((self.shape.topk,), -1, dtype=torch.int32, device=self.device)
-        some = order[: self.shape.topk].sort().values
-        chosen[: len(some)] = some.int()
-        return chosen
 
     def slots(self) -> torch.Tensor:
         """The slots of each row's tokens, ``[batch, length]`` int64."""

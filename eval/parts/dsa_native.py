@@ -24,8 +24,6 @@ DSA = "sglang.kernels.ops.attention.dsa"
 TOPK_BACKEND = "sglang.srt.layers.attention.dsa.dsa_topk_backend"
 TOPK_V2 = "sglang.kernels.ops.attention.dsv4.topk"
 FLASH_ATTENTION = "sglang.kernels.ops.attention.flash_attention"
-# Pages that are quantised at a time: the kernel counts elements in 32 bits.
-QUANTISED_PAGES = 1 << 14
 
 Logits = Callable[[Layer], torch.Tensor]
 
@@ -171,10 +169,7 @@ def flashmla_kv(step: Step) -> list[Run]:
 
     def made(layer: Layer) -> Run:
         paged = layer.cache.view(-1, PAGE_SIZE, 1, layer.cache.shape[1])
-        parts = [quantise(some) for some in paged.split(QUANTISED_PAGES)]
-        # As bytes: not every torch joins float8.
-        cache = torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
-        pages = (cache, no_table, step.wanted, shape.latent, plan, splits)
+        pages = (quantise(paged), no_table, step.wanted, shape.latent, plan, splits)
         options = {"softmax_scale": SM_SCALE, "indices": layer.given[:, None], "is_fp8_kvcache": True}
 
         def run() -> torch.Tensor:

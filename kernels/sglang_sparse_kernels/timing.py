@@ -1,4 +1,4 @@
-"""Times graphs of kernels in turn. What needs a GPU is `capture` alone."""
+"""Times graphs of kernels in turn. What needs a GPU are `capture` and `repeated` alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 
 MIN_CALLS = 40
-# Microseconds: of calls so long that `MIN_CALLS` take more than that, fewer say as much.
-LONG_REPLAY = 50_000.0
 # A graph of more would take long to capture.
 MAX_CALLS = 1000
 # Microseconds. The launch of a graph takes about 8, which are then a hundredth of what is timed.
@@ -69,18 +67,22 @@ def calls_for(calls: int, us: float) -> int:
     return max(calls, min(MAX_CALLS, math.ceil(MIN_REPLAY / us)))
 
 
-def first_calls(runs: int, us: float) -> int:
-    """How many calls the graph has that says how long one takes: each run once at least.
-
-    Args:
-        runs: to be captured.
-        us: microseconds of one of them without a graph, which may be far more than with one.
-    """
-    return max(runs, min(MIN_CALLS, math.ceil(LONG_REPLAY / us)))
-
-
 def capture(runs: Sequence[Run]) -> Graph:
     """Capture a call for each layer as one CUDA graph, over and over until a replay takes long enough (`calls_for`).
+
+    Args:
+        runs: one call a layer, each already called once.
+    """
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    first = _captured(runs, max(MIN_CALLS, len(runs)))
+    calls = calls_for(first.calls, min(first() for _ in range(PROBES)))
+    return first if calls == first.calls else _captured(runs, calls)
+
+
+def repeated(runs: Sequence[Run]) -> Replay:
+    """A call for each layer without a graph: for calls that take far longer than their launches.
 
     Args:
         runs: one call a layer, each already called once.
@@ -90,11 +92,7 @@ def capture(runs: Sequence[Run]) -> Graph:
         for run in runs:
             run()
 
-    once()
-    us = timed(once) / len(runs)
-    first = _captured(runs, first_calls(len(runs), us))
-    calls = calls_for(first.calls, min(first() for _ in range(PROBES)))
-    return first if calls == first.calls else _captured(runs, calls)
+    return lambda: timed(once) / len(runs)
 
 
 def _captured(runs: Sequence[Run], calls: int) -> Graph:
