@@ -101,7 +101,7 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
         refusals.require_after(self, settings)
         implementation.leave_graphs(self, settings)
     names = dict.fromkeys((settings.name, settings.prefill_name))
-    risks = map(limits.unproven, names) if refusals.on_gpu() else ()
+    risks = map(limits.unproven, names) if limits.on_gpu() else ()
     for text in (*settings.method.warnings(), *filter(None, risks)):
         logger.warning("sglang_sparse: %s", text)
 

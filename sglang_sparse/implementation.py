@@ -6,15 +6,15 @@ Decided once, in the main process, from the GPU, the dtypes and what is installe
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import SparseArgumentError
-from sglang_sparse.methods.dsa import AUTO, NATIVE, PORTABLE, REFERENCE, STAGES, Dsa
+from sglang_sparse.limits import on_gpu
+from sglang_sparse.methods.dsa import AUTO, NATIVE, PORTABLE, REFERENCE, STAGES, Dsa, DsaConfig
 
 if TYPE_CHECKING:
     from sglang_sparse.config import Settings, SparseServerArgs
@@ -27,6 +27,8 @@ NATIVE_MAJORS = (9, 10)
 NATIVE_PACKAGES: Mapping[str, str] = {"indexer": "deep_gemm", "topk": "sgl_kernel", "attention": "sgl_kernel"}
 # The least that multiplies bfloat16.
 LEAST_CAPABILITY = (8, 0)
+# One that runs all there is.
+BEST = (9, 0)
 # SGLang's selection in prefill is compiled for this number of tokens.
 NATIVE_TOPK = 2048
 # The backend of SGLang in whose place the portable attention stands.
@@ -56,7 +58,7 @@ class Facts:
     share_layers: int = 1
 
 
-def resolve(asked: Mapping[str, str], facts: Facts) -> dict[str, str]:
+def resolve(asked: Mapping[Any, str], facts: Facts) -> dict[str, str]:
     """Choose an implementation for every stage.
 
     Where a stage is left to "auto", the indexer and the attention are native if they can be, and the selection is not:
@@ -152,43 +154,54 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def settle(args: SparseServerArgs, settings: Settings) -> None:
+def settle(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) -> Settings:
     """Put the choice into a server's config, and into those arguments of SGLang's that follow from it.
 
     Args:
         args: the server's, before SGLang resolves what depends on the model.
         settings: the methods; not changed.
+        gpu: whether the server's machine has a GPU; None: it is this one.
+
+    Returns:
+        The methods with the choice.
 
     Raises:
         SparseArgumentError: the choice that was asked for cannot be made, or an argument contradicts it.
     """
-    if not isinstance(settings.method, Dsa):
-        return
+    config = settings.config
+    if not isinstance(config, DsaConfig):
+        return settings
+    try:
+        found = resolve(config.implementation, _facts(args, config, gpu))
+    except ValueError as error:
+        raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
+    chosen = config.model_copy(update={"implementation": found})
+    args.sparse_config = chosen.model_dump_json()
+    if on_gpu(gpu) and found["attention"] != NATIVE:
+        _take_slot(args, settings, found["attention"])
+    return replace(settings, method=Dsa(chosen))
+
+
+def _facts(args: Any, config: DsaConfig, asked: bool | None) -> Facts:
+    """Those of this machine. A GPU that is asked about and not here is the best one: what it refuses, all others do."""
     import torch
 
     from sglang_sparse_kernels import dispatch
 
-    gpu = torch.cuda.is_available()
+    gpu, here = on_gpu(asked), torch.cuda.is_available()
     # Where the operations would run decides how.
-    reference = dispatch.use_reference(torch.empty(0, device="meta" if gpu else "cpu"))
+    reference = dispatch.use_reference(torch.empty(0, device="meta" if gpu else "cpu")) if gpu == here else not gpu
+    packages = NATIVE_PACKAGES.values()
     model = _model(args)
-    config = json.loads(str(args.sparse_config))
-    facts = Facts(
-        torch.cuda.get_device_capability() if gpu else None,
-        frozenset(name for name in NATIVE_PACKAGES.values() if find_spec(name)),
+    return Facts(
+        (torch.cuda.get_device_capability() if here else BEST) if gpu else None,
+        frozenset(name for name in packages if find_spec(name)) if gpu == here else frozenset(packages),
         reference,
         args.kv_cache_dtype,
         model.num_attention_heads // args.tp_size,
         model.hf_text_config.index_topk,
-        config["index_share_layers"],
+        config.index_share_layers,
     )
-    try:
-        found = resolve(config["implementation"], facts)
-    except ValueError as error:
-        raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
-    args.sparse_config = json.dumps({**config, "implementation": found})
-    if gpu and found["attention"] != NATIVE:
-        _take_slot(args, settings, found["attention"])
 
 
 def _take_slot(args: Any, settings: Settings, attention: str) -> None:

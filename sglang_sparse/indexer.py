@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from sglang_sparse import index_counts
 from sglang_sparse_kernels import index_keys
+from sglang_sparse_kernels.index_choice import queries_at_once, slots_of
 from sglang_sparse_kernels.index_logits import index_logits
 from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
@@ -24,12 +25,6 @@ from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseAttentionBackend
 
-# Of the logits of a prefill, which are made for as many queries at a time as fit. Choosing from them takes several
-# times as much on a CPU. SGLang's own logits may be larger than those on a GPU.
-LOGITS_BYTES = 32 * 2**20
-GPU_LOGITS_BYTES = 256 * 2**20
-# Queries whose slots are looked up at a time: 16 MiB of 64-bit places at a selection of 2048.
-LOOKED_UP = 1024
 # Queries whose attention is one launch: its grid has room for 65,535.
 ATTENDED = 1 << 15
 
@@ -80,32 +75,9 @@ class IndexerBatch:
         """Fill ``slots`` for some queries."""
         if self.slots is not None:
             offsets = None if self.offsets is None else self.offsets[mine]
-            self.slots[mine] = slots_of(self.chosen[mine], self.page_table, self.rows[mine], offsets)
+            slots_of(self.chosen[mine], self.page_table, self.rows[mine], offsets, self.slots[mine])
             # A query that pads the pass sees nothing; SGLang's attention counts one token of it, and -1 is none.
             self.slots[mine, :1].clamp_(min=0)
-
-
-def slots_of(
-    chosen: torch.Tensor, page_table: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor | None
-) -> torch.Tensor:
-    """What positions are called in the KV cache.
-
-    Args:
-        chosen: ``[queries, n]`` int32, positions within each query's row, or -1.
-        page_table: ``[rows, pages]`` int32, pages of 64 tokens.
-        rows: ``[queries]`` int32.
-        offsets: ``[queries]``: number the tokens from these on instead.
-
-    Returns:
-        ``[queries, n]`` int32, -1 where ``chosen`` is.
-    """
-    if offsets is not None:
-        found = chosen + offsets[:, None]
-    else:
-        places = chosen.clamp(min=0)
-        pages = page_table[rows[:, None], places // index_keys.PAGE_SIZE]
-        found = pages * index_keys.PAGE_SIZE + places % index_keys.PAGE_SIZE
-    return torch.where(chosen < 0, -1, found).int()
 
 
 def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int, topk: int) -> IndexerBatch:
@@ -136,8 +108,7 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
         if forward_batch.forward_mode.is_extend():
             rows = _padded(metadata.token_to_batch_idx, tokens)
             if int(metadata.max_seq_len_k) > topk:
-                most = LOGITS_BYTES if table.device.type == "cpu" else GPU_LOGITS_BYTES
-                at_once = max(1, most // (4 * width))
+                at_once = queries_at_once(width, table.device)
     chosen = torch.where(numbers[:topk] < wanted[:, None], numbers[:topk], -1)
     last_slots = torch.zeros(tokens, dtype=torch.int64, device=table.device)
     counts = wanted[:, None].clone()
@@ -149,8 +120,8 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
         slots=slots,
         offsets=offsets if offsets is None else _padded(offsets, tokens),
     )
-    for first in range(0, 0 if at_once else tokens, LOOKED_UP):
-        batch.look_up(slice(first, first + LOOKED_UP))
+    if not at_once:
+        batch.look_up(slice(tokens))
     return batch
 
 

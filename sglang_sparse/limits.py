@@ -247,3 +247,10 @@ def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> 
         if found not in sizes:
             return f"its {name} is {found}; allowed: {', '.join(map(str, sizes))}"
     return None
+
+
+def on_gpu(asked: bool | None = None) -> bool:
+    """Whether a server has a GPU: as asked about, or as this machine says."""
+    import torch
+
+    return torch.cuda.is_available() if asked is None else asked

@@ -221,3 +221,13 @@ class DecodeMethod(ABC):
             device: where the batch runs.
         """
         return 0
+
+    def selection_bytes(self, queries: int, width: int, device: torch.device) -> int:
+        """Return the bytes that choosing takes for a moment in prefill, of a method whose model chooses there.
+
+        Args:
+            queries: tokens of the largest pass.
+            width: tokens of a row, at most.
+            device: where the pass runs.
+        """
+        return 0

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.config import settings_of
-from sglang_sparse.indexer import served_backend, slots_of
+from sglang_sparse.indexer import served_backend
 from sglang_sparse.methods.dsa import Dsa
-from sglang_sparse_kernels.page_topk import page_topk
+from sglang_sparse_kernels.index_choice import select, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,35 +61,6 @@ def choose(
     if topk_indices_offset_override is not None:
         offsets = topk_indices_offset_override
     return slots_of(chosen, batch.real_page_table, rows, offsets)
-
-
-def select(logits: torch.Tensor, lengths: torch.Tensor, topk: int, first: torch.Tensor | None) -> torch.Tensor:
-    """Choose from logits whose rows begin anywhere.
-
-    It counts nothing: SGLang's lengths give a row that pads a pass a token, see ``index_counts.count_native``.
-
-    Args:
-        logits: ``[queries, columns]`` float32; with ``first`` it is overwritten outside of each query's tokens.
-        lengths: ``[queries]`` int32, tokens of each query.
-        topk: most that a query takes.
-        first: ``[queries]`` int32, column of each query's first token; None: 0.
-
-    Returns:
-        ``[queries, topk]`` int32, positions from ``first`` on, ascending, then -1.
-    """
-    queries, width = logits.shape
-    columns = torch.arange(width, dtype=torch.int32, device=logits.device)
-    seen = lengths
-    if first is not None:
-        start = first[:, None]
-        # Nothing else has a say then: each query has at least as many tokens of its own as it takes.
-        logits = logits.masked_fill_((columns < start) | (columns >= start + lengths[:, None]), float("-inf"))
-        seen = torch.full_like(lengths, width)
-    chosen = torch.full((queries, topk), -1, dtype=torch.int32, device=logits.device)
-    counts = torch.zeros(queries, 1, dtype=torch.int32, device=logits.device)
-    wanted = lengths.clamp(max=topk)
-    page_topk(logits.contiguous()[:, None], columns.expand(queries, -1), seen, wanted, topk, (chosen[:, None], counts))
-    return chosen if first is None else torch.where(chosen < 0, -1, chosen - first[:, None])
 
 
 def schedule(original: Callable[..., torch.Tensor], lengths: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_sparse import implementation
 from sglang_sparse.config import Settings, SparseArgumentError, prefill_chunk
 from sglang_sparse.keep_method import KeepMethod
 from sglang_sparse.layers import parse_layers
@@ -17,6 +18,7 @@ from sglang_sparse.limits import (
     RECTIFY_LIMITS,
     FlagLimit,
     ModelLimit,
+    on_gpu,
     refuse_gpu,
 )
 from sglang_sparse.method import DecodeMethod
@@ -40,17 +42,10 @@ def refusal(args: SparseServerArgs, settings: Settings, gpu: bool) -> str | None
     try:
         require_before(args, settings, gpu)
         require_model(args, settings)
-        require_after(args, settings, gpu)
+        require_after(args, implementation.settle(args, settings, gpu), gpu)
     except SparseArgumentError as error:
         return str(error)
     return None
-
-
-def on_gpu(asked: bool | None = None) -> bool:
-    """Whether a server has a GPU: as asked about, or as this machine says."""
-    import torch
-
-    return torch.cuda.is_available() if asked is None else asked
 
 
 def require_before(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) -> None:

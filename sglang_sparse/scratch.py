@@ -54,9 +54,10 @@ def needs(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> 
     if settings.prefill:
         yield of_prefill(settings, kvc, model)
     if settings.name:
-        need = of_decode(settings, kvc, model, table_width)
-        if need.nbytes:
-            yield need
+        found = [of_decode(settings, kvc, model, table_width)]
+        if settings.method.selects_in_model:
+            found.append(of_selection(settings, kvc, table_width))
+        yield from (need for need in found if need.nbytes)
     if isinstance(settings.method, KeepMethod):
         yield of_prompts(settings.method, settings.flag, kvc, model)
 
@@ -105,6 +106,21 @@ def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int)
         settings.flag,
         ", ".join(passes for passes in (graphs, others) if passes),
         "--max-running-requests" + (", --cuda-graph-max-bs-decode" if graphs else ""),
+    )
+
+
+def of_selection(settings: Settings, kvc: Any, table_width: int) -> Need:
+    """What choosing takes in a pass of prefill where the model chooses; see ``needs``.
+
+    Not charged is what grows with the tokens of the pass alone, a few KB of the 1.5 MB that SGLang leaves for each.
+    """
+    tokens = most_query_tokens(kvc.server_args, kvc.model_config.context_len)
+    return Need(
+        settings.method.selection_bytes(tokens, table_width, torch.device(kvc.device)),
+        "prefill",
+        settings.flag,
+        f"passes of up to {tokens} tokens",
+        "--chunked-prefill-size",
     )
 
 

@@ -36,7 +36,7 @@ def machine(*micros: float) -> Machine:
 
         return replay
 
-    return Machine("a test", "cpu", 0, capture, lambda: True)
+    return Machine("a test", "cpu", 0, capture, lambda: True, capture)
 
 
 def exact(step: Step, scale: float = SM_SCALE) -> list[Run]:

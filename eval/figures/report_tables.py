@@ -279,7 +279,8 @@ def any_table(path: Path) -> str:
     known |= {"eval.bench_decode": lambda p: decode([p])}
     # Imported here, because their tables are made with this module's functions.
     modules = {"eval.profile_decode": "profile", "eval.bench_serving": "serving"}
-    modules |= {"eval.bench_prefill": "prefill", "eval.bench_mla": "mla", "eval.bench_throughput": "throughput"}
+    modules |= {"eval.bench_prefill": "prefill", "eval.bench_mla": "mla", "eval.bench_dsa": "dsa"}
+    modules |= {"eval.bench_throughput": "throughput"}
     if command in modules:
         name = modules[command]
         return getattr(importlib.import_module(f"eval.figures.{name}"), name)(path)

@@ -1,4 +1,5 @@
-"""What kernels are timed on, and how: for ``eval.bench_kernels`` and ``eval.bench_mla``."""
+"""What kernels are timed on, and how: for ``eval.bench_kernels``, ``eval.bench_mla`` and
+``eval.bench_dsa``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from eval.live.counters import EvaluationError
 from eval.parts.kernel_rows import Row, timing
 from eval.parts.kernel_table import UNAVAILABLE, Implementation, StepT, report_unavailable
-from sglang_sparse_kernels.timing import Replay, Run, capture, in_turn, usable
+from sglang_sparse_kernels.timing import Replay, Run, capture, in_turn, repeated, usable
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Machine:
         l2_bytes: size of its L2 cache.
         capture: makes calls, one a layer, into something that can be timed again and again.
         usable: whether it can go on after an error.
+        repeat: makes long calls, one a layer, into something that can be timed, as `capture` does.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Machine:
     l2_bytes: int
     capture: Callable[[Sequence[Run]], Replay]
     usable: Callable[[], bool]
+    repeat: Callable[[Sequence[Run]], Replay] = repeated
 
 
 def gpu() -> Machine:

@@ -206,6 +206,7 @@ LEGS: tuple[Leg, ...] = (
             ),
         ),
     ),
+    Leg("dsa", (Command("eval.bench_dsa", "bench_dsa.jsonl", goals=("K7", "K8", "K12", "K13")),)),
     Leg("framework", (Command("eval.bench_framework", "bench_framework.jsonl", goals=("K5", "K11")),)),
     Leg(
         "prefill",

@@ -1,4 +1,4 @@
-"""Times graphs of kernels in turn. What needs a GPU is `capture` alone."""
+"""Times graphs of kernels in turn. What needs a GPU are `capture` and `repeated` alone."""
 
 from __future__ import annotations
 
@@ -79,6 +79,20 @@ def capture(runs: Sequence[Run]) -> Graph:
     first = _captured(runs, max(MIN_CALLS, len(runs)))
     calls = calls_for(first.calls, min(first() for _ in range(PROBES)))
     return first if calls == first.calls else _captured(runs, calls)
+
+
+def repeated(runs: Sequence[Run]) -> Replay:
+    """A call for each layer without a graph: for calls that take far longer than their launches.
+
+    Args:
+        runs: one call a layer, each already called once.
+    """
+
+    def once() -> None:
+        for run in runs:
+            run()
+
+    return lambda: timed(once) / len(runs)
 
 
 def _captured(runs: Sequence[Run], calls: int) -> Graph:

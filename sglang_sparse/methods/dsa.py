@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from sglang_sparse.limits import INDEXER_LIMITS, INDEXER_PAGE, refuse_sizes
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.method_config import Crossover, MethodConfig
-from sglang_sparse_kernels import sparse_mla_decode
+from sglang_sparse_kernels import index_choice, sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 
 if TYPE_CHECKING:
@@ -189,8 +189,17 @@ class Dsa(DecodeMethod):
         raise RuntimeError("the selection of dsa is the indexer's")
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
-        """What the portable attention takes; the logits are no larger than those of SGLang's own indexer."""
+        """What the portable attention takes; decode's logits are no larger than those of SGLang's own indexer."""
         if self.native("attention"):
             return 0
         rows, latent = view.n_pages.shape[0], model.head_dim - model.rope_dim
         return sparse_mla_decode.scratch_bytes(rows, model.num_q_heads, latent, self.index_topk, 1, dtype, device)
+
+    def selection_bytes(self, queries: int, width: int, device: torch.device) -> int:
+        """Logits of as many queries as are served at a time, or what choosing from SGLang's takes beside them; SGLang
+        divides its own by the memory that it finds free.
+        """
+        if self.native("topk"):
+            return 0
+        padded = -(-width // self.config.page_size) * self.config.page_size
+        return index_choice.scratch_bytes(queries, padded, device, self.native("indexer"))

@@ -11,7 +11,7 @@ from eval.figures import goals
 from eval.figures.goals import QUALITY, UNITS, Goal, goals_table, measured, read_goals, read_results
 from eval.live.counters import EvaluationError
 
-BENCHES = ("kernels", "framework", "mla", "prefill", "decode", "serving", "throughput")
+BENCHES = ("kernels", "framework", "mla", "dsa", "prefill", "decode", "serving", "throughput")
 COMMANDS = tuple(f"eval.bench_{name}" for name in BENCHES)
 
 
@@ -34,7 +34,7 @@ def goal(**changes: Any) -> Goal:
 def test_goals_are_well_formed() -> None:
     found = read_goals()
     assert len({(one.id, one.part) for one in found}) == len(found)
-    ids = [f"K{i}" for i in range(1, 12)] + [f"E{i}" for i in range(1, 8)] + ["R1", "R2"]
+    ids = [f"K{i}" for i in range(1, 14)] + [f"E{i}" for i in range(1, 8)] + ["R1", "R2"]
     assert list(dict.fromkeys(one.id for one in found)) == ids
     assert len({(one.read, *sorted((name, str(value)) for name, value in one.row.items())) for one in found}) == len(
         found

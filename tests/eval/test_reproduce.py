@@ -12,6 +12,7 @@ import pytest
 
 from eval import (
     bench_decode,
+    bench_dsa,
     bench_framework,
     bench_kernels,
     bench_mla,
@@ -33,12 +34,11 @@ from sglang_sparse import tune
 from sglang_sparse.config import build
 from sglang_sparse.requests import parse_options
 
-# Goals that nothing measures yet. Who adds one takes it from here and adds its leg.
-LATER = {"K7", "K8"}
 # Fields of a goal's row that no argument decides.
 OUTCOMES = {"command", "task", "arm", "implementation", "sparse_layers", "dense_decode_graphs", "dense_prefill_graphs"}
 PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.bench_decode": bench_decode.parse,
+    "eval.bench_dsa": bench_dsa.parse,
     "eval.bench_framework": bench_framework.parse,
     "eval.bench_kernels": bench_kernels.parse,
     "eval.bench_mla": bench_mla.parse,
@@ -74,6 +74,8 @@ def asked(leg: Leg, command: Command, folder: Path) -> dict[str, list[Any]]:
     elif module == "eval.bench_framework":
         found |= {"shape": args.shapes, "op": args.ops, "target_sparsity": [args.skipped]}
         found |= {name: [getattr(Shape(1, 1), name)] for name in ("q_heads", "kv_heads", "dim")}
+    elif module == "eval.bench_dsa":
+        found |= {"shape": [*args.shapes, *args.prefill], "op": args.ops, "chunk": [0, args.chunk]}
     elif module == "eval.bench_mla":
         shares = [shape.target_share for shape in bench_mla.shapes(args)]
         found |= {"shape": args.shapes, "op": args.ops, "target_sparsity": [1 - share for share in shares if share]}
@@ -118,9 +120,6 @@ def test_command_lines_are_what_their_commands_take(leg: Leg, command: Command, 
 @pytest.mark.parametrize("goal", read_goals(), ids=lambda goal: f"{goal.id}-{goal.part}")
 def test_every_goal_has_its_leg(goal: Goal, tmp_path: Path) -> None:
     claimed = [(leg, command) for leg, command in COMMANDS if command.claims(goal)]
-    if goal.id in LATER:
-        assert not claimed, f"{goal.id} has a leg now: take it from LATER"
-        return
     assert len(claimed) == 1, f"{goal.id}, {goal.part}: give it a leg in eval/parts/reproduce_legs.py"
     ((leg, command),) = claimed
     assert command.module == goal.row["command"]

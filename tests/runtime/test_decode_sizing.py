@@ -52,6 +52,8 @@ def configurator(
         disable_cuda_graph_padding=kwargs.pop("unpadded", False),
         max_speculative_num_draft_tokens=None,
         speculative_algorithm=None,
+        chunked_prefill_size=8192,
+        enable_mixed_chunk=False,
     )
     text = SimpleNamespace(index_topk=2048)
     model = SimpleNamespace(context_len=CONTEXT, v_head_dim=128, hf_text_config=text)
@@ -112,12 +114,17 @@ def test_methods_that_need_nothing_are_charged_nothing(caplog: pytest.LogCapture
 
 @pytest.mark.usefixtures("one_rank")
 def test_dsa_is_charged_its_portable_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its logits are no larger than those of SGLang's own indexer."""
+    """And a part of the logits of a prefill; those of decode are no larger than those of SGLang's own indexer."""
     # So many processors that rows of 128 heads are taken apart.
     monkeypatch.setattr(launch, "stand_in", launch.Properties((9, 0), 132, 232448))
     sizes = (128, 512, 2048, 1, torch.bfloat16, torch.device("cpu"))
     taken = [sparse_mla_decode.scratch_bytes(rows, *sizes) for rows in range(1, 25)]
-    assert charge(method="dsa") == max(taken) > 0
+    width = -(-(CONTEXT + EXTRA) // 64) * 64
+    logits = 4 * width * (32 * 2**20 // (4 * width))
+    assert charge(method="dsa") == max(taken) + logits and max(taken) > 0
+    # Behind SGLang's logits: a mask and a copy.
+    behind = {"indexer": "native", "topk": "portable", "attention": "native"}
+    assert charge(method="dsa", config={"implementation": behind}) == logits // 4 * 5
 
 
 def test_resa_is_charged_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:

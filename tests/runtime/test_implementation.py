@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import implementation
+from sglang_sparse import implementation, serve
 from sglang_sparse.config import SparseArgumentError, build
 from sglang_sparse.implementation import Facts, resolve
 from sglang_sparse.methods.dsa import STAGES
@@ -204,3 +204,25 @@ def test_prefill_graphs_that_the_indexer_cannot_be_in(
     implementation.leave_graphs(args, build("dsa", {"implementation": stages}))
     assert args.cuda_graph_config.prefill.backend == left
     assert ("prefill runs without CUDA graphs" in caplog.text) == (graphs != left)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not here")
+@pytest.mark.parametrize(
+    ("stages", "gpu", "flags", "expected"),
+    [
+        ("auto", True, "", None),
+        ("auto", False, "", None),
+        ("auto", True, "--kv-cache-dtype fp8_e4m3", None),
+        ({"indexer": "portable", "topk": "native"}, True, "", "topk: native needs a native indexer"),
+        ({"attention": "portable"}, True, "--kv-cache-dtype fp8_e4m3", "--kv-cache-dtype is fp8_e4m3"),
+        ("reference", True, "", "not reference: this machine runs the kernels"),
+        ("portable", True, "--dsa-decode-backend fa3", "--dsa-decode-backend is fa3 and the attention is portable"),
+        ("native", False, "", "not native: this machine has no GPU"),
+    ],
+)
+def test_a_dry_run_judges_it_as_a_start_does(stages: Any, gpu: bool, flags: str, expected: str | None) -> None:
+    """Of a GPU that is not here it is what the best one would say."""
+    config = json.dumps({"implementation": stages, "allow_unproven": True})
+    words = ["--model-path", "MODEL", "--sparse-method", "dsa", "--sparse-config", config, *flags.split()]
+    said = serve.refusal(words, "DSA", gpu)
+    assert said is None if expected is None else expected in str(said), said

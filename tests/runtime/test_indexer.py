@@ -21,6 +21,7 @@ from dsa_passes import (
 )
 
 from sglang_sparse import indexer
+from sglang_sparse_kernels import index_choice
 
 
 @pytest.fixture
@@ -29,13 +30,13 @@ def run(monkeypatch: pytest.MonkeyPatch):
     return runner(monkeypatch)
 
 
-@pytest.mark.parametrize("logits_bytes", [indexer.LOGITS_BYTES, 4 * 3 * PAGE * 7], ids=["all at once", "7 at once"])
+@pytest.mark.parametrize("logits_bytes", [32 * 2**20, 4 * 3 * PAGE * 7], ids=["all at once", "7 at once"])
 @pytest.mark.parametrize("kind", PASSES)
 def test_each_layer_chooses_by_its_own_logits(
     kind: str, logits_bytes: int, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the layer before it has chosen in the same place."""
-    monkeypatch.setattr(indexer, "LOGITS_BYTES", logits_bytes)
+    monkeypatch.setattr(index_choice, "LOGITS_BYTES", logits_bytes)
     rows = Rows(**PASSES[kind])
     backend, model = rows.backend(), Model(rows)
     found = []

@@ -1,0 +1,110 @@
+"""What a selection from index logits takes around ``page_topk``: logits of rows that begin anywhere, and slots.
+
+In plain torch. A server uses it behind SGLang's logits and behind its own; ``eval.bench_dsa`` times both. What it
+allocates beside its results is bounded, whatever the prompt and the chunk: many queries are served in parts.
+"""
+
+import torch
+
+from .index_keys import PAGE_SIZE
+from .page_topk import page_topk
+
+# Of the logits of a prefill that are chosen from at a time, for as many queries as fit; choosing from them takes
+# several times as much on a CPU. Logits that SGLang makes may be larger.
+LOGITS_BYTES = 32 * 2**20
+GPU_LOGITS_BYTES = 256 * 2**20
+# Queries whose slots are looked up at a time: 16 MiB of 64-bit places at a selection of 2048.
+LOOKED_UP = 1024
+
+
+def queries_at_once(width: int, device: torch.device) -> int:
+    """Queries of a prefill that are served at a time, one at least.
+
+    Args:
+        width: columns of the logits.
+        device: where they are.
+    """
+    most = LOGITS_BYTES if device.type == "cpu" else GPU_LOGITS_BYTES
+    return max(1, most // (4 * width))
+
+
+def scratch_bytes(queries: int, width: int, device: torch.device, given: bool) -> int:
+    """Bytes that a selection of a prefill allocates at once, beside what grows with its queries alone.
+
+    Args:
+        queries: of the prefill.
+        width: columns of the logits.
+        device: where they are.
+        given: whether the logits are somebody else's, as for `select`.
+    """
+    elements = width * min(queries, queries_at_once(width, device))
+    # Logits, or a mask of a byte and a copy, where the rows of the logits that were given are padded.
+    return elements * (5 if given else 4)
+
+
+def select(logits: torch.Tensor, lengths: torch.Tensor, topk: int, first: torch.Tensor | None) -> torch.Tensor:
+    """Choose from logits whose rows begin anywhere.
+
+    It counts nothing: SGLang's lengths give a row that pads a pass a token.
+
+    Args:
+        logits: ``[queries, columns]`` float32; with ``first`` it is overwritten outside of each query's tokens.
+        lengths: ``[queries]`` int32, tokens of each query.
+        topk: most that a query takes.
+        first: ``[queries]`` int32, column of each query's first token; None: 0.
+
+    Returns:
+        ``[queries, topk]`` int32, positions from ``first`` on, ascending, then -1.
+    """
+    queries, width = logits.shape
+    columns = torch.arange(width, dtype=torch.int32, device=logits.device)
+    chosen = torch.full((queries, topk), -1, dtype=torch.int32, device=logits.device)
+    counts = torch.zeros(queries, 1, dtype=torch.int32, device=logits.device)
+    wanted = lengths.clamp(max=topk)
+    if first is None:
+        out = chosen[:, None], counts
+        page_topk(logits.contiguous()[:, None], columns.expand(queries, -1), lengths, wanted, topk, out)
+        return chosen
+    at_once = queries_at_once(width, logits.device)
+    for begin in range(0, queries, at_once):
+        mine = slice(begin, begin + at_once)
+        start = first[mine, None]
+        # Nothing else has a say then: each query has at least as many tokens of its own as it takes.
+        others = (columns < start) | (columns >= start + lengths[mine, None])
+        some, seen = logits[mine].masked_fill_(others, float("-inf")), torch.full_like(lengths[mine], width)
+        out = chosen[mine, None], counts[mine]
+        page_topk(some.contiguous()[:, None], columns.expand(len(some), -1), seen, wanted[mine], topk, out)
+    return torch.where(chosen < 0, -1, chosen - first[:, None])
+
+
+def slots_of(
+    chosen: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What positions are called in the KV cache.
+
+    Args:
+        chosen: ``[queries, n]`` int32, positions within each query's row, or -1.
+        page_table: ``[rows, pages]`` int32, pages of 64 tokens.
+        rows: ``[queries]`` int32.
+        offsets: ``[queries]``: number the tokens from these on instead.
+        out: optional ``[queries, n]`` int32.
+
+    Returns:
+        ``[queries, n]`` int32, -1 where ``chosen`` is.
+    """
+    out = torch.empty_like(chosen) if out is None else out
+    for begin in range(0, len(chosen), LOOKED_UP):
+        mine = slice(begin, begin + LOOKED_UP)
+        some, found = chosen[mine], out[mine]
+        if offsets is not None:
+            torch.add(some, offsets[mine, None], out=found)
+        else:
+            places = some.clamp(min=0)
+            pages = page_table[rows[mine, None], places // PAGE_SIZE]
+            torch.add(pages * PAGE_SIZE, places % PAGE_SIZE, out=found)
+        found.masked_fill_(some < 0, -1)
+    return out
