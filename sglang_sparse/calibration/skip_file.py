@@ -92,7 +92,7 @@ class SkipCalibration(BaseModel):
     fingerprint: str
     model: str
     architecture: str
-    phases: dict[Literal["prefill", "decode"], Fit]
+    phases: dict[Literal["prefill", "decode"], Fit] = Field(min_length=2)
     first_position: int
     queries: int
     prompts: dict[str, int]

@@ -77,7 +77,7 @@ def test_skip_softmax_keeps_the_factor_of_each_phase(factor: object, became: obj
         ({"threshold_scale_factor": -1}, "must be a number from 0 to 1e30"),
         (
             {"target_sparsity": 0.5},
-            "target_sparsity: got 0.5; is read with the model's own config.json when a server starts",
+            "target_sparsity: got 0.5; is resolved when a server starts, with its model",
         ),
         ({"threshold_scale_factor": None}, "nothing is left that says how much to skip"),
     ],
