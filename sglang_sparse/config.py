@@ -65,6 +65,19 @@ class Settings:
         return f"--sparse-method {self.name}"
 
     @property
+    def comes_along(self) -> bool:
+        """Whether the prefill method is the one that the decode method brings, which no flag of its own asked for."""
+        own = self.method.prefill_fields() if self.name == self.prefill_name else None
+        if own is None or self.prefill is None:
+            return False
+        return self.prefill.config == type(self.prefill.config).model_validate(own)
+
+    @property
+    def prefill_flag(self) -> str:
+        """What of the command line asked for the prefill method."""
+        return self.flag if self.comes_along else f"--sparse-prefill-method {self.prefill_name}"
+
+    @property
     def config(self) -> MethodConfig:
         """The method's configuration."""
         return self.method.config
