@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sparse import registry, serve
-from sglang_sparse.capabilities import Method, load, place_of
+from sglang_sparse.capabilities import CALIBRATED, Method, load, place_of
 from sglang_sparse.config import SparseArgumentError, build, read_config
 from sglang_sparse.trtllm import ALGORITHMS, NESTED, Algorithm, Change, lost, never, rules, unless
 
@@ -92,7 +92,7 @@ def _method(algorithm: Algorithm) -> Method:
 def _validated(method: Method, fields: dict[str, Any]) -> str | None:
     """What the method's config says against fields, or None."""
     try:
-        build(method.name, fields, checkpoint=lambda: serve.CALIBRATED)
+        build(method.name, fields, checkpoint=lambda: CALIBRATED)
     except SparseArgumentError as error:
         return str(error)
     return None

@@ -22,17 +22,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_sparse import recipes, refusals
-from sglang_sparse.capabilities import KINDS
+from sglang_sparse.capabilities import CALIBRATED, KINDS
 from sglang_sparse.cli import resolve
 from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS
-from sglang_sparse.methods.skip_softmax_checkpoint import FORMULA, TABLE
 from sglang_sparse.recipes import Recipe
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
 
-# Whether Model Optimizer has calibrated a model that is not at hand is not known: what asks for it is not refused.
-CALIBRATED = {TABLE: {"threshold_scale_factor": {"formula": FORMULA, "coefficients": {"a": 1.0, "b": 1.0}}}}
 LAUNCH = ("-m", "sglang.launch_server")
 
 

@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 # Shares that the formula is fitted to: beyond them the share bends towards 0 or all blocks, and the formula does not.
-# NVIDIA Model Optimizer takes the same.
 LOWEST, HIGHEST = 0.1, 0.9
 # What makes a fit nonsense: too few points, a range of shares that is too small to say how they rise, or a formula that
 # is this far off at one of its points.
