@@ -33,7 +33,7 @@ class Method(Protocol):
 
     @staticmethod
     def use(out: Path) -> str:
-        """Flags of a server that take the file."""
+        """Flags of a server that take the file, which is written."""
         ...
 
     @staticmethod

@@ -9,9 +9,9 @@ the attention mass lies on the others,
 - in decode for the last --queries positions of each prompt, each as the newest token of a row.
 
 Then threshold_scale_factor = a * exp(b * share) is fitted for each phase, over all lengths together. What it says is
-good for the shares that were measured, up to the error that is printed; a formula that is off by more is refused. It
-is that of NVIDIA Model Optimizer, whose own factors go by other rules (see docs/skip_softmax.md). The factor that
-skips a share differs by kind of text: with --data it is measured on yours.
+good for the shares that were measured, up to the error that is printed; a formula that is off by more than 15
+hundredths is refused. Its form is that of NVIDIA Model Optimizer, whose own factors go by other rules (see
+docs/skip_softmax.md). The factor that skips a share differs by kind of text: with --data it is measured on yours.
 
 Without --data it runs made-up prompts with something to be found in them, --n of each of --lengths; of the default
 lengths those that the model's context holds. With --data it runs beginnings of the lines of .jsonl and stretches of
@@ -82,8 +82,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def use(out: Path) -> str:
-    """Flags of a server that take the file."""
-    fields = json.dumps({"calibration_file": str(out), "target_sparsity": 0.5})
+    """Flags of a server that take the file, with shares in the middle of what was measured."""
+    phases = json.loads(out.read_text())["calibration"]["phases"]
+    shares = {phase: round((fit["lowest"] + fit["highest"]) / 2, 2) for phase, fit in phases.items()}
+    fields = json.dumps({"calibration_file": str(out), "target_sparsity": shares})
     return f"--sparse-method skip_softmax {CONFIG_FLAG} '{fields}'"
 
 
