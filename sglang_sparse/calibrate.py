@@ -1,7 +1,8 @@
 """``python -m sglang_sparse.calibrate``: measure on your own checkpoint what a sparse method needs to know of it.
 
 ``--method anchor`` finds thresholds of a sparse prefill, ``--method robsa`` the layers of an MLA model that select by
-their RoPE part; ``--method M --help`` says how. Each is a module of ``calibration/`` (see `Method`).
+their RoPE part, ``--method skip_softmax`` the factors that skip a share of the blocks; ``--method M --help`` says how.
+Each is a module of ``calibration/`` (see `Method`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_sparse.calibration import anchor, robsa
+from sglang_sparse.calibration import anchor, robsa, skip_softmax
 from sglang_sparse.calibration.capture import CalibrationError
 from sglang_sparse.calibration.prompts import FORMS
 from sglang_sparse.config import SparseArgumentError
@@ -26,13 +27,13 @@ class Method(Protocol):
     __doc__: str | None
 
     @property
-    def USE(self) -> str:
-        """Flags of a server, up to the one whose value is the file."""
-        ...
-
-    @property
     def DEFAULT_LENGTHS(self) -> str:
         """Tokens of the prompts."""
+        ...
+
+    @staticmethod
+    def use(out: Path) -> str:
+        """Flags of a server that take the file, which is written."""
         ...
 
     @staticmethod
@@ -56,7 +57,7 @@ class Method(Protocol):
         ...
 
 
-METHODS: dict[str, Method] = {"anchor": anchor, "robsa": robsa}
+METHODS: dict[str, Method] = {"anchor": anchor, "robsa": robsa, "skip_softmax": skip_softmax}
 
 
 def _length(text: str) -> int:
@@ -118,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sglang_sparse.calibrate: interrupted", file=sys.stderr)
         return 130
-    print(f"use it: {method.USE} {args.out}")
+    print(f"use it: {method.use(args.out)}")
     return 0
 
 

@@ -84,7 +84,7 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
         return original(self)
     require_supported_sglang()
     hooks.verify()
-    settings = _build(self)
+    settings = resolve(self)
     if settings.name:
         self.sparse_config = settings.config.model_dump_json()
     if settings.prefill:
@@ -118,7 +118,12 @@ def refuse_model(_: None, self: SparseServerArgs) -> None:
         implementation.settle(self, settings)
 
 
-def _build(server_args: SparseServerArgs) -> Settings:
+def resolve(server_args: SparseServerArgs) -> Settings:
+    """Read and validate the configs that a user gave, with the model's config.json where they ask for it.
+
+    Raises:
+        SparseArgumentError: see ``config.build``.
+    """
     fields = read_config(server_args.sparse_config) if server_args.sparse_method else page_size_fields(server_args)
     prefill = read_config(server_args.sparse_prefill_config, "--sparse-prefill-config")
     names = server_args.sparse_method or None, server_args.sparse_prefill_method or None

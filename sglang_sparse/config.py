@@ -65,6 +65,19 @@ class Settings:
         return f"--sparse-method {self.name}"
 
     @property
+    def comes_along(self) -> bool:
+        """Whether the prefill method is the one that the decode method brings, which no flag of its own asked for."""
+        own = self.method.prefill_fields() if self.name == self.prefill_name else None
+        if own is None or self.prefill is None:
+            return False
+        return self.prefill.config == type(self.prefill.config).model_validate(own)
+
+    @property
+    def prefill_flag(self) -> str:
+        """What of the command line asked for the prefill method."""
+        return self.flag if self.comes_along else f"--sparse-prefill-method {self.prefill_name}"
+
+    @property
     def config(self) -> MethodConfig:
         """The method's configuration."""
         return self.method.config
@@ -160,18 +173,14 @@ def build(
         prefill_class = registry.load_prefill_method(prefill_name) if prefill_name else None
     except ValueError as error:
         raise SparseArgumentError(str(error)) from error
-    origin = f"--sparse-config of {name}"
-    try:
-        fields = method_class.config_class.from_checkpoint(fields, checkpoint) if checkpoint else fields
-    except ValueError as error:
-        raise SparseArgumentError(f"{origin}: {error}") from error
-    method = method_class(_validated(origin, method_class.config_class, fields))
+    method = method_class(_validated(f"--sparse-config of {name}", method_class.config_class, fields, checkpoint))
     # Asked for by its name and without a config of its own, it is the one that comes along all the same.
     comes_along = name and (prefill_name is None or (prefill_name == name and not prefill_fields))
     if name and comes_along and (own := method.prefill_fields()) is not None:
         prefill_name, prefill_fields, prefill_class = name, own, registry.load_prefill_method(name)
+    origin = f"--sparse-prefill-config of {prefill_name}"
     prefill = prefill_class and prefill_class(
-        _validated(f"--sparse-prefill-config of {prefill_name}", prefill_class.config_class, prefill_fields or {})
+        _validated(origin, prefill_class.config_class, prefill_fields or {}, checkpoint)
     )
     return Settings(name, method, prefill_name, prefill)
 
@@ -179,11 +188,18 @@ def build(
 C = TypeVar("C", bound=SparseConfig)
 
 
-def _validated(origin: str, config_class: type[C], fields: dict[str, Any]) -> C:
+def _validated(
+    origin: str,
+    config_class: type[C],
+    fields: dict[str, Any],
+    checkpoint: Callable[[], Mapping[str, Any]] | None,
+) -> C:
     try:
-        return config_class.model_validate(fields)
+        return config_class.model_validate(config_class.from_checkpoint(fields, checkpoint) if checkpoint else fields)
     except ValidationError as error:
         raise SparseArgumentError(_explain(origin, config_class, error)) from error
+    except ValueError as error:
+        raise SparseArgumentError(f"{origin}: {error}") from error
 
 
 def explain_value(detail: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sparse import registry, serve
-from sglang_sparse.capabilities import Method, load, place_of
+from sglang_sparse.capabilities import CALIBRATED, Method, load, place_of
 from sglang_sparse.config import SparseArgumentError, build, read_config
 from sglang_sparse.trtllm import ALGORITHMS, NESTED, Algorithm, Change, lost, never, rules, unless
 
@@ -92,23 +92,23 @@ def _method(algorithm: Algorithm) -> Method:
 def _validated(method: Method, fields: dict[str, Any]) -> str | None:
     """What the method's config says against fields, or None."""
     try:
-        build(method.name, fields)
+        build(method.name, fields, checkpoint=lambda: CALIBRATED)
     except SparseArgumentError as error:
         return str(error)
     return None
 
 
-def _phases(method: Method, name: str, value: Any) -> Iterator[tuple[str, Any, Change]]:
+def _phases(method: Method, name: str, value: Any, words: str) -> Iterator[tuple[str, Any, Change]]:
     """One change for what the method's config takes of a field that has a number for each phase, or one for both."""
     phases = value if isinstance(value, dict) else {"prefill": value, "decode": value}
     whole = _validated(method, {name: phases})
     if whole is None:
-        yield name, value, Change(fields={name: phases})
+        yield name, value, Change(fields={name: phases}, words=words)
         return
     for phase, number in phases.items():
         part = {name: {phase: number}}
         if _validated(method, part) is None:
-            yield f"{name}.{phase}", number, Change(fields=part)
+            yield f"{name}.{phase}", number, Change(fields=part, words=words)
         else:
             off = Change(words="0 is dense, as here") if number == 0 else lost(whole)
             yield f"{name}.{phase}", number, off
@@ -118,14 +118,15 @@ def _sparse_changes(
     algorithm: Algorithm, method: Method, sparse: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Change]]:
     known = load(method).config_class.model_fields
-    for given, value in sparse.items():
+    order = list(algorithm.by_phase)
+    for given, value in sorted(sparse.items(), key=lambda item: order.index(item[0]) if item[0] in order else 0):
         name = algorithm.renamed.get(given, given)
         if given == "algorithm":
             yield given, value, Change(words=method.flag)
         elif value is None:
             yield given, value, Change(words="null, the default")
-        elif name == algorithm.by_phase:
-            yield from _phases(method, name, value)
+        elif name in algorithm.by_phase:
+            yield from _phases(method, name, value, algorithm.by_phase[name])
         elif name in known:
             yield given, value, Change(fields={name: value})
         else:
@@ -174,9 +175,11 @@ def convert(options: Mapping[str, Any], gpu: bool) -> tuple[Conversion, str]:
         raise RefusedError(reason)
     for name, value, change in _sparse_changes(algorithm, conversion.method, sparse):
         conversion.add(f"{SPARSE}.{name}", value, change)
-    if algorithm.by_phase is not None and algorithm.by_phase not in conversion.fields:
+    if algorithm.by_phase and not set(algorithm.by_phase) & set(conversion.fields):
         left = [f"{name}: {change}" for name, _, change in conversion.report if change.lost]
-        raise RefusedError("; ".join([f"nothing is left that says how much to skip ({algorithm.by_phase})", *left]))
+        raise RefusedError(
+            "; ".join([f"nothing is left that says how much to skip ({' or '.join(algorithm.by_phase)})", *left])
+        )
     for name, value, change in _other_changes(options):
         conversion.add(name, value, change)
     return conversion, algorithm.note

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sglang_sparse.capabilities import KINDS
+from sglang_sparse.capabilities import CALIBRATED, KINDS
 from sglang_sparse.config import Settings, build, explain_value, read_config
 from sglang_sparse.method import ModelShape
 from sglang_sparse.registry import require_known
@@ -153,7 +153,8 @@ class Recipe(_Table):
             SparseArgumentError: a method is unknown or its config is not valid.
         """
         decode, prefill = self.decode or Sparse(method=""), self.prefill or Sparse(method="")
-        return build(decode.method or None, decode.config, prefill.method or None, prefill.config)
+        methods = decode.method or None, decode.config, prefill.method or None, prefill.config
+        return build(*methods, checkpoint=lambda: CALIBRATED)
 
 
 def _words(name: str, value: Any) -> list[str]:

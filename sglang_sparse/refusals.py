@@ -72,7 +72,7 @@ def require_before(args: SparseServerArgs, settings: Settings, gpu: bool | None 
         )
     found = settings.prefill and _found(args, PREFILL_LIMITS)
     if found:
-        raise SparseArgumentError(f"--sparse-prefill-method {settings.prefill_name} cannot run with {found}")
+        raise SparseArgumentError(f"{settings.prefill_flag} cannot run with {found}")
     found = isinstance(settings.method, KeepMethod) and settings.method.compacts and _found(args, COMPACT_LIMITS)
     if found:
         raise SparseArgumentError(
@@ -183,9 +183,11 @@ def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
     config, group = settings.prefill.config, settings.prefill.group_tokens
     chunk = prefill_chunk(args)
     if chunk is not None and chunk % group and not config.share_partial_groups:
+        own = f"--sparse-prefill-method {settings.prefill_name} with a --sparse-prefill-config of "
         raise SparseArgumentError(
-            f"--sparse-prefill-method {settings.prefill_name}: the chunked prefill size is {chunk}; allowed: multiples "
-            f'of {group} tokens, the group that can be cached, or {{"share_partial_groups": true}}'
+            f"{settings.prefill_flag}: the chunked prefill size is {chunk}; allowed: multiples of {group} tokens, the "
+            f"group that can be cached, or {own if settings.comes_along else ''}"
+            '{"share_partial_groups": true}'
         )
     if config.share_partial_groups and settings.check_exactness:
         raise SparseArgumentError(
@@ -274,6 +276,4 @@ def require_model(args: SparseServerArgs, settings: Settings) -> None:
         raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
     reason = settings.prefill and settings.prefill.refuse(model)
     if reason:
-        raise SparseArgumentError(
-            f"--sparse-prefill-method {settings.prefill_name} does not fit {architecture}: {reason}"
-        )
+        raise SparseArgumentError(f"{settings.prefill_flag} does not fit {architecture}: {reason}")

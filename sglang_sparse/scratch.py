@@ -75,7 +75,7 @@ def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
     return Need(
         settings.prefill.scratch_bytes(model, tokens, context),
         "prefill",
-        f"--sparse-prefill-method {settings.prefill_name}",
+        settings.prefill_flag,
         f"passes of up to {tokens} tokens",
         "--chunked-prefill-size",
     )

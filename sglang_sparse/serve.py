@@ -22,8 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_sparse import recipes, refusals
-from sglang_sparse.capabilities import KINDS
-from sglang_sparse.config import read_config, settings_of
+from sglang_sparse.capabilities import CALIBRATED, KINDS
+from sglang_sparse.cli import resolve
 from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS
 from sglang_sparse.recipes import Recipe
 
@@ -80,24 +80,21 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
         ValueError: the command line is not one that SGLang reads.
     """
     args = parse(arguments)
+    if not args.sparse_method and not args.sparse_prefill_method:
+        return None
     try:
-        for flag in ("sparse-config", "sparse-prefill-config"):
-            name = flag.replace("-", "_")
-            setattr(args, name, json.dumps(read_config(getattr(args, name), f"--{flag}")))
-        settings = settings_of(args)
-        if settings is None:
-            return None
-        args.page_size = args.page_size or settings.config.page_size
-        if args.attention_backend is None:
-            # One that goes with the method on such a machine: which one SGLang takes by itself depends on the GPU.
-            known = reversed(DENSE_BACKENDS[settings.method.attention])
-            args.attention_backend = next(name for name in known if gpu or name not in GPU_ONLY_BACKENDS)
         with TemporaryDirectory(prefix="sglang-sparse-") as folder:
             if not Path(args.model_path).is_dir():
                 longest = max(KINDS[kind]["max_position_embeddings"], args.context_length or 0)
-                config = {**KINDS[kind], "max_position_embeddings": longest}
+                config = {**KINDS[kind], "max_position_embeddings": longest, **CALIBRATED}
                 (Path(folder) / "config.json").write_text(json.dumps(config))
                 args.model_path = folder
+            settings = resolve(args)
+            args.page_size = args.page_size or settings.config.page_size
+            if args.attention_backend is None:
+                # One that goes with the method on such a machine: which one SGLang takes by itself depends on the GPU.
+                known = reversed(DENSE_BACKENDS[settings.method.attention])
+                args.attention_backend = next(name for name in known if gpu or name not in GPU_ONLY_BACKENDS)
             return refusals.refusal(args, settings, gpu)
     except ValueError as error:
         # A config that cannot be read, or what SGLang says of the model.

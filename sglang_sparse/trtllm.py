@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_sparse.methods.skip_softmax_checkpoint import CALIBRATE
+
 # Options whose fields count one by one.
 NESTED = ("kv_cache_config", "cuda_graph_config")
 
@@ -78,15 +80,15 @@ class Algorithm:
         method: name of the decode method in the registry.
         renamed: fields that have another name there.
         rules: fields that are not simply taken over.
-        by_phase: the field that says how sparse to be, with a number for each phase or one for both; nothing is
-            converted without it.
+        by_phase: the fields that say how sparse to be, with a number for each phase or one for both, and what to say
+            of each; an earlier one wins, and nothing is converted without any.
         note: what differs although nothing was left out.
     """
 
     method: str
     renamed: Mapping[str, str] = field(default_factory=dict)
     rules: Mapping[str, Rule] = field(default_factory=dict)
-    by_phase: str | None = None
+    by_phase: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
 
@@ -108,7 +110,11 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     ),
     "skip_softmax": Algorithm(
         "skip_softmax",
-        by_phase="threshold_scale_factor",
+        by_phase={
+            "threshold_scale_factor": "",
+            "target_sparsity": "needs a checkpoint that NVIDIA Model Optimizer has calibrated, or calibration_file: "
+            f"{CALIBRATE} --model-path MODEL --out FILE.json",
+        },
         note="threshold_scale_factor is divided by the position in prefill here, and by the prompt's length there; "
         "in decode a block is compared with the first and the newest ones here, and with those seen before it there",
     ),

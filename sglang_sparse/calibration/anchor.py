@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +42,6 @@ from sglang_sparse.layers import parse_layers
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor, AnchorConfig
 
 CONFIG_FLAG = "--sparse-prefill-config"
-USE = f"--sparse-prefill-method anchor {CONFIG_FLAG}"
 DEFAULT_LENGTHS = "32k"
 # How many times the mass that a layer may lose a single head may, by default.
 HEAD_LOSS = 3
@@ -53,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target-recall", type=float, default=0.95, help="above 0, up to 1 (default: %(default)s)")
     parser.add_argument("--head-floor", type=float, help="up to the target; 0: none (default: see above)")
     parser.add_argument(CONFIG_FLAG, help="the other fields, as for a server: JSON or a file")
+
+
+def use(out: Path) -> str:
+    """Flags of a server that take the file."""
+    return f"--sparse-prefill-method anchor {CONFIG_FLAG} {out}"
 
 
 def check(args: argparse.Namespace) -> None:

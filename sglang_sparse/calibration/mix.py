@@ -18,8 +18,9 @@ from sglang_sparse.calibration.capture import CalibrationError
 
 Message = dict[str, str]
 
+LONG = "long context"
 # Table 8: SmolTalk, MMLU, HumanEval, GSM8K and RULER, of 100 prompts.
-SHARES = {"dialogue": 10, "knowledge": 20, "code": 20, "maths": 20, "long context": 30}
+SHARES = {"dialogue": 10, "knowledge": 20, "code": 20, "maths": 20, LONG: 30}
 # Tokens of a prompt that are left for its template and its question.
 SPARE = 96
 
@@ -78,19 +79,24 @@ def mix(n: int, lengths: Sequence[int], seed: int, count: Callable[[str], int]) 
         CalibrationError: a length leaves no room.
     """
     short = {"dialogue": _dialogue, "knowledge": _knowledge, "code": _code, "maths": _maths}
-    long = (_pass_key, _json, _variables, _functions)
+    numbers = shares(n)
+    found = [
+        MixPrompt(kind, make(random.Random(f"{seed} {kind} {i}")))
+        for kind, make in short.items()
+        for i in range(numbers[kind])
+    ]
+    return found + long_mix(numbers[LONG], lengths, seed, count)
+
+
+def long_mix(n: int, lengths: Sequence[int], seed: int, count: Callable[[str], int]) -> list[MixPrompt]:
+    """``n`` of the long ones alone; see `mix`."""
     if lengths[0] < 2 * SPARE:
         raise CalibrationError(f"--lengths {lengths[0]}: the default mix needs at least {2 * SPARE} tokens")
-    found = []
-    for kind, number in shares(n).items():
-        for i in range(number):
-            rng = random.Random(f"{seed} {kind} {i}")
-            if kind in short:
-                found.append(MixPrompt(kind, short[kind](rng)))
-            else:
-                length = lengths[i % len(lengths)]
-                text = long[i % len(long)](rng, Room(length - SPARE, count))
-                found.append(MixPrompt(kind, [_user(text)], length))
+    found, makers = [], (_pass_key, _json, _variables, _functions)
+    for i in range(n):
+        length = lengths[i % len(lengths)]
+        text = makers[i % len(makers)](random.Random(f"{seed} {LONG} {i}"), Room(length - SPARE, count))
+        found.append(MixPrompt(LONG, [_user(text)], length))
     return found
 
 

@@ -11,6 +11,11 @@ from typing import Any
 from sglang_sparse.calibration.capture import CalibrationError
 
 
+def partial_path(out: Path) -> Path:
+    """Where the results of a run stand until all are there, beside the file that it is to write."""
+    return out.with_suffix(".partial.jsonl")
+
+
 class Partial:
     """A JSONL file: what identifies the run, then a row for each prompt, in their order.
 

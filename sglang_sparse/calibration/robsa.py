@@ -52,8 +52,8 @@ from sglang_sparse.calibration.capture import (
     model_facts,
     versions,
 )
-from sglang_sparse.calibration.partial import Partial
-from sglang_sparse.calibration.partition import LayerSimilarity, RopeCalibration, Similarity, fingerprint
+from sglang_sparse.calibration.partial import Partial, partial_path
+from sglang_sparse.calibration.partition import LayerSimilarity, RopeCalibration, Similarity
 from sglang_sparse.calibration.prompts import Prompts
 from sglang_sparse.calibration.robsa_prompts import (
     Prompt,
@@ -66,13 +66,13 @@ from sglang_sparse.calibration.robsa_prompts import (
 )
 from sglang_sparse.calibration.robsa_report import plot, table
 from sglang_sparse.calibration.similarity import agreement
+from sglang_sparse.calibration.weights import fingerprint
 from sglang_sparse.config import build, read_config
 
 if TYPE_CHECKING:
     from sglang_sparse.methods.robsa import RobsaConfig
 
 CONFIG_FLAG = "--sparse-config"
-USE = f"--sparse-method robsa {CONFIG_FLAG}"
 DEFAULT_N, DEFAULT_LENGTHS = 100, "8k,16k,32k"
 MAX_QUERIES = 128
 # Of a prompt at most one position in so many is looked at, its last ones: early ones see so little that any two
@@ -92,6 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--queries", type=int, default=16, help="last positions to look at, at most (default: %(default)s)"
     )
     parser.add_argument(CONFIG_FLAG, help="the other fields, as for a server: JSON or a file")
+
+
+def use(out: Path) -> str:
+    """Flags of a server that take the file."""
+    return f"--sparse-method robsa {CONFIG_FLAG} {out}"
 
 
 def check(args: argparse.Namespace) -> None:
@@ -247,11 +252,6 @@ def summary(
         ],
         **about,
     )
-
-
-def partial_path(out: Path) -> Path:
-    """Where the results stand until all are there."""
-    return out.with_suffix(".partial.jsonl")
 
 
 def conclude(config: dict[str, Any], args: argparse.Namespace) -> None:

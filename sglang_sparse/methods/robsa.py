@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from sglang_sparse.calibration.partition import RopeCalibration, fingerprint
+from sglang_sparse.calibration.partition import RopeCalibration
 from sglang_sparse.calibration.presets import PRESETS, Preset
+from sglang_sparse.calibration.weights import misfit
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.limits import refuse_sizes
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
@@ -271,23 +272,7 @@ def copy_rope(
 
 
 def _misfit(calibration: RopeCalibration, model_config: Any) -> str | None:
-    if overrides := getattr(model_config, "model_override_args", None):
-        return (
-            f"the calibration is of the checkpoint as it is, and --json-model-override-args changes {sorted(overrides)}"
-            " of its config; allowed: a calibration of a copy that has that config"
-        )
-    if len(calibration.layers) != model_config.num_hidden_layers:
-        return (
-            f"the calibration is of a model of {len(calibration.layers)} layers, this one has "
-            f"{model_config.num_hidden_layers}"
-        )
-    try:
-        found = fingerprint(model_config.model_path, getattr(model_config, "revision", None))
-    except ValueError as error:
-        return f"the calibration cannot be compared with the model: {error}"
-    if found == calibration.fingerprint:
-        return None
-    return (
-        f"the calibration was made on other weights, {calibration.model} (fingerprint {calibration.fingerprint[:12]}, "
-        f"this model's is {found[:12]}); calibrate this one: python -m sglang_sparse.calibrate --method robsa"
-    )
+    layers, needed = len(calibration.layers), model_config.num_hidden_layers
+    if layers != needed:
+        return f"the calibration is of a model of {layers} layers, this one has {needed}"
+    return misfit("robsa", calibration.fingerprint, calibration.model, model_config)

@@ -14,7 +14,7 @@ one piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -22,6 +22,13 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.skip_softmax_checkpoint import (
+    FACTOR_RANGE,
+    is_factor,
+    only_with_a_model,
+    refuse_other_weights,
+    resolved_fields,
+)
 from sglang_sparse.passes import to_device
 from sglang_sparse.prefill_method import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
 from sglang_sparse_kernels.skip_softmax_prefill import (
@@ -32,15 +39,14 @@ from sglang_sparse_kernels.skip_softmax_prefill import (
     skip_softmax_prefill,
 )
 
-# Beyond any context, and a number in the kernels' float32 too.
-MOST_FACTOR = 1e30
-FACTOR_RANGE = "a number from 0 to 1e30"
-
-
-def is_factor(value: Any) -> bool:
-    """Whether a value is a ``threshold_scale_factor`` of one phase: a number from 0 to ``MOST_FACTOR``."""
-    # NaN is in no range.
-    return type(value) in (int, float) and 0 <= value <= MOST_FACTOR
+PREFILL = ("prefill",)
+# What both configs say of the fields that they share.
+TARGET = (
+    "Share of the blocks to skip, from 0 to 1{of}, in the place of threshold_scale_factor: by calibration_file, or by "
+    "what NVIDIA Model Optimizer has left in the checkpoint's config.json."
+)
+FILE = "What `sglang_sparse.calibrate --method skip_softmax` wrote for this model; target_sparsity goes by it."
+CALIBRATION = "Where threshold_scale_factor comes from, if from target_sparsity; reported, and compared with the model."
 
 
 def refuse_latents(model_config: Any) -> str | None:
@@ -77,6 +83,14 @@ class SkipSoftmaxConfig(PrefillConfig):
         description="A block of keys is skipped where its softmax weights, relative to the largest so far, are below "
         'this divided by the position, for each query of a tile; 0: never. `{"prefill": 250}` is read, too.',
     )
+    target_sparsity: Annotated[None, BeforeValidator(only_with_a_model)] = Field(None, description=TARGET.format(of=""))
+    calibration_file: Annotated[None, BeforeValidator(only_with_a_model)] = Field(None, description=FILE)
+    calibration: dict[str, Any] | None = Field(None, description=CALIBRATION)
+
+    @classmethod
+    def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Put the factor that a calibration gives for it in the place of ``target_sparsity``."""
+        return resolved_fields(fields, read, PREFILL)
 
 
 @dataclass(frozen=True)
@@ -100,8 +114,8 @@ class SkipSoftmax(PrefillMethod):
         return TILE_QUERIES
 
     def refuse(self, model_config: Any) -> str | None:
-        """Refuse MLA models."""
-        return refuse_latents(model_config)
+        """Refuse MLA models, and those that the calibration was not made on."""
+        return refuse_latents(model_config) or refuse_other_weights(self.config.calibration, model_config)
 
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
         """None: what the kernel holds between its blocks is in registers. The reference, on a CPU, is not counted."""

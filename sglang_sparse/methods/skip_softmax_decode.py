@@ -15,8 +15,15 @@ from pydantic import BeforeValidator, Field
 
 from sglang_sparse.kernel_method import KernelMethod
 from sglang_sparse.method_config import RectifyConfig, SparseConfig
-from sglang_sparse.methods.skip_softmax import FACTOR_RANGE, is_factor, refuse_latents
-from sglang_sparse.methods.skip_softmax_checkpoint import PHASES, calibrated_fields
+from sglang_sparse.methods.skip_softmax import CALIBRATION, FILE, TARGET, refuse_latents
+from sglang_sparse.methods.skip_softmax_checkpoint import (
+    FACTOR_RANGE,
+    PHASES,
+    is_factor,
+    only_with_a_model,
+    refuse_other_weights,
+    resolved_fields,
+)
 from sglang_sparse_kernels.skip_softmax_decode import scratch_bytes, skip_softmax_decode
 
 if TYPE_CHECKING:
@@ -35,12 +42,6 @@ def _factors(value: Any) -> dict[str, float]:
             "left out"
         )
     return {phase: float(given.get(phase, 0)) for phase in PHASES}
-
-
-def _only_from_a_checkpoint(value: Any) -> None:
-    """Refuse what ``from_checkpoint`` would have replaced: no model is at hand."""
-    if value is not None:
-        raise ValueError("is read with the model's own config.json when a server starts, and not without one")
 
 
 class SkipSoftmaxDecodeConfig(RectifyConfig):
@@ -62,24 +63,16 @@ class SkipSoftmaxDecodeConfig(RectifyConfig):
         "this divided by the position (prefill) or the length (decode); a number is for both phases, and one that a "
         "mapping leaves out, or 0, never skips.",
     )
-    target_sparsity: Annotated[None, BeforeValidator(_only_from_a_checkpoint)] = Field(
-        None,
-        description="Share of the blocks to skip, from 0 to 1, for both phases or as a mapping, in the place of "
-        "threshold_scale_factor: by what NVIDIA Model Optimizer has left in the checkpoint's config.json.",
+    target_sparsity: Annotated[None, BeforeValidator(only_with_a_model)] = Field(
+        None, description=TARGET.format(of=", for both phases or as a mapping")
     )
-    calibration: dict[str, Any] | None = Field(
-        None, description="Where threshold_scale_factor comes from, if from a checkpoint; reported, and not used."
-    )
+    calibration_file: Annotated[None, BeforeValidator(only_with_a_model)] = Field(None, description=FILE)
+    calibration: dict[str, Any] | None = Field(None, description=CALIBRATION)
 
     @classmethod
     def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Put the factors that a checkpoint's calibration gives for it in the place of ``target_sparsity``."""
-        if (target := fields.get("target_sparsity")) is None:
-            return fields
-        if "threshold_scale_factor" in fields:
-            raise ValueError(f"target_sparsity: got {target!r} beside threshold_scale_factor; allowed: one of them")
-        others = {name: value for name, value in fields.items() if name != "target_sparsity"}
-        return {**others, **calibrated_fields(read(), target)}
+        """Put the factors that a calibration gives for it in the place of ``target_sparsity``."""
+        return resolved_fields(fields, read)
 
 
 class SkipSoftmaxDecode(KernelMethod):
@@ -101,8 +94,8 @@ class SkipSoftmaxDecode(KernelMethod):
         return {"threshold_scale_factor": factor, **shared} if factor else None
 
     def refuse(self, model_config: Any) -> str | None:
-        """Refuse MLA models, as the prefill does."""
-        return refuse_latents(model_config)
+        """Refuse what the prefill does."""
+        return refuse_latents(model_config) or refuse_other_weights(self.config.calibration, model_config)
 
     def warnings(self) -> tuple[str, ...]:
         """Say that nothing of decode will be sparse, unless a request asks for it."""

@@ -11,7 +11,8 @@ import torch
 from peak_memory import Peak
 from rope_calibrations import calibration
 
-from sglang_sparse.calibration.partition import RopeCalibration, fingerprint
+from sglang_sparse.calibration.partition import RopeCalibration
+from sglang_sparse.calibration.weights import fingerprint
 from sglang_sparse.config import SparseArgumentError, build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.robsa import Robsa

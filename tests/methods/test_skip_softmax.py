@@ -83,7 +83,7 @@ def test_arguments_resolve(qwen3: str, fields: dict[str, Any], factor: float) ->
             {"sparse_prefill_config": '{"threshold_scale_factor": {"prefill": 5, "decode": 2}}'},
             "--sparse-method skip_soft",
         ),
-        ({"sparse_prefill_config": '{"target_sparsity": 0.5}'}, "unknown field 'target_sparsity'"),
+        ({"sparse_prefill_config": '{"target_sparsity": 0.5}'}, "target_sparsity: needs one sparse_attention_config"),
         ({"sparse_prefill_config": '{"dense_tail": -1}'}, "dense_tail: got -1"),
         ({"sparse_prefill_config": '{"layers": [9]}'}, "--sparse-prefill-config of skip_softmax: layers"),
         ({"chunked_prefill_size": 2000}, "the chunked prefill size is 2000; allowed: multiples of 128 tokens"),

@@ -1,7 +1,10 @@
-"""Factors of Skip-Softmax from what Model Optimizer leaves in a checkpoint: both of its forms, and what is none."""
+"""Factors of Skip-Softmax for a share of blocks: from a checkpoint of Model Optimizer, in both of its forms, or from a
+file of our own; and what is none.
+"""
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ load_plugins()
 from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse import config
+from sglang_sparse.calibration.skip_file import Fit, SkipCalibration
+from sglang_sparse.calibration.weights import fingerprint
 from sglang_sparse.config import build
 
 FORMULA = {"formula": "a * exp(b * target_sparsity)"}
@@ -89,19 +94,25 @@ def test_coefficients_may_be_for_both_phases(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        (None, "needs a checkpoint whose config.json has one sparse_attention_config for skip_softmax"),
-        ([1], "this one has 0; allowed without one: threshold_scale_factor"),
-        ({"config_groups": {"group_0": OTHER_GROUP}}, "this one has 0"),
-        ({"config_groups": {"group_0": GROUP, "group_1": GROUP}}, "this one has 2"),
+        (
+            None,
+            "needs one sparse_attention_config for skip_softmax, as NVIDIA Model Optimizer leaves it in config.json",
+        ),
+        ([1], "the checkpoint has 0; allowed without one: calibration_file, made by python -m sglang_sparse.calibrate"),
+        ({"config_groups": {"group_0": OTHER_GROUP}}, "the checkpoint has 0"),
+        ({"config_groups": {"group_0": GROUP, "group_1": GROUP}}, "the checkpoint has 2"),
         (
             {"config_groups": {"group_0": {**GROUP, "ignore": ["*layers.0*"]}}},
             "leaves layers dense (ignore: ['*layers.0*'])",
         ),
-        ({"config_groups": {"group_0": {"algorithm": "skip_softmax"}}}, "the checkpoint's formula is None"),
-        ({**OLD, "threshold_scale_factor": {**BY_PHASE, "formula": "a + b"}}, "formula is 'a + b'; allowed: 'a * exp("),
+        ({"config_groups": {"group_0": {"algorithm": "skip_softmax"}}}, "the formula of the checkpoint is None"),
+        (
+            {**OLD, "threshold_scale_factor": {**BY_PHASE, "formula": "a + b"}},
+            "the formula of the checkpoint is 'a + b'; allowed: 'a",
+        ),
         (
             {**OLD, "threshold_scale_factor": {**FORMULA, "prefill": BY_PHASE["prefill"]}},
-            "coefficients for decode are None",
+            "coefficients of the checkpoint for decode are None",
         ),
         (
             {**OLD, "threshold_scale_factor": {**BY_PHASE, "decode": {"a": -1, "b": 2}}},
@@ -130,8 +141,133 @@ def test_a_share_and_a_factor_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_without_a_model_there_is_no_share(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is read with the model's own config"):
+    with pytest.raises(ValueError, match="is resolved when a server starts, with its model"):
         build("skip_softmax", {"target_sparsity": 0.5})
-    assert "this one has 0" in refused(str(tmp_path), target_sparsity=0.5)
+    assert "the checkpoint has 0" in refused(str(tmp_path), target_sparsity=0.5)
     (tmp_path / "config.json").write_text("{")
     assert f"cannot read config.json of {tmp_path}" in refused(str(tmp_path), target_sparsity=0.5)
+
+
+TINY = Path(__file__).parents[2] / "eval" / "models" / "tiny-gqa"
+RANGES = {"prefill": (0.2, 0.8), "decode": (0.1, 0.9)}
+
+
+def calibration_file(folder: Path) -> str:
+    """As `sglang_sparse.calibrate` writes it, for the tiny model."""
+    fits = {
+        phase: Fit(lowest=low, highest=high, r_squared=0.98, error=0.03, points=[])
+        for phase, (low, high) in RANGES.items()
+    }
+    found = SkipCalibration(
+        method="skip_softmax",
+        fingerprint=fingerprint(str(TINY)),
+        model="models/tiny",
+        architecture="A",
+        phases=fits,
+        first_position=0,
+        queries=16,
+        prompts={},
+        files=[],
+        seed=0,
+        device="cpu",
+        dtype="float32",
+        versions={},
+    )
+    path = folder / "skip.json"
+    path.write_text(json.dumps({"sparse_attention_config": NEW, "calibration": found.model_dump()}))
+    return str(path)
+
+
+def test_a_share_becomes_factors_by_a_file_in_both_phases(tmp_path: Path) -> None:
+    file = calibration_file(tmp_path)
+    shares = {"prefill": 0.2, "decode": 0.9}
+    args = resolve(str(TINY), target_sparsity=shares, calibration_file=file)
+    found = json.loads(args.sparse_config)
+    expected = {phase: BY_PHASE[phase]["a"] * math.exp(BY_PHASE[phase]["b"] * shares[phase]) for phase in shares}
+    assert found["threshold_scale_factor"] == pytest.approx(expected)
+    about = found["calibration"]
+    assert (about["file"], about["model"], about["fits"]["decode"]["error"]) == (file, "models/tiny", 0.03)
+    assert about["target_sparsity"] == shares and about["coefficients"] == {phase: BY_PHASE[phase] for phase in RANGES}
+    # What a scheduler gets asks for no file.
+    Path(file).unlink()
+    settings = config.settings_of(args)
+    assert settings is not None and settings.prefill is not None
+    assert settings.prefill.config.model_dump()["threshold_scale_factor"] == pytest.approx(expected["prefill"])
+
+
+@pytest.mark.parametrize("target", [0.5, {"prefill": 0.5}])
+def test_prefill_alone_has_a_share_too(tmp_path: Path, target: Any) -> None:
+    def resolved(model: str, **fields: Any) -> Any:
+        args: Any = ServerArgs(  # pyright: ignore[reportCallIssue]
+            model_path=model,
+            sparse_method="resa",
+            sparse_prefill_method="skip_softmax",
+            sparse_prefill_config=json.dumps(fields),
+            chunked_prefill_size=2048,
+        )
+        return json.loads(args.sparse_prefill_config)
+
+    factor = BY_PHASE["prefill"]["a"] * math.exp(BY_PHASE["prefill"]["b"] * 0.5)
+    given = {"target_sparsity": target, "calibration_file": calibration_file(tmp_path)}
+    for found in (resolved(str(TINY), **given), resolved(checkpoint(tmp_path, OLD), target_sparsity=target)):
+        assert found["threshold_scale_factor"] == pytest.approx(factor)
+        assert found["calibration"]["target_sparsity"] == target
+    with pytest.raises(ValueError, match="from 0 to 1 for prefill, or a mapping with it"):
+        resolved(str(TINY), **{**given, "target_sparsity": {"decode": 0.5}})
+    with pytest.raises(ValueError, match="does not fit Qwen3ForCausalLM: the calibration was made on other weights"):
+        resolved(str(other_weights(tmp_path)), **given)
+
+
+def other_weights(folder: Path) -> Path:
+    shutil.copytree(TINY, folder / "other")
+    weights = folder / "other" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+    return folder / "other"
+
+
+def test_a_file_of_other_weights_is_refused(tmp_path: Path) -> None:
+    given = {"target_sparsity": 0.5, "calibration_file": calibration_file(tmp_path)}
+    message = refused(str(other_weights(tmp_path)), **given)
+    assert "does not fit Qwen3ForCausalLM: the calibration was made on other weights, models/tiny (" in message
+    assert "calibrate this one: python -m sglang_sparse.calibrate --method skip_softmax" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"target_sparsity": 0.85}, "got 0.85 for prefill; allowed: 0.2 to 0.8, as FILE has measured, or 0 (dense)"),
+        ({"target_sparsity": {"decode": 0.05}}, "got 0.05 for decode; allowed: 0.1 to 0.9, as FILE has measured"),
+        ({"target_sparsity": 2}, "target_sparsity: got 2; must be a number from 0 to 1 for both phases"),
+        ({}, "calibration_file: got 'FILE' without target_sparsity; allowed: both, or neither"),
+        (
+            {"target_sparsity": 0.5, "threshold_scale_factor": 9},
+            "calibration_file: got 'FILE' beside threshold_scale_factor; allowed: one of them",
+        ),
+        ({"threshold_scale_factor": 9}, "calibration_file: got 'FILE' beside threshold_scale_factor"),
+    ],
+)
+def test_what_a_file_does_not_go_with(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    file = calibration_file(tmp_path)
+    message = refused(str(TINY), calibration_file=file, **fields)
+    assert message.startswith("--sparse-config of skip_softmax: ") and said.replace("FILE", file) in message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file or directory"),
+        ("{", "calibration_file: cannot read"),
+        ("[]", "is another file (it has no calibration)"),
+        ('{"theta": 12}', "is another file (it has no calibration)"),
+        ('{"calibration": {"method": "robsa"}}', "is another file (method: Input should be 'skip_softmax')"),
+    ],
+)
+def test_what_is_no_file_of_ours(tmp_path: Path, content: str | None, said: str) -> None:
+    file = tmp_path / "x.json"
+    if content is not None:
+        file.write_text(content)
+    message = refused(str(TINY), calibration_file=str(file), target_sparsity=0.5)
+    assert said in message and "allowed: what python -m sglang_sparse.calibrate --method skip_softmax" in message
+    assert "calibration_file: got 7; allowed: the path of what" in refused(
+        str(TINY), calibration_file=7, target_sparsity=0.5
+    )

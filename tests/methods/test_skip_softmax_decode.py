@@ -122,11 +122,16 @@ def test_bad_config(qwen3: str, fields: dict[str, Any], expected: str) -> None:
 
 def test_what_the_prefill_that_comes_along_needs_is_asked(qwen3: str) -> None:
     decode_only = json.dumps({FACTOR: {"decode": 9}})
-    for flags, said in (
-        ({"chunked_prefill_size": 2000}, "the chunked prefill size is 2000; allowed: multiples of 128 tokens"),
-        ({"kv_events_config": "{}"}, "--sparse-prefill-method skip_softmax cannot run with KV cache events"),
+    chunk = "the chunked prefill size is 2000; allowed: multiples of 128 tokens, the group that can be cached, or "
+    typed = {"sparse_prefill_method": "skip_softmax", "sparse_prefill_config": json.dumps({FACTOR: 9})}
+    for flags, said, more in (
+        ({"chunked_prefill_size": 2000}, f": {chunk}", "--sparse-prefill-method skip_softmax with a --sparse-prefill-"),
+        ({"kv_events_config": "{}"}, " cannot run with KV cache events", ""),
     ):
-        assert said in refused(qwen3, **flags)
+        # By the flag that asked for it.
+        assert f"--sparse-method skip_softmax{said}{more}" in refused(qwen3, **flags)
+        message = refused(qwen3, **flags, **typed)
+        assert f"--sparse-prefill-method skip_softmax{said}" in message and "with a --sparse-prefill" not in message
         assert resolve(qwen3, **flags, sparse_config=decode_only).sparse_prefill_method is None
     assert "--sparse-prefill-config needs --sparse-prefill-method" in refused(qwen3, sparse_prefill_config="{}")
 

@@ -17,9 +17,10 @@ from sglang_sparse.calibration import robsa, similarity
 from sglang_sparse.calibration.capture import CalibrationError, Captured, capture, load_model, model_facts
 from sglang_sparse.calibration.mix import shares
 from sglang_sparse.calibration.partial import Partial
-from sglang_sparse.calibration.partition import RopeCalibration, fingerprint
+from sglang_sparse.calibration.partition import RopeCalibration
 from sglang_sparse.calibration.robsa_prompts import Prompt
 from sglang_sparse.calibration.similarity import agreement, select
+from sglang_sparse.calibration.weights import fingerprint
 from sglang_sparse.config import build, read_config
 
 MODELS = Path(__file__).parents[2] / "eval" / "models"

@@ -75,10 +75,8 @@ def test_skip_softmax_keeps_the_factor_of_each_phase(factor: object, became: obj
     ("sparse", "said"),
     [
         ({"threshold_scale_factor": -1}, "must be a number from 0 to 1e30"),
-        (
-            {"target_sparsity": 0.5},
-            "target_sparsity: got 0.5; is read with the model's own config.json when a server starts",
-        ),
+        ({"target_sparsity": 1.5}, "must be a number from 0 to 1 for both phases"),
+        ({"target_sparsity": None}, "nothing is left that says how much to skip (threshold_scale_factor or target_spa"),
         ({"threshold_scale_factor": None}, "nothing is left that says how much to skip"),
     ],
 )
@@ -88,10 +86,28 @@ def test_nothing_is_guessed_where_no_threshold_is_left(sparse: dict[str, Any], s
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("share", "became"),
+    [(0.5, {"prefill": 0.5, "decode": 0.5}), ({"decode": 0.5}, {"decode": 0.5}), ({"prefill": 2, "decode": 0.5}, None)],
+)
+def test_a_share_needs_a_calibration(share: object, became: object) -> None:
+    found, _ = convert.convert(
+        {"sparse_attention_config": {"algorithm": "skip_softmax", "target_sparsity": share}}, gpu=False
+    )
+    expected = {"decode": 0.5} if became is None else became
+    assert convert.as_fields(found.arguments)["sparse_config"] == {"target_sparsity": expected}
+    (said,) = (change.words for _, _, change in found.report if change.fields)
+    assert said.startswith("needs a checkpoint that NVIDIA Model Optimizer has calibrated, or calibration_file: python")
+    lost = [name for name, _, change in found.report if change.lost]
+    assert lost == (["sparse_attention_config.target_sparsity.prefill"] if became is None else [])
+
+
 def test_target_sparsity_beside_a_threshold_is_left_out() -> None:
-    fields, left = converted({"sparse_attention_config": {**SKIP, "target_sparsity": 0.5}})
-    assert fields["sparse_config"] == {"threshold_scale_factor": {"prefill": 1000.0}}
-    assert list(left) == ["sparse_attention_config.target_sparsity"]
+    for given in ({**SKIP, "target_sparsity": 0.5}, {"target_sparsity": 0.5, **SKIP}):
+        fields, left = converted({"sparse_attention_config": given})
+        assert fields["sparse_config"] == {"threshold_scale_factor": {"prefill": 1000.0}}
+        (said,) = left.values()
+        assert list(left) == ["sparse_attention_config.target_sparsity"] and "beside threshold_scale_factor" in said
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_sparse.calibration import partition
-from sglang_sparse.calibration.partition import LayerSimilarity, RopeCalibration, fingerprint
+from sglang_sparse.calibration import weights
+from sglang_sparse.calibration.partition import LayerSimilarity, RopeCalibration
 from sglang_sparse.calibration.presets import PRESETS
 from sglang_sparse.calibration.robsa_report import plot, table
+from sglang_sparse.calibration.weights import fingerprint
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.arange(4096, dtype=torch.int32)}
 CONFIG: dict[str, Any] = {"architectures": ["X"], "hidden_size": 3, "rope_scaling": {"factor": 2.0}}
@@ -29,7 +30,7 @@ def checkpoint(folder: Path, files: list[dict[str, torch.Tensor]], config: dict[
         save_file(tensors, folder / name, metadata={"format": "pt", "file": name})
     if len(files) > 1:
         places = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-        (folder / partition.INDEX).write_text(json.dumps({"weight_map": places}))
+        (folder / weights.INDEX).write_text(json.dumps({"weight_map": places}))
     return str(folder)
 
 
@@ -54,8 +55,8 @@ def test_a_fingerprint_is_of_weights_and_config_and_not_of_places(tmp_path: Path
 
 
 def test_large_tensors_count_at_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "WHOLE", 1 << 10)
-    monkeypatch.setattr(partition, "PIECE", 1 << 6)
+    monkeypatch.setattr(weights, "WHOLE", 1 << 10)
+    monkeypatch.setattr(weights, "PIECE", 1 << 6)
 
     def changed(place: int) -> str:
         tensor = TENSORS["b.weight"].clone()
@@ -82,21 +83,21 @@ def test_a_name_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def broken(folder: Path, how: str) -> None:
-    weights = folder / "model-0.safetensors"
+    file = folder / "model-0.safetensors"
     if how == "bin":
-        weights.rename(folder / "pytorch_model.bin")
+        file.rename(folder / "pytorch_model.bin")
     elif how == "pointer":
-        weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     elif how == "cut":
-        weights.write_bytes(weights.read_bytes()[:-1])
+        file.write_bytes(file.read_bytes()[:-1])
     elif how == "empty":
-        weights.write_bytes(b"")
+        file.write_bytes(b"")
     elif how == "shard":
-        (folder / partition.INDEX).write_text('{"weight_map": {"a.weight": "model-7.safetensors"}}')
+        (folder / weights.INDEX).write_text('{"weight_map": {"a.weight": "model-7.safetensors"}}')
     elif how == "tensor":
-        (folder / partition.INDEX).write_text('{"weight_map": {"x.weight": "model-0.safetensors"}}')
+        (folder / weights.INDEX).write_text('{"weight_map": {"x.weight": "model-0.safetensors"}}')
     elif how == "index":
-        (folder / partition.INDEX).write_text("[]")
+        (folder / weights.INDEX).write_text("[]")
     else:
         (folder / "config.json").unlink()
 
@@ -124,7 +125,8 @@ def test_weights_that_cannot_be_read(tmp_path: Path, how: str, message: str) -> 
 
 def test_a_server_reads_a_calibration_without_torch() -> None:
     heavy = {"torch", "sglang", "transformers"}
-    code = f"import sys, sglang_sparse.calibration.partition; sys.exit(bool({heavy} & sys.modules.keys()))"
+    modules = ", ".join(f"sglang_sparse.calibration.{name}" for name in ("partition", "weights"))
+    code = f"import sys, {modules}; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -161,6 +161,17 @@ def test_what_is_no_recipe_is_named(
     assert said in printed.err and not printed.out and not started
 
 
+def test_a_share_to_skip_is_refused_where_the_model_is_at_hand_and_has_no_calibration(tmp_path: Path) -> None:
+    flags = ["--sparse-method", "skip_softmax", "--sparse-config", '{"target_sparsity": 0.5}']
+    folder = str(MODELS / "tiny-gqa")
+    assert serve.refusal(["--model-path", "some/model", *flags], "MHA/GQA", gpu=False) is None
+    said = serve.refusal(["--model-path", folder, *flags], "MHA/GQA", gpu=False)
+    assert said is not None and "target_sparsity: needs one sparse_attention_config" in said
+    text = OWN.format(model="some/model")
+    changed = text.replace('"resa"', '"skip_softmax"').replace("active_ratio = 0.25", "target_sparsity = 0.5")
+    assert recipes.memory(recipes.load(own(tmp_path, changed))).summaries == 0
+
+
 def test_unknown_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--recipe", "qwen3-8b-lon", "--dry-run"]) == 2
     said = capsys.readouterr().err

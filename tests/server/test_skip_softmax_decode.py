@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import one_thread  # noqa: F401
 import pytest
 from httpx import HTTPStatusError
 from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
@@ -13,6 +14,9 @@ from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sp
 from eval import niah
 from eval.live.record import read_rows
 from launch.server import ServerProcess
+from sglang_sparse import calibrate
+from sglang_sparse.calibration.mix import long_mix
+from sglang_sparse.calibration.prompts import Prompts
 
 MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
 PAGE, LAYERS, TILE = 16, 4, 128
@@ -210,3 +214,31 @@ def test_sparse_prefill_in_mixed_batches_under_forced_retraction(serve, server, 
         assert used["decode_rows"] < 23 * len(some)
         assert_exact(mixed, 2 * TILE)
         assert_nothing_leaked(mixed)
+
+
+def test_a_share_that_was_asked_for_is_skipped(serve, tmp_path: Path) -> None:
+    """By a calibration of the model, on other prompts than those that it ran.
+
+    It may be off by as much as the file says that the formula is at its worst factor, and by two hundredths more: the
+    texts are others, and rows of decode are generated here and a prompt's last ones there.
+    """
+    file, shares = tmp_path / "skip.json", {"prefill": 0.3, "decode": 0.5}
+    config = {"dense_fallback": "never"}
+    flags = ["--method", "skip_softmax", "--model-path", str(MODEL), "--lengths", "1k,1500", "--n", "2"]
+    assert calibrate.main([*flags, "--sparse-config", json.dumps(config), "--out", str(file)]) == 0
+    source = Prompts([], str(MODEL))
+    made = [one for n in (1024, 1500) for one in long_mix(2, [n], 1, lambda text: len(source.encode(text)))]
+    prompts = [source.encode_messages(one.messages) for one in made]
+    asked = {**config, "calibration_file": str(file), "target_sparsity": shares}
+    with serve(MODEL, *FLAGS, "--chunked-prefill-size", "512", method="skip_softmax", config=asked) as server:
+        resolved = sparse_state(server)["config"]
+        found = resolved["calibration"]
+        assert found["file"] == str(file) and found["target_sparsity"] == shares
+        factors = resolved["threshold_scale_factor"]
+        assert sparse_state(server)["prefill"]["config"]["threshold_scale_factor"] == factors["prefill"]
+        assert f'"decode":{factors["decode"]}' in server.log().replace(" ", "")
+        each(server, prompts, None)
+        used = spent(server)
+        for phase, prefix in (("prefill", "prefill_"), ("decode", "")):
+            share = used[f"{prefix}blocks_skipped"] / used[f"{prefix}blocks_visited"]
+            assert abs(share - shares[phase]) < found["fits"][phase]["error"] + 0.02 < 0.08

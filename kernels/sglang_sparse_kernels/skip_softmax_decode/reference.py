@@ -37,7 +37,7 @@ def skip_softmax_decode(
         slots = page_table[row, positions // page_size].long() * page_size + positions % page_size
         logits = queries[row] @ k_cache[slots].float().permute(1, 2, 0) * (sm_scale * k_scale)
         log_lambda = log_threshold(float(threshold_scale_factor[row]), length)
-        kept = kept_blocks(logits, log_lambda)
+        kept = kept_blocks(block_maxima(logits), log_lambda)
         read = kept.repeat_interleave(BLOCK_KEYS, dim=-1)[..., :length]
         logits = logits.masked_fill(~read[:, None], -INF)
         weights = logits.softmax(-1).masked_fill(logits.amax(-1, keepdim=True) == -INF, 0.0)
@@ -59,21 +59,30 @@ def log_threshold(threshold_scale_factor: float, length: int) -> float:
     return min(0.0, math.log(threshold_scale_factor) - math.log(length))
 
 
-def kept_blocks(logits: torch.Tensor, log_lambda: float) -> torch.Tensor:
-    """Which blocks of keys are not skipped.
+def block_maxima(logits: torch.Tensor) -> torch.Tensor:
+    """Each query's largest logit in each block of keys; what is not a number counts as infinite.
 
     Args:
         logits: ``[Hkv, G, T]`` in natural units.
+
+    Returns:
+        ``[Hkv, G, blocks]``.
+    """
+    padded = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % BLOCK_KEYS), value=-INF)
+    return padded.where(~padded.isnan(), INF).unflatten(-1, (-1, BLOCK_KEYS)).amax(-1)
+
+
+def kept_blocks(maxima: torch.Tensor, log_lambda: float) -> torch.Tensor:
+    """Which blocks of keys are not skipped.
+
+    Args:
+        maxima: see ``block_maxima``.
         log_lambda: see ``log_threshold``.
 
     Returns:
         ``[Hkv, blocks]`` bool.
     """
-    blocks = -(-logits.shape[-1] // BLOCK_KEYS)
-    padded = torch.nn.functional.pad(logits, (0, blocks * BLOCK_KEYS - logits.shape[-1]), value=-INF)
-    # What is not a number counts as infinite.
-    maxima = padded.where(~padded.isnan(), INF).unflatten(-1, (blocks, BLOCK_KEYS)).amax(-1)
-    always = torch.zeros(blocks, dtype=torch.bool, device=logits.device)
+    always = torch.zeros(maxima.shape[-1], dtype=torch.bool, device=maxima.device)
     always[0] = always[-LOCAL_BLOCKS:] = True
     largest = maxima[..., always].amax(-1, keepdim=True)
     limit = (largest + log_lambda).where(largest < INF, -INF)

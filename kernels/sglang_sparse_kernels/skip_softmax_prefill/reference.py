@@ -33,7 +33,8 @@ def skip_softmax_prefill(
         visible = positions <= positions[tile.first_position :, None]
         keys = k_cache[slots].float().permute(1, 2, 0)[:, None]
         logits = (queries[:, :, window] @ keys).mul_(sm_scale * k_scale).masked_fill_(~visible, -INF)
-        kept = kept_blocks(logits, log_threshold(tile, float(threshold_scale_factor[tile.row])), plan.block_keys)
+        threshold = log_threshold(tile, float(threshold_scale_factor[tile.row]))
+        kept = kept_blocks(block_maxima(logits, plan.block_keys), threshold)
         read = kept.repeat_interleave(plan.block_keys, dim=-1)[..., : len(positions)]
         weights = logits.masked_fill_(~read[:, :, None], -INF).softmax(-1)
         # What is not read is not there: a broken value of a skipped block would make zero times NaN.
@@ -54,25 +55,35 @@ def log_threshold(tile: QueryTile, threshold_scale_factor: float) -> float:
     return min(0.0, math.log(threshold_scale_factor) - math.log(tile.context))
 
 
-def kept_blocks(logits: torch.Tensor, log_lambda: float, block_keys: int) -> torch.Tensor:
+def block_maxima(logits: torch.Tensor, block_keys: int) -> torch.Tensor:
+    """Each query's largest logit in each block of keys.
+
+    Args:
+        logits: ``[Hkv, G, n, T]`` in natural units, -inf where a query does not see a key.
+        block_keys: keys of a block.
+
+    Returns:
+        ``[Hkv, G, n, blocks]``.
+    """
+    padded = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % block_keys), value=-INF)
+    return padded.unflatten(-1, (-1, block_keys)).amax(-1)
+
+
+def kept_blocks(maxima: torch.Tensor, log_lambda: float) -> torch.Tensor:
     """Which blocks of keys a tile does not skip.
 
     With a threshold of at most 1, a skipped block never has a row's maximum: the running maximum is that of all blocks
     visited before, skipped or not, and blocks can be judged at once.
 
     Args:
-        logits: ``[Hkv, G, n, T]`` in natural units, -inf where a query does not see a key.
+        maxima: see ``block_maxima``.
         log_lambda: see ``log_threshold``.
-        block_keys: keys of a block.
 
     Returns:
         ``[Hkv, G, blocks]`` bool.
     """
-    blocks = -(-logits.shape[-1] // block_keys)
-    order = visit_order(blocks, logits.device)
-    missing = blocks * block_keys - logits.shape[-1]
-    padded = torch.nn.functional.pad(logits, (0, missing), value=-INF)
-    maxima = padded.unflatten(-1, (blocks, block_keys)).amax(-1)[..., order]
+    order = visit_order(maxima.shape[-1], maxima.device)
+    maxima = maxima[..., order]
     running = maxima.cummax(-1).values
     before = torch.nn.functional.pad(running[..., :-1], (1, 0), value=-INF)
     # False for what is infinite or NaN: such a row keeps the blocks of its tile, and shows in the output.
