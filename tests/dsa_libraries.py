@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from mla_layers import machine as fake
 
-from eval.parts.dsa_inputs import FP8, Shape
+from eval.parts.dsa_inputs import FP8, Shape, Step
+from eval.parts.dsa_table import TABLE
+from eval.parts.kernel_machine import Machine
+from eval.parts.kernel_table import Implementation
 from sglang_sparse_kernels.index_keys.reference import parts
 
 # The newest page is partly filled, and no two sizes are equal.
@@ -139,3 +143,20 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_buf_accessor, "GetKAndS", Keys)
     monkeypatch.setattr(quant_k_cache, "quantize_k_cache", lambda cache: cache.float())
     monkeypatch.setattr(flash_attention, "flash_attn_with_kvcache", fa3)
+
+
+def machine() -> Machine:
+    """One whose replays do the first layer again."""
+
+    def capture(runs: Any) -> Any:
+        def replay() -> float:
+            runs[0]()
+            return 5.0
+
+        return replay
+
+    return replace(fake(), capture=capture, repeat=capture)
+
+
+def of(op: str, *names: str) -> list[Implementation[Step]]:
+    return [one for one in TABLE if one.op == op and (not names or one.name in names)]

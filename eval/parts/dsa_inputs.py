@@ -160,6 +160,7 @@ class Step:
         else:
             self.rows = torch.arange(shape.batch, **integers)
             self.lengths = torch.full((shape.batch,), shape.length, **integers)
+        self.first = torch.zeros_like(self.lengths) if shape.chunk else None
         self.wanted = self.lengths.clamp(max=shape.topk)
         self.width = self.page_table.shape[1] * PAGE_SIZE
         self.positions = torch.arange(self.width, **integers)
@@ -227,8 +228,7 @@ class Step:
 
     def behind(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose as a server does behind SGLang's logits, ``[T, topk]`` int32 slots."""
-        first = torch.zeros_like(self.lengths) if self.shape.chunk else None
-        chosen = select(logits, self.lengths, self.shape.topk, first)
+        chosen = select(logits, self.lengths, self.shape.topk, self.first)
         rows = self.rows if self.shape.chunk else torch.arange(len(chosen), device=chosen.device)
         return slots_of(chosen, self.page_table, rows, None)
 
