@@ -33,7 +33,7 @@ def gemm_stand_in() -> SimpleNamespace:
 
     def paged(q: Any, cache: Any, weights: Any, lengths: Any, table: Any, plan: str, most: int, **options: Any) -> Any:
         assert q.shape == (2, 1, 4, 128) and cache.shape[1:] == (64, 1, 132) and cache.dtype == torch.uint8
-        assert plan == "schedule" and most == 320 and lengths.shape == (2, 1) and options == {"clean_logits": False}
+        assert plan == "schedule" and most == 384 and lengths.shape == (2, 1) and options == {"clean_logits": False}
         out = torch.full((2, most), torch.nan)
         keys, scales = parts(cache.flatten(1))
         for row, pages in enumerate(table.long()):
@@ -65,7 +65,7 @@ def best_of(scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Ten
 
 
 def topk_v2(scores: Any, lengths: Any, table: Any, out: Any, page: int, plan: Any) -> None:
-    assert plan.shape == (3, 2) and page == 64 and table.shape == (2, 5) and scores.stride(0) % 4 == 0
+    assert plan.shape == (3, 2) and page == 64 and table.shape == (2, 6) and scores.stride(0) % 4 == 0
     found = best_of(scores, lengths, out.shape[1])
     slots = table.long().gather(1, found.clamp(min=0) // page) * page + found % page
     out.copy_(torch.where(found < 0, -1, slots))

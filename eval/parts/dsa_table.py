@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ ABSENT = (ImportError.__name__, ModuleNotFoundError.__name__)
 
 def _portable(step: Step) -> list[Run]:
     def made(layer: Layer) -> Run:
+        if step.op in LOGITS:
+            layer = replace(layer, logits=layer.logits.contiguous())
         return partial(step.attend, layer) if step.op == ATTEND else partial(step.portable, layer)
 
     return [made(layer) for layer in step.layers]
