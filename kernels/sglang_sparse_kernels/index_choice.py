@@ -26,8 +26,11 @@ def queries_at_once(width: int, device: torch.device) -> int:
         width: columns of the logits.
         device: where they are.
     """
-    most = LOGITS_BYTES if device.type == "cpu" else GPU_LOGITS_BYTES
-    return max(1, most // (4 * width))
+    return max(1, _most(device) // width)
+
+
+def _most(device: torch.device) -> int:
+    return (LOGITS_BYTES if device.type == "cpu" else GPU_LOGITS_BYTES) // 4
 
 
 def scratch_bytes(queries: int, width: int, device: torch.device, given: bool) -> int:
@@ -37,11 +40,12 @@ def scratch_bytes(queries: int, width: int, device: torch.device, given: bool) -
         queries: of the prefill.
         width: columns of the logits.
         device: where they are.
-        given: whether the logits are somebody else's, as for `select`.
+        given: whether the logits are somebody else's, as for `select`; these may be wider.
     """
-    elements = width * min(queries, queries_at_once(width, device))
-    # Logits, or a mask of a byte and a copy, where the rows of the logits that were given are padded.
-    return elements * (5 if given else 4)
+    if given:
+        # A mask of a byte, and a copy where rows are padded. SGLang's have the tokens of all requests of a pass.
+        return 5 * max(width, _most(device))
+    return 4 * width * min(queries, queries_at_once(width, device))
 
 
 def choose(
