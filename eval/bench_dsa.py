@@ -16,10 +16,10 @@ median time of a layer and its spread; ``over_floor`` is that time over what mov
 ceiling, or the products at the tensor cores', whichever is longer (``floor_us``); ``native_ratio`` is against the
 fastest of SGLang's implementations over a cache of the same dtype.
 
-Quality beside speed, over a sample of queries: the share of the tokens that a selection has in common with the highest
-logits in float64 (``overlap``) and how far off the others are (``off_by``), the same against SGLang's selection, and
-whether ``--replays`` replays chose the same tokens (``repeatable``). Of attention the relative L2 error. What is wrong
-is not timed; nor is a selection of this project that is not always the same.
+Quality beside speed, over all rows of decode and 64 tokens of a prompt: the share of the tokens that a selection has
+in common with the highest logits in float64 (``overlap``) and how far off the others are (``off_by``), the same
+against SGLang's selection, and whether ``--replays`` replays chose the same tokens (``repeatable``). Of attention the
+relative L2 error. What is wrong is not timed; nor is a selection of this project that is not always the same.
 
 A peer that is not installed, or does not take a shape, is reported and the others go on. The exit status is 1 where
 that happens to one of this project's own. SGLang compiles some kernels at their first use, which can take minutes.
@@ -39,17 +39,18 @@ import torch
 
 from eval.figures import report_tables
 from eval.figures.ceilings import CEILING_FP8_TFLOPS, CEILING_GBPS, CEILING_TFLOPS
-from eval.figures.dsa import COMMAND, OPS
+from eval.figures.dsa import ATTEND, COMMAND, OPS
 from eval.live.client import FAILURES, list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
-from eval.parts.dsa_inputs import Shape, Step
+from eval.parts.dsa_inputs import MOST_SLOTS, Shape, Step
 from eval.parts.dsa_quality import Judge, kept, samples
 from eval.parts.dsa_table import TABLE, failed, floor, identity, summarise, with_ratios
 from eval.parts.kernel_machine import Bench, Machine, gpu, parse_shape
 from eval.parts.kernel_rows import Row
 from eval.parts.kernel_table import Implementation, chosen
 from eval.texts.lengths import length
+from sglang_sparse_kernels.index_keys import PAGE_SIZE
 
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
 SIZES = ("heads", "latent", "rope", "index_heads", "topk")
@@ -78,6 +79,13 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
     prefill = [Shape(*parse_shape(text), chunk=args.chunk, **sizes) for text in dict.fromkeys(args.prefill)]
     if not decode and not prefill:
         raise EvaluationError("--shapes and --prefill are both empty; allowed: one shape at least")
+    most = MOST_SLOTS - PAGE_SIZE
+    for shape in decode:
+        if ATTEND in args.ops and (named := shape.batch * min(shape.topk, shape.length)) > most:
+            raise EvaluationError(
+                f"--shapes: {shape.name} attends to {named} tokens with --topk {shape.topk}, and the cache has {most}; "
+                f"allowed: as many, or --ops without {ATTEND}"
+            )
     for shape in prefill:
         if shape.batch != 1 or shape.length < args.chunk:
             raise EvaluationError(

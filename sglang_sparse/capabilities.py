@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import refusals, registry
 from sglang_sparse.config import SparseArgumentError, build, page_size_fields
-from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS
+from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS, refuse_gpu
 from sglang_sparse.methods.skip_softmax_checkpoint import FORMULA, TABLE
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Fields that may make a method fit, with the words for an answer that needs them.
 UNCALIBRATED = {"allow_uncalibrated": True}
 UNRECTIFIED = {"rectify_interval": 0}
+# What lets a method that is proven on the CPU platform alone run on a GPU.
+AT_RISK = {"allow_unproven": True}
 
 
 @dataclass(frozen=True)
@@ -253,6 +255,18 @@ def place_of(method: Method) -> Place:
                 return Place(kind, gpu, found.fields)
     # A third party's, of another kind: the answers say why not.
     return Place(next(iter(KINDS)), False)
+
+
+def flag_answer(method: Method, flag: Mapping[str, Any]) -> Answer:
+    """What a method says to a flag where it is served; and where that is the CPU platform alone, which lacks some, what
+    a GPU says to one that runs there at its user's risk.
+    """
+    place = place_of(method)
+    found = answer(method, place, flag)
+    if found.served or place.gpu or refuse_gpu(method.name) is None:
+        return found
+    at_risk = Place(place.kind, True, {**place.fields, **AT_RISK})
+    return Answer(True, AT_RISK) if answer(method, at_risk, flag).served else found
 
 
 def backends(method: Method, gpu: bool) -> tuple[str, ...]:

@@ -16,10 +16,9 @@ import torch
 from torch.nn.functional import pad
 
 from sglang_sparse import index_counts
-from sglang_sparse_kernels import index_keys
+from sglang_sparse_kernels import index_choice, index_keys
 from sglang_sparse_kernels.index_choice import queries_at_once, slots_of
 from sglang_sparse_kernels.index_logits import index_logits
-from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 if TYPE_CHECKING:
@@ -71,13 +70,12 @@ class IndexerBatch:
         """What the attention is given, ``[tokens, index_topk]`` int32."""
         return self.chosen if self.slots is None else self.slots
 
-    def look_up(self, mine: slice) -> None:
-        """Fill ``slots`` for some queries."""
+    def look_up(self) -> None:
+        """Fill ``slots``."""
         if self.slots is not None:
-            offsets = None if self.offsets is None else self.offsets[mine]
-            slots_of(self.chosen[mine], self.page_table, self.rows[mine], offsets, self.slots[mine])
+            slots_of(self.chosen, self.page_table, self.rows, self.offsets, self.slots)
             # A query that pads the pass sees nothing; SGLang's attention counts one token of it, and -1 is none.
-            self.slots[mine, :1].clamp_(min=0)
+            self.slots[:, :1].clamp_(min=0)
 
 
 def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int, topk: int) -> IndexerBatch:
@@ -121,7 +119,7 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
         offsets=offsets if offsets is None else _padded(offsets, tokens),
     )
     if not at_once:
-        batch.look_up(slice(tokens))
+        batch.look_up()
     return batch
 
 
@@ -200,16 +198,14 @@ def _head_gates(indexer: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _select(batch: IndexerBatch, values: torch.Tensor, gates: torch.Tensor, buffer: torch.Tensor) -> None:
     """The selection of one layer, into ``batch``; what lies beyond the counts stays -1."""
-    topk = batch.chosen.shape[1]
-    for first in range(0, len(values), batch.at_once):
-        mine = slice(first, first + batch.at_once)
-        seen = batch.lengths[mine]
-        scores = index_logits(values[mine], gates[mine], buffer, batch.page_table, batch.rows[mine], seen)
-        # One table for all, which no query has a copy of.
-        positions = batch.positions.expand(len(scores), -1)
-        out = batch.chosen[mine, None], batch.counts[mine]
-        page_topk(scores[:, None], positions, seen, batch.wanted[mine], topk, out, batch.stats)
-        batch.look_up(mine)
+
+    def scores(mine: slice) -> torch.Tensor:
+        rows = batch.page_table, batch.rows[mine], batch.lengths[mine]
+        return index_logits(values[mine], gates[mine], buffer, *rows)
+
+    out = batch.chosen, batch.counts
+    index_choice.choose(scores, batch.at_once, batch.lengths, batch.wanted, batch.positions, out, batch.stats)
+    batch.look_up()
 
 
 def attend(

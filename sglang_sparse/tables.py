@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from sglang_sparse import limits, refusals, registry
 from sglang_sparse.capabilities import (
+    AT_RISK,
     FLAGS,
     KINDS,
     UNCALIBRATED,
@@ -17,6 +18,7 @@ from sglang_sparse.capabilities import (
     Place,
     answer,
     backends,
+    flag_answer,
     flag_text,
     load,
     methods,
@@ -47,7 +49,8 @@ def _words(found: Answer) -> str:
         return "no"
     if found.fields == UNCALIBRATED:
         return "calibrated"
-    return f"with `{json.dumps(found.fields)}`" if found.fields else "yes"
+    where = "on a GPU, " if found.fields == AT_RISK else ""
+    return f"{where}with `{json.dumps(found.fields)}`" if found.fields else "yes"
 
 
 def _what(method: Method) -> str:
@@ -98,7 +101,7 @@ def features() -> dict[str, Callable[[Method], str]]:
         "`--page-size`": lambda m: ", ".join(map(str, page_sizes(m))),
         "`--attention-backend` on a GPU": lambda m: ", ".join(backends(m, gpu=True)) or "none",
         "`--attention-backend` on the CPU platform": lambda m: ", ".join(backends(m, gpu=False)) or "none",
-        **{f"`{flag_text(flag)}`": lambda m, flag=flag: _words(answer(m, place_of(m), flag)) for flag in FLAGS},
+        **{f"`{flag_text(flag)}`": lambda m, flag=flag: _words(flag_answer(m, flag)) for flag in FLAGS},
     }
 
 
@@ -139,7 +142,7 @@ def _of_answers() -> Iterator[Refused]:
     for method in methods():
         place = place_of(method)
         asked = {f"{kind} model": answer(method, Place(kind, place.gpu)) for kind in KINDS}
-        asked |= {f"`{flag_text(flag)}`": answer(method, place, flag) for flag in FLAGS}
+        asked |= {f"`{flag_text(flag)}`": flag_answer(method, flag) for flag in FLAGS}
         for name, found in asked.items():
             if found.reason is not None and not any(reason in found.reason for reason in known):
                 # Before it stands what was asked.

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from mla_layers import machine as fake
 
-from eval.parts.dsa_inputs import FP8, Shape
+from eval.parts.dsa_inputs import FP8, Shape, Step
+from eval.parts.dsa_table import TABLE
+from eval.parts.kernel_machine import Machine
+from eval.parts.kernel_table import Implementation
 from sglang_sparse_kernels.index_keys.reference import parts
 
 # The newest page is partly filled, and no two sizes are equal.
@@ -29,7 +33,7 @@ def gemm_stand_in() -> SimpleNamespace:
 
     def paged(q: Any, cache: Any, weights: Any, lengths: Any, table: Any, plan: str, most: int, **options: Any) -> Any:
         assert q.shape == (2, 1, 4, 128) and cache.shape[1:] == (64, 1, 132) and cache.dtype == torch.uint8
-        assert plan == "schedule" and most == 320 and lengths.shape == (2, 1) and options == {"clean_logits": False}
+        assert plan == "schedule" and most == 384 and lengths.shape == (2, 1) and options == {"clean_logits": False}
         out = torch.full((2, most), torch.nan)
         keys, scales = parts(cache.flatten(1))
         for row, pages in enumerate(table.long()):
@@ -61,7 +65,7 @@ def best_of(scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Ten
 
 
 def topk_v2(scores: Any, lengths: Any, table: Any, out: Any, page: int, plan: Any) -> None:
-    assert plan.shape == (3, 2) and page == 64 and table.shape == (2, 5) and scores.stride(0) % 4 == 0
+    assert plan.shape == (3, 2) and page == 64 and table.shape == (2, 6) and scores.stride(0) % 4 == 0
     found = best_of(scores, lengths, out.shape[1])
     slots = table.long().gather(1, found.clamp(min=0) // page) * page + found % page
     out.copy_(torch.where(found < 0, -1, slots))
@@ -139,3 +143,20 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_buf_accessor, "GetKAndS", Keys)
     monkeypatch.setattr(quant_k_cache, "quantize_k_cache", lambda cache: cache.float())
     monkeypatch.setattr(flash_attention, "flash_attn_with_kvcache", fa3)
+
+
+def machine() -> Machine:
+    """One whose replays do the first layer again."""
+
+    def capture(runs: Any) -> Any:
+        def replay() -> float:
+            runs[0]()
+            return 5.0
+
+        return replay
+
+    return replace(fake(), capture=capture, repeat=capture)
+
+
+def of(op: str, *names: str) -> list[Implementation[Step]]:
+    return [one for one in TABLE if one.op == op and (not names or one.name in names)]

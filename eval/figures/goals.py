@@ -9,6 +9,8 @@ their share must be within a tenth of its own size, too (`near_active`). ``read`
 Where several files have such a row, the newest file counts: the one whose header says the latest ``started`` (UTC, ISO
 8601); files that do not say it are older than those that do, and among equals the last by name counts.
 
+Where an entry has ``bounds``, a row without these fields does not count, and one beyond them is "out of bounds".
+
 A figure that is better than the ``limit`` of its goal, by more than noise (`LIMIT_TOLERANCE`), is "beyond the limit"
 and reaches nothing: the limit is what the hardware allows, so the dense peer was not the strongest one, or the
 measurement is wrong.
@@ -50,9 +52,10 @@ QUALITY = {
     "sparsity": "sparsity {:.1%}",
     "active_blocks": "active blocks {:.0f}",
     "dense_rows": "rows that ran dense {:.1%}",
-    "implementation": "by {}",
-    "overlap": "same tokens as float64 {:.2%}",
-    "native_overlap": "same tokens as native {:.2%}",
+    "overlap": "same tokens as float64 {:.3%}",
+    "off_by": "off by {:.1e}",
+    "native_overlap": "same tokens as native {:.3%}",
+    "native_off_by": "off native's by {:.1e}",
     "native_over_floor": "native at {:.2f} of its floor",
 }
 
@@ -73,6 +76,8 @@ class Goal:
         row: fields of the row of results.
         read: the field of the figure.
         quality: fields of `QUALITY` that belong beside it, if the row has them.
+        bounds: least and most of fields that the row must have to count: beyond them it is "out of bounds", and its
+            figure reaches nothing.
         near_floor: the figure to reach instead where the ``native_over_floor`` of the row is at most `NEAR_FLOOR`.
     """
 
@@ -86,6 +91,7 @@ class Goal:
     row: Mapping[str, Any]
     read: str
     quality: Sequence[str] = field(default=())
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     near_floor: float | None = None
 
     def of(self, row: Mapping[str, Any]) -> Goal:
@@ -108,7 +114,10 @@ class Goal:
 
     def counts(self, row: Mapping[str, Any]) -> bool:
         """Whether a row is one of this goal."""
-        if any(row.get(name) != value for name, value in self.row.items()) or row.get(self.read) is None:
+        needed = (self.read, *self.bounds)
+        if any(row.get(name) != value for name, value in self.row.items()) or any(
+            row.get(name) is None for name in needed
+        ):
             return False
         target, found = self.row.get("target_sparsity"), row.get("sparsity")
         if target is None or found is None:
@@ -198,7 +207,9 @@ def line(goal: Goal, found: tuple[dict[str, Any], Path] | None) -> dict[str, str
         return cells
     row, path = found
     quality = [QUALITY[name].format(row[name]) for name in goal.quality if row.get(name) is not None]
-    cells |= {"measured": goal.written(row[goal.read]), "verdict": goal.verdict(row[goal.read])}
+    within = all(least <= row[name] <= most for name, (least, most) in goal.bounds.items())
+    verdict = goal.verdict(row[goal.read]) if within else "out of bounds"
+    cells |= {"measured": goal.written(row[goal.read]), "verdict": verdict}
     return cells | {"quality": ", ".join(quality), "revision": row.get("revision") or "", "file": path.name}
 
 

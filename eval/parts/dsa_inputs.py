@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from tqdm import tqdm
 
 from eval.figures.dsa import ATTEND, DECODE, DECODE_TOPK, PREFILL, PREFILL_TOPK
 from eval.parts.kernel_inputs import layers_beyond
 from eval.parts.mla_inputs import QUERY_BYTES, SM_SCALE
 from eval.texts.lengths import short_length
-from sglang_sparse_kernels.index_choice import queries_at_once, select, slots_of
+from sglang_sparse_kernels.index_choice import choose, queries_at_once, select, slots_of
 from sglang_sparse_kernels.index_keys import PAGE_SIZE
 from sglang_sparse_kernels.index_keys import reference as index_keys
 from sglang_sparse_kernels.index_logits import index_logits
-from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 from sglang_sparse_kernels.testing import paged_batch, seeded
 
@@ -34,6 +34,8 @@ FP8_SCALED = 128
 # Of the cache that attention reads. It does not see how long a row is, only which slots were chosen; that of 32 rows of
 # 128k would have more elements than 32 bits count, and a kernel that counts so would end the process.
 MOST_SLOTS = 1 << 21
+# SGLang's logits have rows of a multiple of so many elements, longer than what is meant.
+ROW_MULTIPLE = 256
 # Logits of one layer that are kept for a selection alone.
 LOGITS = (DECODE_TOPK, PREFILL_TOPK)
 
@@ -114,7 +116,7 @@ class Layer:
         q: ``[T, index_heads, 128]`` float8_e4m3fn, index queries.
         weights: ``[T, index_heads]`` float32.
         buffer: the indexer's cache, ``[pages, 64 * 132]`` uint8.
-        logits: ``[T, 64 * pages of a row]`` float32, given.
+        logits: ``[T, 64 * pages of a row]`` float32, given as SGLang's: its rows are parts of longer ones.
         attending: ``[B, heads, latent + rope]`` bfloat16.
         cache: ``[slots, latent + rope]`` bfloat16.
         given: ``[B, topk]`` int32, slots to attend to.
@@ -152,7 +154,9 @@ class Step:
         self.shape, self.op, self.device = shape, op, device
         self._random = seeded(device, seed)
         batch = paged_batch((shape.length,) * shape.batch, PAGE_SIZE, device, self._random)
-        self.page_table, self.num_pages = batch.page_table, batch.num_pages
+        # A decode step's table is a page wider than the context: SGLang's requests have room for a few tokens more.
+        self.page_table = pad(batch.page_table, (0, 0 if shape.chunk else 1))
+        self.num_pages = batch.num_pages
         integers = {"dtype": torch.int32, "device": device}
         if shape.chunk:
             self.rows = torch.zeros(shape.chunk, **integers)
@@ -160,6 +164,7 @@ class Step:
         else:
             self.rows = torch.arange(shape.batch, **integers)
             self.lengths = torch.full((shape.batch,), shape.length, **integers)
+        self.first = torch.zeros_like(self.lengths) if shape.chunk else None
         self.wanted = self.lengths.clamp(max=shape.topk)
         self.width = self.page_table.shape[1] * PAGE_SIZE
         self.positions = torch.arange(self.width, **integers)
@@ -192,7 +197,8 @@ class Step:
             given[:, :wanted] = (PAGE_SIZE + some).view(shape.batch, wanted).sort(-1).values
             out = torch.empty(shape.batch, shape.heads, shape.latent, dtype=torch.bfloat16, device=device)
         elif self.op in LOGITS:
-            logits = torch.randn(shape.queries, self.width, device=device, generator=self._random)
+            row = (self.width // ROW_MULTIPLE + 1) * ROW_MULTIPLE
+            logits = torch.randn(shape.queries, row, device=device, generator=self._random)[:, : self.width]
         else:
             q, scales = self._quantized(shape.queries, shape.index_heads, INDEX_DIM)
             weights = self._normal(shape.queries, shape.index_heads).float() * scales * q[0].numel() ** -0.5
@@ -209,26 +215,24 @@ class Step:
 
     def portable(self, layer: Layer) -> torch.Tensor:
         """Choose as a server with portable stages does: logits of as many queries at a time as fit, the best of them,
-        and their slots, ``[T, topk]`` int32.
+        and their slots, ``[T, topk]`` int32. Logits that are given must be contiguous, as this project's are.
         """
-        for first in range(0, self.shape.queries, self.at_once):
-            mine = slice(first, first + self.at_once)
-            seen, rows = self.lengths[mine], self.rows[mine]
+
+        def scores(mine: slice) -> torch.Tensor:
             if self.op in LOGITS:
-                scores = layer.logits[mine]
-            else:
-                scores = index_logits(layer.q[mine], layer.weights[mine], layer.buffer, self.page_table, rows, seen)
-            out = layer.chosen[mine, None], layer.counts[mine]
-            table = self.positions.expand(len(scores), -1)
-            page_topk(scores[:, None], table, seen, self.wanted[mine], self.shape.topk, out, self.stats)
-            slots_of(layer.chosen[mine], self.page_table, rows, None, layer.slots[mine])
-            layer.slots[mine, :1].clamp_(min=0)
+                return layer.logits[mine]
+            rows = self.page_table, self.rows[mine], self.lengths[mine]
+            return index_logits(layer.q[mine], layer.weights[mine], layer.buffer, *rows)
+
+        out = layer.chosen, layer.counts
+        choose(scores, self.at_once, self.lengths, self.wanted, self.positions, out, self.stats)
+        slots_of(layer.chosen, self.page_table, self.rows, None, layer.slots)
+        layer.slots[:, :1].clamp_(min=0)
         return layer.slots
 
     def behind(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose as a server does behind SGLang's logits, ``[T, topk]`` int32 slots."""
-        first = torch.zeros_like(self.lengths) if self.shape.chunk else None
-        chosen = select(logits, self.lengths, self.shape.topk, first)
+        chosen = select(logits, self.lengths, self.shape.topk, self.first)
         rows = self.rows if self.shape.chunk else torch.arange(len(chosen), device=chosen.device)
         return slots_of(chosen, self.page_table, rows, None)
 

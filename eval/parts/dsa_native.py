@@ -136,7 +136,12 @@ def fa3(step: Step) -> list[Run]:
 
 
 def _padded(step: Step, layer: Layer, heads: int) -> torch.Tensor:
-    return torch.nn.functional.pad(layer.attending, (0, 0, 0, heads - step.shape.heads))
+    # torch's pad copies even where there is nothing to add.
+    return (
+        layer.attending
+        if heads == step.shape.heads
+        else torch.nn.functional.pad(layer.attending, (0, 0, 0, heads - step.shape.heads))
+    )
 
 
 def flashmla_sparse(step: Step) -> list[Run]:
@@ -144,12 +149,12 @@ def flashmla_sparse(step: Step) -> list[Run]:
     library, shape = importlib.import_module("sgl_kernel.flash_mla"), step.shape
     heads = -(-shape.heads // SPARSE_HEADS) * SPARSE_HEADS
 
-    def run(layer: Layer) -> torch.Tensor:
+    def made(layer: Layer) -> Run:
         cache = {"kv": layer.cache[:, None], "indices": layer.given[:, None], "sm_scale": SM_SCALE, "d_v": shape.latent}
-        out = library.flash_mla_sparse_fwd(q=_padded(step, layer, heads), **cache, topk_length=step.wanted)[0]
-        return out[:, : shape.heads]
+        given = {"q": _padded(step, layer, heads), **cache, "topk_length": step.wanted}
+        return lambda: library.flash_mla_sparse_fwd(**given)[0][:, : shape.heads]
 
-    return [partial(run, layer) for layer in step.layers]
+    return [made(layer) for layer in step.layers]
 
 
 def flashmla_kv(step: Step) -> list[Run]:
@@ -171,11 +176,7 @@ def flashmla_kv(step: Step) -> list[Run]:
         paged = layer.cache.view(-1, PAGE_SIZE, 1, layer.cache.shape[1])
         pages = (quantise(paged), no_table, step.wanted, shape.latent, plan, splits)
         options = {"softmax_scale": SM_SCALE, "indices": layer.given[:, None], "is_fp8_kvcache": True}
-
-        def run() -> torch.Tensor:
-            query = _padded(step, layer, heads)[:, None]
-            return library.flash_mla_with_kvcache(query, *pages, **options)[0][:, 0, : shape.heads]
-
-        return run
+        query = _padded(step, layer, heads)[:, None]
+        return lambda: library.flash_mla_with_kvcache(query, *pages, **options)[0][:, 0, : shape.heads]
 
     return [made(layer) for layer in step.layers]

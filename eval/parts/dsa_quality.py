@@ -24,6 +24,8 @@ from sglang_sparse_kernels.timing import Replay, Run
 
 # Less is another computation, not another rounding: float8 products of tensor cores keep fewer bits than float64.
 LEAST_OVERLAP = 0.99
+# Tokens of a prompt whose selections are compared; of decode all rows are.
+PROMPT_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,16 @@ class Sample:
         return overlap, (apart[differing].max() / last.abs()).item() if differing.any() else 0.0
 
 
-def samples(step: Step, most: int = SAMPLED) -> list[Sample]:
-    """At most so many queries of the first layer, spread evenly; none for attention."""
+def samples(step: Step, most: int = PROMPT_TOKENS) -> list[Sample]:
+    """All rows of the first layer in decode, in prefill at most so many queries, spread evenly; none for attention."""
     queries = step.shape.queries
-    count = min(most, queries)
+    count = min(most, queries) if step.shape.chunk else queries
     places = [i * (queries - 1) // max(1, count - 1) for i in range(count)]
-    return [] if step.op == ATTEND else [_sample(step, step.layers[0], query) for query in places]
+    slots = step.slots()
+    return [] if step.op == ATTEND else [_sample(step, step.layers[0], query, slots) for query in places]
 
 
-def _sample(step: Step, layer: Layer, query: int) -> Sample:
+def _sample(step: Step, layer: Layer, query: int, slots: torch.Tensor) -> Sample:
     one, length = slice(query, query + 1), int(step.lengths[query])
     if step.op in LOGITS:
         logits = layer.logits[query]
@@ -84,7 +87,7 @@ def _sample(step: Step, layer: Layer, query: int) -> Sample:
     best = torch.zeros(length, dtype=torch.bool, device=step.device)
     order = logits[:length].sort(descending=True, stable=True).indices
     best[order[: step.shape.topk]] = True
-    return Sample(query, step.slots()[int(step.rows[query]), :length], logits[:length].clone(), best)
+    return Sample(query, slots[int(step.rows[query]), :length], logits[:length].clone(), best)
 
 
 @dataclass
@@ -134,12 +137,19 @@ class Judge:
             found |= {f"native_{name}": value for name, value in self._compared(chosen, self.native).items()}
         return found
 
+    def _anew(self, first: Kept, again: Callable[[], object]) -> Any:
+        """What is made again. Nothing of before can pass for it."""
+        _empty(self.step.layers[0], first.output)
+        again()
+        return first.output
+
     def _compared(self, ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> dict[str, float]:
         pairs = [sample.differ(*both) for sample, *both in zip(self.over, ones, others, strict=True)]
         return {"overlap": min(overlap for overlap, _ in pairs), "off_by": max(off_by for _, off_by in pairs)}
 
     def capture(self, capture: Callable[[Sequence[Run]], Replay], runs: Sequence[Run]) -> Replay:
-        """Capture runs of which the first is `Kept`; a selection is replayed, judged and compared with itself.
+        """Capture runs of which the first is `Kept`; its output is emptied, made again and judged, and a selection then
+        compared with itself, emptied again before each time.
 
         Raises:
             ValueError: what the graph writes is wrong, or this project's selection is not always the same; or whatever
@@ -148,14 +158,14 @@ class Judge:
         replay, first = capture(runs), runs[0]
         if not isinstance(first, Kept):
             return replay
-        replay()
-        self.quality(first.one, first.output)
-        if first.one.op == ATTEND or first.output is None:
+        # What is called without a graph is so one by one: the other layers say nothing of the first.
+        again = first if self.step.shape.chunk else replay
+        made = self._anew(first, again)
+        self.quality(first.one, made)
+        if first.one.op == ATTEND or made is None:
             return replay
-        sets, others = first.output.sort(-1).values, 0
-        for _ in range(self.replays - 1):
-            replay()
-            others += not torch.equal(first.output.sort(-1).values, sets)
+        sets = made.sort(-1).values
+        others = sum(not torch.equal(self._anew(first, again).sort(-1).values, sets) for _ in range(self.replays - 1))
         self.repeatable[first.one.name] = not others
         if others and not first.one.peer:
             raise ValueError(f"{others} of {self.replays} replays chose other tokens than the first")
@@ -195,9 +205,13 @@ def kept(one: Implementation[Step]) -> Implementation[Step]:
 def _emptied(prepare: Callable[[Step], list[Run]], step: Step) -> list[Run]:
     """What another one has left in the buffers is no output of this one."""
     for layer in step.layers:
-        layer.out.fill_(torch.nan)
-        layer.slots.fill_(-1)
+        _empty(layer)
     return prepare(step)
+
+
+def _empty(layer: Layer, output: torch.Tensor | None = None) -> None:
+    for tensor in (layer.out, layer.chosen, layer.slots, *([] if output is None else [output])):
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
 
 
 def _relative_l2(step: Step, one: Implementation[Step], output: torch.Tensor) -> float:

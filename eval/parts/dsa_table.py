@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,14 @@ from eval.parts.kernel_rows import Row
 from eval.parts.kernel_table import Implementation
 from sglang_sparse_kernels.timing import Run
 
+# How the reason of a row begins whose library is not installed.
+ABSENT = (ImportError.__name__, ModuleNotFoundError.__name__)
+
 
 def _portable(step: Step) -> list[Run]:
     def made(layer: Layer) -> Run:
+        if step.op in LOGITS:
+            layer = replace(layer, logits=layer.logits.contiguous())
         return partial(step.attend, layer) if step.op == ATTEND else partial(step.portable, layer)
 
     return [made(layer) for layer in step.layers]
@@ -108,21 +114,17 @@ def _kind(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """Of each operation the fastest of this project's implementations; what it could not do is left out."""
-    measured = [row for row in rows if "us" in row and not row["peer"]]
-    best = {op: min((row for row in measured if row["op"] == op), key=lambda row: row["us"]) for op in _ops(measured)}
-    return [*best.values()]
-
-
-def _ops(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["op"] for row in rows))
+    """This project's implementations, of which a goal names one; what could not be done is left out."""
+    return [row for row in rows if "us" in row and not row["peer"]]
 
 
 def failed(rows: Sequence[Row]) -> bool:
-    """Whether something of this project is missing. Without SGLang's logits there is nothing to choose behind."""
+    """Whether something of this project is missing. Where SGLang's logits are not installed there is nothing to choose
+    behind.
+    """
 
     def excused(row: Row) -> bool:
-        native = any(one["peer"] and "us" in one and one["op"] == row["op"] for one in rows)
-        return row["implementation"] == AUTO and row["op"] not in LOGITS and not native
+        absent = row["unavailable"].startswith(ABSENT)
+        return row["implementation"] == AUTO and row["op"] not in LOGITS and absent
 
     return any("unavailable" in row and not row["peer"] and not excused(row) for row in rows)

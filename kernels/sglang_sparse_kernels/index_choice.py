@@ -4,6 +4,8 @@ In plain torch. A server uses it behind SGLang's logits and behind its own; ``ev
 allocates beside its results is bounded, whatever the prompt and the chunk: many queries are served in parts.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from .index_keys import PAGE_SIZE
@@ -24,8 +26,11 @@ def queries_at_once(width: int, device: torch.device) -> int:
         width: columns of the logits.
         device: where they are.
     """
-    most = LOGITS_BYTES if device.type == "cpu" else GPU_LOGITS_BYTES
-    return max(1, most // (4 * width))
+    return max(1, _most(device) // width)
+
+
+def _most(device: torch.device) -> int:
+    return (LOGITS_BYTES if device.type == "cpu" else GPU_LOGITS_BYTES) // 4
 
 
 def scratch_bytes(queries: int, width: int, device: torch.device, given: bool) -> int:
@@ -35,11 +40,42 @@ def scratch_bytes(queries: int, width: int, device: torch.device, given: bool) -
         queries: of the prefill.
         width: columns of the logits.
         device: where they are.
-        given: whether the logits are somebody else's, as for `select`.
+        given: whether the logits are somebody else's, as for `select`; these may be wider.
     """
-    elements = width * min(queries, queries_at_once(width, device))
-    # Logits, or a mask of a byte and a copy, where the rows of the logits that were given are padded.
-    return elements * (5 if given else 4)
+    if given:
+        # A mask of a byte, and a copy where rows are padded. SGLang's have the tokens of all requests of a pass.
+        return 5 * max(width, _most(device))
+    return 4 * width * min(queries, queries_at_once(width, device))
+
+
+def choose(
+    scores: Callable[[slice], torch.Tensor],
+    at_once: int,
+    lengths: torch.Tensor,
+    wanted: torch.Tensor,
+    positions: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor],
+    stats: torch.Tensor | None = None,
+) -> None:
+    """Choose for some queries at a time, from logits that are made for them alone.
+
+    Args:
+        scores: makes the logits of some queries, ``[n, columns]`` float32, contiguous.
+        at_once: queries at a time, 1 or more.
+        lengths: ``[queries]`` int32, tokens that each sees.
+        wanted: ``[queries]`` int32, tokens that each takes.
+        positions: ``[columns]`` int32, 0, 1, 2 and so on.
+        out: ``[queries, topk]`` int32 for the positions, ascending, of which what lies beyond the counts is not always
+            written; and ``[queries, 1]`` int32 for the counts.
+        stats: see ``page_topk``.
+    """
+    chosen, counts = out
+    for begin in range(0, len(chosen), at_once):
+        mine = slice(begin, begin + at_once)
+        seen, found = lengths[mine], (chosen[mine, None], counts[mine])
+        # One table for all, which no query has a copy of. Nothing here holds the logits of one part during the next.
+        table = positions.expand(len(seen), -1)
+        page_topk(scores(mine)[:, None], table, seen, wanted[mine], chosen.shape[1], found, stats)
 
 
 def select(logits: torch.Tensor, lengths: torch.Tensor, topk: int, first: torch.Tensor | None) -> torch.Tensor:
@@ -60,20 +96,19 @@ def select(logits: torch.Tensor, lengths: torch.Tensor, topk: int, first: torch.
     columns = torch.arange(width, dtype=torch.int32, device=logits.device)
     chosen = torch.full((queries, topk), -1, dtype=torch.int32, device=logits.device)
     counts = torch.zeros(queries, 1, dtype=torch.int32, device=logits.device)
-    wanted = lengths.clamp(max=topk)
+    wanted, out = lengths.clamp(max=topk), (chosen, counts)
     if first is None:
-        out = chosen[:, None], counts
-        page_topk(logits.contiguous()[:, None], columns.expand(queries, -1), lengths, wanted, topk, out)
+        choose(lambda _: logits.contiguous(), max(1, queries), lengths, wanted, columns, out)
         return chosen
-    at_once = queries_at_once(width, logits.device)
-    for begin in range(0, queries, at_once):
-        mine = slice(begin, begin + at_once)
+
+    def own(mine: slice) -> torch.Tensor:
         start = first[mine, None]
         # Nothing else has a say then: each query has at least as many tokens of its own as it takes.
         others = (columns < start) | (columns >= start + lengths[mine, None])
-        some, seen = logits[mine].masked_fill_(others, float("-inf")), torch.full_like(lengths[mine], width)
-        out = chosen[mine, None], counts[mine]
-        page_topk(some.contiguous()[:, None], columns.expand(len(some), -1), seen, wanted[mine], topk, out)
+        return logits[mine].masked_fill_(others, float("-inf")).contiguous()
+
+    seen = torch.full_like(lengths, width)
+    choose(own, queries_at_once(width, logits.device), seen, wanted, columns, out)
     return torch.where(chosen < 0, -1, chosen - first[:, None])
 
 

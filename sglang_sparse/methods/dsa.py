@@ -189,7 +189,11 @@ class Dsa(DecodeMethod):
         raise RuntimeError("the selection of dsa is the indexer's")
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
-        """What the portable attention takes; decode's logits are no larger than those of SGLang's own indexer."""
+        """What the portable attention takes, or a copy of SGLang's logits, whose rows are padded, to choose from; a
+        portable indexer's are no larger than those.
+        """
+        if self.native("indexer") and not self.native("topk"):
+            return 4 * view.n_pages.shape[0] * self._columns(view.page_table.shape[1])
         if self.native("attention"):
             return 0
         rows, latent = view.n_pages.shape[0], model.head_dim - model.rope_dim
@@ -201,5 +205,8 @@ class Dsa(DecodeMethod):
         """
         if self.native("topk"):
             return 0
-        padded = -(-width // self.config.page_size) * self.config.page_size
-        return index_choice.scratch_bytes(queries, padded, device, self.native("indexer"))
+        return index_choice.scratch_bytes(queries, self._columns(width), device, self.native("indexer"))
+
+    def _columns(self, tokens: int) -> int:
+        """Logits of a query that may see so many tokens: whole pages of them."""
+        return -(-tokens // self.config.page_size) * self.config.page_size

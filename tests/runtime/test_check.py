@@ -110,6 +110,18 @@ def test_a_method_of_the_cpu_says_so_and_why(name: str, monkeypatch: pytest.Monk
     assert all(capabilities.refusal(method, on_gpu) is None for method in found) and limits.unproven(name) is None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not here")
+def test_what_the_cpu_platform_alone_refuses_is_no_limit_of_a_method() -> None:
+    dsa, flag = Method("dsa", False), {"kv_cache_dtype": "fp8_e4m3"}
+    assert "this machine has no GPU" in str(capabilities.refusal(dsa, capabilities.place_of(dsa), flag))
+    found = capabilities.flag_answer(dsa, flag)
+    assert found.served and found.fields == capabilities.AT_RISK and found.reason is None
+    assert not any("no GPU" in reason for _, reason in tables.refused_by(dsa))
+    assert '| on a GPU, with `{"allow_unproven": true}` |' in tables.features_table()
+    # What a GPU refuses, too, is a limit.
+    assert not capabilities.flag_answer(dsa, {"kv_cache_dtype": "fp8_e5m2"}).served
+
+
 def test_a_method_of_both_phases_has_two_columns_that_tell_them_apart() -> None:
     head, _, *rows = tables.features_table().splitlines()
     assert [name for name in head.split(" | ") if "skip_softmax" in name] == [
