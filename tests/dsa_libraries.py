@@ -132,6 +132,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.kernels.ops.attention.dsa import index_buf_accessor, quant_k_cache
     from sglang.kernels.ops.attention.dsv4 import topk
 
+    # Where arguments of a server on the CPU were resolved before, SGLang has turned these off for the whole process.
+    for variable in ("SGLANG_DSA_FUSE_TOPK", "SGLANG_OPT_USE_TOPK_V2"):
+        monkeypatch.setenv(variable, "1")
     package: Any = ModuleType("sgl_kernel")
     # SGLang imports both.
     package.fast_topk_transform_fused = package.fast_topk_transform_ragged_fused = fused
