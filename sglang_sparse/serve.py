@@ -84,7 +84,8 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
         return None
     try:
         with TemporaryDirectory(prefix="sglang-sparse-") as folder:
-            if not Path(args.model_path).is_dir():
+            stand_in = not Path(args.model_path).is_dir()
+            if stand_in:
                 longest = max(KINDS[kind]["max_position_embeddings"], args.context_length or 0)
                 config = {**KINDS[kind], "max_position_embeddings": longest, **CALIBRATED}
                 (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -95,7 +96,7 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
                 # One that goes with the method on such a machine: which one SGLang takes by itself depends on the GPU.
                 known = reversed(DENSE_BACKENDS[settings.method.attention])
                 args.attention_backend = next(name for name in known if gpu or name not in GPU_ONLY_BACKENDS)
-            return refusals.refusal(args, settings, gpu)
+            return refusals.refusal(args, settings, gpu, stand_in)
     except ValueError as error:
         # A config that cannot be read, or what SGLang says of the model.
         return str(error)

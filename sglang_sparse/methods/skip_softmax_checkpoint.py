@@ -88,8 +88,10 @@ def refuse_other_weights(calibration: Mapping[str, Any] | None, model_config: An
         model_config: SGLang's ``ModelConfig``.
     """
     fingerprint = (calibration or {}).get("fingerprint")
-    if not calibration or not isinstance(fingerprint, str):
+    if not calibration or fingerprint is None:
         return None
+    if not isinstance(fingerprint, str):
+        return f"calibration.fingerprint: got {fingerprint!r}; allowed: the text that the calibration has"
     return misfit("skip_softmax", fingerprint, str(calibration.get("model")), model_config)
 
 
