@@ -22,9 +22,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_sparse import recipes, refusals
-from sglang_sparse.capabilities import CALIBRATED, KINDS
+from sglang_sparse.capabilities import KINDS
 from sglang_sparse.cli import resolve
 from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS
+from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
             stand_in = not Path(args.model_path).is_dir()
             if stand_in:
                 longest = max(KINDS[kind]["max_position_embeddings"], args.context_length or 0)
-                config = {**KINDS[kind], "max_position_embeddings": longest, **CALIBRATED}
+                config = {**KINDS[kind], "max_position_embeddings": longest, **STAND_IN}
                 (Path(folder) / "config.json").write_text(json.dumps(config))
                 args.model_path = folder
             settings = resolve(args)
