@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import implementation
@@ -185,10 +186,12 @@ def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
     chunk = prefill_chunk(args)
     if chunk is not None and chunk % group and not config.share_partial_groups:
         own = f"--sparse-prefill-method {settings.prefill_name} with a --sparse-prefill-config of "
+        # Such a config takes nothing over from that of decode.
+        kept = {field: getattr(config, field) for field in config.phase_fields if settings.comes_along}
         raise SparseArgumentError(
             f"{settings.prefill_flag}: the chunked prefill size is {chunk}; allowed: multiples of {group} tokens, the "
             f"group that can be cached, or {own if settings.comes_along else ''}"
-            '{"share_partial_groups": true}'
+            f"{json.dumps({**kept, 'share_partial_groups': True})}"
         )
     if config.share_partial_groups and settings.check_exactness:
         raise SparseArgumentError(

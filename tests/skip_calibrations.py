@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from sglang_sparse.calibration.skip_file import Fit, SkipCalibration
 from sglang_sparse.calibration.weights import fingerprint
@@ -23,7 +24,7 @@ RANGES = {"prefill": (0.2, 0.8), "decode": (0.1, 0.9)}
 
 def calibration_file(folder: Path) -> str:
     """As `sglang_sparse.calibrate` writes it, for the tiny model."""
-    fits = {
+    fits: Any = {
         phase: Fit(lowest=low, highest=high, r_squared=0.98, error=0.03, points=[])
         for phase, (low, high) in RANGES.items()
     }

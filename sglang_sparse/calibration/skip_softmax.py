@@ -25,8 +25,8 @@ import argparse
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -82,12 +82,19 @@ def check(args: argparse.Namespace) -> None:
         raise CalibrationError(f"--n {args.n}: allowed is 1 or more")
 
 
-def use(out: Path) -> str:
-    """Flags of a server that take the file, with shares in the middle of what was measured."""
-    phases = json.loads(out.read_text())["calibration"]["phases"]
+def use(args: argparse.Namespace) -> str:
+    """Flags of a server that take the file, with shares in the middle of what was measured and the fields given."""
+    phases = json.loads(args.out.read_text())["calibration"]["phases"]
     shares = {phase: round((fit["lowest"] + fit["highest"]) / 2, 2) for phase, fit in phases.items()}
-    fields = json.dumps({"calibration_file": str(out), "target_sparsity": shares})
-    return f"--sparse-method skip_softmax {CONFIG_FLAG} '{fields}'"
+    fields, of_prefill = _given(args)
+    file = {"calibration_file": str(args.out)}
+    # Of two configs each has the share of its own phase.
+    target = {"decode": shares["decode"]} if of_prefill else shares
+    words = ["--sparse-method", "skip_softmax", CONFIG_FLAG, json.dumps({**fields, **file, "target_sparsity": target})]
+    if of_prefill:
+        own = {**of_prefill, **file, "target_sparsity": shares["prefill"]}
+        words += ["--sparse-prefill-method", "skip_softmax", PREFILL_FLAG, json.dumps(own)]
+    return shlex.join(words)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -136,9 +143,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return summary(of_length, partial.rows, about)
 
 
+def _given(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of both configs, but for what is measured."""
+    both = read_config(args.sparse_config, CONFIG_FLAG), read_config(args.sparse_prefill_config, PREFILL_FLAG)
+    decode, prefill = ({name: one[name] for name in one if name not in MEASURED} for one in both)
+    return decode, prefill
+
+
 def _settings(args: argparse.Namespace) -> Settings:
-    given = read_config(args.sparse_config, CONFIG_FLAG), read_config(args.sparse_prefill_config, PREFILL_FLAG)
-    fields, of_prefill = ({name: one[name] for name in one if name not in MEASURED} for one in given)
+    fields, of_prefill = _given(args)
     return build("skip_softmax", fields, "skip_softmax", of_prefill)
 
 

@@ -178,6 +178,21 @@ def test_prefill_alone_has_a_share_too(tmp_path: Path, target: Any) -> None:
         resolved(str(other_weights(tmp_path)), **given)
 
 
+def test_a_prefill_config_repeats_what_decode_says_of_prefill(tmp_path: Path) -> None:
+    def built(fields: dict[str, Any], own: dict[str, Any]) -> Any:
+        return build("skip_softmax", fields, "skip_softmax", own, lambda: {"sparse_attention_config": OLD}).prefill
+
+    for fields in ({"target_sparsity": 0.5}, {"threshold_scale_factor": 9}):
+        with pytest.raises(ValueError) as caught:
+            built(fields, {"layers": "2-"})
+        message = str(caught.value)
+        assert message.startswith('--sparse-prefill-config of skip_softmax: got {"layers": "2-"}, which does not say')
+        assert "allowed: repeat here the share or factor of prefill, or leave it out there" in message
+    half = built({"target_sparsity": 0.5}, {"layers": "2-", "target_sparsity": 0.5}).config.threshold_scale_factor
+    assert half == pytest.approx(BY_PHASE["prefill"]["a"] * math.exp(BY_PHASE["prefill"]["b"] * 0.5))
+    assert built({"target_sparsity": {"decode": 0.5}}, {"layers": "2-"}).config.threshold_scale_factor == 250
+
+
 def other_weights(folder: Path) -> Path:
     shutil.copytree(TINY, folder / "other")
     weights = folder / "other" / "model.safetensors"

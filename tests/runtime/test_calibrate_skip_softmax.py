@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sglang_sparse.calibration.capture import Captured, capture
 from sglang_sparse.calibration.skip_file import Point, SkipCalibration, fit
 from sglang_sparse.calibration.skipping import Skipped, skipped_in_decode, skipped_in_prefill
 from sglang_sparse.calibration.weights import fingerprint
+from sglang_sparse.config import build
 from sglang_sparse.methods.skip_softmax_checkpoint import resolved_fields
 from sglang_sparse_kernels.skip_softmax_decode import skip_softmax_decode
 from sglang_sparse_kernels.skip_softmax_prefill import Span, make_plan, skip_softmax_prefill
@@ -193,12 +195,20 @@ def test_an_interrupted_run_goes_on_and_the_file_is_read_as_a_checkpoint(
 
 
 def test_the_users_own_prompts_and_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, out = tmp_path / "text.txt", tmp_path / "out.json"
+    text, out = tmp_path / "text.txt", tmp_path / "user's out.json"
     text.write_text(" ".join(f"{i} times {i % 7} is {i * (i % 7)}." for i in range(300)))
     config = ["--sparse-config", '{"layers": "1-2", "min_seq_len": 0, "target_sparsity": 0.3}']
     given = command(out, "--data", str(text), "--lengths", "800", *config)
     assert calibrate.main([*given, "--sparse-prefill-config", '{"crossover_tokens": 200}']) == 0
     found = SkipCalibration.model_validate(json.loads(out.read_text())["calibration"])
+    # What was calibrated is what is printed, as a shell reads it.
+    words = shlex.split(capsys.readouterr().out.split("use it: ")[1])
+    decode, prefill = json.loads(words[3]), json.loads(words[7])
+    settings = build("skip_softmax", decode, words[5], prefill, dict)
+    assert words[::2] == ["--sparse-method", "--sparse-config", "--sparse-prefill-method", "--sparse-prefill-config"]
+    assert (settings.config.layers, decode["min_seq_len"], prefill["crossover_tokens"]) == ("1-2", 0, 200)
+    assert decode["calibration_file"] == prefill["calibration_file"] == str(out)
+    assert list(decode["target_sparsity"]) == ["decode"] and settings.prefill is not None
     # Rounded up to whole tiles.
     assert (found.files, found.prompts, found.first_position) == (["text.txt"], {"800": 1}, 256)
     assert calibrate.main([*given, "--sparse-prefill-config", '{"layers": "9"}']) == 1
