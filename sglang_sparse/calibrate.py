@@ -32,7 +32,7 @@ class Method(Protocol):
         ...
 
     @staticmethod
-    def use(out: Path) -> str:
+    def use(args: argparse.Namespace) -> str:
         """Flags of a server that take the file, which is written."""
         ...
 
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sglang_sparse.calibrate: interrupted", file=sys.stderr)
         return 130
-    print(f"use it: {method.use(args.out)}")
+    print(f"use it: {method.use(args)}")
     return 0
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from sglang_sparse import refusals, registry
 from sglang_sparse.config import SparseArgumentError, build, page_size_fields
 from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS, refuse_gpu
-from sglang_sparse.methods.skip_softmax_checkpoint import FORMULA, TABLE
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
@@ -67,9 +66,6 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "index_topk": 2048,
     },
 }
-# Beside that in the config.json of a model that is not at hand: whether Model Optimizer has calibrated it is not known,
-# and what asks for it is not refused.
-CALIBRATED = {TABLE: {"threshold_scale_factor": {"formula": FORMULA, "coefficients": {"a": 1.0, "b": 1.0}}}}
 # What a server's command line may have that some methods go with; the other flags are in ``limits.FLAG_LIMITS``.
 FLAGS: tuple[Mapping[str, Any], ...] = (
     {"tp_size": 2},

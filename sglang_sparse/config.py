@@ -182,7 +182,21 @@ def build(
     prefill = prefill_class and prefill_class(
         _validated(origin, prefill_class.config_class, prefill_fields or {}, checkpoint)
     )
+    if name == prefill_name and prefill and prefill_fields and not comes_along:
+        _require_own(origin, prefill_fields, method.config, prefill.config)
     return Settings(name, method, prefill_name, prefill)
+
+
+def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, prefill: SparseConfig) -> None:
+    """Refuse a config that does not repeat what the decode method's says of prefill: nothing is taken over."""
+    for field in decode.phase_fields:
+        said = getattr(decode, field).get("prefill")
+        if said and field in decode.model_fields_set and field not in prefill.model_fields_set:
+            raise SparseArgumentError(
+                f"{origin}: got {json.dumps(fields)}, which does not say its {field}, and --sparse-config has {said:g} "
+                "for prefill, of which a config of its own takes over nothing; allowed: repeat here the share or "
+                'factor of prefill, or leave it out there: {"decode": …}'
+            )
 
 
 C = TypeVar("C", bound=SparseConfig)

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_sparse import registry, serve
-from sglang_sparse.capabilities import CALIBRATED, Method, load, place_of
+from sglang_sparse.capabilities import Method, load, place_of
 from sglang_sparse.config import SparseArgumentError, build, read_config
+from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.trtllm import ALGORITHMS, NESTED, Algorithm, Change, lost, never, rules, unless
 
 SPARSE = "sparse_attention_config"
@@ -92,7 +93,7 @@ def _method(algorithm: Algorithm) -> Method:
 def _validated(method: Method, fields: dict[str, Any]) -> str | None:
     """What the method's config says against fields, or None."""
     try:
-        build(method.name, fields, checkpoint=lambda: CALIBRATED)
+        build(method.name, fields, checkpoint=lambda: STAND_IN)
     except SparseArgumentError as error:
         return str(error)
     return None
@@ -118,8 +119,9 @@ def _sparse_changes(
     algorithm: Algorithm, method: Method, sparse: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Change]]:
     known = load(method).config_class.model_fields
-    order = list(algorithm.by_phase)
-    for given, value in sorted(sparse.items(), key=lambda item: order.index(item[0]) if item[0] in order else 0):
+    last = [name for name in algorithm.by_phase if name in sparse]
+    for given in (*(name for name in sparse if name not in last), *last):
+        value = sparse[given]
         name = algorithm.renamed.get(given, given)
         if given == "algorithm":
             yield given, value, Change(words=method.flag)

@@ -154,6 +154,14 @@ class DecodeMethod(ABC):
         """
         return None
 
+    def refuse_weights(self, model_config: object) -> str | None:
+        """Say why this config is not for a model's weights, or None; asked only where these are at hand.
+
+        Args:
+            model_config: SGLang's ``ModelConfig``.
+        """
+        return None
+
     def adopt(self, model_config: object) -> None:
         """Take from the model what the config does not say; called when a scheduler starts, perhaps twice.
 

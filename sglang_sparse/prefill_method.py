@@ -157,6 +157,14 @@ class PrefillMethod(ABC):
         """
         return None
 
+    def refuse_weights(self, model_config: Any) -> str | None:
+        """Say why this config is not for a model's weights, or None; asked only where these are at hand.
+
+        Args:
+            model_config: SGLang's ``ModelConfig``.
+        """
+        return None
+
     def refuse_page_size(self, page_size: int) -> str | None:
         """Say why this config does not fit pages of ``page_size`` tokens, or None when it does."""
         return None

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sglang_sparse.capabilities import CALIBRATED, KINDS
+from sglang_sparse.capabilities import KINDS
 from sglang_sparse.config import Settings, build, explain_value, read_config
 from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.registry import require_known
 
 FOLDER = Path(__file__).with_name("recipe_files")
@@ -154,7 +155,7 @@ class Recipe(_Table):
         """
         decode, prefill = self.decode or Sparse(method=""), self.prefill or Sparse(method="")
         methods = decode.method or None, decode.config, prefill.method or None, prefill.config
-        return build(*methods, checkpoint=lambda: CALIBRATED)
+        return build(*methods, checkpoint=lambda: STAND_IN)
 
 
 def _words(name: str, value: Any) -> list[str]:

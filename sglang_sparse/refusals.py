@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import implementation
@@ -31,17 +32,18 @@ if TYPE_CHECKING:
 FLOAT8 = (8, 9)
 
 
-def refusal(args: SparseServerArgs, settings: Settings, gpu: bool) -> str | None:
+def refusal(args: SparseServerArgs, settings: Settings, gpu: bool, stand_in: bool = False) -> str | None:
     """Say why a server would not start, or None: all that a start asks, in its order.
 
     Args:
         args: its arguments as SGLang would resolve them.
         settings: the methods.
         gpu: whether its machine has a GPU.
+        stand_in: whether the model's folder stands for one that is not at hand, and has no weights.
     """
     try:
         require_before(args, settings, gpu)
-        require_model(args, settings)
+        require_model(args, settings, stand_in)
         require_after(args, implementation.settle(args, settings, gpu), gpu)
     except SparseArgumentError as error:
         return str(error)
@@ -184,10 +186,12 @@ def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
     chunk = prefill_chunk(args)
     if chunk is not None and chunk % group and not config.share_partial_groups:
         own = f"--sparse-prefill-method {settings.prefill_name} with a --sparse-prefill-config of "
+        # Such a config takes nothing over from that of decode.
+        kept = {field: getattr(config, field) for field in config.phase_fields if settings.comes_along}
         raise SparseArgumentError(
             f"{settings.prefill_flag}: the chunked prefill size is {chunk}; allowed: multiples of {group} tokens, the "
             f"group that can be cached, or {own if settings.comes_along else ''}"
-            '{"share_partial_groups": true}'
+            f"{json.dumps({**kept, 'share_partial_groups': True})}"
         )
     if config.share_partial_groups and settings.check_exactness:
         raise SparseArgumentError(
@@ -249,8 +253,8 @@ def excludes(limit: ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bo
     return not (limit.own_selection and method.selects_in_model)
 
 
-def require_model(args: SparseServerArgs, settings: Settings) -> None:
-    """Refuse what the model's config shows.
+def require_model(args: SparseServerArgs, settings: Settings, stand_in: bool = False) -> None:
+    """Refuse what the model's config shows, and its weights unless it is a stand-in.
 
     Raises:
         SparseArgumentError: names the architecture, the kind of model and why not, or the layers that do not exist.
@@ -271,9 +275,12 @@ def require_model(args: SparseServerArgs, settings: Settings) -> None:
             parse_layers(config.layers, model.num_hidden_layers)
         except ValueError as error:
             raise SparseArgumentError(f"{origin}: {error}") from error
-    reason = settings.method.refuse(model)
+    reason = settings.method.refuse(model) or (None if stand_in else settings.method.refuse_weights(model))
     if reason:
         raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
-    reason = settings.prefill and settings.prefill.refuse(model)
+    prefill = settings.prefill
+    # Weights that the decode method has judged are not read once more.
+    judged = stand_in or settings.comes_along
+    reason = prefill and (prefill.refuse(model) or (None if judged else prefill.refuse_weights(model)))
     if reason:
         raise SparseArgumentError(f"{settings.prefill_flag} does not fit {architecture}: {reason}")

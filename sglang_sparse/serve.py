@@ -22,9 +22,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_sparse import recipes, refusals
-from sglang_sparse.capabilities import CALIBRATED, KINDS
+from sglang_sparse.capabilities import KINDS
 from sglang_sparse.cli import resolve
 from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS
+from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -84,9 +85,10 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
         return None
     try:
         with TemporaryDirectory(prefix="sglang-sparse-") as folder:
-            if not Path(args.model_path).is_dir():
+            stand_in = not Path(args.model_path).is_dir()
+            if stand_in:
                 longest = max(KINDS[kind]["max_position_embeddings"], args.context_length or 0)
-                config = {**KINDS[kind], "max_position_embeddings": longest, **CALIBRATED}
+                config = {**KINDS[kind], "max_position_embeddings": longest, **STAND_IN}
                 (Path(folder) / "config.json").write_text(json.dumps(config))
                 args.model_path = folder
             settings = resolve(args)
@@ -95,7 +97,7 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
                 # One that goes with the method on such a machine: which one SGLang takes by itself depends on the GPU.
                 known = reversed(DENSE_BACKENDS[settings.method.attention])
                 args.attention_backend = next(name for name in known if gpu or name not in GPU_ONLY_BACKENDS)
-            return refusals.refusal(args, settings, gpu)
+            return refusals.refusal(args, settings, gpu, stand_in)
     except ValueError as error:
         # A config that cannot be read, or what SGLang says of the model.
         return str(error)

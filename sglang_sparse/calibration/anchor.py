@@ -17,8 +17,8 @@ A layer that no theta brings there attends to all keys. ``--out`` is a config as
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(CONFIG_FLAG, help="the other fields, as for a server: JSON or a file")
 
 
-def use(out: Path) -> str:
+def use(args: argparse.Namespace) -> str:
     """Flags of a server that take the file."""
-    return f"--sparse-prefill-method anchor {CONFIG_FLAG} {out}"
+    return f"--sparse-prefill-method anchor {CONFIG_FLAG} {shlex.quote(str(args.out))}"
 
 
 def check(args: argparse.Namespace) -> None:

@@ -34,10 +34,10 @@ import argparse
 import hashlib
 import json
 import math
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
@@ -94,9 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(CONFIG_FLAG, help="the other fields, as for a server: JSON or a file")
 
 
-def use(out: Path) -> str:
+def use(args: argparse.Namespace) -> str:
     """Flags of a server that take the file."""
-    return f"--sparse-method robsa {CONFIG_FLAG} {out}"
+    return f"--sparse-method robsa {CONFIG_FLAG} {shlex.quote(str(args.out))}"
 
 
 def check(args: argparse.Namespace) -> None:

@@ -121,12 +121,14 @@ def fit(phase: str, points: Sequence[Point]) -> tuple[Formula, Fit]:
     """
     used = [point for point in points if point.is_fitted]
     shares = [point.sparsity for point in used]
-    if len(used) < FEWEST_POINTS or max(shares) - min(shares) < LEAST_RANGE:
+    factors = {point.threshold_scale_factor for point in used}
+    # Of one factor, the shares of several lengths tell no slope.
+    if len(used) < FEWEST_POINTS or len(factors) < 2 or max(shares) - min(shares) < LEAST_RANGE:
         found = [point.sparsity for point in points]
         raise ValueError(
             f"{phase}: the factors skip {min(found):.1%} to {max(found):.1%} of the blocks, and {len(used)} of them a "
-            f"share from {LOWEST:.0%} to {HIGHEST:.0%}; needed are {FEWEST_POINTS}, over at least {LEAST_RANGE:.0%}: "
-            "give longer --lengths, or texts such as the server will see"
+            f"share from {LOWEST:.0%} to {HIGHEST:.0%}; needed are {FEWEST_POINTS} of two factors, over at "
+            f"least {LEAST_RANGE:.0%}: give longer --lengths, or texts such as the server will see"
         )
     logs = [math.log(point.threshold_scale_factor) for point in used]
     mean, mean_log = sum(shares) / len(used), sum(logs) / len(used)

@@ -25,8 +25,8 @@ import argparse
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -52,6 +52,7 @@ from sglang_sparse.calibration.weights import fingerprint
 from sglang_sparse.config import Settings, build, read_config
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.methods.skip_softmax_checkpoint import FORMULA, PHASES, TABLE
+from sglang_sparse.prefill_method import PrefillMethod
 
 CONFIG_FLAG, PREFILL_FLAG = "--sparse-config", "--sparse-prefill-config"
 DEFAULT_LENGTHS = "16k,32k"
@@ -81,12 +82,19 @@ def check(args: argparse.Namespace) -> None:
         raise CalibrationError(f"--n {args.n}: allowed is 1 or more")
 
 
-def use(out: Path) -> str:
-    """Flags of a server that take the file, with shares in the middle of what was measured."""
-    phases = json.loads(out.read_text())["calibration"]["phases"]
+def use(args: argparse.Namespace) -> str:
+    """Flags of a server that take the file, with shares in the middle of what was measured and the fields given."""
+    phases = json.loads(args.out.read_text())["calibration"]["phases"]
     shares = {phase: round((fit["lowest"] + fit["highest"]) / 2, 2) for phase, fit in phases.items()}
-    fields = json.dumps({"calibration_file": str(out), "target_sparsity": shares})
-    return f"--sparse-method skip_softmax {CONFIG_FLAG} '{fields}'"
+    fields, of_prefill = _given(args)
+    file = {"calibration_file": str(args.out)}
+    # Of two configs each has the share of its own phase.
+    target = {"decode": shares["decode"]} if of_prefill else shares
+    words = ["--sparse-method", "skip_softmax", CONFIG_FLAG, json.dumps({**fields, **file, "target_sparsity": target})]
+    if of_prefill:
+        own = {**of_prefill, **file, "target_sparsity": shares["prefill"]}
+        words += ["--sparse-prefill-method", "skip_softmax", PREFILL_FLAG, json.dumps(own)]
+    return shlex.join(words)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -108,11 +116,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise CalibrationError(f"--model-path {error}") from error
     source = Prompts(args.prompts, args.model_path, args.trust_remote_code, args.revision)
     prompts = {length: _draw(source, length, args) for length in lengths}
-    dense_below = _require_lengths(settings, prompts, args.queries)
+    _require_lengths(settings, prompts, args.queries)
+    assert settings.prefill is not None
     device, dtype = device_and_dtype()
     about: dict[str, Any] = {
         "fingerprint": model_print,
-        "first_position": dense_below,
+        "first_position": settings.prefill.dense_below,
         "queries": args.queries,
         "seed": args.seed,
         "device": device,
@@ -120,11 +129,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "versions": versions(),
     }
     flat = [tokens for several in prompts.values() for tokens in several]
-    digest = hashlib.sha256(json.dumps([flat, FACTORS, layers]).encode()).hexdigest()
+    digest = hashlib.sha256(
+        json.dumps([flat, FACTORS, layers, settings.prefill.config.dense_tail]).encode()
+    ).hexdigest()
     partial = Partial(partial_path(args.out), {**about, "prompts": digest})
     if len(partial.rows) < len(flat):
         model = load_model(args.model_path, device, dtype, args.trust_remote_code, args.revision)
-        measure(model, flat, layers, partial, dense_below, args.queries)
+        measure(model, flat, layers, partial, settings.prefill, args.queries)
     about |= {"method": "skip_softmax", "model": args.model_path, "architecture": facts.architecture}
     about["prompts"] = {str(length): len(several) for length, several in prompts.items()}
     about["files"] = [file.name for file in args.prompts]
@@ -132,9 +143,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return summary(of_length, partial.rows, about)
 
 
+def _given(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of both configs, but for what is measured."""
+    both = read_config(args.sparse_config, CONFIG_FLAG), read_config(args.sparse_prefill_config, PREFILL_FLAG)
+    decode, prefill = ({name: one[name] for name in one if name not in MEASURED} for one in both)
+    return decode, prefill
+
+
 def _settings(args: argparse.Namespace) -> Settings:
-    given = read_config(args.sparse_config, CONFIG_FLAG), read_config(args.sparse_prefill_config, PREFILL_FLAG)
-    fields, of_prefill = ({name: one[name] for name in one if name not in MEASURED} for one in given)
+    fields, of_prefill = _given(args)
     return build("skip_softmax", fields, "skip_softmax", of_prefill)
 
 
@@ -160,24 +177,26 @@ def _draw(source: Prompts, length: int, args: argparse.Namespace) -> list[list[i
     return [source.encode_messages(one.messages) for one in made]
 
 
-def _require_lengths(settings: Settings, prompts: Mapping[int, Sequence[Sequence[int]]], queries: int) -> int:
-    """Where prefill begins to be sparse.
+def _require_lengths(settings: Settings, prompts: Mapping[int, Sequence[Sequence[int]]], queries: int) -> None:
+    """Judge the prompts.
 
     Raises:
         CalibrationError: a prompt has nothing that a server would run sparse.
     """
     assert settings.prefill is not None
     dense_below, min_seq_len = settings.prefill.dense_below, settings.config.min_seq_len
+    tail = settings.prefill.config.dense_tail
+    least = max(dense_below + tail + 1, max(min_seq_len, 1) + queries - 1)
     for length, several in prompts.items():
         shortest = min(map(len, several))
-        if shortest <= max(dense_below, min_seq_len + queries):
+        if shortest < least:
             raise CalibrationError(
                 f"--lengths {length}: a prompt of {shortest} tokens, and a server with these configs runs dense up to "
-                f"position {dense_below} of prefill (crossover_tokens) and below {min_seq_len} tokens in decode "
-                f"(min_seq_len); allowed is more, with --queries {queries}; for shorter prompts: "
+                f"position {dense_below} of prefill (crossover_tokens), in its last {tail} (dense_tail) and below "
+                f"{min_seq_len} tokens in decode (min_seq_len); allowed is {least} or more, with --queries {queries}; "
+                "for shorter prompts: "
                 f"""{CONFIG_FLAG} '{{"dense_fallback": "never"}}'"""
             )
-    return dense_below
 
 
 def measure(
@@ -185,7 +204,7 @@ def measure(
     prompts: Sequence[Sequence[int]],
     layers: Mapping[str, Sequence[int]],
     partial: Partial,
-    dense_below: int,
+    prefill: PrefillMethod,
     queries: int,
 ) -> None:
     """Run the prompts that are not in `partial` yet.
@@ -198,10 +217,11 @@ def measure(
     with tqdm(total=total, initial=done * number, desc=desc, unit="layer") as bar:
         for tokens in prompts[done:]:
             row: dict[str, list[Any]] = {phase: [] for phase in PHASES}
+            ends = prefill.dense_below, prefill.dense_from(len(tokens))
 
-            def visit(captured: Captured, row: dict[str, list[Any]] = row) -> None:
+            def visit(captured: Captured, row: dict[str, list[Any]] = row, sparse: tuple[int, int] = ends) -> None:
                 if captured.layer in layers["prefill"]:
-                    row["prefill"].append(_finite(captured, skipped_in_prefill(captured, dense_below, FACTORS)))
+                    row["prefill"].append(_finite(captured, skipped_in_prefill(captured, *sparse, FACTORS)))
                 if captured.layer in layers["decode"]:
                     row["decode"].append(_finite(captured, skipped_in_decode(captured, queries, FACTORS)))
                 bar.update()

@@ -48,15 +48,16 @@ class _Judged(NamedTuple):
     kept: Callable[[float], Tensor]
 
 
-def skipped_in_prefill(captured: Captured, dense_below: int, factors: Sequence[float]) -> Skipped:
+def skipped_in_prefill(captured: Captured, dense_below: int, dense_from: int, factors: Sequence[float]) -> Skipped:
     """Judge the tiles of a prompt's sparse part, up to ``MOST_TILES`` of them.
 
     Args:
         captured: of the layer, with the queries of all positions.
-        dense_below: position of the first query that is sparse; below the prompt's end.
+        dense_below: position of the first query that is sparse.
+        dense_from: position behind the last one.
         factors: values of ``threshold_scale_factor``.
     """
-    return _count(_tiles(captured, dense_below), factors, queries_dim=2)
+    return _count(_tiles(captured, dense_below, dense_from), factors, queries_dim=2)
 
 
 def skipped_in_decode(captured: Captured, queries: int, factors: Sequence[float]) -> Skipped:
@@ -70,11 +71,12 @@ def skipped_in_decode(captured: Captured, queries: int, factors: Sequence[float]
     return _count(_rows(captured, queries), factors, queries_dim=1)
 
 
-def _tiles(captured: Captured, dense_below: int) -> Iterator[_Judged]:
-    tokens, kv_heads = captured.key.shape[:2]
+def _tiles(captured: Captured, dense_below: int, dense_from: int) -> Iterator[_Judged]:
+    kv_heads = captured.key.shape[1]
     device = captured.key.device
-    tiles = make_plan([Span(0, dense_below, tokens)], 1, device).tiles
-    chosen = sorted({len(tiles) * i // MOST_TILES for i in range(MOST_TILES)})
+    tiles = make_plan([Span(0, dense_below, dense_from)], 1, device).tiles
+    # The middles of equal parts, so that the first and the last tiles count as much.
+    chosen = sorted({len(tiles) * (2 * i + 1) // (2 * MOST_TILES) for i in range(MOST_TILES)})
     for tile in (tiles[place] for place in chosen):
         first, end = tile.first_position, tile.first_position + tile.num_queries
         later = torch.arange(end, device=device) > torch.arange(first, end, device=device)[:, None]

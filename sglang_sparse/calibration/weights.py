@@ -133,6 +133,17 @@ def _contents(file: BinaryIO, first: int, size: int) -> str:
     return digest.hexdigest()
 
 
+def overridden(model_config: Any) -> str | None:
+    """Say that a server's model is no checkpoint as it is, or None: a calibration is of one."""
+    overrides = getattr(model_config, "model_override_args", None)
+    if not overrides:
+        return None
+    return (
+        f"the calibration is of the checkpoint as it is, and --json-model-override-args changes {sorted(overrides)}"
+        " of its config; allowed: a calibration of a copy that has that config"
+    )
+
+
 def misfit(method: str, expected: str, measured_on: str, model_config: Any) -> str | None:
     """Say why a calibration is not one of a server's model, or None when it is.
 
@@ -142,11 +153,8 @@ def misfit(method: str, expected: str, measured_on: str, model_config: Any) -> s
         measured_on: folder or name of its checkpoint.
         model_config: SGLang's ``ModelConfig``.
     """
-    if overrides := getattr(model_config, "model_override_args", None):
-        return (
-            f"the calibration is of the checkpoint as it is, and --json-model-override-args changes {sorted(overrides)}"
-            " of its config; allowed: a calibration of a copy that has that config"
-        )
+    if reason := overridden(model_config):
+        return reason
     try:
         found = fingerprint(model_config.model_path, getattr(model_config, "revision", None))
     except ValueError as error:

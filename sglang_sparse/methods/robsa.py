@@ -27,7 +27,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from sglang_sparse.calibration.partition import RopeCalibration
 from sglang_sparse.calibration.presets import PRESETS, Preset
-from sglang_sparse.calibration.weights import misfit
+from sglang_sparse.calibration.weights import misfit, overridden
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.limits import refuse_sizes
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
@@ -272,6 +272,9 @@ def copy_rope(
 
 
 def _misfit(calibration: RopeCalibration, model_config: Any) -> str | None:
+    # What is overridden may be their number.
+    if reason := overridden(model_config):
+        return reason
     layers, needed = len(calibration.layers), model_config.num_hidden_layers
     if layers != needed:
         return f"the calibration is of a model of {layers} layers, this one has {needed}"

@@ -114,8 +114,12 @@ class SkipSoftmax(PrefillMethod):
         return TILE_QUERIES
 
     def refuse(self, model_config: Any) -> str | None:
-        """Refuse MLA models, and those that the calibration was not made on."""
-        return refuse_latents(model_config) or refuse_other_weights(self.config.calibration, model_config)
+        """Refuse MLA models."""
+        return refuse_latents(model_config)
+
+    def refuse_weights(self, model_config: Any) -> str | None:
+        """Refuse what the calibration was not made on."""
+        return refuse_other_weights(self.config.calibration, model_config)
 
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
         """None: what the kernel holds between its blocks is in registers. The reference, on a CPU, is not counted."""

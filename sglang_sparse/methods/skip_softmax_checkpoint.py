@@ -24,6 +24,9 @@ from sglang_sparse.calibration.weights import misfit
 PHASES = ("prefill", "decode")
 TABLE = "sparse_attention_config"
 FORMULA = "a * exp(b * target_sparsity)"
+# Stands in the config.json of a model that is not at hand: whether Model Optimizer has calibrated it is not known, and
+# what asks for it is not refused.
+STAND_IN = {TABLE: {"threshold_scale_factor": {"formula": FORMULA, "coefficients": {"a": 1.0, "b": 1.0}}}}
 MOST_EXPONENT = 100
 # Beyond any context, and a number in the kernels' float32 too.
 MOST_FACTOR = 1e30
@@ -88,8 +91,10 @@ def refuse_other_weights(calibration: Mapping[str, Any] | None, model_config: An
         model_config: SGLang's ``ModelConfig``.
     """
     fingerprint = (calibration or {}).get("fingerprint")
-    if not calibration or not isinstance(fingerprint, str):
+    if not calibration or fingerprint is None:
         return None
+    if not isinstance(fingerprint, str):
+        return f"calibration.fingerprint: got {fingerprint!r}; allowed: the text that the calibration has"
     return misfit("skip_softmax", fingerprint, str(calibration.get("model")), model_config)
 
 

@@ -88,14 +88,18 @@ class SkipSoftmaxDecode(KernelMethod):
         return self.config.threshold_scale_factor["decode"]
 
     def prefill_fields(self) -> dict[str, Any] | None:
-        """The factor of prefill, if there is one, and what is said for both phases."""
+        """The factor of prefill, if there is one, what it comes from, and what is said for both phases."""
         factor = self.config.threshold_scale_factor["prefill"]
         shared = {name: getattr(self.config, name) for name in SparseConfig.model_fields}
-        return {"threshold_scale_factor": factor, **shared} if factor else None
+        return {"threshold_scale_factor": factor, "calibration": self.config.calibration, **shared} if factor else None
 
     def refuse(self, model_config: Any) -> str | None:
         """Refuse what the prefill does."""
-        return refuse_latents(model_config) or refuse_other_weights(self.config.calibration, model_config)
+        return refuse_latents(model_config)
+
+    def refuse_weights(self, model_config: Any) -> str | None:
+        """Refuse what the calibration was not made on."""
+        return refuse_other_weights(self.config.calibration, model_config)
 
     def warnings(self) -> tuple[str, ...]:
         """Say that nothing of decode will be sparse, unless a request asks for it."""

@@ -11,26 +11,14 @@ from typing import Any
 import pytest
 from model_configs import CONFIGS
 from sglang.srt.plugins import load_plugins
+from skip_calibrations import BY_PHASE, FORMULA, GROUP, NEW, OLD, OTHER_GROUP, RANGES, TINY, calibration_file
 
 load_plugins()
 
 from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse import config
-from sglang_sparse.calibration.skip_file import Fit, SkipCalibration
-from sglang_sparse.calibration.weights import fingerprint
 from sglang_sparse.config import build
-
-FORMULA = {"formula": "a * exp(b * target_sparsity)"}
-BY_PHASE = {**FORMULA, "prefill": {"a": 7.93, "b": 8.61}, "decode": {"a": 0.12, "b": 9.85}}
-OLD = {
-    "config_groups": {"group_0": {"sparse_algo": "softmax_skip", "targets": ["LlamaAttention"]}},
-    "threshold_scale_factor": BY_PHASE,
-    "producer": {"name": "modelopt", "version": "0.37.0"},
-}
-OTHER_GROUP = {"algorithm": "sparse_softmax"}
-GROUP = {"algorithm": "skip_softmax", "targets": ["Attention"], "threshold_scale_factor": BY_PHASE}
-NEW = {"config_groups": {"group_0": OTHER_GROUP, "group_1": GROUP}}
 
 
 def checkpoint(folder: Path, table: Any) -> str:
@@ -148,36 +136,6 @@ def test_without_a_model_there_is_no_share(tmp_path: Path) -> None:
     assert f"cannot read config.json of {tmp_path}" in refused(str(tmp_path), target_sparsity=0.5)
 
 
-TINY = Path(__file__).parents[2] / "eval" / "models" / "tiny-gqa"
-RANGES = {"prefill": (0.2, 0.8), "decode": (0.1, 0.9)}
-
-
-def calibration_file(folder: Path) -> str:
-    """As `sglang_sparse.calibrate` writes it, for the tiny model."""
-    fits = {
-        phase: Fit(lowest=low, highest=high, r_squared=0.98, error=0.03, points=[])
-        for phase, (low, high) in RANGES.items()
-    }
-    found = SkipCalibration(
-        method="skip_softmax",
-        fingerprint=fingerprint(str(TINY)),
-        model="models/tiny",
-        architecture="A",
-        phases=fits,
-        first_position=0,
-        queries=16,
-        prompts={},
-        files=[],
-        seed=0,
-        device="cpu",
-        dtype="float32",
-        versions={},
-    )
-    path = folder / "skip.json"
-    path.write_text(json.dumps({"sparse_attention_config": NEW, "calibration": found.model_dump()}))
-    return str(path)
-
-
 def test_a_share_becomes_factors_by_a_file_in_both_phases(tmp_path: Path) -> None:
     file = calibration_file(tmp_path)
     shares = {"prefill": 0.2, "decode": 0.9}
@@ -192,7 +150,9 @@ def test_a_share_becomes_factors_by_a_file_in_both_phases(tmp_path: Path) -> Non
     Path(file).unlink()
     settings = config.settings_of(args)
     assert settings is not None and settings.prefill is not None
-    assert settings.prefill.config.model_dump()["threshold_scale_factor"] == pytest.approx(expected["prefill"])
+    prefill = settings.prefill.config.model_dump()
+    assert prefill["threshold_scale_factor"] == pytest.approx(expected["prefill"])
+    assert prefill["calibration"] == about and settings.comes_along
 
 
 @pytest.mark.parametrize("target", [0.5, {"prefill": 0.5}])
@@ -218,6 +178,21 @@ def test_prefill_alone_has_a_share_too(tmp_path: Path, target: Any) -> None:
         resolved(str(other_weights(tmp_path)), **given)
 
 
+def test_a_prefill_config_repeats_what_decode_says_of_prefill(tmp_path: Path) -> None:
+    def built(fields: dict[str, Any], own: dict[str, Any]) -> Any:
+        return build("skip_softmax", fields, "skip_softmax", own, lambda: {"sparse_attention_config": OLD}).prefill
+
+    for fields in ({"target_sparsity": 0.5}, {"threshold_scale_factor": 9}):
+        with pytest.raises(ValueError) as caught:
+            built(fields, {"layers": "2-"})
+        message = str(caught.value)
+        assert message.startswith('--sparse-prefill-config of skip_softmax: got {"layers": "2-"}, which does not say')
+        assert "allowed: repeat here the share or factor of prefill, or leave it out there" in message
+    half = built({"target_sparsity": 0.5}, {"layers": "2-", "target_sparsity": 0.5}).config.threshold_scale_factor
+    assert half == pytest.approx(BY_PHASE["prefill"]["a"] * math.exp(BY_PHASE["prefill"]["b"] * 0.5))
+    assert built({"target_sparsity": {"decode": 0.5}}, {"layers": "2-"}).config.threshold_scale_factor == 250
+
+
 def other_weights(folder: Path) -> Path:
     shutil.copytree(TINY, folder / "other")
     weights = folder / "other" / "model.safetensors"
@@ -230,6 +205,8 @@ def test_a_file_of_other_weights_is_refused(tmp_path: Path) -> None:
     message = refused(str(other_weights(tmp_path)), **given)
     assert "does not fit Qwen3ForCausalLM: the calibration was made on other weights, models/tiny (" in message
     assert "calibrate this one: python -m sglang_sparse.calibrate --method skip_softmax" in message
+    message = refused(str(TINY), calibration={"fingerprint": 7})
+    assert "calibration.fingerprint: got 7; allowed: the text that the calibration has" in message
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,8 @@ def test_what_the_prefill_that_comes_along_needs_is_asked(qwen3: str) -> None:
         ({"kv_events_config": "{}"}, " cannot run with KV cache events", ""),
     ):
         # By the flag that asked for it.
-        assert f"--sparse-method skip_softmax{said}{more}" in refused(qwen3, **flags)
+        own = f'config of {{"{FACTOR}": 250.0, "share_partial_groups": true}}' if more else ""
+        assert f"--sparse-method skip_softmax{said}{more}{own}" in refused(qwen3, **flags)
         message = refused(qwen3, **flags, **typed)
         assert f"--sparse-prefill-method skip_softmax{said}" in message and "with a --sparse-prefill" not in message
         assert resolve(qwen3, **flags, sparse_config=decode_only).sparse_prefill_method is None

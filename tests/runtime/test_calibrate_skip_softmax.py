@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sglang_sparse.calibration.capture import Captured, capture
 from sglang_sparse.calibration.skip_file import Point, SkipCalibration, fit
 from sglang_sparse.calibration.skipping import Skipped, skipped_in_decode, skipped_in_prefill
 from sglang_sparse.calibration.weights import fingerprint
+from sglang_sparse.config import build
 from sglang_sparse.methods.skip_softmax_checkpoint import resolved_fields
 from sglang_sparse_kernels.skip_softmax_decode import skip_softmax_decode
 from sglang_sparse_kernels.skip_softmax_prefill import Span, make_plan, skip_softmax_prefill
@@ -60,7 +62,7 @@ def recall(captured: Captured, out: torch.Tensor) -> float:
 @pytest.mark.parametrize("logits", [1, 1 << 27])
 def test_prefill_is_judged_as_the_op_does(captured: Captured, logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skipping, "LOGITS", logits)
-    found = skipped_in_prefill(captured, DENSE_BELOW, FACTORS)
+    found = skipped_in_prefill(captured, DENSE_BELOW, TOKENS, FACTORS)
     query, plan = captured.query[DENSE_BELOW:], make_plan([Span(0, DENSE_BELOW, TOKENS)], 1, "cpu")
     for factor, skipped, mass in zip(FACTORS, found.skipped, found.mass, strict=True):
         stats = torch.zeros(4, dtype=torch.int64)
@@ -96,9 +98,12 @@ def test_decode_is_judged_as_the_op_does(captured: Captured) -> None:
 
 def test_of_a_long_prompt_some_tiles_are_judged(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skipping, "MOST_TILES", 2)
-    found = skipped_in_prefill(captured, 0, FACTORS)
-    # The first and the fourth of six tiles, of 2 and 8 blocks.
-    assert (found.visited, found.queries) == (HEADS * (2 + 8), HEADS * 256)
+    found = skipped_in_prefill(captured, 0, TOKENS, FACTORS)
+    # The second and the fifth of six tiles, of 4 and 10 blocks.
+    assert (found.visited, found.queries) == (HEADS * (4 + 10), HEADS * 256)
+    # Of what does not attend densely at the end.
+    found = skipped_in_prefill(captured, 0, TOKENS - 300, FACTORS)
+    assert (found.visited, found.queries) == (HEADS * (4 + 7), HEADS * (128 + 16))
 
 
 def point(factor: float, share: float, length: int = 4096) -> Point:
@@ -124,6 +129,10 @@ def test_a_formula_is_found_again() -> None:
     [
         ([point(2.0**i, 0.0) for i in range(10)], "skip 0.0% to 0.0% of the blocks, and 0 of them a share from 10% to"),
         ([point(1, 0.2), point(2, 0.4), point(4, 0.6)], "and 3 of them a share from 10% to 90%; needed are 4"),
+        (
+            [point(8, 0.2 + i / 10) for i in range(4)],
+            "needed are 4 of two factors",
+        ),
         ([point(2.0**i, 0.3 + i / 100) for i in range(9)], "30.0% to 38.0% of the blocks, and 9"),
         (
             [point(2.0**i, 0.8 - i / 10) for i in range(6)],
@@ -186,12 +195,20 @@ def test_an_interrupted_run_goes_on_and_the_file_is_read_as_a_checkpoint(
 
 
 def test_the_users_own_prompts_and_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, out = tmp_path / "text.txt", tmp_path / "out.json"
+    text, out = tmp_path / "text.txt", tmp_path / "user's out.json"
     text.write_text(" ".join(f"{i} times {i % 7} is {i * (i % 7)}." for i in range(300)))
     config = ["--sparse-config", '{"layers": "1-2", "min_seq_len": 0, "target_sparsity": 0.3}']
     given = command(out, "--data", str(text), "--lengths", "800", *config)
     assert calibrate.main([*given, "--sparse-prefill-config", '{"crossover_tokens": 200}']) == 0
     found = SkipCalibration.model_validate(json.loads(out.read_text())["calibration"])
+    # What was calibrated is what is printed, as a shell reads it.
+    words = shlex.split(capsys.readouterr().out.split("use it: ")[1])
+    decode, prefill = json.loads(words[3]), json.loads(words[7])
+    settings = build("skip_softmax", decode, words[5], prefill, dict)
+    assert words[::2] == ["--sparse-method", "--sparse-config", "--sparse-prefill-method", "--sparse-prefill-config"]
+    assert (settings.config.layers, decode["min_seq_len"], prefill["crossover_tokens"]) == ("1-2", 0, 200)
+    assert decode["calibration_file"] == prefill["calibration_file"] == str(out)
+    assert list(decode["target_sparsity"]) == ["decode"] and settings.prefill is not None
     # Rounded up to whole tiles.
     assert (found.files, found.prompts, found.first_position) == (["text.txt"], {"800": 1}, 256)
     assert calibrate.main([*given, "--sparse-prefill-config", '{"layers": "9"}']) == 1
@@ -215,7 +232,18 @@ def test_what_is_not_finite_ends_the_run(
         (["--lengths", "64k"], "the model's context is 40960 tokens"),
         (
             ["--sparse-config", "{}"],
-            "dense up to position 8192 of prefill (crossover_tokens) and below 4096 tokens",
+            "dense up to position 8192 of prefill (crossover_tokens), in its last 0 (dense_tail) and below 4096 tokens",
+        ),
+        (
+            ["--sparse-prefill-config", '{"crossover_tokens": 512, "dense_tail": 600}'],
+            "in its last 600 (dense_tail) and below 0 tokens",
+        ),
+        (
+            [
+                *("--sparse-config", '{"min_seq_len": 1500, "crossover_tokens": 0}'),
+                *("--sparse-prefill-config", '{"crossover_tokens": 0}'),
+            ],
+            "allowed is 1503 or more, with --queries 4",
         ),
         (["--sparse-config", '{"page": 16}'], "unknown field 'page'"),
         (["--model-path", str(MODELS / "tiny-mla")], "skip_softmax serves MHA and GQA models so far"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from sglang.srt.plugins import load_plugins
+from skip_calibrations import calibration_file
 
 load_plugins()
 
@@ -167,6 +168,11 @@ def test_a_share_to_skip_is_refused_where_the_model_is_at_hand_and_has_no_calibr
     assert serve.refusal(["--model-path", "some/model", *flags], "MHA/GQA", gpu=False) is None
     said = serve.refusal(["--model-path", folder, *flags], "MHA/GQA", gpu=False)
     assert said is not None and "target_sparsity: needs one sparse_attention_config" in said
+    # Nor are weights compared that are not there.
+    fields = {"target_sparsity": 0.5, "calibration_file": calibration_file(tmp_path)}
+    flags = [*flags[:2], "--sparse-config", json.dumps(fields)]
+    for model in ("some/model", folder):
+        assert serve.refusal(["--model-path", model, *flags], "MHA/GQA", gpu=False) is None
     text = OWN.format(model="some/model")
     changed = text.replace('"resa"', '"skip_softmax"').replace("active_ratio = 0.25", "target_sparsity = 0.5")
     assert recipes.memory(recipes.load(own(tmp_path, changed))).summaries == 0
