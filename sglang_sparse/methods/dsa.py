@@ -189,15 +189,16 @@ class Dsa(DecodeMethod):
         raise RuntimeError("the selection of dsa is the indexer's")
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
-        """What the portable attention takes, or a copy of SGLang's logits, whose rows are padded, to choose from; a
-        portable indexer's are no larger than those.
+        """What choosing from SGLang's logits takes, whose rows are padded, and after it the portable attention; a
+        portable indexer's logits are no larger than SGLang's.
         """
-        if self.native("indexer") and not self.native("topk"):
-            return 4 * view.n_pages.shape[0] * self._columns(view.page_table.shape[1])
-        if self.native("attention"):
-            return 0
         rows, latent = view.n_pages.shape[0], model.head_dim - model.rope_dim
-        return sparse_mla_decode.scratch_bytes(rows, model.num_q_heads, latent, self.index_topk, 1, dtype, device)
+        copied = self.native("indexer") and not self.native("topk")
+        taken = 4 * rows * self._columns(view.page_table.shape[1]) if copied else 0
+        if self.native("attention"):
+            return taken
+        sizes = (rows, model.num_q_heads, latent, self.index_topk, 1, dtype, device)
+        return max(taken, sparse_mla_decode.scratch_bytes(*sizes))
 
     def selection_bytes(self, queries: int, width: int, device: torch.device) -> int:
         """Logits of as many queries as are served at a time, or what choosing from SGLang's takes beside them; SGLang

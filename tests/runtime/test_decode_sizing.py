@@ -125,6 +125,8 @@ def test_dsa_is_charged_its_portable_attention(monkeypatch: pytest.MonkeyPatch) 
     # Behind SGLang's logits: a mask and a copy, however wide they are, and a copy of those of a decode step.
     behind = {"indexer": "native", "topk": "portable", "attention": "native"}
     assert charge(method="dsa", config={"implementation": behind}) == 5 * 8 * 2**20 + 24 * 4 * width
+    behind["attention"] = "portable"
+    assert charge(method="dsa", config={"implementation": behind}) == 5 * 8 * 2**20 + max(24 * 4 * width, *taken)
 
 
 def test_resa_is_charged_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
