@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,9 +237,17 @@ def test_a_dry_run_prints_what_a_run_starts(folder: Path, capsys: pytest.Capture
 
 
 def test_interrupted_commands_may_end_their_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = tmp_path / "waits"
+
+    class Waited(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            waits.touch()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Waited)
     # Whoever starts it must have come back from that, on a busy machine too.
-    script = "import os, signal, time\ntry:\n    time.sleep(2)\n    os.kill(os.getppid(), signal.SIGUSR1)\n"
-    script += "    time.sleep(600)\n"
+    script = f"import os, signal, time\ntry:\n    while not os.path.exists({str(waits)!r}):\n        time.sleep(0.05)\n"
+    script += "    os.kill(os.getppid(), signal.SIGUSR1)\n    time.sleep(600)\n"
     script += "except KeyboardInterrupt:\n    print('cleaned up', flush=True)\n"
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
