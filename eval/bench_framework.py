@@ -26,9 +26,8 @@ from typing import Any
 
 import torch
 
-from eval.figures import report_tables
 from eval.figures.ceilings import CEILING_GBPS
-from eval.live.client import FAILURES, list_of
+from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.parts.framework_inputs import OPS, PREDICT, ROCKET, SKIP, FrameworkStep, Settings
@@ -37,6 +36,7 @@ from eval.parts.kernel_machine import Bench, Machine, gpu, parse_shape
 from eval.parts.kernel_quality import logits_and_values, sampled_pairs
 from eval.parts.kernel_rows import Row, strongest
 from eval.parts.kernel_table import OURS, TABLE, Implementation, chosen
+from eval.parts.measuring import measured
 from eval.structured.generator import read_recipe
 from eval.structured.structure import Recipe
 from sglang_sparse_kernels.timing import Run
@@ -236,14 +236,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 when there is nothing to measure on, or an operation of this project failed."""
-    try:
-        args = parse(arguments)
-        status = run(args)
-        print(report_tables.any_table(args.out))
-    except FAILURES as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 1
-    return status
+    return measured(COMMAND, lambda: parse(arguments), run)
 
 
 if __name__ == "__main__":

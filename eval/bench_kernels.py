@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 
-from eval.figures import report_tables
 from eval.figures.ceilings import CEILING_GBPS
-from eval.live.client import FAILURES, list_of
+from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.parts.kernel_inputs import OPS, Shape, Step, num_layers
@@ -35,6 +34,7 @@ from eval.parts.kernel_machine import Bench, Machine, gpu, parse_shape
 from eval.parts.kernel_quality import quality, samples
 from eval.parts.kernel_rows import identity, summarise, with_ratios
 from eval.parts.kernel_table import TABLE, Implementation, chosen
+from eval.parts.measuring import measured
 
 PACKAGES = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer-python")
 SUMMARY_DTYPES = ("bfloat16", "float8_e4m3fn")
@@ -144,14 +144,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 when there is nothing to measure on, or an operation of this project failed."""
-    args = parse(arguments)
-    try:
-        status = run(args)
-        print(report_tables.kernels(args.out))
-    except FAILURES as error:
-        print(f"eval.bench_kernels: {error}", file=sys.stderr)
-        return 1
-    return status
+    return measured("eval.bench_kernels", lambda: parse(arguments), run)
 
 
 if __name__ == "__main__":

@@ -49,15 +49,15 @@ from typing import Any
 
 import torch
 
-from eval.figures import report_tables
 from eval.figures.ceilings import CEILING_GBPS, CEILING_TFLOPS
 from eval.figures.mla import COMMAND, OPS, ROPE, SCORES
-from eval.live.client import FAILURES, list_of
+from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.parts.kernel_machine import Bench, Machine, gpu, parse_shape
 from eval.parts.kernel_rows import Row
 from eval.parts.kernel_table import Implementation, chosen
+from eval.parts.measuring import measured
 from eval.parts.mla_inputs import Shape, Step
 from eval.parts.mla_quality import active, quality, samples
 from eval.parts.mla_recipe import RECIPE, recipe_for, target_share
@@ -245,14 +245,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 when there is nothing to measure on, or an operation of this project failed."""
-    try:
-        args = parse(arguments)
-        status = run(args)
-        print(report_tables.any_table(args.out))
-    except FAILURES as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 1
-    return status
+    return measured(COMMAND, lambda: parse(arguments), run)
 
 
 if __name__ == "__main__":

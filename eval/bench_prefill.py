@@ -30,13 +30,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eval.figures import report_tables
 from eval.figures.goals import SPARSITY_TOLERANCE
 from eval.figures.prefill import COMMAND
-from eval.live.client import FAILURES
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.parts.kernel_table import UNAVAILABLE, report_unavailable
+from eval.parts.measuring import measured
 from eval.parts.prefill_arguments import parse
 from eval.parts.prefill_inputs import Prompt, Shape
 from eval.parts.prefill_table import DENSE, OWN, Implementation, Plan, plans
@@ -222,14 +221,7 @@ def own_plans(prompt: Prompt, args: argparse.Namespace) -> list[Plan]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 when there is nothing to measure on, or this project's op failed."""
-    try:
-        args = parse(arguments, __doc__)
-        status = run(args)
-        print(report_tables.any_table(args.out))
-    except FAILURES as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 1
-    return status
+    return measured(COMMAND, lambda: parse(arguments, __doc__), run)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eval.figures import report_tables
 from eval.figures.throughput import COMMAND, DENSE, best_batches
 from eval.live.arms import MAX_DENSE_ROWS
-from eval.live.client import FAILURES, LiveServer, list_of
+from eval.live.client import LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, read_shares
 from eval.live.record import Record, versions
 from eval.parts import model_shapes
 from eval.parts.judge_commands import Target, reach, run_judge, serving_command
 from eval.parts.judge_rows import serving_rows
+from eval.parts.measuring import measured
 from eval.parts.serving_arguments import named
 from eval.texts.lengths import length
 from launch.server import ServerProcess
@@ -192,14 +192,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 where something was not measured."""
-    args = parse(arguments)
-    try:
-        status = run(args)
-        print(report_tables.any_table(args.out))
-    except FAILURES as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 1
-    return status
+    return measured(COMMAND, lambda: parse(arguments), run)
 
 
 if __name__ == "__main__":

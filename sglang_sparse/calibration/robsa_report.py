@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_sparse.calibration.partition import RopeCalibration
+from sglang_sparse.calibration.pictures import new_figure, save
 
 # For these the table says how the layers would be parted; those of the paper's table 4.
 THETA2S = (0.95, 0.96, 0.97, 0.98, 0.99, 0.995)
@@ -41,15 +42,12 @@ def plot(calibration: RopeCalibration, theta2: float, path: Path) -> None:
 
     Without matplotlib, or where the file cannot be written, it is a note.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        print("no plot: matplotlib is not installed (it comes with sglang-sparse[eval])")
+    if (figure := new_figure(8, 4)) is None:
         return
+    from matplotlib.ticker import MaxNLocator
+
     layers = [row.layer for row in calibration.layers]
     mean = [row.mean for row in calibration.layers]
-    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.fill_between(
         layers,
@@ -67,9 +65,4 @@ def plot(calibration: RopeCalibration, theta2: float, path: Path) -> None:
     axes.set_ylabel("full against RoPE-only attention")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        print(f"no plot: {error}")
-        return
-    print(f"plot: {path}")
+    save(figure, path)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sglang_sparse.calibration.pictures import new_figure, save
 from sglang_sparse.calibration.skip_file import Formula, SkipCalibration
 
 
@@ -38,12 +39,8 @@ def plot(calibration: SkipCalibration, scale: Mapping[str, Any], path: Path) -> 
 
     Without matplotlib, or where the file cannot be written, it is a note.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no plot: matplotlib is not installed (it comes with sglang-sparse[eval])")
+    if (figure := new_figure(10, 4)) is None:
         return
-    figure = Figure(figsize=(10, 4), layout="constrained")
     panels = figure.subplots(1, len(calibration.phases), squeeze=False)[0]
     for axes, (phase, fit) in zip(panels, calibration.phases.items(), strict=True):
         for length in sorted({point.length for point in fit.points}):
@@ -57,9 +54,4 @@ def plot(calibration: SkipCalibration, scale: Mapping[str, Any], path: Path) -> 
         axes.plot([a * math.exp(b * share) for share in ends], ends, "k--", label="formula")
         axes.set(title=phase, xscale="log", xlabel="threshold_scale_factor", ylabel="share", ylim=(0, 1.02))
         axes.legend(fontsize="small")
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        print(f"no plot: {error}")
-        return
-    print(f"plot: {path}")
+    save(figure, path)
