@@ -110,6 +110,7 @@ class DecodePath:
             view.page_size if selected.unit == "page" else 1,
             *scales,
             usual_pages=view.usual_select,
+            arrivals=view.arrivals,
         )
 
     def _attend_latent(

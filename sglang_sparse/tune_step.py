@@ -77,9 +77,8 @@ class Step:
         keys, values = self.caches[layer]
         selected = self.method.select(self.view, layer, self.queries[layer], self.pools)
         pages = (selected.indices, selected.counts, self.rows.last_slots, self.page_size)
-        output = sparse_decode(
-            self.queries[layer], keys, values, *pages, self.scale, usual_pages=self.view.usual_select
-        )
+        scratch = {"usual_pages": self.view.usual_select, "arrivals": self.view.arrivals}
+        output = sparse_decode(self.queries[layer], keys, values, *pages, self.scale, **scratch)
         if layer == self.model.num_layers - 1:
             self.pools.refresh(self._k_caches, self.rows.last_slots)
         return output

@@ -63,6 +63,7 @@ class BatchView:
         visible: scratch for the pages that a row may attend to, by KV head: ``[rows, kv_heads, max_pages]`` int32, how
             many of them there are and how many it takes, both ``[rows, kv_heads]`` int32.
         selected: scratch for the selection: ``[rows, kv_heads, max_pages]`` int32 and ``[rows, kv_heads]`` int32.
+        arrivals: ``[rows, kv_heads]`` int32 zeros, scratch of the attention, which leaves it so.
         stats: int64 device counters: (row, KV head) pairs selected for, pages attended, pages held, pairs that needed
             more than ``n_select`` and got all; behind these four, ``method_stats``.
         page_size: tokens per page.
@@ -78,6 +79,7 @@ class BatchView:
     selected: tuple[torch.Tensor, torch.Tensor]
     requests: torch.Tensor
     visible: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    arrivals: torch.Tensor
     stats: torch.Tensor
     page_size: int
     logit_scale: float = 1.0
@@ -94,6 +96,7 @@ class BatchView:
             selected=(self.selected[0][:count], self.selected[1][:count]),
             requests=self.requests[:count],
             visible=(self.visible[0][:count], self.visible[1][:count], self.visible[2][:count]),
+            arrivals=self.arrivals[:count],
         )
 
     @property
@@ -109,7 +112,7 @@ class BatchView:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        small = (self.n_pages, self.n_select, self.values, self.requests)
+        small = (self.n_pages, self.n_select, self.values, self.requests, self.arrivals)
         return sum(x.nbytes for x in (self.page_table, *small, self.scores, *self.selected, *self.visible))
 
     def load(self, plan: DecodePlan, forward_batch: Any, req_to_token: torch.Tensor) -> None:
@@ -189,6 +192,7 @@ def allocate_view(
             torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
             torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
         ),
+        arrivals=torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
         stats=stats,
         page_size=page_size,
     )

@@ -153,7 +153,8 @@ class FrameworkStep(Step):
         self.predict(layer)
         own = self.rockets[id(layer)]
         blocks = (own.indices, own.counts, self.batch.last_slots, self.settings.kt_page_size)
-        return sparse_decode(layer.q, layer.k_cache, layer.v_cache, *blocks, self.sm_scale, out=layer.out)
+        caches = (layer.k_cache, layer.v_cache)
+        return sparse_decode(layer.q, *caches, *blocks, self.sm_scale, out=layer.out, arrivals=self.arrivals)
 
     def skip(self, layer: Layer, stats: torch.Tensor | None = None) -> torch.Tensor:
         """Skip-Softmax; the result is ``[B, Hq, d]``."""

@@ -160,6 +160,7 @@ class Step:
         self.batch: PagedBatch = paged_batch((shape.length,) * shape.batch, shape.page_size, device, generator)
         self.n_select = torch.full((shape.batch,), shape.n_select, dtype=torch.int32, device=device)
         self.sm_scale = shape.dim**-0.5
+        self.arrivals = torch.zeros(shape.batch, shape.kv_heads, dtype=torch.int32, device=device)
         first = seed * layers
         self.layers = [Layer(shape, self.batch, generator, recipe, first + layer) for layer in range(layers)]
         for layer in self.layers:
@@ -186,7 +187,8 @@ class Step:
     def attend(self, layer: Layer) -> torch.Tensor:
         """Attend to the selected pages; the result is ``[B, Hq, d]``."""
         pages = (layer.indices, layer.counts, self.batch.last_slots, self.shape.page_size)
-        return sparse_decode(layer.q, layer.k_cache, layer.v_cache, *pages, self.sm_scale, out=layer.out)
+        caches = (layer.k_cache, layer.v_cache)
+        return sparse_decode(layer.q, *caches, *pages, self.sm_scale, out=layer.out, arrivals=self.arrivals)
 
     def whole(self, layer: Layer) -> torch.Tensor:
         """Score, select and attend."""

@@ -34,6 +34,7 @@ def make_step(lengths: tuple[int, ...], device: str, seed: int = 0) -> dict[str,
         "n_pages": batch.n_pages,
         "n_select": (batch.n_pages // 2).clamp(min=1) * (batch.n_pages > 0),
         "last_slots": batch.last_slots,
+        "arrivals": torch.zeros(len(lengths), HEADS, dtype=torch.int32, device=device),
     }
 
 
@@ -42,7 +43,8 @@ def run_step(step: dict[str, Any]) -> torch.Tensor:
     scores = page_score(step["q"], step["summary"], step["page_table"], step["n_pages"])
     selection = page_topk(scores, step["page_table"], step["n_pages"], step["n_select"], MAX_SELECT)
     caches = step["k_cache"], step["v_cache"]
-    return sparse_decode(step["q"], *caches, *selection, step["last_slots"], PAGE, DIM**-0.5)
+    settings = {"page_size": PAGE, "sm_scale": DIM**-0.5, "arrivals": step["arrivals"]}
+    return sparse_decode(step["q"], *caches, *selection, step["last_slots"], **settings)
 
 
 def test_triton_step_equals_the_reference_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,8 @@ def test_sparse_decode_refuses_wrong_arguments() -> None:
         ({"k_cache": arguments["k_cache"].half()}, "k_cache must have one of the dtypes"),
         ({"counts": arguments["counts"].long()}, "counts must have one of the dtypes"),
         ({"v_cache": arguments["v_cache"][:16]}, "k_cache must have the shape"),
+        ({"arrivals": torch.zeros(1, 2, dtype=torch.int32)}, r"arrivals must have the shape \(1, 1\)"),
+        ({"arrivals": torch.zeros(1, 1)}, "arrivals must have one of the dtypes"),
     ]:
         with pytest.raises(ValueError, match=message):
             sparse_decode(**{**arguments, **change})

@@ -1,6 +1,7 @@
 """Sparse decode attention: reference against loops, Triton against the reference, both against dense attention."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -134,29 +135,58 @@ def poisoned(arguments: dict[str, Any], extra: int = 9) -> dict[str, Any]:
     return {**arguments, "indices": wide}
 
 
-def run_config(arguments: dict[str, Any], config: Config, usual_pages: int | None = None) -> torch.Tensor:
+def run_config(
+    arguments: dict[str, Any], config: Config, usual_pages: int | None = None, arrivals: torch.Tensor | None = None
+) -> torch.Tensor:
     q = arguments["q"]
     out = torch.full((*q.shape[:2], arguments["v_cache"].shape[2]), float("nan"), dtype=q.dtype, device=q.device)
-    return kernels.sparse_decode(**arguments, out=out, config=config, usual_pages=usual_pages)
+    return kernels.sparse_decode(**arguments, out=out, config=config, usual_pages=usual_pages, arrivals=arrivals)
 
 
+def no_arrivals(arguments: dict[str, Any]) -> torch.Tensor:
+    return torch.zeros_like(arguments["counts"])
+
+
+@pytest.fixture
+def combined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The splits of each combination that was launched apart."""
+    launched: list[int] = []
+    combine = kernels.combine
+
+    def counting(partial: Any, lse: Any, counts: Any, out: Any, splits: int, *more: Any) -> None:
+        launched.append(splits)
+        combine(partial, lse, counts, out, splits, *more)
+
+    monkeypatch.setattr(kernels, "combine", counting)
+    return launched
+
+
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("config", VARIANTS, ids=str)
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
-def test_every_variant_equals_the_reference(case: Case, config: Config, device: str) -> None:
+def test_every_variant_equals_the_reference(
+    case: Case, config: Config, together: bool, device: str, combined: list[int]
+) -> None:
     arguments = poisoned(make(case, device))
-    got = run_config(arguments, config)
+    arrivals = no_arrivals(arguments) if together else None
+    got = run_config(arguments, config, arrivals=arrivals)
+    assert bool(combined) != together
+    if arrivals is not None:
+        assert arrivals.count_nonzero() == 0, "ready for the next call"
+        assert torch.equal(got, run_config(arguments, config, arrivals=arrivals))
     assert relative_error(got, run_reference(arguments)) < TOLERANCE[case.dtype]
     padded = [row for row, length in enumerate(case.lengths) if length == 0]
     assert got[padded].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("config", VARIANTS, ids=str)
 @pytest.mark.parametrize("usual_pages", [1, 3])
-def test_counts_of_any_size_are_served(usual_pages: int, config: Config, device: str) -> None:
+def test_counts_of_any_size_are_served(usual_pages: int, config: Config, together: bool, device: str) -> None:
     """Nothing, less than a tile, one tile, and more than the work was split for."""
     case = Case((150, 0, 5, 16, 33), 16, 1, 2, 64, torch.float16, torch.float16, ratio=1.0)
     arguments = poisoned(make(case, device))
-    got = run_config(arguments, config, usual_pages)
+    got = run_config(arguments, config, usual_pages, no_arrivals(arguments) if together else None)
     assert relative_error(got, run_reference(arguments)) < TOLERANCE[torch.float16]
     assert got[1].count_nonzero() == 0
 
@@ -164,13 +194,28 @@ def test_counts_of_any_size_are_served(usual_pages: int, config: Config, device:
 def test_batches_without_any_page_give_zeros(device: str) -> None:
     arguments = poisoned(make(SPLIT_CASES[0], device))
     arguments["counts"] = torch.zeros_like(arguments["counts"])
-    for config in VARIANTS:
-        assert torch.equal(run_config(arguments, config), torch.zeros_like(arguments["q"]))
+    for config, arrivals in product(VARIANTS, (None, no_arrivals(arguments))):
+        assert torch.equal(run_config(arguments, config, arrivals=arrivals), torch.zeros_like(arguments["q"]))
 
 
+def test_more_results_than_a_program_holds_are_combined_apart(device: str, combined: list[int]) -> None:
+    """Two warps hold 4,096 numbers: sixteen splits of four heads of 64, and no more."""
+    for tokens, launched in ((256, []), (257, [17])):
+        case = Case((tokens,), 16, 1, 4, 64, torch.float16, torch.float16, ratio=1.0)
+        arguments = make(case, device)
+        got = run_config(arguments, replace(SPLIT, num_warps=2), arrivals=no_arrivals(arguments))
+        assert combined == launched
+        assert relative_error(got, run_reference(arguments)) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("tokens", [100, 1000, 10000])
 @pytest.mark.parametrize("case", [case for case in CASES if case.gpu_only], ids=str)
-def test_every_default_on_the_gpu(case: Case, tokens: int, device: str) -> None:
+def test_every_default_on_the_gpu(case: Case, tokens: int, together: bool, device: str) -> None:
     arguments = poisoned(make(case, device))
-    got = run_config(arguments, kernels.default_config(512, tokens))
+    arrivals = no_arrivals(arguments) if together else None
+    got = run_config(arguments, kernels.default_config(512, tokens), arrivals=arrivals)
     assert relative_error(got, run_reference(arguments)) < TOLERANCE[case.dtype]
+    if arrivals is not None:
+        again = (run_config(arguments, kernels.default_config(512, tokens), arrivals=arrivals) for _ in range(100))
+        assert all(torch.equal(got, one) for one in again) and arrivals.count_nonzero() == 0

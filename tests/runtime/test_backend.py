@@ -160,9 +160,9 @@ def test_what_a_method_does_not_use_is_neither_allocated_nor_reported(
         backend.init_cuda_graph_state(3, 3)
     assert f"{2 * 3 * len(buffers)}.0 MiB of static buffers" in caplog.text
     view = backend._graph_view
-    assert view is not None and view.nbytes == 3 * (len(buffers) * 2**21 + 20 + 12)
+    assert view is not None and view.nbytes == 3 * (len(buffers) * 2**21 + 20 + 16)
     # A batch that no graph holds is no larger.
-    assert backend._rows(5).nbytes == 5 * (len(buffers) * 2**21 + 20 + 12)
+    assert backend._rows(5).nbytes == 5 * (len(buffers) * 2**21 + 20 + 16)
 
 
 def test_a_selection_in_the_model_leaves_every_layer_to_the_dense_backend() -> None:

@@ -23,6 +23,7 @@ def sparse_decode(
     v_scale: float = 1.0,
     out: torch.Tensor | None = None,
     usual_pages: int | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Exact softmax attention of every query head over the tokens of its KV head's selected pages.
 
@@ -43,6 +44,9 @@ def sparse_decode(
         out: optional ``[B, Hq, dv]`` in the dtype of ``q``, contiguous.
         usual_pages: the count that most rows have at most, for which the work is split; ``K`` if not given. Any count
             is served, whatever this says.
+        arrivals: optional ``[B, Hkv]`` int32, contiguous, all 0 and left so: by it the parts of a row that run beside
+            one another find the last one, which combines them where that is faster than a second launch. Calls that
+            share it must follow one another.
 
     Returns:
         ``[B, Hq, dv]`` in the dtype of ``q``.
@@ -62,13 +66,13 @@ def sparse_decode(
     """
     if out is None:
         out = torch.empty(*q.shape[:2], v_cache.shape[2], dtype=q.dtype, device=q.device)
-    _check_arguments(q, k_cache, v_cache, indices, counts, last_slots, page_size, out)
+    _check_arguments(q, k_cache, v_cache, indices, counts, last_slots, page_size, out, arrivals)
     arguments = (q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale, out)
     if dispatch.use_reference(q):
         return reference.sparse_decode(*arguments)
     from . import triton
 
-    return triton.sparse_decode(*arguments, usual_pages=usual_pages)
+    return triton.sparse_decode(*arguments, usual_pages=usual_pages, arrivals=arrivals)
 
 
 def scratch_bytes(
@@ -116,6 +120,7 @@ def _check_arguments(
     last_slots: torch.Tensor,
     page_size: int,
     out: torch.Tensor,
+    arrivals: torch.Tensor | None,
 ) -> None:
     dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
     dispatch.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
@@ -135,3 +140,7 @@ def _check_arguments(
     dispatch.check_shape("out", out, (batch, num_q_heads, v_head_dim))
     for name, tensor in (("indices", indices), ("counts", counts), ("out", out)):
         dispatch.check_contiguous(name, tensor)
+    if arrivals is not None:
+        dispatch.check_tensor("arrivals", arrivals, 2, (torch.int32,))
+        dispatch.check_shape("arrivals", arrivals, (batch, num_kv_heads))
+        dispatch.check_contiguous("arrivals", arrivals)

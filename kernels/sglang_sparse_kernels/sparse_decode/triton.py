@@ -1,4 +1,8 @@
-"""Triton kernels of sparse decode attention: split over the selected pages, then combine."""
+"""Triton kernels of sparse decode attention: split over the selected pages, then combine.
+
+The split of a row that ends last combines all of them where that is little work; a launch of its own, in which the
+heads of a row are combined side by side, costs about 4 us.
+"""
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
@@ -15,6 +19,8 @@ from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_proces
 # Partial results that one program of the combination holds, and that a warp of it has at least.
 _COMBINE_TILE = 4096
 _COMBINE_WARP = 1024
+# Those that a warp of a split can hold when it combines.
+_FUSED_WARP = 2048
 # Selected tokens per multiprocessor below which smaller tiles balance the programs better, or a program has so few of
 # them that more should be on their way at once.
 _FEW_TOKENS = 2048
@@ -110,6 +116,76 @@ def _attend(
 
 
 @triton.jit
+def _combine(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    used,
+    GROUP: tl.constexpr,
+    BLOCK_MEMBERS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Combine the first ``used`` splits of a row's KV head, in their order."""
+    members = tl.arange(0, BLOCK_MEMBERS)[:, None]
+    splits = tl.arange(0, BLOCK_SPLITS)[None, :]
+    v_dims = tl.arange(0, BLOCK_V_DIM)[None, None, :]
+    valid = (splits < used) & (members < GROUP)
+    rows = splits * GROUP + members
+    # Other programs have just written these: not from a cache that they do not share.
+    lse = tl.load(lse_ptr + rows, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    in_partial = valid[:, :, None] & (v_dims < V_DIM)
+    pointers = partial_ptr + rows[:, :, None] * V_DIM + v_dims
+    partial = tl.load(pointers, mask=in_partial, other=0.0, cache_modifier=".cg").to(tl.float32)
+    maximum = tl.max(lse, axis=1)
+    weights = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum)[:, None])
+    total = tl.sum(weights, axis=1)
+    output = tl.sum(partial * weights[:, :, None], axis=1) / tl.where(total == 0.0, 1.0, total)[:, None]
+    v_dims = tl.arange(0, BLOCK_V_DIM)[None, :]
+    in_out = (members < GROUP) & (v_dims < V_DIM)
+    tl.store(out_ptr + members * V_DIM + v_dims, output.to(out_ptr.dtype.element_ty), mask=in_out)
+
+
+@triton.jit
+def _hand_on(
+    output,
+    lse,
+    split,
+    used,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    arrivals_ptr,
+    GROUP: tl.constexpr,
+    BLOCK_MEMBERS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    FUSED: tl.constexpr,
+):
+    """Store what one of the ``used`` splits of a row's KV head has found; with ``FUSED`` the last one combines all."""
+    members = tl.arange(0, output.shape[0])
+    v_dims = tl.arange(0, BLOCK_V_DIM)
+    in_group = members < GROUP
+    in_out = in_group[:, None] & (v_dims < V_DIM)[None, :]
+    offsets = members[:, None] * V_DIM + v_dims[None, :]
+    if SPLITS == 1 or (FUSED and used <= 1):
+        tl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=in_out)
+    else:
+        tl.store(lse_ptr + split * GROUP + members, lse, mask=in_group)
+        pointers = partial_ptr + split * GROUP * V_DIM + offsets
+        tl.store(pointers, output.to(partial_ptr.dtype.element_ty), mask=in_out)
+        if FUSED:
+            # One thread counts its program in, after all threads of it have written.
+            tl.debug_barrier()
+            if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == used - 1:
+                tl.store(arrivals_ptr, 0)
+                _combine(partial_ptr, lse_ptr, out_ptr, used, GROUP, BLOCK_MEMBERS, V_DIM, BLOCK_V_DIM, BLOCK_SPLITS)
+
+
+@triton.jit
 def _split_kernel(
     q_ptr,
     k_ptr,
@@ -120,6 +196,7 @@ def _split_kernel(
     out_ptr,
     partial_ptr,
     lse_ptr,
+    arrivals_ptr,
     q_stride_row,
     q_stride_head,
     k_stride_slot,
@@ -139,6 +216,9 @@ def _split_kernel(
     PAGE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
+    BLOCK_MEMBERS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    FUSED: tl.constexpr,
     UPCAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -150,7 +230,6 @@ def _split_kernel(
     tokens = tl.arange(0, BLOCK_TOKENS)
     members = tl.arange(0, BLOCK_GROUP)
     dims = tl.arange(0, BLOCK_DIM)
-    v_dims = tl.arange(0, BLOCK_V_DIM)
     # Splits take tiles in turn: whatever the count on the device is, they differ by one tile at most.
     first_page = split * (BLOCK_TOKENS // PAGE)
     indices_ptr += pair * max_pages
@@ -166,7 +245,8 @@ def _split_kernel(
     )
     if UPCAST:
         query = query.to(tl.float32)
-    if (first_page < count) | (SPLITS == 1):
+    # The first one writes the zeros of a row without pages.
+    if (first_page < count) | (split == 0):
         output, total, maximum = _attend(
             query,
             k_ptr + head * k_stride_head,
@@ -188,18 +268,23 @@ def _split_kernel(
             BLOCK_TOKENS,
         )
         output *= (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-        in_group = members < GROUP
-        in_out = in_group[:, None] & (v_dims < V_DIM)[None, :]
-        offsets = members[:, None] * V_DIM + v_dims[None, :]
-        out_ptr += pair * GROUP * V_DIM
-        if SPLITS == 1:
-            tl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=in_out)
-        else:
-            lse_ptr += pair * SPLITS * GROUP
-            partial_ptr += pair * SPLITS * GROUP * V_DIM
-            tl.store(lse_ptr + split * GROUP + members, maximum + tl.log2(total), mask=in_group)
-            pointers = partial_ptr + split * GROUP * V_DIM + offsets
-            tl.store(pointers, output.to(partial_ptr.dtype.element_ty), mask=in_out)
+        _hand_on(
+            output,
+            maximum + tl.log2(total),
+            split,
+            tl.minimum(SPLITS, tl.cdiv(count, BLOCK_TOKENS // PAGE)),
+            out_ptr + pair * GROUP * V_DIM,
+            partial_ptr + pair * SPLITS * GROUP * V_DIM,
+            lse_ptr + pair * SPLITS * GROUP,
+            arrivals_ptr + pair,
+            GROUP,
+            BLOCK_MEMBERS,
+            V_DIM,
+            BLOCK_V_DIM,
+            SPLITS,
+            BLOCK_SPLITS,
+            FUSED,
+        )
 
 
 @triton.jit
@@ -305,6 +390,7 @@ def sparse_decode(
     out: torch.Tensor,
     config: Config | None = None,
     usual_pages: int | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``sparse_decode.sparse_decode``."""
     batch, num_q_heads, dim = q.shape
@@ -317,7 +403,11 @@ def sparse_decode(
     results = split_results(batch * num_q_heads, splits, v_dim, q.dtype, config.narrow)
     partial, lse = (torch.empty(size, dtype=dtype, device=q.device) for size, dtype in results)
     dependent = dependent_launch(q.device)
-    tensors = (q, k_cache, v_cache, indices, counts, last_slots, out, partial, lse)
+    group = num_q_heads // heads
+    block_splits, block_members = triton.next_power_of_2(splits), triton.next_power_of_2(group)
+    held = block_splits * block_members * triton.next_power_of_2(v_dim)
+    fused = arrivals is not None and splits > 1 and held <= _FUSED_WARP * config.num_warps
+    tensors = (q, k_cache, v_cache, indices, counts, last_slots, out, partial, lse, arrivals if fused else counts)
     strides = [stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]]
     _split_kernel[(splits, heads, batch)](
         *tensors,
@@ -325,10 +415,13 @@ def sparse_decode(
         max_pages,
         sm_scale * k_scale * LOG2_E,
         v_scale,
-        **_shape_constants(heads, num_q_heads // heads, dim, v_dim),
+        **_shape_constants(heads, group, dim, v_dim),
         PAGE=page_size,
         BLOCK_TOKENS=tile_pages * page_size,
         SPLITS=splits,
+        BLOCK_MEMBERS=block_members,
+        BLOCK_SPLITS=block_splits,
+        FUSED=fused,
         # The interpreter multiplies the bit patterns of bfloat16.
         UPCAST=knobs.runtime.interpret,
         DEPENDENT=dependent,
@@ -336,7 +429,7 @@ def sparse_decode(
         num_stages=config.num_stages,
         launch_pdl=dependent,
     )
-    if splits > 1:
+    if splits > 1 and not fused:
         combine(partial, lse, counts, out, splits, tile_pages, dependent)
     return out
 
