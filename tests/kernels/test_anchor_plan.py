@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_sparse_kernels import launch as device_launch
 from sglang_sparse_kernels.anchor_prefill import AnchorPlan, anchor_prefill, make_plan, plan, scratch_bound
 from sglang_sparse_kernels.anchor_prefill.cases import CASES, make
+from sglang_sparse_kernels.anchor_prefill.launch import default_config
 from sglang_sparse_kernels.anchor_prefill.plan import Scratch
 
 BLOCK, STEP = 16, 2
@@ -199,3 +201,12 @@ def test_wrong_arguments_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             anchor_prefill(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(("kibibytes", "stages"), [(99, 1), (163, 3)])
+def test_heads_of_256_are_pipelined_where_shared_memory_holds_it(
+    kibibytes: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_launch, "stand_in", device_launch.Properties((8, 9), 128, kibibytes * 1024))
+    assert default_config(128, 256, torch.device("cpu")).num_stages == stages
+    assert default_config(128, 128, torch.device("cpu")).num_stages == 3

@@ -102,7 +102,7 @@ def triton_active(arguments: dict[str, Any], case: Case) -> list[tuple[GroupPart
     masks = []
     for piece in arguments["plan"].slices:
         q = arguments["q"][piece.first_query : piece.first_query + piece.num_queries]
-        config = kernels.default_config(case.block_size, case.dim)
+        config = kernels.default_config(case.block_size, case.dim, q.device)
         scale = arguments["sm_scale"] * case.k_scale
         k_cache, v_cache, table, made = (arguments[name] for name in ("k_cache", "v_cache", "page_table", "plan"))
         launch = kernels.Launch(q, k_cache, v_cache, table, made, piece, case.page_size, scale, config)

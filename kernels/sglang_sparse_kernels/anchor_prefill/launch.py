@@ -6,7 +6,11 @@ import torch
 import triton
 from triton import knobs
 
+from ..launch import properties
 from .plan import AnchorPlan, Slice
+
+# Bytes that a program takes with a head dimension of 256 and more than one stage.
+_PIPELINED = 136 * 1024
 
 
 @dataclass(frozen=True)
@@ -22,9 +26,16 @@ class Config:
     identify_warps: int = 8
 
 
-def default_config(block_size: int, dim: int) -> Config:
-    """Not measured yet: tiles and warps such that nothing is spilled on Hopper up to a head dimension of 128."""
-    return Config(block_keys=64 if dim <= 128 else 32, num_warps=8 if block_size == 128 else 4)
+def default_config(block_size: int, dim: int, device: torch.device) -> Config:
+    """Tiles and warps such that nothing is spilled on Hopper up to a head dimension of 128.
+
+    Of larger ones the pipeline has one stage where the device's shared memory holds no more.
+    """
+    warps = 8 if block_size == 128 else 4
+    if dim <= 128:
+        return Config(num_warps=warps)
+    fits = properties(device).shared_memory >= _PIPELINED
+    return Config(block_keys=32, num_warps=warps, num_stages=3 if fits else 1)
 
 
 @dataclass(frozen=True)

@@ -371,7 +371,7 @@ def anchor_prefill(
     config: Config | None = None,
 ) -> torch.Tensor:
     """See ``anchor_prefill.anchor_prefill``."""
-    config = config or default_config(plan.block_size, max(q.shape[2], v_cache.shape[2]))
+    config = config or default_config(plan.block_size, max(q.shape[2], v_cache.shape[2]), q.device)
     pairs = 0
     for piece in plan.slices:
         window = slice(piece.first_query, piece.first_query + piece.num_queries)
