@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from eval.structured.generator import make_qkv
+from eval.structured.structure import Recipe
 from sglang_sparse_kernels.anchor_prefill import cases, make_plan, reference
 from sglang_sparse_kernels.anchor_prefill.cases import Case, make
 
@@ -65,14 +67,40 @@ def test_chunks_of_any_size_are_dense_attention(chunk: int) -> None:
     assert (got - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_chunks_of_whole_groups_are_bit_equal_and_others_leave_out_nearly_the_same() -> None:
-    arguments = inputs(0, 3 * GROUP + 500, 6.0)
-    whole = run(arguments, 0, 4 * GROUP)
+@pytest.fixture(scope="module", params=[("recipe", 5.0), ("spread", 7.0)], ids=["one strength", "many strengths"])
+def prompt(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Three groups and a part of one, with stripes of one or many strengths, and a theta between them and the rest.
+
+    As in ``eval.bench_prefill`` the first dimension of the values is 1 in the initial block and 0 elsewhere.
+    """
+    kind, theta = request.param
+    length = 3 * GROUP + 500
+    arguments = inputs(0, length, theta)
+    slots = cases.row_slots(arguments["page_table"], 0, length, arguments["page_size"])
+    if kind == "recipe":
+        q, k, _ = make_qkv(length, 2, 1, 64, Recipe(), 0, "cpu")
+        arguments["q"], arguments["k_cache"][slots] = q.float(), k.float()
+    arguments["v_cache"][slots, :, 0] = 0.0
+    arguments["v_cache"][slots[:BLOCK], :, 0] = 1.0
+    return arguments
+
+
+def recall(arguments: dict[str, Any], got: torch.Tensor) -> float:
+    """Attention mass that sparse queries keep: all keep the initial block, whose share grows by what is left out."""
+    rows = list(range(GROUP, len(got), 7))
+    return (dense(arguments, 0, rows)[..., 0] / got[rows, :, 0]).mean().item()
+
+
+def test_chunks_of_whole_groups_are_bit_equal(prompt: dict[str, Any]) -> None:
+    whole = run(prompt, 0, 4 * GROUP)
     for chunk in (GROUP, 2 * GROUP):
-        assert torch.equal(run(arguments, 0, chunk), whole)
-    shares = []
-    for chunk in (4 * GROUP, 777):
-        stats = torch.zeros(2, dtype=torch.int64)
-        run({**arguments, "stats": stats}, 0, chunk)
-        shares.append((stats[0] / stats[1]).item())
-    assert 0.1 < shares[0] < 0.9 and abs(shares[0] - shares[1]) < 0.05
+        assert torch.equal(run(prompt, 0, chunk), whole)
+
+
+def test_chunks_that_cut_groups_keep_nearly_as_much_attention(prompt: dict[str, Any]) -> None:
+    """They keep less where theta lies among stripes: each part of a group looks for keys with its own blocks only."""
+    stats = torch.zeros(2, dtype=torch.int64)
+    whole = recall(prompt, run({**prompt, "stats": stats}, 0, 4 * GROUP))
+    assert 0.1 < (stats[0] / stats[1]).item() < 0.9 and 0.9 < whole < 1
+    for chunk in (512, 777, 1500, 3000):
+        assert abs(whole - recall(prompt, run(prompt, 0, chunk))) < 0.005, f"chunks of {chunk}"
