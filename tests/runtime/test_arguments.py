@@ -250,6 +250,7 @@ def test_gpu_only_flag_without_a_gpu(qwen3: str, monkeypatch: pytest.MonkeyPatch
         ("hybrid_swa", "sliding-window model"),
         ("hybrid_ssm", "hybrid SSM"),
         ("encoder_only", "encoder-only"),
+        ("encoder_decoder", "encoder-decoder model; cross attention has no pages of its own"),
         ("multimodal", "multimodal model"),
         ("soft_cap", "soft cap"),
     ],

@@ -120,12 +120,15 @@ def test_a_sparse_layer_must_be_plain_in_every_pass() -> None:
     mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False, is_extend=lambda: True)
     batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
     key = torch.ones(1, HEADS, DIM)
-    windowed = SimpleNamespace(layer_id=LAYERS[0], is_cross_attention=False, sliding_window_size=64, logit_cap=0.0)
-    windowed.attn_type = SimpleNamespace(value="decoder")
+    layer = SimpleNamespace(layer_id=LAYERS[0], is_cross_attention=False, sliding_window_size=64, logit_cap=0.0)
+    layer.attn_type = SimpleNamespace(value="decoder")
     with pytest.raises(RuntimeError, match=f"layer {LAYERS[0]} uses a sliding window"):
-        backend.forward(torch.ones(1, DIM), key, key, windowed, batch)
-    windowed.layer_id = 0
-    assert backend.forward(torch.ones(1, DIM), key, key, windowed, batch).shape == (1, DIM)
+        backend.forward(torch.ones(1, DIM), key, key, layer, batch)
+    layer.sliding_window_size, layer.is_cross_attention = -1, True
+    with pytest.raises(RuntimeError, match=f"layer {LAYERS[0]} uses cross attention, which sparse attention does not"):
+        backend.forward(torch.ones(1, DIM), key, key, layer, batch)
+    layer.layer_id = 0
+    assert backend.forward(torch.ones(1, DIM), key, key, layer, batch).shape == (1, DIM)
 
 
 @pytest.mark.parametrize(("layers", "static"), [(LAYERS, True), ((), False)])

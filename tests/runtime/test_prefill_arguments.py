@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from model_configs import write_config
+from model_configs import CONFIGS, write_config
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -65,6 +65,10 @@ def test_mixed_chunk_with_any_decode_that_does_not_rectify(qwen3: str, decode: d
             "does not fit Qwen3ForCausalLM: theta: got a list of 2, allowed: a number, or one for each of its 4 layers",
         ),
         ({"sparse_prefill_config": '{"step": 0}'}, "step: got 0"),
+        (
+            {"sparse_prefill_config": '{"step": 65}'},
+            "--sparse-prefill-config of anchor: step: got 65; Input should be less than or equal to 64",
+        ),
         ({"sparse_prefill_config": '{"block_size": 100}'}, "block_size: got 100; must be 16, 32, 64 or 128"),
         ({"sparse_prefill_config": '{"tetha": 1}'}, "unknown field 'tetha'"),
         ({"page_size": 64, "sparse_prefill_config": '{"block_size": 32}'}, "a multiple of the page size of 64"),
@@ -88,6 +92,15 @@ def test_prefill_config_without_method(qwen3: str) -> None:
     assert "--sparse-prefill-config needs --sparse-prefill-method, which was not given" in message
 
 
-def test_prefill_refuses_models(tmp_path: Path) -> None:
-    message = refused(write_config(tmp_path, "mla"), **PREFILL)
-    assert "--sparse-prefill-method anchor does not fit" in message and "MLA" in message
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mla", "MLA"),
+        ("sliding_window", "sliding-window model"),
+        ("encoder_decoder", "encoder-decoder model; cross attention has no pages of its own"),
+    ],
+)
+def test_prefill_refuses_models(tmp_path: Path, name: str, expected: str) -> None:
+    message = refused(write_config(tmp_path, name), **PREFILL)
+    architecture = CONFIGS[name]["architectures"][0]
+    assert f"--sparse-prefill-method anchor does not fit {architecture}: " in message and expected in message
