@@ -15,8 +15,7 @@ a batch they hold the time for which the first request waits until the others ar
 Two measures have rows of their own. ``prefix_hit``: the time to the first token of prompts whose first ``--prefix``
 tokens are cached, sent as token ids by our own client, since the texts that SGLang's shared-prefix prompts are take
 longer to tokenize than to prefill; and the pages that the sparse server summarised beyond what was not cached, which
-must be none. ``below_crossover``: the least ratio at contexts up to 8k in cells that the server decoded dense by
-itself.
+must be none. ``short_contexts``: the least ratio at contexts up to 8k, most of which run dense by the server's choice.
 
 ``--sparse-prefill-method`` adds a prefill method to the sparse server; with ``--sparse-method none`` it is alone, and
 the grid, which is about decode, is left out. With a prefill method ``first_token`` is measured: the time to the first
@@ -78,12 +77,12 @@ from eval.parts import model_shapes, serving_first_token
 from eval.parts.serving_arguments import parse
 from eval.parts.serving_grid import (
     DENSE,
-    below_crossover,
     environment,
     grid,
     prefix_hits,
     prefix_tokens,
     server_flags,
+    short_contexts,
     sparse_flags,
     summarise,
     unfit,
@@ -191,7 +190,7 @@ class Bench:
         tasks = {row["task"]: [other for other in self.items if other["task"] == row["task"]] for row in self.items}
         cells = summarise(tasks.get("serving", []))
         cold = serving_first_token.summarise(tasks.get(serving_first_token.TASK, []))
-        rows = [*cells, *below_crossover(cells), *prefix_hits(tasks.get("prefix_hit", []))]
+        rows = [*cells, *short_contexts(cells), *prefix_hits(tasks.get("prefix_hit", []))]
         rows += [*cold, *serving_first_token.below_crossover(cold)]
         sizes = {row["arm"]: row["chunked_prefill_size"] for row in self.items}
         self.summary += [{**self.placed(row), "chunked_prefill_size": sizes[row["arm"]]} for row in rows]

@@ -186,8 +186,8 @@ LEGS: tuple[Leg, ...] = (
             _serving(
                 "qwen3-8b",
                 *("--both", "--contexts", "2k,4k,8k,32k,64k,128k", "--batch", "1", "--output-length", "257"),
-                *("--server-args", f"{_FA3} 0.9"),
-                goals=("R1", "R2"),
+                *("--runs", "3", "--hits", "30", "--server-args", f"{_FA3} 0.9"),
+                goals=("R1", "R2: Qwen3-8B, 8k and less"),
             ),
         ),
     ),
@@ -197,7 +197,9 @@ LEGS: tuple[Leg, ...] = (
         (
             _serving(
                 "qwen3-1.7b",
-                *("--contexts", "4k,32k,128k,256k", "--batch", "1", "--prefix", "0", "--server-args", f"{_FA3} 0.95"),
+                *("--both", "--contexts", "2k,4k,8k,32k,128k,256k", "--batch", "1", "--prefix", "0"),
+                *("--runs", "3", "--server-args", f"{_FA3} 0.9"),
+                goals=("R2: Qwen3-1.7B, 8k and less",),
             ),
         ),
     ),

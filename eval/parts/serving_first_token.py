@@ -22,7 +22,7 @@ from eval.bench_decode import random_prompts, request_of
 from eval.figures.prefill import COMMAND as PREFILL_COMMAND
 from eval.live.client import stream
 from eval.live.counters import EvaluationError, moved, sparsity, sum_of
-from eval.parts.serving_grid import BELOW, DENSE, ROOM, Cell
+from eval.parts.serving_grid import DENSE, ROOM, SHORT, Cell
 from eval.parts.serving_recall import matching, require_sparsity
 from eval.parts.serving_runs import Side, require_sparse_prefill
 from eval.texts.lengths import share_at, short_length
@@ -170,7 +170,7 @@ def _pairs(runs: Sequence[Row]) -> dict[str, Any]:
 
 
 def below_crossover(summary: Sequence[Row]) -> list[dict[str, Any]]:
-    """The least ratio at contexts of at most `BELOW` tokens that the server prefilled dense by itself.
+    """The least ratio at contexts of at most `SHORT` tokens that the server prefilled dense by itself.
 
     Args:
         summary: see `summarise`.
@@ -182,7 +182,7 @@ def below_crossover(summary: Sequence[Row]) -> list[dict[str, Any]]:
     found = []
     for arm in dict.fromkeys(row["arm"] for row in summary):
         # Of another dense server nothing is counted.
-        cells = [row for row in summary if row["arm"] == arm and row["context"] <= BELOW and row["sparse_tokens"] == 0]
+        cells = [row for row in summary if row["arm"] == arm and row["context"] <= SHORT and row["sparse_tokens"] == 0]
         if cells:
             least = min(cells, key=lambda row: row["ttft_ratio"])
             row = {"id": f"{arm}/{TASK_BELOW}", "task": TASK_BELOW, "arm": arm}

@@ -25,9 +25,7 @@ ROOM = 128
 DENSE = "dense"
 # One request fills the cache, and one compiles and allocates what a hit does for the first time.
 UNCOUNTED_HITS = 2
-BELOW = 8192
-# Share of the rows of a cell that count as the choice of the server.
-MOSTLY = 0.99
+SHORT = 8192
 # What counts of a cell: the first run's, and the median of all runs'.
 FIRST = ("ttft_median", "ttft_p99", "output_throughput", "request_throughput")
 # Of the dense server, what makes it the strongest.
@@ -219,25 +217,23 @@ def _figures(runs: Sequence[Row]) -> dict[str, Any]:
     return {**figures, "decode_tpot_range": (min(times), max(times))}
 
 
-def below_crossover(summary: Sequence[Row]) -> list[dict[str, Any]]:
-    """R2: the least ratio of dense to sparse time per output token at contexts of at most ``BELOW`` tokens, where the
-    sparse server chose to decode dense.
+def short_contexts(summary: Sequence[Row]) -> list[dict[str, Any]]:
+    """R2: the least ratio of dense to sparse time per output token at contexts of at most ``SHORT`` tokens.
 
     Args:
         summary: see `summarise`.
 
     Returns:
         A row for each server that has such cells: the ratio, the cell it was found in, and ``ratios`` of all of them;
-        ``dense_rows``: the share of its rows that were decoded dense.
+        ``dense_rows``: the share of that cell's rows that were decoded dense.
     """
     found = []
     for arm in dict.fromkeys(row["arm"] for row in summary):
-        cells = [row for row in summary if row["arm"] == arm and row["context"] <= BELOW]
-        cells = [row for row in cells if (row["dense_rows"] or 0.0) >= MOSTLY]
+        cells = [row for row in summary if row["arm"] == arm and row["context"] <= SHORT]
         if cells:
             least = min(cells, key=lambda row: row["decode_tpot_ratio"])
             ratios = {Cell(row["context"], row["batch"]).name: row["decode_tpot_ratio"] for row in cells}
-            row = {"id": f"{arm}/below_crossover", "task": "below_crossover", "arm": arm, "context": BELOW}
+            row = {"id": f"{arm}/short_contexts", "task": "short_contexts", "arm": arm, "context": SHORT}
             row |= {"decode_tpot_ratio": least["decode_tpot_ratio"], "cell": least["id"], "ratios": ratios}
             found.append(row | {"dense_rows": least["dense_rows"]})
     return found

@@ -15,8 +15,9 @@ MAX_CALLS = 1000
 MIN_REPLAY = 1000.0
 # Calls between two of which all kernels have to end. Kernels that may start before the one ahead of them has ended
 # (programmatic dependent launch) slow down in long chains: on an H200 page_summary took 1.5 us a layer
-# in graphs of 40 calls and 5.7 in those of 600. In a server matrix products stand between the few of each layer.
-CHAIN = 8
+# in graphs of 40 calls and 5.7 in those of 600. In a server matrix products stand between the few of each layer, and
+# a step is a graph of about 40 layers; after a fence the first call starts with nothing ahead of it.
+CHAIN = MIN_CALLS
 # Replays of the graph that says how long a call takes: the first one uploads it.
 PROBES = 3
 WARM_UP_ROUNDS = 2

@@ -46,9 +46,9 @@ def test_the_grid_on_two_servers(commands: list[list[str]], tmp_path: Path) -> N
     for row in cells:
         assert row["decode_tpot"] == pytest.approx(0.002) and row["decode_tpot_ratio"] == pytest.approx(2.0)
         assert row["output_throughput_ratio"] == row["ttft_p99_ratio"] == pytest.approx(2.0)
-    (below,) = kind(rows, "summary", "below_crossover")
-    assert below["decode_tpot_ratio"] == pytest.approx(2.0) and set(below["ratios"]) == {"1x2k", "4x2k"}
-    assert below["dense_rows"] == 1.0
+    (short,) = kind(rows, "summary", "short_contexts")
+    assert short["decode_tpot_ratio"] == pytest.approx(2.0) and set(short["ratios"]) == {"1x2k", "4x2k"}
+    assert short["dense_rows"] == 1.0
     (hits,) = kind(rows, "summary", "prefix_hit")
     assert hits["ttft_over_dense"] == pytest.approx(0.5) and hits["recomputed"] == 0 and hits["hits"] == 3
     assert hits["pages_summarised"] > 0

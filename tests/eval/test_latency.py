@@ -43,7 +43,7 @@ CELLS = [
 ]
 OTHERS = [
     {"kind": "summary", "task": "prefix_hit", "arm": "sparse", "context": 128 * K},
-    {"kind": "summary", "task": "below_crossover", "arm": "sparse", "context": 8 * K},
+    {"kind": "summary", "task": "short_contexts", "arm": "sparse", "context": 8 * K},
 ]
 ROWS = [header(), *map(server, ARMS), *CELLS, *OTHERS]
 

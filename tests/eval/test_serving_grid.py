@@ -8,7 +8,7 @@ from serving_stubs import after, result
 from eval.bench_serving import parse
 from eval.live.client import Chunk
 from eval.live.counters import EvaluationError
-from eval.parts.serving_grid import Cell, below_crossover, prefix_hits, server_flags, streams, summarise, unfit
+from eval.parts.serving_grid import Cell, prefix_hits, server_flags, short_contexts, streams, summarise, unfit
 
 
 def test_flags_follow_from_the_grid() -> None:
@@ -53,10 +53,11 @@ def test_of_several_runs_the_first_and_the_median_count() -> None:
     assert row["ttft_median_ratio"] == 4.0 and row["output_throughput_ratio"] == 0.25
     assert summarise(runs) == [] and summarise(dense) == []
     runs = [item("sparse", i, tpot, dense_rows=1.0) for i, tpot in enumerate((1.0, 3.0, 2.0))]
-    others = [item("sparse", 0, 5.0, 8192, dense_rows=1.0), item("dense", 0, 4.0, 8192), item("dense", 0, 1.0, 16384)]
-    # Decoded sparse: no cell below the crossover.
-    others += [item("sparse", 0, 9.0, 6144, dense_rows=0.0), item("dense", 0, 4.0, 6144)]
-    (below,) = below_crossover(summarise([*runs, *dense, *others]))
-    assert below["decode_tpot_ratio"] == 0.8 and below["cell"] == "sparse/1x8k"
-    assert below["ratios"] == {"1x4k": 2.0, "1x8k": 0.8}
-    assert prefix_hits([]) == below_crossover([]) == []
+    others = [item("sparse", 0, 5.0, 8192, dense_rows=1.0), item("dense", 0, 4.0, 8192)]
+    # However it was decoded; no server need measure longer contexts for this.
+    others += [item("sparse", 0, 2.0, 6144, dense_rows=0.0), item("dense", 0, 4.0, 6144)]
+    others += [item("sparse", 0, 9.0, 16384, dense_rows=1.0), item("dense", 0, 4.0, 16384)]
+    (short,) = short_contexts(summarise([*runs, *dense, *others]))
+    assert short["decode_tpot_ratio"] == 0.8 and short["cell"] == "sparse/1x8k" and short["dense_rows"] == 1.0
+    assert short["ratios"] == {"1x4k": 2.0, "1x8k": 0.8, "1x6k": 2.0}
+    assert prefix_hits([]) == short_contexts([]) == []
