@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from eval.parts.decode_load import Load, server_flags
 from eval.parts.reproduce_leg import FOLDER, URL, Command, Leg, Server
+from eval.parts.reproduce_needles import NEEDLES, ROBSA, UNPROVEN
 
 
 def _resa(model: str, memory: float, *loads: Load, config: Mapping[str, Any] | None = None) -> Server:
@@ -50,10 +50,6 @@ def _serving(shape: str, *arguments: str, file: str = "", goals: tuple[str, ...]
 
 # FA3 is not the dense decode to beat at every shape: at 6 rows of 8 KV heads it falls behind.
 PEER = "flashinfer"
-# Of methods that are refused on a GPU otherwise.
-_UNPROVEN = {"allow_unproven": True}
-# Batches of whatever length run sparse: a few rows are left when most have their answers.
-_ALWAYS = {"crossover_tokens": 0}
 _1_7B, _8B = "qwen3-1.7b", "qwen3-8b"
 _4X256K, _1X256K = Load(4, 262144), Load(1, 262144)
 # With short prompts of 1,024 the largest batch would not fit.
@@ -70,8 +66,7 @@ _LENGTHS = ("--lengths", "32k,64k,128k", *_POSITIONS)
 # A server prefills the first 8k of 32k densely: there 89 % would cost far more of the attention mass than elsewhere.
 _LEFT_OUT = ("--sparsity", "0.89,32k=0.78")
 _SERVED = (*_LENGTHS, *_LEFT_OUT, "--dense-below", "8k", "--peers", "")
-_ROBSA = {"page_size": 64, "allow_uncalibrated": True, **_UNPROVEN}
-_HALF = f"--sparse-method robsa --sparse-config '{json.dumps({**_ROBSA, 'layers': '14-'})}'"
+_HALF = f"--sparse-method robsa --sparse-config '{json.dumps({**ROBSA, 'layers': '14-'})}'"
 _MLA_INPUTS, _PREFILL_RECALL = "mla-v2-lite.jsonl", "prefill-qwen3-8b.jsonl"
 _SKIP, _SKIP_RECALL = ("--method", "skip_softmax", "--sparsity", "0.7"), "prefill-skip-softmax-qwen3-8b.jsonl"
 
@@ -82,7 +77,6 @@ def _first_token(chunk: str, contexts: str) -> Command:
         "qwen3-8b",
         *("--both", "--contexts", contexts, "--chunked-prefill-size", chunk),
         *("--sparse-method", "none", "--sparse-prefill-method", "anchor", "--structured", "{}"),
-        *("--sparse-prefill-config", json.dumps(_UNPROVEN)),
         *("--server-args", "--page-size 16", *_LEFT_OUT),
         *("--recall-from", f"{FOLDER}/{_PREFILL_RECALL}"),
         file=f"first-token-qwen3-8b-{chunk}.jsonl",
@@ -91,54 +85,8 @@ def _first_token(chunk: str, contexts: str) -> Command:
     )
 
 
-def _needles(
-    name: str,
-    model: str,
-    backend: str,
-    config: Mapping[str, Any],
-    lengths: str,
-    *settings: Mapping[str, Any],
-    forms: Sequence[str] = ("chat",),
-) -> Leg:
-    """Needles on a trained tiny model, sparse against dense on one server: that a method is right on a GPU.
-
-    Args:
-        name: of the method.
-        model: of ``eval/models``.
-        backend: the attention backend.
-        config: of the method, with its page size.
-        lengths: tokens of prompt and answer.
-        *settings: fields of its requests, one file each.
-        forms: of the questions, one file each.
-    """
-    phase = "sparse-prefill" if name == "anchor" else "sparse"
-    page = config.get("page_size", 16)
-    given = json.dumps({**({} if phase == "sparse-prefill" else {"page_size": page}), **_UNPROVEN, **config})
-    flags = (f"--{phase}-method", name, f"--{phase}-config", given, "--page-size", str(page))
-    flags += ("--attention-backend", backend, "--mem-fraction-static", "0.4")
-    both = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
-    both += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", "16")
-    commands = []
-    for fields, form in product(settings, forms):
-        said = [f"{field}-{value}" for field, value in fields.items()] + ([form] if form != "chat" else [])
-        file = "-".join(["niah", model, name, *said])
-        asked = ("--custom-params", json.dumps(fields), "--lengths", lengths, "--form", form)
-        commands.append(Command("eval.niah", f"{file}.jsonl", (*both, *asked)))
-    return Leg(f"needles-{name}", tuple(commands), Server(f"eval/models/{model}", flags))
-
-
 def _rocketkv(eviction: str) -> str:
-    return f"--sparse-method rocketkv --sparse-config '{json.dumps({'eviction': eviction, **_UNPROVEN})}'"
-
-
-def _own_needles(implementation: str) -> Leg:
-    """Needles on the tiny model that chooses by itself, which has no dense answers to compare with."""
-    config = json.dumps({**_UNPROVEN, "implementation": implementation})
-    flags = ("--sparse-method", "dsa", "--sparse-config", config, "--page-size", "64", "--mem-fraction-static", "0.4")
-    asked = ("--base-url", URL, "--expect", "dsa", "--lengths", "1k,8k,32k")
-    asked += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", "16")
-    command = Command("eval.niah", f"niah-tiny-dsa-{implementation}.jsonl", asked)
-    return Leg(f"needles-dsa-{implementation}", (command,), Server("eval/models/tiny-dsa", flags))
+    return f"--sparse-method rocketkv --sparse-config '{json.dumps({'eviction': eviction, **UNPROVEN})}'"
 
 
 LEGS: tuple[Leg, ...] = (
@@ -220,7 +168,7 @@ LEGS: tuple[Leg, ...] = (
                 *("--sparse-method", "robsa", "--structured", f"{FOLDER}/{_MLA_INPUTS}"),
                 *("--contexts", "32k,64k,96k,128k", "--batch", "1,24", "--runs", "3"),
                 *("--server-args", "--attention-backend flashmla --page-size 64 --mem-fraction-static 0.9"),
-                *("--sparse-config", json.dumps(_ROBSA), "--server", f"half-dense={_HALF}"),
+                *("--sparse-config", json.dumps(ROBSA), "--server", f"half-dense={_HALF}"),
                 goals=("E5",),
             ),
         ),
@@ -275,7 +223,6 @@ LEGS: tuple[Leg, ...] = (
                 "qwen3-8b",
                 *("--both", "--contexts", "32k,64k,128k", "--chunked-prefill-size", "8k"),
                 *("--sparse-method", "none", "--sparse-prefill-method", "skip_softmax", "--structured", "{}"),
-                *("--sparse-prefill-config", json.dumps(_UNPROVEN)),
                 *("--server-args", "--page-size 16", "--sparsity", "0.7"),
                 *("--recall-from", f"{FOLDER}/{_SKIP_RECALL}"),
                 file="first-token-skip-softmax-qwen3-8b.jsonl",
@@ -283,15 +230,5 @@ LEGS: tuple[Leg, ...] = (
             ),
         ),
     ),
-    _needles("anchor", "tiny-gqa", "fa3", {}, "32k", {"theta": 5}, {"theta": 8}),
-    _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 250}),
-    # 2 % of a text of 8k are read, of an eighth of it that is kept.
-    _needles(
-        "rocketkv",
-        *("tiny-gqa", "fa3", {"prompt_budget": 1024, **_ALWAYS}, "8k", {"topk": 40}),
-        forms=("chat", "second_turn"),
-    ),
-    _needles("robsa", "tiny-mla", "flashmla", {**_ROBSA, **_ALWAYS}, "8k", {"theta1": 0.95}),
-    _own_needles("portable"),
-    _own_needles("auto"),
+    *NEEDLES,
 )

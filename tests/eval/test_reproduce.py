@@ -31,7 +31,7 @@ from eval.parts.reproduce_leg import URL, Command, Leg
 from eval.parts.reproduce_legs import LEGS
 from eval.texts.lengths import short_length
 from sglang_sparse import tune
-from sglang_sparse.config import build
+from sglang_sparse.config import build, read_config
 from sglang_sparse.requests import parse_options
 
 # Fields of a goal's row that no argument decides.
@@ -171,7 +171,7 @@ def test_needles_are_asked_of_a_model_of_ours_by_fields_of_the_method(leg: Leg, 
     assert leg.server is not None and "--load-format" not in leg.server.arguments()
     assert (Path(reproduce.__file__).parent.parent / leg.server.model / "config.json").is_file()
     option, name, _, config = leg.server.flags[:4]
-    config, prefill = json.loads(config), option == "--sparse-prefill-method"
+    config, prefill = read_config(config), option == "--sparse-prefill-method"
     settings = build(None, {}, name, config) if prefill else build(name, config)
     for command in leg.commands:
         args = parsed(command, tmp_path)

@@ -1,0 +1,85 @@
+"""Legs of ``eval.reproduce`` that show on trained tiny models that a method is right on a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from eval.parts.reproduce_leg import URL, Command, Leg, Server
+
+# Of methods that are refused on a GPU otherwise.
+UNPROVEN = {"allow_unproven": True}
+# Batches of whatever length run sparse: a few rows are left when most have their answers.
+_ALWAYS = {"crossover_tokens": 0}
+ROBSA = {"page_size": 64, "allow_uncalibrated": True}
+_BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
+
+
+def _needles(
+    name: str,
+    model: str,
+    backend: str,
+    config: Mapping[str, Any],
+    lengths: str,
+    *settings: Mapping[str, Any],
+    forms: Sequence[str] = ("chat",),
+) -> Leg:
+    """Needles on a trained tiny model, sparse against dense on one server: that a method is right on a GPU.
+
+    Args:
+        name: of the method.
+        model: of ``eval/models``.
+        backend: the attention backend.
+        config: of the method, with its page size.
+        lengths: tokens of prompt and answer.
+        *settings: fields of its requests, one file each.
+        forms: of the questions, one file each.
+    """
+    page = config.get("page_size", 16)
+    flags = ("--sparse-method", name, "--sparse-config", json.dumps({"page_size": page, **config}))
+    flags += ("--page-size", str(page), "--attention-backend", backend, "--mem-fraction-static", "0.4")
+    both = (*_BESIDE_DENSE, "--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", "16")
+    commands = []
+    for fields, form in product(settings, forms):
+        said = [f"{field}-{value}" for field, value in fields.items()] + ([form] if form != "chat" else [])
+        file = "-".join(["niah", model, name, *said])
+        asked = ("--custom-params", json.dumps(fields), "--lengths", lengths, "--form", form)
+        commands.append(Command("eval.niah", f"{file}.jsonl", (*both, *asked)))
+    return Leg(f"needles-{name}", tuple(commands), Server(f"eval/models/{model}", flags))
+
+
+def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
+    """Needles with the thresholds that were calibrated for the tiny model, which leave out three fifths at 32k."""
+    flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", "eval/models/tiny-gqa/anchor.json", *more)
+    flags += ("--page-size", "16", "--attention-backend", "fa3", "--mem-fraction-static", "0.4")
+    asked = (*_BESIDE_DENSE, "--tasks", "single,multikey", "--n", str(count), "--concurrency", "16", "--lengths", "32k")
+    command = Command("eval.niah", f"niah-tiny-gqa-{name}.jsonl", asked)
+    return Leg(f"needles-{name}", (command,), Server("eval/models/tiny-gqa", flags))
+
+
+def _own_needles(implementation: str) -> Leg:
+    """Needles on the tiny model that chooses by itself, which has no dense answers to compare with."""
+    config = json.dumps({**UNPROVEN, "implementation": implementation})
+    flags = ("--sparse-method", "dsa", "--sparse-config", config, "--page-size", "64", "--mem-fraction-static", "0.4")
+    asked = ("--base-url", URL, "--expect", "dsa", "--lengths", "1k,8k,32k")
+    asked += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", "16")
+    command = Command("eval.niah", f"niah-tiny-dsa-{implementation}.jsonl", asked)
+    return Leg(f"needles-dsa-{implementation}", (command,), Server("eval/models/tiny-dsa", flags))
+
+
+NEEDLES: tuple[Leg, ...] = (
+    _anchor_needles("anchor", (), 100),
+    _anchor_needles("anchor-resa", ("--sparse-method", "resa"), 20),
+    _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 250}),
+    # 2 % of a text of 8k are read, of an eighth of it that is kept.
+    _needles(
+        "rocketkv",
+        *("tiny-gqa", "fa3", {"prompt_budget": 1024, **_ALWAYS, **UNPROVEN}, "8k", {"topk": 40}),
+        forms=("chat", "second_turn"),
+    ),
+    _needles("robsa", "tiny-mla", "flashmla", {**ROBSA, **_ALWAYS}, "8k", {"theta1": 0.95}),
+    _own_needles("portable"),
+    _own_needles("auto"),
+)
