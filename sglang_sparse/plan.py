@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,8 @@ class DecodePlan:
 
     Attributes:
         sparse: whether the batch takes the sparse path; False means the dense backend for all rows.
-        n_pages: ``[rows]`` int32 on the CPU, pages held (of the selection: the method's blocks).
+        n_pages: ``[rows]`` int32 on the CPU, pages held (of the selection: the method's blocks). Empty, as are
+            ``n_select`` and ``values``, where no row is sparse: nothing is selected.
         n_select: ``[rows]`` int32 on the CPU, pages to attend to, or at most; equal to ``n_pages`` for a dense row.
         covered: ``[rows]`` bool on the CPU, rows that attend to all their tokens, so that their new KV is as exact
             as what it attended to. With ``dense_fallback: never`` only rows that asked for it: whatever else runs is
@@ -52,11 +54,11 @@ def plan_decode(
     """
     config = method.config
     crossover = 0 if compacted else method.crossover_tokens
+    if config.dense_fallback != "never" and sum(seq_lens.tolist()) < crossover:
+        # Whatever the rows are, and before anything else: a short batch waits for the host more than a long one.
+        return _dense(len(seq_lens))
     n_pages = ((seq_lens + method.block_size - 1) // method.block_size).to(torch.int32)
     values = torch.full(n_pages.shape, method.row_value, dtype=torch.float32)
-    if config.dense_fallback != "never" and sum(seq_lens.tolist()) < crossover:
-        # Whatever the rows are: a short batch waits for the host more than a long one.
-        return _dense(n_pages, values)
     n_select = method.n_select(n_pages)
     others: dict[DecodeMethod, list[int]] = {}
     for i, row in enumerate(rows):
@@ -78,12 +80,14 @@ def plan_decode(
     covered = values == 0 if by_value else n_select >= n_pages
     sparse_tokens = int(seq_lens[~covered].sum())
     if sparse_tokens == 0 or sparse_tokens < crossover:
-        return _dense(n_pages, values)
+        return _dense(len(seq_lens))
     return DecodePlan(True, n_pages, n_select, covered, values)
 
 
-def _dense(n_pages: torch.Tensor, values: torch.Tensor) -> DecodePlan:
-    return DecodePlan(False, n_pages, n_pages, torch.ones_like(n_pages, dtype=torch.bool), values)
+@cache
+def _dense(rows: int) -> DecodePlan:
+    nothing = torch.empty(0, dtype=torch.int32)
+    return DecodePlan(False, nothing, nothing, torch.ones(rows, dtype=torch.bool), torch.empty(0))
 
 
 def usual_selection(method: DecodeMethod, max_pages: int) -> int:

@@ -126,14 +126,17 @@ class Counters:
     def add_decode(self, plan: DecodePlan) -> None:
         """Count a decode pass."""
         self._decode_steps += 1
-        self._decode_rows += plan.n_pages.shape[0]
+        self._decode_rows += plan.covered.shape[0]
+        if not plan.sparse:
+            self._dense_rows += plan.covered.shape[0]
+            return
         self._dense_rows += int(plan.covered.sum())
-        if plan.sparse and self._looked_at is not None:
+        if self._looked_at is not None:
             rows, pages = plan.n_pages.shape[0], int(plan.n_pages.sum())
             pairs = len(self._pools.layers) * self._model.num_kv_heads
             for place, count in enumerate((rows, pages, pages)):
                 self._looked_at[place] += pairs * count
-        if plan.sparse and not self._settings.method.decides_on_device:
+        if not self._settings.method.decides_on_device:
             selective = plan.n_select < plan.n_pages
             fractions = (plan.n_select / plan.n_pages)[selective].tolist()
             self._max_active_fraction = max([self._max_active_fraction, *fractions])

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+# Calls of a graph, at least: about the layers of a step. Kernels that may start before the one ahead of them has ended
+# (programmatic dependent launch) slow down in longer chains: on an H200 page_summary took 1.5 us a layer in graphs of
+# 40 calls and 5.7 in those of 600.
 MIN_CALLS = 40
-# A graph of more would take long to capture.
-MAX_CALLS = 1000
-# Microseconds. The launch of a graph takes about 8, which are then a hundredth of what is timed.
+# Microseconds. The launch of a graph takes about 8, which are then a hundredth of what is timed; those of its further
+# replays pass while it runs.
 MIN_REPLAY = 1000.0
-# Calls between two of which all kernels have to end. Kernels that may start before the one ahead of them has ended
-# (programmatic dependent launch) slow down in long chains: on an H200 page_summary took 1.5 us a layer
-# in graphs of 40 calls and 5.7 in those of 600. In a server matrix products stand between the few of each layer, and
-# a step is a graph of about 40 layers; after a fence the first call starts with nothing ahead of it.
-CHAIN = MIN_CALLS
-# Replays of the graph that says how long a call takes: the first one uploads it.
+# Replays that say how long a call takes: the first one uploads the graph.
 PROBES = 3
 WARM_UP_ROUNDS = 2
 
@@ -48,33 +45,38 @@ def usable() -> bool:
 
 @dataclass(frozen=True)
 class Graph:
-    """A CUDA graph of ``calls`` calls.
+    """A CUDA graph of ``calls`` calls that is replayed ``replays`` times in a row.
 
-    ``runs`` and ``fence`` are kept because the graph uses the memory of tensors that they alone may hold.
+    ``runs`` are kept because the graph uses the memory of tensors that they alone may hold.
     """
 
     graph: torch.cuda.CUDAGraph
     calls: int
     runs: Sequence[Run]
-    fence: torch.Tensor
+    replays: int = 1
 
     def __call__(self) -> float:
         """Replay it; microseconds a call, by CUDA events."""
-        return timed(self.graph.replay) / self.calls
+
+        def replay() -> None:
+            for _ in range(self.replays):
+                self.graph.replay()
+
+        return timed(replay) / (self.calls * self.replays)
 
 
-def calls_for(calls: int, us: float) -> int:
-    """How many calls a graph should have: a replay takes about `MIN_REPLAY` then, or longer; less beyond `MAX_CALLS`.
+def replays_for(calls: int, us: float) -> int:
+    """How often a graph is replayed in a row: for about `MIN_REPLAY`, or longer.
 
     Args:
-        calls: of a graph that was timed; no fewer are wanted.
-        us: microseconds of one of them, its share of the launch of that graph included.
+        calls: of the graph.
+        us: microseconds of one of them, its share of the launch of the graph included.
     """
-    return max(calls, min(MAX_CALLS, math.ceil(MIN_REPLAY / us)))
+    return math.ceil(MIN_REPLAY / (us * calls))
 
 
 def capture(runs: Sequence[Run]) -> Graph:
-    """Capture a call for each layer as one CUDA graph, over and over until a replay takes long enough (`calls_for`).
+    """Capture a call for each layer as one CUDA graph, over and over until it has `MIN_CALLS`.
 
     Args:
         runs: one call a layer, each already called once.
@@ -82,9 +84,14 @@ def capture(runs: Sequence[Run]) -> Graph:
     for run in runs:
         run()
     torch.cuda.synchronize()
-    first = _captured(runs, max(MIN_CALLS, len(runs)))
-    calls = calls_for(first.calls, min(first() for _ in range(PROBES)))
-    return first if calls == first.calls else _captured(runs, calls)
+    rounds = math.ceil(MIN_CALLS / len(runs))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for run in runs:
+                run()
+    once = Graph(graph, rounds * len(runs), runs)
+    return replace(once, replays=replays_for(once.calls, min(once() for _ in range(PROBES))))
 
 
 def repeated(runs: Sequence[Run]) -> Replay:
@@ -99,16 +106,6 @@ def repeated(runs: Sequence[Run]) -> Replay:
             run()
 
     return lambda: timed(once) / len(runs)
-
-
-def _captured(runs: Sequence[Run], calls: int) -> Graph:
-    graph, fence = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
-    with torch.cuda.graph(graph):
-        for call in range(calls):
-            if call and call % CHAIN == 0:
-                fence.zero_()
-            runs[call % len(runs)]()
-    return Graph(graph, calls, runs, fence)
 
 
 def in_turn(replays: Sequence[Replay], rounds: int) -> list[list[float]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sglang_sparse_kernels.timing import MAX_CALLS, MIN_CALLS, calls_for, capture, in_turn
+from sglang_sparse_kernels.timing import MIN_CALLS, MIN_REPLAY, capture, in_turn, replays_for
 
 
 def test_graphs_are_replayed_in_turn() -> None:
@@ -19,12 +19,12 @@ def test_graphs_are_replayed_in_turn() -> None:
     assert "".join(played) == "ab" * 5 and times == [[5, 7, 9], [6, 8, 10]]
 
 
-def test_short_calls_are_many_in_a_graph() -> None:
-    # 40 calls of 4 us and a launch of 8 us: so many calls that the launch is a hundredth.
-    calls = calls_for(40, (40 * 4.0 + 8) / 40)
-    assert 1.0 < (calls * 4 + 8) / (calls * 4) < 1.01
-    assert calls_for(40, 25.0) == calls_for(40, 400.0) == 40 and calls_for(128, 10.0) == 128
-    assert calls_for(40, 0.1) == MAX_CALLS and calls_for(40, 24.9) == 41
+def test_short_graphs_are_replayed_in_a_row() -> None:
+    # 40 calls of 4 us and a launch of 8 us: so often that one launch is a hundredth.
+    replays = replays_for(40, (40 * 4.0 + 8) / 40)
+    assert 40 * 4 * replays + 8 < 1.01 * 40 * 4 * replays
+    assert replays_for(40, 25.0) == replays_for(40, 400.0) == replays_for(128, 10.0) == 1
+    assert replays_for(40, 24.9) == 2
 
 
 @pytest.mark.gpu
@@ -42,9 +42,9 @@ def test_a_graph_keeps_what_its_calls_hold() -> None:
 def test_a_graph_goes_round_the_layers_for_long_enough() -> None:
     short, long = (torch.zeros(3, size, device="cuda") for size in (64, 2**28))
     graph = capture([lambda row=row: row.add_(1) for row in short])
-    assert MIN_CALLS < graph.calls <= MAX_CALLS
+    assert graph.calls == MIN_CALLS + 2 and graph.replays > 1
     before = short[:, 0].tolist()
-    graph()
+    us = graph()
     calls = [after - earlier for after, earlier in zip(short[:, 0].tolist(), before, strict=True)]
-    assert sum(calls) == graph.calls and max(calls) - min(calls) <= 1
-    assert capture([lambda row=row: row.add_(1) for row in long]).calls == MIN_CALLS
+    assert calls == [graph.calls * graph.replays / 3] * 3 and us * sum(calls) > MIN_REPLAY / 2
+    assert capture([lambda row=row: row.add_(1) for row in long]).replays == 1
