@@ -63,4 +63,7 @@ def _mean_logits(captured: Captured, first: int, end: int, block_size: int) -> T
     group = captured.query.shape[1] // captured.key.shape[1]
     means = [part.float().mean(0) for part in captured.query[first:end].split(block_size)]
     keys = captured.key[block_size : max(block_size, first)].float().repeat_interleave(group, dim=1)
-    return torch.einsum("bhd,khd->bhk", torch.stack(means), keys).amax(0) * captured.scaling
+    logits = torch.einsum("bhd,khd->bhk", torch.stack(means), keys).amax(0) * captured.scaling
+    # As `candidates` has it: the block before the group is always kept.
+    logits[:, max(0, logits.shape[1] - block_size) :] = torch.inf
+    return logits

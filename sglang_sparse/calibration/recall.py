@@ -25,7 +25,7 @@ class Candidates(NamedTuple):
 
     Attributes:
         gaps: how far the key's logit with the mean query of a block lies below the block's mean anchor, of the block
-            where that is least, in natural-log units.
+            where that is least, in natural-log units; negative infinity for the block before the group, always kept.
         mass: attention mass of the key, summed over the group's queries.
     """
 
@@ -59,8 +59,9 @@ def candidates(captured: Captured, first: int, end: int, block_size: int) -> Can
             torch.stack([part.mean(1) for part in rows.split(block_size, 1)], 1)
             for rows in (torch.cat(anchors, 1), query)
         )
-        gaps = anchor[..., None] - pooled @ key[block_size:last].T
-        found.append(Candidates(gaps.amin(1), mass))
+        gaps = (anchor[..., None] - pooled @ key[block_size:last].T).amin(1)
+        gaps[:, max(0, last - 2 * block_size) :] = -torch.inf
+        found.append(Candidates(gaps, mass))
     return Candidates(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 

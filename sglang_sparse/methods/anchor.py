@@ -2,8 +2,9 @@
 
 Source: "AnchorAttention: Difference-Aware Sparse Attention with Stripe Granularity", section 3 and appendix C; what its
 pseudo-code leaves open is settled in ``sglang_sparse_kernels.anchor_prefill``. Differences: groups are aligned to
-absolute positions of the sequence, cached prefix included; positions below ``crossover_tokens`` are dense, and so is
-the ``dense_tail`` of a prompt: the mean query of a block hides a question of a few words, and with it what it asks for.
+absolute positions of the sequence, cached prefix included; a group sees the block before it, without which a number
+that stands across its edge was read wrong; positions below ``crossover_tokens`` are dense, and so is the ``dense_tail``
+of a prompt: the mean query of a block hides a question of a few words, and with it what it asks for.
 """
 
 from __future__ import annotations

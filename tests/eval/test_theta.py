@@ -40,6 +40,7 @@ def loops(captured: Captured, limit: float, anchor: bool) -> tuple[torch.Tensor,
             for block in torch.tensor(rows).split(BLOCK):
                 score = logits[block].mean(0)
                 hit |= (best[block].mean() if anchor else 0.0) - score <= limit
+            hit[start - BLOCK :] = True
             kept[rows.start : rows.stop, BLOCK:start] &= hit[BLOCK:start]
         weights = logits.masked_fill(~causal, -torch.inf).softmax(1)
         kept_mass[head] = (weights * kept).sum() / TOKENS

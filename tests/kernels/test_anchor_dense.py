@@ -67,13 +67,14 @@ def test_chunks_of_any_size_are_dense_attention_at_infinite_theta(chunk: int) ->
 
 
 @pytest.mark.parametrize("run", [run_reference, run_triton])
-def test_theta_of_minus_infinity_leaves_the_anchor(run: Any, device: str) -> None:
+def test_theta_of_minus_infinity_leaves_the_anchor_and_the_block_before_the_group(run: Any, device: str) -> None:
     arguments = with_theta(make(Case((0,), (90,), 16, 1, 2, 64, FP16, FP16), device), -INF)
     got = run(arguments)
     slots = row_slots(arguments, 0, 90)
     for position in (15, 40, 64, 89):
         start = position // GROUP * GROUP
-        kept = slots[[*range(min(BLOCK, start)), *range(start, position + 1)]]
+        first = min(BLOCK, start)
+        kept = slots[[*range(first), *range(max(first, start - BLOCK), position + 1)]]
         keys, values = arguments["k_cache"][kept, 0].double(), arguments["v_cache"][kept, 0].double()
         expected = (arguments["q"][position].double() @ keys.T * arguments["sm_scale"]).softmax(dim=-1) @ values
         assert relative_error(got[position], expected) < TOLERANCE
@@ -113,14 +114,14 @@ def test_queries_outside_the_sparse_range_are_dense_and_those_inside_do_not_noti
     assert torch.equal(got[inside], alone[inside[: high - prefix]])
     gaps = reference.key_gaps(arguments["q"], arguments["k_cache"], arguments["page_table"], plan, 16, 0.1, 1.0, 0, 3)
     assert gaps.shape[-1] == 3 * GROUP - BLOCK
-    left_out = sum(max(0, position // GROUP * GROUP - BLOCK) for position in range(low, high)) * 2
+    left_out = sum(max(0, position // GROUP * GROUP - 2 * BLOCK) for position in range(low, high)) * 2
     assert (stats[1] - stats[0]).item() == left_out
 
 
 @pytest.mark.parametrize(("theta", "active"), [(2.0, True), (1.9999998, False)])
 @pytest.mark.parametrize("run", [run_reference, run_triton])
 def test_equality_with_theta_is_a_hit(run: Any, theta: float, active: bool, device: str) -> None:
-    length, key = 3 * BLOCK, 20
+    length, key = 4 * BLOCK, 20
     arguments = make(Case((0,), (length,), 16, 1, 1, 64, FP16, FP16, step=1, theta=theta), device)
     slots = row_slots(arguments, 0, length)
     arguments["q"].zero_()[..., 0] = 1.0
@@ -129,7 +130,7 @@ def test_equality_with_theta_is_a_hit(run: Any, theta: float, active: bool, devi
     arguments["k_cache"][slots[0], :, 0], arguments["k_cache"][slots[key], :, 0] = 3.0, 1.0
     arguments["v_cache"][slots] = 0.0
     arguments["v_cache"][slots[key]] = 1.0
-    seen = run({**arguments, "sm_scale": 1.0})[2 * BLOCK :]
+    seen = run({**arguments, "sm_scale": 1.0})[3 * BLOCK :]
     assert seen.min() > 0.1 if active else seen.abs().max() == 0
 
 

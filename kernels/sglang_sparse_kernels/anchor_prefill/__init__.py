@@ -30,11 +30,13 @@ def anchor_prefill(
 
     A query at position ``p`` of the group that starts at ``s`` attends to the keys of the first block and to those from
     ``s`` to ``p``. Of the keys between, every query of the group attends to those for which, in any of the group's
-    query blocks, the mean maximum logit so far exceeds the mean query's logit by at most ``theta``. Blocks and groups
-    are aligned to absolute positions, so that chunks of whole groups give what one piece gives. Differences from the
-    paper: equality counts as a hit, and so does a difference that is infinite or NaN, so that a broken key shows in the
-    output as in dense attention; blocks of queries and keys have one size; a block that a chunk cuts has the mean of
-    its queries in this pass.
+    query blocks, the mean maximum logit so far exceeds the mean query's logit by at most ``theta``; and always to the
+    block of keys that ends at ``s``. Blocks and groups are aligned to absolute positions, so that chunks of whole
+    groups give what one piece gives. Differences from the paper: the block before a group, without which the first
+    queries of the group do not see what stands right before them, such as the beginning of a number; equality counts as
+    a hit, and so does a difference that is infinite or NaN, so that a broken key shows in the output as in dense
+    attention; blocks of queries and keys have one size; a block that a chunk cuts has the mean of its queries in this
+    pass.
 
     Args:
         q: ``[N, Hq, d]``, float32 (CPU only), float16 or bfloat16, the query tokens of all rows one after the other;

@@ -78,8 +78,8 @@ def key_gaps(
     """How far each candidate key of a row's group lies below the anchor, in natural logarithm units.
 
     Returns:
-        ``[blocks, Hq, candidates]`` float32: mean anchor of the query block minus its mean query's logit. Candidate
-        ``c`` is the key at position ``block_size + c``.
+        ``[blocks, Hq, candidates]`` float32: mean anchor of the query block minus its mean query's logit; negative
+        infinity for the block before the group. Candidate ``c`` is the key at position ``block_size + c``.
 
     Raises:
         ValueError: the pass has no sparse query of this group.
@@ -162,7 +162,10 @@ def _gaps(
     keys = row.k_cache[row.slots[block_size : block_size + part.candidates]].float()
     query = torch.stack([_of_block(queries, block).mean(2) for block in blocks])
     anchor = torch.stack([state.maximum.mean(2) for state in states])
-    return anchor[..., None] - query @ keys.permute(1, 2, 0) * scale
+    gaps = anchor[..., None] - query @ keys.permute(1, 2, 0) * scale
+    # The block right before the group is as near as a key can be.
+    gaps[..., max(0, part.candidates - block_size) :] = float("-inf")
+    return gaps
 
 
 def _hit(gaps: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:

@@ -170,7 +170,8 @@ def _identify_kernel(
 ):
     """One tile of keys and KV head, for the group parts that share it: which keys any block hits, for each query head.
 
-    Programs of one tile are neighbours, so that memory is read in the order of the slots.
+    All of them hit the block before the group. Programs of one tile are neighbours, so that memory is read in the order
+    of the slots.
     """
     KV_HEADS: tl.constexpr = HEADS // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
@@ -213,6 +214,7 @@ def _identify_kernel(
             found = tl.where(missed | (used[None, :] == 0), 0, 1)
             hit = tl.maximum(hit, tl.max(tl.reshape(found, [TILE, BLOCK_GROUP, BLOCK_STEP]), axis=2))
         valid = tokens < candidates
+        hit = tl.where((tokens >= candidates - BLOCK)[:, None], 1, hit)
         hit = tl.where(valid[:, None], hit, 0)
         hits = hits_ptr + tl.load(part_ptr + 6).to(tl.int64) * HEADS + tokens[:, None]
         hits += q_head.to(tl.int64)[None, :] * candidates
