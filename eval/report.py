@@ -57,6 +57,7 @@ BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", r
 PROFILE = "profile-qwen3-1.7b-1x256k"
 THETA = ("theta-tiny-gqa", "theta-structured")
 SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b")
+FIRST_TOKEN = ("first-token-qwen3-8b-8k", "first-token-qwen3-8b-16k")
 KEPT = ("niah-tiny-gqa-rocketkv", "niah-tiny-gqa-random_kept")
 # Which goals are whose.
 GOALS = {
@@ -89,6 +90,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "goals": lambda: goals.goals_table(RESULTS),
     **{f"goals-{method}": partial(goals.goals_table, RESULTS, ids=ids) for method, ids in GOALS.items()},
     "prefill": lambda: prefill.prefill(RESULTS / "bench_prefill.jsonl"),
+    "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
     "comparison": lambda: report_tables.comparison_table(read_folder(COMPARISON)),
     "comparison-2000": lambda: report_tables.comparison_table(read_folder(RESULTS / "compare-tiny-gqa-2000")),
@@ -103,6 +105,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
     **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA, *SERVING)},
+    **{name: partial(_file, name) for name in (*FIRST_TOKEN, "bench_prefill")},
     "compare-niah": partial(_file, "niah", COMPARISON),
     "compare-long-generation": partial(_file, "long_generation", COMPARISON),
     "crossover": lambda: CROSSOVERS,

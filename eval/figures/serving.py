@@ -47,6 +47,23 @@ def serving(path: Path) -> str:
     return table([row for row in read_finished(path) if row["kind"] == "summary"], columns)
 
 
+def first_tokens(paths: Sequence[Path]) -> str:
+    """Seconds to the first token of cold prompts, dense and sparse, of some files."""
+    columns: list[Column] = [
+        ("prompt", lambda row: short_length(row["context"])),
+        ("chunks", lambda row: short_length(row["chunked_prefill_size"])),
+        ("dense, s", number("dense_ttft", 3)),
+        ("of its runs", bounds("dense_ttft_range", 3, sign=False)),
+        ("sparse, s", number("ttft", 3)),
+        ("of the runs", bounds("ttft_range", 3, sign=False)),
+        ("times faster", number("ttft_ratio", 3)),
+        ("left out", percent("sparsity")),
+        ("mass kept", number("recall", 3)),
+        ("theta", text("theta")),
+    ]
+    return table([row for path in paths for row in read_finished(path) if _is_cell(row)], columns)
+
+
 def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
     """Seconds to the first token of a cold prompt over its length, and times faster than dense.
 
@@ -112,7 +129,7 @@ def _title(rows: Sequence[Row], cells: Sequence[Row]) -> str:
 
 
 def draw(path: Path, stem: Path) -> list[Path]:
-    """What a file has: time per token as ``stem``, first tokens as ``stem`` with ``-first-token`` behind it.
+    """What a file has: time per token or first tokens as ``stem``; of both, the latter with ``-first-token`` behind it.
 
     Returns:
         The paths written.
@@ -122,6 +139,9 @@ def draw(path: Path, stem: Path) -> list[Path]:
     """
     rows = rows_of(path, latency.COMMAND)
     tasks = {row["task"] for row in rows if row["kind"] == "summary"}
-    first = plot(rows, Path(f"{stem}-first-token")) if TASK in tasks else []
-    # A file with nothing at all is refused there.
-    return first if first and "serving" not in tasks else [*first, *latency.plot(rows, stem)]
+    if TASK not in tasks:
+        # A file with nothing at all is refused there.
+        return latency.plot(rows, stem)
+    if "serving" not in tasks:
+        return plot(rows, stem)
+    return [*plot(rows, Path(f"{stem}-first-token")), *latency.plot(rows, stem)]
