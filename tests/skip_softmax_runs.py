@@ -11,7 +11,7 @@ from sglang_sparse_kernels.skip_softmax_prefill.cases import Case
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
 # Relative L2 error by the dtype of the query; bfloat16 also rounds the weights of the softmax.
-TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 1.2e-2}
+TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 1e-2}
 PLAIN = Case((0,), (90,), 16, 1, 2, 64, FP16, FP16)
 
 

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 
 MAX_PAGE_SIZE = 64
-QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+QUERY_DTYPES = (torch.float32, *HALF_DTYPES)
 KV_DTYPES = (*QUERY_DTYPES, torch.float8_e4m3fn)
 
 
@@ -31,6 +32,12 @@ def check_tensor(name: str, tensor: torch.Tensor, ndim: int, dtypes: Collection[
         raise ValueError(f"{name} must have one of the dtypes {allowed}, got {tensor.dtype}")
 
 
+def check_query(name: str, tensor: torch.Tensor, ndim: int) -> None:
+    """Raise ValueError unless ``tensor`` has ``ndim`` dimensions and a dtype that kernels take where it is."""
+    kernels_alone = tensor.device.type != "cpu" and not use_reference(tensor)
+    check_tensor(name, tensor, ndim, HALF_DTYPES if kernels_alone else QUERY_DTYPES)
+
+
 def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
     """Raise ValueError unless ``tensor`` has exactly the shape ``expected``."""
     if tuple(tensor.shape) != expected:
@@ -41,6 +48,13 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError unless ``tensor`` is contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got the strides {tensor.stride()} for {tuple(tensor.shape)}")
+
+
+def check_last(**tensors: torch.Tensor) -> None:
+    """Raise ValueError unless the last dimension of each tensor is contiguous."""
+    for name, tensor in tensors.items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous along its last dimension, got the strides {tensor.stride()}")
 
 
 def check_page_size(page_size: int) -> None:
@@ -73,7 +87,7 @@ def check_paged_prefill(
         by_row: name of the method's number for each row, and ``[B]`` float32.
         out: ``[N, Hq, dv]``.
     """
-    check_tensor("q", q, 3, QUERY_DTYPES)
+    check_query("q", q, 3)
     check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
     check_tensor("v_cache", v_cache, 3, (k_cache.dtype,))
     check_tensor("page_table", page_table, 2, (torch.int32,))
@@ -85,9 +99,7 @@ def check_paged_prefill(
     check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
     check_shape(*by_row, (page_table.shape[0],))
     check_shape("out", out, (num_queries, num_q_heads, v_head_dim))
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"the last dimension of {name} must be contiguous, got the strides {tensor.stride()}")
+    check_last(q=q, k_cache=k_cache, v_cache=v_cache, page_table=page_table)
     check_contiguous(*by_row)
     check_contiguous("out", out)
 

@@ -182,7 +182,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"q": q[0]}, "q must have 3 dimensions"),
         ({"q": q.double()}, "q must have one of the dtypes"),
         ({"q": q[:, [0, 1, 0]]}, "multiple of KV heads, got 3 and 2"),
-        ({"q": torch.cat([q, q], dim=2)[..., ::2]}, "last dimension of q must be contiguous"),
+        ({"q": torch.cat([q, q], dim=2)[..., ::2]}, "q must be contiguous along its last dimension"),
         ({"q": q[1:]}, "the plan has 126 query tokens in 2 rows, got 125 in q"),
         ({"plan": other}, "the plan has 127 query tokens"),
         ({"plan": replace(arguments["plan"], device=torch.device("meta"))}, "plan must be on the device of q"),

@@ -13,7 +13,7 @@ from sglang_sparse_kernels.anchor_prefill.plan import GroupPart
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # Relative L2 error by the dtype of the query; bfloat16 also rounds the weights of the softmax.
-TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 1.2e-2}
+TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 1e-2}
 # Keys this close to the threshold may be active or not: the kernel rounds the mean queries to the dtype of the query.
 BORDERLINE = {FP32: 1e-4, FP16: 0.02, BF16: 0.15}
 SMALL = [case for case in CASES if not case.gpu_only]

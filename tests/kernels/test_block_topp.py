@@ -276,8 +276,8 @@ def test_selects_the_head_of_a_sorted_list(device: str, mass: list[float], capac
     ("change", "message"),
     [
         ({"mass": torch.zeros(4)}, "mass must have 2 dimensions, got shape"),
-        ({"mass": torch.zeros(4, 200)[:, ::2]}, "mass must be contiguous along its blocks, got the strides"),
-        ({"block_table": torch.zeros(4, 200).int()[:, ::2]}, "block_table must be contiguous along its blocks"),
+        ({"mass": torch.zeros(4, 200)[:, ::2]}, "mass must be contiguous along its last dimension, got the strides"),
+        ({"block_table": torch.zeros(4, 200).int()[:, ::2]}, "block_table must be contiguous along its last dimension"),
         ({"block_table": torch.zeros(4, 99).int()}, r"block_table must have the shape \(4, 100\), got \(4, 99\)"),
         ({"n_blocks": torch.zeros(4).long()}, "n_blocks must have one of the dtypes torch.int32, got torch.int64"),
         ({"capacity": torch.zeros(3).int()}, r"capacity must have the shape \(4,\), got \(3,\)"),

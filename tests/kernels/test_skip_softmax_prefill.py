@@ -197,7 +197,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"q": q.double()}, "q must have one of the dtypes"),
         ({"q": q[0]}, "q must have 3 dimensions"),
         ({"q": q[1:]}, "the plan has 90 query tokens in 1 rows, got 89 in q"),
-        ({"q": q.transpose(0, 2).contiguous().transpose(0, 2)}, "the last dimension of q must be contiguous"),
+        ({"q": q.transpose(0, 2).contiguous().transpose(0, 2)}, "q must be contiguous along its last dimension"),
         ({"k_cache": k_cache.float()}, "k_cache must have one of the dtypes"),
         ({"k_cache": k_cache[..., :32]}, "k_cache must have the shape"),
         ({"page_table": arguments["page_table"].long()}, "page_table must have one of the dtypes torch.int32"),

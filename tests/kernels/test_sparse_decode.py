@@ -15,7 +15,7 @@ from sglang_sparse_kernels.sparse_decode.cases import CASES, Case, make
 from sglang_sparse_kernels.sparse_decode.triton import Config
 
 # Relative L2 error by the dtype of the query; bfloat16 also rounds the weights of the softmax.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 # Many splits of one small tile each.
 SPLIT = Config(block_tokens=16, programs_per_processor=64)

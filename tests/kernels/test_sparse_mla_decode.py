@@ -17,7 +17,7 @@ from sglang_sparse_kernels.sparse_mla_decode.triton import Config
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 # Relative L2 error by the dtype of the query; bfloat16 also rounds the weights of the softmax.
-TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 1.2e-2}
+TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 1e-2}
 
 # Many splits of one small tile each.
 SPLIT = Config(16, 16, num_warps=4, num_stages=2, programs_per_processor=64)
@@ -231,8 +231,8 @@ def test_every_default_on_the_gpu(case: Case, config: Config, device: str) -> No
         ({"kv_cache": torch.zeros(8, 1, 80).bfloat16()}, "kv_cache must have 2 dimensions, got shape"),
         ({"kv_cache": torch.zeros(8, 64).bfloat16()}, r"kv_cache must have the shape \(8, 80\), got \(8, 64\)"),
         ({"kv_cache": torch.zeros(8, 80)}, "kv_cache must have one of the dtypes torch.bfloat16, torch.float8_e4m3fn"),
-        ({"kv_cache": torch.zeros(80, 8).bfloat16().T}, "last dimension of kv_cache must be contiguous"),
-        ({"q_nope": torch.zeros(3, 64, 20).bfloat16().mT}, "last dimension of q_nope must be contiguous"),
+        ({"kv_cache": torch.zeros(80, 8).bfloat16().T}, "kv_cache must be contiguous along its last dimension"),
+        ({"q_nope": torch.zeros(3, 64, 20).bfloat16().mT}, "q_nope must be contiguous along its last dimension"),
         ({"indices": torch.zeros(3, 2, 3).int()}, r"indices must have the shape \(3, 1, 3\), got \(3, 2, 3\)"),
         ({"indices": torch.zeros(3, 1, 3)}, "indices must have one of the dtypes torch.int32"),
         ({"indices": torch.zeros(3, 1, 6).int()[..., ::2]}, "indices must be contiguous"),

@@ -226,7 +226,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"block_table": table[0]}, "block_table must have 2 dimensions"),
         ({"block_table": table.long()}, "block_table must have one of the dtypes torch.int32"),
         ({"block_table": table[:3]}, r"requests must have the shape \(3,\), got \(4,\)"),
-        ({"block_table": table[:, ::2]}, "block_table must be contiguous along its blocks"),
+        ({"block_table": table[:, ::2]}, "block_table must be contiguous along its last dimension"),
         ({"out": (blocks.long(), counts, wanted)}, "blocks must have one of the dtypes torch.int32"),
         ({"out": (blocks[..., 1:], counts, wanted)}, r"blocks must have the shape \(4, 2, 110\)"),
         ({"out": (blocks.mT.contiguous().mT, counts, wanted)}, "blocks must be contiguous"),

@@ -50,8 +50,8 @@ def block_mass(
         block_table: ``[B, M]`` int32, the physical block (slot // ``block_size``) of each logical block; ``M`` is
             contiguous. Only the first ``n_blocks[b]`` entries count.
         n_blocks: ``[B]`` int32, blocks of each row, at most ``M``; 0 marks a padded row.
-        last_slots: ``[B]`` int64, the slot of each row's newest token. It lies in the row's last block, where only the
-            slots up to it count.
+        last_slots: ``[B]`` int64, contiguous: the slot of each row's newest token. It lies in the row's last block,
+            where only the slots up to it count.
         block_size: slots per block, a power of two from 1 to 64.
         sm_scale: factor of the logits, positive: the model's own softmax scale (with YaRN's mscale), not ``d ** -0.5``.
         k_scale: factor of the stored keys (float8 caches), positive.
@@ -114,7 +114,7 @@ def _check_arguments(
     k_scale: float,
     out: torch.Tensor,
 ) -> None:
-    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    dispatch.check_query("q", q, 3)
     dispatch.check_tensor("k_cache", k_cache, 2, (q.dtype, torch.float8_e4m3fn))
     dispatch.check_tensor("block_table", block_table, 2, (torch.int32,))
     dispatch.check_tensor("n_blocks", n_blocks, 1, (torch.int32,))
@@ -135,8 +135,6 @@ def _check_arguments(
     for name, scale in (("sm_scale", sm_scale), ("k_scale", k_scale)):
         if not 0 < scale < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {scale}")
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("block_table", block_table)):
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous along its last dimension, got the strides {tensor.stride()}")
+    dispatch.check_last(q=q, k_cache=k_cache, block_table=block_table)
     for name, tensor in (("n_blocks", n_blocks), ("last_slots", last_slots), ("out", out)):
         dispatch.check_contiguous(name, tensor)

@@ -90,9 +90,7 @@ def _check_arguments(
     dispatch.check_tensor("block_table", block_table, 2, (torch.int32,))
     batch, width = mass.shape
     dispatch.check_shape("block_table", block_table, (batch, width))
-    for name, tensor in {"mass": mass, "block_table": block_table}.items():
-        if width > 1 and tensor.stride(1) != 1:
-            raise ValueError(f"{name} must be contiguous along its blocks, got the strides {tensor.stride()}")
+    dispatch.check_last(mass=mass, block_table=block_table)
     indices, counts = out
     expected = {
         "n_blocks": (n_blocks, torch.int32, (batch,)),

@@ -50,11 +50,10 @@ def quantize(
     """
     if x.dim() < 2:
         raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
-    dispatch.check_tensor("x", x, x.dim(), dispatch.QUERY_DTYPES)
+    dispatch.check_query("x", x, x.dim())
     if x.shape[-1] not in _DIMS:
         raise ValueError(f"the last dimension of x must be one of {', '.join(map(str, _DIMS))}, got {x.shape[-1]}")
-    if x.stride(-1) != 1:
-        raise ValueError(f"x must be contiguous along its last dimension, got the strides {x.stride()}")
+    dispatch.check_last(x=x)
     if out is None:
         values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
         out = (values, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device))

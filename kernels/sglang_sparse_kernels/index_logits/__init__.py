@@ -107,8 +107,6 @@ def _check_arguments(
     most = page_table.shape[1] * PAGE_SIZE
     if out.shape[1] > most:
         raise ValueError(f"out must have at most {most} columns, got {out.shape[1]}")
-    for name, tensor in (("q", q), ("weights", weights), ("page_table", page_table)):
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous along its last dimension, got the strides {tensor.stride()}")
+    dispatch.check_last(q=q, weights=weights, page_table=page_table)
     for name, tensor in (("rows", rows), ("lengths", lengths), ("out", out)):
         dispatch.check_contiguous(name, tensor)

@@ -134,8 +134,7 @@ def _check_arguments(
     dispatch.check_shape("candidates", candidates, (batch, num_kv_heads, candidates.shape[2]))
     dispatch.check_shape("n_candidates", n_candidates, (batch, num_kv_heads))
     dispatch.check_shape("out", out, tuple(candidates.shape))
-    if q.stride(-1) != 1:
-        raise ValueError(f"q must be contiguous along its last dimension, got the strides {q.stride()}")
+    dispatch.check_last(q=q)
     tensors = {"summary": summary, "candidates": candidates, "n_candidates": n_candidates, "out": out}
     for name, tensor in tensors.items():
         dispatch.check_contiguous(name, tensor)

@@ -28,8 +28,9 @@ def page_score(
     Args:
         q: ``[B, Hq, d]``, float32, float16 or bfloat16; ``d`` is contiguous.
         summary: ``[num_pages, Hkv, 2, d]`` from ``update_page_summary``, contiguous.
-        page_table: ``[B, M]`` int32, the physical page of each logical page; only the first ``n_pages[b]`` count.
-        n_pages: ``[B]`` int32, pages of each row, at most ``M``.
+        page_table: ``[B, M]`` int32, the physical page of each logical page; only the first ``n_pages[b]`` count. ``M``
+            is contiguous.
+        n_pages: ``[B]`` int32, contiguous: pages of each row, at most ``M``.
         out: optional ``[B, Hkv, M]`` float32, contiguous.
         local_pages: newest pages that always score +inf.
         summaries_ready: ``summary``, ``page_table`` and ``n_pages``, unlike ``q``, were written before the last launch
@@ -82,7 +83,8 @@ def _check_arguments(
     dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
     dispatch.check_shape("n_pages", n_pages, (batch,))
     dispatch.check_shape("out", out, (batch, num_kv_heads, page_table.shape[1]))
-    dispatch.check_contiguous("summary", summary)
-    dispatch.check_contiguous("out", out)
+    dispatch.check_last(q=q, page_table=page_table)
+    for name, tensor in (("summary", summary), ("n_pages", n_pages), ("out", out)):
+        dispatch.check_contiguous(name, tensor)
     if local_pages < 0:
         raise ValueError(f"local_pages must be at least 0, got {local_pages}")

@@ -37,7 +37,7 @@ def update_page_summaries(
             unscaled); finite. ``d`` is contiguous, the other strides are free; all layers have the same.
         summaries: for each layer ``[num_pages, Hkv, 2, d]``, contiguous; the KV dtype, bfloat16, float8_e4m3fn, or
             float8_e5m2, which ``kt_score`` reads and ``page_score`` refuses. Overwritten in the touched pages.
-        last_slots: ``[N]`` int64, the last written slot of a touched page, or -1.
+        last_slots: ``[N]`` int64, contiguous: the last written slot of a touched page, or -1.
         page_size: slots per page, a power of two from 1 to 64.
         overflow: optional ``[1]`` int32 counter, incremented by the number of values stored as NaN.
 
@@ -93,6 +93,8 @@ def _check_arguments(
     dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
     dispatch.check_page_size(page_size)
     dispatch.check_shape("summary", summary, (summary.shape[0], k_cache.shape[1], 2, k_cache.shape[2]))
+    dispatch.check_last(k_cache=k_cache)
     dispatch.check_contiguous("summary", summary)
+    dispatch.check_contiguous("last_slots", last_slots)
     if overflow is not None:
         dispatch.check_tensor("overflow", overflow, 1, (torch.int32,))

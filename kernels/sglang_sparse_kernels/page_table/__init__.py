@@ -25,7 +25,7 @@ def load_page_table(
     Args:
         req_to_token: ``[requests, max_context]`` int32, the slot of each token; ``max_context`` is contiguous. The
             slots of a page follow each other, and its first is a multiple of ``page_size``.
-        req_pool_indices: ``[n]`` int64 or int32, the request of each row.
+        req_pool_indices: ``[n]`` int64 or int32, contiguous: the request of each row.
         n_pages: ``[rows]`` int32, contiguous: pages that each row holds; 0 for the rows that pad.
         widest: the most pages of a row, known to the host.
         page_size: slots per page, a power of two from 1 to 64.
@@ -68,7 +68,9 @@ def _check_arguments(
     dispatch.check_page_size(page_size)
     rows, width = page_table.shape
     dispatch.check_shape("n_pages", n_pages, (rows,))
+    dispatch.check_last(req_to_token=req_to_token, page_table=page_table)
     dispatch.check_contiguous("n_pages", n_pages)
+    dispatch.check_contiguous("req_pool_indices", req_pool_indices)
     if req_pool_indices.shape[0] > rows:
         raise ValueError(f"req_pool_indices must have at most {rows} entries, got {req_pool_indices.shape[0]}")
     most = min(width, -(-req_to_token.shape[1] // page_size))

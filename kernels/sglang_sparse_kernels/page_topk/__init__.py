@@ -101,8 +101,7 @@ def _check_arguments(
     tensors |= {"stats": stats} if stats is not None else {}
     for name, tensor in tensors.items():
         dispatch.check_contiguous(name, tensor)
-    if width > 1 and page_table.stride(1) != 1:
-        raise ValueError(f"page_table must be contiguous along its pages, got the strides {page_table.stride()}")
+    dispatch.check_last(page_table=page_table)
     if stats is not None:
         dispatch.check_tensor("stats", stats, 1, (torch.int64,))
         if stats.shape[0] < 3:

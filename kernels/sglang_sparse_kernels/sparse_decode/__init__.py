@@ -36,7 +36,7 @@ def sparse_decode(
         v_cache: ``[S, Hkv, dv]``, the dtype of ``k_cache``; ``dv`` is contiguous.
         indices: ``[B, Hkv, K]`` int32, contiguous: physical pages, of which the first ``counts`` are read.
         counts: ``[B, Hkv]`` int32, contiguous.
-        last_slots: ``[B]`` int64, the slot of each row's newest token.
+        last_slots: ``[B]`` int64, contiguous: the slot of each row's newest token.
         page_size: slots per page, a power of two from 1 to 64.
         sm_scale: softmax scale, usually ``d ** -0.5``.
         k_scale: factor of the stored keys (float8 caches).
@@ -122,7 +122,7 @@ def _check_arguments(
     out: torch.Tensor,
     arrivals: torch.Tensor | None,
 ) -> None:
-    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    dispatch.check_query("q", q, 3)
     dispatch.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
     dispatch.check_tensor("v_cache", v_cache, 3, (k_cache.dtype,))
     dispatch.check_tensor("indices", indices, 3, (torch.int32,))
@@ -138,7 +138,8 @@ def _check_arguments(
     dispatch.check_shape("counts", counts, (batch, num_kv_heads))
     dispatch.check_shape("last_slots", last_slots, (batch,))
     dispatch.check_shape("out", out, (batch, num_q_heads, v_head_dim))
-    for name, tensor in (("indices", indices), ("counts", counts), ("out", out)):
+    dispatch.check_last(q=q, k_cache=k_cache, v_cache=v_cache)
+    for name, tensor in (("indices", indices), ("counts", counts), ("last_slots", last_slots), ("out", out)):
         dispatch.check_contiguous(name, tensor)
     if arrivals is not None:
         dispatch.check_tensor("arrivals", arrivals, 2, (torch.int32,))

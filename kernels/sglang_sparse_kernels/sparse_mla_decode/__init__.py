@@ -118,7 +118,7 @@ def _check_arguments(
     block_size: int,
     out: torch.Tensor,
 ) -> None:
-    dispatch.check_tensor("q_nope", q_nope, 3, dispatch.QUERY_DTYPES)
+    dispatch.check_query("q_nope", q_nope, 3)
     dispatch.check_tensor("q_rope", q_rope, 3, (q_nope.dtype,))
     dispatch.check_tensor("kv_cache", kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn))
     dispatch.check_tensor("indices", indices, 3, (torch.int32,))
@@ -138,8 +138,6 @@ def _check_arguments(
     dispatch.check_shape("counts", counts, (batch, 1))
     dispatch.check_shape("last_slots", last_slots, (batch,))
     dispatch.check_shape("out", out, (batch, num_heads, latent_dim))
-    for name, tensor in (("q_nope", q_nope), ("q_rope", q_rope), ("kv_cache", kv_cache)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"the last dimension of {name} must be contiguous, got the strides {tensor.stride()}")
+    dispatch.check_last(q_nope=q_nope, q_rope=q_rope, kv_cache=kv_cache)
     for name, tensor in (("indices", indices), ("counts", counts), ("last_slots", last_slots), ("out", out)):
         dispatch.check_contiguous(name, tensor)

@@ -95,9 +95,8 @@ def _check_inputs(
     dispatch.check_tensor("kept", kept, 3, (torch.int32,))
     dispatch.check_tensor("block_table", block_table, 2, (torch.int32,))
     dispatch.check_contiguous("kept", kept)
-    batch, width = block_table.shape
-    if width > 1 and block_table.stride(1) != 1:
-        raise ValueError(f"block_table must be contiguous along its blocks, got the strides {block_table.stride()}")
+    batch = block_table.shape[0]
+    dispatch.check_last(block_table=block_table)
     for name, tensor, dtype, size in (
         ("n_kept", n_kept, torch.int32, kept.shape[0]),
         ("first_visible", first_visible, torch.int32, kept.shape[0]),

@@ -115,7 +115,7 @@ def _check_arguments(
     page_size: int,
     out: torch.Tensor,
 ) -> None:
-    dispatch.check_tensor("q", q, 4, dispatch.QUERY_DTYPES)
+    dispatch.check_query("q", q, 4)
     dispatch.check_tensor("n_window", n_window, 1, (torch.int32,))
     dispatch.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
     dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
@@ -137,8 +137,6 @@ def _check_arguments(
     most = page_table.shape[1] * page_size
     if out.shape[2] > most:
         raise ValueError(f"out must have at most the {most} tokens of page_table, got {out.shape[2]}")
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("page_table", page_table)):
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous along its last dimension, got the strides {tensor.stride()}")
+    dispatch.check_last(q=q, k_cache=k_cache, page_table=page_table)
     for name, tensor in (("n_window", n_window), ("lengths", lengths), ("out", out)):
         dispatch.check_contiguous(name, tensor)
