@@ -1,4 +1,8 @@
-"""``python -m eval.identity``: a sparse server whose budget covers the context must equal a dense one.
+"""``python -m eval.identity``: a sparse server that leaves nothing out must equal a dense one.
+
+Its decode method's budget covers the context (``active_ratio: 1``), its prefill method's threshold keeps every key
+(``"theta": 1e9, "dense_tail": 0``), and ``dense_fallback: never`` keeps both from running dense. The counters must say
+that they ran sparse and left nothing out.
 
 Gate A of the evaluation: greedy text equal at concurrency 1, mean KL(dense, sparse) below .003. A different token is
 excused only where the dense server's two best tokens lie closer than the noise. That is measured: the largest change
@@ -19,7 +23,7 @@ from tqdm import tqdm
 
 from eval.figures.divergence import TOP, gap_change, kl
 from eval.live.client import FAILURES
-from eval.live.counters import EvaluationError
+from eval.live.counters import EvaluationError, moved
 from eval.live.record import Record, server_facts
 from eval.texts.text import FORMS, Haystack, hide, prompt_text, random_key, random_number, read_books
 
@@ -108,7 +112,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; exit status 0 when the gate holds."""
     parser = argparse.ArgumentParser(prog="eval.identity", description=__doc__)
-    parser.add_argument("--base-url", required=True, help="the sparse server, started with dense_fallback: never")
+    parser.add_argument("--base-url", required=True, help="the sparse server, see above")
     parser.add_argument("--compare-url", required=True, help="the dense server")
     parser.add_argument("--out", required=True, type=Path, help="JSONL file to write")
     parser.add_argument("--prompts", type=int, default=100)
@@ -129,21 +133,32 @@ def main(arguments: list[str] | None = None) -> int:
 def summarise(
     rows: list[dict[str, Any]], before: dict[str, Any], after: dict[str, Any], noise: float
 ) -> dict[str, Any]:
-    """Judge the gate; without counters that prove the sparse path ran, the result is void."""
+    """Judge the gate; without counters that prove that the sparse paths ran, the result is void.
+
+    Args:
+        rows: of `compare`, one a prompt.
+        before: what the sparse server said of its methods at first, see `LiveServer.sparse_state`.
+        after: the same at the end.
+        noise: largest difference of two best log-probabilities that excuses another token.
+    """
     divergences = [value for row in rows for value in row["kl"]]
     unequal = [row for row in rows if not row["equal"]]
-    decode_rows = after["decode_rows"] - before["decode_rows"]
-    sparse_rows = after["sparse_layer_rows"] - before["sparse_layer_rows"]
-    proven = sparse_rows == decode_rows * after["sparse_layers"] > 0 and after["dense_fallback_rows"] == 0
+    counts = moved(before, after)
+    proofs = []
+    if after["method"] is not None:
+        wanted = counts["decode_rows"] * after["sparse_layers"]
+        proofs.append(counts["sparse_layer_rows"] == wanted > 0 and after["dense_fallback_rows"] == 0)
+    if after["prefill"]:
+        proofs.append(counts["prefill_pairs_attended"] == counts["prefill_pairs_causal"])
+        proofs.append(counts["prefill_sparse_tokens"] > 0)
+    proven = bool(proofs) and all(proofs)
     mean_kl = sum(divergences) / len(divergences)
     excused = all(row["dense_gap"] <= noise for row in unequal)
     return {
         "equal": len(rows) - len(unequal),
         "mean_kl": mean_kl,
         "max_kl": max(divergences),
-        "decode_rows": decode_rows,
-        "sparse_layer_rows": sparse_rows,
-        "dense_fallback_rows": after["dense_fallback_rows"],
+        **counts,
         "sparse_path_proven": proven,
         "passed": proven and excused and mean_kl < MAX_MEAN_KL,
     }

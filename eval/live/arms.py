@@ -21,6 +21,7 @@ from eval.live.suite import Case
 
 # More would make the scores those of a dense server, and the recorded density those of a few rows.
 MAX_DENSE_ROWS = 0.1
+MAX_FAILED = 0.005
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,37 @@ def _require_sparse_prefill(label: str, total: dict[str, int]) -> None:
             f"{label}: prefill left nothing out of it, so it says nothing about the method: start the server with a "
             "lower crossover_tokens in --sparse-prefill-config, or with a threshold that leaves more out, ask longer "
             "questions, or say --expect any"
+        )
+
+
+def require_answers(arm: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Refuse the scores of a server that did not answer half a percent of the questions.
+
+    Raises:
+        EvaluationError: names some reasons.
+    """
+    failed = [row for row in rows if row.get("failed")]
+    if len(failed) > MAX_FAILED * len(rows):
+        reasons = sorted({row["failed"] for row in failed})
+        raise EvaluationError(f"void: {len(failed)} of {len(rows)} {arm} requests failed: {'; '.join(reasons[:3])}")
+
+
+def require_sparsity(summary: Sequence[dict[str, Any]], least: float) -> None:
+    """Refuse a prefill of the base server that left out less than wanted: its scores say little of a sparse one.
+
+    Args:
+        summary: see `eval.figures.summary.summarise`.
+        least: share of the query-key pairs.
+
+    Raises:
+        EvaluationError: names the tasks and lengths, and what was left out.
+    """
+    mine = [row for row in summary if row["arm"] == "base"]
+    less = [row for row in mine if (row.get("sparsity") or 0.0) < least]
+    if less:
+        found = ", ".join(f"{row['task']} {row['length']}: {row.get('sparsity') or 0.0:.3f}" for row in less)
+        raise EvaluationError(
+            f"prefill left out less than {least:g} of the query-key pairs (--least-sparsity): {found}"
         )
 
 

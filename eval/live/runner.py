@@ -21,7 +21,15 @@ import httpx
 import pandas as pd
 
 from eval.figures.summary import summarise
-from eval.live.arms import Arm, make_arm, require_method, require_proof, require_reference, require_room
+from eval.live.arms import (
+    Arm,
+    make_arm,
+    require_method,
+    require_proof,
+    require_reference,
+    require_room,
+    require_sparsity,
+)
 from eval.live.client import FAILURES, LiveServer
 from eval.live.completions import complete
 from eval.live.counters import EvaluationError, Unreachable, moved, read_shares
@@ -29,12 +37,13 @@ from eval.live.record import Record
 from eval.live.suite import Case, Prompt, Suite
 from eval.live.tokens import Tokens, tokens
 
-MAX_FAILED = 0.005
 ESTIMATED = 20
 # Tokens of the answer to a turn that is asked before the question: some decode steps.
 FIRST_TURN = 8
 # Not what the results depend on, or told in their own place.
-NOT_ARGUMENTS = ("base_url", "compare_url", "out", "concurrency", "timeout", "revision", "label", "plot")
+NOT_ARGUMENTS = (
+    *("base_url", "compare_url", "out", "concurrency", "timeout", "revision", "label", "plot", "least_sparsity"),
+)
 
 
 def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
@@ -59,6 +68,11 @@ def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
         default="auto",
         help="what the base server must prove by its counters: its methods (such as resa, anchor or resa+anchor), "
         "dense, any (nothing), or auto: the methods it says it runs, and with --compare-url some method",
+    )
+    common.add_argument(
+        "--least-sparsity",
+        type=float,
+        help="share of the query-key pairs that prefill of the base server must leave out, of each task and length",
     )
     common.add_argument("--label", help="kept in the file's header")
     common.add_argument("--revision", help="of this code, where its git history is not at hand")
@@ -235,19 +249,9 @@ def _ask(
         summary = summarise(work.rows, work.counts)
         for row in summary:
             record.add("summary", **row)
+    if args.least_sparsity is not None:
+        require_sparsity(summary, args.least_sparsity)
     return suite, work.rows, summary
-
-
-def require_answers(arm: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Refuse the scores of a server that did not answer half a percent of the questions.
-
-    Raises:
-        EvaluationError: names some reasons.
-    """
-    failed = [row for row in rows if row.get("failed")]
-    if len(failed) > MAX_FAILED * len(rows):
-        reasons = sorted({row["failed"] for row in failed})
-        raise EvaluationError(f"void: {len(failed)} of {len(rows)} {arm} requests failed: {'; '.join(reasons[:3])}")
 
 
 def _tokens(path: str | None, facts: dict[str, Any]) -> Tokens:
@@ -263,6 +267,8 @@ def main(suite_class: type[Suite], arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.concurrency < 1:
         parser.error(f"--concurrency must be at least 1, got {args.concurrency}")
+    if args.least_sparsity is not None and not 0 < args.least_sparsity < 1:
+        parser.error(f"--least-sparsity must be above 0 and below 1, got {args.least_sparsity}")
     try:
         suite, rows, summary = run(suite_class, args)
         if args.plot:

@@ -55,6 +55,7 @@ def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
     flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", "eval/models/tiny-gqa/anchor.json", *more)
     flags += ("--page-size", "16", "--attention-backend", "fa3", "--mem-fraction-static", "0.4")
     asked = (*_BESIDE_DENSE, "--tasks", "single,multikey", "--n", str(count), "--concurrency", "16", "--lengths", "32k")
+    asked += ("--least-sparsity", "0.6")
     command = Command("eval.niah", f"niah-tiny-gqa-{name}.jsonl", asked)
     return Leg(f"needles-{name}", (command,), Server("eval/models/tiny-gqa", flags))
 

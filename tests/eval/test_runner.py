@@ -11,7 +11,7 @@ import pytest
 from openai_stub import Server
 
 from eval.live import client, runner
-from eval.live.arms import Arm, require_method, require_proof, require_reference
+from eval.live.arms import Arm, require_method, require_proof, require_reference, require_sparsity
 from eval.live.counters import COUNTED, PREFILL_COUNTED, EvaluationError
 from eval.live.record import read_rows
 from eval.live.suite import Case, Prompt, Suite
@@ -271,3 +271,19 @@ def test_a_compared_server_needs_a_method(server: Server) -> None:
     require_method("resa+anchor", both, compared=True)
     with pytest.raises(EvaluationError, match=r"runs resa\+anchor, expected resa"):
         require_method("resa", both, compared=True)
+
+
+def test_a_prefill_that_leaves_out_too_little_is_refused() -> None:
+    base = {"arm": "base", "task": "single", "length": 32768, "sparsity": 0.64}
+    dense = {**base, "arm": "compare", "sparsity": 0.0}
+    require_sparsity([base, dense], 0.6)
+    for sparsity, said in ((0.59, "0.590"), (None, "0.000")):
+        with pytest.raises(EvaluationError, match=rf"less than 0.6 of .* \(--least-sparsity\): multikey 8192: {said}$"):
+            require_sparsity([base, {**base, "task": "multikey", "length": 8192, "sparsity": sparsity}], 0.6)
+
+
+@pytest.mark.parametrize("least", ["0", "1", "-0.1", "nan"])
+def test_a_share_that_is_none(server: Server, tmp_path: Path, least: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        runner.main(Sums, command(server, tmp_path / "run.jsonl", "--least-sparsity", least))
+    assert "--least-sparsity must be above 0 and below 1, got" in capsys.readouterr().err

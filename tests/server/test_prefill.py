@@ -12,6 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_load import RETRACT
 from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
 
+from eval import identity
+from eval.live.record import read_rows
 from launch.server import ServerProcess
 from sglang_sparse.stats import PREFILL_TOTALS
 
@@ -53,7 +55,7 @@ def long_prompts() -> list[list[int]]:
     return [shared[: SHARED + kept] + [rng.randrange(10, 1000) for _ in range(more)] for kept, more in parts]
 
 
-def test_a_threshold_that_keeps_all_is_dense(serve, checkpoint, prompts) -> None:
+def test_a_threshold_that_keeps_all_is_dense(serve, checkpoint, prompts, tmp_path) -> None:
     prefill = {**BLOCKS, "theta": 1e9, "dense_fallback": "never", "check_exactness": False}
     with serve(checkpoint, *CHUNKS, prefill=prefill) as server:
         before = sparse_state(server)
@@ -68,6 +70,11 @@ def test_a_threshold_that_keeps_all_is_dense(serve, checkpoint, prompts) -> None
         assert used(server, before, "sparse_tokens") == 0
         assert found == dense
         assert_nothing_leaked(server)
+        with serve(checkpoint, *CHUNKS) as other:
+            out = ["--out", str(tmp_path / "identity.jsonl"), "--revision", "test", "--prompts", "3", "--tokens", "8"]
+            assert identity.main(["--base-url", server.url, "--compare-url", other.url, *out]) == 0
+        summary = read_rows(tmp_path / "identity.jsonl")[-1]
+        assert summary["sparse_path_proven"] and summary["equal"] == 3 and summary["prefill_sparse_tokens"] > 0
 
 
 def test_much_is_left_out(server, long_prompts) -> None:

@@ -1,0 +1,52 @@
+"""What the counters of a sparse server must say before its answers count as equal to a dense one's."""
+
+from typing import Any
+
+import pytest
+
+from eval.identity import summarise
+from eval.live.counters import COUNTED, PREFILL_COUNTED
+
+EQUAL = [{"equal": True, "kl": [0.0, 0.001]}]
+
+
+def state(decode: int = 0, rows: int = 0, prefill: dict[str, int] | None = None, dense: int = 0) -> dict[str, Any]:
+    counts = dict.fromkeys(COUNTED, 0) | {
+        "decode_rows": rows,
+        "sparse_layer_rows": decode,
+        "dense_fallback_rows": dense,
+    }
+    found = {**counts, "sparse_layers": 4, "method": "resa" if decode else None, "prefill": None}
+    return found if prefill is None else {**found, "prefill": dict.fromkeys(PREFILL_COUNTED, 0) | prefill}
+
+
+NONE_LEFT_OUT = {"sparse_tokens": 10, "pairs_attended": 55, "pairs_causal": 55}
+
+
+@pytest.mark.parametrize(
+    ("after", "proven"),
+    [
+        (state(40, 10), True),
+        (state(36, 10), False),
+        (state(40, 10, dense=1), False),
+        # A method of prefill alone decodes dense.
+        (state(rows=10, dense=10, prefill=NONE_LEFT_OUT), True),
+        (state(rows=10, dense=10, prefill={**NONE_LEFT_OUT, "sparse_tokens": 0}), False),
+        (state(rows=10, dense=10, prefill={**NONE_LEFT_OUT, "pairs_attended": 54}), False),
+        # Of two methods both.
+        (state(40, 10, prefill=NONE_LEFT_OUT), True),
+        (state(36, 10, prefill=NONE_LEFT_OUT), False),
+        (state(40, 10, prefill={**NONE_LEFT_OUT, "pairs_attended": 54}), False),
+    ],
+)
+def test_each_phase_that_has_a_method_must_prove_it(after: dict[str, Any], proven: bool) -> None:
+    before = state(prefill={} if after["prefill"] else None)
+    found = summarise(EQUAL, before, after, 0.0)
+    assert found["sparse_path_proven"] == found["passed"] == proven
+
+
+def test_another_token_is_excused_by_noise_alone() -> None:
+    other = {"equal": False, "kl": [0.001], "dense_gap": 0.02, "first_difference": 3}
+    assert not summarise([*EQUAL, other], state(), state(40, 10), 0.01)["passed"]
+    assert summarise([*EQUAL, other], state(), state(40, 10), 0.02)["passed"]
+    assert not summarise([{"equal": True, "kl": [0.01]}], state(), state(40, 10), 0.0)["passed"]
