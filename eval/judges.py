@@ -47,11 +47,11 @@ import pandas as pd
 from tqdm import tqdm
 
 from eval.figures.summary import summarise
-from eval.live.arms import require_proof
+from eval.live.arms import MAX_FAILED, require_proof
 from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, read_shares
 from eval.live.record import Record, read_rows
-from eval.live.runner import MAX_FAILED, arguments_of
+from eval.live.runner import arguments_of
 from eval.parts.judge_commands import (
     LEAST_CWE,
     LENGTHS,

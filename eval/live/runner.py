@@ -24,6 +24,7 @@ from eval.figures.summary import summarise
 from eval.live.arms import (
     Arm,
     make_arm,
+    require_answers,
     require_method,
     require_proof,
     require_reference,

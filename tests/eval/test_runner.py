@@ -11,7 +11,7 @@ import pytest
 from openai_stub import Server
 
 from eval.live import client, runner
-from eval.live.arms import Arm, require_method, require_proof, require_reference, require_sparsity
+from eval.live.arms import Arm, require_answers, require_method, require_proof, require_reference, require_sparsity
 from eval.live.counters import COUNTED, PREFILL_COUNTED, EvaluationError
 from eval.live.record import read_rows
 from eval.live.suite import Case, Prompt, Suite
@@ -258,8 +258,8 @@ def test_counters_are_summed_over_ranks(server: Server) -> None:
 def test_a_run_with_failed_requests_is_void() -> None:
     rows = [{"id": str(i), "failed": "refused" if i == 0 else None} for i in range(100)]
     with pytest.raises(EvaluationError, match="void: 1 of 100 base requests failed: refused"):
-        runner.require_answers("base", rows)
-    runner.require_answers("base", rows[1:])
+        require_answers("base", rows)
+    require_answers("base", rows[1:])
 
 
 def test_a_compared_server_needs_a_method(server: Server) -> None:
