@@ -63,7 +63,8 @@ def dry_run(leg: Leg, folder: Path, revision: str | None) -> str:
             make = f"model_shapes.write({json.dumps(leg.server.model)}, Path({json.dumps(str(folder / MODELS))}))"
             make = f"from pathlib import Path; from eval.parts import model_shapes; {make}"
             lines.append(shlex.join(["python", "-c", make]))
-        begin = ["python", "-m", "sglang.launch_server", "--model-path", str(leg.server.model_path(folder))]
+        begin = [f"{name}={value}" for name, value in leg.server.environment]
+        begin += ["python", "-m", "sglang.launch_server", "--model-path", str(leg.server.model_path(folder))]
         lines.append(shlex.join([*begin, "--port", PORT, *leg.server.arguments()]))
         lines.append(f"# once {url}/health answers 200, in another shell:")
     return "\n".join(

@@ -21,10 +21,12 @@ class Server:
     Attributes:
         model: of `eval.parts.model_shapes.SHAPES`, which gets dummy weights, or the path of a checkpoint.
         flags: further arguments of its command line.
+        environment: variables that it is started with, names and values.
     """
 
     model: str
     flags: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
     def model_path(self, folder: Path) -> Path:
         """Where the model is: that of a shape is written into the folder of the results."""

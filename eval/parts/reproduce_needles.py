@@ -14,6 +14,8 @@ UNPROVEN = {"allow_unproven": True}
 # Batches of whatever length run sparse: a few rows are left when most have their answers.
 _ALWAYS = {"crossover_tokens": 0}
 ROBSA = {"page_size": 64, "allow_uncalibrated": True}
+# SGLang prefills short prompts with FA3 otherwise, which takes no values of 64 beside queries of 128.
+_BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
 _BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
 
 
@@ -67,7 +69,7 @@ def _own_needles(implementation: str) -> Leg:
     asked = ("--base-url", URL, "--expect", "dsa", "--lengths", "1k,8k,32k")
     asked += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", "16")
     command = Command("eval.niah", f"niah-tiny-dsa-{implementation}.jsonl", asked)
-    return Leg(f"needles-dsa-{implementation}", (command,), Server("eval/models/tiny-dsa", flags))
+    return Leg(f"needles-dsa-{implementation}", (command,), Server("eval/models/tiny-dsa", flags, _BY_INDEX))
 
 
 NEEDLES: tuple[Leg, ...] = (

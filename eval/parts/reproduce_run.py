@@ -116,7 +116,8 @@ class Runner:
         if server.model in model_shapes.SHAPES:
             model_shapes.write(server.model, self.folder / MODELS)
         model, log = server.model_path(self.folder), self.server_log(leg)
-        process = ServerProcess(model, *server.arguments(), log_path=log, timeout=START_TIMEOUT)
+        env = dict(server.environment)
+        process = ServerProcess(model, *server.arguments(), log_path=log, env=env, timeout=START_TIMEOUT)
         stack.enter_context(process)
         print(f"{leg.name}: server of {server.model} is ready after {process.start_seconds:.0f} s", flush=True)
         return process

@@ -59,8 +59,8 @@ class StubServer(ServerProcess):
 
     started: list["StubServer"] = []
 
-    def __init__(self, model_path: Path, *args: str, log_path: Path, timeout: float) -> None:
-        super().__init__(model_path, *args, log_path=log_path, timeout=timeout)
+    def __init__(self, model_path: Path, *args: str, log_path: Path, env: dict[str, str], timeout: float) -> None:
+        super().__init__(model_path, *args, log_path=log_path, env=env, timeout=timeout)
         self.meant = self.command
         self.command = [sys.executable, str(log_path.parent.parent / "stub_server.py"), str(self.port), *args]
         StubServer.started.append(self)
@@ -216,9 +216,8 @@ def test_a_changed_checkout_has_nothing_done(
 
 
 def test_a_dry_run_prints_what_a_run_starts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    legs = [
-        Leg("one", (stub("a.jsonl", "--get", f"{URL}/x y"),), Server("qwen3-1.7b", ("--sparse-config", '{"a": 1}')))
-    ]
+    asked = Server("qwen3-1.7b", ("--sparse-config", '{"a": 1}'), (("LIMIT", "0 1"),))
+    legs = [Leg("one", (stub("a.jsonl", "--get", f"{URL}/x y"),), asked)]
     assert run(folder, legs, "--dry-run") == 0
     name, make, server, wait, command = capsys.readouterr().out.splitlines()
     assert name == "# one: a.jsonl" and wait.startswith("# once http://127.0.0.1:30000/health") and not folder.exists()
@@ -228,7 +227,9 @@ def test_a_dry_run_prints_what_a_run_starts(folder: Path, capsys: pytest.Capture
     assert (folder / "models" / "qwen3-1.7b" / "config.json").exists()
     run(folder, legs)
     (started,) = StubServer.started
+    assert started.env["LIMIT"] == "0 1"
     assert shlex.split(server) == [
+        "LIMIT=0 1",
         "python",
         *["30000" if part == str(started.port) else part for part in started.meant[1:]],
     ]
