@@ -50,11 +50,43 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} must be contiguous, got the strides {tensor.stride()} for {tuple(tensor.shape)}")
 
 
+def check_exactly(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``tensor`` is contiguous and has this shape and dtype."""
+    # Every layer of a step asks: what is as it should be costs one comparison each.
+    if tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous():
+        return
+    check_tensor(name, tensor, len(shape), (dtype,))
+    check_shape(name, tensor, shape)
+    check_contiguous(name, tensor)
+
+
+def check_stats(stats: torch.Tensor) -> None:
+    """Raise ValueError unless ``stats`` are the counters of a selection, and perhaps others behind them."""
+    check_tensor("stats", stats, 1, (torch.int64,))
+    check_contiguous("stats", stats)
+    if stats.shape[0] < 3:
+        raise ValueError(f"stats must have at least 3 counters, got {stats.shape[0]}")
+
+
 def check_last(**tensors: torch.Tensor) -> None:
     """Raise ValueError unless the last dimension of each tensor is contiguous."""
     for name, tensor in tensors.items():
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be contiguous along its last dimension, got the strides {tensor.stride()}")
+
+
+def result(
+    name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """``given``, or a new tensor in the place of None.
+
+    Raises:
+        ValueError: ``given`` is not contiguous, or has not this shape and dtype.
+    """
+    if given is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    check_exactly(name, given, shape, dtype)
+    return given
 
 
 def check_page_size(page_size: int) -> None:
@@ -75,8 +107,9 @@ def check_paged_prefill(
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
     by_row: tuple[str, torch.Tensor],
-    out: torch.Tensor,
-) -> None:
+    out: torch.Tensor | None,
+    stats: tuple[torch.Tensor | None, int],
+) -> torch.Tensor:
     """Raise ValueError unless these are the queries, the paged caches and the result of a ragged extend batch.
 
     Args:
@@ -85,23 +118,25 @@ def check_paged_prefill(
         v_cache: ``[S, Hkv, dv]``.
         page_table: ``[B, M]``.
         by_row: name of the method's number for each row, and ``[B]`` float32.
-        out: ``[N, Hq, dv]``.
+        out: ``[N, Hq, dv]``, or None.
+        stats: what counts, or None, and how many numbers those are.
+
+    Returns:
+        ``out``, made if it was None.
     """
     check_query("q", q, 3)
     check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
     check_tensor("v_cache", v_cache, 3, (k_cache.dtype,))
     check_tensor("page_table", page_table, 2, (torch.int32,))
-    check_tensor(*by_row, 1, (torch.float32,))
-    check_tensor("out", out, 3, (q.dtype,))
     num_queries, num_q_heads, head_dim = q.shape
     num_slots, num_kv_heads, v_head_dim = v_cache.shape
     check_heads(num_q_heads, num_kv_heads)
     check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
-    check_shape(*by_row, (page_table.shape[0],))
-    check_shape("out", out, (num_queries, num_q_heads, v_head_dim))
     check_last(q=q, k_cache=k_cache, v_cache=v_cache, page_table=page_table)
-    check_contiguous(*by_row)
-    check_contiguous("out", out)
+    check_exactly(*by_row, (page_table.shape[0],), torch.float32)
+    if stats[0] is not None:
+        check_exactly("stats", stats[0], (stats[1],), torch.int64)
+    return result("out", out, (num_queries, num_q_heads, v_head_dim), q.dtype, q.device)
 
 
 class PrefillPlan(Protocol):

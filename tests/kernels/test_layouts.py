@@ -1,109 +1,193 @@
-"""Tensors of other strides than the kernels expect: taken as they are, or refused by name."""
+"""Tensors of other strides, dtypes or dimensions than the kernels expect: taken as they are, or refused by name."""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-# Tensors of float32 are for the CPU, or for the reference.
-QUERIES = (
-    "anchor_prefill",
-    "block_mass",
-    "skip_softmax_decode",
-    "skip_softmax_prefill",
-    "sparse_decode",
-    "window_score",
-)
-# Operations by their folder, and what the public function is called where its name is another one.
+from sglang_sparse_kernels.index_keys.cases import slots_of
+
+INT32, INT64 = torch.int32, torch.int64
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A public function of the package.
+
+    Attributes:
+        name: of the function.
+        folder: where it is.
+        results: what errors call its results, each of which may be given to it.
+        stats: how many numbers it counts, if asked to.
+        query: what errors call its queries; empty if kernels take them in float32.
+    """
+
+    name: str
+    folder: str = ""
+    results: tuple[str, ...] = ("out",)
+    stats: int = 0
+    query: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
 OPERATIONS = (
-    *("anchor_prefill", "block_mass", "block_topp", "index_logits", "kt_score", "page_score", "page_summary"),
-    *("page_table", "page_topk", "skip_softmax_decode", "skip_softmax_prefill", "sparse_decode", "sparse_mla_decode"),
-    *("visible_blocks", "window_score"),
+    Operation("anchor_prefill", stats=2, query="q"),
+    Operation("block_mass", query="q"),
+    Operation("block_topp", results=("indices", "counts"), stats=4),
+    Operation("index_logits"),
+    Operation("kt_score"),
+    Operation("load_page_table", "page_table", ()),
+    Operation("page_score"),
+    Operation("page_topk", results=("indices", "counts"), stats=3),
+    Operation("quantize", "index_keys", ("values", "scales"), query="x"),
+    Operation("skip_softmax_decode", stats=2, query="q"),
+    Operation("skip_softmax_prefill", stats=4, query="q"),
+    Operation("sparse_decode", query="q"),
+    Operation("sparse_mla_decode", query="q_nope"),
+    Operation("store", "index_keys", ()),
+    Operation("update_page_summary", "page_summary", ()),
+    Operation("visible_blocks", results=("blocks", "counts", "wanted"), stats=3),
+    Operation("window_score", query="q"),
 )
-FUNCTIONS = {"page_summary": "update_page_summary", "page_table": "load_page_table"}
+QUERIES = [operation for operation in OPERATIONS if operation.query]
 
 
-def arguments_of(operation: str, device: str) -> dict[str, Any]:
-    cases = importlib.import_module(f"sglang_sparse_kernels.{operation}.cases")
-    return cases.make(next(case for case in cases.CASES if not case.gpu_only), device)
+def run(operation: Operation, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """All tensors after the call, by name: results, what was counted, and the inputs, some of which it writes."""
+    function = getattr(
+        importlib.import_module(f"sglang_sparse_kernels.{operation.folder or operation.name}"), str(operation)
+    )
+    arguments = {name: value for name, value in given.items() if name not in operation.results}
+    if out := tuple(given[name] for name in operation.results if name in given):
+        arguments["out"] = out if len(out) > 1 else out[0]
+    returned = function(**arguments)
+    returned = returned if isinstance(returned, tuple) else (returned,)
+    return {**tensors_of(given), **dict(zip(operation.results, returned, strict=False))}
+
+
+def tensors_of(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+
+
+def copied(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+
+
+@cache
+def inputs_of(operation: Operation, device: str) -> dict[str, Any]:
+    cases = importlib.import_module(f"sglang_sparse_kernels.{operation.folder or operation.name}.cases")
+    case = next(case for case in cases.CASES if not case.gpu_only)
+    if operation.name.endswith("prefill"):
+        case = replace(case, prefixes=(5, 0), extends=(11, 20))
+    given = cases.make(case, device)
+    if operation.name == "store":
+        slots, pages = slots_of(100, 3, device)
+        given = {
+            "values": torch.randn(100, 64, device=device).to(torch.float8_e4m3fn),
+            "scales": torch.rand(100, device=device),
+            "slots": slots,
+            "buffer": torch.zeros(pages, 64 * (64 + 4), dtype=torch.uint8, device=device),
+        }
+    if operation.name == "sparse_decode":
+        given["arrivals"] = torch.zeros_like(given["counts"])
+    if operation.stats:
+        given["stats"] = torch.zeros(operation.stats, dtype=INT64, device=device)
+    return given
+
+
+@cache
+def arguments_of(operation: Operation, device: str) -> dict[str, Any]:
+    """Inputs, and results of zeros to write to."""
+    given = inputs_of(operation, device)
+    after = run(operation, copied(given))
+    return {**given, **{name: torch.zeros_like(after[name]) for name in operation.results}}
+
+
+@cache
+def expected_of(operation: Operation, device: str) -> dict[str, torch.Tensor]:
+    return run(operation, copied(arguments_of(operation, device)))
+
+
+def refused(operation: Operation, given: dict[str, Any], name: str, changed: torch.Tensor, device: str) -> bool:
+    """Whether the tensor ``name`` must not be ``changed``, as the error then says; otherwise it makes no difference."""
+    try:
+        found = run(operation, {**copied(given), name: changed})
+    except ValueError as error:
+        if not str(error).startswith(f"{name} must "):
+            raise
+        return True
+    for key, theirs in expected_of(operation, device).items():
+        same = torch.equal(found[key].double().nan_to_num(7), theirs.double().nan_to_num(7))
+        assert same, f"{key} is another one for another {name}"
+    return False
 
 
 def spread(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers with a gap behind each."""
     found = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])[..., ::2]
-    found.copy_(tensor)
-    return found
+    return found.copy_(tensor)
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers with a gap behind each last dimension."""
     found = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])[..., : tensor.shape[-1]]
-    found.copy_(tensor)
-    return found
+    return found.copy_(tensor)
 
 
-def results(operation: str, arguments: dict[str, Any]) -> list[torch.Tensor]:
-    """What the operation returns, and its arguments after it, some of which it writes."""
-    module = importlib.import_module(f"sglang_sparse_kernels.{operation}")
-    returned = getattr(module, FUNCTIONS.get(operation, operation))(**arguments)
-    returned = returned if isinstance(returned, tuple) else (returned,)
-    return [found for found in (*returned, *arguments.values()) if isinstance(found, torch.Tensor)]
+def columns(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers with the last dimension before the one before it in memory."""
+    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
 
 
-def attempt(operation: str, arguments: dict[str, Any]) -> list[torch.Tensor] | str:
-    """The results, or why the arguments are refused."""
-    try:
-        return results(operation, arguments)
-    except ValueError as error:
-        return str(error)
+def turned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers with the second dimension first in memory, as heads before tokens."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1) if tensor.dim() > 2 else tensor
 
 
-def copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-
-
-@pytest.fixture
-def filled_memory() -> Iterator[None]:
-    """What an operation leaves as it was is the same in each run."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("filled_memory")
-@pytest.mark.parametrize("layout", [spread, apart])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("layout", [spread, apart, columns, turned])
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_strides_are_followed_or_refused_by_name(
-    operation: str, layout: Callable[[torch.Tensor], torch.Tensor], device: str
+    operation: Operation, layout: Callable[[torch.Tensor], torch.Tensor], device: str
 ) -> None:
-    arguments = arguments_of(operation, device)
-    expected = results(operation, copied(arguments))
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    assert len(tensors) > 2
-    refused = []
-    for name, tensor in tensors.items():
-        changed = layout(tensor)
-        if changed.is_contiguous():
-            continue
-        found = attempt(operation, {**copied(arguments), name: changed})
-        if isinstance(found, str):
-            assert f"{name} must be contiguous" in found
-            refused.append(name)
-            continue
-        for mine, theirs in zip(found, expected, strict=True):
-            assert torch.equal(mine.float().nan_to_num(7), theirs.float().nan_to_num(7)), name
-    # A gap behind each number no kernel reads past.
-    assert refused or layout is apart
+    given = arguments_of(operation, device)
+    assert len(tensors_of(given)) > 2
+    for name, tensor in tensors_of(given).items():
+        changed = layout(tensor.clone())
+        if not changed.is_contiguous():
+            taken = not refused(operation, given, name, changed, device)
+            assert not taken or layout is not spread, f"no kernel reads past gaps, such as those of {name}"
 
 
-@pytest.mark.parametrize("operation", [*QUERIES, "sparse_mla_decode"])
-def test_float32_queries_are_refused_on_a_gpu(operation: str) -> None:
-    arguments = arguments_of(operation, "cpu")
-    name = "q" if operation in QUERIES else "q_nope"
-    arguments[name] = torch.empty(arguments[name].shape, device="meta")
-    with pytest.raises(
-        ValueError, match=f"{name} must have one of the dtypes torch.float16, torch.bfloat16, got torch"
-    ):
-        results(operation, arguments)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+def test_other_dtypes_are_taken_or_refused_by_name(operation: Operation, device: str) -> None:
+    given = arguments_of(operation, device)
+    for name, tensor in tensors_of(given).items():
+        assert refused(operation, given, name, tensor.double(), device)
+        if tensor.dtype in (INT32, INT64):
+            refused(operation, given, name, tensor.to(INT64 if tensor.dtype == INT32 else INT32), device)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+def test_other_numbers_of_dimensions_are_refused_by_name(operation: Operation, device: str) -> None:
+    given, inputs = arguments_of(operation, device), inputs_of(operation, device)
+    for name, tensor in tensors_of(given).items():
+        # Rows to quantise are of any shape.
+        if name != "x":
+            for changed in (tensor[None], tensor[0], tensor.flatten()[0]):
+                # Results that are not given are made after the inputs, which have to be checked before.
+                assert refused(operation, inputs if name in inputs else given, name, changed, device), name
+
+
+@pytest.mark.parametrize("operation", QUERIES, ids=str)
+def test_float32_queries_are_refused_on_a_gpu(operation: Operation) -> None:
+    given = inputs_of(operation, "cpu")
+    changed = torch.empty(given[operation.query].shape, device="meta")
+    message = f"{operation.query} must have one of the dtypes torch.float16, torch.bfloat16, got torch.float32"
+    with pytest.raises(ValueError, match=message):
+        run(operation, {**given, operation.query: changed})

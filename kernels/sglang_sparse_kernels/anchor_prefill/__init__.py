@@ -71,12 +71,7 @@ def anchor_prefill(
         >>> out.shape, out.unique().tolist()
         (torch.Size([64, 2, 64]), [1.0])
     """
-    if out is None:
-        out = torch.empty(*q.shape[:2], v_cache.shape[2], dtype=q.dtype, device=q.device)
-    dispatch.check_paged_prefill(q, k_cache, v_cache, page_table, ("theta", theta), out)
-    if stats is not None:
-        dispatch.check_tensor("stats", stats, 1, (torch.int64,))
-        dispatch.check_shape("stats", stats, (2,))
+    out = dispatch.check_paged_prefill(q, k_cache, v_cache, page_table, ("theta", theta), out, (stats, 2))
     dispatch.check_page_size(page_size)
     if plan.block_size % page_size:
         raise ValueError(f"block_size must be a multiple of page_size, got {plan.block_size} and {page_size}")

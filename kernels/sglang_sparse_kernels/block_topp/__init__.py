@@ -101,6 +101,4 @@ def _check_arguments(
     }
     expected |= {"stats": (stats, torch.int64, (4,))} if stats is not None else {}
     for name, (tensor, dtype, shape) in expected.items():
-        dispatch.check_tensor(name, tensor, len(shape), (dtype,))
-        dispatch.check_shape(name, tensor, shape)
-        dispatch.check_contiguous(name, tensor)
+        dispatch.check_exactly(name, tensor, shape, dtype)

@@ -61,9 +61,7 @@ def quantize(
         ("values", out[0], torch.float8_e4m3fn, x.shape),
         ("scales", out[1], torch.float32, x.shape[:-1]),
     ):
-        dispatch.check_tensor(name, tensor, len(shape), (dtype,))
-        dispatch.check_shape(name, tensor, tuple(shape))
-        dispatch.check_contiguous(name, tensor)
+        dispatch.check_exactly(name, tensor, tuple(shape), dtype)
     if dispatch.use_reference(x):
         return reference.quantize(x, rotate, out)
     from . import triton

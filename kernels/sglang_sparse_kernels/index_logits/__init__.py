@@ -68,10 +68,12 @@ def index_logits(
         >>> index_logits(q, scales, buffer, as_int32(1)[None], as_int32(0), as_int32(3))[0, :3].tolist()
         [121.0, 0.0, 60.5]
     """
-    if out is None:
-        shape = (q.shape[0], page_table.shape[-1] * PAGE_SIZE)
-        out = torch.empty(shape, dtype=torch.float32, device=q.device)
-    _check_arguments(q, weights, buffer, page_table, rows, lengths, out)
+    _check_arguments(q, weights, buffer, page_table, rows, lengths)
+    most = page_table.shape[1] * PAGE_SIZE
+    columns = out.shape[-1] if out is not None and out.dim() else most
+    out = dispatch.result("out", out, (q.shape[0], columns), torch.float32, q.device)
+    if columns > most:
+        raise ValueError(f"out must have at most {most} columns, got {columns}")
     if dispatch.use_reference(q):
         return reference.index_logits(q, weights, buffer, page_table, rows, lengths, out)
     from . import triton
@@ -86,14 +88,11 @@ def _check_arguments(
     page_table: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
-    out: torch.Tensor,
 ) -> None:
     dispatch.check_tensor("q", q, 3, (torch.float8_e4m3fn,))
     dispatch.check_tensor("weights", weights, 2, (torch.float32,))
     dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
     dispatch.check_tensor("rows", rows, 1, (torch.int32, torch.int64))
-    dispatch.check_tensor("lengths", lengths, 1, (torch.int32,))
-    dispatch.check_tensor("out", out, 2, (torch.float32,))
     queries, heads, dim = q.shape
     if dim != _DIM:
         raise ValueError(f"the last dimension of q must be {_DIM}, got {dim}")
@@ -102,11 +101,6 @@ def _check_arguments(
     check_buffer(buffer, dim)
     dispatch.check_shape("weights", weights, (queries, heads))
     dispatch.check_shape("rows", rows, (queries,))
-    dispatch.check_shape("lengths", lengths, (queries,))
-    dispatch.check_shape("out", out, (queries, out.shape[1]))
-    most = page_table.shape[1] * PAGE_SIZE
-    if out.shape[1] > most:
-        raise ValueError(f"out must have at most {most} columns, got {out.shape[1]}")
     dispatch.check_last(q=q, weights=weights, page_table=page_table)
-    for name, tensor in (("rows", rows), ("lengths", lengths), ("out", out)):
-        dispatch.check_contiguous(name, tensor)
+    dispatch.check_contiguous("rows", rows)
+    dispatch.check_exactly("lengths", lengths, (queries,), torch.int32)

@@ -53,9 +53,9 @@ def page_score(
         >>> page_score(q, summary, page_table, torch.tensor([2], dtype=torch.int32)).tolist()
         [[[128.0, inf]]]
     """
-    if out is None:
-        out = torch.empty(q.shape[0], summary.shape[1], page_table.shape[1], dtype=torch.float32, device=q.device)
-    _check_arguments(q, summary, page_table, n_pages, out, local_pages)
+    _check_arguments(q, summary, page_table, n_pages, local_pages)
+    shape = q.shape[0], summary.shape[1], page_table.shape[1]
+    out = dispatch.result("out", out, shape, torch.float32, q.device)
     if dispatch.use_reference(q):
         return reference.page_score(q, summary, page_table, n_pages, out, local_pages)
     from . import triton
@@ -68,23 +68,18 @@ def _check_arguments(
     summary: torch.Tensor,
     page_table: torch.Tensor,
     n_pages: torch.Tensor,
-    out: torch.Tensor,
     local_pages: int,
 ) -> None:
     dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
     dispatch.check_tensor("summary", summary, 4, dispatch.KV_DTYPES)
     dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
-    dispatch.check_tensor("n_pages", n_pages, 1, (torch.int32,))
-    dispatch.check_tensor("out", out, 3, (torch.float32,))
     batch, num_q_heads, head_dim = q.shape
     num_pages, num_kv_heads = summary.shape[:2]
     dispatch.check_heads(num_q_heads, num_kv_heads)
     dispatch.check_shape("summary", summary, (num_pages, num_kv_heads, 2, head_dim))
     dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
-    dispatch.check_shape("n_pages", n_pages, (batch,))
-    dispatch.check_shape("out", out, (batch, num_kv_heads, page_table.shape[1]))
     dispatch.check_last(q=q, page_table=page_table)
-    for name, tensor in (("summary", summary), ("n_pages", n_pages), ("out", out)):
-        dispatch.check_contiguous(name, tensor)
+    dispatch.check_contiguous("summary", summary)
+    dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
     if local_pages < 0:
         raise ValueError(f"local_pages must be at least 0, got {local_pages}")

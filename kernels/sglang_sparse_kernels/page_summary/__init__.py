@@ -97,4 +97,4 @@ def _check_arguments(
     dispatch.check_contiguous("summary", summary)
     dispatch.check_contiguous("last_slots", last_slots)
     if overflow is not None:
-        dispatch.check_tensor("overflow", overflow, 1, (torch.int32,))
+        dispatch.check_exactly("overflow", overflow, (1,), torch.int32)

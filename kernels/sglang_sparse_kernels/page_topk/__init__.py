@@ -57,13 +57,13 @@ def page_topk(
         >>> indices[0, 0, : counts[0, 0]].tolist()
         [7, 5, 8]
     """
-    batch, num_kv_heads = scores.shape[:2]
-    if out is None:
-        out = (
-            torch.empty(batch, num_kv_heads, max_select, dtype=torch.int32, device=scores.device),
-            torch.empty(batch, num_kv_heads, dtype=torch.int32, device=scores.device),
-        )
-    _check_arguments(scores, page_table, n_pages, n_select, max_select, out, stats)
+    _check_arguments(scores, page_table, n_pages, n_select, max_select, stats)
+    shape = (*scores.shape[:2], max_select)
+    indices, counts = out or (None, None)
+    out = (
+        dispatch.result("indices", indices, shape, torch.int32, scores.device),
+        dispatch.result("counts", counts, shape[:2], torch.int32, scores.device),
+    )
     if dispatch.use_reference(scores):
         return reference.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats)
     from . import cuda, triton
@@ -79,30 +79,17 @@ def _check_arguments(
     n_pages: torch.Tensor,
     n_select: torch.Tensor,
     max_select: int,
-    out: tuple[torch.Tensor, torch.Tensor],
     stats: torch.Tensor | None,
 ) -> None:
     dispatch.check_tensor("scores", scores, 3, (torch.float32,))
     dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
-    dispatch.check_tensor("n_pages", n_pages, 1, (torch.int32,))
-    dispatch.check_tensor("n_select", n_select, 1, (torch.int32,))
-    batch, num_kv_heads, width = scores.shape
+    batch, _, width = scores.shape
     dispatch.check_shape("page_table", page_table, (batch, width))
-    dispatch.check_shape("n_pages", n_pages, (batch,))
-    dispatch.check_shape("n_select", n_select, (batch,))
+    dispatch.check_contiguous("scores", scores)
+    dispatch.check_last(page_table=page_table)
+    dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
+    dispatch.check_exactly("n_select", n_select, (batch,), torch.int32)
     if max_select < 1:
         raise ValueError(f"max_select must be at least 1, got {max_select}")
-    indices, counts = out
-    dispatch.check_tensor("indices", indices, 3, (torch.int32,))
-    dispatch.check_tensor("counts", counts, 2, (torch.int32,))
-    dispatch.check_shape("indices", indices, (batch, num_kv_heads, max_select))
-    dispatch.check_shape("counts", counts, (batch, num_kv_heads))
-    tensors = {"scores": scores, "n_pages": n_pages, "n_select": n_select, "indices": indices, "counts": counts}
-    tensors |= {"stats": stats} if stats is not None else {}
-    for name, tensor in tensors.items():
-        dispatch.check_contiguous(name, tensor)
-    dispatch.check_last(page_table=page_table)
     if stats is not None:
-        dispatch.check_tensor("stats", stats, 1, (torch.int64,))
-        if stats.shape[0] < 3:
-            raise ValueError(f"stats must have at least 3 counters, got {stats.shape[0]}")
+        dispatch.check_stats(stats)

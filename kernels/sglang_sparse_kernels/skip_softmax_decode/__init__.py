@@ -90,12 +90,9 @@ def skip_softmax_decode(
         >>> stats.tolist()
         [5, 2]
     """
-    if out is None:
-        out = torch.empty(*q.shape[:2], v_cache.shape[2], dtype=q.dtype, device=q.device)
-    dispatch.check_paged_prefill(
-        q, k_cache, v_cache, page_table, ("threshold_scale_factor", threshold_scale_factor), out
-    )
-    _check_rows(q, page_table, n_pages, last_slots, stats)
+    by_row = "threshold_scale_factor", threshold_scale_factor
+    out = dispatch.check_paged_prefill(q, k_cache, v_cache, page_table, by_row, out, (stats, 2))
+    _check_rows(q, page_table, n_pages, last_slots)
     dispatch.check_page_size(page_size)
     dispatch.check_logit_scale(sm_scale, k_scale)
     arguments = (q, k_cache, v_cache, page_table, n_pages, last_slots, threshold_scale_factor, page_size, sm_scale)
@@ -144,15 +141,8 @@ def _check_rows(
     page_table: torch.Tensor,
     n_pages: torch.Tensor,
     last_slots: torch.Tensor,
-    stats: torch.Tensor | None,
 ) -> None:
-    dispatch.check_tensor("n_pages", n_pages, 1, (torch.int32,))
-    dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
-    dispatch.check_shape("page_table", page_table, (q.shape[0], page_table.shape[1]))
-    for name, tensor in (("n_pages", n_pages), ("last_slots", last_slots)):
-        dispatch.check_shape(name, tensor, (q.shape[0],))
-        dispatch.check_contiguous(name, tensor)
-    if stats is not None:
-        dispatch.check_tensor("stats", stats, 1, (torch.int64,))
-        dispatch.check_shape("stats", stats, (2,))
-        dispatch.check_contiguous("stats", stats)
+    batch = q.shape[0]
+    dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
+    dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
+    dispatch.check_exactly("last_slots", last_slots, (batch,), torch.int64)

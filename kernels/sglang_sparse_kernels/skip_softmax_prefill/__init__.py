@@ -78,15 +78,8 @@ def skip_softmax_prefill(
         >>> stats.tolist()
         [4160, 4160, 0, 2]
     """
-    if out is None:
-        out = torch.empty(*q.shape[:2], v_cache.shape[2], dtype=q.dtype, device=q.device)
-    dispatch.check_paged_prefill(
-        q, k_cache, v_cache, page_table, ("threshold_scale_factor", threshold_scale_factor), out
-    )
-    if stats is not None:
-        dispatch.check_tensor("stats", stats, 1, (torch.int64,))
-        dispatch.check_shape("stats", stats, (4,))
-        dispatch.check_contiguous("stats", stats)
+    by_row = "threshold_scale_factor", threshold_scale_factor
+    out = dispatch.check_paged_prefill(q, k_cache, v_cache, page_table, by_row, out, (stats, 4))
     dispatch.check_page_size(page_size)
     dispatch.check_plan(q, page_table, plan, page_size)
     dispatch.check_logit_scale(sm_scale, k_scale)

@@ -64,9 +64,8 @@ def sparse_decode(
         >>> out[0, :, 0].tolist()
         [5.0, 5.0]
     """
-    if out is None:
-        out = torch.empty(*q.shape[:2], v_cache.shape[2], dtype=q.dtype, device=q.device)
-    _check_arguments(q, k_cache, v_cache, indices, counts, last_slots, page_size, out, arrivals)
+    _check_arguments(q, k_cache, v_cache, indices, counts, last_slots, page_size, arrivals)
+    out = dispatch.result("out", out, (*q.shape[:2], v_cache.shape[2]), q.dtype, q.device)
     arguments = (q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale, out)
     if dispatch.use_reference(q):
         return reference.sparse_decode(*arguments)
@@ -119,29 +118,21 @@ def _check_arguments(
     counts: torch.Tensor,
     last_slots: torch.Tensor,
     page_size: int,
-    out: torch.Tensor,
     arrivals: torch.Tensor | None,
 ) -> None:
     dispatch.check_query("q", q, 3)
     dispatch.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
     dispatch.check_tensor("v_cache", v_cache, 3, (k_cache.dtype,))
     dispatch.check_tensor("indices", indices, 3, (torch.int32,))
-    dispatch.check_tensor("counts", counts, 2, (torch.int32,))
-    dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
-    dispatch.check_tensor("out", out, 3, (q.dtype,))
     dispatch.check_page_size(page_size)
     batch, num_q_heads, head_dim = q.shape
-    num_slots, num_kv_heads, v_head_dim = v_cache.shape
+    num_slots, num_kv_heads, _ = v_cache.shape
     dispatch.check_heads(num_q_heads, num_kv_heads)
     dispatch.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
     dispatch.check_shape("indices", indices, (batch, num_kv_heads, indices.shape[2]))
-    dispatch.check_shape("counts", counts, (batch, num_kv_heads))
-    dispatch.check_shape("last_slots", last_slots, (batch,))
-    dispatch.check_shape("out", out, (batch, num_q_heads, v_head_dim))
     dispatch.check_last(q=q, k_cache=k_cache, v_cache=v_cache)
-    for name, tensor in (("indices", indices), ("counts", counts), ("last_slots", last_slots), ("out", out)):
-        dispatch.check_contiguous(name, tensor)
+    dispatch.check_contiguous("indices", indices)
+    dispatch.check_exactly("counts", counts, (batch, num_kv_heads), torch.int32)
+    dispatch.check_exactly("last_slots", last_slots, (batch,), torch.int64)
     if arrivals is not None:
-        dispatch.check_tensor("arrivals", arrivals, 2, (torch.int32,))
-        dispatch.check_shape("arrivals", arrivals, (batch, num_kv_heads))
-        dispatch.check_contiguous("arrivals", arrivals)
+        dispatch.check_exactly("arrivals", arrivals, (batch, num_kv_heads), torch.int32)

@@ -104,20 +104,13 @@ def _check_inputs(
         ("n_blocks", n_blocks, torch.int32, batch),
         ("n_select", n_select, torch.int32, batch),
     ):
-        dispatch.check_tensor(name, tensor, 1, (dtype,))
-        dispatch.check_shape(name, tensor, (size,))
-        dispatch.check_contiguous(name, tensor)
+        dispatch.check_exactly(name, tensor, (size,), dtype)
 
 
 def _check_outputs(
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor], stats: torch.Tensor | None, shape: tuple[int, int, int]
 ) -> None:
     for name, tensor, expected in zip(("blocks", "counts", "wanted"), out, (shape, shape[:2], shape[:2]), strict=True):
-        dispatch.check_tensor(name, tensor, len(expected), (torch.int32,))
-        dispatch.check_shape(name, tensor, expected)
-        dispatch.check_contiguous(name, tensor)
+        dispatch.check_exactly(name, tensor, expected, torch.int32)
     if stats is not None:
-        dispatch.check_tensor("stats", stats, 1, (torch.int64,))
-        dispatch.check_contiguous("stats", stats)
-        if stats.shape[0] < 3:
-            raise ValueError(f"stats must have at least 3 counters, got {stats.shape[0]}")
+        dispatch.check_stats(stats)

@@ -76,10 +76,12 @@ def window_score(
         >>> [round(value, 3) for value in score[0, 0, :6].tolist()]
         [1.997, 1.997, 1.997, 0.001, inf, inf]
     """
-    if out is None:
-        shape = (q.shape[0], k_cache.shape[1], page_table.shape[-1] * page_size)
-        out = torch.empty(shape, dtype=torch.float32, device=q.device)
-    _check_arguments(q, n_window, k_cache, page_table, lengths, page_size, out)
+    _check_arguments(q, n_window, k_cache, page_table, lengths, page_size)
+    most = page_table.shape[1] * page_size
+    tokens = out.shape[-1] if out is not None and out.dim() else most
+    out = dispatch.result("out", out, (q.shape[0], k_cache.shape[1], tokens), torch.float32, q.device)
+    if tokens > most:
+        raise ValueError(f"out must have at most the {most} tokens of page_table, got {tokens}")
     dispatch.check_logit_scale(sm_scale, k_scale)
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size must be odd and at least 1, got {kernel_size}")
@@ -113,14 +115,10 @@ def _check_arguments(
     page_table: torch.Tensor,
     lengths: torch.Tensor,
     page_size: int,
-    out: torch.Tensor,
 ) -> None:
     dispatch.check_query("q", q, 4)
-    dispatch.check_tensor("n_window", n_window, 1, (torch.int32,))
     dispatch.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
     dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
-    dispatch.check_tensor("lengths", lengths, 1, (torch.int32,))
-    dispatch.check_tensor("out", out, 3, (torch.float32,))
     batch, window, num_q_heads, head_dim = q.shape
     num_slots, num_kv_heads, _ = k_cache.shape
     if window < 1:
@@ -131,12 +129,6 @@ def _check_arguments(
     dispatch.check_page_size(page_size)
     dispatch.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
     dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
-    for name, tensor in (("n_window", n_window), ("lengths", lengths)):
-        dispatch.check_shape(name, tensor, (batch,))
-    dispatch.check_shape("out", out, (batch, num_kv_heads, out.shape[2]))
-    most = page_table.shape[1] * page_size
-    if out.shape[2] > most:
-        raise ValueError(f"out must have at most the {most} tokens of page_table, got {out.shape[2]}")
     dispatch.check_last(q=q, k_cache=k_cache, page_table=page_table)
-    for name, tensor in (("n_window", n_window), ("lengths", lengths), ("out", out)):
-        dispatch.check_contiguous(name, tensor)
+    for name, tensor in (("n_window", n_window), ("lengths", lengths)):
+        dispatch.check_exactly(name, tensor, (batch,), torch.int32)
