@@ -158,7 +158,7 @@ def methods() -> tuple[Method, ...]:
     """All that are registered, decode methods first."""
     return (
         *(Method(name, False) for name in registry.decode_methods()),
-        *(Method(name, True) for name in registry.PREFILL_METHODS),
+        *(Method(name, True) for name in registry.prefill_methods()),
     )
 
 

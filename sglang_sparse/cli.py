@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def _help() -> dict[str, str]:
     decode = ", ".join(registry.decode_methods())
-    prefill = ", ".join(registry.PREFILL_METHODS)
+    prefill = ", ".join(registry.prefill_methods())
     return {
         "sparse_method": f"Sparse attention method of decode: {decode}.",
         "sparse_prefill_method": f"Sparse attention method of prefill: {prefill}.",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sglang_sparse.prefill_method import PrefillMethod
 
 ENTRY_POINT_GROUP = "sglang_sparse.methods"
+PREFILL_ENTRY_POINT_GROUP = "sglang_sparse.prefill_methods"
 
 DECODE_METHODS = {
     "resa": "sglang_sparse.methods.resa:Resa",
@@ -32,9 +33,18 @@ def decode_methods() -> dict[str, str]:
     Raises:
         RuntimeError: a third-party distribution claims a built-in method's name.
     """
-    methods = dict(DECODE_METHODS)
-    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-        if entry_point.name in DECODE_METHODS:
+    return _with_installed(DECODE_METHODS, ENTRY_POINT_GROUP)
+
+
+def prefill_methods() -> dict[str, str]:
+    """Return the same of the prefill methods."""
+    return _with_installed(PREFILL_METHODS, PREFILL_ENTRY_POINT_GROUP)
+
+
+def _with_installed(built_in: dict[str, str], group: str) -> dict[str, str]:
+    methods = dict(built_in)
+    for entry_point in entry_points(group=group):
+        if entry_point.name in built_in:
             raise RuntimeError(f"entry point {entry_point.value!r} redefines the built-in method {entry_point.name!r}")
         methods[entry_point.name] = entry_point.value
     return methods
@@ -67,9 +77,9 @@ def load_prefill_method(name: str) -> type[PrefillMethod]:
     """Import and return the class of a prefill method.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or a third party's entry point leads nowhere.
     """
-    return cast("type[PrefillMethod]", _load("--sparse-prefill-method", name, PREFILL_METHODS))
+    return cast("type[PrefillMethod]", _load("--sparse-prefill-method", name, prefill_methods()))
 
 
 def _load(flag: str, name: str, known: dict[str, str]) -> type:

@@ -60,7 +60,7 @@ def _what(method: Method) -> str:
 def _phase(method: Method) -> str:
     if method.prefill:
         return "prefill"
-    both = _decode_class(method).selects_in_model or method.name in registry.PREFILL_METHODS
+    both = _decode_class(method).selects_in_model or method.name in registry.prefill_methods()
     return "prefill, decode" if both else "decode"
 
 
@@ -121,7 +121,7 @@ def _of_tables() -> Iterator[Refused]:
             yield limit.name, [method], limit.reason
     for limit in limits.PREFILL_LIMITS:
         # Some come with the decode method of the same name.
-        refusing = [method for method in asked if method.prefill or method.name in registry.PREFILL_METHODS]
+        refusing = [method for method in asked if method.prefill or method.name in registry.prefill_methods()]
         yield limit.name, refusing, limit.reason
     for limit in limits.RECTIFY_LIMITS:
         yield (

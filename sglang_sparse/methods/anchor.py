@@ -9,7 +9,7 @@ of a prompt: the mean query of a block hides a question of a few words, and with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -75,6 +75,8 @@ class Anchor(PrefillMethod):
 
     config_class = AnchorConfig
     config: AnchorConfig
+    attention: ClassVar[Callable[..., torch.Tensor]] = staticmethod(anchor_prefill)
+    """The op; a control may have another one that takes the same arguments."""
 
     @property
     def group_tokens(self) -> int:
@@ -126,7 +128,7 @@ class Anchor(PrefillMethod):
 
     def attend(self, plan: _Plan, layer_id: int, inputs: PrefillInputs) -> None:
         """One call of the op."""
-        anchor_prefill(
+        self.attention(
             inputs.query,
             inputs.key_cache,
             inputs.value_cache,

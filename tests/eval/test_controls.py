@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from sglang_sparse.keep_method import Prompts
+from sglang_sparse.methods.anchor import Anchor, AnchorConfig
 from sglang_sparse.methods.rocketkv import RocketkvConfig
+from sglang_sparse.prefill_method import PrefillInputs, PrefillSpan
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summary
 
@@ -19,7 +21,7 @@ CONTROLS = Path(__file__).parent.parent.parent / "eval" / "controls"
 def controls(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(CONTROLS))
     yield importlib.import_module
-    for name in ("true_mass", "random_pages", "random_kept", "definition"):
+    for name in ("true_mass", "random_pages", "random_kept", "random_stripes", "definition"):
         sys.modules.pop(name, None)
 
 
@@ -71,3 +73,38 @@ def test_random_kept_keeps_as_many_blocks_of_each_prompt_as_rocketkv(controls) -
         count, first_visible = method.kept(length)
         kept = drawn[row, :, :count]
         assert (kept.diff() > 0).all() and kept.min() >= 0 and kept.max() < first_visible
+
+
+def test_random_stripes_are_as_many_as_were_found(controls) -> None:
+    redraw = controls("random_stripes").redraw
+    torch.manual_seed(0)
+    active = torch.rand(2, 3, 400) < torch.tensor([0.0, 0.3, 1.0])[:, None]
+    active[..., -16:] = True
+    drawn = redraw(active, 16)
+    assert drawn.sum(-1).equal(active.sum(-1)) and drawn[..., -16:].all() and drawn.shape == active.shape
+    assert not drawn[:, 1].equal(active[:, 1]) and not drawn[:, 1].equal(redraw(active, 16)[:, 1])
+    # Candidates of the second group are the block before it and no other, those of a dense one none.
+    for count in (16, 0):
+        assert redraw(active[..., :count], count).equal(active[..., :count])
+
+
+def test_random_stripes_leave_out_what_anchor_leaves_out_elsewhere(controls) -> None:
+    config = AnchorConfig(theta=0.5, step=2, block_size=16, crossover_tokens=0, dense_tail=0)
+    torch.manual_seed(0)
+    tokens, heads, kv_heads, dim = 256, 4, 2, 8
+    query, pages = torch.randn(tokens, heads, dim), torch.arange(16, dtype=torch.int32)[None]
+    caches = torch.randn(tokens, kv_heads, dim), torch.randn(tokens, kv_heads, dim)
+    outs, counts = [], []
+    for kind in (Anchor, controls("random_stripes").RandomStripes):
+        method = kind(config)
+        out, pairs = torch.empty(tokens, heads, dim), torch.zeros(2, dtype=torch.int64)
+        plan = method.plan([PrefillSpan(0, 0, tokens, method)], torch.device("cpu"))
+        method.attend(plan, 0, PrefillInputs(query, *caches, pages, 16, dim**-0.5, 1.0, 1.0, out, pairs))
+        outs.append(out)
+        counts.append(pairs.tolist())
+    attended, causal = counts[0]
+    assert counts[0] == counts[1] and 0.3 * causal < attended < 0.9 * causal
+    # The first group and the one behind it attend to the same keys with both.
+    near = 2 * config.step * config.block_size
+    torch.testing.assert_close(outs[0][:near], outs[1][:near])
+    assert not torch.allclose(outs[0][near:], outs[1][near:], atol=1e-3)

@@ -1,5 +1,6 @@
 """The definition of anchor attention in plain torch."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,8 +42,13 @@ def anchor_prefill(
     v_scale: float,
     out: torch.Tensor,
     stats: torch.Tensor | None = None,
+    replace: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """See ``anchor_prefill.anchor_prefill``."""
+    """See ``anchor_prefill.anchor_prefill``.
+
+    For controls, ``replace`` gets the active keys of a group ``[Hkv, G, candidates]`` bool and how many of the last
+    candidates are always active (or all of them), and returns those that are attended to instead.
+    """
     attended = plan.anchor_pairs * q.shape[1]
     scale = sm_scale * k_scale
     for piece in plan.slices:
@@ -54,6 +60,7 @@ def anchor_prefill(
             states = [_anchor(queries, row, block, plan, scale) for block in blocks]
             active = _gaps(queries, row, blocks, states, part, plan.block_size, scale)
             active = _hit(active, theta[part.row]).any(0)
+            active = replace(active, min(plan.block_size, part.candidates)) if replace else active
             attended += int(active.sum()) * part.num_queries
             for block, state in zip(blocks, states, strict=True):
                 state = _resume(_of_block(queries, block), row, active, state, plan.block_size, scale)
