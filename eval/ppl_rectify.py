@@ -40,8 +40,15 @@ from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.forced import mean_nll, prefilled_suffix, suffix_logprobs
 from eval.live.record import Record, read_rows
-from eval.texts.text import read_book
-from eval.texts.windows import BOOK, SCORED, Window, make_windows, with_records, with_repetition
+from eval.texts.windows import (
+    SCORED,
+    Window,
+    add_arguments,
+    read_windows,
+    with_records,
+    with_repetition,
+    wrong_arguments,
+)
 
 TEXTS = ("book", "repeat", "records")
 MAX_DIFFERENCE = 0.01
@@ -172,11 +179,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     with LiveServer(args.base_url, args.concurrency) as server:
         facts = server.facts()
         require_settings(decode_config(server), prompt, args.length, args.ratios)
-        books = {path.name.split(".")[0]: server.tokenize(read_book(path)) for path in args.book}
-        plain = make_windows(books, args.length, args.windows, args.seed)
+        plain = read_windows(args, server.tokenize)
         texts = {text: make_text(text, plain, prompt, args.seed, server) for text in args.kind}
         names = ("length", "suffix", "intervals", "ratios", "kind", "seed")
-        settings = {"windows": len(plain), "books": sorted(books), **{name: getattr(args, name) for name in names}}
+        settings = {
+            "windows": len(plain),
+            "books": sorted({window.book for window in plain}),
+            **{name: getattr(args, name) for name in names},
+        }
         header = {"servers": {"base": facts}, "arguments": settings, "label": args.label}
         with Record(args.out, "eval.ppl_rectify", args.revision, resume=True, **header) as record:
             rows = [row for row in record.earlier if row["kind"] in ("item", "counters")]
@@ -207,19 +217,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSONL file to write")
     parser.add_argument("--plot", type=Path, help="picture to draw, .png or .svg")
     parser.add_argument("--from", type=Path, dest="file", help="take the figures of this JSONL file, without a server")
-    parser.add_argument("--book", type=Path, action="append", help=f"text; repeat for more (default: {BOOK.name})")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a window")
+    add_arguments(parser, length=4096, concurrency=32)
     parser.add_argument("--suffix", type=int, default=256, help="tokens of it forced through decode")
-    parser.add_argument("--windows", type=int, help="how many (default: all that the books hold)")
     parser.add_argument("--intervals", type=list_of(int), default="8,16,32,64,128,0", help="0 (never) is always run")
     parser.add_argument("--ratios", type=list_of(float), default=".02,.05,.1", help="shares of the pages")
     parser.add_argument("--kind", type=list_of(str), default="book,repeat,records", help=f"of {', '.join(TEXTS)}")
-    parser.add_argument("--concurrency", type=int, default=32, help="windows in flight")
-    parser.add_argument("--seed", type=int, default=0, help="of the windows, the passages and the bootstrap")
-    parser.add_argument("--label", help="kept in the file's header")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
-    args.book = args.book or [BOOK]
     if args.file is None and (args.base_url is None or args.out is None):
         parser.error("--base-url and --out are needed, or --from")
     for wrong, message in (
@@ -228,9 +231,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         (min(args.intervals, default=0) < 0, "--intervals must be 0 or more"),
         (not args.ratios or not all(0 < r < 1 for r in args.ratios), "--ratios must be between 0 and 1"),
         (not args.kind or not set(args.kind) <= set(TEXTS), f"--kind must be of {', '.join(TEXTS)}"),
-        (args.windows is not None and args.windows < 1, "--windows must be at least 1"),
-        (args.concurrency < 1, "--concurrency must be at least 1"),
-        (len({path.name for path in args.book}) < len(args.book), "--book: two files have the same name"),
+        *wrong_arguments(args),
     ):
         if wrong:
             parser.error(message)

@@ -165,7 +165,7 @@ def require_proof(label: str, arm: Arm, expect: str, counts: Sequence[dict[str, 
     if arm.prefills and arm.asks_dense_prefill:
         require_dense_prefill(f"{label} {arm.name}", total)
     elif arm.prefills:
-        _require_sparse_prefill(label, total)
+        require_sparse_prefill(label, total, ", or say --expect any")
 
 
 def _require_sparse_decode(label: str, total: dict[str, int]) -> None:
@@ -182,12 +182,17 @@ def _require_sparse_decode(label: str, total: dict[str, int]) -> None:
         )
 
 
-def _require_sparse_prefill(label: str, total: dict[str, int]) -> None:
+def require_sparse_prefill(label: str, total: dict[str, int], otherwise: str = "") -> None:
+    """Refuse counts of prompts of which prefill left nothing out.
+
+    Raises:
+        EvaluationError: as said; `otherwise` ends its advice.
+    """
     if not total.get("prefill_sparse_tokens") or not sparsity(total):
         raise EvaluationError(
             f"{label}: prefill left nothing out of it, so it says nothing about the method: start the server with a "
-            "lower crossover_tokens in --sparse-prefill-config, or with a threshold that leaves more out, ask longer "
-            "questions, or say --expect any"
+            "lower crossover_tokens in --sparse-prefill-config, or with a threshold that leaves more out, or ask longer"
+            f" questions{otherwise}"
         )
 
 

@@ -95,12 +95,15 @@ async def mean_nll(client: httpx.AsyncClient, window: Window, suffix: int, cell:
     return -fmean(scored)
 
 
-async def prefilled_suffix(client: httpx.AsyncClient, tokens: Sequence[int], suffix: int) -> list[float]:
-    """Log-probabilities of the last `suffix` tokens as prefill gives them."""
+async def prefilled_suffix(
+    client: httpx.AsyncClient, tokens: Sequence[int], suffix: int, params: dict[str, Any] | None = None
+) -> list[float]:
+    """Log-probabilities of the last `suffix` tokens as prefill gives them, dense unless `params` are given."""
+    params = {"sparse": False} if params is None else params
     request = {
         "input_ids": list(tokens),
         # With its scheduling overlapped, the server may run a decode step before it sees that none is wanted.
-        "sampling_params": {"temperature": 0, "max_new_tokens": 0, "custom_params": {"sparse": False}},
+        "sampling_params": {"temperature": 0, "max_new_tokens": 0, "custom_params": params},
         "return_logprob": True,
         "logprob_start_len": len(tokens) - suffix - 1,
     }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval.live.counters import EvaluationError
-from eval.texts.text import FORMS, IM_END, prompt_text, random_key, random_number, unique_keys
+from eval.texts.text import FORMS, IM_END, prompt_text, random_key, random_number, read_book, unique_keys
 
 BOOK = Path(__file__).parent.parent / "data" / "white-fang.txt.xz"
 SCORED = 32
@@ -34,6 +35,33 @@ class Window:
     tokens: tuple[int, ...]
     depth: float | None = None
     scored: int = SCORED
+
+
+def add_arguments(parser: argparse.ArgumentParser, length: int, concurrency: int) -> None:
+    """Declare what a command that measures windows of books can be told of them, with its defaults."""
+    parser.add_argument("--book", type=Path, action="append", help=f"text; repeat for more (default: {BOOK.name})")
+    parser.add_argument("--length", type=int, default=length, help="tokens of a window")
+    parser.add_argument("--windows", type=int, help="how many (default: all that the books hold)")
+    parser.add_argument("--concurrency", type=int, default=concurrency, help="windows in flight")
+    parser.add_argument("--seed", type=int, default=0, help="of the windows, the passages and the bootstrap")
+    parser.add_argument("--label", help="kept in the file's header")
+    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
+
+
+def wrong_arguments(args: argparse.Namespace) -> list[tuple[bool, str]]:
+    """Whether each of `add_arguments` is wrong, and what to say then; names the books that are the default."""
+    args.book = args.book or [BOOK]
+    return [
+        (args.windows is not None and args.windows < 1, "--windows must be at least 1"),
+        (args.concurrency < 1, "--concurrency must be at least 1"),
+        (len({path.name for path in args.book}) < len(args.book), "--book: two files have the same name"),
+    ]
+
+
+def read_windows(args: argparse.Namespace, encode: Callable[[str], Sequence[int]]) -> list[Window]:
+    """The windows that a command line asks for, by the tokenizer `encode`; see `make_windows`."""
+    books = {path.name.split(".")[0]: encode(read_book(path)) for path in args.book}
+    return make_windows(books, args.length, args.windows, args.seed)
 
 
 def make_windows(books: Mapping[str, Sequence[int]], length: int, count: int | None, seed: int) -> list[Window]:

@@ -1,0 +1,182 @@
+"""``python -m eval.ppl_prefill``: what prefilling sparse costs in perplexity, by the log-probabilities of prompts.
+
+Windows of held-out books that do not overlap are prompts of a server with a sparse prefill method, once as it runs and
+once with ``sparse: false``; nothing is decoded. Two texts: of ``book``, the window as it stands, all tokens are judged
+that a sparse query, or one behind it, predicts: from the server's ``crossover_tokens`` on. The end of ``repeat``
+repeats an earlier passage, and its last 32 tokens are judged, see `eval.texts.windows`; a ``dense_tail`` that covers
+them shows what is left of the keys that they look for, one of 0 what a sparse query misses of them.
+
+Beside the perplexities, the difference of a token's log-probability stands by position of the query that predicts it.
+
+Gate E of the evaluation: the 95 % interval of the relative change of perplexity lies within ``--bound`` on each text.
+The command ends with status 1 where it does not, and where the server's counters do not show that one arm was dense and
+that the other left something out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from eval.figures.prefill_ppl import BOUND, edges, summarise
+from eval.figures.stats import Floats
+from eval.live.arms import phases_of, require_sparse_prefill, require_sparsity
+from eval.live.client import FAILURES, LiveServer, list_of
+from eval.live.counters import EvaluationError, moved, require_dense_prefill, sparsity
+from eval.live.forced import prefilled_suffix
+from eval.live.record import Record, read_rows
+from eval.texts.windows import SCORED, Window, add_arguments, read_windows, with_repetition, wrong_arguments
+
+TEXTS = ("book", "repeat")
+DENSE: dict[str, Any] = {"sparse": False}
+
+
+def begins_at(facts: dict[str, Any], length: int) -> int:
+    """The first position at which a server may prefill sparse.
+
+    Raises:
+        EvaluationError: it has no prefill method, or prefills windows of this length dense.
+    """
+    if phases_of(facts)[1] is None:
+        raise EvaluationError("the server runs no prefill method; eval.ppl_rectify judges decode")
+    config = facts["sparse"]["prefill"]["config"]
+    begins, ends = config["crossover_tokens"], length - config["dense_tail"]
+    if begins >= ends:
+        raise EvaluationError(
+            f"the server prefills windows of {length} tokens dense: it is sparse from position {begins} to {ends}; "
+            "start it with a lower crossover_tokens in --sparse-prefill-config, or give a larger --length"
+        )
+    return begins
+
+
+def ask(
+    server: LiveServer, record: Record, text: str, arm: str, windows: Sequence[Window], args: argparse.Namespace
+) -> Floats:
+    """Negative log-likelihoods ``[windows, length - 1]`` of all tokens but the first; writes what the server counted.
+
+    Raises:
+        EvaluationError: a request failed, or the counters do not show the arm.
+    """
+    params = DENSE if arm == "dense" else args.custom_params
+    before = server.counters()
+    found = server.each(
+        lambda client, window: prefilled_suffix(client, window.tokens, len(window.tokens) - 1, params),
+        windows,
+        f"{text} {arm}",
+    )
+    counts = moved(before, server.counters())
+    record.add("counters", task=text, arm=arm, items=len(found), sparsity=sparsity(counts), counters=counts)
+    if arm == "dense":
+        require_dense_prefill(f"{text} dense", counts)
+    else:
+        require_sparse_prefill(text, counts)
+        if args.least_sparsity is not None:
+            row = {"arm": "base", "task": text, "length": args.length, "sparsity": sparsity(counts)}
+            require_sparsity([row], args.least_sparsity)
+    return -np.array(found)
+
+
+def rows_of(text: str, windows: Sequence[Window], nlls: dict[str, Floats], begins: int) -> list[dict[str, Any]]:
+    """The rows that a text's figures are made of.
+
+    Args:
+        text: of ``TEXTS``.
+        windows: as they were asked.
+        nlls: of `ask`, for each arm; a token's stands at the position of the query that predicts it.
+        begins: of `begins_at`.
+    """
+    length = len(windows[0].tokens)
+    first = begins if text == "book" else length - 1 - SCORED
+    rows: list[dict[str, Any]] = [
+        {"kind": "item", "id": f"{text}/{i}", "task": text, "arm": arm, "window": i}
+        | {"book": window.book, "start": window.start, "depth": window.depth}
+        | {"scores": {"nll": round(float(found[i, first:].mean()), 6)}}
+        for arm, found in nlls.items()
+        for i, window in enumerate(windows)
+    ]
+    if text != "book":
+        return rows
+    for low, high in pairwise(edges(length - 1, begins)):
+        dense, sparse = (nlls[arm][:, low:high] for arm in ("dense", "sparse"))
+        figures = {"dense": dense.mean(1), "sparse": sparse.mean(1), "change": abs(sparse - dense).mean(1)}
+        figures = {name: np.round(values, 6).tolist() for name, values in figures.items()}
+        rows.append({"kind": "buckets", "task": text, "from": low, "to": high, **figures})
+    return rows
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all texts, and write the file.
+
+    Returns:
+        The summary, see `eval.figures.prefill_ppl.summarise`.
+
+    Raises:
+        EvaluationError: see the functions that this one calls.
+    """
+    with LiveServer(args.base_url, args.concurrency) as server:
+        facts = server.facts()
+        begins = begins_at(facts, args.length)
+        plain = read_windows(args, server.tokenize)
+        names = ("length", "kind", "seed", "custom_params", "least_sparsity", "bound")
+        settings = {"windows": len(plain), "books": sorted({window.book for window in plain})}
+        settings |= {name: getattr(args, name) for name in names}
+        header = {"servers": {"base": facts}, "arguments": settings, "label": args.label}
+        with Record(args.out, "eval.ppl_prefill", args.revision, **header) as record:
+            for text in args.kind:
+                repeats = text == "repeat"
+                windows = [with_repetition(window, args.length, args.seed) for window in plain] if repeats else plain
+                nlls = {arm: ask(server, record, text, arm, windows, args) for arm in ("dense", "sparse")}
+                for row in rows_of(text, windows, nlls, begins):
+                    record.add(**row)
+            summary = summarise(read_rows(args.out), args.seed, args.bound)
+            for row in summary:
+                record.add("summary", length=args.length, **row)
+    return summary
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        prog="eval.ppl_prefill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base-url", required=True, help="the server, with a sparse prefill method")
+    parser.add_argument("--out", required=True, type=Path, help="JSONL file to write")
+    add_arguments(parser, length=16384, concurrency=4)
+    parser.add_argument("--kind", type=list_of(str), default="book", help=f"of {', '.join(TEXTS)}")
+    parser.add_argument("--custom-params", type=json.loads, default={}, help="JSON, sent with each sparse request")
+    parser.add_argument("--least-sparsity", type=float, metavar="SHARE", help="of the pairs that must be left out")
+    parser.add_argument("--bound", type=float, default=BOUND, help="largest relative change of perplexity")
+    args = parser.parse_args(arguments)
+    for wrong, message in (
+        (args.length < 2 * SCORED, f"--length must be at least {2 * SCORED}"),
+        (not args.kind or not set(args.kind) <= set(TEXTS), f"--kind must be of {', '.join(TEXTS)}"),
+        (args.bound <= 0, "--bound must be above 0"),
+        *wrong_arguments(args),
+    ):
+        if wrong:
+            parser.error(message)
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; exit status 0 when the gate holds."""
+    args = parse(arguments)
+    try:
+        summary = run(args)
+    except FAILURES as error:
+        print(f"eval.ppl_prefill: {error}", file=sys.stderr)
+        return 1
+    print(pd.DataFrame(summary).to_string(index=False))
+    return 0 if all(row.get("passed", True) for row in summary) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

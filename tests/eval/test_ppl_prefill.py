@@ -1,0 +1,106 @@
+"""Buckets, verdicts and refusals of the perplexity of prefill, on hand-made numbers."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eval import ppl_prefill
+from eval.figures.prefill_ppl import edges, summarise
+from eval.live.counters import EvaluationError
+from eval.texts.windows import BOOK, SCORED, Window
+
+LENGTH, BEGINS, WINDOWS = 301, 100, 40
+
+
+def facts(**config: int) -> dict[str, Any]:
+    return {"sparse": {"method": None, "prefill": {"method": "anchor", "config": config}}}
+
+
+def rows(lost: float, text: str = "book", noise: float = 0.0) -> list[dict[str, Any]]:
+    """What a run writes where each token from ``BEGINS`` on costs `lost` nats more."""
+    rng = np.random.default_rng(0)
+    dense = rng.uniform(1.0, 3.0, (WINDOWS, LENGTH - 1))
+    sparse = dense + np.where(np.arange(LENGTH - 1) >= BEGINS, lost, 0.0) + noise * rng.normal(size=(WINDOWS, 1))
+    windows = [Window("a", i * LENGTH, tuple(range(LENGTH))) for i in range(WINDOWS)]
+    found = ppl_prefill.rows_of(text, windows, {"dense": dense, "sparse": sparse}, BEGINS)
+    return [*found, {"kind": "counters", "task": text, "arm": "sparse", "sparsity": 0.4}]
+
+
+def test_buckets_part_where_sparse_queries_begin() -> None:
+    assert edges(300, 100) == [0, 100, 300]
+    assert edges(16383, 8192) == [0, 1024, 2048, 4096, 8192, 16383]
+    assert edges(4096, 2048) == [0, 1024, 2048, 4096]
+    assert edges(2000, 0) == [0, 1024, 2000]
+
+
+def test_a_loss_is_relative_and_of_the_judged_positions_alone() -> None:
+    judged, dense, sparse = summarise(rows(0.01))
+    assert judged["positions"] == "judged" and judged["windows"] == WINDOWS and judged["sparsity"] == 0.4
+    assert judged["relative"] == pytest.approx(math.expm1(0.01), abs=1e-5)
+    assert judged["sparse"] / judged["dense"] == pytest.approx(math.exp(0.01), abs=1e-5) and not judged["passed"]
+    assert (dense["positions"], sparse["positions"]) == ("0-100", "100-300")
+    assert dense["relative"] == dense["change"] == 0 and "passed" not in dense
+    assert sparse["change"] == pytest.approx(0.01, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lost", "noise", "passed"),
+    [(0.0, 0.0, True), (0.0049, 0.0, True), (0.0051, 0.0, False), (-0.0051, 0.0, False), (0.0, 0.05, False)],
+)
+def test_the_interval_must_lie_within_the_bound(lost: float, noise: float, passed: bool) -> None:
+    assert summarise(rows(lost, noise=noise))[0]["passed"] is passed
+    assert summarise(rows(lost, noise=noise), bound=0.1)[0]["passed"]
+
+
+def test_of_a_repetition_its_end_is_judged() -> None:
+    found = rows(0.01, "repeat")
+    assert not [row for row in found if row["kind"] == "buckets"]
+    (line,) = summarise([*found])
+    assert line["task"] == "repeat" and line["relative"] == pytest.approx(math.expm1(0.01), abs=1e-5)
+    dense = np.zeros((1, LENGTH - 1))
+    dense[0, -SCORED:] = 1.0
+    windows = [Window("a", 0, tuple(range(LENGTH)), 0.5)]
+    assert {row["scores"]["nll"] for row in ppl_prefill.rows_of("repeat", windows, {"dense": dense}, 0)} == {1.0}
+
+
+def test_windows_of_both_arms_must_be_the_same() -> None:
+    found = rows(0.0)
+    with pytest.raises(EvaluationError, match="book: 40 windows are sparse and 39 dense"):
+        summarise(found[1:])
+
+
+def test_servers_that_prefill_dense_are_refused() -> None:
+    assert ppl_prefill.begins_at(facts(crossover_tokens=2048, dense_tail=128), 4096) == 2048
+    for length in (2048, 2176):
+        with pytest.raises(EvaluationError, match=f"windows of {length} tokens dense: it is sparse from position 2048"):
+            ppl_prefill.begins_at(facts(crossover_tokens=2048, dense_tail=128), length)
+    for found in ({"sparse": None}, {"sparse": {"method": "resa"}}):
+        with pytest.raises(EvaluationError, match=r"runs no prefill method; eval\.ppl_rectify judges decode"):
+            ppl_prefill.begins_at(found, 4096)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--length", "63"], "--length must be at least 64"),
+        (["--kind", "book,records"], "--kind must be of book, repeat"),
+        (["--bound", "0"], "--bound must be above 0"),
+        (["--windows", "0"], "--windows must be at least 1"),
+        (["--book", "a/x.txt", "--book", "b/x.txt"], "two files have the same name"),
+    ],
+)
+def test_command_line(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ppl_prefill.parse(["--base-url", "u", "--out", "x.jsonl", *given])
+    assert message in capsys.readouterr().err
+
+
+def test_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--base-url", "http://127.0.0.1:1", "--out", str(tmp_path / "x.jsonl")]
+    args = ppl_prefill.parse(arguments)
+    assert args.book == [BOOK] and args.kind == ["book"] and args.bound == 0.005 and args.windows is None
+    assert ppl_prefill.main(arguments) == 1
+    assert "eval.ppl_prefill: no server answers" in capsys.readouterr().err and not (tmp_path / "x.jsonl").exists()
