@@ -6,8 +6,8 @@ decode; ``--sparse-prefill-method`` gives it a sparse prefill too, which is judg
 ``--control NAME=URL`` puts the same questions to a control (see eval/controls): a task gates only where a dense server
 is right and a random choice of as many pages is not. Where the method's score loses more than a point by its definition
 (control ``definition``) and the best choice of as many pages (``true_mass``) does not, the sparse server is judged
-against the definition as well: what it loses beyond that is its own. These controls are decode methods: a server whose
-prefill alone is sparse has none, no task gates there, and what forces tokens through decode is left out.
+against the definition as well: what it loses beyond that is its own. These controls are decode methods: for a server
+whose prefill alone is sparse none is taken, no task gates, and what forces tokens through decode is left out.
 
 Each suite writes its own file in the folder ``--out``, and the table goes to ``compare.jsonl`` there; the same command
 goes on where it was interrupted. A verdict is "same" where the sparse server is at most one point worse with 95 %

@@ -98,8 +98,8 @@ def require_controls(
     if decode is None and (controls or strict):
         wanted = "--control" if controls else "--strict"
         raise EvaluationError(
-            f"{wanted}: the server runs {prefill} alone, and prefill has no controls: there is no random choice of as "
-            "many keys, no best one and no second definition on a live server, so that no task gates"
+            f"{wanted}: the server runs {prefill} alone, and here controls are of decode, so that no task gates: put "
+            "the questions of eval.niah to the control random_stripes by itself"
         )
     found = []
     for control, url in controls:

@@ -208,7 +208,7 @@ def test_prefill_alone_is_judged_by_its_suites(
         ([], "prefills texts of 2048 tokens dense: its anchor begins at position 8192"),
         ([*LONG, "--set", "niah"], "prefills texts of 8192 tokens dense"),
         (["--set", "niah,ppl"], "--set ppl: judges decode by forced tokens"),
-        (["--lengths", "16k", "--strict"], "--strict: the server runs anchor alone, and prefill has no controls"),
+        (["--lengths", "16k", "--strict"], "--strict: the server runs anchor alone, and here controls are of decode"),
         (["--lengths", "16k", "--control", "random_pages=u"], "--control: the server runs anchor alone"),
     ],
 )
