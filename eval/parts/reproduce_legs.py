@@ -71,18 +71,21 @@ _MLA_INPUTS, _PREFILL_RECALL = "mla-v2-lite.jsonl", "prefill-qwen3-8b.jsonl"
 _SKIP, _SKIP_RECALL = ("--method", "skip_softmax", "--sparsity", "0.7"), "prefill-skip-softmax-qwen3-8b.jsonl"
 
 
-def _first_token(chunk: str, contexts: str) -> Command:
+def _first_token(chunk: str, contexts: str, goals: tuple[str, ...], *more: str, file: str = "") -> Command:
     """The time to the first token with AnchorAttention, by the chunk that a server prefills at once."""
     return _serving(
         "qwen3-8b",
         *("--both", "--contexts", contexts, "--chunked-prefill-size", chunk),
         *("--sparse-method", "none", "--sparse-prefill-method", "anchor", "--structured", "{}"),
         *("--server-args", "--page-size 16", *_LEFT_OUT),
-        *("--recall-from", f"{FOLDER}/{_PREFILL_RECALL}"),
-        file=f"first-token-qwen3-8b-{chunk}.jsonl",
-        goals=tuple(f"E6: {length}k, chunks of {chunk}" for length in (128, 64, 32))
-        + (("E6: 8k and less",) if chunk == "8k" else ()),
+        *("--recall-from", f"{FOLDER}/{_PREFILL_RECALL}", *more),
+        file=file or f"first-token-qwen3-8b-{chunk}.jsonl",
+        goals=goals,
     )
+
+
+def _long_first_token(chunk: str) -> Command:
+    return _first_token(chunk, "32k,64k,128k", tuple(f"E6: {length}k, chunks of {chunk}" for length in (128, 64, 32)))
 
 
 def _rocketkv(eviction: str) -> str:
@@ -190,8 +193,12 @@ LEGS: tuple[Leg, ...] = (
         "prefill-serving",
         (
             Command("eval.bench_prefill", _PREFILL_RECALL, _SERVED),
-            _first_token("8k", "4k,8k,32k,64k,128k"),
-            _first_token("16k", "32k,64k,128k"),
+            _long_first_token("8k"),
+            _long_first_token("16k"),
+            # So short that a single run says little.
+            _first_token(
+                *("8k", "2k,4k,8k", ("E6: 8k and less",), "--cold-runs", "15"), file="first-token-qwen3-8b-short.jsonl"
+            ),
         ),
     ),
     Leg(
