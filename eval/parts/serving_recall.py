@@ -19,6 +19,7 @@ from eval.figures.pictures import rows_of
 from eval.figures.prefill import COMMAND as PREFILL_COMMAND
 from eval.live.counters import EvaluationError
 from eval.parts.serving_grid import QUALITY, Cell, dense_by_limits
+from eval.structured.generator import read_recipe
 
 ROBSA = "robsa"
 KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}
@@ -38,15 +39,16 @@ def recalls(path: Path, command: str = PREFILL_COMMAND) -> list[dict[str, Any]]:
         EvaluationError: it is no such file, or has no such rows.
     """
     header, *rows = rows_of(path, command)
+    # Fields that came later than the file were as they are by default.
+    usual = read_recipe({}).model_dump()
     found = [row | {"seed": header["arguments"]["seed"]} for row in rows if row["kind"] == "summary"]
     if command == MLA_COMMAND:
         shared = {name: header["arguments"][name] for name in ("active", "recipe")}
         found = [row for row in found if (row["op"], row["implementation"]) == (WHOLE, ROPE)]
-        found = [
-            row | shared | {"made": header["base_recipe"] | {"stripe_ratio": row["stripe_ratio"]}} for row in found
-        ]
+        made = usual | header["base_recipe"]
+        found = [row | shared | {"made": made | {"stripe_ratio": row["stripe_ratio"]}} for row in found]
     else:
-        found = [row | {"made": header["recipe"]} for row in found]
+        found = [row | {"made": usual | header["recipe"]} for row in found]
     if not found:
         raise EvaluationError(f"--recall-from {path}: it has no summary, its run was refused or interrupted")
     return found

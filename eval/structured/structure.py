@@ -16,6 +16,12 @@ exactly. Noise, orthogonal to all this, spreads the logits of band and backgroun
 hides the directions from whoever looks at single dimensions. Nothing grows with the square of the number of tokens,
 only with that of blocks.
 
+With a *level* one more dimension is the same in all keys, and queries differ in how much they have there: all logits
+of a query shift alike, by an amount for its head and one for its block of ``band_tokens / 2`` queries. The softmax, and
+so everything above, does not see it; a comparison of logits with a fixed number does. Both amounts are normally
+distributed and know nothing of each other, of the KV head or of the text. The noise has a dimension less, and is
+another one; in bfloat16 the logits lose in precision, by less than a hundredth of the level.
+
 The patterns are those that AnchorAttention and MInference report of real models; the construction is this project's
 own. Keys are as after RoPE.
 """
@@ -27,6 +33,8 @@ from typing import NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from eval.structured.codes import chirps, own_and_previous
 
 PARTS = ("sink", "band", "stripes", "background")
 SINK, BAND, STRIPE, BACKGROUND = range(4)
@@ -48,6 +56,8 @@ class Recipe(BaseModel):
     stripe_ratio: float = Field(0.01, gt=0, lt=1, description="Share of the tokens that are stripes.")
     stripe_run: int = Field(1, ge=1, description="Adjacent tokens of a stripe; it starts at a multiple of this.")
     noise: float = Field(0.5, ge=0, description="Standard deviation of the logits within band and background.")
+    head_level: float = Field(0.0, ge=0, description="Standard deviation of what a query head adds to all its logits.")
+    block_level: float = Field(0.0, ge=0, description="Standard deviation of what each block of queries adds to that.")
     rope_share: float = Field(0.9, ge=0, le=1, description="MLA: share of the logits that the RoPE dimensions carry.")
 
     @model_validator(mode="after")
@@ -97,11 +107,14 @@ class Structure:
         self.kind = _kinds(recipe, tokens, kv_heads, generator).to(device)
         blocks = -(-tokens // self.block)
         self.codes = [chirps(blocks, part.dims).to(device) for part in slices]
-        self.wanted = [_own_and_previous(codes) for codes in self.codes]
+        self.wanted = [own_and_previous(codes) for codes in self.codes]
         self.rotations = [
             torch.linalg.qr(torch.randn(kv_heads, part.dims, part.dims, generator=generator))[0].to(device)
             for part in slices
         ]
+        self._level_seed = int(torch.randint(2**62, (), generator=generator))
+        # Dimensions that are the same in all keys; without a level the tensors are as if there were no such thing.
+        self._flat = int(recipe.head_level + recipe.block_level > 0)
         # How much of its coefficient for the band a query of one block spends on the keys of another.
         pairs = zip(slices, self.wanted, self.codes, strict=True)
         self.gram = torch.stack([part.share * wanted @ codes.T for part, wanted, codes in pairs]).sum(0)
@@ -164,8 +177,17 @@ class Structure:
             self._ratio(STRIPE) + log_far_mean - stripes.clamp(min=1).log(),
         )
 
+    def levels(self, q_heads: int) -> torch.Tensor:
+        """What the queries of each block add to all their logits, ``[q_heads, blocks]`` float32."""
+        generator = torch.Generator().manual_seed(self._level_seed)
+        heads, blocks = (torch.randn(q_heads, n, generator=generator) for n in (1, self.gram.shape[0]))
+        return (self.recipe.head_level * heads + self.recipe.block_level * blocks).to(self.kind.device)
+
     def logits(self, position: int) -> torch.Tensor:
-        """Logarithm of the mean weight of each key, ``[kv_heads, position + 1]`` float32, for a query there."""
+        """Logarithm of the mean weight of each key, ``[kv_heads, position + 1]`` float32, for a query there.
+
+        Without the level, which differs between the query heads of a KV head.
+        """
         sink, band, stripe = (value[:, 0, None] for value in self.coefficients(self._at(position)))
         kind = self.kind[:, : position + 1]
         towards = self.gram[position // self.block].repeat_interleave(self.block)[: position + 1]
@@ -203,10 +225,12 @@ class Structure:
         for part, codes, rotation in zip(self.slices, self.codes, self.rotations, strict=True):
             size = math.sqrt(part.dims)
             width = codes.shape[1]
-            shape = (len(positions), self.kv_heads, part.dims - 2 - width)
+            shape = (len(positions), self.kv_heads, part.dims - 2 - width - self._flat)
             noise = torch.randn(shape, generator=generator, device=kind.device)
             plain = torch.cat([size * codes[positions // self.block][:, None].expand(-1, self.kv_heads, -1), noise], -1)
-            features = torch.cat([size * (kind == SINK), size * (kind == STRIPE), plain * (kind == BACKGROUND)], -1)
+            flat = noise.new_full((*shape[:2], self._flat), size)
+            marks = size * (kind == SINK), size * (kind == STRIPE)
+            features = torch.cat([*marks, plain * (kind == BACKGROUND), flat], -1)
             made.append(torch.einsum("nhd,hde->nhe", features, rotation))
         return torch.cat(made, -1)
 
@@ -215,7 +239,7 @@ class Structure:
 
         Args:
             positions: int64.
-            q_heads: a multiple of the KV heads; all of a group want the same, up to noise.
+            q_heads: a multiple of the KV heads; all of a group want the same, up to noise and level.
             scale: what the model multiplies ``q @ k`` with.
             generator: for their noise.
 
@@ -226,46 +250,23 @@ class Structure:
         if rest or not group:
             raise ValueError(f"q_heads must be a multiple of the {self.kv_heads} KV heads, got {q_heads}")
         sink, band, stripe = (value.T[:, :, None, None] for value in self.coefficients(positions))
-        made = []
+        level = self.levels(q_heads)[:, positions // self.block].T.reshape(len(positions), self.kv_heads, group, 1)
+        level, made = level[..., : self._flat], []
         for part, wanted, rotation in zip(self.slices, self.wanted, self.rotations, strict=True):
             width = wanted.shape[1]
-            shape = (len(positions), self.kv_heads, group, part.dims - 2 - width)
+            shape = (len(positions), self.kv_heads, group, part.dims - 2 - width - self._flat)
             noise = torch.randn(shape, generator=generator, device=sink.device)
             noise = noise * (self.recipe.noise * math.sqrt(part.share) / scale / noise.norm(dim=-1, keepdim=True))
             planted = torch.cat([sink, stripe, band * wanted[positions // self.block][:, None, None]], -1)
-            planted = (planted * (part.share / scale / math.sqrt(part.dims))).expand(-1, -1, group, -1)
-            made.append(torch.einsum("nhgd,hde->nhge", torch.cat([planted, noise], -1), rotation))
+            unit = part.share / scale / math.sqrt(part.dims)
+            features = torch.cat([(planted * unit).expand(-1, -1, group, -1), noise, level * unit], -1)
+            made.append(torch.einsum("nhgd,hde->nhge", features, rotation))
         return torch.cat(made, -1).flatten(1, 2)
-
-
-def chirps(count: int, dims: int) -> torch.Tensor:
-    """`count` codes ``[count, 2 p]`` float32 of length 1, p the largest prime up to a quarter of the dimensions.
-
-    Raises:
-        ValueError: fewer than 20 dimensions, or more codes than there are.
-    """
-    if dims < 20:
-        raise ValueError(f"a head, or the RoPE part of one, must have at least 20 dimensions, got {dims}")
-    p = next(n for n in range(dims // 4, 4, -1) if all(n % divisor for divisor in range(2, math.isqrt(n) + 1)))
-    if count > p**3:
-        raise ValueError(f"{dims} dimensions have codes for {p**3} blocks, needed are {count}: raise band_tokens")
-    index, j = torch.arange(count)[:, None], torch.arange(p)
-    turns = (index // p**2 * j**3 + index // p % p * j**2 + index % p * j) % p
-    phase = turns * (2 * math.pi / p)
-    return torch.cat([phase.cos(), phase.sin()], 1) / math.sqrt(p)
 
 
 def block_mass(weights: torch.Tensor, block: int) -> torch.Tensor:
     """Sums over blocks: ``[heads, tokens]`` becomes ``[heads, ceil(tokens / block)]``."""
     return torch.nn.functional.pad(weights, (0, -weights.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
-
-
-def _own_and_previous(codes: torch.Tensor) -> torch.Tensor:
-    """For each block what gives 1 with its own code and with the code before it."""
-    wanted = codes.clone()
-    overlap = (codes[1:] * codes[:-1]).sum(-1, keepdim=True)
-    wanted[1:] = (codes[1:] + codes[:-1]) / (1 + overlap)
-    return wanted
 
 
 def _kinds(recipe: Recipe, tokens: int, kv_heads: int, generator: torch.Generator) -> torch.Tensor:

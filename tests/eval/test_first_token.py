@@ -141,6 +141,9 @@ def test_recall_of_other_inputs_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(EvaluationError, match=message):
             wanted(prefill_file(tmp_path, change), *given)
+    # A file from before a field was there has its default.
+    before = {name: value for name, value in RECIPE.items() if name not in ("head_level", "block_level")}
+    assert wanted(prefill_file(tmp_path, recipe=before), *target)["theta"] == 9.32
     with pytest.raises(EvaluationError, match=r"a row with recipe \{'sink': 0\.3"):
         wanted(prefill_file(tmp_path, recipe={**RECIPE, "noise": 0.0}), *target)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from one_thread import one_thread  # noqa: F401
 
 from eval.structured import generator
+from eval.structured.codes import chirps
 from eval.structured.generator import (
     gqa_structure,
     make_decode,
@@ -18,9 +19,11 @@ from eval.structured.generator import (
     mla_structure,
     read_recipe,
 )
-from eval.structured.structure import BACKGROUND, PARTS, SINK, STRIPE, Recipe, Structure, block_mass, chirps
+from eval.structured.structure import BACKGROUND, PARTS, SINK, STRIPE, Recipe, Structure, block_mass
 
 Q_HEADS, KV_HEADS = 8, 2
+# Numbers of a prompt, from before there were levels.
+EARLIER = [-0.46847, -2.18435, -1.17488, -1.10154, -0.32709, -1.60803, -2.48108, 1.53815, -0.84436, 0.22269]
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, position: int, scale: float) -> torch.Tensor:
@@ -114,6 +117,67 @@ def test_codes_of_blocks_hardly_correlate(dims: int) -> None:
     assert gram.fill_diagonal_(0).abs().max() <= 2 / p**0.5 + 1e-5 and 2 * p <= dims // 2
 
 
+LEVELS = {"head_level": 2.0, "block_level": 1.0}
+
+
+def all_logits(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """``[q_heads, queries, keys]``, later keys too."""
+    return scale * torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
+
+
+@pytest.mark.parametrize("mla", [False, True])
+def test_a_level_shifts_all_logits_of_a_query(mla: bool) -> None:
+    recipe = Recipe(noise=0, band_tokens=64, **LEVELS)
+    without = Recipe(noise=0, band_tokens=64)
+    if mla:
+        structure, scale = mla_structure(500, recipe, 3), 192**-0.5
+        (q, k), (plain_q, plain_k) = (make_mla(500, 4, r, scale, 3, dtype=torch.float32) for r in (recipe, without))
+        last, _ = make_mla_decode(500, 4, recipe, scale, 3, dtype=torch.float32)
+    else:
+        structure, scale = gqa_structure(500, KV_HEADS, 64, recipe, 3), 64**-0.5
+        made = (make_qkv(500, 4, KV_HEADS, 64, r, 3, dtype=torch.float32) for r in (recipe, without))
+        (q, k, _), (plain_q, plain_k, _) = made
+        last, *_ = make_decode(500, 4, KV_HEADS, 64, recipe, 3, dtype=torch.float32)
+    logits, plain = all_logits(q, k, scale), all_logits(plain_q, plain_k, scale)
+    shift = structure.levels(4).repeat_interleave(32, 1)[:, :500, None]
+    torch.testing.assert_close(logits, plain + shift, atol=1e-3, rtol=0)
+    torch.testing.assert_close(logits.softmax(-1), plain.softmax(-1), atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(last, q[-1])
+    # Every block of every head has another one.
+    assert len(structure.levels(4).unique()) == 4 * 16
+
+
+def test_the_theory_does_not_see_the_level() -> None:
+    recipe = Recipe(band_tokens=64, stripe_ratio=0.03, **LEVELS)
+    plain = gqa_structure(1024, KV_HEADS, 64, Recipe(band_tokens=64, stripe_ratio=0.03), seed=1)
+    structure = gqa_structure(1024, KV_HEADS, 64, recipe, seed=1)
+    q, k, _ = make_qkv(1024, Q_HEADS, KV_HEADS, 64, recipe, seed=1, dtype=torch.float32)
+    logits = all_logits(q, k, 64**-0.5).unflatten(0, (KV_HEADS, -1))
+    levels = structure.levels(Q_HEADS).unflatten(0, (KV_HEADS, -1))
+    for position in (300, 1023):
+        assert torch.equal(structure.logits(position), plain.logits(position))
+        assert torch.equal(structure.blocks_at_recall(position, 0.8), plain.blocks_at_recall(position, 0.8))
+        mass = measured(attention(q, k, position, 64**-0.5), structure, position)
+        assert (mass.mean((0, 1)) - structure.mass(position)[0]).abs().max() < 0.04
+        # What the definition says of a query, and its level, are what its logits are, but for the noise.
+        expected = structure.logits(position)[:, None] + levels[..., position // 32, None]
+        assert ((logits[..., position, : position + 1] - expected).mean(-1) + recipe.noise**2 / 2).abs().max() < 0.05
+
+
+def test_levels_spread_as_asked() -> None:
+    levels = gqa_structure(100_000, 1, 64, Recipe(**LEVELS), seed=4).levels(200)
+    assert levels.shape == (200, 782) and levels.mean(1).std().item() == pytest.approx(2, rel=0.1)
+    assert levels.std(1).mean().item() == pytest.approx(1, rel=0.01)
+    other = gqa_structure(100_000, 1, 64, Recipe(**LEVELS), seed=5).levels(200)
+    assert not torch.equal(levels, other)
+
+
+def test_without_a_level_the_tensors_are_those_of_earlier_results() -> None:
+    q, k, _ = make_qkv(300, 4, 2, 64, Recipe(band_tokens=64), seed=5, dtype=torch.float32)
+    found = torch.cat([q[299, 3, :4], k[299, 1, :4], k[0, 0, :2]])
+    torch.testing.assert_close(found, torch.tensor(EARLIER), atol=1e-4, rtol=0)
+
+
 def test_mla_shows_its_structure_in_the_rope_dimensions() -> None:
     scale = 192**-0.5
     for rope_share, low, high in ((1.0, 0.9999, 1.0001), (0.9, 0.99, 0.9999), (0.0, 0.0, 0.5)):
@@ -168,6 +232,7 @@ def test_every_position_has_a_whole_distribution(tokens: int, band: int, sinks: 
         ({"sink": 0.5}, "must add up to 1, got 1.2"),
         ({"sinks": 0.5}, "sinks: Extra inputs are not permitted, got 0.5; its fields are sink, band, stripes"),
         ({"band_tokens": 3}, "band_tokens: Input should be a multiple of 2, got 3"),
+        ({"head_level": -1}, "head_level: Input should be greater than or equal to 0, got -1"),
         ({"noise": float("inf")}, "noise: Input should be a finite number, got inf"),
     ],
 )
