@@ -8,6 +8,9 @@ thresholds below 0 are of interest, too), averaged over layers and heads:
 - *sparsity*: the share of the causal query-key pairs that are left out;
 - *recall*: the share of the attention mass that falls on the pairs that are kept, mean over queries.
 
+Rows of the kind ``anchors`` say how far apart the anchors are that the scores are compared with: by query head the mean
+over its blocks of queries, and their standard deviation.
+
 Prompts are needles in books or stretches of a text (``--text``) on a checkpoint, as for `eval.recall`, or attention of
 a known structure (``--structured``, see `eval.structured`), which needs no model.
 """
@@ -31,7 +34,7 @@ from eval.live.counters import EvaluationError
 from eval.live.record import Record
 from eval.live.tokens import tokens
 from eval.parts.recall_attention import Captured, capture, load_model
-from eval.parts.recall_prefill import measure
+from eval.parts.recall_prefill import anchors, measure
 from eval.recall import add_prompt_arguments, prompts
 from eval.structured.generator import make_qkv, read_recipe
 
@@ -58,6 +61,26 @@ def sources(args: argparse.Namespace) -> Iterator[tuple[str, int, Callable[[Call
             yield f"{length}/{index}", length, show
 
 
+def judged(args: argparse.Namespace, captured: Captured, prompt: str, length: int) -> Iterator[dict[str, Any]]:
+    """The rows of a layer: one of the kind ``anchors``, and an ``item`` for each comparison and threshold."""
+    place = {
+        "task": "structured" if args.structured is not None else "needle" if not args.text else "text",
+        "length": length,
+        "layer": captured.layer,
+    }
+
+    def by_head(values: torch.Tensor) -> list[float]:
+        return [round(value, 5) for value in values.tolist()]
+
+    found = anchors(captured, args.block_size, args.step)
+    spread = {"mean": by_head(found.mean(1)), "deviation": by_head(found.std(1))}
+    yield {"kind": "anchors", "id": f"{prompt}/{captured.layer}", **place, **spread}
+    for kept in measure(captured, args.thetas, args.block_size, args.step):
+        name = f"{prompt}/{captured.layer}/{kept.anchor}/{kept.theta}"
+        shares = {"sparsity": by_head(kept.sparsity), "recall": by_head(kept.recall)}
+        yield {"kind": "item", "id": name, **place, "anchor": kept.anchor, "theta": kept.theta, **shares}
+
+
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all prompts and write the file.
 
@@ -76,19 +99,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
 
             def visit(captured: Captured, prompt: str = prompt, length: int = length) -> None:
-                for kept in measure(captured, args.thetas, args.block_size, args.step):
-                    row = {
-                        "id": f"{prompt}/{captured.layer}/{kept.anchor}/{kept.theta}",
-                        "task": "structured" if args.structured is not None else "needle" if not args.text else "text",
-                        "length": length,
-                        "layer": captured.layer,
-                        "anchor": kept.anchor,
-                        "theta": kept.theta,
-                        "sparsity": [round(share, 5) for share in kept.sparsity.tolist()],
-                        "recall": [round(share, 5) for share in kept.recall.tolist()],
-                    }
-                    rows.append({"kind": "item", **row})
-                    record.add("item", **row)
+                for row in judged(args, captured, prompt, length):
+                    rows.append(row)
+                    record.add(**row)
 
             with torch.inference_mode():
                 show(visit)

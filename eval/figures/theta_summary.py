@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
+
+import numpy as np
 
 from eval.figures.pictures import save
 from eval.figures.report_tables import length, number, percent, table, text
@@ -14,6 +16,8 @@ from eval.live.record import read_finished
 
 Row = Mapping[str, Any]
 VISIBLE = 0.002
+# Shares of the pairs left out at which the two comparisons are set side by side.
+SHARES = tuple(tenths / 10 for tenths in range(1, 10))
 LABELS = {True: "with anchor", False: "without anchor"}
 
 
@@ -68,6 +72,83 @@ def theta(paths: Sequence[Path]) -> str:
         ("worst head", number("recall_low", 3)),
     ]
     return table(rows, columns)
+
+
+def at_equal_sparsity(summary: Sequence[Row], shares: Sequence[float] = SHARES) -> list[dict[str, Any]]:
+    """The recall of both comparisons where they leave out as much, on straight lines between their thresholds.
+
+    Args:
+        summary: rows of `summarise`.
+        shares: of the pairs left out; those that a comparison does not reach are passed over.
+
+    Returns:
+        One dict for each task, length and share: ``sparsity``, ``recall`` with the anchor, and ``recall_without``.
+    """
+    found = []
+    for task, size in dict.fromkeys((row["task"], row["length"]) for row in summary):
+        lines: dict[bool, dict[float, float]] = {True: {}, False: {}}
+        for row in summary:
+            if (row["task"], row["length"]) == (task, size):
+                line, place = lines[row["anchor"]], row["sparsity"]
+                line[place] = max(row["recall"], line.get(place, 0.0))
+        low, high = max(map(min, lines.values())), min(map(max, lines.values()))
+        for share in shares:
+            if low <= share <= high:
+                recall, without = (
+                    float(np.interp(share, sorted(line), [line[place] for place in sorted(line)]))
+                    for line in lines.values()
+                )
+                place = {"task": task, "length": size, "sparsity": share}
+                found.append({**place, "recall": recall, "recall_without": without})
+    return found
+
+
+def equal(paths: Sequence[Path]) -> str:
+    """What both comparisons keep where they leave out as much."""
+    rows = [row for path in paths for row in at_equal_sparsity(summarise(read_finished(path)))]
+    columns = [
+        ("input", text("task")),
+        ("length", length),
+        ("left out", percent("sparsity")),
+        ("mass kept with anchor", number("recall", 3)),
+        ("without", number("recall_without", 3)),
+    ]
+    return table(rows, columns)
+
+
+def spread(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """How far apart anchors are.
+
+    Args:
+        rows: of the JSONL file: ``anchors`` rows; of equal ones the last counts.
+
+    Returns:
+        One dict for each task and length: the ``mean`` over all query heads of all layers, ``heads``, the standard
+        deviation of their means, and ``blocks``, that of a head's blocks of queries, mean over heads.
+    """
+    kept = {row["id"]: row for row in rows if row["kind"] == "anchors"}
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in kept.values():
+        groups.setdefault((row["task"], row["length"]), []).append(row)
+    found = []
+    for (task, size), layers in groups.items():
+        means, deviations = ([value for row in layers for value in row[name]] for name in ("mean", "deviation"))
+        place = {"task": task, "length": size, "n_heads": len(means)}
+        found.append({**place, "mean": fmean(means), "heads": pstdev(means), "blocks": fmean(deviations)})
+    return found
+
+
+def anchors(paths: Sequence[Path]) -> str:
+    """How far apart anchors are, of files of ``eval.theta``."""
+    columns = [
+        ("input", text("task")),
+        ("length", length),
+        ("heads", text("n_heads")),
+        ("mean anchor", number("mean", 1)),
+        ("deviation between heads", number("heads", 2)),
+        ("deviation between a head's blocks", number("blocks", 2)),
+    ]
+    return table([row for path in paths for row in spread(read_finished(path))], columns)
 
 
 def plot(summary: Sequence[Row], stem: Path) -> list[Path]:

@@ -58,6 +58,23 @@ def measure(
     return [Kept(*place, left_out[place] / causal, 1 - mass[place] / tokens) for place in mass]
 
 
+def anchors(captured: Captured, block_size: int, step: int) -> Tensor:
+    """What the scores of each block of queries are compared with, ``[q_heads, blocks]``.
+
+    That is the mean over the block of a query's highest logit with the initial block and with the keys of its group.
+    """
+    tokens, heads = captured.query.shape[:2]
+    found: list[Tensor] = []
+    for first in range(0, tokens, block_size * step):
+        at = torch.arange(first, min(first + block_size * step, tokens))
+        region = torch.cat([torch.arange(min(block_size, first)), at])
+        query = captured.query[at].float() * captured.scaling
+        key = captured.key[region].float().repeat_interleave(heads // captured.key.shape[1], dim=1)
+        logits = torch.einsum("qhd,khd->hqk", query, key).masked_fill_(region > at[:, None], -torch.inf)
+        found.extend(part.mean(1) for part in logits.amax(-1).split(block_size, 1))
+    return torch.stack(found, 1)
+
+
 def _mean_logits(captured: Captured, first: int, end: int, block_size: int) -> Tensor:
     """The highest logit of any block's mean query with each candidate key, ``[q_heads, candidates]``."""
     group = captured.query.shape[1] // captured.key.shape[1]

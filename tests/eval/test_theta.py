@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from eval import theta
-from eval.figures.theta_summary import summarise
+from eval.figures.theta_summary import at_equal_sparsity, spread, summarise
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
 from eval.parts.recall_attention import Captured
-from eval.parts.recall_prefill import measure
+from eval.parts.recall_prefill import anchors, measure
 
 BLOCK, STEP, TOKENS, HEADS = 16, 2, 90, 4
 SMALL = ["--structured", "{}", "--lengths", "600", "--block-size", "64", "--step", "2", "--thetas", "2,6"]
@@ -58,12 +58,57 @@ def test_the_measure_is_what_it_says(captured: Captured) -> None:
     assert 0 < found[1].sparsity.mean() < found[0].sparsity.mean()
 
 
+def test_anchors_are_the_best_of_the_region(captured: Captured) -> None:
+    found = anchors(captured, BLOCK, STEP)
+    assert found.shape == (HEADS, 6)
+    for head in range(HEADS):
+        logits = captured.query[:, head] @ captured.key[:, head // 2].T * captured.scaling
+        for block, rows in enumerate(torch.arange(TOKENS).split(BLOCK)):
+            best = []
+            for row in rows.tolist():
+                start = row // (BLOCK * STEP) * BLOCK * STEP
+                region = torch.cat([logits[row, : min(BLOCK, row + 1)], logits[row, start : row + 1]])
+                best.append(region.max())
+            assert found[head, block].item() == pytest.approx(float(torch.stack(best).mean()), abs=1e-4)
+
+
+def points(anchor: bool, *pairs: tuple[float, float]) -> list[dict[str, Any]]:
+    place = {"task": "needle", "length": 8192, "anchor": anchor}
+    return [{**place, "theta": float(i), "sparsity": s, "recall": r} for i, (s, r) in enumerate(pairs)]
+
+
+def test_equal_sparsity_lies_on_straight_lines() -> None:
+    summary = points(True, (0.8, 0.6), (0.8, 0.5), (0.4, 0.9), (0.0, 1.0))
+    summary += points(False, (0.7, 0.5), (0.2, 0.9))
+    found = at_equal_sparsity(summary, (0.1, 0.2, 0.6, 0.75))
+    # What both reach; of equal sparsities the better recall counts.
+    assert [(row["sparsity"], row["length"]) for row in found] == [(0.2, 8192), (0.6, 8192)]
+    assert [row["recall"] for row in found] == pytest.approx([0.95, 0.75])
+    assert [row["recall_without"] for row in found] == pytest.approx([0.9, 0.58])
+
+
+def test_the_spread_of_anchors() -> None:
+    row = {
+        "kind": "anchors",
+        "id": "0/0",
+        "task": "needle",
+        "length": 8192,
+        "mean": [1.0, 2.0],
+        "deviation": [0.1, 0.3],
+    }
+    other = {**row, "id": "0/1", "mean": [3.0, 4.0], "deviation": [0.5, 0.7]}
+    (found,) = spread([{**row, "mean": [9.0, 9.0]}, other, row, {"kind": "item"}])
+    assert found["n_heads"] == 4 and found["mean"] == 2.5
+    assert found["heads"] == pytest.approx(1.25**0.5) and found["blocks"] == pytest.approx(0.4)
+
+
 def test_the_command_writes_once_and_goes_on(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "theta.jsonl"
     command = [*SMALL, "--n", "2", "--out", str(out), "--revision", "test"]
     assert theta.main(command) == 0
     rows = read_rows(out)
-    assert [row["kind"] for row in rows].count("item") == 2 * 2 * 2
+    kinds = [row["kind"] for row in rows]
+    assert kinds.count("item") == 2 * 2 * 2 and kinds.count("anchors") == 2
     summary = [row for row in rows if row["kind"] == "summary"]
     assert [(row["anchor"], row["theta"]) for row in summary] == [(True, 2.0), (True, 6.0), (False, 2.0), (False, 6.0)]
     assert summary[0]["sparsity"] > summary[1]["sparsity"] and summary[0]["recall"] < summary[1]["recall"] <= 1
