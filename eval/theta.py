@@ -61,13 +61,16 @@ def sources(args: argparse.Namespace) -> Iterator[tuple[str, int, Callable[[Call
             yield f"{length}/{index}", length, show
 
 
+def task_of(args: argparse.Namespace) -> str:
+    """What the prompts are."""
+    if args.structured is None:
+        return "text" if args.text else "needle"
+    return "structured, level" if read_recipe(args.structured).has_level else "structured"
+
+
 def judged(args: argparse.Namespace, captured: Captured, prompt: str, length: int) -> Iterator[dict[str, Any]]:
     """The rows of a layer: one of the kind ``anchors``, and an ``item`` for each comparison and threshold."""
-    place = {
-        "task": "structured" if args.structured is not None else "needle" if not args.text else "text",
-        "length": length,
-        "layer": captured.layer,
-    }
+    place = {"task": task_of(args), "length": length, "layer": captured.layer}
 
     def by_head(values: torch.Tensor) -> list[float]:
         return [round(value, 5) for value in values.tolist()]

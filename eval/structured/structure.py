@@ -60,6 +60,11 @@ class Recipe(BaseModel):
     block_level: float = Field(0.0, ge=0, description="Standard deviation of what each block of queries adds to that.")
     rope_share: float = Field(0.9, ge=0, le=1, description="MLA: share of the logits that the RoPE dimensions carry.")
 
+    @property
+    def has_level(self) -> bool:
+        """Whether queries differ in what they add to all their logits."""
+        return self.head_level > 0 or self.block_level > 0
+
     @model_validator(mode="after")
     def _whole(self) -> Recipe:
         total = self.sink + self.band + self.stripes + self.background
@@ -114,7 +119,7 @@ class Structure:
         ]
         self._level_seed = int(torch.randint(2**62, (), generator=generator))
         # Dimensions that are the same in all keys; without a level the tensors are as if there were no such thing.
-        self._flat = int(recipe.head_level + recipe.block_level > 0)
+        self._flat = int(recipe.has_level)
         # How much of its coefficient for the band a query of one block spends on the keys of another.
         pairs = zip(slices, self.wanted, self.codes, strict=True)
         self.gram = torch.stack([part.share * wanted @ codes.T for part, wanted, codes in pairs]).sum(0)

@@ -72,6 +72,12 @@ def test_anchors_are_the_best_of_the_region(captured: Captured) -> None:
             assert found[head, block].item() == pytest.approx(float(torch.stack(best).mean()), abs=1e-4)
 
 
+def test_inputs_have_names() -> None:
+    for given, name in (("{}", "structured"), ('{"block_level": 1}', "structured, level")):
+        assert theta.task_of(theta.parse(["--structured", given, "--out", "x"])) == name
+    assert theta.task_of(theta.parse(["--model-path", "m", "--out", "x"])) == "needle"
+
+
 def points(anchor: bool, *pairs: tuple[float, float]) -> list[dict[str, Any]]:
     place = {"task": "needle", "length": 8192, "anchor": anchor}
     return [{**place, "theta": float(i), "sparsity": s, "recall": r} for i, (s, r) in enumerate(pairs)]
