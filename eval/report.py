@@ -56,6 +56,8 @@ BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", r
 
 PROFILE = "profile-qwen3-1.7b-1x256k"
 THETA = ("theta-tiny-gqa", "theta-structured")
+# The planted attention without a level beside them.
+EVEN = (*THETA, "theta-structured-even")
 SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b")
 FIRST_TOKEN = ("first-token-qwen3-8b-8k", "first-token-qwen3-8b-16k")
 KEPT = ("niah-tiny-gqa-rocketkv", "niah-tiny-gqa-random_kept")
@@ -99,7 +101,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "agreement": lambda: report_tables.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "kept": lambda: kept.kept([path for name, path in result_files(RESULTS).items() if name.startswith(KEPT)]),
-    "theta": lambda: theta_summary.theta([RESULTS / f"{name}.jsonl" for name in THETA]),
+    "theta": lambda: theta_summary.theta([_file(name) for name in THETA]),
+    "theta-equal": lambda: theta_summary.equal([_file(name) for name in EVEN]),
+    "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),
     "rectification": lambda: report_tables.rectification(_file("ppl-rectify-records")),
     "rectification-books": lambda: report_tables.rectification(_file("ppl-rectify-book")),
 }

@@ -15,9 +15,9 @@ from eval.live.counters import EvaluationError
 from eval.live.record import read_finished
 
 Row = Mapping[str, Any]
-VISIBLE = 0.002
+VISIBLE = 0.005
 # Shares of the pairs left out at which the two comparisons are set side by side.
-SHARES = tuple(tenths / 10 for tenths in range(1, 10))
+SHARES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
 LABELS = {True: "with anchor", False: "without anchor"}
 
 
@@ -53,15 +53,22 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
+def visible(summary: Sequence[Row]) -> list[Row]:
+    """The rows of `summarise` at every whole threshold that changes anything."""
+    rows: list[Row] = []
+    for row in summary:
+        last = rows[-1] if rows else {}
+        same = all(last.get(name) == row[name] for name in ("task", "length", "anchor"))
+        changed = not same or max(abs(last[name] - row[name]) for name in ("sparsity", "recall")) > VISIBLE
+        if changed and float(row["theta"]).is_integer():
+            rows.append(row)
+    return rows
+
+
 def theta(paths: Sequence[Path]) -> str:
-    """Sparsity and recall of files of ``eval.theta``, at every threshold that changes them."""
-    rows: list[dict[str, Any]] = []
-    for path in paths:
-        for row in summarise(read_finished(path)):
-            last = rows[-1] if rows else {}
-            same = all(last.get(name) == row[name] for name in ("task", "length", "anchor"))
-            if not same or max(abs(last[name] - row[name]) for name in ("sparsity", "recall")) > VISIBLE:
-                rows.append({**row, "score": LABELS[row["anchor"]], "threshold": f"{row['theta']:g}"})
+    """Sparsity and recall of files of ``eval.theta``, at every whole threshold that changes them."""
+    found = [row for path in paths for row in visible(summarise(read_finished(path)))]
+    rows = [{**row, "score": LABELS[row["anchor"]], "threshold": f"{row['theta']:g}"} for row in found]
     columns = [
         ("input", text("task")),
         ("length", length),
@@ -169,8 +176,8 @@ def plot(summary: Sequence[Row], stem: Path) -> list[Path]:
     for (task, size), axes in zip(places, panels, strict=True):
         for anchor, label in LABELS.items():
             line = [row for row in summary if (row["task"], row["length"], row["anchor"]) == (task, size, anchor)]
-            axes.plot([row["sparsity"] for row in line], [row["recall"] for row in line], marker="o", label=label)
-            for row in line:
+            axes.plot([row["sparsity"] for row in line], [row["recall"] for row in line], marker=".", label=label)
+            for row in visible(line):
                 axes.annotate(f"{row['theta']:g}", (row["sparsity"], row["recall"]), fontsize=7)
         axes.set_title(f"{task}, {size} tokens (numbers: θ)")
         axes.set_xlabel("sparsity: pairs left out")

@@ -9,9 +9,10 @@ import torch
 from eval import theta
 from eval.figures.theta_summary import at_equal_sparsity, spread, summarise
 from eval.live.counters import EvaluationError
-from eval.live.record import read_rows
+from eval.live.record import read_rows, result_files
 from eval.parts.recall_attention import Captured
 from eval.parts.recall_prefill import anchors, measure
+from eval.report import EVEN, RESULTS, THETA
 
 BLOCK, STEP, TOKENS, HEADS = 16, 2, 90, 4
 SMALL = ["--structured", "{}", "--lengths", "600", "--block-size", "64", "--step", "2", "--thetas", "2,6"]
@@ -137,6 +138,23 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: Any) -> None:
     assert theta.main(arguments) == 1
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_the_anchor_keeps_more_of_the_same_size(name: str) -> None:
+    """What the paper's table 4 shows, in the files that the documents are made from."""
+    rows = read_rows(result_files(RESULTS)[name])
+    found = at_equal_sparsity(summarise(rows), [share / 20 for share in range(1, 20)])
+    assert len(found) >= 13 * len(rows[0]["arguments"]["lengths"])
+    assert all(row["recall"] > row["recall_without"] for row in found)
+
+
+def test_the_planted_level_is_the_model_s() -> None:
+    model, planted = (read_rows(result_files(RESULTS)[name]) for name in THETA)
+    recipe = planted[0]["arguments"]["structured"]
+    for found in spread(model):
+        assert recipe["head_level"] == pytest.approx(found["heads"], abs=0.05)
+        assert recipe["block_level"] == pytest.approx(found["blocks"], abs=0.01)
 
 
 def test_a_file_without_items() -> None:
