@@ -12,7 +12,8 @@ from triton import knobs
 
 from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
 from ..paged_prefill import load_rows
-from ..sparse_decode.triton import combine, num_splits, split_results
+from ..sparse_decode.plan import num_splits, split_results
+from ..sparse_decode.triton import combine
 from .reference import BLOCK_KEYS, LOCAL_BLOCKS
 
 # Beyond these a program's queries and values fill the registers of more warps.

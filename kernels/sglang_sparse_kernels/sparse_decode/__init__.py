@@ -102,11 +102,11 @@ def scratch_bytes(
         kv_dtype: of the caches.
         device: where the call runs.
     """
-    from . import triton
+    from .plan import plan, split_results
 
-    sizes = (batch, num_kv_heads, head_dim, v_head_dim, pages, page_size)
-    config, _, splits = triton.plan(*sizes, kv_dtype, device)
-    results = triton.split_results(batch * num_q_heads, splits, v_head_dim, dtype, config.narrow)
+    sizes = (batch, num_q_heads // num_kv_heads, num_kv_heads, head_dim, v_head_dim, pages, page_size)
+    config, _, splits = plan(*sizes, kv_dtype, device)
+    results = split_results(batch * num_q_heads, splits, v_head_dim, dtype, config.narrow)
     return sum(size * kind.itemsize for size, kind in results)
 
 

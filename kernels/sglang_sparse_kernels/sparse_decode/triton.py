@@ -7,38 +7,17 @@ heads of a row are combined side by side, costs about 4 us.
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
-from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
+from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch
+from .plan import Config, combines, plan, split_results
 
 # Partial results that one program of the combination holds, and that a warp of it has at least.
 _COMBINE_TILE = 4096
 _COMBINE_WARP = 1024
-# Those that a warp of a split can hold when it combines.
-_FUSED_WARP = 2048
-# Selected tokens per multiprocessor below which smaller tiles balance the programs better, or a program has so few of
-# them that more should be on their way at once.
-_FEW_TOKENS = 2048
-_FEWEST_TOKENS = 400
-
-
-@dataclass(frozen=True)
-class Config:
-    """Launch parameters: tokens per step, warps, pipeline stages, and programs aimed for per multiprocessor.
-
-    With ``narrow`` the results of the splits have the dtype of the output instead of float32.
-    """
-
-    block_tokens: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
-    programs_per_processor: int = 3
-    narrow: bool = False
 
 
 @triton.jit
@@ -323,59 +302,6 @@ def _combine_kernel(
     tl.store(out_ptr + q_head * V_DIM + v_dims, output.to(out_ptr.dtype.element_ty), mask=v_dims < V_DIM)
 
 
-def num_splits(pairs: int, max_pages: int, tile_pages: int, programs: int) -> int:
-    """Splits per row and KV head: at most ``programs`` in all, and the same number of tiles for each.
-
-    Rounded down: a few programs too many would run alone after all others.
-    """
-    tiles = max(1, triton.cdiv(max_pages, tile_pages))
-    tiles_per_split = triton.cdiv(tiles, max(1, programs // pairs))
-    return triton.cdiv(tiles, tiles_per_split)
-
-
-def split_results(
-    rows: int, splits: int, v_dim: int, dtype: torch.dtype, narrow: bool
-) -> tuple[tuple[int, torch.dtype], tuple[int, torch.dtype]]:
-    """Elements and dtypes of what the splits hand on; nothing where there is one alone, which writes the output.
-
-    Args:
-        rows: pairs of a row and a query head.
-        splits: of each pair.
-        v_dim: dimension of a result.
-        dtype: of the output.
-        narrow: see ``Config``.
-
-    Returns:
-        Those of the results, and of the logarithms of their sums of weights.
-    """
-    kept = rows * splits if splits > 1 else 0
-    return (kept * v_dim, dtype if narrow else torch.float32), (kept, torch.float32)
-
-
-def plan(
-    batch: int,
-    heads: int,
-    dim: int,
-    v_dim: int,
-    pages: int,
-    page_size: int,
-    kv_dtype: torch.dtype,
-    device: torch.device,
-    config: Config | None = None,
-) -> tuple[Config, int, int]:
-    """How a call is launched; ``heads`` are KV heads, and ``pages`` those that most rows select at most.
-
-    Returns:
-        Its parameters, the pages of a tile, and the splits of each row and KV head.
-    """
-    processors = num_processors(device)
-    row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(v_dim)) * kv_dtype.itemsize
-    config = config or default_config(row_bytes, batch * heads * pages * page_size // processors)
-    tile_pages = max(config.block_tokens, page_size) // page_size
-    splits = num_splits(batch * heads, pages, tile_pages, config.programs_per_processor * processors)
-    return config, tile_pages, splits
-
-
 def sparse_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -398,15 +324,13 @@ def sparse_decode(
     max_pages = indices.shape[2]
     if batch == 0:
         return out
-    sizes = (batch, heads, dim, v_dim, usual_pages or max_pages, page_size)
+    group = num_q_heads // heads
+    sizes = (batch, group, heads, dim, v_dim, usual_pages or max_pages, page_size)
     config, tile_pages, splits = plan(*sizes, k_cache.dtype, q.device, config)
     results = split_results(batch * num_q_heads, splits, v_dim, q.dtype, config.narrow)
     partial, lse = (torch.empty(size, dtype=dtype, device=q.device) for size, dtype in results)
     dependent = dependent_launch(q.device)
-    group = num_q_heads // heads
-    block_splits, block_members = triton.next_power_of_2(splits), triton.next_power_of_2(group)
-    held = block_splits * block_members * triton.next_power_of_2(v_dim)
-    fused = arrivals is not None and splits > 1 and held <= _FUSED_WARP * config.num_warps
+    fused = arrivals is not None and combines(splits, group, v_dim, config.num_warps)
     tensors = (q, k_cache, v_cache, indices, counts, last_slots, out, partial, lse, arrivals if fused else counts)
     strides = [stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]]
     _split_kernel[(splits, heads, batch)](
@@ -419,8 +343,8 @@ def sparse_decode(
         PAGE=page_size,
         BLOCK_TOKENS=tile_pages * page_size,
         SPLITS=splits,
-        BLOCK_MEMBERS=block_members,
-        BLOCK_SPLITS=block_splits,
+        BLOCK_MEMBERS=triton.next_power_of_2(group),
+        BLOCK_SPLITS=triton.next_power_of_2(splits),
         FUSED=fused,
         # The interpreter multiplies the bit patterns of bfloat16.
         UPCAST=knobs.runtime.interpret,
@@ -484,16 +408,3 @@ def combine(
         num_warps=min(4, max(1, block_splits * block_v_dim // _COMBINE_WARP)),
         launch_pdl=dependent,
     )
-
-
-def default_config(row_bytes: int, tokens_per_processor: int) -> Config:
-    """What was fastest on one H200, see ``eval.bench_kernels``.
-
-    Small tiles where a program gets only a few of them, or where a token's key and value (in bytes) are large; as many
-    programs as fit a multiprocessor in registers and in shared memory.
-    """
-    if tokens_per_processor < _FEWEST_TOKENS and row_bytes <= 512:
-        return Config(block_tokens=32, num_warps=2, num_stages=4, programs_per_processor=6)
-    if tokens_per_processor < _FEW_TOKENS or row_bytes > 512:
-        return Config(block_tokens=32, num_stages=2, programs_per_processor=6, narrow=True)
-    return Config()

@@ -12,7 +12,8 @@ import triton.language as tl
 from triton import knobs
 
 from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors, properties
-from ..sparse_decode.triton import combine, load_ids, num_splits, split_results, token_slots
+from ..sparse_decode.plan import num_splits, split_results
+from ..sparse_decode.triton import combine, load_ids, token_slots
 
 # Rows of the smallest product that Hopper's warpgroup instructions compute.
 _WGMMA_ROWS = tl.constexpr(64)
