@@ -71,7 +71,7 @@ def test_selecting_all_pages_is_dense_attention(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_step_replays_as_a_cuda_graph_without_host_synchronisation() -> None:
+def test_step_replays_as_a_cuda_graph_without_host_synchronisation_and_to_the_bit() -> None:
     batches = [(300, 0, 17, 100), (0, 384, 200, 5)]
     static = make_step(batches[0], "cuda")
     run_step(static)  # compiles the kernels
@@ -88,5 +88,6 @@ def test_step_replays_as_a_cuda_graph_without_host_synchronisation() -> None:
         expected = run_step(step)
         for name, value in step.items():
             static[name][: len(value)] = value
-        graph.replay()
-        assert torch.equal(out, expected)
+        for _ in range(100):
+            graph.replay()
+            assert torch.equal(out, expected)
