@@ -1,0 +1,135 @@
+"""How sparse decode attention is launched: the parameters of its kernels, and the splits of a row."""
+
+# Type checkers take Triton's helpers of the host for those of kernels.
+# pyright: reportReturnType=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ..launch import num_processors, properties
+
+# Numbers that a warp can hold when it combines splits.
+_FUSED_WARP = 2048
+# Selected tokens per multiprocessor below which smaller tiles balance the programs better, or a program has so few of
+# them that more should be on their way at once.
+_FEW_TOKENS = 2048
+_FEWEST_TOKENS = 400
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters: tokens per step, warps, pipeline stages, and programs aimed for per multiprocessor.
+
+    With ``narrow`` the results of the splits have the dtype of the output instead of float32.
+    """
+
+    block_tokens: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_processor: int = 3
+    narrow: bool = False
+
+
+# More programs of small tiles.
+_SMALL = Config(block_tokens=32, num_stages=2, programs_per_processor=6, narrow=True)
+# One deep program a multiprocessor, and the shared memory that it takes with rows of 512 bytes.
+_DEEP = Config(block_tokens=128, num_stages=3, programs_per_processor=1)
+_DEEP_BYTES = 136 * 1024
+# Share of the multiprocessors that have one, at least.
+_DEEP_SHARE = 0.95
+
+
+def num_splits(pairs: int, max_pages: int, tile_pages: int, programs: int) -> int:
+    """Splits per row and KV head: at most ``programs`` in all, and the same number of tiles for each.
+
+    Rounded down: a few programs too many would run alone after all others.
+    """
+    tiles = max(1, triton.cdiv(max_pages, tile_pages))
+    tiles_per_split = triton.cdiv(tiles, max(1, programs // pairs))
+    return triton.cdiv(tiles, tiles_per_split)
+
+
+def split_results(
+    rows: int, splits: int, v_dim: int, dtype: torch.dtype, narrow: bool
+) -> tuple[tuple[int, torch.dtype], tuple[int, torch.dtype]]:
+    """Elements and dtypes of what the splits hand on; nothing where there is one alone, which writes the output.
+
+    Args:
+        rows: pairs of a row and a query head.
+        splits: of each pair.
+        v_dim: dimension of a result.
+        dtype: of the output.
+        narrow: see ``Config``.
+
+    Returns:
+        Those of the results, and of the logarithms of their sums of weights.
+    """
+    kept = rows * splits if splits > 1 else 0
+    return (kept * v_dim, dtype if narrow else torch.float32), (kept, torch.float32)
+
+
+def plan(
+    batch: int,
+    group: int,
+    heads: int,
+    dim: int,
+    v_dim: int,
+    pages: int,
+    page_size: int,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    config: Config | None = None,
+) -> tuple[Config, int, int]:
+    """How a call is launched; ``heads`` are KV heads with ``group`` query heads each, and ``pages`` those that most
+    rows select at most.
+
+    Returns:
+        Its parameters, the pages of a tile, and the splits of each row and KV head.
+    """
+    processors = num_processors(device)
+    if config is None:
+        row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(v_dim)) * kv_dtype.itemsize
+        config = default_config(row_bytes, batch * heads * pages * page_size // processors)
+        if config is _SMALL and row_bytes == 512 and _fits_deep(batch * heads, group, v_dim, device):
+            config = _DEEP
+    tile_pages = max(config.block_tokens, page_size) // page_size
+    splits = num_splits(batch * heads, pages, tile_pages, config.programs_per_processor * processors)
+    return config, tile_pages, splits
+
+
+def default_config(row_bytes: int, tokens_per_processor: int) -> Config:
+    """What was fastest on one H200, see ``eval.bench_kernels``, where `_fits_deep` finds nothing better.
+
+    Small tiles where a program gets only a few of them, or where a token's key and value (in bytes) are large; as many
+    programs as fit a multiprocessor in registers and in shared memory. Tried beside these, without gain: 98 other
+    tiles, warps, stages and numbers of programs at 6x128k, 4x256k and 8x64k; 260 with one row of 32k, 128k and 256k,
+    of which `_DEEP` won by a tenth at 128k; FA3 and FlashInfer over the same pages.
+    """
+    if tokens_per_processor < _FEWEST_TOKENS and row_bytes <= 512:
+        return Config(block_tokens=32, num_warps=2, num_stages=4, programs_per_processor=6)
+    if tokens_per_processor < _FEW_TOKENS or row_bytes > 512:
+        return _SMALL
+    return Config()
+
+
+def _fits_deep(pairs: int, group: int, v_dim: int, device: torch.device) -> bool:
+    """Whether one deep program a multiprocessor is faster than several with small tiles: where they take nearly all
+    multiprocessors, and the last split of a pair of row and KV head can combine all of them.
+    """
+    processors = num_processors(device)
+    splits = processors // pairs
+    return (
+        properties(device).shared_memory >= _DEEP_BYTES
+        and splits * pairs >= _DEEP_SHARE * processors
+        and combines(splits, group, v_dim, _DEEP.num_warps)
+    )
+
+
+def combines(splits: int, group: int, v_dim: int, num_warps: int) -> bool:
+    """Whether one program of so many warps can hold what the splits of a KV head have found, and combine them."""
+    numbers = triton.next_power_of_2(splits) * triton.next_power_of_2(group) * triton.next_power_of_2(v_dim)
+    return splits > 1 and numbers <= _FUSED_WARP * num_warps
