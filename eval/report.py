@@ -59,7 +59,8 @@ THETA = ("theta-tiny-gqa", "theta-structured")
 # The planted attention without a level beside them.
 EVEN = (*THETA, "theta-structured-even")
 SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b")
-FIRST_TOKEN = ("first-token-qwen3-8b-8k", "first-token-qwen3-8b-16k")
+FIRST_TOKEN = "first-token-qwen3-8b"
+FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
 KEPT = ("niah-tiny-gqa-rocketkv", "niah-tiny-gqa-random_kept")
 # Which goals are whose.
 GOALS = {
@@ -92,7 +93,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "goals": lambda: goals.goals_table(RESULTS),
     **{f"goals-{method}": partial(goals.goals_table, RESULTS, ids=ids) for method, ids in GOALS.items()},
     "prefill": lambda: prefill.prefill(RESULTS / "bench_prefill.jsonl"),
-    "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN]),
+    "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
     "comparison": lambda: report_tables.comparison_table(read_folder(COMPARISON)),
     "comparison-2000": lambda: report_tables.comparison_table(read_folder(RESULTS / "compare-tiny-gqa-2000")),
@@ -109,7 +110,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
     **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA, *SERVING)},
-    **{name: partial(_file, name) for name in (*FIRST_TOKEN, "bench_prefill")},
+    "bench_prefill": partial(_file, "bench_prefill"),
     "compare-niah": partial(_file, "niah", COMPARISON),
     "compare-long-generation": partial(_file, "long_generation", COMPARISON),
     "crossover": lambda: CROSSOVERS,
@@ -193,6 +194,8 @@ def documents(check: bool) -> int:
     if not check:
         for name, file in PICTURES.items():
             draw(file(), ROOT / "eval" / "docs" / name)
+        cells = serving.cells_of([_file(name) for name in FIRST_TOKEN_FILES])
+        serving.plot(cells, ROOT / "eval" / "docs" / FIRST_TOKEN)
     return status
 
 

@@ -48,7 +48,7 @@ def serving(path: Path) -> str:
 
 
 def first_tokens(paths: Sequence[Path]) -> str:
-    """Seconds to the first token of cold prompts, dense and sparse, of some files."""
+    """Seconds to the first token of cold prompts, dense and sparse, see `cells_of`."""
     columns: list[Column] = [
         ("prompt", lambda row: short_length(row["context"])),
         ("chunks", lambda row: short_length(row["chunked_prefill_size"])),
@@ -61,7 +61,19 @@ def first_tokens(paths: Sequence[Path]) -> str:
         ("mass kept", number("recall", 3)),
         ("theta", text("theta")),
     ]
-    return table([row for path in paths for row in read_finished(path) if _is_cell(row)], columns)
+    return table(cells_of(paths)[1:], columns)
+
+
+def cells_of(paths: Sequence[Path]) -> list[Row]:
+    """The header of the first of some files, and first tokens of all of them, short chunks and prompts first.
+
+    What several of them have is the newest one's.
+    """
+    files = sorted((read_finished(path) for path in paths), key=lambda rows: rows[0]["started"])
+    cells = {
+        (row["chunked_prefill_size"], row["context"], row["arm"]): row for rows in files for row in rows if _is_cell(row)
+    }
+    return [read_finished(paths[0])[0], *(cells[key] for key in sorted(cells))]
 
 
 def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
