@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_sparse import implementation
 from sglang_sparse.config import Settings, SparseArgumentError, prefill_chunk
 from sglang_sparse.keep_method import KeepMethod
+from sglang_sparse.kv_dtypes import require_dtypes
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.limits import (
     COMPACT_LIMITS,
@@ -27,9 +28,6 @@ from sglang_sparse.method_config import PAGE_SIZES, SparseConfig
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
-
-# NVIDIA's number of the first GPUs on which kernels read float8.
-FLOAT8 = (8, 9)
 
 
 def refusal(args: SparseServerArgs, settings: Settings, gpu: bool, stand_in: bool = False) -> str | None:
@@ -150,7 +148,7 @@ def require_after(args: SparseServerArgs, settings: Settings, gpu: bool | None =
             f"{settings.flag}: the prefill CUDA graph backend 'full' would not refresh the summaries; "
             "allowed: breakable, tc_piecewise, disabled"
         )
-    _require_dtypes(args, settings, gpu)
+    require_dtypes(args, settings, gpu)
     try:
         require_interval(settings.rectify.rectify_interval if settings.rectify else 0, args, args.get_model_config())
     except ValueError as error:
@@ -211,40 +209,6 @@ def _require_window(args: SparseServerArgs, settings: Settings) -> None:
         raise SparseArgumentError(
             f"{settings.flag}: the chunked prefill size is {chunk}; allowed: at least {needed}, so that the last "
             f"{method.window_tokens} tokens of a prompt fit one chunk"
-        )
-
-
-def _require_dtypes(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) -> None:
-    dtype = str(args.get_model_config().dtype).removeprefix("torch.")
-    cache = {"auto": dtype, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
-    if cache not in (dtype, *(("fp8_e4m3",) if settings.method.fp8_kv else ())):
-        raise SparseArgumentError(
-            f"{settings.flag}: the KV cache dtype is {args.kv_cache_dtype} and the model's is {dtype}; "
-            f"allowed: {'auto, fp8_e4m3' if settings.method.fp8_kv else 'auto'}"
-        )
-    if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
-        allowed = [name for name in DENSE_BACKENDS[settings.method.attention] if name in GPU_ONLY_BACKENDS]
-        raise SparseArgumentError(
-            f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales; "
-            f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(allowed)}"
-        )
-    if cache == "fp8_e4m3" and gpu is None and on_gpu():
-        _require_float8(settings)
-    if dtype == "float32" and on_gpu(gpu):
-        raise SparseArgumentError(
-            f"{settings.flag}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
-        )
-
-
-def _require_float8(settings: Settings) -> None:
-    """Refuse fp8 KV on a GPU for which Triton does not compile it: the first request would end the server."""
-    import torch
-
-    found = torch.cuda.get_device_capability()
-    if found < FLOAT8:
-        raise SparseArgumentError(
-            f"{settings.flag}: fp8 KV needs a GPU of compute capability {FLOAT8[0]}.{FLOAT8[1]} or later, and this one "
-            f"has {found[0]}.{found[1]}; allowed: --kv-cache-dtype auto"
         )
 
 

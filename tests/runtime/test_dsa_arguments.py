@@ -14,7 +14,7 @@ load_plugins()
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_sparse import refusals
+from sglang_sparse import kv_dtypes
 from sglang_sparse.config import build
 from sglang_sparse.methods.dsa import STAGES
 from sglang_sparse.plan import plan_decode
@@ -96,8 +96,8 @@ def test_a_cache_that_a_method_does_not_take_is_refused_by_its_contract() -> Non
         get_model_config=lambda: model, kv_cache_dtype="fp8_e4m3", get_attention_backends=lambda: ["dsa"]
     )
     with pytest.raises(ValueError, match=r"the KV cache dtype is fp8_e4m3 and the model's is bfloat16; allowed: auto$"):
-        refusals._require_dtypes(args, build("dsa", {}))
-    refusals._require_dtypes(args, build("resa", {}))
+        kv_dtypes.require_dtypes(args, build("dsa", {}))
+    kv_dtypes.require_dtypes(args, build("resa", {}))
 
 
 def test_what_a_model_decides_is_taken_when_a_scheduler_starts() -> None:

@@ -1,0 +1,81 @@
+"""Which dtypes of model and KV cache a server may have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_sparse.config import Settings, SparseArgumentError
+from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS, on_gpu
+
+if TYPE_CHECKING:
+    from sglang_sparse.config import SparseServerArgs
+
+# NVIDIA's number of the first GPUs on which kernels read float8.
+FLOAT8 = (8, 9)
+
+
+def require_dtypes(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) -> None:
+    """Refuse KV caches that a method's kernels do not read, or read wrongly.
+
+    Args:
+        args: the server's.
+        settings: its methods.
+        gpu: whether it has a GPU; None for this machine.
+
+    Raises:
+        SparseArgumentError: names the dtypes, and what is allowed.
+    """
+    dtype = str(args.get_model_config().dtype).removeprefix("torch.")
+    cache = {"auto": dtype, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
+    if cache not in (dtype, *(("fp8_e4m3",) if settings.method.fp8_kv else ())):
+        raise SparseArgumentError(
+            f"{settings.flag}: the KV cache dtype is {args.kv_cache_dtype} and the model's is {dtype}; "
+            f"allowed: {'auto, fp8_e4m3' if settings.method.fp8_kv else 'auto'}"
+        )
+    if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
+        allowed = [name for name in DENSE_BACKENDS[settings.method.attention] if name in GPU_ONLY_BACKENDS]
+        raise SparseArgumentError(
+            f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales; "
+            f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(allowed)}"
+        )
+    if cache == "fp8_e4m3" and settings.prefill and not _has_scales(args):
+        raise SparseArgumentError(
+            f"{settings.flag}: fp8 KV without scales cuts off keys and values beyond 448, and the checkpoint names "
+            "none; allowed with --sparse-prefill-method: --kv-cache-dtype auto, a checkpoint with scales of its KV "
+            "(kv_cache_scheme or kv_cache_quant_algo of its quantization), or --quantization-param-path FILE"
+        )
+    if cache == "fp8_e4m3" and gpu is None and on_gpu():
+        _require_float8(settings)
+    if dtype == "float32" and on_gpu(gpu):
+        raise SparseArgumentError(
+            f"{settings.flag}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
+        )
+
+
+def _has_scales(args: SparseServerArgs) -> bool:
+    """Whether scales of the KV are given, or a checkpoint's quantization says that it has some."""
+    if args.quantization_param_path is not None:
+        return True
+    model = args.get_model_config()
+    found = [getattr(model.hf_config, name, None) for name in ("quantization_config", "compression_config")]
+    # Where ModelOpt keeps it.
+    beside = Path(args.model_path) / "hf_quant_config.json"
+    if beside.is_file():
+        found.append(json.loads(beside.read_text()).get("quantization"))
+    fields = [each if isinstance(each, Mapping) else each.to_dict() for each in found if each]
+    return any(each.get(name) for each in fields for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
+
+
+def _require_float8(settings: Settings) -> None:
+    """Refuse fp8 KV on a GPU for which Triton does not compile it: the first request would end the server."""
+    import torch
+
+    found = torch.cuda.get_device_capability()
+    if found < FLOAT8:
+        raise SparseArgumentError(
+            f"{settings.flag}: fp8 KV needs a GPU of compute capability {FLOAT8[0]}.{FLOAT8[1]} or later, and this one "
+            f"has {found[0]}.{found[1]}; allowed: --kv-cache-dtype auto"
+        )
