@@ -280,7 +280,7 @@ def any_table(path: Path) -> str:
     # Imported here, because their tables are made with this module's functions.
     modules = {"eval.profile_decode": "profile", "eval.bench_serving": "serving"}
     modules |= {"eval.bench_prefill": "prefill", "eval.bench_mla": "mla", "eval.bench_dsa": "dsa"}
-    modules |= {"eval.bench_throughput": "throughput"}
+    modules |= {"eval.bench_throughput": "throughput", "eval.sanitize_kernels": "sanitizer"}
     if command in modules:
         name = modules[command]
         return getattr(importlib.import_module(f"eval.figures.{name}"), name)(path)

@@ -242,5 +242,7 @@ LEGS: tuple[Leg, ...] = (
             ),
         ),
     ),
+    # Not of speed: the tools come with the CUDA toolkit, and not every virtual machine lets them watch its GPU.
+    Leg("sanitizer", (Command("eval.sanitize_kernels", "sanitizer.jsonl"),)),
     *NEEDLES,
 )

@@ -21,6 +21,7 @@ from eval import (
     niah,
     profile_decode,
     reproduce,
+    sanitize_kernels,
 )
 from eval.figures.goals import Goal, read_goals
 from eval.live.runner import parser_of
@@ -47,6 +48,7 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.bench_throughput": bench_throughput.parse,
     "eval.niah": lambda arguments: parser_of(niah.NeedleSuite).parse_args(arguments),
     "eval.profile_decode": profile_decode.parse,
+    "eval.sanitize_kernels": sanitize_kernels.parse,
     "sglang_sparse.tune": lambda arguments: tune.parser().parse_args(arguments),
 }
 COMMANDS = [(leg, command) for leg in LEGS for command in leg.commands]

@@ -1,0 +1,126 @@
+"""What runs under compute-sanitizer: one operation, called with the cases of its tests.
+
+    python -m eval.parts.sanitizer_inside page_topk --cases 4
+
+The last line says what ran: ``DONE`` and JSON. Plain calls, no CUDA graph: what is launched is the same. Nothing reads
+the results, since places that a kernel may leave unwritten are no fault of its.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from eval.compile_kernels import OPERATIONS, cases_of
+from sglang_sparse_kernels import nvrtc
+
+DONE = "sanitizer_inside: done "
+FLOAT8_CAPABILITY = (8, 9)
+
+
+def is_float8(case: Any) -> bool:
+    """Whether a case has tensors of float8."""
+    kinds = [value for value in vars(case).values() if isinstance(value, torch.dtype)]
+    return any("float8" in str(kind) for kind in kinds)
+
+
+def spread(cases: Sequence[Any], number: int) -> list[Any]:
+    """`number` of the cases, from first to last."""
+    if number >= len(cases):
+        return list(cases)
+    last = len(cases) - 1
+    return [cases[round(i * last / max(1, number - 1))] for i in range(number)]
+
+
+def long_rows(operation: str) -> list[Any]:
+    """Cases of this command's own: of tests only the large ones have rows that a cluster of blocks divides."""
+    if operation != "page_topk":
+        return []
+    case = importlib.import_module("sglang_sparse_kernels.page_topk.cases").Case
+    return [case((5000, 300), (500, 30), 500, heads=1, width=width) for width in (8192, 16384)]
+
+
+def chosen(operation: str, number: int, float8: bool = True) -> list[Any]:
+    """What an operation is called with: few cases, since each takes 10 to 100 times its usual time.
+
+    Args:
+        operation: of `eval.compile_kernels.OPERATIONS`.
+        number: how many, spread over those that are small; all small ones with float8 come on top.
+        float8: whether the GPU takes float8.
+    """
+    small = [case for case in cases_of(operation) if not case.gpu_only and (float8 or not is_float8(case))]
+    picked = spread(small, number)
+    return [case for case in small if case in picked or is_float8(case)] + long_rows(operation)
+
+
+@contextmanager
+def launches() -> Iterator[set[str]]:
+    """Names of the kernels that are launched, as they are."""
+    found: set[str] = set()
+    run, call = JITFunction.run, nvrtc.Kernel.__call__
+
+    def run_triton(kernel: Any, *args: Any, **options: Any) -> Any:
+        found.add(kernel.__name__)
+        return run(kernel, *args, **options)
+
+    def run_cuda(kernel: Any, *args: Any) -> None:
+        found.add("CUDA C++")
+        call(kernel, *args)
+
+    with mock.patch.object(JITFunction, "run", run_triton), mock.patch.object(nvrtc.Kernel, "__call__", run_cuda):
+        yield found
+
+
+def store_keys(device: str) -> None:
+    """The other function of ``index_keys``, which its cases do not reach."""
+    module = importlib.import_module("sglang_sparse_kernels.index_keys")
+    slots, pages = importlib.import_module("sglang_sparse_kernels.index_keys.cases").slots_of(100, 7, device)
+    values, scales = module.quantize(torch.randn(100, 128, device=device, dtype=torch.bfloat16))
+    buffer = torch.zeros(pages, module.PAGE_SIZE * 132, dtype=torch.uint8, device=device)
+    module.store(values, scales, slots, buffer)
+
+
+def call(operation: str, cases: Sequence[Any], device: str) -> None:
+    """Call an operation; where it has a kernel in CUDA C++, its Triton kernel as well."""
+    module = importlib.import_module(f"sglang_sparse_kernels.{operation}")
+    make = importlib.import_module(f"sglang_sparse_kernels.{operation}.cases").make
+    function: Callable[..., Any] = getattr(module, OPERATIONS[operation])
+    for case in cases:
+        function(**make(case, device))
+        if operation == "page_topk":
+            with mock.patch.object(nvrtc, "available", return_value=False):
+                function(**make(case, device))
+    if operation == "index_keys":
+        store_keys(device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the operation and say so."""
+    parser = argparse.ArgumentParser(prog="python -m eval.parts.sanitizer_inside", description=__doc__)
+    parser.add_argument("operation", choices=OPERATIONS)
+    parser.add_argument("--cases", type=int, required=True)
+    args = parser.parse_args(arguments)
+    gpu = torch.cuda.is_available()
+    float8 = not gpu or torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
+    cases = chosen(args.operation, args.cases, float8)
+    with launches() as kernels:
+        call(args.operation, cases, "cuda" if gpu else "cpu")
+    said = {"device": torch.cuda.get_device_name() if gpu else "cpu", "cases": len(cases), "kernels": sorted(kernels)}
+    # A line of its own, whatever the sanitizer writes at the same time.
+    print(f"\n{DONE}{json.dumps(said)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
