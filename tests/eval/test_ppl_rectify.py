@@ -83,6 +83,14 @@ def test_prefill_logprobs_leave_the_first_token_out() -> None:
         prefill_logprobs(answer, [8, 9])
 
 
+def test_the_vocabularys_last_token_is_named_0() -> None:
+    answer = {"meta_info": {"input_token_logprobs": [(None, 5, None), (-1.0, 0, None), (-2.0, 8, None)]}}
+    assert prefill_logprobs(answer, [4095, 8]) == [-1.0, -2.0]
+    for expected in ([7, 8], [9, 4095], [4095, 4094, 8]):
+        with pytest.raises(EvaluationError, match="other tokens"):
+            prefill_logprobs(answer, expected)
+
+
 def test_answers_are_whole_or_refused() -> None:
     whole = {"meta_info": {"finish_reason": {"type": "length"}, "num_retractions": 0}}
     assert checked(whole) is whole

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from model_configs import CONFIGS, write_config
 from sglang.srt.plugins import load_plugins
 
@@ -14,7 +13,7 @@ load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from sglang_sparse import config, hooks, kv_dtypes, refusals, registry, versions
+from sglang_sparse import config, hooks, refusals, registry, versions
 
 
 @pytest.fixture(scope="session")
@@ -211,50 +210,6 @@ def test_dtypes_that_the_kernels_cannot_read(qwen3: str) -> None:
     message = refused(qwen3, dtype="float16", kv_cache_dtype="bf16")
     assert "KV cache dtype is bf16 and the model's is float16" in message and "allowed: auto, fp8_e4m3" in message
     assert "torch_native writes fp8 KV without its scales" in refused(qwen3, kv_cache_dtype="fp8_e4m3")
-
-
-@pytest.mark.parametrize(
-    ("quantization", "beside", "given", "served"),
-    [
-        (None, None, None, False),
-        ({"quant_method": "fp8"}, None, None, False),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, None, None, False),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, None, None, True),
-        (None, {"quantization": {"quant_algo": "FP8"}}, None, False),
-        (None, {"quantization": {"kv_cache_quant_algo": "FP8"}}, None, True),
-        (None, None, "scales.json", True),
-    ],
-)
-def test_sparse_prefill_takes_fp8_kv_with_scales(
-    quantization: dict[str, object] | None, beside: object, given: str | None, served: bool, tmp_path: Path
-) -> None:
-    if beside:
-        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
-    model = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(quantization_config=quantization))
-    args = SimpleNamespace(
-        model_path=str(tmp_path),
-        kv_cache_dtype="fp8_e4m3",
-        quantization_param_path=given,
-        get_model_config=lambda: model,
-        get_attention_backends=lambda: ["triton"],
-    )
-    for method in ("anchor", "skip_softmax"):
-        settings = config.build(None, {}, method, {})
-        if served:
-            kv_dtypes.require_dtypes(args, settings, gpu=True)
-            continue
-        with pytest.raises(config.SparseArgumentError, match=r"fp8 KV without scales .* --quantization-param-path"):
-            kv_dtypes.require_dtypes(args, settings, gpu=True)
-    kv_dtypes.require_dtypes(args, config.build("resa", {}), gpu=True)
-
-
-def test_fp8_on_a_gpu_that_has_none(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = config.settings_of(resolve(qwen3))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    with pytest.raises(ValueError, match=r"8\.9 or later, and this one has 8\.6; allowed: --kv-cache-dtype auto$"):
-        kv_dtypes._require_float8(settings)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    kv_dtypes._require_float8(settings)
 
 
 def test_full_prefill_graphs(qwen3: str) -> None:

@@ -39,7 +39,8 @@ _SMALL = Config(block_tokens=32, num_stages=2, programs_per_processor=6, narrow=
 # One deep program a multiprocessor, and the shared memory that it takes with rows of 512 bytes.
 _DEEP = Config(block_tokens=128, num_stages=3, programs_per_processor=1)
 _DEEP_BYTES = 136 * 1024
-# Share of the multiprocessors that have one, at least.
+# Selected tokens per multiprocessor, and share of the multiprocessors that have a program, at least.
+_DEEP_TOKENS = 256
 _DEEP_SHARE = 0.95
 
 
@@ -93,8 +94,10 @@ def plan(
     processors = num_processors(device)
     if config is None:
         row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(v_dim)) * kv_dtype.itemsize
-        config = default_config(row_bytes, batch * heads * pages * page_size // processors)
-        if config is _SMALL and row_bytes == 512 and _fits_deep(batch * heads, group, v_dim, device):
+        tokens = batch * heads * pages * page_size // processors
+        config = default_config(row_bytes, tokens)
+        deep = _DEEP_TOKENS <= tokens < _FEW_TOKENS and row_bytes == 512
+        if deep and _fits_deep(batch * heads, group, v_dim, device):
             config = _DEEP
     tile_pages = max(config.block_tokens, page_size) // page_size
     splits = num_splits(batch * heads, pages, tile_pages, config.programs_per_processor * processors)
@@ -107,7 +110,8 @@ def default_config(row_bytes: int, tokens_per_processor: int) -> Config:
     Small tiles where a program gets only a few of them, or where a token's key and value (in bytes) are large; as many
     programs as fit a multiprocessor in registers and in shared memory. Tried beside these, without gain: 98 other
     tiles, warps, stages and numbers of programs at 6x128k, 4x256k and 8x64k; 260 with one row of 32k, 128k and 256k,
-    of which `_DEEP` won by a tenth at 128k; FA3 and FlashInfer over the same pages.
+    of which `_DEEP` won by a tenth at 128k, as with one to eight rows of 16k to 128k; FA3 and FlashInfer over the same
+    pages.
     """
     if tokens_per_processor < _FEWEST_TOKENS and row_bytes <= 512:
         return Config(block_tokens=32, num_warps=2, num_stages=4, programs_per_processor=6)

@@ -1,0 +1,54 @@
+"""KV caches that are refused: fp8 without scales, and fp8 on GPUs for which it does not compile."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_sparse import config, kv_dtypes
+
+
+@pytest.mark.parametrize(
+    ("quantization", "beside", "given", "served"),
+    [
+        (None, None, None, False),
+        ({"quant_method": "fp8"}, None, None, False),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, None, None, False),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, None, None, True),
+        (None, {"quantization": {"quant_algo": "FP8"}}, None, False),
+        (None, {"quantization": {"kv_cache_quant_algo": "FP8"}}, None, True),
+        (None, None, "scales.json", True),
+    ],
+)
+def test_sparse_prefill_takes_fp8_kv_with_scales(
+    quantization: dict[str, object] | None, beside: object, given: str | None, served: bool, tmp_path: Path
+) -> None:
+    if beside:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    model = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(quantization_config=quantization))
+    args = SimpleNamespace(
+        model_path=str(tmp_path),
+        kv_cache_dtype="fp8_e4m3",
+        quantization_param_path=given,
+        get_model_config=lambda: model,
+        get_attention_backends=lambda: ["triton"],
+    )
+    for method in ("anchor", "skip_softmax"):
+        settings = config.build(None, {}, method, {})
+        if served:
+            kv_dtypes.require_dtypes(args, settings, gpu=True)
+            continue
+        with pytest.raises(config.SparseArgumentError, match=r"fp8 KV without scales .* --quantization-param-path"):
+            kv_dtypes.require_dtypes(args, settings, gpu=True)
+    kv_dtypes.require_dtypes(args, config.build("resa", {}), gpu=True)
+
+
+def test_fp8_on_a_gpu_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config.build("resa", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    with pytest.raises(ValueError, match=r"8\.9 or later, and this one has 8\.6; allowed: --kv-cache-dtype auto$"):
+        kv_dtypes._require_float8(settings)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    kv_dtypes._require_float8(settings)
