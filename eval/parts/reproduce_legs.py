@@ -203,7 +203,7 @@ LEGS: tuple[Leg, ...] = (
             _long_first_token("16k"),
             # So short that a single run says little.
             _first_token(
-                *("8k", "2k,4k,8k", ("E6: 8k and less",), "--cold-runs", "15"), file="first-token-qwen3-8b-short.jsonl"
+                *("8k", "2k,4k,8k", ("E6: 8k and less",), "--cold-runs", "41"), file="first-token-qwen3-8b-short.jsonl"
             ),
         ),
     ),
