@@ -42,7 +42,7 @@ SERVERS: dict[str, dict[str, Any]] = {
     },
     "mixed": {"enable_mixed_chunk": True, "enable_return_hidden_states": True, "kv_events_config": "{}"},
 }
-GPU_ONLY = {"kv_cache_dtype"}
+GPU_ONLY = {"kv_cache_dtype", "quantization_param_path"}
 COMMON = {kind: ("--dtype", "float32", "--page-size", "64" if kind == "DSA" else "16") for kind in capabilities.KINDS}
 SHORT = {"max_new_tokens": 3, "temperature": 0.0, "ignore_eos": True}
 TOKENS, AT_ONCE = 8, 4
