@@ -69,10 +69,11 @@ def cells_of(paths: Sequence[Path]) -> list[Row]:
 
     What several of them have is the newest one's.
     """
-    files = sorted((read_finished(path) for path in paths), key=lambda rows: rows[0]["started"])
-    found = (row for rows in files for row in rows if _is_cell(row))
+    files = [read_finished(path) for path in paths]
+    oldest_first = sorted(files, key=lambda rows: rows[0]["started"])
+    found = (row for rows in oldest_first for row in rows if _is_cell(row))
     cells = {(row["chunked_prefill_size"], row["context"], row["arm"]): row for row in found}
-    return [read_finished(paths[0])[0], *(cells[key] for key in sorted(cells))]
+    return [files[0][0], *(cells[key] for key in sorted(cells))]
 
 
 def plot(rows: Sequence[Row], stem: Path) -> list[Path]:

@@ -22,9 +22,9 @@ from triton.runtime.jit import JITFunction
 
 from eval.compile_kernels import OPERATIONS, cases_of
 from sglang_sparse_kernels import nvrtc
+from sglang_sparse_kernels.float8 import converts_float8
 
 DONE = "sanitizer_inside: done "
-FLOAT8_CAPABILITY = (8, 9)
 
 
 def is_float8(case: Any) -> bool:
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, required=True)
     args = parser.parse_args(arguments)
     gpu = torch.cuda.is_available()
-    float8 = not gpu or torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
+    float8 = not gpu or converts_float8(torch.device("cuda"))
     cases = chosen(args.operation, args.cases, float8)
     with launches() as kernels:
         call(args.operation, cases, "cuda" if gpu else "cpu")

@@ -31,7 +31,7 @@ OUT_OF_BOUNDS = """\
 """
 OLD_OUT_OF_BOUNDS = """\
 ========= Invalid __global__ read of size 4 bytes
-=========     at 0xda0 in /work/kernels/sglang_sparse_kernels/page_score/triton.py:113:_page_score_kernel
+=========     at 0xda0 in kernels/sglang_sparse_kernels/page_score/triton.py:113:_page_score_kernel
 =========     by thread (96,0,0) in block (44,0,0)
 =========     Address 0x763995f9f000 is out of bounds
 """
