@@ -2,11 +2,11 @@ r"""``python -m eval.bench_serving``: a dense and a sparse server on this machin
 
     python -m eval.bench_serving --shape qwen3-1.7b --contexts 4k,32k,128k,256k --batch 1,4 --out serving.jsonl
 
-The servers run one after the other (``--both``: at once, asked in turn), each with room for the largest cell of the
-grid; a cell that does not fit is skipped. For each context and batch size the client sends that many prompts at once:
-ids in a row from random starts (the client's "random-ids"), so that no two share a prefix, the prefix cache flushed
-before. Further ``--runs`` ask the same again and find the prompts cached, so only the first counts for the time to the
-first token and for throughput.
+The servers run one after the other (``--both``: at once, asked in turn, asleep in between), each with room for the
+largest cell of the grid; a cell that does not fit is skipped. For each context and batch size the client sends that
+many prompts at once: ids in a row from random starts (the client's "random-ids"), so that no two share a prefix, the
+prefix cache flushed before. Further ``--runs`` ask the same again and find the prompts cached, so only the first counts
+for the time to the first token and for throughput.
 
 ``decode_tpot`` and ``decode_itl_*`` are ours, from the client's times: they count the window in which all requests of
 the batch decode, in whole intervals between rectifications. The client's own ``tpot_*`` and ``itl_*`` stand beside; of

@@ -156,7 +156,7 @@ LEGS: tuple[Leg, ...] = (
                 *("--contexts", "4k,32k,128k,256k", "--batch", "1", "--prefix", "0", "--server-args", f"{_FA3} 0.95"),
             ),
             # A step is so short that the host decides.
-            _short("qwen3-1.7b", "5", "R2: Qwen3-1.7B, 8k and less"),
+            _short("qwen3-1.7b", "7", "R2: Qwen3-1.7B, 8k and less"),
         ),
     ),
     Leg("mla", (Command("eval.bench_mla", "bench_mla.jsonl", ("--shapes", "8x64k,24x128k,1x128k"), ("K6",)),)),

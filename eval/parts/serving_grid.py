@@ -87,6 +87,8 @@ def server_flags(args: argparse.Namespace, chunk: int | None = None) -> list[str
     flags = ["--context-length", str(longest), "--max-total-tokens", str(-(-tokens // ROOM) * ROOM)]
     flags += ["--cuda-graph-max-bs-decode", most, "--max-running-requests", most]
     flags += ["--chunked-prefill-size", str(chunk)] if chunk else []
+    # One that waits would take a core, and another one's step may wait for it.
+    flags += ["--sleep-on-idle"] if args.both else []
     if args.structured is not None:
         flags += ["--json-model-override-args", json.dumps({"structured_inputs": args.structured})]
     return flags + (["--load-format", "dummy"] if args.shape else [])

@@ -19,10 +19,12 @@ def test_flags_follow_from_the_grid() -> None:
     assert tokens >= 4 * (256 * 1024 + 256) and tokens % 64 == 0
     assert unfit({"max_total_num_tokens": tokens}, Cell(256 * 1024, 4).tokens(256)) is None
     assert after(flags, "--cuda-graph-max-bs-decode") == after(flags, "--max-running-requests") == "4"
-    assert flags[-2:] == ["--load-format", "dummy"]
+    assert flags[-2:] == ["--load-format", "dummy"] and "--sleep-on-idle" not in flags
     args = parse(["--model-path", "m", "--contexts", "4k", "--batch", "1", "--out", "x", "--prefix", "128k"])
     assert int(after(server_flags(args), "--max-total-tokens")) > 128 * 1024
     assert int(after(server_flags(args), "--context-length")) > 128 * 1024 and "dummy" not in server_flags(args)
+    args.both = True
+    assert "--sleep-on-idle" in server_flags(args)
 
 
 def test_streams_of_the_client_are_ours() -> None:

@@ -39,8 +39,8 @@ _SMALL = Config(block_tokens=32, num_stages=2, programs_per_processor=6, narrow=
 # One deep program a multiprocessor, and the shared memory that it takes with rows of 512 bytes.
 _DEEP = Config(block_tokens=128, num_stages=3, programs_per_processor=1)
 _DEEP_BYTES = 136 * 1024
-# Selected tokens per multiprocessor, and share of the multiprocessors that have a program, at least.
-_DEEP_TOKENS = 256
+# Selected tokens per multiprocessor from and below which it is used, and share of them that have a program, at least.
+_DEEP_TOKENS, _DEEP_BELOW = 256, 2048
 _DEEP_SHARE = 0.95
 
 
@@ -96,7 +96,7 @@ def plan(
         row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(v_dim)) * kv_dtype.itemsize
         tokens = batch * heads * pages * page_size // processors
         config = default_config(row_bytes, tokens)
-        deep = _DEEP_TOKENS <= tokens < _FEW_TOKENS and row_bytes == 512
+        deep = _DEEP_TOKENS <= tokens < _DEEP_BELOW and row_bytes == 512
         if deep and _fits_deep(batch * heads, group, v_dim, device):
             config = _DEEP
     tile_pages = max(config.block_tokens, page_size) // page_size
