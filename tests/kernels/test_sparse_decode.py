@@ -228,7 +228,7 @@ def test_more_results_than_a_program_holds_are_combined_apart(device: str, combi
         (1, 4, torch.float8_e4m3fn, 131072, 32, 82),
         (1, 4, torch.bfloat16, 32768, 32, 51),
         (1, 4, torch.bfloat16, 49152, 128, 13),
-        (8, 4, torch.bfloat16, 65536, 64, 6),
+        (8, 4, torch.bfloat16, 65536, 128, 2),
     ],
 )
 def test_deep_programs_where_they_fill_the_gpu_and_combine(

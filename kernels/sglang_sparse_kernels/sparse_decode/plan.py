@@ -40,7 +40,7 @@ _SMALL = Config(block_tokens=32, num_stages=2, programs_per_processor=6, narrow=
 _DEEP = Config(block_tokens=128, num_stages=3, programs_per_processor=1)
 _DEEP_BYTES = 136 * 1024
 # Selected tokens per multiprocessor from and below which it is used, and share of them that have a program, at least.
-_DEEP_TOKENS, _DEEP_BELOW = 256, 2048
+_DEEP_TOKENS, _DEEP_BELOW = 256, 8192
 _DEEP_SHARE = 0.95
 
 
