@@ -1,15 +1,18 @@
-"""Statistics of ``eval.ppl_prefill``, from the rows of its JSONL file alone."""
+"""Statistics and the table of ``eval.ppl_prefill``, from the rows of its JSONL files alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from eval.figures.report_tables import Column, number, table, text
 from eval.figures.stats import Floats, interval, resamples
 from eval.live.counters import EvaluationError
+from eval.live.record import read_finished
 
 # Of the perplexity, either way.
 BOUND = 0.005
@@ -61,6 +64,27 @@ def summarise(rows: Sequence[dict[str, Any]], seed: int = 0, bound: float = BOUN
                 place = {"task": task, "positions": f"{row['from']}-{row['to']}"}
                 found.append({**place, **line, "change": float(np.mean(row["change"]))})
     return found
+
+
+def perplexities(paths: Sequence[Path]) -> str:
+    """A line for each file and text, and one for each of its ranges of positions, with perplexities in both arms."""
+    rows = []
+    for path in paths:
+        mine = [row for row in read_finished(path) if row["kind"] == "summary"]
+        rows += [{**row, "file": path.name.split(".")[0]} for row in mine]
+    columns: list[Column] = [
+        ("file", text("file")),
+        ("text", text("task")),
+        ("positions", text("positions")),
+        ("windows", text("windows")),
+        ("dense", number("dense", 2)),
+        ("sparse", number("sparse", 2)),
+        ("difference, %", number("relative", 2, 100, sign=True)),
+        ("95 %", lambda row: " … ".join(f"{100 * end:+.2f}" for end in row["relative_interval"])),
+        ("left out", lambda row: f"{row['sparsity']:.1%}" if "sparsity" in row else ""),
+        ("within the bound", lambda row: {True: "yes", False: "no"}[row["passed"]] if "passed" in row else ""),
+    ]
+    return table(rows, columns)
 
 
 def _judge(dense: Floats, sparse: Floats, weights: Floats) -> dict[str, Any]:

@@ -110,8 +110,8 @@ def default_config(row_bytes: int, tokens_per_processor: int) -> Config:
     Small tiles where a program gets only a few of them, or where a token's key and value (in bytes) are large; as many
     programs as fit a multiprocessor in registers and in shared memory. Tried beside these, without gain: 98 other
     tiles, warps, stages and numbers of programs at 6x128k, 4x256k and 8x64k; 260 with one row of 32k, 128k and 256k,
-    of which `_DEEP` won by a tenth at 128k, as with one to eight rows of 16k to 128k; FA3 and FlashInfer over the same
-    pages.
+    of which `_DEEP` won by a tenth at 128k, as with one to eight rows of 16k to 128k, and by a fiftieth at 8x64k,
+    16x64k and 4x256k; FA3 and FlashInfer over the same pages.
     """
     if tokens_per_processor < _FEWEST_TOKENS and row_bytes <= 512:
         return Config(block_tokens=32, num_warps=2, num_stages=4, programs_per_processor=6)
