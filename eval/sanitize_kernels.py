@@ -5,9 +5,9 @@
 For each tool and each operation one process runs under compute-sanitizer and calls the operation with cases of its
 tests (`eval.parts.sanitizer_inside`): ``--cases`` of the small ones, spread over the list, and all small ones with
 float8. Both kernels of an operation with CUDA C++ run. A row has what was found in this project's kernels and, apart
-from it, in PyTorch's own, which make the inputs (`eval.parts.sanitizer_output`), the kernels that were launched, and a
-verdict: "clean", "errors", "not supported" with the sanitizer's message, "timed out" (``--limit``), "failed". A tool
-that the device refused once is not started again.
+from it, in PyTorch's own, which make the inputs, and what is meant (`eval.parts.sanitizer_output`), the kernels that
+were launched, and a verdict: "clean", "errors", "not supported" with the sanitizer's message, "timed out"
+(``--limit``), "failed". A tool that the device refused once is not started again.
 
 PyTorch's caching allocator is off in these processes: with it an access beyond a tensor falls into the same large block
 of memory, and memory of an earlier tensor counts as written; memcheck and initcheck would see neither. Only the process
@@ -44,8 +44,11 @@ from eval.parts.measuring import measured
 from eval.parts.sanitizer_output import FOUND_STATUS, read, verdict
 
 COMMAND = "eval.sanitize_kernels"
+# What is not printed counts, and an operation has had 12,224 reads that are meant.
+PRINT_LIMIT = "100000"
 ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+COUNTS = ("errors", "warnings", "others", "meant")
 VERDICTS = ("clean", "errors", "not supported", "timed out", "failed")
 # They would run something else than the kernels.
 LEFT_OUT = ("TRITON_INTERPRET", "SGLANG_SPARSE_REFERENCE")
@@ -54,7 +57,7 @@ LEFT_OUT = ("TRITON_INTERPRET", "SGLANG_SPARSE_REFERENCE")
 def child_line(binary: str, tool: str, operation: str, cases: int) -> list[str]:
     """The command line of a tool and an operation."""
     line = [binary, "--tool", tool, "--error-exitcode", str(FOUND_STATUS), "--target-processes", "application-only"]
-    line += ["--show-backtrace", "device", "--print-limit", "1000"]
+    line += ["--show-backtrace", "device", "--print-limit", PRINT_LIMIT]
     # PyTorch asks CUDA for what is not there and copes; a launch that fails raises, and is seen by the exit status.
     line += ["--report-api-errors", "no"] if tool == "memcheck" else []
     return [*line, sys.executable, "-m", "eval.parts.sanitizer_inside", operation, "--cases", str(cases)]
@@ -100,7 +103,7 @@ class Checks:
     def row(self, tool: str, operation: str) -> dict[str, Any]:
         """What a tool says of an operation."""
         row: dict[str, Any] = {"id": f"{tool}/{operation}", "tool": tool, "operation": operation}
-        empty = {"cases": 0, "kernels": [], "errors": 0, "warnings": 0, "others": 0, "seconds": 0.0, "lines": []}
+        empty = {"cases": 0, "kernels": [], **dict.fromkeys(COUNTS, 0), "lines": [], "seconds": 0.0}
         if tool in self.refused:
             return row | empty | {"verdict": "not supported", "says": self.refused[tool]}
         began = time.monotonic()
@@ -112,7 +115,7 @@ class Checks:
         done = report.done or {"cases": 0, "kernels": []}
         return row | {
             **{name: done[name] for name in ("cases", "kernels")},
-            **{name: getattr(report, name) for name in ("errors", "warnings", "others", "lines")},
+            **{name: getattr(report, name) for name in (*COUNTS, "lines")},
             "seconds": round(time.monotonic() - began, 1),
             "verdict": judged,
             "says": says,

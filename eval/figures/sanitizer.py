@@ -34,9 +34,10 @@ def sanitizer(path: Path) -> str:
 
 
 def _cell(row: dict[str, Any]) -> str:
-    """The verdict, with what was found."""
+    """The verdict, with what was found; files from before the count have no "meant"."""
     counts = {"error": row["errors"], "warning": row["warnings"]}
     found = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
+    found += [f"{row['meant']} meant"] if row.get("meant") else []
     if row["verdict"] == "errors":
         return ", ".join(found)
     return ", ".join([row["verdict"], *found])

@@ -69,6 +69,13 @@ OURS = """\
 =========
 """
 INITCHECK = f"{BEGIN}{THEIRS}{OURS}{THEIRS}{DONE}========= ERROR SUMMARY: 3 errors\n"
+MEANT = """\
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at _combine_kernel+0x1f0 in triton.py:293
+=========     by thread (1,0,0) in block (8,0,0)
+=========     Address 0x7fa6bc800670
+=========
+"""
 THEIRS_ALONE = f"{BEGIN}{THEIRS}{DONE}========= ERROR SUMMARY: 1 error\n"
 NO_DEVICE = """\
 ========= COMPUTE-SANITIZER
@@ -115,6 +122,19 @@ def test_what_pytorch_does_is_counted_apart() -> None:
     assert report.lines[-1].strip() == "Device Frame: _merge_kernel+0x2d0 in triton.py:250"
     report, name, _ = judged(THEIRS_ALONE, FOUND_STATUS)
     assert (name, report.errors, report.others, report.lines) == ("clean", 0, 1, [])
+
+
+def test_what_a_combination_drops_is_counted_apart() -> None:
+    """Of reads alone that nobody wrote, and as far as they were printed."""
+    for meant in (MEANT * 2, THEIRS + MEANT):
+        report, name, _ = judged(f"{BEGIN}{meant}{DONE}========= ERROR SUMMARY: 2 errors\n", FOUND_STATUS)
+        assert (name, report.errors, report.others + report.meant, report.lines) == ("clean", 0, 2, [])
+        assert report.meant == meant.count("_combine_kernel")
+    for text in (MEANT.replace("Uninitialized __global__ memory read", "Invalid __global__ read"), OURS):
+        report, name, _ = judged(f"{BEGIN}{MEANT}{text}{DONE}========= ERROR SUMMARY: 2 errors\n", FOUND_STATUS)
+        assert (name, report.errors, report.meant) == ("errors", 1, 1) and report.lines[0] == text.split("\n")[0][10:]
+    report, name, _ = judged(f"{BEGIN}{MEANT}{DONE}========= ERROR SUMMARY: 5 errors\n", FOUND_STATUS)
+    assert (name, report.errors, report.meant) == ("errors", 4, 1)
 
 
 def test_what_names_no_kernel_counts() -> None:
@@ -209,7 +229,7 @@ def test_from_end_to_end(fake: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "not supported here: synccheck: Device not supported" in shown.err
     lines = (tmp_path / "lines").read_text().splitlines()
     assert all(line.startswith("1  --tool ") for line in lines), "uncached memory, and no references"
-    options = "--error-exitcode 86 --target-processes application-only --show-backtrace device --print-limit 1000"
+    options = "--error-exitcode 86 --target-processes application-only --show-backtrace device --print-limit 100000"
     assert any(line.startswith(f"1  --tool memcheck {options} --report-api-errors no /") for line in lines)
 
 
@@ -222,6 +242,10 @@ def test_errors_are_found(fake: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert (found["memcheck/page_table"]["errors"], found["memcheck/index_keys"]["verdict"]) == (1, "clean")
     assert found["memcheck/page_table"]["lines"][0] == "Invalid __global__ read of size 16 bytes"
     assert sanitizer(out).splitlines()[-2:] == ["| page_table | 1 | 1 error |", "| index_keys | 1 | clean |"]
+    bad.write_text(f"{MEANT}========= ERROR SUMMARY: 1 error\n")
+    assert check(out, fake, "--tools", "initcheck") == 0
+    assert (row := items(out)["initcheck/page_table"])["meant"] == 1 and row["errors"] == 0
+    assert "| page_table | 1 | clean, 1 meant |" in sanitizer(out)
 
 
 def test_a_refused_tool_is_not_started_again(

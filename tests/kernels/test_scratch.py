@@ -1,14 +1,23 @@
-"""What the operations of a decode step allocate beside their results is what their ``scratch_bytes`` say."""
+"""What the operations of a decode step allocate beside their results is what their ``scratch_bytes`` say, and may hold
+anything before."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_sparse_kernels import block_mass, block_topp, launch, sparse_decode, sparse_mla_decode
+from sglang_sparse_kernels import (
+    block_mass,
+    block_topp,
+    launch,
+    skip_softmax_decode,
+    sparse_decode,
+    sparse_mla_decode,
+)
 from sglang_sparse_kernels.block_mass import cases as mass_cases
 from sglang_sparse_kernels.block_mass import triton as mass_kernels
 from sglang_sparse_kernels.block_topp import cases as topp_cases
+from sglang_sparse_kernels.skip_softmax_decode import cases as skip_cases
 from sglang_sparse_kernels.sparse_decode import cases as decode_cases
 from sglang_sparse_kernels.sparse_mla_decode import cases as mla_cases
 
@@ -120,6 +129,32 @@ def test_a_batch_that_fills_the_device_needs_nothing(monkeypatch: pytest.MonkeyP
         sparse_decode.scratch_bytes(rows, 32, 8, 128, 128, 820, 16, BF16, BF16, cpu) for rows in (1, 4, 16, 256, 4096)
     ]
     assert gqa == [32 * 15 * 516, 4 * 32 * 4 * 516, 16 * 32 * 3 * 516, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("operation", "cases"),
+    [
+        (sparse_decode.sparse_decode, decode_cases),
+        (sparse_mla_decode.sparse_mla_decode, mla_cases),
+        (skip_softmax_decode.skip_softmax_decode, skip_cases),
+    ],
+    ids=lambda one: one.__name__.rpartition(".")[2],
+)
+def test_what_nobody_wrote_is_dropped(operation: Any, cases: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `_combine_kernel` loads of unused splits, which initcheck of compute-sanitizer counts as meant."""
+    case = next(case for case in cases.CASES if not case.gpu_only and 0 in case.lengths)
+    # Multiprocessors enough for several splits of each row.
+    monkeypatch.setattr(launch, "stand_in", launch.Properties((8, 0), 132, 166912))
+    arguments, empty = cases.make(case, device), torch.empty
+    out = operation(**arguments)
+
+    def over(value: float) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(value))
+            return operation(**arguments, out=torch.zeros_like(out))
+
+    assert out.isfinite().all()
+    assert all(torch.equal(over(value), out) for value in (0.0, float("nan"), float("inf")))
 
 
 def test_block_topp_allocates_nothing(device: str, allocated: list[int]) -> None:
