@@ -8,7 +8,8 @@ them shows what is left of the keys that they look for, one of 0 what a sparse q
 
 Beside the perplexities, the difference of a token's log-probability stands by position of the query that predicts it.
 
-Gate E of the evaluation: the 95 % interval of the relative change of perplexity lies within ``--bound`` on each text.
+Gate E of the evaluation: the upper end of the 95 % interval of the relative change of perplexity is at most ``--bound``
+on each text, the rule by which `eval.compare` calls decode's perplexity the same.
 The command ends with status 1 where it does not, and where the server's counters do not show that one arm was dense and
 that the other left something out.
 """
@@ -153,7 +154,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kind", type=list_of(str), default="book", help=f"of {', '.join(TEXTS)}")
     parser.add_argument("--custom-params", type=json.loads, default={}, help="JSON, sent with each sparse request")
     parser.add_argument("--least-sparsity", type=float, metavar="SHARE", help="of the pairs that must be left out")
-    parser.add_argument("--bound", type=float, default=BOUND, help="largest relative change of perplexity")
+    parser.add_argument("--bound", type=float, default=BOUND, help="largest share by which perplexity may grow")
     args = parser.parse_args(arguments)
     for wrong, message in (
         (args.length < 2 * SCORED, f"--length must be at least {2 * SCORED}"),

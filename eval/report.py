@@ -64,6 +64,7 @@ EVEN = (*THETA, "theta-structured-even")
 SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b")
 FIRST_TOKEN = "first-token-qwen3-8b"
 FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
+PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 KEPT = ("niah-tiny-gqa-rocketkv", "niah-tiny-gqa-random_kept")
 # Which goals are whose.
 GOALS = {
@@ -108,6 +109,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "kept": lambda: kept.kept([path for name, path in result_files(RESULTS).items() if name.startswith(KEPT)]),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
     "prefill-perplexity": lambda: prefill_ppl.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
+    "prefill-control": lambda: prefill_ppl.controls(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "theta": lambda: theta_summary.theta([_file(name) for name in THETA]),
     "theta-equal": lambda: theta_summary.equal([_file(name) for name in EVEN]),
     "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),

@@ -14,9 +14,11 @@ from eval.figures.stats import Floats, interval, resamples
 from eval.live.counters import EvaluationError
 from eval.live.record import read_finished
 
-# Of the perplexity, either way.
+# Of the perplexity that may be lost.
 BOUND = 0.005
 FIRST_EDGE = 1024
+# Nats a token between two dense runs of the same windows, at most: of a GPU's bf16, between batches, it is .0002.
+SAME_WINDOWS = 0.01
 
 
 def edges(length: int, begins: int) -> list[int]:
@@ -33,13 +35,13 @@ def summarise(rows: Sequence[dict[str, Any]], seed: int = 0, bound: float = BOUN
             nll (nats per token) over the judged positions; ``buckets`` rows with from, to, and lists of a figure for
             each window: dense, sparse (nll) and change; ``counters`` rows of the sparse arm.
         seed: of the bootstrap.
-        bound: largest share by which the perplexity of the judged positions may differ.
+        bound: largest share by which the perplexity of the judged positions may grow.
 
     Returns:
         One dict for each text, then one for each of its buckets: perplexities ``dense`` and ``sparse``; ``relative``,
         by what share the second differs from the first, with its paired 95 % interval; ``change``, the mean absolute
         difference of a token's log-probability. That of a text has ``sparsity`` and ``passed`` as well: whether the
-        interval is within the bound.
+        upper end of the interval is within the bound.
 
     Raises:
         EvaluationError: a text has not the same windows in both arms.
@@ -47,16 +49,13 @@ def summarise(rows: Sequence[dict[str, Any]], seed: int = 0, bound: float = BOUN
     found = []
     for task in dict.fromkeys(row["task"] for row in rows if row["kind"] == "item"):
         mine = [row for row in rows if row.get("task") == task]
-        dense, sparse = (
-            {row["window"]: row["scores"]["nll"] for row in mine if row["kind"] == "item" and row["arm"] == arm}
-            for arm in ("dense", "sparse")
-        )
+        dense, sparse = _judged(mine)
         if dense.keys() != sparse.keys():
             raise EvaluationError(f"{task}: {len(sparse)} windows are sparse and {len(dense)} dense, or other ones")
         weights = resamples(len(dense), seed)
         (counts,) = (row for row in mine if row["kind"] == "counters" and row["arm"] == "sparse")
         line = _judge(np.array([dense[i] for i in dense]), np.array([sparse[i] for i in dense]), weights)
-        within = max(map(abs, line["relative_interval"])) <= bound
+        within = line["relative_interval"][1] <= bound
         found.append({"task": task, "positions": "judged", **line, "sparsity": counts["sparsity"], "passed": within})
         for row in mine:
             if row["kind"] == "buckets":
@@ -66,12 +65,63 @@ def summarise(rows: Sequence[dict[str, Any]], seed: int = 0, bound: float = BOUN
     return found
 
 
+def against(rows: Sequence[dict[str, Any]], control: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """What a control loses where the method does not: both sparse arms of the same windows, paired.
+
+    Args:
+        rows: of the method's file, see `summarise`.
+        control: of the control's.
+        seed: of the bootstrap.
+
+    Returns:
+        One dict for each text, with ``positions`` "judged", and one for each of its buckets: ``relative``, the share by
+        which the control's perplexity is higher, with its 95 % interval; for buckets ``change`` and
+        ``control_change``, the mean absolute difference of a token's log-probability to dense.
+
+    Raises:
+        EvaluationError: they are not of the same windows.
+    """
+    found = []
+    for task in dict.fromkeys(row["task"] for row in rows if row["kind"] == "item"):
+        mine, theirs = ([row for row in part if row.get("task") == task] for part in (rows, control))
+        (dense, sparse), (control_dense, control_sparse) = _judged(mine), _judged(theirs)
+        far = [i for i in dense if i not in control_dense or abs(dense[i] - control_dense[i]) > SAME_WINDOWS]
+        if far or dense.keys() != control_dense.keys():
+            raise EvaluationError(f"{task}: the control's windows are not those of the method")
+        weights = resamples(len(dense), seed)
+        line = _judge(np.array([sparse[i] for i in dense]), np.array([control_sparse[i] for i in dense]), weights)
+        found.append({"task": task, "positions": "judged", **line})
+        buckets = ([row for row in part if row["kind"] == "buckets"] for part in (mine, theirs))
+        for row, other in zip(*buckets, strict=True):
+            line = _judge(np.array(row["sparse"]), np.array(other["sparse"]), weights)
+            changes = {"change": float(np.mean(row["change"])), "control_change": float(np.mean(other["change"]))}
+            found.append({"task": task, "positions": f"{row['from']}-{row['to']}", **line, **changes})
+    return found
+
+
+def controls(path: Path, control: Path) -> str:
+    """A line for each text, and one for each range of its positions where something was left out; see `against`."""
+    rows = [row for row in against(read_finished(path), read_finished(control)) if row.get("change") != 0]
+    columns: list[Column] = [
+        ("text", text("task")),
+        ("positions", text("positions")),
+        ("windows", text("windows")),
+        ("found", number("dense", 2)),
+        ("random", number("sparse", 2)),
+        ("random higher by, %", number("relative", 2, 100, sign=True)),
+        ("95 %", _interval),
+        ("change of a token, found", number("change", 3)),
+        ("random", number("control_change", 3)),
+    ]
+    return table(rows, columns)
+
+
 def perplexities(paths: Sequence[Path]) -> str:
     """A line for each file and text, and one for each of its ranges of positions, with perplexities in both arms."""
     rows = []
     for path in paths:
-        mine = [row for row in read_finished(path) if row["kind"] == "summary"]
-        rows += [{**row, "file": path.name.split(".")[0]} for row in mine]
+        header, *mine = read_finished(path)
+        rows += [{**row, "file": path.name.split(".")[0]} for row in summarise(mine, header["arguments"]["seed"])]
     columns: list[Column] = [
         ("file", text("file")),
         ("text", text("task")),
@@ -80,11 +130,23 @@ def perplexities(paths: Sequence[Path]) -> str:
         ("dense", number("dense", 2)),
         ("sparse", number("sparse", 2)),
         ("difference, %", number("relative", 2, 100, sign=True)),
-        ("95 %", lambda row: " … ".join(f"{100 * end:+.2f}" for end in row["relative_interval"])),
+        ("95 %", _interval),
         ("left out", lambda row: f"{row['sparsity']:.1%}" if "sparsity" in row else ""),
         ("within the bound", lambda row: {True: "yes", False: "no"}[row["passed"]] if "passed" in row else ""),
     ]
     return table(rows, columns)
+
+
+def _interval(row: dict[str, Any]) -> str:
+    return " … ".join(f"{100 * end:+.2f}" for end in row["relative_interval"])
+
+
+def _judged(rows: Sequence[dict[str, Any]]) -> tuple[dict[int, float], ...]:
+    """Of the judged positions of a text, nats a token by window: dense and sparse."""
+    items = [row for row in rows if row["kind"] == "item"]
+    return tuple(
+        {row["window"]: row["scores"]["nll"] for row in items if row["arm"] == arm} for arm in ("dense", "sparse")
+    )
 
 
 def _judge(dense: Floats, sparse: Floats, weights: Floats) -> dict[str, Any]:
