@@ -178,12 +178,18 @@ class Robsa(DecodeMethod):
         return tuple(self._calibration.notes)
 
     def refuse(self, model_config: Any) -> str | None:
-        """Refuse what is no MLA model, or not the one that the calibration was made on."""
+        """Refuse what is no MLA model, or has not the layers of the one that the calibration was made on."""
         if model_config.attention_arch.name != "MLA":
             others = "resa, rocketkv and skip_softmax serve MHA and GQA models"
             return f"robsa needs an MLA model (multi-head latent attention); {others}"
         sizes = {"qk_rope_head_dim": ROPE_DIMS, "kv_lora_rank": LATENT_DIMS}
         return refuse_sizes(model_config.hf_text_config, sizes) or self._refuse_calibration(model_config)
+
+    def refuse_weights(self, model_config: Any) -> str | None:
+        """Refuse what the calibration was not made on; a preset names no weights."""
+        found = self._calibration
+        measured = isinstance(found, RopeCalibration)
+        return misfit("robsa", found.fingerprint, found.model, model_config) if measured else None
 
     def _refuse_calibration(self, model_config: Any) -> str | None:
         calibration, layers = self._calibration, model_config.num_hidden_layers
@@ -192,7 +198,8 @@ class Robsa(DecodeMethod):
         elif isinstance(calibration, Preset):
             reason = calibration.refuse(model_config.hf_config, layers)
         else:
-            reason = _misfit(calibration, model_config)
+            # What is overridden may be the number of layers.
+            reason = overridden(model_config) or _other_layers(calibration, layers)
         if reason is None and not self.sparse_layers(layers):
             return (
                 f"no layer is left to run sparse at theta2 {self.config.theta2}; allowed: a lower theta2, or "
@@ -271,11 +278,6 @@ def copy_rope(
         bytes_of[pages] = k_cache.view(torch.uint8).unflatten(0, (-1, page_size))[pages, :, 0, -bytes_of.shape[2] :]
 
 
-def _misfit(calibration: RopeCalibration, model_config: Any) -> str | None:
-    # What is overridden may be their number.
-    if reason := overridden(model_config):
-        return reason
-    layers, needed = len(calibration.layers), model_config.num_hidden_layers
-    if layers != needed:
-        return f"the calibration is of a model of {layers} layers, this one has {needed}"
-    return misfit("robsa", calibration.fingerprint, calibration.model, model_config)
+def _other_layers(calibration: RopeCalibration, layers: int) -> str | None:
+    measured = len(calibration.layers)
+    return None if measured == layers else f"the calibration is of a model of {measured} layers, this one has {layers}"

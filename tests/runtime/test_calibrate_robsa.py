@@ -152,13 +152,14 @@ def test_the_file_is_a_config_for_these_weights(tmp_path: Path, capsys: pytest.C
     assert found.sensitive(0) == (0, 1, 2, 3)
     assert found.min_seq_len == 4096 and found.long_prompts == 0 and found.notes[0].startswith("no prompt has 4096")
     assert all(row.long is None and len(row.groups) == len(found.prompts) for row in found.layers)
-    assert method.refuse(facts(MODEL)) is None
+    assert method.refuse(facts(MODEL)) is None and method.refuse_weights(facts(MODEL)) is None
     changed = tmp_path / "changed"
     shutil.copytree(MODEL, changed)
     tensors = load_file(changed / "model.safetensors")
     tensors["model.layers.2.self_attn.kv_b_proj.weight"][5, 7] *= 2
     save_file(tensors, changed / "model.safetensors")
-    assert "the calibration was made on other weights" in method.refuse(facts(str(changed)))
+    assert "the calibration was made on other weights" in method.refuse_weights(facts(str(changed)))
+    assert method.refuse(facts(str(changed))) is None, "a config alone does not tell them apart"
     assert "robsa needs an MLA model" in method.refuse(facts(str(MODELS / "tiny-gqa")))
 
 
