@@ -3,7 +3,8 @@
 ``python -m eval.infinitebench --lengths 16k,64k --base-url URL --out FILE.jsonl`` makes its questions by the
 definitions of the benchmark's synthetic tasks, see `eval.tasks.infinitebench_tasks`, and scores them by its rules.
 These tasks are called gen_passkey, gen_number_string, gen_kv_retrieval, gen_code_run, gen_math_find and gen_math_calc:
-their scores are not those of the data set.
+their scores are not those of the data set. With ``--form second_turn`` a first turn of the chat has the text, which the
+server answers without the question, and the second one asks.
 
 With ``--data`` the questions are those of the benchmark: the folder with ``passkey.jsonl``, ``longbook_qa_eng.jsonl``
 and so on (the data set xinrongzhang2022/InfiniteBench). ``--prompts`` is then a copy of the repository
@@ -53,6 +54,7 @@ RAW_TEMPLATES = "yarn_mistral"
 LENGTHS = (4096, 16384)
 N = 5
 WITH_OPTIONS = ("code_debug", "longbook_choice_eng")
+FORMS = ("chat", "second_turn")
 OPTIONS = Kind("a list of four texts", lambda value: isinstance(value, list) and [type(v) for v in value] == [str] * 4)
 ANSWER = Kind("a text, a number or a list of them", lambda value: bool(flat(value)))
 
@@ -73,6 +75,7 @@ class InfiniteBenchSuite(LocalSuite):
             default="0,25,50,75,100",
             help="of gen_ tasks that have any, in percent",
         )
+        parser.add_argument("--form", default="chat", help=f"of gen_ tasks: one of {', '.join(FORMS)}")
 
     def read(self) -> dict[str, LocalTask]:
         """See `LocalSuite.read`."""
@@ -94,6 +97,7 @@ class InfiniteBenchSuite(LocalSuite):
 
     def cases(self) -> list[Case]:
         """See `Suite.cases`; the generated ones come first, as many of each task and length."""
+        self._require_form()
         local = super().cases()
         depths = self.args.depths
         if not depths or not all(0 <= depth <= 100 for depth in depths):
@@ -115,24 +119,38 @@ class InfiniteBenchSuite(LocalSuite):
         assert case.length is not None
         task = TASKS[case.task]
         room = self.args.max_tokens or (task.room if isinstance(task.room, int) else int(task.room * case.length))
-        found = {}
+        found, later = {}, self.args.form == "second_turn"
 
         def make(filling: int) -> list[int]:
             made = task.make(case.rng(self.args.seed), filling, case.depth or 0.0, case.index, self.tokens)
-            content = f"{task.intro}\n\n{made.context}\n\n{made.question}"
-            prompt = ask(self.tokens, content, not self.args.no_chat)
-            found[tuple(prompt)] = made
+            content = f"{task.intro}\n\n{made.context}"
+            if later:
+                prompt = self.tokens.second_turn(content, made.question)
+            else:
+                prompt = ask(self.tokens, f"{content}\n\n{made.question}", not self.args.no_chat)
+            found[tuple(prompt)] = made, self.tokens.first_turn(content) if later else []
             return prompt
 
         prompt = fit(make, case.length - room, case.spare(self.args.seed))
-        made = found[tuple(prompt)]
-        return Prompt(prompt, made.answers, room, facts=made.facts)
+        made, before = found[tuple(prompt)]
+        return Prompt(prompt, made.answers, room, facts=made.facts, before=before)
 
     def score(self, case: Case, prompt: Prompt, output: str) -> dict[str, float]:
         """The official score of the task, or of that after which a generated task is made."""
         task = case.task.removeprefix("gen_")
         late = task == case.task == "math_calc" and self.args.templates == "gpt4"
         return {"score": (leading_share_after_first if late else SCORES[task])(prompt.answers, output)}
+
+    def _require_form(self) -> None:
+        form = self.args.form
+        if form not in FORMS:
+            raise EvaluationError(f"--form {form}: allowed are {', '.join(FORMS)}")
+        if form == "second_turn" and self.args.no_chat:
+            raise EvaluationError("--form second_turn has turns of a chat; allowed without --no-chat")
+        if form == "second_turn" and (asked := [task for task in self._tasks() if task not in TASKS]):
+            raise EvaluationError(
+                f"--form second_turn: --tasks {','.join(asked)} are not generated; allowed: gen_ tasks"
+            )
 
     def _tasks(self) -> list[str]:
         """The tasks that were asked for: by default those of the benchmark where it is at hand, or the generated."""

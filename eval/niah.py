@@ -40,8 +40,6 @@ from eval.texts.haystacks import ExactHaystack
 from eval.texts.text import FORMS, hide, random_key, random_number, unique_keys
 
 SETTINGS = ("chat", "ruler", "second_turn")
-# A first turn that does not say what the next one asks for.
-_FIRST_TURN = ("Remember this text.", "OK.")
 # A number that is part of a longer one is not the number.
 NUMBER = re.compile(r"(?<!\d)\d{7}(?!\d)")
 SPARE_NEEDLES = 64
@@ -185,14 +183,12 @@ class NeedleSuite(Suite):
             tail = f" mentioned in the provided text? {_ALL_PREFIX.format(keys=names)}"
             question += tail if self.args.form == "ruler" else "?"
         if self.args.form == "second_turn":
-            said, reply = _FIRST_TURN
-            turns = (("user", f"{haystack}\n{said}"), ("assistant", reply), ("user", question))
-            return self.tokens.chat([{"role": role, "content": content} for role, content in turns])
+            return self.tokens.second_turn(haystack, question)
         return self._encode(f"{haystack}\n{question}")
 
     def _before(self, haystack: str) -> list[int]:
         """The first turn of two; empty where there is one."""
-        return self._encode(f"{haystack}\n{_FIRST_TURN[0]}") if self.args.form == "second_turn" else []
+        return self.tokens.first_turn(haystack) if self.args.form == "second_turn" else []
 
     def _encode(self, text: str) -> list[int]:
         if self.args.form == "ruler":

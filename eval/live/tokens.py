@@ -10,6 +10,8 @@ from eval.live.counters import EvaluationError
 
 TOLERANCE = 0.005
 ATTEMPTS = 6
+# A first turn that does not say what the next one asks for: what stands below the text, and the answer.
+_FIRST_TURN = ("Remember this text.", "OK.")
 
 
 class Tokens:
@@ -64,6 +66,15 @@ class Tokens:
             raise EvaluationError("the model has no chat template: use raw prompts (--no-chat, --raw or --form ruler)")
         text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         return self.encode(str(text) + prefix)
+
+    def first_turn(self, text: str) -> list[int]:
+        """Token ids of a chat that gives a text and asks nothing; see `chat`."""
+        return self.chat([{"role": "user", "content": f"{text}\n{_FIRST_TURN[0]}"}])
+
+    def second_turn(self, text: str, question: str) -> list[int]:
+        """Token ids of a chat that asks only after `first_turn` was answered."""
+        said = (("user", f"{text}\n{_FIRST_TURN[0]}"), ("assistant", _FIRST_TURN[1]), ("user", question))
+        return self.chat([{"role": role, "content": content} for role, content in said])
 
 
 @cache

@@ -53,7 +53,7 @@ def oracle(task: str, text: str) -> str:
         return f'"{pairs[re.findall(r"key .([0-9a-f-]{36})", text)[0]]}"'
     if task == "gen_code_run":
         names: dict[str, Any] = {}
-        exec(text[text.index("# ") : text.index("What does")], names)
+        exec(text[text.index("# ") : text.index("What does")].split("\nRemember this text.")[0], names)
         return f"The value is: {eval(re.findall(r'What does (.+) return', text)[0], names)}."
     if task == "gen_math_find":
         numbers, rank = (
@@ -85,14 +85,14 @@ def place(task: str, text: str, answer: str) -> float:
     length=st.sampled_from([768, 1000, 1024, 2048, 3333]),
     depth=st.sampled_from([0.0, 0.4, 1.0]),
     index=st.integers(0, 8),
-    chat=st.booleans(),
+    form=st.sampled_from([[], ["--no-chat"], ["--form", "second_turn"]]),
 )
 def test_generated_prompts_fill_their_length_and_can_be_answered(
-    task: str, length: int, depth: float, index: int, chat: bool
+    task: str, length: int, depth: float, index: int, form: list[str]
 ) -> None:
     if task == "gen_code_run":
         length *= 2
-    suite = make(*([] if chat else ["--no-chat"]))
+    suite = make(*form)
     case = Case(task, length, depth if TASKS[task].has_place else None, index)
     prompt = suite.build(case)
     assert 0.99 * length <= len(prompt.tokens) + prompt.max_new_tokens <= length
@@ -102,7 +102,12 @@ def test_generated_prompts_fill_their_length_and_can_be_answered(
     assert suite.score(case, prompt, output) == {"score": 1.0}
     assert suite.score(case, prompt, "7777777") == {"score": 0.0}
     assert suite.build(case) == prompt
-    if case.depth is not None:
+    before = TOKENS.decode(prompt.before)
+    assert bool(before) == ("second_turn" in form)
+    if before:
+        known = before[: before.index("\nRemember this text.")]
+        assert text.startswith(known) and "?" not in known and len(text) - len(known) < 400
+    elif case.depth is not None:
         assert place(task, text, prompt.answers[0]) == pytest.approx(depth, abs=0.06)
 
 
@@ -258,6 +263,10 @@ def test_what_is_wrong_is_named(folder: Path) -> None:
     data, both = ["--data", str(folder)], ["--data", str(folder), "--prompts", str(folder)]
     assert "--tasks gen_passky: allowed are gen_passkey" in message("--tasks", "gen_passky")
     assert "--depths [101.0]" in message("--depths", "101")
+    turns = ("--form", "second_turn")
+    assert "--form letter: allowed are chat, second_turn" in message("--form", "letter")
+    assert "--form second_turn has turns of a chat; allowed without --no-chat" in message(*turns, "--no-chat")
+    assert "--tasks passkey are not generated; allowed: gen_ tasks" in message(*turns, *data, "--tasks", "passkey")
     assert "--prompts is missing" in message(*data, "--tasks", "passkey")
     assert f"--data {folder} has no passkey.jsonl" in message(*both)
     assert "does not assign yi_templates" in message(*both, "--templates", "yi")
