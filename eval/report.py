@@ -65,7 +65,7 @@ SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b")
 FIRST_TOKEN = "first-token-qwen3-8b"
 FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
-KEPT = ("niah-tiny-gqa-rocketkv", "niah-tiny-gqa-random_kept")
+KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in ("niah", "infinitebench") for name in ("rocketkv", "random_kept"))
 # Which goals are whose.
 GOALS = {
     "resa": ("K1", "K2", "K3", "K4", "E1", "E2", "E3", "R1", "R2"),

@@ -34,6 +34,7 @@ def calibration_file(folder: Path) -> str:
         model="models/tiny",
         architecture="A",
         phases=fits,
+        layers={phase: [0, 1, 2, 3] for phase in RANGES},
         first_position=0,
         queries=16,
         prompts={},

@@ -75,6 +75,7 @@ class SkipCalibration(BaseModel):
         model: folder or name of the checkpoint, as it was given.
         architecture: the model's class.
         phases: how good the coefficients of each phase are.
+        layers: those that were measured in each phase.
         first_position: of the queries of prefill that were looked at.
         queries: how many of the last positions of each prompt were looked at for decode.
         prompts: how many were run, of each length.
@@ -92,6 +93,7 @@ class SkipCalibration(BaseModel):
     model: str
     architecture: str
     phases: dict[Literal["prefill", "decode"], Fit] = Field(min_length=2)
+    layers: dict[Literal["prefill", "decode"], list[int]] = Field(min_length=2)
     first_position: int
     queries: int
     prompts: dict[str, int]

@@ -139,6 +139,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     about |= {"method": "skip_softmax", "model": args.model_path, "architecture": facts.architecture}
     about["prompts"] = {str(length): len(several) for length, several in prompts.items()}
     about["files"] = [file.name for file in args.prompts]
+    about["layers"] = layers
     of_length = [length for length, several in prompts.items() for _ in several]
     return summary(of_length, partial.rows, about)
 

@@ -26,7 +26,7 @@ from sglang_sparse.methods.skip_softmax_checkpoint import (
     FACTOR_RANGE,
     is_factor,
     only_with_a_model,
-    refuse_other_weights,
+    refuse_other_model,
     resolved_fields,
 )
 from sglang_sparse.passes import to_device
@@ -119,7 +119,7 @@ class SkipSoftmax(PrefillMethod):
 
     def refuse_weights(self, model_config: Any) -> str | None:
         """Refuse what the calibration was not made on."""
-        return refuse_other_weights(self.config.calibration, model_config)
+        return refuse_other_model(self.config, self.config.calibration, model_config)
 
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
         """None: what the kernel holds between its blocks is in registers. The reference, on a CPU, is not counted."""

@@ -14,12 +14,16 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from sglang_sparse.calibration.skip_file import SkipCalibration
 from sglang_sparse.calibration.weights import misfit
+from sglang_sparse.layers import parse_layers
+
+if TYPE_CHECKING:
+    from sglang_sparse.method_config import SparseConfig
 
 PHASES = ("prefill", "decode")
 TABLE = "sparse_attention_config"
@@ -79,15 +83,17 @@ def resolved_fields(
         _require_range(file, found, shares)
         factors, about = _factors(table, shares, f"calibration_file {file}")
         fits = {phase: one.model_dump(exclude={"points"}) for phase, one in found.phases.items()}
-        about |= {"file": file, "model": found.model, "fingerprint": found.fingerprint, "fits": fits}
+        layers = {phase: measured for phase, measured in found.layers.items() if shares.get(phase)}
+        about |= {"file": file, "model": found.model, "fingerprint": found.fingerprint, "fits": fits, "layers": layers}
     return {**others, "threshold_scale_factor": factors, "calibration": {"target_sparsity": target, **about}}
 
 
-def refuse_other_weights(calibration: Mapping[str, Any] | None, model_config: Any) -> str | None:
-    """Say why a config's ``calibration`` is not one of a server's model; None if it is, or does not say of which.
+def refuse_other_model(config: SparseConfig, calibration: Mapping[str, Any] | None, model_config: Any) -> str | None:
+    """Say why a config's ``calibration`` is not one of a server's model and sparse layers; None if it is, or unknown.
 
     Args:
-        calibration: as ``resolved_fields`` returned it.
+        config: of the method.
+        calibration: of that config, as ``resolved_fields`` returned it.
         model_config: SGLang's ``ModelConfig``.
     """
     fingerprint = (calibration or {}).get("fingerprint")
@@ -95,7 +101,23 @@ def refuse_other_weights(calibration: Mapping[str, Any] | None, model_config: An
         return None
     if not isinstance(fingerprint, str):
         return f"calibration.fingerprint: got {fingerprint!r}; allowed: the text that the calibration has"
-    return misfit("skip_softmax", fingerprint, str(calibration.get("model")), model_config)
+    layers: Any = calibration.get("layers", {})
+    if not isinstance(layers, dict):
+        return f"calibration.layers: got {layers!r}; allowed: the mapping that the calibration has"
+    if reason := misfit("skip_softmax", fingerprint, str(calibration.get("model")), model_config):
+        return reason
+    served = list(parse_layers(config.layers, model_config.num_hidden_layers))
+    return next(
+        (_other_layers(phase, measured, served) for phase, measured in layers.items() if measured != served), None
+    )
+
+
+def _other_layers(phase: str, measured: Any, served: list[int]) -> str:
+    return (
+        f"the calibration is of {phase} in layers {measured}, and layers {served} are to run sparse, of which it does "
+        f"not say what a factor skips; allowed: the same layers, or a calibration with them: {CALIBRATE} "
+        "--sparse-config '{\"layers\": …}'"
+    )
 
 
 def _shares(target: Any, phases: Sequence[str]) -> dict[str, Any]:

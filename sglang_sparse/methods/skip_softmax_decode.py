@@ -21,7 +21,7 @@ from sglang_sparse.methods.skip_softmax_checkpoint import (
     PHASES,
     is_factor,
     only_with_a_model,
-    refuse_other_weights,
+    refuse_other_model,
     resolved_fields,
 )
 from sglang_sparse_kernels.skip_softmax_decode import scratch_bytes, skip_softmax_decode
@@ -99,7 +99,7 @@ class SkipSoftmaxDecode(KernelMethod):
 
     def refuse_weights(self, model_config: Any) -> str | None:
         """Refuse what the calibration was not made on."""
-        return refuse_other_weights(self.config.calibration, model_config)
+        return refuse_other_model(self.config, self.config.calibration, model_config)
 
     def warnings(self) -> tuple[str, ...]:
         """Say that nothing of decode will be sparse, unless a request asks for it."""

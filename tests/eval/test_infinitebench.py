@@ -53,7 +53,7 @@ def oracle(task: str, text: str) -> str:
         return f'"{pairs[re.findall(r"key .([0-9a-f-]{36})", text)[0]]}"'
     if task == "gen_code_run":
         names: dict[str, Any] = {}
-        exec(text[text.index("# ") : text.index("What does")].split("\nRemember this text.")[0], names)
+        exec(text[text.index("# ") : text.index("What does")].split("\nRemember this text.", maxsplit=1)[0], names)
         return f"The value is: {eval(re.findall(r'What does (.+) return', text)[0], names)}."
     if task == "gen_math_find":
         numbers, rank = (

@@ -207,6 +207,18 @@ def test_a_file_of_other_weights_is_refused(tmp_path: Path) -> None:
     assert "calibrate this one: python -m sglang_sparse.calibrate --method skip_softmax" in message
     message = refused(str(TINY), calibration={"fingerprint": 7})
     assert "calibration.fingerprint: got 7; allowed: the text that the calibration has" in message
+    message = refused(str(TINY), calibration={"fingerprint": "f", "layers": 7})
+    assert "calibration.layers: got 7; allowed: the mapping that the calibration has" in message
+
+
+def test_a_file_of_other_layers_is_refused(tmp_path: Path) -> None:
+    given = {"calibration_file": calibration_file(tmp_path), "layers": "2-"}
+    for target, phase in ((0.5, "prefill"), ({"decode": 0.5}, "decode")):
+        message = refused(str(TINY), **given, target_sparsity=target)
+        assert f"the calibration is of {phase} in layers [0, 1, 2, 3], and layers [2, 3] are to run sparse" in message
+        assert "allowed: the same layers, or a calibration with them: python -m sglang_sparse.calibrate" in message
+    # Dense in both phases, whatever the layers.
+    resolve(str(TINY), **given, target_sparsity=0)
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,7 @@ def test_the_users_own_prompts_and_layers(tmp_path: Path, capsys: pytest.Capture
     assert list(decode["target_sparsity"]) == ["decode"] and settings.prefill is not None
     # Rounded up to whole tiles.
     assert (found.files, found.prompts, found.first_position) == (["text.txt"], {"800": 1}, 256)
+    assert found.layers == {"prefill": [0, 1, 2, 3], "decode": [1, 2]}
     assert calibrate.main([*given, "--sparse-prefill-config", '{"layers": "9"}']) == 1
     assert "--sparse-prefill-config: layers '9': the model has layers 0 to 3" in capsys.readouterr().err
 
