@@ -82,6 +82,14 @@ COMPACT_VARIANTS: tuple[dict[str, Any], ...] = (
         "prefill": {"dense_tail": 5},
     },
 )
+# Blocks of keys are skipped in both phases; prompts are of several blocks, and shared by whole tiles of queries.
+SKIP: dict[str, Any] = {"method": "skip_softmax", "slots": 900}
+SKIP_VARIANTS: tuple[dict[str, Any], ...] = (
+    {**SKIP, "overlap": True, "chunk": 256, "config": {"rectify_interval": 4}},
+    {**SKIP, "overlap": False, "chunk": 128, "config": {"rectify_interval": 0}, "mixed": True},
+    {**SKIP, "overlap": True, "chunk": 256, "page_size": 16, "config": {"rectify_interval": 0}},
+    {**SKIP, "overlap": False, "chunk": 128, "page_size": 1, "config": {"rectify_interval": 5}},
+)
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},
@@ -97,6 +105,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True, "config": {**CROSSING, "rectify_on_finish": True}, "apart": True},
     {"overlap": False, "page_size": 16, "config": {"rectify_interval": 7}},
     *COMPACT_VARIANTS,
+    *SKIP_VARIANTS,
 )
 
 

@@ -70,6 +70,9 @@ class EngineOptions:
         if self.keeps:
             # A few blocks of most prompts, by each KV head, and a step attends to some of them.
             own = {"window_size": 6, "prompt_budget": 18, "kernel_size": 5, "topk": 4, "kt_cache_dtype": "bfloat16"}
+        elif self.skips:
+            # About half of the blocks that may be skipped, in both phases.
+            own = {"threshold_scale_factor": {"prefill": 300, "decode": 200}}
         else:
             own = {"active_ratio": 0.1, "min_pages": 2}
         return {**base, **own, **self.config}
@@ -86,6 +89,16 @@ class EngineOptions:
     def keeps(self) -> bool:
         """Whether requests keep a part of their prompts only."""
         return self.method == "rocketkv"
+
+    @property
+    def skips(self) -> bool:
+        """Whether blocks of keys are skipped, of prefill as well."""
+        return self.method == "skip_softmax"
+
+    @property
+    def prefills_sparse(self) -> bool:
+        """Whether prompts are prefilled sparse, by groups."""
+        return self.skips or self.prefill is not None
 
     @property
     def rectifies(self) -> bool:

@@ -47,11 +47,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=json.loads, default={"rectify_interval": 4}, help="more of --sparse-config")
     parser.add_argument("--prefill", type=json.loads, help="sparse prefill with this of --sparse-prefill-config")
     parser.add_argument("--mixed", choices=["on", "off"], default="off", help="rows decode within batches of prompts")
-    parser.add_argument("--method", choices=["resa", "rocketkv"], default="resa", help="of decode")
+    parser.add_argument("--method", choices=["resa", "rocketkv", "skip_softmax"], default="resa", help="of decode")
     parser.add_argument("--radix", choices=["on", "off"], default="on", help="whether there is a radix tree")
     parser.add_argument("--apart", choices=["on", "off"], default="off", help="rectify each row in a pass of its own")
     parser.add_argument("--vary", action="store_true", help="blocks take turns with VARIANTS of the above")
     parser.add_argument("--vary-compact", action="store_true", help="likewise with COMPACT_VARIANTS")
+    parser.add_argument("--vary-skip", action="store_true", help="likewise with SKIP_VARIANTS")
     parser.add_argument(
         "--sabotage",
         choices=[
@@ -147,10 +148,11 @@ def _run(args: argparse.Namespace, model: Path, out: TextIO | None) -> bool:
 
 
 def _blocks(args: argparse.Namespace) -> list[Block]:
-    from blocks import COMPACT_VARIANTS, VARIANTS, Block
+    from blocks import COMPACT_VARIANTS, SKIP_VARIANTS, VARIANTS, Block
     from engine import EngineOptions
 
-    variants = VARIANTS if args.vary else COMPACT_VARIANTS if args.vary_compact else ()
+    asked = ((args.vary, VARIANTS), (args.vary_compact, COMPACT_VARIANTS), (args.vary_skip, SKIP_VARIANTS))
+    variants = next((variants for wanted, variants in asked if wanted), ())
     blocks = []
     end = args.first_seed + args.schedules
     for number, first in enumerate(range(args.first_seed, end, args.block)):

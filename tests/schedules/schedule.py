@@ -40,6 +40,8 @@ class Counts:
     mixed_rows: int = 0
     compacted: int = 0
     compact_waits: int = 0
+    skipped: int = 0
+    skipped_in_prefill: int = 0
     pages_checked: int = 0
     worst_difference: float = 0.0
 
@@ -69,9 +71,12 @@ class Schedule:
         self._decode_heavy = self._rng.random() < 0.2
         self._longest_output = max(4, (4 if self._decode_heavy else 2) * steps)
         self._longest_prompt = 8 if self._decode_heavy else max(16, 4 * steps)
-        if engine.options.prefill is not None:
+        if engine.options.prefills_sparse:
             # Prompts of several groups, which part within them.
             self._longest_prompt *= 12
+        if engine.options.skips:
+            # Blocks between the first and the newest ones; a prompt that is short leaves room for retractions.
+            self._longest_prompt = 20 if self._decode_heavy else CONTEXT - 80
         self._rounds = [self._rng.randint(max(1, steps // 2), steps) for _ in range(self._rng.choice([1, 1, 2]))]
         self._steps_left = self._rounds.pop()
         self._drained = 0
@@ -110,7 +115,10 @@ class Schedule:
         counts, keeps = backend.counters.rectify, backend.keeps.snapshot() if backend.keeps else {}
         compacted = {name: keeps.get(name, 0) for name in ("compacted", "compact_waits")}
         rectified = {"rectified_tokens": counts.tokens, "finish_tokens": counts.finish_tokens}
-        return {**rectified, "divided": self.engine.divided, **compacted}
+        found = backend.counters.snapshot() if self.engine.options.skips else {"prefill": {}}
+        skipped = {"skipped": found.get("blocks_skipped", 0)}
+        skipped["skipped_in_prefill"] = found["prefill"].get("blocks_skipped", 0)
+        return {**rectified, "divided": self.engine.divided, **compacted, **skipped}
 
     def _receive(self) -> list[Any]:
         """Called by the event loop where it would read its sockets."""
@@ -205,7 +213,7 @@ class Schedule:
     def _custom_params(self) -> dict[str, Any] | None:
         rng = self._rng
         kinds = ["none", "none", "dense", "ratio", "interval", "both"]
-        if self.engine.options.prefill is not None:
+        if self.engine.options.prefills_sparse:
             # Requests of one namespace, mostly, or nobody would share a prefix.
             kinds += ["theta", "exact", *["none"] * 6]
         kind = rng.choice(kinds)
@@ -214,8 +222,11 @@ class Schedule:
         if kind == "dense":
             return {"sparse": False}
         if kind in ("theta", "exact"):
-            return {"theta": 1.0} if kind == "theta" else {"exact_prefix": True}
+            theta = {"threshold_scale_factor": {"prefill": 5.0}} if self.engine.options.skips else {"theta": 1.0}
+            return theta if kind == "theta" else {"exact_prefix": True}
         ratio = {"active_ratio": rng.choice([0.01, 0.2, 0.5, 1.0])}
+        if self.engine.options.skips:
+            ratio = {"threshold_scale_factor": {"decode": rng.choice([0.0, 3.0, 500.0])}}
         if self.engine.options.keeps:
             ratio = {"topk": rng.choice([1, 2, 8, 10**6])}
         interval = {"rectify_interval": rng.choice([2, 4, 13])}

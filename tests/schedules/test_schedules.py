@@ -79,6 +79,14 @@ def test_requests_that_let_go_of_their_prompts_hold_what_they_kept(tmp_path) -> 
     assert_compacted(run(tmp_path / "rows.jsonl", *flags), 36)
 
 
+def test_skipped_blocks_leave_every_page_as_a_cold_run_has_it(tmp_path) -> None:
+    flags = ["--schedules", "32", "--block", "8", "--steps", "6", "--vary-skip", "--workers", str(WORKERS)]
+    reached = run(tmp_path / "rows.jsonl", *flags)[-1]
+    assert (reached["schedules"], reached["mismatches"], reached["leaks"], reached["errors"]) == (32, 0, 0, 0)
+    names = ["skipped", "skipped_in_prefill", "retractions", "evictions", "aborts", "cached_tokens", "mixed_rows"]
+    assert [name for name in names if reached[name] == 0] == []
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_six_hundred_schedules_of_compaction(tmp_path) -> None:
