@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.figures.report_tables import Column, number, table, text
+from eval.figures.report_tables import Column, Row, number, table, text
 from eval.figures.stats import Floats, interval, resamples
 from eval.live.counters import EvaluationError
 from eval.live.record import read_finished
@@ -137,7 +137,7 @@ def perplexities(paths: Sequence[Path]) -> str:
     return table(rows, columns)
 
 
-def _interval(row: dict[str, Any]) -> str:
+def _interval(row: Row) -> str:
     return " … ".join(f"{100 * end:+.2f}" for end in row["relative_interval"])
 
 
