@@ -184,6 +184,17 @@ def flexprefill(prompt: Prompt, gamma: float) -> Prefill:
     return lambda _: library.flex_prefill_attention(q, k, v, gamma, 0.1, softmax_scale=prompt.scale)[0]
 
 
+def called_h100(properties: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.cuda.get_device_properties`` of a device with another name; whoever asks for the rest of them gets it."""
+
+    def named(*device: Any) -> Any:
+        found = properties(*device)
+        known = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
+        return SimpleNamespace(**known | {"name": "NVIDIA H100"})
+
+    return named
+
+
 def xattention(prompt: Prompt, threshold: float) -> Prefill:
     """XAttention with its own stride of 8."""
     library, attention = minference("xattention"), minference("flexprefill")
@@ -195,7 +206,7 @@ def xattention(prompt: Prompt, threshold: float) -> Prefill:
     settings = {"block_size": size, "stride": 8, "norm": 1, "threshold": threshold, "select_mode": "inverse"}
     settings |= {"use_triton": True, "causal": True, "chunk_size": 2048, "kdb": 1}
     # It asks for the name, and takes its Triton kernels on an A100 and an H100 only; the other way masks too much.
-    known = mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(name="NVIDIA H100"))
+    known = mock.patch.object(torch.cuda, "get_device_properties", called_h100(torch.cuda.get_device_properties))
 
     def run(_: torch.Tensor | None) -> torch.Tensor:
         with known:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,6 +203,11 @@ def test_the_table_knows_its_peers() -> None:
     names = [one.name for one in prefill_table.TABLE]
     own = ["anchor", "skip_softmax"]
     assert names == ["fa3", "fa3-contiguous", "flashinfer", *own, "flexprefill", "xattention", "flashinfer-blocks"]
+
+
+def test_another_name_hides_nothing_of_a_device() -> None:
+    found = prefill_table.called_h100(lambda device=0: SimpleNamespace(name=f"NVIDIA H{device}", major=9))(200)
+    assert (found.name, found.major) == ("NVIDIA H100", 9)
 
 
 def test_minference_without_its_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,9 +247,8 @@ def test_interrupted_commands_may_end_their_servers(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(subprocess, "Popen", Waited)
     # Whoever starts it must have come back from that, on a busy machine too.
-    script = "import os, signal, time\n"
-    # In the background of a script it would be ignored.
-    script += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    # In the background of a script the signal would be ignored.
+    script = "import os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     script += f"try:\n    while not os.path.exists({str(waits)!r}):\n        time.sleep(0.05)\n"
     script += "    os.kill(os.getppid(), signal.SIGUSR1)\n    time.sleep(600)\n"
     script += "except KeyboardInterrupt:\n    print('cleaned up', flush=True)\n"

@@ -1,4 +1,4 @@
-"""Kernels under compute-sanitizer: what is read from its output, and the command with a sanitizer that is none."""
+"""Kernels under compute-sanitizer: the command, with a sanitizer that is none."""
 
 import json
 import os
@@ -7,162 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sanitizer_texts import MEANT, OUT_OF_BOUNDS
 
 from eval import sanitize_kernels
 from eval.compile_kernels import OPERATIONS
 from eval.figures.sanitizer import sanitizer
 from eval.live.record import read_rows
 from eval.parts import sanitizer_inside
-from eval.parts.sanitizer_output import FOUND_STATUS, Report, read, verdict
-
-BEGIN = "========= COMPUTE-SANITIZER\n"
-DONE = '\nsanitizer_inside: done {"device": "NVIDIA H200", "cases": 5, "kernels": ["_page_score_kernel"]}\n'
-CLEAN = f"{BEGIN}{DONE}========= ERROR SUMMARY: 0 errors\n"
-RACES_CLEAN = f"{BEGIN}{DONE}========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
-OUT_OF_BOUNDS = """\
-========= Invalid __global__ read of size 16 bytes
-=========     at _page_score_kernel+0xec0 in triton.py:113
-=========     by thread (18,0,0) in block (0,0,0)
-=========     Access to 0x74505bcccca0 is out of bounds
-=========     and is 161 bytes after the nearest allocation at 0x74505bccc800 of size 1,024 bytes
-=========     Saved host backtrace up to driver entry point at kernel launch time
-=========         Host Frame: at::native::copy_kernel_cuda(at::TensorIterator&, bool) [0x9544e] in libtorch_cuda.so
-=========
-"""
-OLD_OUT_OF_BOUNDS = """\
-========= Invalid __global__ read of size 4 bytes
-=========     at 0xda0 in kernels/sglang_sparse_kernels/page_score/triton.py:113:_page_score_kernel
-=========     by thread (96,0,0) in block (44,0,0)
-=========     Address 0x763995f9f000 is out of bounds
-"""
-MEMCHECK = f"""\
-{BEGIN}{OUT_OF_BOUNDS}{OLD_OUT_OF_BOUNDS}\
-========= Program hit CUDA_ERROR_LAUNCH_FAILED (error 719) due to "unspecified launch failure" on CUDA API call to cuCtx
-Traceback (most recent call last):
-torch.AcceleratorError: CUDA error: unspecified launch failure
-========= Target application returned an error
-========= ERROR SUMMARY: 1,300 errors
-========= ERROR SUMMARY: 300 errors were not printed. Use --print-limit option to adjust the number of printed errors
-"""
-RACE = f"""\
-{BEGIN}========= Error: Race reported between Write access at page_topk+0x1200
-=========     and Read access at page_topk+0x1c40 [496 hazards]
-=========
-========= Warning: Race reported between Write access at page_topk+0x90
-=========     and Write access at page_topk+0x90 [32 hazards]
-=========
-{DONE}========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
-"""
-THEIRS = """\
-========= Uninitialized __global__ memory read of size 2 bytes
-=========     at void at::native::vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctor_add<float>>(int)+0x70
-=========     by thread (0,0,0) in block (0,0,0)
-=========     Address 0x7f2b3ba00000
-=========
-"""
-OURS = """\
-========= Uninitialized __global__ memory read of size 4 bytes
-=========     at reduce+0x2d0 in standard.py:191
-=========     by thread (3,0,0) in block (1,0,0)
-=========     Address 0x7f2b3ba00200
-=========         Device Frame: _merge_kernel+0x2d0 in triton.py:250
-=========
-"""
-INITCHECK = f"{BEGIN}{THEIRS}{OURS}{THEIRS}{DONE}========= ERROR SUMMARY: 3 errors\n"
-MEANT = """\
-========= Uninitialized __global__ memory read of size 4 bytes
-=========     at _combine_kernel+0x1f0 in triton.py:293
-=========     by thread (1,0,0) in block (8,0,0)
-=========     Address 0x7fa6bc800670
-=========
-"""
-THEIRS_ALONE = f"{BEGIN}{THEIRS}{DONE}========= ERROR SUMMARY: 1 error\n"
-NO_DEVICE = """\
-========= COMPUTE-SANITIZER
-========= Error: Device not supported. Please refer to the "Supported Devices" section of the sanitizer documentation
-=========
-RuntimeError: CUDA error: unknown error
-========= Target application returned an error
-========= ERROR SUMMARY: 1 error
-"""
-NO_TOOL = f"{BEGIN}========= Error: the racecheck tool is not supported on this device\n"
-UNPLACED = f"{BEGIN}========= Uninitialized access by cudaMemcpy\n{DONE}========= ERROR SUMMARY: 2 errors\n"
-
-
-def judged(text: str, status: int | None) -> tuple[Report, str, str | None]:
-    report = read(text)
-    return report, *verdict(report, status, text)
-
-
-@pytest.mark.parametrize("text", [CLEAN, RACES_CLEAN], ids=["errors", "hazards"])
-def test_clean(text: str) -> None:
-    report, name, says = judged(text, 0)
-    assert (name, says, report.errors, report.warnings, report.others, report.lines) == ("clean", None, 0, 0, 0, [])
-    assert report.done == {"device": "NVIDIA H200", "cases": 5, "kernels": ["_page_score_kernel"]}
-
-
-def test_errors_count_beyond_the_print_limit() -> None:
-    report, name, says = judged(MEMCHECK, FOUND_STATUS)
-    assert (name, says, report.errors) == ("errors", "Invalid __global__ read of size 16 bytes", 1300)
-    assert report.lines[1].strip() == "at _page_score_kernel+0xec0 in triton.py:113" and report.done is None
-
-
-def test_races_and_warnings() -> None:
-    report, name, says = judged(RACE, FOUND_STATUS)
-    assert (name, report.errors, report.warnings) == ("errors", 1, 1)
-    assert says == "Error: Race reported between Write access at page_topk+0x1200"
-    warned = RACE.replace("Error: Race", "Warning: Race").replace("(1 error, 1 warning)", "(0 errors, 2 warnings)")
-    report, name, _ = judged(warned, FOUND_STATUS)
-    assert (name, report.errors, report.warnings) == ("clean", 0, 2) and report.lines[0].startswith("Warning: Race")
-
-
-def test_what_pytorch_does_is_counted_apart() -> None:
-    report, name, _ = judged(INITCHECK, FOUND_STATUS)
-    assert (name, report.errors, report.others) == ("errors", 1, 2)
-    assert report.lines[-1].strip() == "Device Frame: _merge_kernel+0x2d0 in triton.py:250"
-    report, name, _ = judged(THEIRS_ALONE, FOUND_STATUS)
-    assert (name, report.errors, report.others, report.lines) == ("clean", 0, 1, [])
-
-
-def test_what_a_combination_drops_is_counted_apart() -> None:
-    """Of reads alone that nobody wrote, and as far as they were printed."""
-    for meant in (MEANT * 2, THEIRS + MEANT):
-        report, name, _ = judged(f"{BEGIN}{meant}{DONE}========= ERROR SUMMARY: 2 errors\n", FOUND_STATUS)
-        assert (name, report.errors, report.others + report.meant, report.lines) == ("clean", 0, 2, [])
-        assert report.meant == meant.count("_combine_kernel")
-    for text in (MEANT.replace("Uninitialized __global__ memory read", "Invalid __global__ read"), OURS):
-        report, name, _ = judged(f"{BEGIN}{MEANT}{text}{DONE}========= ERROR SUMMARY: 2 errors\n", FOUND_STATUS)
-        assert (name, report.errors, report.meant) == ("errors", 1, 1) and report.lines[0] == text.split("\n")[0][10:]
-    report, name, _ = judged(f"{BEGIN}{MEANT}{DONE}========= ERROR SUMMARY: 5 errors\n", FOUND_STATUS)
-    assert (name, report.errors, report.meant) == ("errors", 4, 1)
-
-
-def test_what_names_no_kernel_counts() -> None:
-    report, name, says = judged(UNPLACED, FOUND_STATUS)
-    assert (name, says, report.errors) == ("errors", "Uninitialized access by cudaMemcpy", 2)
-
-
-@pytest.mark.parametrize(("text", "says"), [(NO_DEVICE, "Device not supported. Please"), (NO_TOOL, "the racecheck")])
-def test_not_supported(text: str, says: str) -> None:
-    _, name, said = judged(text, 1)
-    assert name == "not supported" and said is not None and said.startswith(says)
-
-
-@pytest.mark.parametrize(
-    ("text", "status", "name", "says"),
-    [
-        (BEGIN, None, "timed out", "it was ended before it had done, and had found nothing until then"),
-        (BEGIN + OUT_OF_BOUNDS, None, "errors", "Invalid __global__ read of size 16 bytes"),
-        (f"{BEGIN}Traceback:\nValueError: no\n========= ERROR SUMMARY: 0 errors\n", 1, "failed", "ValueError: no"),
-        (BEGIN + DONE, 0, "failed", "the sanitizer printed no summary"),
-        ("", 127, "failed", "it printed nothing"),
-        (CLEAN + "Segmentation fault\n", 139, "failed", "exit status 139: Segmentation fault"),
-        (CLEAN, FOUND_STATUS, "failed", f"exit status {FOUND_STATUS}: {DONE.strip()}"),
-        (CLEAN.replace("NVIDIA H200", "cpu"), 0, "not supported", "torch finds no CUDA device, so no kernel ran"),
-    ],
-)
-def test_what_is_not_proven_is_not_clean(text: str, status: int | None, name: str, says: str) -> None:
-    assert judged(text, status)[1:] == (name, says)
 
 
 def test_cases_are_few_and_have_float8() -> None:

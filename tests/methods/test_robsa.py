@@ -113,7 +113,7 @@ def test_refused_models() -> None:
     assert "changes ['rope_scaling'] of its config" in str(
         robsa(calibration=calibration([1.0] * 4, own)).refuse(changed)
     )
-    assert "made on other weights, some-model" in str(robsa(calibration=calibration([1.0] * 4)).refuse(model()))
+    assert "made on other weights, some-model" in str(robsa(calibration=calibration([1.0] * 4)).refuse_weights(model()))
     assert "of a model of 3 layers, this one has 4" in str(robsa(calibration=calibration([1.0] * 3)).refuse(model()))
     assert "no layer is left" in str(robsa(calibration=calibration([0.5] * 4, own)).refuse(model()))
 
