@@ -96,7 +96,7 @@ def call(operation: str, cases: Sequence[Any], device: str) -> None:
     function: Callable[..., Any] = getattr(module, OPERATIONS[operation])
     for case in cases:
         function(**make(case, device))
-        if operation == "page_topk":
+        if operation in ("page_score", "page_topk"):
             with mock.patch.object(nvrtc, "available", return_value=False):
                 function(**make(case, device))
     if operation == "index_keys":

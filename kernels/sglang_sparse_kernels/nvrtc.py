@@ -20,6 +20,8 @@ from .launch import dependent_launch
 logger = logging.getLogger(__name__)
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_longlong
+# Of the headers that sources may include, by name.
+HEADERS = Path(__file__).parent
 
 
 @functools.cache
@@ -109,7 +111,9 @@ def compile_file(source: Path, capability: tuple[int, int], defines: dict[str, i
     """
     from cuda.bindings import nvrtc  # pyright: ignore[reportAttributeAccessIssue]
 
-    program = _check(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
+    headers = sorted(HEADERS.glob("*.cuh"))
+    texts, names = [path.read_bytes() for path in headers], [path.name.encode() for path in headers]
+    program = _check(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(names), texts, names))
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in defines.items()]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])

@@ -88,6 +88,8 @@ static unsigned __shfl_up_sync(unsigned, unsigned value, int step) {
     return all[lane >= step ? lane - step : lane];
 }
 
+static unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) { return exchange(value)[threadIdx.x % 32 ^ mask]; }
+
 static int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
 static unsigned __float_as_uint(float value) {
     unsigned bits;
@@ -102,11 +104,65 @@ static float __uint_as_float(unsigned bits) {
 struct float4 {
     float x, y, z, w;
 };
+struct uint2 {
+    unsigned x, y;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
 struct int4 {
     int x, y, z, w;
 };
 template <typename Number> static Number atomicAdd(Number* place, Number value) {
     return __atomic_fetch_add(place, value, __ATOMIC_SEQ_CST);
+}
+
+static uint4 load(const unsigned char* place) { return *(const uint4*)place; }
+
+// Numbers of two bytes: bfloat16 or float16.
+static float of_float16(unsigned bits) {
+    unsigned short half = bits;
+    _Float16 number;
+    std::memcpy(&number, &half, sizeof half);
+    return number;
+}
+static float of_half(bool bfloat16, unsigned bits) {
+    return bfloat16 ? __uint_as_float(bits << 16) : of_float16(bits & 0xFFFF);
+}
+static unsigned half_of(bool bfloat16, float value) {
+    unsigned bits = __float_as_uint(value);
+    if (bfloat16) return value != value ? 0x7FFF : bits + 0x7FFF + (bits >> 16 & 1) >> 16;
+    _Float16 number = value;
+    unsigned short half;
+    std::memcpy(&half, &number, sizeof half);
+    return half;
+}
+static unsigned pack_as(bool bfloat16, float first, float second) {
+    return half_of(bfloat16, first) | half_of(bfloat16, second) << 16;
+}
+
+// One number of float8 as float16: what the table of all 256 holds.
+static unsigned half_of_e4m3(unsigned bits) {
+    int exponent = bits >> 3 & 15, fraction = bits & 7;
+    float size = exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp((float)fraction, -9);
+    if ((bits & 127) == 127) size = NAN;
+    return half_of(false, bits & 128 ? -size : size);
+}
+static unsigned of_e4m3(unsigned bits) { return half_of_e4m3(bits & 255) | half_of_e4m3(bits >> 8 & 255) << 16; }
+
+// A product of tensor cores, from where each lane has its operands (mma.m16n8k16).
+static void multiply_as(bool bfloat16, float (&sums)[4], const unsigned (&pages)[4], uint2 query) {
+    std::vector<unsigned> a[4], b[2] = {exchange(query.x), exchange(query.y)};
+    for (int i = 0; i < 4; i++) a[i] = exchange(pages[i]);
+    int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        for (int entry = 0; entry < 16; entry++) {
+            int holder = entry % 8 / 2, upper = entry % 2 * 16;
+            unsigned one = a[row / 8 + entry / 8 * 2][row % 8 * 4 + holder], other = b[entry / 8][column * 4 + holder];
+            sums[i] += of_half(bfloat16, one >> upper & 0xFFFF) * of_half(bfloat16, other >> upper & 0xFFFF);
+        }
+    }
 }
 
 // Runs a kernel's body in all threads of a grid, one cluster of `size` blocks of a row after the other.

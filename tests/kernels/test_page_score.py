@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels.page_score import page_score, reference
+from sglang_sparse_kernels.page_score import cuda, page_score, reference
 from sglang_sparse_kernels.page_score.cases import BF16, CASES, Case, make
 from sglang_sparse_kernels.page_summary import update_page_summary
 from sglang_sparse_kernels.testing import random_cache, seeded
@@ -44,10 +44,35 @@ def test_reference_is_the_bound_summed_over_dimensions(case: Case) -> None:
                 assert scores[row, head, page].item() == pytest.approx(expected, rel=1e-4, abs=1e-3)
 
 
+@pytest.mark.parametrize("implementation", ["triton", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_triton_equals_the_reference(case: Case, device: str) -> None:
+def test_kernels_equal_the_reference(case: Case, implementation: str, device: str) -> None:
     arguments = make(case, device)
-    assert_same_scores(page_score(**arguments), run_reference(arguments), arguments["n_pages"])
+    if implementation == "cuda" and not cuda.takes(arguments["q"], arguments["summary"]):
+        pytest.skip("these are Triton's")
+    kernel = importlib.import_module(f"sglang_sparse_kernels.page_score.{implementation}")
+    expected = run_reference(arguments)
+    for ready in (False, True):
+        got = kernel.page_score(**arguments, out=torch.full_like(expected, torch.nan), summaries_ready=ready)
+        assert_same_scores(got, expected, arguments["n_pages"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("summary_dtype", [BF16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_replays_of_a_graph_give_the_same_bits(summary_dtype: torch.dtype, device: str) -> None:
+    """A hundred times, into poisoned outputs."""
+    arguments = make(Case((4096, 37, 0, 1000), 8, 4, 128, BF16, summary_dtype), device)
+    first = page_score(**arguments)
+    out = torch.empty_like(first)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        page_score(**arguments, out=out)
+    held = (torch.arange(out.shape[2], device=device) < arguments["n_pages"][:, None])[:, None].expand_as(out)
+    for _ in range(100):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out[held], first[held])
 
 
 @pytest.mark.parametrize("summaries_ready", [False, True])

@@ -4,13 +4,12 @@ import ctypes
 import dataclasses
 import math
 import random
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cuda_library import build
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -49,17 +48,9 @@ extern "C" void run_{cluster}_{threads}(
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel of every shape; in one file, since reading the headers takes longest."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("cuda")
-    source, target = folder / "kernels.cpp", folder / "kernels.so"
+    """The kernel of every shape."""
     kernels = (KERNEL.format(source=cuda.SOURCE, **dataclasses.asdict(shape)) for shape in SHAPES)
-    source.write_text("".join(['#include "cuda_on_cpu.h"', *kernels]))
-    options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w", f"-I{Path(__file__).parent}"]
-    subprocess.run([compiler, *options, str(source), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
+    return build(tmp_path_factory.mktemp("cuda"), kernels)
 
 
 def on_cpu(

@@ -7,6 +7,8 @@
 // A cluster's blocks hold consecutive parts of a row. All take the same decisions from the same numbers, so that they
 // meet at the same barriers. They only read from one another, and none ends before all have read.
 
+#include "hopper.cuh"
+
 #define BINS 2048
 #define LIST 256
 #define WARPS (THREADS / 32)
@@ -14,26 +16,12 @@
 // Whether registers are left for the page table.
 #define PAGES_HELD (ITEMS <= 8)
 #define PAGES_SIZE (PAGES_HELD ? ITEMS : 4)
-#define ALL 0xFFFFFFFFu
 #define NOT_A_NUMBER __uint_as_float(0x7FC00000u)
 #define INFINITE __uint_as_float(0x7F800000u)
 #define LARGEST 3.402823466e38f
 
-// What CUDA C++ has no words for without its headers; tests on a CPU bring their own.
+// See hopper.cuh.
 #ifdef __CUDACC__
-#define SHARED(type, name) __shared__ type name
-
-// PTX of Hopper and later, left out before.
-#if __CUDA_ARCH__ >= 900
-#define HOPPER(...) asm volatile(__VA_ARGS__)
-#else
-#define HOPPER(...)
-#endif
-
-__device__ void launch_dependents() { HOPPER("griddepcontrol.launch_dependents;"); }
-
-__device__ void await_inputs() { HOPPER("griddepcontrol.wait;" ::: "memory"); }
-
 // All threads of the cluster come here before any of them leaves `cluster_wait`.
 __device__ void cluster_arrive() { HOPPER("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 
