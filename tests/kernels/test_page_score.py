@@ -58,16 +58,18 @@ def test_kernels_equal_the_reference(case: Case, implementation: str, device: st
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "cuda"])
 @pytest.mark.parametrize("summary_dtype", [BF16, torch.float16, torch.float8_e4m3fn], ids=str)
-def test_replays_of_a_graph_give_the_same_bits(summary_dtype: torch.dtype, device: str) -> None:
+def test_replays_of_a_graph_give_the_same_bits(summary_dtype: torch.dtype, implementation: str, device: str) -> None:
     """A hundred times, into poisoned outputs."""
+    kernel = importlib.import_module(f"sglang_sparse_kernels.page_score.{implementation}")
     arguments = make(Case((4096, 37, 0, 1000), 8, 4, 128, BF16, summary_dtype), device)
-    first = page_score(**arguments)
-    out = torch.empty_like(first)
+    out = torch.empty(4, 8, 4096, device=device)
+    first = kernel.page_score(**arguments, out=out).clone()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        page_score(**arguments, out=out)
+        kernel.page_score(**arguments, out=out)
     held = (torch.arange(out.shape[2], device=device) < arguments["n_pages"][:, None])[:, None].expand_as(out)
     for _ in range(100):
         out.fill_(torch.nan)

@@ -58,10 +58,9 @@ def page_score(
     out = dispatch.result("out", out, shape, torch.float32, q.device)
     if dispatch.use_reference(q):
         return reference.page_score(q, summary, page_table, n_pages, out, local_pages)
-    from . import cuda, triton
+    from . import triton
 
-    kernel = cuda.page_score if cuda.takes(q, summary) else triton.page_score
-    return kernel(q, summary, page_table, n_pages, out, local_pages, summaries_ready)
+    return triton.page_score(q, summary, page_table, n_pages, out, local_pages, summaries_ready)
 
 
 def _check_arguments(
