@@ -82,20 +82,20 @@ def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
 
 
 def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> Need:
-    """What a layer of a decode step needs; see ``needs``. The layers take turns in it.
+    """What a layer of a decode step needs, and the view of the CUDA graphs; see ``needs``. The layers take turns in it.
 
     CUDA graphs keep what they were captured with, so that it is needed once for them and once for the batches that run
-    without one. The view is not charged: that of the graphs is static, and a start-up line has its size; that of
-    larger batches takes half a MB a row (8 KV heads, 128k tokens in pages of 16; 3 MB in RocketKV's blocks of 4), and
-    is left to --mem-fraction-static.
+    without one. The view of these is not charged: half a MB a row (8 KV heads, 128k tokens in pages of 16; 3 MB in
+    RocketKV's blocks of 4) is left to --mem-fraction-static.
     """
     method, device = settings.method, torch.device(kvc.device)
     max_blocks = -(-table_width // method.block_size)
     limits = (model.num_kv_heads, max_blocks, usual_selection(method, max_blocks), method.block_size)
     captured, eager = decode_batches(kvc.server_args)
-    nbytes = 0
+    counters = torch.zeros(4, dtype=torch.int64, device="meta")
+    nbytes = allocate_view(max(captured, default=0), *limits, counters, method.view_buffers).nbytes
     for batches in (captured, eager):
-        view = allocate_view(max(batches, default=0), *limits, torch.zeros(4, dtype=torch.int64, device="meta"))
+        view = allocate_view(max(batches, default=0), *limits, counters)
         sizes = (method.scratch_bytes(model, view.rows(rows), kvc.model_dtype, device) for rows in batches)
         nbytes += max(sizes, default=0)
     graphs = f"CUDA graphs of up to {captured[-1]} rows" if captured else ""
