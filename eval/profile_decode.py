@@ -8,14 +8,17 @@ decode, SGLang's own profiler (``/start_profile``) traces some steps. Run this o
 server writes the trace there: beside ``--out``, or into ``--trace-dir``. `eval.parts.profile_trace` says what a step is
 and how its time is charged, `eval.figures.profile` which kernels make up which part of it.
 
-Arm ``dense`` asks a sparse server with ``sparse: false``, ``sparse`` never rectifies, so that all steps are alike. Only
-rank 0 of a tensor-parallel server is read. ``--from FILE`` prints the tables of a result file, or of a trace, again.
+Arm ``dense`` asks a sparse server with ``sparse: false``, ``sparse`` never rectifies, so that all steps are alike, and
+of ``rectified`` the passes are profiled that encode the last ``--interval`` tokens of all requests again, not the steps
+between them: with the attention's rate in TFLOP/s, where the model's config is at hand. Only rank 0 of a
+tensor-parallel server is read. ``--from FILE`` prints the tables of a result file, or of a trace, again.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -30,11 +33,14 @@ from eval.figures.tpot import decode_figures
 from eval.live.client import FAILURES, LiveServer, generate, stream
 from eval.live.counters import EvaluationError, density
 from eval.live.record import Record
-from eval.parts.profile_trace import decode_steps, read_trace
+from eval.parts.profile_trace import decode_steps, passes, read_trace
 
 # Steps traced beyond those that count: the first ones may wait for the profiler, and the last one has no end.
 SPARE_STEPS = 4
-ARGUMENTS = ("arm", "batch", "context", "tokens", "steps", "active_ratio", "seed", "label")
+ARGUMENTS = ("arm", "batch", "context", "tokens", "steps", "interval", "active_ratio", "seed", "label")
+ARMS = ("dense", "sparse", "rectified")
+# Steps, or passes, that count.
+STEPS = {"dense": 16, "sparse": 16, "rectified": 2}
 
 
 def require_profiler(facts: dict[str, Any], url: str) -> None:
@@ -53,14 +59,14 @@ def make_arm(args: argparse.Namespace, facts: dict[str, Any], vocabulary: int) -
     """What is profiled.
 
     Raises:
-        EvaluationError: ``--arm sparse`` on a dense server.
+        EvaluationError: another arm than dense on a dense server.
     """
     serves_sparse = facts["sparse"] is not None
     params: dict[str, Any] = {"sparse": False} if serves_sparse else {}
-    if args.arm == "sparse":
+    if args.arm != "dense":
         if not serves_sparse:
             raise EvaluationError(f"{args.base_url} runs no sparse method: it has --arm dense alone")
-        params = {"rectify_interval": 0}
+        params = {"rectify_interval": args.interval if args.arm == "rectified" else 0}
         params |= {} if args.active_ratio is None else {"active_ratio": args.active_ratio}
     return Arm(args.arm, params, random_prompts(args.batch, args.context, vocabulary, args.seed))
 
@@ -141,16 +147,40 @@ def traced(server: LiveServer, requests: Sequence[dict[str, Any]], steps: int, f
     return written()[0]
 
 
-def add_rows(record: Record, path: Path, args: argparse.Namespace, **measured: Any) -> tuple[list[Any], list[Any]]:
+def steps_traced(args: argparse.Namespace) -> int:
+    """Decode steps that the profiler is to see."""
+    return args.steps * (args.interval if args.arm == "rectified" else 1) + SPARE_STEPS
+
+
+def pass_flops(args: argparse.Namespace, model_path: str) -> float | None:
+    """Floating-point operations of the attention of a pass over all requests; None where the model is not at hand."""
+    path = Path(model_path) / "config.json"
+    if not path.is_file():
+        return None
+    config = json.loads(path.read_text())
+    heads = config["num_attention_heads"]
+    width = heads * config.get("head_dim", config["hidden_size"] // heads)
+    # The output grows by less than a hundredth of the context.
+    pairs = args.batch * args.interval * (args.context + args.tokens / 2)
+    return 4.0 * pairs * width * config["num_hidden_layers"]
+
+
+def add_rows(
+    record: Record, path: Path, args: argparse.Namespace, flops: float | None = None, **measured: Any
+) -> tuple[list[Any], list[Any]]:
     """Write the figures of a trace.
 
     Returns:
-        The rows by kernel, and those by part of a step.
+        The rows by kernel, and those by part of a step or of a pass.
 
     Raises:
-        EvaluationError: see `read_trace` and `decode_steps`.
+        EvaluationError: see `read_trace`, `decode_steps` and `passes`.
     """
-    kernels, parts = profile.summarise(decode_steps(read_trace(path), args.steps))
+    read = passes if args.arm == "rectified" else decode_steps
+    kernels, parts = profile.summarise(read(read_trace(path), args.steps))
+    for row in parts:
+        if flops is not None and row["part"] == "attention":
+            row["tflops"] = flops / row["us"] / 1e6
     for row in kernels:
         record.add("item", arm=args.arm, **row)
     for row in parts:
@@ -178,20 +208,22 @@ def run(args: argparse.Namespace) -> str:
             server.each(generate, [request_of(prompt, 1, arm.params) for prompt in arm.prompts], "prefill")
             measured = decode_untraced(server, arm, args.tokens, facts)
             requests = [request_of(prompt, args.tokens, arm.params) for prompt in arm.prompts]
-            trace = traced(server, requests, args.steps + SPARE_STEPS, folder, args.out.name.split(".")[0])
+            trace = traced(server, requests, steps_traced(args), folder, args.out.name.split(".")[0])
             print(f"trace: {trace}", file=sys.stderr)
-            kernels, parts = add_rows(record, trace, args, trace=trace.name, **measured)
+            flops = pass_flops(args, facts["model_path"]) if args.arm == "rectified" else None
+            kernels, parts = add_rows(record, trace, args, flops, trace=trace.name, **measured)
     return profile.tables(kernels, parts)
 
 
-def again(path: Path, steps: int) -> str:
+def again(path: Path, arm: str, steps: int) -> str:
     """The tables of a result file or of a trace.
 
     Raises:
         EvaluationError: it is neither.
     """
     if path.name.endswith((".json", ".json.gz")):
-        return profile.tables(*profile.summarise(decode_steps(read_trace(path), steps)))
+        read = passes if arm == "rectified" else decode_steps
+        return profile.tables(*profile.summarise(read(read_trace(path), steps)))
     return profile.profile(path)
 
 
@@ -204,10 +236,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     source.add_argument("--base-url", help="the server, on this machine, with nothing else to do")
     source.add_argument("--from", dest="source", type=Path, help="result file or trace to print again")
     parser.add_argument("--out", type=Path, help="JSONL file to write")
-    parser.add_argument("--arm", choices=("dense", "sparse"), default="dense", help="how the server decodes")
+    parser.add_argument("--arm", choices=ARMS, default="dense", help="how the server decodes, see above")
     parser.add_argument("--batch", type=int, default=1, help="concurrent requests")
     parser.add_argument("--context", type=int, default=131072, help="tokens of a prompt")
-    parser.add_argument("--steps", type=int, default=16, help="decode steps that count")
+    parser.add_argument("--steps", type=int, help=f"decode steps that count, or passes (default: {STEPS})")
+    parser.add_argument("--interval", type=int, default=32, help="of --arm rectified: tokens between passes")
     parser.add_argument("--tokens", type=int, default=256, help="output tokens of a request")
     parser.add_argument("--active-ratio", type=float, help="share of the pages (default: the server's)")
     parser.add_argument("--trace-dir", type=Path, help="folder for the trace (default: that of --out)")
@@ -216,15 +249,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--label", help="kept with the figures")
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
-    for name in ("batch", "context", "steps"):
+    if args.steps is None:
+        args.steps = STEPS[args.arm]
+    for name in ("batch", "context", "steps", "interval"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.base_url and not args.out:
         parser.error("--base-url needs --out")
-    if args.tokens < 4 * (args.steps + SPARE_STEPS):
-        parser.error(f"--tokens must be at least 4 times --steps and {SPARE_STEPS} more, got {args.tokens}")
+    # Of passes whole intervals are traced, so that less is left over at both ends.
+    if args.tokens < (most := (2 if args.arm == "rectified" else 4) * steps_traced(args)):
+        parser.error(f"--tokens must be at least {most} for {steps_traced(args)} traced steps, got {args.tokens}")
     if args.arm == "dense" and args.active_ratio is not None:
-        parser.error("--active-ratio is of --arm sparse")
+        parser.error("--active-ratio is of --arm sparse and rectified")
     return args
 
 
@@ -232,7 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 when there is no profile."""
     args = parse(arguments)
     try:
-        print(again(args.source, args.steps) if args.source else run(args))
+        print(again(args.source, args.arm, args.steps) if args.source else run(args))
     except FAILURES as error:
         print(f"eval.profile_decode: {error}", file=sys.stderr)
         return 1

@@ -29,6 +29,19 @@ def replays(count: int, names: tuple[str, ...] = GRAPH, period: float = 150.0) -
     return events
 
 
+def with_passes(count: int = 8, period: float = 150.0) -> list[dict[str, Any]]:
+    """Replays, and after each third one an attention of 300 us between small kernels."""
+    events, later = [], 0.0
+    for step in range(count):
+        mine = [event for event in replays(count, period=period) if event["args"]["correlation"] // 10 == 10 + step]
+        events += [launch | {"ts": launch["ts"] + later} for launch in mine]
+        if step % 3 == 2:
+            begin, call = 1000.0 + step * period + later + 125, 5000 + 10 * step
+            events += [event("rope", begin, 10.0, call), event(FLASH, begin + 15, 300.0, call + 1)]
+            later += 320.0
+    return events
+
+
 def write(path: Path, events: list[dict[str, Any]]) -> Path:
     with gzip.open(path, "wt") as file:
         # As it comes from a profiler, in no order, and with a control character in a name.

@@ -114,6 +114,8 @@ def summarise(steps: Sequence[Step]) -> tuple[list[dict[str, Any]], list[dict[st
 
 def part_name(row: Row) -> str:
     """How a table calls a part of a step."""
+    if "tflops" in row:
+        return f"{row['part']} ({row['tflops']:.0f} TFLOP/s)"
     if row["part"] == "idle" and "gaps" in row:
         return f"idle ({row['gaps']:g} gaps, the longest {row['longest_gap_us']:.1f} µs)"
     return str(row["part"])

@@ -5,6 +5,9 @@ replay launches the correlation id of its ``cudaGraphLaunch``, so a replay is a 
 from the begin of a replay to the begin of the next: with sampling, copies and the preparation of the next step, each
 once. Steps count where both replays launch the same, so that no other batch size or graph is between them.
 
+A rectifying pass is what runs between two replays, where that takes longer than a replay: a pass reads all weights, as
+a step does. Where it takes the place of a step, as it does if all rows are due, nothing else is between them.
+
 Time is charged so that it adds up: a launch has the time from the end of all that began before it (or from its begin,
 if that is later) to its own end. With programmatic dependent launch kernels begin while their predecessors still run,
 and wait; their durations overlap and would add up to more than the step.
@@ -116,6 +119,37 @@ def decode_steps(launches: Sequence[Launch], wanted: int) -> list[Step]:
     Raises:
         EvaluationError: no graph was replayed, or there are fewer steps.
     """
+    bounds = [(group[0].start, following[0].start) for group, following in _neighbours(launches)]
+    if len(bounds) < wanted:
+        raise EvaluationError(
+            f"the trace holds {len(bounds)} whole decode steps that are alike, wanted {wanted}: give more --tokens, or "
+            "fewer --steps"
+        )
+    return [step_of(launches, start, end) for start, end in bounds[-wanted:]]
+
+
+def passes(launches: Sequence[Launch], wanted: int) -> list[Step]:
+    """The last rectifying passes of a trace.
+
+    Args:
+        launches: as `read_trace` returns them.
+        wanted: how many.
+
+    Raises:
+        EvaluationError: no graph was replayed, or there are fewer passes.
+    """
+    found = []
+    for group, following in _neighbours(launches):
+        end = max(launch.end for launch in group)
+        if following[0].start - end > end - group[0].start:
+            found.append(step_of(launches, end, following[0].start))
+    if len(found) < wanted:
+        raise EvaluationError(f"the trace holds {len(found)} rectifying passes, wanted {wanted}: give more --tokens")
+    return found[-wanted:]
+
+
+def _neighbours(launches: Sequence[Launch]) -> list[tuple[list[Launch], list[Launch]]]:
+    """Replays of the most common graph, each with the next one where that is of the same graph."""
     replays: dict[int, list[Launch]] = {}
     for launch in launches:
         replays.setdefault(launch.correlation, []).append(launch)
@@ -129,17 +163,11 @@ def decode_steps(launches: Sequence[Launch], wanted: int) -> list[Step]:
     whole = [group for group in replays.values() if 2 * len(group) > largest]
     shapes = [tuple(sorted(launch.name for launch in group)) for group in whole]
     common = Counter(shapes).most_common(1)[0][0]
-    bounds = [
-        (group[0].start, following[0].start)
+    return [
+        (group, following)
         for (shape, group), (next_shape, following) in pairwise(zip(shapes, whole, strict=True))
         if shape == next_shape == common
     ]
-    if len(bounds) < wanted:
-        raise EvaluationError(
-            f"the trace holds {len(bounds)} whole decode steps that are alike, wanted {wanted}: give more --tokens, or "
-            "fewer --steps"
-        )
-    return [step_of(launches, start, end) for start, end in bounds[-wanted:]]
 
 
 def step_of(launches: Iterable[Launch], start: float, end: float) -> Step:

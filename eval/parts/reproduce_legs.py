@@ -71,6 +71,7 @@ _VARIANT, _EVERY_64 = "-fp8-r.05", ("--interval", "64")
 _4X256K_64, _6X128K_64 = (replace(load, tokens=512, short=256) for load in (_4X256K, _6X128K))
 _FA3 = "--attention-backend fa3 --page-size 16 --mem-fraction-static"
 _PROFILE = ("--base-url", URL, "--arm", "sparse", "--batch", "1", "--context", "262144")
+_PASS = ("--base-url", URL, "--arm", "rectified", "--interval", "64", "--batch", "6", "--context", "131072")
 # Tokens of the generated inputs of servers whose longest context is 128k, as their /server_info says.
 _POSITIONS = ("--positions", "131460")
 _LENGTHS = ("--lengths", "32k,64k,128k", *_POSITIONS)
@@ -132,7 +133,10 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         "e3-8b",
-        (_decode(_8B, _6X128K_64, "E3: Qwen3-8B, 6x128k", *_EVERY_64, variant=_VARIANT),),
+        (
+            _decode(_8B, _6X128K_64, "E3: Qwen3-8B, 6x128k", *_EVERY_64, variant=_VARIANT),
+            Command("eval.profile_decode", "profile-pass-qwen3-8b-6x128k.jsonl", (*_PASS, "--tokens", "288")),
+        ),
         _resa(_8B, 0.97, _6X128K_64, config=_FP8),
     ),
     Leg(

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai_stub
 import pytest
-from profile_traces import event, replays, write
+from profile_traces import event, replays, with_passes, write
 
 from eval import profile_decode, report
 from eval.live.counters import COUNTED, EvaluationError
@@ -87,6 +87,7 @@ class Handler(openai_stub.Handler):
         state = (server.info or {})["internal_states"][0].get("sparse")
         total = sampling["max_new_tokens"]
         if state:
+            state["rectified_tokens"] += total * bool(sampling["custom_params"].get("rectify_interval"))
             state["sparse_layer_rows"] += total
             state["pages_attended"] += total
             state["pages_held"] += 10 * total
@@ -115,12 +116,13 @@ class Server(openai_stub.Server):
         self.refusal = 0
         self.replays = 30
         self.elsewhere = False
+        self.trace: list[dict[str, Any]] = []
 
     def write_trace(self) -> None:
         order, self.order = self.order, None
         if order is not None and not self.elsewhere:
             name = f"{order['profile_prefix']}-{order['profile_id']}-TP-0.trace.json.gz"
-            write(Path(order["output_dir"]) / name, replays(self.replays))
+            write(Path(order["output_dir"]) / name, self.trace or replays(self.replays))
 
 
 @pytest.fixture(params=[False])
@@ -160,6 +162,29 @@ def test_profile_of_a_server(server: Server, tmp_path: Path, capsys: pytest.Capt
     assert report.main([str(out)]) == 0 and printed in capsys.readouterr().out
     assert profile_decode.main(["--from", str(tmp_path / step["trace"]), "--steps", "8"]) == 0
     assert capsys.readouterr().out.strip() == printed
+
+
+@pytest.mark.parametrize("server", [True], indirect=True)
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_passes_of_a_server(server: Server, at_hand: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"num_attention_heads": 8, "hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert server.info is not None
+    server.info["model_path"] = str(tmp_path) if at_hand else "some/model"
+    server.trace, out = with_passes(), tmp_path / "pass.jsonl"
+    assert asked_of(server, out, "--arm", "rectified", "--interval", "20", "--steps", "2") == 0
+    header, *rows = read_rows(out)
+    assert header["arguments"]["interval"] == 20 and header["arguments"]["steps"] == 2
+    found = {row["part"]: row for row in rows if row["kind"] == "summary"}
+    # Four operations for each of two times 20 queries, about 124 keys and 512 dimensions in four layers, in 300 us.
+    tflops = 4 * 40 * 124 * 512 * 4 / 300 / 1e6
+    assert found["attention"].get("tflops") == (pytest.approx(tflops) if at_hand else None)
+    assert found["step"]["us"] == 370 and found["step"]["steps"] == 2
+    assert ("| attention (0 TFLOP/s) | 300.0 |" in capsys.readouterr().out) == at_hand
+    orders = [body for body in server.asked if body["path"] == "/start_profile"]
+    assert [order["num_steps"] for order in orders] == [44]
+    streams = [body["sampling_params"]["custom_params"] for body in server.asked if body.get("stream")]
+    assert streams == [{"rectify_interval": 20}] * 4
 
 
 def test_profiler_is_stopped_after_too_few_steps(server: Server, tmp_path: Path) -> None:
@@ -216,8 +241,10 @@ def test_a_refused_request_ends_the_profile() -> None:
         ([], "one of the arguments --base-url --from is required"),
         (["--base-url", "http://x"], "--base-url needs --out"),
         (["--from", "x", "--batch", "0"], "--batch must be at least 1, got 0"),
-        (["--from", "x", "--tokens", "79"], "--tokens must be at least 4 times --steps and 4 more, got 79"),
-        (["--from", "x", "--active-ratio", ".1"], "--active-ratio is of --arm sparse"),
+        (["--from", "x", "--tokens", "79"], "--tokens must be at least 80 for 20 traced steps, got 79"),
+        (["--from", "x", "--arm", "rectified", "--tokens", "135"], "must be at least 136 for 68 traced steps, got 135"),
+        (["--from", "x", "--active-ratio", ".1"], "--active-ratio is of --arm sparse and rectified"),
+        (["--from", "x", "--interval", "0"], "--interval must be at least 1, got 0"),
     ],
 )
 def test_command_line(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

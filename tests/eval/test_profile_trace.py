@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from profile_traces import FLASH, GRAPH, LAYER, event, replays, write
+from profile_traces import FLASH, GRAPH, LAYER, event, replays, with_passes, write
 
 from eval.figures.profile import before_and_after, compare, part_of, short, summarise, tables
 from eval.live.counters import EvaluationError
-from eval.parts.profile_trace import Launch, decode_steps, read_trace, step_of
+from eval.parts.profile_trace import Launch, decode_steps, passes, read_trace, step_of
 
 
 def test_steps_go_from_replay_to_replay(tmp_path: Path) -> None:
@@ -39,6 +39,19 @@ def test_other_graphs_are_no_steps(tmp_path: Path) -> None:
     assert all("nvjet_other" not in step.uses for step in steps)
     with pytest.raises(EvaluationError, match="holds 4 whole"):
         decode_steps(read_trace(tmp_path / "x.json.gz"), 5)
+
+
+def test_passes_are_what_takes_longer_than_a_step_between_two(tmp_path: Path) -> None:
+    launches = read_trace(write(tmp_path / "x.json.gz", with_passes()))
+    found = passes(launches, 2)
+    for one in found:
+        # From the end of a replay: sampling, the pass, and what is idle until the next one.
+        assert one.span_us == 370 and one.uses[FLASH].us == 300 and one.uses["reduce_argmax"].calls == 1
+        assert one.busy_us == 315 and LAYER[0] not in one.uses
+    with pytest.raises(EvaluationError, match="holds 2 rectifying passes, wanted 3: give more --tokens"):
+        passes(launches, 3)
+    with pytest.raises(EvaluationError, match="holds 0 rectifying passes"):
+        passes(read_trace(write(tmp_path / "y.json.gz", replays(8))), 1)
 
 
 def test_time_is_charged_once() -> None:
