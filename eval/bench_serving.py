@@ -12,10 +12,11 @@ for the time to the first token and for throughput.
 the batch decode, in whole intervals between rectifications. The client's own ``tpot_*`` and ``itl_*`` stand beside; of
 a batch they hold the time for which the first request waits until the others are prefilled. Seconds everywhere.
 
-Two measures have rows of their own. ``prefix_hit``: the time to the first token of prompts whose first ``--prefix``
-tokens are cached, sent as token ids by our own client, since the texts that SGLang's shared-prefix prompts are take
-longer to tokenize than to prefill; and the pages that the sparse server summarised beyond what was not cached, which
-must be none. ``short_contexts``: the least ratio at contexts up to 8k, most of which run dense by the server's choice.
+Two measures have rows of their own. ``prefix_hit``: the time to the first token of ``--hits`` prompts whose first
+``--prefix`` tokens are cached, sent one at a time (`eval.parts.serving_hits`); and the pages that the sparse server
+summarised beyond what was not cached, which must be none. With ``--both`` the servers take turns prompt by prompt, and
+the ratio of the medians has a paired bootstrap 95 % interval. ``short_contexts``: the least ratio at contexts up to 8k,
+most of which run dense by the server's choice.
 
 ``--sparse-prefill-method`` adds a prefill method to the sparse server; with ``--sparse-method none`` it is alone, and
 the grid, which is about decode, is left out. With a prefill method ``first_token`` is measured: the time to the first
@@ -73,13 +74,12 @@ from eval.live.client import FAILURES, LiveServer
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.live.runner import arguments_of
-from eval.parts import model_shapes, serving_first_token
+from eval.parts import model_shapes, serving_first_token, serving_hits
 from eval.parts.serving_arguments import parse
 from eval.parts.serving_grid import (
     DENSE,
     environment,
     grid,
-    prefix_hits,
     prefix_tokens,
     server_flags,
     short_contexts,
@@ -88,7 +88,7 @@ from eval.parts.serving_grid import (
     unfit,
 )
 from eval.parts.serving_recall import command_of, recalls
-from eval.parts.serving_runs import Side, drive, hit, look
+from eval.parts.serving_runs import Side, drive, look
 from eval.texts.lengths import short_length
 from launch.server import ServerProcess
 
@@ -99,7 +99,7 @@ PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 # Of the summary, what is printed.
 SHOWN = ("id", "decode_tpot", "dense_decode_tpot", "decode_tpot_ratio", "ttft_median_ratio", "output_throughput_ratio")
 SHOWN = (*SHOWN, "density", "dense_rows", "sparsity", "recall", "ttft", "dense_ttft", "ttft_ratio", "ttft_over_dense")
-SHOWN = (*SHOWN, "active_blocks", "recomputed")
+SHOWN = (*SHOWN, "ttft_over_dense_interval", "active_blocks", "recomputed")
 
 
 class Bench:
@@ -153,8 +153,10 @@ class Bench:
         for cell, run, side in tqdm(plan, desc=" and ".join(side.name for side in sides), disable=not plan):
             work = partial(drive, args, side, cell, run, self.interval, self.scratch)
             self.attempt(side, cell.name, cell.tokens(args.output_length), work)
-        for side in sides if args.prefix else ():
-            self.attempt(side, "prefix_hit", prefix_tokens(args), partial(hit, args, side))
+        hits = [(side, serving_hits.measure(args, side)) for side in sides] if args.prefix else []
+        for _ in tqdm(range(serving_hits.steps(args)), desc="prefix hits", disable=not hits):
+            for side, hit in hits:
+                self.attempt(side, serving_hits.TASK, prefix_tokens(args), partial(next, hit))
         contexts = args.contexts if args.sparse_prefill_method else []
         cold = [(context, run, side) for context in contexts for run in range(args.cold_runs) for side in sides]
         for context, run, side in tqdm(cold, desc="first tokens", disable=not cold):
@@ -162,20 +164,22 @@ class Bench:
             name = f"{serving_first_token.TASK}/{short_length(context)}"
             self.attempt(side, name, serving_first_token.tokens(context), work)
 
-    def attempt(self, side: Side, name: str, needed: int, work: Callable[[], dict[str, Any]]) -> None:
-        """Keep what `work` returns, or say why there is nothing: it does not fit, or it failed."""
+    def attempt(self, side: Side, name: str, needed: int, work: Callable[[], dict[str, Any] | None]) -> None:
+        """Keep what `work` returns, if anything; or say why there is nothing: it does not fit, or it failed."""
         if (side.name, name) in self.left_out:
             return
         why = unfit(side.target.facts, needed)
         if why is None:
             try:
-                row = self.placed(work())
+                row = work()
             except EvaluationError as error:
                 why, self.failed = str(error), True
             else:
-                row["chunked_prefill_size"] = side.target.facts.get("chunked_prefill_size")
-                self.items.append(row)
-                self.record.add("item", **row)
+                if row is not None:
+                    row = self.placed(row)
+                    row["chunked_prefill_size"] = side.target.facts.get("chunked_prefill_size")
+                    self.items.append(row)
+                    self.record.add("item", **row)
                 return
         self.left_out.add((side.name, name))
         self.record.add("skipped", arm=side.name, cell=name, reason=why)
@@ -190,7 +194,7 @@ class Bench:
         tasks = {row["task"]: [other for other in self.items if other["task"] == row["task"]] for row in self.items}
         cells = summarise(tasks.get("serving", []))
         cold = serving_first_token.summarise(tasks.get(serving_first_token.TASK, []))
-        rows = [*cells, *short_contexts(cells), *prefix_hits(tasks.get("prefix_hit", []))]
+        rows = [*cells, *short_contexts(cells), *serving_hits.summarise(tasks.get(serving_hits.TASK, []))]
         rows += [*cold, *serving_first_token.below_crossover(cold)]
         sizes = {row["arm"]: row["chunked_prefill_size"] for row in self.items}
         self.summary += [{**self.placed(row), "chunked_prefill_size": sizes[row["arm"]]} for row in rows]

@@ -29,10 +29,16 @@ class FakeServer:
     """A server process and its client in one: seconds per token, KV tokens, and what it counts."""
 
     started: list["FakeServer"] = []
+    # Every prompt of token ids that a server was asked, with its name.
+    order: list[tuple[str, list[int]]] = []
     step = {"sparse": 0.002, "dense": 0.004}
     # Seconds of cold prefills, one after the other.
     ttft: dict[str, list[float]] = {"sparse": [1.0], "dense": [2.0]}
     pool = {"sparse": 10**6, "dense": 10**6}
+    # Seconds that a hit takes longer for each prompt that any server was asked before it.
+    drift = 0.0
+    # Name of the server that caches nothing.
+    forgets = ""
     dies = ""
     # Share of the blocks that robsa attends to; none: as the paper says.
     active: float | None = None
@@ -118,9 +124,10 @@ class FakeServer:
         hits = []
         for request in requests:
             prompt = request["input_ids"]
-            cached = (len(prompt) - 20) // 16 * 16 if self.prefilled else 0
+            self.order.append((self.name, prompt))
+            cached = (len(prompt) - 20) // 16 * 16 if self.prefilled and self.forgets != self.name else 0
             self.counts["extend_pages_summarised"] += -(-(len(prompt) - cached) // 16)
-            seconds = 10 * self.step[self.name]
+            seconds = 10 * self.step[self.name] + self.drift * len(self.order)
             if not self.prefilled:
                 seconds = self.ttft[self.name][len(self.asked) % len(self.ttft[self.name])]
                 self.count_prefill(len(prompt))
@@ -172,6 +179,7 @@ class Connected:
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ``eval.bench_serving`` start and ask stand-ins."""
     monkeypatch.setattr(FakeServer, "started", [])
+    monkeypatch.setattr(FakeServer, "order", [])
 
     def reach(args: argparse.Namespace, server: FakeServer, least: int) -> Target:
         arm = Arm("base", server, "tiny", 10**6, {}, server.sparse)  # pyright: ignore[reportArgumentType]
@@ -231,4 +239,7 @@ def goals_of(folder: Path, goal: str) -> dict[str, list[str]]:
     ]
     found = [dict(zip(names, line, strict=True)) for line in lines]
     found = [line for line in found if line["id"] == goal and line["verdict"] != "not measured"]
-    return {line["goal"].split(": ")[1]: [line[name] for name in ("measured", "verdict", "quality")] for line in found}
+    return {
+        line["goal"].split(": ")[1]: [line.get(name, "") for name in ("measured", "verdict", "quality")]
+        for line in found
+    }

@@ -57,6 +57,7 @@ QUALITY = {
     "native_overlap": "same tokens as native {:.3%}",
     "native_off_by": "off native's by {:.1e}",
     "native_over_floor": "native at {:.2f} of its floor",
+    "ttft_over_dense_interval": "95 % interval {0[0]:.3f} … {0[1]:.3f}",
 }
 
 

@@ -35,6 +35,7 @@ def serving(path: Path) -> str:
         ("dense, s", lambda row: number("dense_ttft", 3)(row) or number("dense_ttft_median", 3)(row)),
         ("of its runs", bounds("dense_ttft_range", 3, sign=False)),
         ("dense over sparse, of a hit sparse over dense", ratio),
+        ("95 % interval of a hit's", bounds("ttft_over_dense_interval", 3, sign=False)),
         ("pages summarised again", text("recomputed")),
         ("read", percent("density")),
         ("rows dense", percent("dense_rows")),

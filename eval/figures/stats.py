@@ -32,6 +32,28 @@ def interval(values: Floats) -> Interval:
     return float(low), float(high)
 
 
+def median_ratio_interval(mine: Sequence[float] | Floats, theirs: Sequence[float] | Floats, seed: int) -> Interval:
+    """Paired bootstrap 95 % interval of the ratio of two medians.
+
+    Args:
+        mine: values ``[n]``.
+        theirs: values ``[n]``, the i-th measured beside the i-th of mine.
+        seed: of the bootstrap.
+    """
+    weights = resamples(len(mine), seed)
+    return interval(_medians(mine, weights) / _medians(theirs, weights))
+
+
+def _medians(values: Sequence[float] | Floats, weights: Floats) -> Floats:
+    """Of each resample of values ``[n]``, by its weights of `resamples`."""
+    count, order = len(values), np.argsort(values)
+    ordered = np.array(values, dtype=np.float64)[order]
+    upto = np.rint(weights[:, order] * count).cumsum(axis=1)
+    # The two in the middle, which are one of an odd number.
+    low, high = (ordered[(upto > place).argmax(axis=1)] for place in ((count - 1) // 2, count // 2))
+    return (low + high) / 2
+
+
 def standard_error(values: Floats) -> float:
     """Of the mean of values ``[n]``; 0 for a single one."""
     return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0

@@ -239,27 +239,3 @@ def short_contexts(summary: Sequence[Row]) -> list[dict[str, Any]]:
             row |= {"decode_tpot_ratio": least["decode_tpot_ratio"], "cell": least["id"], "ratios": ratios}
             found.append(row | {"dense_rows": least["dense_rows"]})
     return found
-
-
-def prefix_hits(items: Sequence[Row]) -> list[dict[str, Any]]:
-    """R1: time to the first token where a long prefix is in the cache, sparse over dense.
-
-    Args:
-        items: rows of task "prefix_hit".
-
-    Returns:
-        A row for each server but the dense one; ``recomputed`` is how many pages were summarised beyond those of the
-        tokens that were not cached.
-    """
-    by_arm = {row["arm"]: row for row in items}
-    dense = by_arm.get(DENSE)
-    found = []
-    for arm, row in by_arm.items():
-        if arm == DENSE or dense is None:
-            continue
-        mine, theirs = median(row["ttft"]), median(dense["ttft"])
-        kept = {name: row[name] for name in ("task", "arm", "context", "hits", "pages_summarised", "recomputed")}
-        times = {"ttft": mine, "ttft_range": (min(row["ttft"]), max(row["ttft"])), "dense_ttft": theirs}
-        times["dense_ttft_range"] = (min(dense["ttft"]), max(dense["ttft"]))
-        found.append({"id": f"{arm}/prefix_hit", **kept, **times, "ttft_over_dense": mine / theirs})
-    return found

@@ -1,4 +1,4 @@
-"""One measurement of ``eval.bench_serving`` on one server: a batch by SGLang's client, or hits of the prefix cache."""
+"""One measurement of ``eval.bench_serving`` on one server: a batch by SGLang's client."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.bench_decode import random_prompts, request_of
 from eval.figures.tpot import decode_figures
 from eval.live.arms import MAX_DENSE_ROWS
-from eval.live.client import LiveServer, generate, stream
+from eval.live.client import LiveServer
 from eval.live.counters import EvaluationError, dense_rows, moved, read_shares, require_sparse
 from eval.parts.judge_commands import Target, reach, run_judge, serving_command
 from eval.parts.judge_rows import serving_rows
-from eval.parts.serving_grid import SERVED, UNCOUNTED_HITS, Cell, dense_by_limits, grid, require_inputs, streams
+from eval.parts.serving_grid import SERVED, Cell, dense_by_limits, grid, require_inputs, streams
 from eval.parts.serving_recall import decode_quality, decode_sparsity, require_sparsity
 
 Config = Mapping[str, Any]
@@ -168,32 +167,3 @@ def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Config) -> N
             f"{share:.0%} of the rows were decoded dense, allowed are {MAX_DENSE_ROWS:.0%}: start the sparse server "
             "with lower min_seq_len and crossover_tokens"
         )
-
-
-def hit(args: argparse.Namespace, side: Side) -> dict[str, Any]:
-    """Time prompts whose first tokens are in the prefix cache, one after the other.
-
-    Raises:
-        EvaluationError: a request failed, or its prefix was not cached.
-    """
-    page = side.target.facts["page_size"]
-    vocabulary = side.server.vocabulary_size()
-    (prefix,) = random_prompts(1, args.prefix, vocabulary, args.seed)
-    tails = random_prompts(args.hits + UNCOUNTED_HITS, args.tail, vocabulary, args.seed + 1)
-    prompts = [[*prefix, *tail] for tail in tails]
-    fill, warm, *counted = [request_of(prompt, 1, {}) for prompt in prompts]
-    side.server.each(generate, [fill])
-    side.server.each(stream, [warm])
-    before = side.server.counters() if side.counted else None
-    answers = side.server.each(stream, counted)
-    row: dict[str, Any] = {"id": f"{side.name}/prefix_hit", "task": "prefix_hit", "arm": side.name}
-    row |= {"context": args.prefix, "tail": args.tail, "hits": len(answers)}
-    uncached = [len(prompts[0]) - answer.cached_tokens for answer in answers]
-    if max(uncached) > args.tail + page:
-        raise EvaluationError(f"of prompts of {len(prompts[0])} tokens up to {max(uncached)} were not cached")
-    row |= {"ttft": [answer.chunks[0].seconds - answer.sent for answer in answers], "uncached_tokens": uncached}
-    if before is None:
-        return row
-    name = "extend_pages_summarised"
-    pages = side.server.counters()[name] - before[name]
-    return row | {"pages_summarised": pages, "recomputed": pages - sum(-(-tokens // page) for tokens in uncached)}

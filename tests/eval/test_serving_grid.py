@@ -8,7 +8,7 @@ from serving_stubs import after, result
 from eval.bench_serving import parse
 from eval.live.client import Chunk
 from eval.live.counters import EvaluationError
-from eval.parts.serving_grid import Cell, prefix_hits, server_flags, short_contexts, streams, summarise, unfit
+from eval.parts.serving_grid import Cell, server_flags, short_contexts, streams, summarise, unfit
 
 
 def test_flags_follow_from_the_grid() -> None:
@@ -62,4 +62,4 @@ def test_of_several_runs_the_first_and_the_median_count() -> None:
     (short,) = short_contexts(summarise([*runs, *dense, *others]))
     assert short["decode_tpot_ratio"] == 0.8 and short["cell"] == "sparse/1x8k" and short["dense_rows"] == 1.0
     assert short["ratios"] == {"1x4k": 2.0, "1x8k": 0.8, "1x6k": 2.0}
-    assert prefix_hits([]) == short_contexts([]) == []
+    assert short_contexts([]) == []

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from eval.figures.stats import compare, interval, mean_interval, paired_interval, resamples, standard_error, verdict
+from eval.figures.stats import (
+    compare,
+    interval,
+    mean_interval,
+    median_ratio_interval,
+    paired_interval,
+    resamples,
+    standard_error,
+    verdict,
+)
 
 
 def test_bootstrap() -> None:
@@ -16,6 +25,24 @@ def test_bootstrap() -> None:
     assert high - low == pytest.approx(2 * 1.96 * standard_error(values), rel=0.1)
     assert standard_error(np.array([1.0, 3.0])) == pytest.approx(1.0)
     assert standard_error(np.array([1.0])) == 0.0
+
+
+def test_the_ratio_of_medians_is_resampled_in_pairs() -> None:
+    rng = np.random.default_rng(0)
+    for count in (3, 4):
+        mine, theirs = rng.lognormal(0.0, 0.3, (2, count))
+        weights = np.rint(resamples(count, seed=5) * count).astype(int)
+        ratios = [np.median(np.repeat(mine, drawn)) / np.median(np.repeat(theirs, drawn)) for drawn in weights]
+        assert median_ratio_interval(mine, theirs, seed=5) == pytest.approx(
+            interval(np.array(ratios, dtype=np.float64))
+        )
+    theirs = rng.lognormal(0.0, 0.3, 60)
+    mine = 1.1 * theirs * rng.normal(1.0, 0.005, 60)
+    # What both of a pair have in common is not in the interval.
+    low, high = median_ratio_interval(mine, theirs, seed=5)
+    assert low < 1.1 < high < low + 0.03
+    low, high = median_ratio_interval(rng.permutation(mine), theirs, seed=5)
+    assert high > low + 0.1
 
 
 def test_mean_interval_is_wilsons() -> None:
