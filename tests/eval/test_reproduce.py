@@ -227,9 +227,8 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert reproduce.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == [leg.name for leg in LEGS]
-    assert (
-        "| e3-8b | E3: Qwen3-8B, 6x128k | bench-decode-qwen3-8b-6x128k-fp8-r.05.jsonl | a server of qwen3-8b |" in lines
-    )
+    files = "bench-decode-qwen3-8b-6x128k-fp8-r.05.jsonl, profile-pass-qwen3-8b-6x128k.jsonl"
+    assert f"| e3-8b | E3: Qwen3-8B, 6x128k | {files} | a server of qwen3-8b |" in lines
     files = "dense-flashinfer-qwen3-8b-6x128k.jsonl, dense-flashinfer-qwen3-8b-1x128k.jsonl"
     assert f"| dense-8b |  | {files} | a server of qwen3-8b |" in lines
     assert "| mla | K6: 8x64k; K6: 1x128k | bench_mla.jsonl | nothing |" in lines
