@@ -2,7 +2,8 @@
 
 Its decode method's budget covers the context (``active_ratio: 1``), its prefill method's threshold keeps every key
 (``"theta": 1e9, "dense_tail": 0``), and ``dense_fallback: never`` keeps both from running dense. The counters must say
-that they ran sparse and left nothing out.
+that they ran sparse and left nothing out: every row of every sparse layer in decode, and in prefill every prompt token
+that was not cached, behind those for which the method has all keys in any case.
 
 Gate A of the evaluation: greedy text equal at concurrency 1, mean KL(dense, sparse) below .003. A different token is
 excused only where the dense server's two best tokens lie closer than the noise. That is measured: the largest change
@@ -68,6 +69,7 @@ def compare(dense: dict[str, Any], sparse: dict[str, Any]) -> dict[str, Any]:
     top = dense["meta_info"]["output_top_logprobs"], sparse["meta_info"]["output_top_logprobs"]
     row: dict[str, Any] = {
         "prompt_tokens": dense["meta_info"]["prompt_tokens"],
+        "cached_tokens": sparse["meta_info"]["cached_tokens"],
         "equal": not differing,
         "kl": [kl(top[0][i], top[1][i]) for i in range(compared)],
         "gap_change": max(gap_change(top[0][i], top[1][i]) for i in range(compared)),
@@ -130,6 +132,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if summary["passed"] else 1
 
 
+def sparse_tokens(row: dict[str, Any], config: dict[str, Any]) -> int:
+    """Tokens of a prompt that are to be prefilled sparse, by the prefill method's config as the server says it."""
+    first = max(row["cached_tokens"], config["crossover_tokens"])
+    return max(0, row["prompt_tokens"] - config["dense_tail"] - first)
+
+
 def summarise(
     rows: list[dict[str, Any]], before: dict[str, Any], after: dict[str, Any], noise: float
 ) -> dict[str, Any]:
@@ -150,7 +158,8 @@ def summarise(
         proofs.append(counts["sparse_layer_rows"] == wanted > 0 and after["dense_fallback_rows"] == 0)
     if after["prefill"]:
         proofs.append(counts["prefill_pairs_attended"] == counts["prefill_pairs_causal"])
-        proofs.append(counts["prefill_sparse_tokens"] > 0)
+        wanted = sum(sparse_tokens(row, after["prefill"]["config"]) for row in rows)
+        proofs.append(counts["prefill_sparse_tokens"] == wanted > 0)
     proven = bool(proofs) and all(proofs)
     mean_kl = sum(divergences) / len(divergences)
     excused = all(row["dense_gap"] <= noise for row in unequal)

@@ -7,7 +7,12 @@ import pytest
 from eval.identity import summarise
 from eval.live.counters import COUNTED, PREFILL_COUNTED
 
-EQUAL = [{"equal": True, "kl": [0.0, 0.001]}]
+# Of the first nothing is sparse, of the second 8 tokens; the third is cached beyond the position that is dense.
+EQUAL = [
+    {"equal": True, "kl": [0.0, 0.001], "prompt_tokens": length, "cached_tokens": cached}
+    for length, cached in ((5, 0), (15, 0), (13, 10))
+]
+CONFIG = {"crossover_tokens": 6, "dense_tail": 1}
 
 
 def state(decode: int = 0, rows: int = 0, prefill: dict[str, int] | None = None, dense: int = 0) -> dict[str, Any]:
@@ -17,7 +22,9 @@ def state(decode: int = 0, rows: int = 0, prefill: dict[str, int] | None = None,
         "dense_fallback_rows": dense,
     }
     found = {**counts, "sparse_layers": 4, "method": "resa" if decode else None, "prefill": None}
-    return found if prefill is None else {**found, "prefill": dict.fromkeys(PREFILL_COUNTED, 0) | prefill}
+    if prefill is None:
+        return found
+    return {**found, "prefill": dict.fromkeys(PREFILL_COUNTED, 0) | {"config": CONFIG} | prefill}
 
 
 NONE_LEFT_OUT = {"sparse_tokens": 10, "pairs_attended": 55, "pairs_causal": 55}
@@ -32,6 +39,7 @@ NONE_LEFT_OUT = {"sparse_tokens": 10, "pairs_attended": 55, "pairs_causal": 55}
         # A method of prefill alone decodes dense.
         (state(rows=10, dense=10, prefill=NONE_LEFT_OUT), True),
         (state(rows=10, dense=10, prefill={**NONE_LEFT_OUT, "sparse_tokens": 0}), False),
+        (state(rows=10, dense=10, prefill={**NONE_LEFT_OUT, "sparse_tokens": 9}), False),
         (state(rows=10, dense=10, prefill={**NONE_LEFT_OUT, "pairs_attended": 54}), False),
         # Of two methods both.
         (state(40, 10, prefill=NONE_LEFT_OUT), True),
@@ -46,7 +54,7 @@ def test_each_phase_that_has_a_method_must_prove_it(after: dict[str, Any], prove
 
 
 def test_another_token_is_excused_by_noise_alone() -> None:
-    other = {"equal": False, "kl": [0.001], "dense_gap": 0.02, "first_difference": 3}
+    other = {**EQUAL[0], "equal": False, "kl": [0.001], "dense_gap": 0.02, "first_difference": 3}
     assert not summarise([*EQUAL, other], state(), state(40, 10), 0.01)["passed"]
     assert summarise([*EQUAL, other], state(), state(40, 10), 0.02)["passed"]
-    assert not summarise([{"equal": True, "kl": [0.01]}], state(), state(40, 10), 0.0)["passed"]
+    assert not summarise([{**EQUAL[0], "kl": [0.01]}], state(), state(40, 10), 0.0)["passed"]

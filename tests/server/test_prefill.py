@@ -28,9 +28,11 @@ METRICS = ("--enable-metrics", "--decode-log-interval", "4")
 LINE = re.compile(r"Sparse decode, .*; sparse prefill, sparsity: ([\d.]+|n/a), tokens: (\d+) sparse (\d+) dense")
 
 
-def logprobs(server: ServerProcess, prompt: list[int], options: dict[str, Any] | None = None) -> list[float]:
+def logprobs(
+    server: ServerProcess, prompt: list[int], options: dict[str, Any] | None = None, start: int = 0
+) -> list[float]:
     params = {"max_new_tokens": 1, "temperature": 0.0, "custom_params": options}
-    answer = server.generate(input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=0)
+    answer = server.generate(input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=start)
     return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
 
@@ -116,6 +118,19 @@ def test_prefixes_chunks_and_company_change_nothing(server, long_prompts) -> Non
         assert [answer["output_ids"] for answer in pool.map(lambda prompt: ask(server, prompt), long_prompts)] == cold
     assert_exact(server, 2 * GROUP)
     assert_nothing_leaked(server)
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_one_piece(serve, checkpoint, server, long_prompts) -> None:
+    """In chunks, behind a cached prefix, and from the middle of a prompt on, as a server gives them without chunks."""
+    prompt, later = long_prompts[-1], SHARED + 50
+    with serve(checkpoint, "--chunked-prefill-size", "-1", prefill=SPARSE) as whole:
+        expected, exact = logprobs(whole, prompt), logprobs(whole, prompt, EXACT)
+    server.flush_cache()
+    assert logprobs(server, prompt) == pytest.approx(expected, abs=1e-4)
+    assert max(abs(a - b) for a, b in zip(expected, exact, strict=True)) > 1e-2
+    # From there on a prefix is found in the cache.
+    found = logprobs(server, prompt, start=later)
+    assert found == pytest.approx(expected[later:], abs=1e-4) and len(found) == len(prompt) - later - 1
 
 
 def test_metrics_and_log_lines_add_up_to_the_counters(server, long_prompts) -> None:
