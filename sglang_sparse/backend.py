@@ -112,6 +112,8 @@ class SparseAttentionBackend(DelegatingBackend):
             layers = parse_layers(settings.prefill.config.layers, model.num_layers)
             pool, table, page = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token, self._config.page_size
             self.prefill = PrefillPath(settings.prefill, layers, pool, table, page, model.num_q_heads)
+            if device.type == "cuda":
+                self.prefill.warm_up(runner.dtype)
             logger.info("sglang_sparse: prefill %s, %s", settings.prefill_name, self.prefill.describe(model.num_layers))
         self.keeps = make_path(self.method, self._pools, runner, model.num_kv_heads)
         select_stats = torch.zeros(SELECT_STATS + len(self.method.more_counts), dtype=torch.int64, device=device)

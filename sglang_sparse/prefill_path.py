@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sglang_sparse.prefill_method import PrefillInputs
+from sglang_sparse.prefill_method import PrefillInputs, PrefillSpan
 
 if TYPE_CHECKING:
-    from sglang_sparse.prefill_method import PrefillMethod, PrefillSpan
+    from sglang_sparse.prefill_method import PrefillMethod
 
 
 class PrefillPath:
@@ -66,6 +67,30 @@ class PrefillPath:
             f"{len(self.layers)} of {num_layers} layers, groups of {self.method.group_tokens} tokens, dense below "
             f"position {self.method.dense_below}; kernels {kernels}"
         )
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Run the method over a group of zeros of ``dtype``, so that no request waits for its kernels' compiler."""
+        start = self.method.dense_below
+        end = min(start + self.method.group_tokens, self._req_to_token.shape[1])
+        if end <= start:
+            return
+        layer_id = min(self.layers)
+        dims = [buffer(layer_id).shape[2] for buffer in (self._kv_pool.get_key_buffer, self._kv_pool.get_value_buffer)]
+        layer = SimpleNamespace(
+            layer_id=layer_id,
+            tp_q_head_num=self._q_heads,
+            qk_head_dim=dims[0],
+            v_head_dim=dims[1],
+            scaling=dims[0] ** -0.5,
+            k_scale_float=None,
+            v_scale_float=None,
+        )
+        slots = torch.zeros(end - start, dtype=torch.int64, device=self._req_to_token.device)
+        query = torch.zeros(end - start, self._q_heads * dims[0], dtype=dtype, device=slots.device)
+        # The first row of SGLang's table is nobody's yet: all of it is the pool's dummy page.
+        self.begin([PrefillSpan(0, start, end, self.method)], slots[:1], counted=False)
+        self.attend(query, query, query, layer, slots, save_kv_cache=False)
+        self.begin((), slots[:0], counted=False)
 
     def begin(self, spans: Sequence[PrefillSpan], req_pool_indices: torch.Tensor, counted: bool = True) -> None:
         """Decide the pass that runs next.

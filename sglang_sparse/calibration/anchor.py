@@ -10,8 +10,9 @@ of an eighth. A layer gets the smallest one at which, at every length,
 - and that of the worst head is not below ``--head-floor``, since a mean over many heads would hide one that lost nearly
   all. By default a head may lose three times what the layer may on average: with a target of .95 its floor is .85.
 
-A layer that no theta brings there attends to all keys. ``--out`` is a config as it stands, for
-``--sparse-prefill-config``; its field ``calibration`` says what was measured.
+A layer that no theta brings there is none of the config's ``layers``: it attends densely, which is faster than to find
+that all keys are wanted. ``--out`` is a config as it stands, for ``--sparse-prefill-config``; its field ``calibration``
+says what was measured.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from sglang_sparse.calibration.capture import (
     versions,
 )
 from sglang_sparse.calibration.prompts import FLAGS, FORMS, Prompts
-from sglang_sparse.calibration.recall import Kept, Tally
+from sglang_sparse.calibration.recall import MAX_THETA, Kept, Tally
 from sglang_sparse.calibration.report import layer_rows, report, same_theta_rows
 from sglang_sparse.config import build, read_config
 from sglang_sparse.layers import parse_layers
@@ -161,7 +162,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         The config to write.
 
     Raises:
-        CalibrationError: see the functions that this one calls; or a length is none of the model.
+        CalibrationError: see the functions that this one calls; a length is none of the model, or no layer reaches the
+            target.
         SparseArgumentError: see `base_method`.
     """
     method = base_method(args.sparse_prefill_config)
@@ -177,6 +179,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         layer: choose([by_layer[layer] for by_layer in measured.values()], args.target_recall, args.head_floor)
         for layer in layers
     }
+    served = [layer for layer, place in places.items() if place is not None]
+    if not served:
+        raise CalibrationError(
+            f"no theta up to {MAX_THETA:g} reaches a recall of {args.target_recall} in any layer, with "
+            f"{args.head_floor} in every head; allowed: a lower --target-recall or --head-floor"
+        )
     rows = layer_rows(measured, places)
     chosen = {row["layer"]: row["theta"] for row in rows}
     calibration = {
@@ -198,7 +206,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = method.config.model_dump(exclude_unset=True)
     # Theta is good for these alone, whatever their defaults become.
     config |= {"block_size": method.config.block_size, "step": method.config.step}
-    # A layer that is dense now was not measured: should it run sparse some day, it is on the safe side.
+    if len(served) < len(places):
+        config["layers"] = served
+    # Should a layer that is dense now run sparse some day, it is on the safe side.
     config["theta"] = [chosen.get(layer, ALL_KEYS) for layer in range(described.num_hidden_layers)]
     config["calibration"] = calibration
     return AnchorConfig.model_validate(config).model_dump(include=set(config))

@@ -69,4 +69,4 @@ def report(config: Mapping[str, Any]) -> None:
                 print(f"{'':>5} {length:>7} {row['theta']:8.3f} {row['recall']:7.4f} {'':>10} {row['sparsity']:9.1%}")
     dense = sorted({row["layer"] for row in found["layers"] if row["theta"] == ALL_KEYS})
     if dense:
-        print(f"no theta up to {MAX_THETA:g} reaches the target in layers {', '.join(map(str, dense))}: all keys there")
+        print(f"no theta up to {MAX_THETA:g} reaches the target in layers {', '.join(map(str, dense))}: dense there")

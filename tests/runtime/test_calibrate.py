@@ -11,6 +11,7 @@ import torch
 from model_configs import write_config
 
 from sglang_sparse import calibrate
+from sglang_sparse.calibration import anchor as anchor_calibration
 from sglang_sparse.calibration import recall as calibration_recall
 from sglang_sparse.calibration.anchor import choose
 from sglang_sparse.calibration.capture import CalibrationError, Captured
@@ -177,7 +178,25 @@ def test_the_file_is_a_config(text: Path, tmp_path: Path, capsys: pytest.Capture
     assert all(row["recall"] == 1 for row in again["calibration"]["layers"])
 
 
-def test_a_layer_that_no_theta_serves_attends_to_all_keys() -> None:
+@pytest.mark.parametrize("served", [[0, 2, 3], []])
+def test_layers_that_no_theta_serves_stay_dense(
+    served: list[int], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = iter(range(4))
+    monkeypatch.setattr(anchor_calibration, "choose", lambda *_: 8 if next(found) in served else None)
+    out = tmp_path / "x.json"
+    given = ["--model-path", MODEL, "--prompts", str(text), "--lengths", "300", "--n", "1", "--out", str(out)]
+    status = calibrate.main([*given, "--sparse-prefill-config", json.dumps(SIZES)])
+    if served:
+        config = json.loads(out.read_text())
+        assert status == 0 and config["layers"] == served and config["theta"] == [1.0, ALL_KEYS, 1.0, 1.0]
+        assert "reaches the target in layers 1: dense there" in capsys.readouterr().out
+        assert build(None, {}, "anchor", config).prefill is not None
+    else:
+        assert status == 1 and "reaches a recall of 0.95 in any layer" in capsys.readouterr().err
+
+
+def test_a_layer_that_no_theta_serves_keeps_all() -> None:
     kept = some_kept([0.5] * len(thetas()))
     rows = layer_rows({100: {3: kept}}, {3: None})
     assert rows == [
