@@ -11,13 +11,16 @@ from typing import Any
 import openai_stub
 import pytest
 
-from eval import bench_decode
+from eval import bench_decode, report
 from eval.figures.report_tables import decode
+from eval.live import machine
 from eval.live.counters import COUNTED, EvaluationError
-from eval.live.record import read_rows
-from eval.parts.decode_peers import read_peers
+from eval.live.machine import PACKAGES
+from eval.live.record import read_rows, versions
+from eval.parts.decode_peers import outdated_peers, read_peers
 
 FACTS = {"model_path": "here/qwen3-8b", "kv_cache_dtype": "auto", "dtype": "auto"}
+OWN = {"server": FACTS, "batch": 1, "context": 64}
 HEADER = {"kind": "header", "command": "eval.bench_decode", "dense_only": True, "batch": 1, "context": 64}
 ROW = {"kind": "summary", "arm": "dense", "rounds": 3, "tpot": 0.03, "tpot_range": [0.02, 0.04]}
 
@@ -53,7 +56,7 @@ class Server(openai_stub.Server):
         super().__init__()
         self.RequestHandlerClass = Handler
         state = {"sparse": {**dict.fromkeys(COUNTED, 0), "config": {}}} if sparse else {}
-        self.info = {"version": "0.5.17", "page_size": 16, "max_total_num_tokens": 10_000, **FACTS}
+        self.info = {"version": "0.5.17", "device": "cpu", "page_size": 16, "max_total_num_tokens": 10_000, **FACTS}
         self.info |= {"disable_radix_cache": False, "internal_states": [state]}
         self.info["attention_backend"] = "fa3" if sparse else "flashinfer"
         self.cached = 64
@@ -97,14 +100,21 @@ def peer_file(path: Path, *rows: dict[str, Any], **header: Any) -> Path:
 
 
 @pytest.mark.parametrize("server", [False, True], indirect=True, ids=["stock", "sparse"])
-def test_dense_alone(server: Server, tmp_path: Path) -> None:
+def test_dense_alone(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "listener", lambda port: ["/usr/bin/python", "-m", "sglang.launch_server"])
     out = tmp_path / "dense.jsonl"
     assert server.info is not None
+    if server.state is not None:
+        server.state.update({"device": "NVIDIA H200", "versions": {"torch": "1"}})
     server.info |= {"decode_attention_backend": "flashinfer", "attention_backend": None}
     assert asked_of(server, out, "--dense-only") == 0
     header, *rows = read_rows(out)
     assert header["command"] == "eval.bench_decode" and header["dense_only"] is True and header["short"] == 0
     assert header["server"]["decode_backend"] == "flashinfer"
+    runs_on = {name: header[name] for name in ("device", "versions", "told_by", "server_command")}
+    told = {"device": "NVIDIA H200", "versions": {"torch": "1"}, "told_by": "the server"}
+    told = told if server.state else {"device": "cpu", "versions": versions(PACKAGES), "told_by": "this machine"}
+    assert runs_on == told | {"server_command": "python -m sglang.launch_server"}
     streamed = [body for body in server.asked if body.get("stream")]
     assert [len(body["input_ids"]) for body in streamed] == [64, 64]
     sparse = server.state is not None
@@ -114,7 +124,7 @@ def test_dense_alone(server: Server, tmp_path: Path) -> None:
     (row,) = [row for row in rows if row["kind"] == "summary"]
     assert row["arm"] == "dense" and row["dense"] == "flashinfer" and row["dense_ratio"] == 1 and row["tpot"] > 0.004
     # It is a peer of the server that it was measured on.
-    (peer,) = read_peers([out], FACTS, 1, 64)
+    (peer,) = read_peers([out], OWN)
     assert (peer.backend, peer.file, peer.rounds) == ("flashinfer", "dense.jsonl", 1)
     assert peer.tpot == row["tpot"] and list(peer.tpot_range) == row["tpot_range"]
 
@@ -169,26 +179,105 @@ def test_ratios_are_against_the_strongest(server: Server, tmp_path: Path) -> Non
         ({"context": 32}, "is of something else: context is 32, wanted 64"),
         ({"server": {**FACTS, "model_path": "x/qwen3-1.7b"}}, "model is qwen3-1.7b, wanted qwen3-8b"),
         ({"server": {**FACTS, "kv_cache_dtype": "fp8_e4m3"}}, "kv_cache_dtype is fp8_e4m3, wanted auto"),
+        ({"device": "NVIDIA H100"}, "device is NVIDIA H100, wanted NVIDIA H200"),
     ],
 )
 def test_other_peers_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = peer_file(tmp_path / "peer.jsonl", ROW, **changes)
     with pytest.raises(EvaluationError, match=message):
-        read_peers([path], FACTS, 1, 64)
+        read_peers([path], {**OWN, "device": "NVIDIA H200"})
 
 
 def test_files_that_are_no_peers(tmp_path: Path) -> None:
     unfinished = peer_file(tmp_path / "unfinished.jsonl", {**ROW, "kind": "round"})
     with pytest.raises(EvaluationError, match=r"unfinished\.jsonl has no summary: its run was refused or interrupted"):
-        read_peers([unfinished], FACTS, 1, 64)
+        read_peers([unfinished], OWN)
     with pytest.raises(EvaluationError, match=r"cannot read .*none\.jsonl"):
-        read_peers([tmp_path / "none.jsonl"], FACTS, 1, 64)
+        read_peers([tmp_path / "none.jsonl"], OWN)
     (tmp_path / "rows.jsonl").write_text('{"note": 1}\n')
     with pytest.raises(EvaluationError, match=r"is no file of eval\.bench_decode --dense-only"):
-        read_peers([tmp_path / "rows.jsonl"], FACTS, 1, 64)
+        read_peers([tmp_path / "rows.jsonl"], OWN)
     # The model goes by the name of its folder, wherever that is.
     moved = peer_file(tmp_path / "moved.jsonl", ROW, server={**FACTS, "model_path": "/elsewhere/qwen3-8b/"})
-    assert read_peers([moved], FACTS, 1, 64)[0].backend == "unknown"
+    assert read_peers([moved], {**OWN, "device": "NVIDIA H200"})[0].backend == "unknown", "nor does it say its device"
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """A file of a sparse server of which one more dense peer was measured."""
+    summary = [{**ROW, "arm": "dense", "tpot": 0.04}, {**ROW, "arm": "sparse"}]
+    figures = {"dense": (0.04, 0.05, 0.04), "dense_short": (0.01, 0.01, 0.01), "sparse": (0.02, 0.02, 0.01)}
+    figures["rectified"] = (0.02, 0.02, 0.02)
+    rounds = [
+        {"kind": "round", "arm": arm, "round": n, "tpot_mean": tpots[n], "ttft": [0.5], "density": 0.1, "itl_p50": 7}
+        for n in range(3)
+        for arm, tpots in figures.items()
+    ]
+    header = {"dense_only": False, "revision": "abc1234", "started": "2020-01-02T03:04:05+00:00", "shape": "2x1"}
+    header |= {"label": "a", "interval": 32, "peers": ["gone.jsonl"], "device": "NVIDIA H200"}
+    return peer_file(tmp_path / "bench-decode-x.jsonl", *rounds, *summary, **header)
+
+
+def again(measured: Path, *peers: Path) -> int:
+    asked = [argument for peer in peers for argument in ("--peer", str(peer))]
+    return bench_decode.main(["--again", str(measured), "--out", str(measured.with_name("again.jsonl")), *asked])
+
+
+def test_rounds_are_summarised_again_beside_other_peers(measured: Path) -> None:
+    fast = peer_file(measured.with_name("fast.jsonl"), {**ROW, "tpot": 0.03})
+    slow = peer_file(measured.with_name("slow.jsonl"), {**ROW, "tpot": 0.9}, server={**FACTS, "attention_backend": "x"})
+    assert again(measured, fast, slow) == 0
+    (before, *old), (header, *rows) = read_rows(measured), read_rows(measured.with_name("again.jsonl"))
+    assert header.pop("again").items() >= {"file": "bench-decode-x.jsonl", "peers": ["gone.jsonl"]}.items()
+    assert header == before | {"peers": ["fast.jsonl", "slow.jsonl"]}, "revision and time are of the measurement"
+    assert rows[:12] == old[:12] and {row["kind"] for row in rows[12:]} == {"summary"}
+    summary = rows[12:]
+    assert [row["arm"] for row in summary] == ["dense", "peer", "peer", "dense_short", "sparse", "rectified"]
+    assert {(row["shape"], row["label"]) for row in summary} == {("2x1", "a")}
+    assert [row["file"] for row in summary if row["arm"] == "peer"] == ["fast.jsonl", "slow.jsonl"]
+    assert summary[-1]["dense"] == "flashinfer (peer)" and summary[-1]["dense_ratio"] == pytest.approx(1.5)
+    assert summary[-1]["bound_ratio"] == pytest.approx(0.02 / (0.02 + 0.03 / 32))
+    assert again(measured, slow) == 0
+    assert read_rows(measured.with_name("again.jsonl"))[-1]["dense"] == "flashinfer"
+
+
+def test_what_cannot_be_summarised_again(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peer = peer_file(measured.with_name("peer.jsonl"), ROW)
+    for other, message in (
+        ({"batch": 2}, "batch is 2, wanted 1"),
+        ({"device": "x"}, "device is x, wanted NVIDIA H200"),
+    ):
+        assert again(measured, peer_file(measured.with_name("other.jsonl"), ROW, **other)) == 1
+        assert message in capsys.readouterr().err
+    assert again(peer, peer) == 1
+    assert "peer.jsonl is no file of eval.bench_decode with a sparse arm" in capsys.readouterr().err
+    lines = measured.read_text().splitlines(keepends=True)
+    measured.write_text("".join(lines[:-2]))
+    assert again(measured, peer) == 1
+    assert "has no summary: its run was refused or interrupted" in capsys.readouterr().err
+    assert not measured.with_name("again.jsonl").exists()
+
+
+def test_a_peer_that_was_measured_again_is_found(
+    measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("DOCUMENTS", ()), ("CARDS", ()), ("RESULTS", measured.parent)):
+        monkeypatch.setattr(report, name, value)
+    peer = peer_file(measured.with_name("peer.jsonl"), ROW)
+    assert again(measured, peer) == 0
+    measured.with_name("again.jsonl").replace(measured)
+    assert report.main(["--check"]) == 0
+    peer_file(peer, {**ROW, "tpot": 0.025})
+    assert report.main(["--check"]) == 1
+    assert capsys.readouterr().err == (
+        "eval.report: bench-decode-x.jsonl has 30.000 ms a token (20.000 … 40.000, 3 rounds, flashinfer) from "
+        "peer.jsonl, which has 25.000 ms a token (20.000 … 40.000, 3 rounds, flashinfer)\n"
+    )
+    for changed in ({"rounds": 4}, {"tpot_range": [0.02, 0.05]}):
+        peer_file(peer, {**ROW, **changed})
+        assert len(outdated_peers(measured.parent)) == 1
+    peer.unlink()
+    assert report.main(["--check"]) == 0, "what is not there cannot be compared"
 
 
 def test_the_table_says_whose_dense_decode_it_is(tmp_path: Path) -> None:
