@@ -13,7 +13,12 @@ token. Times are of this client's clock, in seconds.
 backend of this server may be slow at this shape, so its dense arm is not enough to judge by. ``--dense-only`` measures
 the dense arm alone, on any server of SGLang, also a stock one with another attention backend; ``--peer FILE`` takes
 what that wrote as one more dense peer. Two such servers do not fit into one GPU, so a peer's rounds are not these: the
-range of a ratio takes the own dense arm round by round, but a peer's median against each round.
+range of a ratio takes the own dense arm round by round, but a peer's median against each round. ``--again FILE`` takes
+the rounds of an earlier file of this command in the place of a server's and summarises them beside other peers: where a
+peer was measured anew, or later. Header and revision stay those of the measurement; ``again`` in the header says which
+file it was, with which peers, and by which revision it was summarised again.
+
+The header says what the server runs on, see `eval.live.machine`.
 
 ``bound_ratio`` compares the rectified arm with what it should cost: the sparse arm, and one pass of dense attention
 every f tokens. That pass is the dense arm less the short one, which is the attention over the context alone. Peers do
@@ -25,23 +30,24 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from eval.figures.tpot import decode_figures, summarise
+from eval.figures.tpot import Peer, decode_figures, summarise
 from eval.live.arms import decode_config
 from eval.live.client import FAILURES, LiveServer, Stream, generate, stream
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
-from eval.live.record import Record
-from eval.parts.decode_peers import backend_of, decode_backend, read_peers
+from eval.live.machine import machine_of
+from eval.live.record import Record, git_revision, read_finished
+from eval.parts.decode_arguments import parse
+from eval.parts.decode_peers import COMMAND, backend_of, decode_backend, read_peers
 
-COMMAND = "eval.bench_decode"
-INTERVALS_MEASURED = 8
-SHORT = 1024
+# What the header keeps of the command line.
+HEADER = ("shape", "batch", "context", "tokens", "rounds", "interval", "short", "active_ratio", "seed", "label")
+HEADER = (*HEADER, "dense_only")
 
 
 @dataclass(frozen=True)
@@ -185,12 +191,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     with LiveServer(args.base_url, args.batch) as server:
         facts = look(args, server)
-        peers = read_peers(args.peer, facts, args.batch, args.context)
-        arms = make_arms(args, server.vocabulary_size(args.vocab), facts["sparse"] is not None)
-        names = ("shape", "batch", "context", "tokens", "rounds", "interval", "short", "active_ratio", "seed", "label")
-        header = {name: getattr(args, name) for name in (*names, "dense_only")}
+        header = {**machine_of(args.base_url, facts), "server": facts}
+        header |= {name: getattr(args, name) for name in HEADER}
+        peers = read_peers(args.peer, header)
         header["peers"] = [peer.file for peer in peers]
-        with Record(args.out, COMMAND, args.revision, server=facts, **header) as record:
+        arms = make_arms(args, server.vocabulary_size(args.vocab), facts["sparse"] is not None)
+        with Record(args.out, COMMAND, args.revision, **header) as record:
             for arm in (arm for arm in arms if arm.name.startswith("dense")):
                 fill = [request_of(prompt, 1, arm.params) for prompt in arm.prompts]
                 server.each(generate, fill, f"prefill of {arm.name}")
@@ -204,61 +210,47 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 row |= {"density": density(counts) if arm.counted else None, "counters": counts}
                 record.add("round", shape=args.shape, **row)
                 rounds.append(row)
-            summary = summarise(rounds, args.interval, backend_of(facts), peers)
-            for row in summary:
-                record.add("summary", shape=args.shape, label=args.label, **row)
+            return add_summary(record, header, rounds, peers)
+
+
+def again(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Summarise the rounds of an earlier file beside other peers, into another file.
+
+    Returns:
+        The summary, see `summarise`.
+
+    Raises:
+        EvaluationError: the file is none of a finished run of this command, or has the dense arm alone; or see
+            `read_peers`.
+    """
+    header, *rows = read_finished(args.again)
+    if header.get("command") != COMMAND or header.get("dense_only"):
+        raise EvaluationError(f"--again {args.again} is no file of {COMMAND} with a sparse arm")
+    peers = read_peers(args.peer, header)
+    rounds = [row for row in rows if row["kind"] == "round"]
+    header |= {"again": {"file": args.again.name, "peers": header.get("peers", []), "revision": git_revision()}}
+    header["peers"] = [peer.file for peer in peers]
+    with Record(args.out, **{name: value for name, value in header.items() if name != "kind"}) as record:
+        for row in rounds:
+            record.add(**row)
+        return add_summary(record, header, rounds, peers)
+
+
+def add_summary(
+    record: Record, header: dict[str, Any], rounds: list[dict[str, Any]], peers: list[Peer]
+) -> list[dict[str, Any]]:
+    """Write the summary of a file's rounds and return it."""
+    summary = summarise(rounds, header["interval"], backend_of(header["server"]), peers)
+    for row in summary:
+        record.add("summary", shape=header["shape"], label=header["label"], **row)
     return summary
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        prog="eval.bench_decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--base-url", required=True, help="the server, with nothing else to do")
-    parser.add_argument("--out", required=True, type=Path, help="JSONL file to write")
-    parser.add_argument("--shape", required=True, help="name of what is measured, such as 1.7b-4x256k")
-    parser.add_argument("--batch", type=int, default=4, help="concurrent requests")
-    parser.add_argument("--context", type=int, default=262144, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=256, help="output tokens of a request")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each arm is measured")
-    parser.add_argument("--interval", type=int, default=32, help="tokens between rectifications")
-    parser.add_argument("--short", type=int, help=f"tokens of the short prompts; 0 for none (default: {SHORT})")
-    parser.add_argument("--active-ratio", type=float, help="share of the pages (default: the server's)")
-    parser.add_argument("--dense-only", action="store_true", help="the dense arm alone, on a server of any kind")
-    parser.add_argument(
-        "--peer",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="of --dense-only, with the same model, batch and context: one more dense peer; may be given again",
-    )
-    parser.add_argument("--vocab", type=int, help="token ids to draw from (default: all that the server allows)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--label", help="kept with the figures")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
-    args = parser.parse_args(arguments)
-    given = [name for name in ("short", "active_ratio", "peer") if getattr(args, name)]
-    if args.dense_only and given:
-        parser.error(f"--{given[0].replace('_', '-')} is of the arms that --dense-only leaves out")
-    if args.short is None:
-        args.short = 0 if args.dense_only else SHORT
-    for name in ("batch", "context", "rounds", "interval"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if args.tokens < INTERVALS_MEASURED * args.interval:
-        parser.error(f"--tokens must be at least {INTERVALS_MEASURED} times --interval, got {args.tokens}")
-    if not 0 <= args.short < args.context:
-        parser.error(f"--short must be 0, or more and below --context, got {args.short}")
-    return args
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 when its figures would not show what they say."""
-    args = parse(arguments)
+    args = parse(arguments, __doc__)
     try:
-        summary = run(args)
+        summary = again(args) if args.again else run(args)
     except FAILURES as error:
         print(f"eval.bench_decode: {error}", file=sys.stderr)
         return 1

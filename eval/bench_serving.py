@@ -67,12 +67,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from tqdm import tqdm
 
 from eval.live.client import FAILURES, LiveServer
 from eval.live.counters import EvaluationError
-from eval.live.record import Record, versions
+from eval.live.machine import this_machine
+from eval.live.record import Record
 from eval.live.runner import arguments_of
 from eval.parts import model_shapes, serving_first_token, serving_hits
 from eval.parts.serving_arguments import parse
@@ -95,7 +95,6 @@ from launch.server import ServerProcess
 INTERVALS = 8
 SPARSE = "sparse"
 METHOD_FLAGS = ("--sparse-method", "--sparse-prefill-method")
-PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 # Of the summary, what is printed.
 SHOWN = ("id", "decode_tpot", "dense_decode_tpot", "decode_tpot_ratio", "ttft_median_ratio", "output_throughput_ratio")
 SHOWN = (*SHOWN, "density", "dense_rows", "sparsity", "recall", "ttft", "dense_ttft", "ttft_ratio", "ttft_over_dense")
@@ -217,11 +216,9 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     own: dict[str, list[str]] = {SPARSE: sparse_flags(args), DENSE: []}
     for name, flags in args.server:
         own[name] = [*own.get(name, []), *shlex.split(flags)]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     # Without the folders of this machine.
     asked = arguments_of(args) | {"recall_from": args.recall_from.name if args.recall_from else None}
-    header = {"arguments": asked, "label": args.label, "device": device}
-    header["versions"] = versions(PACKAGES)
+    header = {"arguments": asked, "label": args.label, **this_machine()}
     with (
         tempfile.TemporaryDirectory() as name,
         Record(args.out, "eval.bench_serving", args.revision, **header) as record,

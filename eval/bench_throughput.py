@@ -24,14 +24,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from eval.figures.throughput import COMMAND, DENSE, best_batches
 from eval.live.arms import MAX_DENSE_ROWS
 from eval.live.client import LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, read_shares
-from eval.live.record import Record, versions
+from eval.live.machine import this_machine
+from eval.live.record import Record
 from eval.parts import model_shapes
 from eval.parts.judge_commands import Target, reach, run_judge, serving_command
 from eval.parts.judge_rows import serving_rows
@@ -40,7 +40,6 @@ from eval.parts.serving_arguments import named
 from eval.texts.lengths import length
 from launch.server import ServerProcess
 
-PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 # Of KV, behind a request's last token.
 ROOM = 128
 SERVED = ("attention_backend", "page_size", "max_total_num_tokens")
@@ -149,8 +148,7 @@ def run(args: argparse.Namespace) -> int:
     servers = {DENSE: [], **{name: shlex.split(flags) for name, flags in args.server}}
     names = ("shape", "model_path", "input_length", "output_length", "batch", "server_args", "seed")
     asked = {name: getattr(args, name) for name in names} | {"server": dict(args.server)}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    header = {"arguments": asked, "label": args.label, "device": device, "versions": versions(PACKAGES)}
+    header = {"arguments": asked, "label": args.label, **this_machine()}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, Record(args.out, COMMAND, args.revision, **header) as record:
         folder = model_shapes.write(args.shape, Path(name)) if args.shape else Path(args.model_path)

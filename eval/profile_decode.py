@@ -11,7 +11,8 @@ and how its time is charged, `eval.figures.profile` which kernels make up which 
 Arm ``dense`` asks a sparse server with ``sparse: false``, ``sparse`` never rectifies, so that all steps are alike, and
 of ``rectified`` the passes are profiled that encode the last ``--interval`` tokens of all requests again, not the steps
 between them: with the attention's rate in TFLOP/s, where the model's config is at hand. Only rank 0 of a
-tensor-parallel server is read. ``--from FILE`` prints the tables of a result file, or of a trace, again.
+tensor-parallel server is read. The header says what the server runs on, see `eval.live.machine`. ``--from FILE`` prints
+the tables of a result file, or of a trace, again.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from eval.figures import profile
 from eval.figures.tpot import decode_figures
 from eval.live.client import FAILURES, LiveServer, generate, stream
 from eval.live.counters import EvaluationError, density
+from eval.live.machine import machine_of
 from eval.live.record import Record
 from eval.parts.profile_trace import decode_steps, passes, read_trace
 
@@ -204,7 +206,8 @@ def run(args: argparse.Namespace) -> str:
         require_capacity(facts, args.batch, args.context, 0, args.tokens)
         arm = make_arm(args, facts, server.vocabulary_size(args.vocab))
         asked = {name: getattr(args, name) for name in ARGUMENTS}
-        with Record(args.out, "eval.profile_decode", args.revision, server=facts, arguments=asked) as record:
+        header = {**machine_of(args.base_url, facts), "server": facts, "arguments": asked}
+        with Record(args.out, "eval.profile_decode", args.revision, **header) as record:
             server.each(generate, [request_of(prompt, 1, arm.params) for prompt in arm.prompts], "prefill")
             measured = decode_untraced(server, arm, args.tokens, facts)
             requests = [request_of(prompt, args.tokens, arm.params) for prompt in arm.prompts]

@@ -6,7 +6,8 @@
 
 ``python -m eval.report`` writes every table between ``<!-- report: NAME -->`` and ``<!-- report end -->`` in the
 documents of this repository anew, from eval/results, the cards of the tiny models too, and draws the pictures of
-eval/docs. With ``--check`` nothing is written, and the status is 1 where a document says something else.
+eval/docs. With ``--check`` nothing is written, and the status is 1 where a document says something else, or a file of
+``eval.bench_decode`` has other figures of a dense peer than the file that it names.
 
 ``python -m eval.report --goals`` prints the goals of speed beside what was measured; `eval.figures.goals` says which
 row counts.
@@ -46,6 +47,7 @@ from eval.figures import (
 from eval.figures.verdicts import read_folder
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows, result_files
+from eval.parts.decode_peers import outdated_peers
 from eval.train import card
 
 ROOT = Path(__file__).parent.parent
@@ -199,7 +201,11 @@ def documents(check: bool) -> int:
             status = 1
         elif not check:
             path.write_text(new)
-    if not check:
+    if check:
+        for line in outdated_peers(RESULTS):
+            print(f"eval.report: {line}", file=sys.stderr)
+            status = 1
+    else:
         for name, file in PICTURES.items():
             draw(file(), ROOT / "eval" / "docs" / name)
         cells = serving.cells_of([_file(name) for name in FIRST_TOKEN_FILES])

@@ -10,10 +10,11 @@ import torch
 
 from sglang_sparse import index_counts
 from sglang_sparse.config import settings_of
+from sglang_sparse.crossover import gpu_name
 from sglang_sparse.kernel_method import KernelMethod
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.dsa import Dsa
-from sglang_sparse.versions import installed_sglang
+from sglang_sparse.versions import installed_sglang, package_versions
 from sglang_sparse.view import SELECT_STATS
 
 if TYPE_CHECKING:
@@ -200,13 +201,18 @@ class Counters:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all counts as plain values; waits for the device, so not for every step."""
+        """Return all counts as plain values, and which device and packages they are of.
+
+        Waits for the device, so not for every step.
+        """
         totals = self.host_totals()
         totals |= self.device_totals([count for counts in self.device_stats for count in counts.tolist()])
         attended, held = totals["pages_attended"], totals["pages_held"]
         names = (*PREFILL_TOTALS, *self.prefill_more_counts) if self._prefill else ()
         prefill = {name: totals.pop(f"prefill_{name}") for name in names}
         return {
+            "device": gpu_name(self.select_stats.device),
+            "versions": package_versions(),
             "method": self._settings.name,
             "config": {
                 **self._settings.config.model_dump(),

@@ -14,7 +14,6 @@ step has beside: its share of rectification, loading the page table, and the gap
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import itertools
 import json
 import math
@@ -34,9 +33,9 @@ from sglang_sparse.config import explain_value
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.resa import Resa, ResaConfig
 from sglang_sparse.tune_step import PEERS, Peer, Run, Step, Timer, TuneError, graph_timer, num_layers
+from sglang_sparse.versions import package_versions
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
-PACKAGES = ("sglang-sparse", "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 # A crossover is given in whole steps of this, rounded up.
 STEP = 1024
 
@@ -127,14 +126,13 @@ def entry(method: Resa, model: ModelShape, points: Sequence[Point], device: str,
     Raises:
         TuneError: see `crossing`.
     """
-    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
     counted = [replace(point, sparse_us=point.sparse_us + overhead) for point in points]
     return {
         **crossover.setup(crossover.TUNED, method.config, model, crossover.gpu_name(torch.device(device))),
         "active_ratio": method.config.active_ratio,
         "crossover_tokens": crossing(counted),
         "overhead_us": overhead,
-        "versions": {name: installed[name] for name in PACKAGES if name in installed},
+        "versions": package_versions(),
         "points": [asdict(point) for point in points],
     }
 

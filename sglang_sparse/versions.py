@@ -1,12 +1,15 @@
-"""The SGLang versions this release works with."""
+"""The SGLang versions this release works with, and which versions of what figures depend on are installed."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distributions, version
 
 from sglang_sparse import __version__
 
 SUPPORTED_SGLANG = ("0.5.17",)
+# What a measured figure depends on.
+PACKAGES = ("sglang-sparse", "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 
 
 class UnsupportedSGLangError(RuntimeError, ValueError):
@@ -23,6 +26,13 @@ def installed_sglang() -> str:
         return version("sglang")
     except PackageNotFoundError:
         return "not installed"
+
+
+@cache
+def package_versions() -> dict[str, str]:
+    """Return the versions of those of `PACKAGES` that are installed."""
+    installed = {found.metadata["Name"]: found.version for found in distributions()}
+    return {name: installed[name] for name in PACKAGES if name in installed}
 
 
 def require_supported_sglang(installed: str | None = None) -> None:

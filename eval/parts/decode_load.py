@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.bench_decode import SHORT, kv_tokens
+from eval.bench_decode import kv_tokens
+from eval.parts.decode_arguments import SHORT
 from eval.texts.lengths import short_length
 
 PAGE_SIZE = 16

@@ -12,6 +12,7 @@ from eval.figures.tpot import Peer
 from eval.live.counters import EvaluationError
 from eval.live.record import read_finished, read_rows
 
+COMMAND = "eval.bench_decode"
 # Of a cache in float8, dense attention reads half the bytes, and answers something else.
 SAME_SERVER = ("kv_cache_dtype", "dtype")
 
@@ -27,33 +28,76 @@ def backend_of(facts: Mapping[str, Any]) -> str:
     return facts.get("decode_backend") or facts.get("attention_backend") or "unknown"
 
 
-def read_peers(paths: Iterable[Path], facts: Mapping[str, Any], batch: int, context: int) -> list[Peer]:
+def read_peers(paths: Iterable[Path], header: Mapping[str, Any]) -> list[Peer]:
     """What ``--dense-only`` measured, file by file.
 
     Args:
         paths: of the files.
-        facts: what the server under measurement says about itself.
-        batch: requests that it decodes at once.
-        context: tokens of each prompt.
+        header: of the file beside whose figures they are put: ``server``, ``batch``, ``context`` and ``device``.
 
     Raises:
         EvaluationError: a file is none of a finished run with ``--dense-only``, or of another model (by the name of its
-            folder), batch, context or element type.
+            folder), batch, context or element type, or of another device where both files say theirs.
     """
-    return [_read_peer(path, facts, batch, context) for path in paths]
+    return [_read_peer(path, header) for path in paths]
 
 
-def _read_peer(path: Path, facts: Mapping[str, Any], batch: int, context: int) -> Peer:
-    header = next(iter(read_rows(path)), {})
-    if header.get("command") != "eval.bench_decode" or not header.get("dense_only"):
-        raise EvaluationError(f"--peer {path} is no file of eval.bench_decode --dense-only")
-    (row,) = [row for row in read_finished(path) if row["kind"] == "summary"]
-    found, wanted = ({"model": Path(of["model_path"]).name} for of in (header["server"], facts))
-    found |= {"batch": header["batch"], "context": header["context"]}
-    wanted |= {"batch": batch, "context": context}
-    found |= {name: header["server"].get(name) for name in SAME_SERVER}
-    wanted |= {name: facts.get(name) for name in SAME_SERVER}
+def _read_peer(path: Path, header: Mapping[str, Any]) -> Peer:
+    own = next(iter(read_rows(path)), {})
+    if own.get("command") != COMMAND or not own.get("dense_only"):
+        raise EvaluationError(f"--peer {path} is no file of {COMMAND} --dense-only")
+    peer = peer_of(path)
+    found, wanted = (_measured(of) for of in (own, header))
+    if None in (found["device"], wanted["device"]):
+        del found["device"], wanted["device"]
     differing = [f"{name} is {found[name]}, wanted {wanted[name]}" for name in wanted if found[name] != wanted[name]]
     if differing:
         raise EvaluationError(f"--peer {path} is of something else: {'; '.join(differing)}")
+    return peer
+
+
+def _measured(header: Mapping[str, Any]) -> dict[str, Any]:
+    """What two files must have in common."""
+    server = header["server"]
+    found = {"model": Path(server["model_path"]).name, "batch": header["batch"], "context": header["context"]}
+    return found | {name: server.get(name) for name in SAME_SERVER} | {"device": header.get("device")}
+
+
+def peer_of(path: Path) -> Peer:
+    """What a finished file of ``--dense-only`` says.
+
+    Raises:
+        EvaluationError: see `read_finished`.
+    """
+    header, *rows = read_finished(path)
+    (row,) = [row for row in rows if row["kind"] == "summary"]
     return Peer(backend_of(header["server"]), path.name, row["rounds"], row["tpot"], tuple(row["tpot_range"]))
+
+
+def outdated_peers(folder: Path) -> list[str]:
+    """Where a summary has other figures of a peer than the file that it names: that was measured again since then.
+
+    Args:
+        folder: of result files; what is not in it cannot be compared.
+
+    Returns:
+        A line for each such row, with both figures.
+
+    Raises:
+        EvaluationError: see `read_finished`.
+    """
+    found = []
+    for path in sorted(folder.glob("bench-decode-*.jsonl")):
+        for row in read_finished(path):
+            if row["kind"] != "summary" or row["arm"] != "peer" or not (folder / row["file"]).exists():
+                continue
+            now = peer_of(folder / row["file"])
+            said = Peer(row["backend"], row["file"], row["rounds"], row["tpot"], tuple(row["tpot_range"]))
+            if said != now:
+                found.append(f"{path.name} has {_figures(said)} from {row['file']}, which has {_figures(now)}")
+    return found
+
+
+def _figures(peer: Peer) -> str:
+    least, most = (f"{value * 1e3:.3f}" for value in peer.tpot_range)
+    return f"{peer.tpot * 1e3:.3f} ms a token ({least} … {most}, {peer.rounds} rounds, {peer.backend})"

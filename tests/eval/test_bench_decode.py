@@ -11,6 +11,7 @@ from eval.bench_decode import random_prompts, request_of, require_capacity
 from eval.figures.tpot import Peer, bound_ratio, decode_figures, shared_window, summarise, whole_periods
 from eval.live.client import Chunk, Stream, parse_stream
 from eval.live.counters import EvaluationError
+from eval.parts.decode_arguments import parse
 
 FACTS = {"max_total_num_tokens": 10_000, "page_size": 16, "disable_radix_cache": False}
 
@@ -181,7 +182,7 @@ def test_servers_without_room_are_refused() -> None:
 
 def test_arms() -> None:
     needed = ["--base-url", "http://127.0.0.1:1", "--out", "x.jsonl", "--shape", "x", "--batch", "2", "--context", "64"]
-    args = bench_decode.parse([*needed, "--short", "16", "--active-ratio", "0.05"])
+    args = parse([*needed, "--short", "16", "--active-ratio", "0.05"])
     arms = {arm.name: arm for arm in bench_decode.make_arms(args, 100)}
     assert list(arms) == ["dense", "dense_short", "sparse", "rectified"]
     assert arms["dense"].params == arms["dense_short"].params == {"sparse": False}
@@ -189,12 +190,12 @@ def test_arms() -> None:
     assert arms["rectified"].params == {"rectify_interval": 32, "active_ratio": 0.05}
     assert arms["dense"].prompts == arms["sparse"].prompts == arms["rectified"].prompts
     assert [len(prompt) for prompt in arms["dense_short"].prompts] == [16, 16]
-    dense_only = bench_decode.parse([*needed, "--dense-only"])
+    dense_only = parse([*needed, "--dense-only"])
     assert dense_only.short == 0
     (stock,), (own,) = (bench_decode.make_arms(dense_only, 100, counted) for counted in (False, True))
     assert (stock.name, stock.params, stock.prompts) == ("dense", {}, arms["dense"].prompts)
     assert own.params == {"sparse": False} and own.counted and not stock.counted
-    no_short = bench_decode.parse([*needed, "--short", "0"])
+    no_short = parse([*needed, "--short", "0"])
     assert [arm.params for arm in bench_decode.make_arms(no_short, 100)][1:] == [
         {"rectify_interval": 0},
         {"rectify_interval": 32},
@@ -212,11 +213,29 @@ def test_arms() -> None:
         (["--dense-only", "--short", "16"], "--short is of the arms that --dense-only leaves out"),
         (["--dense-only", "--active-ratio", ".1"], "--active-ratio is of the arms that --dense-only leaves out"),
         (["--dense-only", "--peer", "x.jsonl"], "--peer is of the arms that --dense-only leaves out"),
+        (["--shape", ""], "--base-url needs --shape"),
+        (["--again", "y.jsonl"], "argument --again: not allowed with argument --base-url"),
     ],
 )
 def test_command_line(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench_decode.parse(["--base-url", "http://127.0.0.1:1", "--out", "x.jsonl", "--shape", "x", *given])
+        parse(["--base-url", "http://127.0.0.1:1", "--out", "x.jsonl", "--shape", "x", *given])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "--again needs --peer"),
+        (["--peer", "p.jsonl", "--batch", "6"], "--batch is of a measurement: --again takes that of its file"),
+        (["--peer", "p.jsonl", "--shape", "x"], "--shape is of a measurement"),
+        (["--peer", "p.jsonl", "--revision", "x"], "--revision is of a measurement"),
+        (["--peer", "p.jsonl", "--out", "./in.jsonl"], "is what --again reads: give another file"),
+    ],
+)
+def test_what_does_not_go_with_again(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--again", "in.jsonl", "--out", "out.jsonl", *given])
     assert message in capsys.readouterr().err
 
 

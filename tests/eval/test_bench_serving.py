@@ -10,6 +10,7 @@ from eval import bench_serving
 from eval.bench_serving import parse
 from eval.figures import report_tables
 from eval.live.counters import COUNTED, EvaluationError
+from eval.live.machine import this_machine
 from eval.live.record import read_rows
 from eval.parts import serving_runs
 from eval.parts.serving_grid import Cell
@@ -36,6 +37,7 @@ def test_the_grid_on_two_servers(commands: list[list[str]], tmp_path: Path) -> N
     assert status == 0
     assert [row["arm"] for row in rows if row["kind"] == "server"] == ["sparse", "dense"]
     assert [server.closed for server in FakeServer.started] == [True, True]
+    assert rows[0].items() >= this_machine().items()
     assert rows[1]["command"].startswith("python --context-length 33152 --max-total-tokens 132608 ")
     items = kind(rows, "item")
     assert len(items) == 8 and len(commands) == 8

@@ -10,16 +10,17 @@ from typing import Any
 
 import openai_stub
 import pytest
+from decode_peer_files import FACTS, ROW, peer_file
 
 from eval import bench_decode
 from eval.figures.report_tables import decode
+from eval.live import machine
 from eval.live.counters import COUNTED, EvaluationError
-from eval.live.record import read_rows
+from eval.live.machine import PACKAGES
+from eval.live.record import read_rows, versions
 from eval.parts.decode_peers import read_peers
 
-FACTS = {"model_path": "here/qwen3-8b", "kv_cache_dtype": "auto", "dtype": "auto"}
-HEADER = {"kind": "header", "command": "eval.bench_decode", "dense_only": True, "batch": 1, "context": 64}
-ROW = {"kind": "summary", "arm": "dense", "rounds": 3, "tpot": 0.03, "tpot_range": [0.02, 0.04]}
+OWN = {"server": FACTS, "batch": 1, "context": 64}
 
 
 class Handler(openai_stub.Handler):
@@ -53,7 +54,7 @@ class Server(openai_stub.Server):
         super().__init__()
         self.RequestHandlerClass = Handler
         state = {"sparse": {**dict.fromkeys(COUNTED, 0), "config": {}}} if sparse else {}
-        self.info = {"version": "0.5.17", "page_size": 16, "max_total_num_tokens": 10_000, **FACTS}
+        self.info = {"version": "0.5.17", "device": "cpu", "page_size": 16, "max_total_num_tokens": 10_000, **FACTS}
         self.info |= {"disable_radix_cache": False, "internal_states": [state]}
         self.info["attention_backend"] = "fa3" if sparse else "flashinfer"
         self.cached = 64
@@ -90,21 +91,22 @@ def asked_of(server: Server, out: Path, *more: str) -> int:
     return bench_decode.main(["--base-url", server.url, "--out", str(out), *shape, *more])
 
 
-def peer_file(path: Path, *rows: dict[str, Any], **header: Any) -> Path:
-    server = {**FACTS, "decode_backend": "flashinfer"}
-    path.write_text("".join(json.dumps(row) + "\n" for row in ({**HEADER, "server": server, **header}, *rows)))
-    return path
-
-
 @pytest.mark.parametrize("server", [False, True], indirect=True, ids=["stock", "sparse"])
-def test_dense_alone(server: Server, tmp_path: Path) -> None:
+def test_dense_alone(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "listener", lambda port: ["/usr/bin/python", "-m", "sglang.launch_server"])
     out = tmp_path / "dense.jsonl"
     assert server.info is not None
+    if server.state is not None:
+        server.state.update({"device": "NVIDIA H200", "versions": {"torch": "1"}})
     server.info |= {"decode_attention_backend": "flashinfer", "attention_backend": None}
     assert asked_of(server, out, "--dense-only") == 0
     header, *rows = read_rows(out)
     assert header["command"] == "eval.bench_decode" and header["dense_only"] is True and header["short"] == 0
     assert header["server"]["decode_backend"] == "flashinfer"
+    runs_on = {name: header[name] for name in ("device", "versions", "told_by", "server_command")}
+    told = {"device": "NVIDIA H200", "versions": {"torch": "1"}, "told_by": "the server"}
+    told = told if server.state else {"device": "cpu", "versions": versions(PACKAGES), "told_by": "this machine"}
+    assert runs_on == told | {"server_command": "python -m sglang.launch_server"}
     streamed = [body for body in server.asked if body.get("stream")]
     assert [len(body["input_ids"]) for body in streamed] == [64, 64]
     sparse = server.state is not None
@@ -114,7 +116,7 @@ def test_dense_alone(server: Server, tmp_path: Path) -> None:
     (row,) = [row for row in rows if row["kind"] == "summary"]
     assert row["arm"] == "dense" and row["dense"] == "flashinfer" and row["dense_ratio"] == 1 and row["tpot"] > 0.004
     # It is a peer of the server that it was measured on.
-    (peer,) = read_peers([out], FACTS, 1, 64)
+    (peer,) = read_peers([out], OWN)
     assert (peer.backend, peer.file, peer.rounds) == ("flashinfer", "dense.jsonl", 1)
     assert peer.tpot == row["tpot"] and list(peer.tpot_range) == row["tpot_range"]
 
@@ -169,26 +171,27 @@ def test_ratios_are_against_the_strongest(server: Server, tmp_path: Path) -> Non
         ({"context": 32}, "is of something else: context is 32, wanted 64"),
         ({"server": {**FACTS, "model_path": "x/qwen3-1.7b"}}, "model is qwen3-1.7b, wanted qwen3-8b"),
         ({"server": {**FACTS, "kv_cache_dtype": "fp8_e4m3"}}, "kv_cache_dtype is fp8_e4m3, wanted auto"),
+        ({"device": "NVIDIA H100"}, "device is NVIDIA H100, wanted NVIDIA H200"),
     ],
 )
 def test_other_peers_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = peer_file(tmp_path / "peer.jsonl", ROW, **changes)
     with pytest.raises(EvaluationError, match=message):
-        read_peers([path], FACTS, 1, 64)
+        read_peers([path], {**OWN, "device": "NVIDIA H200"})
 
 
 def test_files_that_are_no_peers(tmp_path: Path) -> None:
     unfinished = peer_file(tmp_path / "unfinished.jsonl", {**ROW, "kind": "round"})
     with pytest.raises(EvaluationError, match=r"unfinished\.jsonl has no summary: its run was refused or interrupted"):
-        read_peers([unfinished], FACTS, 1, 64)
+        read_peers([unfinished], OWN)
     with pytest.raises(EvaluationError, match=r"cannot read .*none\.jsonl"):
-        read_peers([tmp_path / "none.jsonl"], FACTS, 1, 64)
+        read_peers([tmp_path / "none.jsonl"], OWN)
     (tmp_path / "rows.jsonl").write_text('{"note": 1}\n')
     with pytest.raises(EvaluationError, match=r"is no file of eval\.bench_decode --dense-only"):
-        read_peers([tmp_path / "rows.jsonl"], FACTS, 1, 64)
+        read_peers([tmp_path / "rows.jsonl"], OWN)
     # The model goes by the name of its folder, wherever that is.
     moved = peer_file(tmp_path / "moved.jsonl", ROW, server={**FACTS, "model_path": "/elsewhere/qwen3-8b/"})
-    assert read_peers([moved], FACTS, 1, 64)[0].backend == "unknown"
+    assert read_peers([moved], {**OWN, "device": "NVIDIA H200"})[0].backend == "unknown", "nor does it say its device"
 
 
 def test_the_table_says_whose_dense_decode_it_is(tmp_path: Path) -> None:

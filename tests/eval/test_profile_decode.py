@@ -16,6 +16,7 @@ import pytest
 from profile_traces import event, replays, with_passes, write
 
 from eval import profile_decode, report
+from eval.live import machine
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.record import read_rows
 
@@ -140,14 +141,23 @@ def asked_of(server: Server, out: Path, *more: str) -> int:
 
 
 @pytest.mark.parametrize("server", [False, True], indirect=True, ids=["stock", "sparse"])
-def test_profile_of_a_server(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_of_a_server(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "listener", lambda port: ["python", "-m", "sglang.launch_server"])
+    monkeypatch.setattr(machine, "gpus", lambda: "NVIDIA L4")
     sparse = server.info is not None and "sparse" in server.info["internal_states"][0]
+    if server.info and sparse:
+        server.info["internal_states"][0]["sparse"] |= {"device": "NVIDIA H200", "versions": {"torch": "1"}}
     out = tmp_path / "after.jsonl"
     assert asked_of(server, out, "--label", "x", *(["--arm", "sparse"] if sparse else [])) == 0
     printed = capsys.readouterr().out.strip()
     header, *rows = read_rows(out)
     assert header["command"] == "eval.profile_decode" and header["arguments"]["context"] == 64
     assert header["server"]["version"] == "0.5.17" and header["arguments"]["label"] == "x"
+    told = ("NVIDIA H200", "the server") if sparse else ("NVIDIA L4", "this machine")
+    assert (header["device"], header["told_by"]) == told and "torch" in header["versions"]
+    assert header["server_command"] == "python -m sglang.launch_server"
     step = rows[-1]
     assert step["part"] == "step" and step["us"] == 150 and step["steps"] == 8 and step["tpot_us"] > 1000
     assert step.get("density") == (0.1 if sparse else None) and (tmp_path / step["trace"]).is_file()

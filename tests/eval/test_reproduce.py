@@ -25,7 +25,7 @@ from eval import (
 )
 from eval.figures.goals import Goal, read_goals
 from eval.live.runner import parser_of
-from eval.parts import serving_arguments
+from eval.parts import decode_arguments, serving_arguments
 from eval.parts.kernel_inputs import Shape
 from eval.parts.model_shapes import SHAPES
 from eval.parts.reproduce_leg import URL, Command, Leg
@@ -38,7 +38,7 @@ from sglang_sparse.requests import parse_options
 # Fields of a goal's row that no argument decides.
 OUTCOMES = {"command", "task", "arm", "implementation", "sparse_layers", "dense_decode_graphs", "dense_prefill_graphs"}
 PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
-    "eval.bench_decode": bench_decode.parse,
+    "eval.bench_decode": decode_arguments.parse,
     "eval.bench_dsa": bench_dsa.parse,
     "eval.bench_framework": bench_framework.parse,
     "eval.bench_kernels": bench_kernels.parse,

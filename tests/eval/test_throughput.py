@@ -10,6 +10,7 @@ from serving_stubs import Connected, FakeServer, after, goals_of, install, resul
 from eval import bench_throughput, report
 from eval.bench_throughput import parse
 from eval.figures import report_tables
+from eval.live.machine import this_machine
 from eval.live.record import read_rows
 from eval.parts import serving_runs
 
@@ -55,6 +56,7 @@ def test_each_server_at_its_best_batch(tmp_path: Path, servers: list[list[str]])
     status, rows = run(tmp_path, *SPARSE, "--server-args", "--page-size 16 --attention-backend fa3")
     server = ["server", "item", "item", "item"]
     assert status == 0 and [row["kind"] for row in rows] == ["header", *server, *server, "summary"]
+    assert rows[0].items() >= this_machine().items()
     best = rows[-1]
     assert (best["arm"], best["task"], best["batch"], best["dense_batch"]) == ("compact", "best", 32, 16)
     assert best["request_throughput_ratio"] == best["output_throughput_ratio"] == 3.0

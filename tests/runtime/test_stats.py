@@ -1,5 +1,6 @@
 """The counters: what a decode pass adds, what rectification adds, and how both are handed out."""
 
+import importlib.metadata
 from dataclasses import fields
 
 import torch
@@ -9,6 +10,7 @@ from sglang_sparse.method import ModelShape
 from sglang_sparse.plan import DecodePlan
 from sglang_sparse.pools import AuxPools
 from sglang_sparse.stats import Counters, RectifyCounts
+from sglang_sparse.versions import SUPPORTED_SGLANG
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
 FLAT = {
@@ -40,6 +42,12 @@ def test_a_new_server_counts_nothing() -> None:
     assert {snapshot[name] for name in FLAT.values()} == {0}
     assert snapshot["active_fraction"] == 0.0
     assert snapshot["aux_bytes"] == 2 * 8 * SHAPE.num_kv_heads * 2 * SHAPE.head_dim * 2
+
+
+def test_a_server_says_what_it_runs_on() -> None:
+    snapshot = counters().snapshot()
+    assert snapshot["device"] == "cpu" and snapshot["versions"]["sglang"] == SUPPORTED_SGLANG[0]
+    assert snapshot["versions"]["torch"] == importlib.metadata.version("torch")
 
 
 def test_rows_of_sparse_and_dense_passes() -> None:
