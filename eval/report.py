@@ -94,6 +94,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "decode": lambda: report_tables.decode(sorted(RESULTS.glob("bench-decode-*.jsonl"))),
     "profile": lambda: profile.before_and_after(_file(f"{PROFILE}-before"), _file(PROFILE)),
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
+    "kernels-fp8": lambda: _measured("bench_kernels_fp8", report_tables.kernels),
     "crossover": lambda: crossover.crossover_table(CROSSOVERS),
     "compiled": lambda: compiled.compiled(_file("compiled-kernels")),
     "sanitizer": lambda: _measured("sanitizer", sanitizer.sanitizer),

@@ -193,6 +193,7 @@ def kernels(path: Path) -> str:
         # Of a part of a step this ratio would say too much.
         ("times faster", lambda row: "" if row["op"] == "sparse_decode" else number("dense_ratio", 2)(row)),
         ("relative L2", number("relative_l2", 4)),
+        ("to dense", number("dense_l2", 3)),
         ("mass kept", number("recall", 3)),
         ("why not", text("unavailable")),
     ]

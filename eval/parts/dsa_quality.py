@@ -16,9 +16,10 @@ import torch
 
 from eval.figures.dsa import ATTEND, NATIVE
 from eval.parts.dsa_inputs import LOGITS, Layer, Step
+from eval.parts.kernel_quality import LARGEST_L2
 from eval.parts.kernel_table import Implementation
 from eval.parts.mla_inputs import SM_SCALE
-from eval.parts.mla_quality import LARGEST_L2, SAMPLED
+from eval.parts.mla_quality import SAMPLED
 from sglang_sparse_kernels.index_logits import reference
 from sglang_sparse_kernels.timing import Replay, Run
 

@@ -154,7 +154,7 @@ class FrameworkStep(Step):
         own = self.rockets[id(layer)]
         blocks = (own.indices, own.counts, self.batch.last_slots, self.settings.kt_page_size)
         caches = (layer.k_cache, layer.v_cache)
-        return sparse_decode(layer.q, *caches, *blocks, self.sm_scale, out=layer.out, arrivals=self.arrivals)
+        return sparse_decode(layer.q, *caches, *blocks, self.sm_scale, out=layer.out, arrivals=self.view.arrivals)
 
     def skip(self, layer: Layer, stats: torch.Tensor | None = None) -> torch.Tensor:
         """Skip-Softmax; the result is ``[B, Hq, d]``."""

@@ -84,13 +84,13 @@ def folded_calls(step: Step) -> list[Paged]:
     shape, entries = step.shape, step.shape.batch * step.shape.kv_heads
     # The newest page is always selected, and is the last of the ascending list: it alone may be partly filled.
     tokens = shape.n_select * shape.page_size - (-shape.length % shape.page_size)
-    lengths = torch.full((entries,), tokens, dtype=torch.int32, device=step.n_select.device)
+    lengths = torch.full((entries,), tokens, dtype=torch.int32, device=step.view.n_pages.device)
     return [
         Paged(
             layer.q.view(entries, -1, shape.dim),
             folded_cache(layer.k_pages),
             folded_cache(layer.v_pages),
-            folded_pages(layer.indices, shape.page_size),
+            folded_pages(step.given_pages(layer), shape.page_size),
             lengths,
         )
         for layer in step.layers
@@ -132,7 +132,7 @@ def fa3(calls: Callable[[Step], list[Paged]], scheduled: bool, step: Step) -> li
 def flashinfer(calls: Callable[[Step], list[Paged]], kv_dtype: torch.dtype, step: Step) -> list[Run]:
     """FlashInfer on tensor cores, from a cache of any element type, converted beforehand."""
     library = importlib.import_module("flashinfer")
-    paged, shape, device = calls(step), step.shape, step.n_select.device
+    paged, shape, device = calls(step), step.shape, step.view.n_pages.device
     if kv_dtype != torch.bfloat16:
         paged = [replace(one, k=one.k.to(kv_dtype), v=one.v.to(kv_dtype)) for one in paged]
     # Shared, because a server plans once for all layers: the plans are equal, only the page ids differ.
@@ -173,4 +173,5 @@ def minimax(step: Step) -> list[Run]:
         cache = (layer.k_cache, layer.v_cache, slots, lengths, rows, shape.page_size, blocks)
         return library.flash_decode_with_gqa_share_sparse(layer.q, None, *cache, sm_scale=step.sm_scale)
 
-    return [partial(run, layer, logical_of[layer.indices.long()].transpose(0, 1).contiguous()) for layer in step.layers]
+    blocks = [logical_of[step.given_pages(layer).long()].transpose(0, 1).contiguous() for layer in step.layers]
+    return [partial(run, *pair) for pair in zip(step.layers, blocks, strict=True)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ from eval.structured.generator import make_decode
 from eval.structured.structure import Recipe
 from eval.texts.lengths import short_length
 from sglang_sparse_kernels.page_score import page_score
+from sglang_sparse_kernels.page_score import reference as score_reference
 from sglang_sparse_kernels.page_summary import update_page_summaries, update_page_summary
 from sglang_sparse_kernels.page_topk import page_topk
+from sglang_sparse_kernels.page_topk import reference as topk_reference
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.testing import PagedBatch, paged_batch, random_cache, seeded
 
@@ -23,11 +27,21 @@ OPS = ("dense_decode", "page_summary", *PARTS, WHOLE)
 STREAMED = ("page_score", "sparse_decode")
 L2_MULTIPLE = 3
 MAX_LAYERS = 128
+# As in a server of this project: newest pages that ReSA always selects, and what widths are multiples of.
+LOCAL_PAGES = 2
+COLUMNS = 16
+
+# What `page_score` and `page_topk` are called as, and each of their kernels.
+Scoring = Callable[..., torch.Tensor]
+Selecting = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One decode step: ``batch`` rows of ``length`` tokens, by default an 8B model's attention."""
+    """One decode step: ``batch`` rows of ``length`` tokens, by default an 8B model's attention.
+
+    ``context_length`` is that of the server, for which its tables and scores are made; no less than ``length``.
+    """
 
     batch: int
     length: int
@@ -38,6 +52,7 @@ class Shape:
     active_ratio: float = 0.1
     n_min: int = 16
     summary_dtype: torch.dtype = torch.bfloat16
+    context_length: int = 0
 
     @property
     def name(self) -> str:
@@ -52,7 +67,26 @@ class Shape:
     @property
     def n_select(self) -> int:
         """Pages that a row selects."""
-        return min(self.n_pages, max(self.n_min, math.ceil(self.n_pages * self.active_ratio)))
+        return self._selected_of(self.n_pages)
+
+    @property
+    def longest_pages(self) -> int:
+        """Pages of the longest context that a request may have."""
+        return math.ceil(max(self.length, self.context_length) / self.page_size)
+
+    @property
+    def usual_select(self) -> int:
+        """Pages that a row of such a context selects."""
+        return self._selected_of(self.longest_pages)
+
+    @property
+    def local_pages(self) -> int:
+        """Newest pages that a row always selects."""
+        return min(LOCAL_PAGES, self.n_min)
+
+    def _selected_of(self, n_pages: int) -> int:
+        # As a server counts: a ratio of 0.1 is not 1/10 in binary.
+        return min(n_pages, max(self.n_min, math.ceil(n_pages * self.active_ratio - 1e-9)))
 
     def facts(self) -> dict[str, Any]:
         """The fields that a row of results has of its shape."""
@@ -60,6 +94,8 @@ class Shape:
             "shape": self.name,
             **asdict(self),
             "summary_dtype": str(self.summary_dtype).removeprefix("torch."),
+            "context_length": max(self.length, self.context_length),
+            "local_pages": self.local_pages,
             "n_select": self.n_select,
         }
 
@@ -95,26 +131,65 @@ def layers_beyond(l2_bytes: int, num_bytes: int) -> int:
     return min(MAX_LAYERS, max(2, math.ceil(L2_MULTIPLE * l2_bytes / num_bytes)))
 
 
+class View:
+    """What a server's layers share: a batch, and what its kernels write.
+
+    Args:
+        shape: of the rows, and of the longest context.
+        batch: the rows.
+
+    Attributes:
+        page_table: ``[B, max_pages]`` int32, page 0 beyond a row's pages.
+        n_pages, n_select: ``[B]`` int32, pages of a row, and those that it selects.
+        scores: ``[B, Hkv, max_pages]`` float32.
+        selected: ``[B, Hkv, max_pages]`` and ``[B, Hkv]`` int32.
+        arrivals: ``[B, Hkv]`` int32 zeros.
+        stats: int64 counters.
+    """
+
+    def __init__(self, shape: Shape, batch: PagedBatch) -> None:
+        rows, heads, width = shape.batch, shape.kv_heads, math.ceil(shape.longest_pages / COLUMNS) * COLUMNS
+        device = batch.page_table.device
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+        self.page_table = torch.nn.functional.pad(batch.page_table, (0, width - shape.n_pages))
+        self.n_pages, self.n_select = zeros(rows).fill_(shape.n_pages), zeros(rows).fill_(shape.n_select)
+        self.scores = torch.zeros(rows, heads, width, device=device)
+        self.selected = zeros(rows, heads, width), zeros(rows, heads)
+        self.arrivals = zeros(rows, heads)
+        self.stats = torch.zeros(4, dtype=torch.int64, device=device)
+
+    @property
+    def max_select(self) -> int:
+        """Columns of a selection."""
+        return self.page_table.shape[1]
+
+
 class Layer:
-    """The inputs of one layer and the buffers that its kernels write.
+    """The inputs of one layer, which no kernel writes, and the output of its attention.
 
     Attributes:
         k_pages, v_pages: keys and values, ``[num_pages, page_size, Hkv, d]`` bfloat16.
         k_cache, v_cache: the same as slots, ``[num_pages * page_size, Hkv, d]``.
         summary: ``[num_pages, Hkv, 2, d]``.
         q: ``[B, Hq, d]`` bfloat16.
-        scores: ``[B, Hkv, n_pages]`` float32.
-        indices, counts: the selection, ``[B, Hkv, n_select]`` and ``[B, Hkv]`` int32.
+        scores: ``[B, Hkv, max_pages]`` float32, by the definition in plain torch.
+        indices, counts: the selection by them, ``[B, Hkv, max_pages]`` and ``[B, Hkv]`` int32.
         out: as ``q``.
     """
 
     def __init__(
-        self, shape: Shape, batch: PagedBatch, generator: torch.Generator, recipe: Recipe | None = None, seed: int = 0
+        self,
+        shape: Shape,
+        batch: PagedBatch,
+        view: View,
+        generator: torch.Generator,
+        recipe: Recipe | None = None,
+        seed: int = 0,
     ) -> None:
-        rows, heads, dim, device = shape.batch, shape.kv_heads, shape.dim, generator.device
+        heads, dim, device = shape.kv_heads, shape.dim, generator.device
         cache = (batch.num_pages, shape.page_size, heads, dim)
         self.k_pages, self.v_pages = (random_cache(cache, torch.bfloat16, device, generator) for _ in range(2))
-        self.q = torch.randn(rows, shape.q_heads, dim, generator=generator, device=device).bfloat16()
+        self.q = torch.randn(shape.batch, shape.q_heads, dim, generator=generator, device=device).bfloat16()
         if recipe is not None:
             self._plant(shape, batch, recipe, seed)
         self.k_cache, self.v_cache = self.k_pages.flatten(0, 1), self.v_pages.flatten(0, 1)
@@ -122,9 +197,11 @@ class Layer:
         last_slots = torch.arange(1, batch.num_pages + 1, device=device) * shape.page_size - 1
         update_page_summary(self.k_cache, self.summary, last_slots, shape.page_size)
         update_page_summary(self.k_cache, self.summary, batch.last_slots, shape.page_size)
-        self.scores = torch.empty(rows, heads, shape.n_pages, device=device)
-        self.indices = torch.empty(rows, heads, shape.n_select, dtype=torch.int32, device=device)
-        self.counts = torch.empty(rows, heads, dtype=torch.int32, device=device)
+        tables, scores = (view.page_table, view.n_pages), torch.empty_like(view.scores)
+        self.scores = score_reference.page_score(self.q, self.summary, *tables, scores, shape.local_pages)
+        made = (torch.empty_like(view.selected[0]), torch.empty_like(view.selected[1]))
+        pages = (*tables, view.n_select, view.max_select)
+        self.indices, self.counts = topk_reference.page_topk(self.scores, *pages, made)
         self.out = torch.empty_like(self.q)
 
     def _plant(self, shape: Shape, batch: PagedBatch, recipe: Recipe, seed: int) -> None:
@@ -140,7 +217,8 @@ class Layer:
 
 
 class Step:
-    """The layers of one shape, each with its selection made, and this project's operations on them.
+    """The layers of one shape, each with its selection made, and this project's operations on them, as a server's ReSA
+    calls them: in buffers that all layers share.
 
     Args:
         shape: what to make.
@@ -148,6 +226,10 @@ class Step:
         layers: how many.
         recipe: of the structure of the inputs; None for normally distributed ones, which have none.
         seed: of everything random.
+
+    Attributes:
+        batch: the rows, in a table as wide as they are.
+        view: the same as a server has them.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
@@ -158,14 +240,27 @@ class Step:
         self.shape = shape
         generator = seeded(device, seed)
         self.batch: PagedBatch = paged_batch((shape.length,) * shape.batch, shape.page_size, device, generator)
-        self.n_select = torch.full((shape.batch,), shape.n_select, dtype=torch.int32, device=device)
+        self.view = View(shape, self.batch)
         self.sm_scale = shape.dim**-0.5
-        self.arrivals = torch.zeros(shape.batch, shape.kv_heads, dtype=torch.int32, device=device)
         first = seed * layers
-        self.layers = [Layer(shape, self.batch, generator, recipe, first + layer) for layer in range(layers)]
+        each = range(first, first + layers)
+        self.layers = [Layer(shape, self.batch, self.view, generator, recipe, layer) for layer in each]
+
+    def given_scores(self, layer: Layer) -> torch.Tensor:
+        """Its scores without what lies beyond the rows' pages, ``[B, Hkv, n_pages]``."""
+        return layer.scores[..., : self.shape.n_pages].contiguous()
+
+    def given_pages(self, layer: Layer) -> torch.Tensor:
+        """Its selection without what lies beyond the counts, ``[B, Hkv, n_select]``."""
+        return layer.indices[..., : self.shape.n_select].contiguous()
+
+    def forget(self) -> None:
+        """Spoil all that kernels write, so that what writes nothing is not taken for right."""
+        self.view.scores.fill_(math.nan)
+        for made in self.view.selected:
+            made.fill_(-1)
         for layer in self.layers:
-            self.score(layer)
-            self.select(layer)
+            layer.out.fill_(math.nan)
 
     def summarise(self, layer: Layer) -> None:
         """Summarise the newest page of every row, in all layers after the last one, as a server does."""
@@ -173,25 +268,29 @@ class Step:
             caches, summaries = zip(*((one.k_cache, one.summary) for one in self.layers), strict=True)
             update_page_summaries(caches, summaries, self.batch.last_slots, self.shape.page_size)
 
-    def score(self, layer: Layer) -> None:
-        """Score every page."""
-        tables = (self.batch.page_table, self.batch.n_pages)
-        page_score(layer.q, layer.summary, *tables, layer.scores, summaries_ready=True)
+    def score(self, layer: Layer, by: Scoring = page_score) -> torch.Tensor:
+        """Score every page; the result is ``[B, Hkv, max_pages]``."""
+        tables = (self.view.page_table, self.view.n_pages, self.view.scores)
+        return by(layer.q, layer.summary, *tables, self.shape.local_pages, summaries_ready=True)
 
     def select(self, layer: Layer) -> torch.Tensor:
-        """Select the highest pages; the result is ``[B, Hkv, n_select]``, physical pages."""
-        tables = (self.batch.page_table, self.batch.n_pages, self.n_select, self.shape.n_select)
-        page_topk(layer.scores, *tables, (layer.indices, layer.counts), tables_ready=True)
-        return layer.indices
+        """Select the highest pages by the given scores; the result is ``[B, Hkv, n_select]``, physical pages."""
+        return self._select(layer.scores)[0][..., : self.shape.n_select]
+
+    def _select(self, scores: torch.Tensor, by: Selecting = page_topk) -> tuple[torch.Tensor, torch.Tensor]:
+        view = self.view
+        pages = (view.page_table, view.n_pages, view.n_select, view.max_select)
+        return by(scores, *pages, view.selected, view.stats, tables_ready=True)
 
     def attend(self, layer: Layer) -> torch.Tensor:
-        """Attend to the selected pages; the result is ``[B, Hq, d]``."""
-        pages = (layer.indices, layer.counts, self.batch.last_slots, self.shape.page_size)
-        caches = (layer.k_cache, layer.v_cache)
-        return sparse_decode(layer.q, *caches, *pages, self.sm_scale, out=layer.out, arrivals=self.arrivals)
+        """Attend to the given pages; the result is ``[B, Hq, d]``."""
+        return self._attend(layer, (layer.indices, layer.counts))
 
-    def whole(self, layer: Layer) -> torch.Tensor:
-        """Score, select and attend."""
-        self.score(layer)
-        self.select(layer)
-        return self.attend(layer)
+    def _attend(self, layer: Layer, selected: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        pages = (*selected, self.batch.last_slots, self.shape.page_size)
+        scratch = {"usual_pages": self.shape.usual_select, "arrivals": self.view.arrivals}
+        return sparse_decode(layer.q, layer.k_cache, layer.v_cache, *pages, self.sm_scale, out=layer.out, **scratch)
+
+    def whole(self, layer: Layer, scoring: Scoring = page_score, selecting: Selecting = page_topk) -> torch.Tensor:
+        """Score, select and attend; the selection is in the view then."""
+        return self._attend(layer, self._select(self.score(layer, scoring), selecting))

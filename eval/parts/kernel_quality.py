@@ -1,4 +1,7 @@
-"""What the outputs that ``eval.bench_kernels`` times are worth, against float64 over a sample of rows and KV heads."""
+"""What the outputs that ``eval.bench_kernels`` times are worth, against float64 over a sample of rows and KV heads.
+
+What is further from float64 than roundings explain is refused, so that no wrong call is timed as a right one.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from eval.parts.kernel_inputs import Shape, Step
-from sglang_sparse_kernels.page_topk import reference
+from eval.parts.kernel_inputs import WHOLE, Shape, Step
+from eval.parts.kernel_table import Implementation
 
 SAMPLED = 8
-ATTENTION_OVER_PAGES = ("sparse_decode", "score+topk+decode")
+# Relative L2 by the element type of the cache: of float8 kernels some round queries and weights to it, too.
+LARGEST_L2 = {torch.bfloat16: 0.02, torch.float8_e4m3fn: 0.2}
+# Of a score, relative to the sum of its terms' sizes: float32 sums of 128 terms.
+LARGEST_SCORE_ERROR = 1e-5
 
 
 @dataclass(frozen=True)
@@ -20,8 +26,9 @@ class Sample:
     Attributes:
         row, head: which.
         pages: physical pages of the row, ``[n_pages]`` int64.
-        best: which of them the reference of ``page_topk`` selects, ``[n_pages]`` bool.
-        attended: which of them the layer's selection holds, ``[n_pages]`` bool.
+        attended: which of them the given selection holds, ``[n_pages]`` bool.
+        scores: of the pages, the local ones +inf, ``[n_pages]``.
+        terms: the largest sum of the sizes of a score's terms.
         mass: share of the dense softmax that falls on each page, ``[G, n_pages]``.
         dense: output of attention over all tokens, ``[G, d]``.
         sparse: output of attention over the tokens of the attended pages, ``[G, d]``.
@@ -30,8 +37,9 @@ class Sample:
     row: int
     head: int
     pages: torch.Tensor
-    best: torch.Tensor
     attended: torch.Tensor
+    scores: torch.Tensor
+    terms: float
     mass: torch.Tensor
     dense: torch.Tensor
     sparse: torch.Tensor
@@ -39,11 +47,7 @@ class Sample:
 
 def samples(step: Step) -> list[Sample]:
     """At most `SAMPLED` rows and KV heads of the first layer, spread evenly."""
-    shape, layer = step.shape, step.layers[0]
-    best = (torch.empty_like(layer.indices), torch.empty_like(layer.counts))
-    pages = (step.batch.page_table, step.batch.n_pages, step.n_select, shape.n_select)
-    reference.page_topk(layer.scores, *pages, best)
-    return [_sample(step, best[0], *pair) for pair in sampled_pairs(shape)]
+    return [_sample(step, *pair) for pair in sampled_pairs(step.shape)]
 
 
 def sampled_pairs(shape: Shape) -> list[tuple[int, int]]:
@@ -67,51 +71,122 @@ def logits_and_values(step: Step, row: int, head: int) -> tuple[torch.Tensor, to
     return layer.q[row, head * group : (head + 1) * group].double() @ keys.T * step.sm_scale, values
 
 
-def quality(op: str, output: torch.Tensor | None, over: list[Sample]) -> dict[str, float]:
+def quality(step: Step, over: list[Sample], one: Implementation[Step], output: torch.Tensor | None) -> dict[str, float]:
     """The figures of quality that belong to an operation.
 
     Args:
-        op: of `eval.parts.kernel_inputs.OPS`.
-        output: what it gave for the first layer: ``[B, Hq, d]``, or for page_topk physical pages ``[B, Hkv, n]``.
+        step: the inputs.
         over: of `samples`.
+        one: who did it.
+        output: what it gave for the first layer: ``[B, Hq, d]``, of page_score ``[B, Hkv, max_pages]``, of page_topk
+            physical pages ``[B, Hkv, n]``.
 
     Returns:
         Of attention ``relative_l2``, the relative L2 error against float64 over the same tokens; over selected pages
         also ``recall``, the share of the dense softmax that the pages hold, mean over the query heads of the sample,
         and ``dense_l2``, the relative L2 distance from dense attention. Of a selection ``recall``, and ``agreement``,
-        the share of the reference's pages that it selects too. Of the others nothing: tests hold them equal to their
-        reference.
+        the share of the given pages that it selects too; of a chain both. Of scores ``score_error``, see
+        `LARGEST_SCORE_ERROR`. Of summaries nothing: tests hold them equal to their reference.
+
+    Raises:
+        ValueError: scores, attention, or what a chain selects are wrong.
     """
     if output is None:
         return {}
-    if op == "page_topk":
-        masks = [torch.isin(s.pages, output[s.row, s.head].long()) for s in over]
-        both = sum(int((mask & s.best).sum()) for mask, s in zip(masks, over, strict=True))
-        return {"recall": _recall(masks, over), "agreement": both / sum(int(s.best.sum()) for s in over)}
-    if op in ATTENTION_OVER_PAGES:
-        return {
-            "relative_l2": _relative_l2(output, over, [s.sparse for s in over]),
-            "dense_l2": _relative_l2(output, over, [s.dense for s in over]),
-            "recall": _recall([s.attended for s in over], over),
-        }
-    return {"relative_l2": _relative_l2(output, over, [s.dense for s in over])}
+    if one.op == "page_score":
+        return {"score_error": _score_error(output, over)}
+    if one.op == "page_topk":
+        return _of_selection(over, [torch.isin(s.pages, output[s.row, s.head].long()) for s in over])
+    if one.op not in ("sparse_decode", WHOLE):
+        return {"relative_l2": _near(one, output, over, [s.dense for s in over])}
+    found, expected = {"recall": _recall([s.attended for s in over], over)}, [s.sparse for s in over]
+    if one.op == WHOLE:
+        masks = [_selected(step, s) for s in over]
+        for sample, mask in zip(over, masks, strict=True):
+            _require_highest(sample, mask)
+        found = _of_selection(over, masks)
+        expected = [_attention(step, sample, mask) for sample, mask in zip(over, masks, strict=True)]
+    found["relative_l2"] = _near(one, output, over, expected)
+    return {**found, "dense_l2": _relative_l2(output, over, [s.dense for s in over])}
 
 
-def _sample(step: Step, best: torch.Tensor, row: int, head: int) -> Sample:
+def _sample(step: Step, row: int, head: int) -> Sample:
     shape, layer = step.shape, step.layers[0]
     pages = step.batch.page_table[row].long()
     logits, values = logits_and_values(step, row, head)
     weights = logits.softmax(-1)
-    chosen, attended = (torch.isin(pages, picked[row, head].long()) for picked in (best, layer.indices))
-    tokens = attended.repeat_interleave(shape.page_size)[: shape.length]
+    attended = torch.isin(pages, step.given_pages(layer)[row, head].long())
     spread = torch.nn.functional.pad(weights, (0, shape.n_pages * shape.page_size - shape.length))
     mass = spread.unflatten(1, (shape.n_pages, shape.page_size)).sum(-1)
-    sparse = logits.masked_fill(~tokens, float("-inf")).softmax(-1) @ values
-    return Sample(row, head, pages, chosen, attended, mass, weights @ values, sparse)
+    query = layer.q[row].unflatten(0, (shape.kv_heads, -1))[head].double().mean(0)
+    terms = query * layer.summary[pages, head].double()
+    scores = terms.amax(1).sum(-1)
+    scores[-shape.local_pages :] = torch.inf
+    sparse = _over_pages(shape, attended, logits, values)
+    return Sample(row, head, pages, attended, scores, terms.abs().sum(-1).max().item(), mass, weights @ values, sparse)
+
+
+def _over_pages(shape: Shape, mask: torch.Tensor, logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    tokens = mask.repeat_interleave(shape.page_size)[: shape.length]
+    return logits.masked_fill(~tokens, float("-inf")).softmax(-1) @ values
+
+
+def _selected(step: Step, sample: Sample) -> torch.Tensor:
+    """Which pages of a row the last chain of kernels selected, ``[n_pages]`` bool."""
+    indices, counts = (made[sample.row, sample.head] for made in step.view.selected)
+    return torch.isin(sample.pages, indices[: int(counts)].long())
+
+
+def _attention(step: Step, sample: Sample, mask: torch.Tensor) -> torch.Tensor:
+    """Over the tokens of some pages, in float64, ``[G, d]``."""
+    if torch.equal(mask, sample.attended):
+        return sample.sparse
+    return _over_pages(step.shape, mask, *logits_and_values(step, sample.row, sample.head))
+
+
+def _score_error(output: torch.Tensor, over: list[Sample]) -> float:
+    errors = []
+    for sample in over:
+        got, local = output[sample.row, sample.head, : len(sample.pages)].double(), sample.scores.isinf()
+        _require(bool((got[local] == torch.inf).all()), "the newest pages do not score infinity")
+        errors.append((got - sample.scores)[~local].abs() / sample.terms)
+    # Python's max would pass over a NaN.
+    found = torch.cat(errors).amax().item()
+    _require(found <= LARGEST_SCORE_ERROR, f"its scores are off by {found:.2g} (allowed: {LARGEST_SCORE_ERROR:g})")
+    return found
+
+
+def _require_highest(sample: Sample, mask: torch.Tensor) -> None:
+    """Refuse a selection that is not of the highest pages, but for those whose scores are equal up to roundings."""
+    lowest = sample.scores[sample.attended].amin()
+    others, allowed = mask ^ sample.attended, 2 * LARGEST_SCORE_ERROR
+    equal = (sample.scores[others] - lowest).abs() <= allowed * sample.terms
+    _require(
+        bool(equal.all()) and int(mask.sum()) == int(sample.attended.sum()),
+        f"it selects {int(mask.sum())} pages of which {int((mask & ~sample.attended).sum())} are not among the "
+        f"{int(sample.attended.sum())} highest, and {int((~equal).sum())} are off by more than {allowed:g}",
+    )
+
+
+def _of_selection(over: list[Sample], masks: list[torch.Tensor]) -> dict[str, float]:
+    both = sum(int((mask & s.attended).sum()) for mask, s in zip(masks, over, strict=True))
+    return {"recall": _recall(masks, over), "agreement": both / sum(int(s.attended.sum()) for s in over)}
 
 
 def _recall(masks: list[torch.Tensor], over: list[Sample]) -> float:
     return torch.stack([s.mass[:, mask].sum(-1).mean() for mask, s in zip(masks, over, strict=True)]).mean().item()
+
+
+def _near(one: Implementation[Step], output: torch.Tensor, over: list[Sample], expected: list[torch.Tensor]) -> float:
+    found, allowed = _relative_l2(output, over, expected), LARGEST_L2[one.kv_dtype]
+    # Written so that NaN fails.
+    _require(found <= allowed, f"its output is wrong: relative L2 {found:.2g} from float64 (allowed: {allowed:g})")
+    return found
+
+
+def _require(good: bool, what: str) -> None:
+    if not good:
+        raise ValueError(what)
 
 
 def _relative_l2(output: torch.Tensor, over: list[Sample], expected: list[torch.Tensor]) -> float:

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from eval.parts.kernel_inputs import WHOLE, Shape
-from eval.parts.kernel_table import Implementation
+from eval.parts.kernel_table import OURS, Implementation
 
 Row = dict[str, Any]
 DENSE = "dense_decode"
 # What replaces dense attention, so that a ratio to it means something.
 AGAINST_DENSE = (DENSE, "sparse_decode", WHOLE)
 SHAPE_FIELDS = tuple(Shape(1, 1).facts())
-QUALITY = ("relative_l2", "dense_l2", "recall", "agreement")
+QUALITY = ("relative_l2", "dense_l2", "recall", "agreement", "score_error")
 
 
 def identity(shape: Shape, implementation: Implementation) -> Row:
@@ -73,7 +73,7 @@ def strongest(rows: Iterable[Row]) -> Row | None:
 
 
 def summarise(items: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """For each shape and operation the fastest of this project's implementations, and who it is compared with.
+    """For each shape and operation what a server of this project runs, and who it is compared with.
 
     Args:
         items: rows of kind ``item``.
@@ -89,7 +89,7 @@ def summarise(items: Sequence[Mapping[str, Any]]) -> list[Row]:
         rows = [dict(row) for row in items if row["shape"] == shape]
         dense = strongest(row for row in rows if row["op"] == DENSE)
         for op in dict.fromkeys(row["op"] for row in rows):
-            best = strongest(row for row in rows if row["op"] == op and (op == DENSE or not row["peer"]))
+            best = strongest(row for row in rows if row["op"] == op and (op == DENSE or row["implementation"] == OURS))
             peer = strongest(row for row in rows if row["op"] == op and op != DENSE and row["peer"])
             if best is None:
                 continue

@@ -4,6 +4,9 @@ To add a peer: a function that gets the `Step` and returns a call for each of it
 is not installed, or does not take the shape, raises there or at its first call and is reported. What a server does
 once for all layers of a batch (FlashInfer's plan, FA3's schedule) is done beforehand and not timed; nor is the
 translation of page ids into a peer's own numbering, which a selection could write at once.
+
+Where this project has several kernels for an operation, each has a row of its own beside that of the operation, which
+picks one.
 """
 
 from __future__ import annotations
@@ -22,7 +25,12 @@ from triton.errors import TritonError
 
 from eval.live.counters import EvaluationError
 from eval.parts import kernel_attention, kernel_selection
-from eval.parts.kernel_inputs import OPS, WHOLE, Layer, Step
+from eval.parts.kernel_inputs import OPS, WHOLE, Layer, Scoring, Step
+from sglang_sparse_kernels.dispatch import use_reference
+from sglang_sparse_kernels.launch import dependent_launch
+from sglang_sparse_kernels.page_score import cuda as score_cuda
+from sglang_sparse_kernels.page_score import triton as score_triton
+from sglang_sparse_kernels.page_topk import cuda as topk_cuda
 from sglang_sparse_kernels.timing import Run
 
 StepT = TypeVar("StepT")
@@ -50,7 +58,7 @@ class Implementation(Generic[StepT]):
 
     Attributes:
         op: which.
-        name: `OURS`, or the peer's.
+        name: `OURS`, that of one of this project's kernels for it, or the peer's.
         prepare: makes the calls, one a layer, from the inputs.
         peer: whether it is somebody else's.
         kv_dtype: element type of the KV cache that it reads.
@@ -63,8 +71,47 @@ class Implementation(Generic[StepT]):
     kv_dtype: torch.dtype = torch.bfloat16
 
 
+def _calls(step: Step, method: Callable[[Step, Layer], torch.Tensor | None]) -> list[Run]:
+    step.forget()
+    return [partial(method, step, layer) for layer in step.layers]
+
+
 def _ours(op: str, method: Callable[[Step, Layer], torch.Tensor | None]) -> Implementation[Step]:
-    return Implementation(op, OURS, lambda step: [partial(method, step, layer) for layer in step.layers], peer=False)
+    return Implementation(op, OURS, lambda step: _calls(step, method), peer=False)
+
+
+def _by_cuda(method: Callable[[Step, Layer, Scoring], torch.Tensor], step: Step) -> list[Run]:
+    first = step.layers[0]
+    if not score_cuda.takes(first.q, first.summary):
+        raise ValueError("page_score's CUDA kernel does not take these inputs here")
+    return _calls(step, lambda step, layer: method(step, layer, score_cuda.page_score))
+
+
+def _by_triton(step: Step) -> list[Run]:
+    if use_reference(step.layers[0].q):
+        raise ValueError("Triton's kernels do not run here")
+    return _calls(step, lambda step, layer: step.score(layer, score_triton.page_score))
+
+
+def _by_topk_shape(cluster: int, threads: int, step: Step) -> list[Run]:
+    scores = step.view.scores
+    if not topk_cuda.takes(scores) or (cluster > 1 and not dependent_launch(scores.device)):
+        raise ValueError(f"page_topk's CUDA kernel does not take these inputs here, or no clusters of {cluster}")
+    shape = topk_cuda.shape_of(step.view.max_select, 0, 0, cluster, threads)
+    selecting = partial(topk_cuda.page_topk, shape=shape)
+    return _calls(step, lambda step, layer: step.whole(layer, selecting=selecting))
+
+
+def topk_table(shapes: Sequence[tuple[int, int]]) -> list[Implementation[Step]]:
+    """The chain with page_topk's CUDA kernel launched in given ways, by names such as ``cuda-2x512``.
+
+    Args:
+        shapes: blocks of a cluster, and threads of a block.
+    """
+    return [
+        Implementation(WHOLE, f"cuda-{cluster}x{threads}", partial(_by_topk_shape, cluster, threads), peer=False)
+        for cluster, threads in shapes
+    ]
 
 
 _DENSE, _FOLDED = kernel_attention.dense_calls, kernel_attention.folded_calls
@@ -80,6 +127,8 @@ TABLE = (
     ),
     _ours("page_summary", Step.summarise),
     _ours("page_score", Step.score),
+    Implementation("page_score", "cuda", partial(_by_cuda, Step.score), peer=False),
+    Implementation("page_score", "triton", _by_triton, peer=False),
     _ours("page_topk", Step.select),
     Implementation("page_topk", "torch", kernel_selection.torch_topk),
     Implementation("page_topk", "flashinfer", kernel_selection.flashinfer_topk),
@@ -91,6 +140,7 @@ TABLE = (
     Implementation("sparse_decode", "flashinfer", partial(kernel_attention.flashinfer, _FOLDED, torch.bfloat16)),
     Implementation("sparse_decode", "minimax", kernel_attention.minimax),
     _ours(WHOLE, Step.whole),
+    Implementation(WHOLE, "cuda", partial(_by_cuda, Step.whole), peer=False),
 )
 
 

@@ -18,13 +18,12 @@ import torch
 
 from eval.figures.goals import ACTIVE_TOLERANCE, SPARSITY_TOLERANCE, near_active
 from eval.figures.mla import DENSE, FULL, MASS, ROPE, SCORES, TOPP, WHOLE
+from eval.parts.kernel_quality import LARGEST_L2
 from eval.parts.kernel_table import Implementation
 from eval.parts.mla_inputs import SM_SCALE, Selection, Step, by
 from eval.structured.structure import block_mass
 
 SAMPLED = 4
-# Relative L2 by the element type of the cache: of float8 kernels some round queries and weights to it, too.
-LARGEST_L2 = {torch.bfloat16: 0.02, torch.float8_e4m3fn: 0.2}
 LARGEST_MASS_ERROR = 1e-3
 # How far from the lightest block that the reference selects, relative to it, the mass of a block may be that only one
 # of the two selects. By the reference's masses none differs; by masses of its own, made of float16 sums, nearly equal

@@ -105,7 +105,24 @@ def _rocketkv(eviction: str) -> str:
 
 
 LEGS: tuple[Leg, ...] = (
-    Leg("kernels", (Command("eval.bench_kernels", "bench_kernels.jsonl", goals=("K1", "K2", "K3", "K4")),)),
+    Leg(
+        "kernels",
+        (Command("eval.bench_kernels", "bench_kernels.jsonl", ("--recipe", "{}"), ("K1", "K2", "K3", "K4")),),
+    ),
+    # What E3 is made of.
+    Leg(
+        "kernels-fp8",
+        (
+            Command(
+                "eval.bench_kernels",
+                "bench_kernels_fp8.jsonl",
+                (
+                    *("--shapes", "6x128k,4x256k", "--active-ratio", "0.05"),
+                    *("--summary-dtype", "float8_e4m3fn", "--recipe", "{}"),
+                ),
+            ),
+        ),
+    ),
     Leg(
         "tune",
         (Command("sglang_sparse.tune", "crossover.json", ("--shape", "32x8x128", "--shape", "16x8x128")),),

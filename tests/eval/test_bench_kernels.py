@@ -1,76 +1,22 @@
 """The kernel benchmark: plan, rows, ratios, quality, and peers that are not there."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from kernel_layers import OWN, SHAPE, exact, machine, missing, refusing
 
 from eval import bench_kernels
-from eval.bench_kernels import Machine, measure, parse, parse_shape
+from eval.bench_kernels import measure, parse, parse_shape
 from eval.figures import report_tables
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
 from eval.parts import kernel_selection
-from eval.parts.kernel_inputs import OPS, WHOLE, Shape, Step, num_layers
-from eval.parts.kernel_quality import quality, samples
+from eval.parts.kernel_inputs import OPS, WHOLE, Shape, num_layers
 from eval.parts.kernel_rows import summarise, timing
 from eval.parts.kernel_table import OURS, TABLE, Implementation, chosen, reason
-from sglang_sparse_kernels.timing import Replay, Run
-
-# The newest page is partly filled, and no two sizes are equal.
-SHAPE = Shape(2, 118, q_heads=6, kv_heads=3, dim=16, page_size=8, active_ratio=0.4, n_min=2)
-OWN = [one for one in TABLE if not one.peer]
-
-
-@pytest.fixture(scope="module")
-def step() -> Step:
-    return Step(SHAPE, "cpu", 2)
-
-
-def machine(*micros: float) -> Machine:
-    """A machine on which the n-th graph that is captured takes so many microseconds; five where nothing is said."""
-    times = iter(micros)
-
-    def capture(runs: Sequence[Run]) -> Replay:
-        for run in runs:
-            run()
-        one = next(times, 5.0)
-        return lambda: one
-
-    return Machine("a test", "cpu", 0, capture, lambda: True)
-
-
-def exact(step: Step) -> list[Run]:
-    """Dense attention in plain torch, row by row."""
-
-    def run(layer: Any) -> torch.Tensor:
-        out = []
-        for row in range(SHAPE.batch):
-            slots = (step.batch.page_table[row, :, None] * SHAPE.page_size + torch.arange(SHAPE.page_size)).flatten()
-            keys, values = (
-                cache[slots[: SHAPE.length]].float().repeat_interleave(2, 1).transpose(0, 1)
-                for cache in (layer.k_cache, layer.v_cache)
-            )
-            weights = (layer.q[row].float()[:, None] @ keys.transpose(1, 2) * step.sm_scale).softmax(-1)
-            out.append((weights @ values)[:, 0])
-        return torch.stack(out).bfloat16()
-
-    return [lambda layer=layer: run(layer) for layer in step.layers]
-
-
-def missing(step: Step) -> list[Run]:
-    raise ImportError("\n\nno module /opt/somebody/lib/fa9.so")
-
-
-def refusing(step: Step) -> list[Run]:
-    def run() -> torch.Tensor:
-        raise AssertionError("takes 2048 only")
-
-    return [run] * len(step.layers)
 
 
 def test_shapes_of_the_command_line() -> None:
@@ -148,36 +94,48 @@ def test_inputs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         measure(SHAPE, OWN, machine(), 2)
 
 
-def test_quality_against_float64(step: Step) -> None:
-    over = samples(step)
-    assert [(s.row, s.head) for s in over] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    layer = step.layers[0]
-    sparse = quality(WHOLE, step.whole(layer), over)
-    assert sparse["relative_l2"] < 1e-2 < sparse["dense_l2"] and 0.3 < sparse["recall"] < 0.9
-    assert quality("sparse_decode", step.attend(layer).roll(1, 0), over)["relative_l2"] > 0.5
-    assert quality("dense_decode", exact(step)[0](), over)["relative_l2"] < 1e-2
-    assert quality("page_topk", layer.indices, over) == {"recall": sparse["recall"], "agreement": 1.0}
-    worse = layer.indices.clone()
-    worse[:, :, 0] = worse[:, :, 1]
-    found = quality("page_topk", worse, over)
-    assert found["agreement"] == 1 - 1 / SHAPE.n_select and found["recall"] < sparse["recall"]
-    assert quality("page_score", None, over) == {}
+def test_context_lengths_of_the_command_line() -> None:
+    def contexts(*options: str) -> list[int]:
+        return [shape.context_length for shape in bench_kernels.shapes(parse(["--out", "k.jsonl", *options]))]
+
+    assert contexts("--shapes", "1x128k,8x64k") == [131072 + 2048, 65536 + 2048]
+    assert contexts("--shapes", "1x128k,8x64k", "--context-length", "256k") == [262144] * 2
+    fp8 = ("--shapes", "6x128k,4x256k", "--active-ratio", "0.05", "--summary-dtype", "float8_e4m3fn")
+    found = bench_kernels.shapes(parse(["--out", "k.jsonl", *fp8]))
+    assert [(shape.name, shape.n_select, shape.summary_dtype) for shape in found] == [
+        ("6x128k", 410, torch.float8_e4m3fn),
+        ("4x256k", 820, torch.float8_e4m3fn),
+    ]
 
 
-def test_a_selection_of_all_pages_is_dense() -> None:
-    every = Step(replace(SHAPE, active_ratio=1.0), "cpu", 1)
-    found = quality(WHOLE, every.whole(every.layers[0]), samples(every))
-    assert found["recall"] == pytest.approx(1.0) and found["dense_l2"] == found["relative_l2"] < 1e-2
+def test_inputs_with_a_structure(tmp_path: Path) -> None:
+    line = ["--out", str(tmp_path / "k.jsonl"), "--shapes", "1x2k", "--rounds", "2", "--ops", WHOLE]
+    kept, distance = {}, {}
+    for name, options in (
+        ("normal", []),
+        ("structured", ["--recipe", "{}"]),
+        ("fewer", ["--recipe", '{"stripes": 0.1, "background": 0.3}', "--summary-dtype", "float8_e4m3fn"]),
+    ):
+        args = parse([*line, *options])
+        assert bench_kernels.run(args, machine, OWN) == 0
+        header, *rows = read_rows(args.out)
+        whole = next(row for row in rows if row["kind"] == "summary" and row["op"] == WHOLE)
+        kept[name], distance[name] = whole["recall"], whole["dense_l2"]
+        assert whole["relative_l2"] < 1e-2 and header["arguments"]["recipe"] == args.recipe
+        assert header["arguments"]["inputs"] == ("normal" if name == "normal" else "structured")
+        assert (header.get("recipe") or {}).get("stripes") == {"structured": 0.3, "fewer": 0.1}.get(name)
+    assert 0.1 < kept["normal"] < 0.2 and 0.3 < kept["structured"] < kept["fewer"] < 1
+    assert distance["fewer"] < distance["structured"] < 1 < distance["normal"]
 
 
 def test_what_is_measured() -> None:
     everyone = [one.name for one in TABLE]
     assert [one.op for one in chosen(OPS, [], TABLE)] == [
         "page_summary",
-        "page_score",
+        *["page_score"] * 3,
         "page_topk",
         "sparse_decode",
-        WHOLE,
+        *[WHOLE] * 2,
     ]
     assert {one.name for one in chosen(["sparse_decode"], ["fa3", "torch"])} == {OURS, "fa3"}
     assert len({(one.op, one.name) for one in TABLE}) == len(everyone)
@@ -201,6 +159,12 @@ def test_what_is_measured() -> None:
         ("--active-ratio 0", "--active-ratio must be more than 0 and at most 1, got 0.0"),
         ("--n-min 0", "--n-min must be 1 or more, got 0"),
         ("--rounds 1", "--rounds must be 2 or more, got 1"),
+        ("--context-length 64k", "--context-length must be 131072 or more, got 65536"),
+        ("--topk-shapes 2x500", "--topk-shapes: a shape is blocks of a cluster (1, 2, 4, 8) x threads of a block"),
+        (
+            '--recipe {"sinks":1}',
+            "--recipe: recipe: sinks: Extra inputs are not permitted, got 1; its fields are sink,",
+        ),
         ("", "measured on a CUDA device, and torch finds none"),
     ],
 )
@@ -225,7 +189,7 @@ def test_the_file_and_its_table(tmp_path: Path) -> None:
     assert [row["kind"] for row in rows] == ["item"] * 12 + ["summary"] * 10
     assert len({row["id"] for row in rows if row["kind"] == "item"}) == 12
     lines = report_tables.any_table(args.out).splitlines()
-    assert lines[0].endswith("| relative L2 | mass kept | why not |") and "times faster" not in lines[0]
+    assert lines[0].endswith("| relative L2 | to dense | mass kept | why not |") and "times faster" not in lines[0]
     assert lines[2].endswith("| ImportError: no module fa9.so |")
 
 

@@ -55,9 +55,16 @@ def test_nothing_but_files_is_in_the_table(tmp_path: Path) -> None:
 
 def test_measured_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {"page_size": 16, "active_ratio": 0.1, "summary_dtype": "bfloat16"}
-    sizes = {"q_heads": 32, "kv_heads": 8, "dim": 128}
+    sizes = {"q_heads": 32, "kv_heads": 8, "dim": 128, "implementation": "sglang_sparse"}
     rows = [
-        {"op": "score+topk+decode", "shape": "8x64k", "dense_ratio": 5.41, "relative_l2": 0.0021, "recall": 0.5},
+        {
+            "op": "score+topk+decode",
+            "shape": "8x64k",
+            "dense_ratio": 5.41,
+            "relative_l2": 0.0021,
+            "recall": 0.5,
+            "dense_l2": 0.31,
+        },
         {"op": "score+topk+decode", "shape": "1x128k", "dense_ratio": 4.0},
         {"op": "score+topk+decode", "shape": "1x32k", "dense_ratio": 2.399},
         {"op": "page_topk", "shape": "8x64k", "us": 4.0, "agreement": 1.0},
@@ -71,7 +78,8 @@ def test_measured_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     table = capsys.readouterr().out
     (first,) = cells(table, "K1")
     assert first[1:] == [
-        "5.41x", "4.75x", "5.4x", "6.15x", "stretch", "relative L2 0.0021, mass kept 0.500", "kernels.jsonl"
+        "5.41x", "4.75x", "5.4x", "6.15x", "stretch",
+        "relative L2 0.0021, relative L2 to dense 0.31, mass kept 0.500", "kernels.jsonl",
     ]  # fmt: skip
     assert [cells(table, name)[0][5] for name in ("K2", "K3")] == ["must", "missed"]
     assert [line[1:3] + line[5:7] for line in cells(table, "K4")] == [

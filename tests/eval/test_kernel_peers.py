@@ -97,7 +97,8 @@ def topk_stand_ins() -> dict[str, SimpleNamespace]:
 
 def test_each_peer_is_given_the_right_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     # The newest page is partly filled, and no two sizes are equal.
-    step = Step(Shape(2, 118, q_heads=6, kv_heads=3, dim=16, page_size=8, active_ratio=0.4, n_min=2), "cpu", 2)
+    shape = Shape(2, 118, q_heads=6, kv_heads=3, dim=16, page_size=8, active_ratio=0.4, n_min=2, context_length=400)
+    step = Step(shape, "cpu", 2)
     libraries = topk_stand_ins() | {
         "sgl_kernel.flash_attn": fa3_stand_in(),
         "flashinfer": SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FlashInferStandIn),
@@ -109,7 +110,7 @@ def test_each_peer_is_given_the_right_pages(monkeypatch: pytest.MonkeyPatch) -> 
     for one in (one for one in TABLE if one.peer):
         runs = one.prepare(step)
         assert len(runs) == len(step.layers)
-        found = quality(one.op, runs[0](), over)
+        found = quality(step, over, one, runs[0]())
         if one.op == "page_topk":
             assert found["agreement"] == 1.0, one.name
         else:

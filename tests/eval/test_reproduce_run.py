@@ -264,7 +264,7 @@ def test_interrupted_commands_may_end_their_servers(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--out", "{}/new", "e9"], "no leg is called 'e9': there are kernels, tune, dense-1.7b, e1, "),
+        (["--out", "{}/new", "e9"], "no leg is called 'e9': there are kernels, kernels-fp8, tune, dense-1.7b, "),
         (["--out", "{}/file"], "file is a file, wanted is a folder"),
         (["--out", "{}/file/below"], "file is a file, wanted is a folder"),
         (["--out", "{}/new"], "speed is measured on a CUDA device, and torch finds none"),
