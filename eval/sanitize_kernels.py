@@ -4,10 +4,11 @@
 
 For each tool and each operation one process runs under compute-sanitizer and calls the operation with cases of its
 tests (`eval.parts.sanitizer_inside`): ``--cases`` of the small ones, spread over the list, and all small ones with
-float8. Both kernels of an operation with CUDA C++ run. A row has what was found in this project's kernels and, apart
-from it, in PyTorch's own, which make the inputs, and what is meant (`eval.parts.sanitizer_output`), the kernels that
-were launched, and a verdict: "clean", "errors", "not supported" with the sanitizer's message, "timed out"
-(``--limit``), "failed". A tool that the device refused once is not started again.
+float8. Where a server gives it more than a case has, it is called once more with that: what the splits of sparse decode
+combine themselves by, tables that are ready, several layers. Both kernels of an operation with CUDA C++ run. A row has
+what was found in this project's kernels and, apart from it, in PyTorch's own, which make the inputs, and what is meant
+(`eval.parts.sanitizer_output`), the kernels that were launched, and a verdict: "clean", "errors", "not supported" with
+the sanitizer's message, "timed out" (``--limit``), "failed". A tool that the device refused once is not started again.
 
 PyTorch's caching allocator is off in these processes: with it an access beyond a tensor falls into the same large block
 of memory, and memory of an earlier tensor counts as written; memcheck and initcheck would see neither. Only the process

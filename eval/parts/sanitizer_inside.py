@@ -1,4 +1,4 @@
-"""What runs under compute-sanitizer: one operation, called with the cases of its tests.
+"""What runs under compute-sanitizer: one operation, called with the cases of its tests, and as a server calls it.
 
     python -m eval.parts.sanitizer_inside page_topk --cases 4
 
@@ -41,12 +41,17 @@ def spread(cases: Sequence[Any], number: int) -> list[Any]:
     return [cases[round(i * last / max(1, number - 1))] for i in range(number)]
 
 
-def long_rows(operation: str) -> list[Any]:
-    """Cases of this command's own: of tests only the large ones have rows that a cluster of blocks divides."""
-    if operation != "page_topk":
-        return []
-    case = importlib.import_module("sglang_sparse_kernels.page_topk.cases").Case
-    return [case((5000, 300), (500, 30), 500, heads=1, width=width) for width in (8192, 16384)]
+def own_cases(operation: str) -> list[Any]:
+    """Cases of this command's own, for what only large ones of the tests reach.
+
+    Rows that a cluster of blocks divides, and the fewest tokens for which an H200 has deep programs.
+    """
+    cases = importlib.import_module(f"sglang_sparse_kernels.{operation}.cases")
+    if operation == "page_topk":
+        return [cases.Case((5000, 300), (500, 30), 500, heads=1, width=width) for width in (8192, 16384)]
+    if operation == "sparse_decode":
+        return [cases.Case((4300,), 16, 8, 4, 128, torch.bfloat16, torch.bfloat16, ratio=1.0)]
+    return []
 
 
 def chosen(operation: str, number: int, float8: bool = True) -> list[Any]:
@@ -59,7 +64,7 @@ def chosen(operation: str, number: int, float8: bool = True) -> list[Any]:
     """
     small = [case for case in cases_of(operation) if not case.gpu_only and (float8 or not is_float8(case))]
     picked = spread(small, number)
-    return [case for case in small if case in picked or is_float8(case)] + long_rows(operation)
+    return [case for case in small if case in picked or is_float8(case)] + own_cases(operation)
 
 
 @contextmanager
@@ -89,16 +94,48 @@ def store_keys(device: str) -> None:
     module.store(values, scales, slots, buffer)
 
 
+def summarise_layers(case: Any, device: str, layers: int = 3) -> None:
+    """Page summaries of several layers at once, as at the end of a step."""
+    module = importlib.import_module("sglang_sparse_kernels.page_summary")
+    make = importlib.import_module("sglang_sparse_kernels.page_summary.cases").make
+    given = [make(case, device, seed) for seed in range(layers)]
+    caches, summaries = ([layer[name] for layer in given] for name in ("k_cache", "summary"))
+    # One batch writes to the same slots of all layers.
+    rows = {name: given[0][name] for name in ("last_slots", "page_size", "overflow")}
+    module.update_page_summaries(caches, summaries, **rows)
+
+
+def as_served(operation: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What a server gives an operation beside the arguments of a case."""
+    if operation == "page_score":
+        return {"summaries_ready": True}
+    if operation == "page_topk":
+        stats = torch.zeros(3, dtype=torch.int64, device=given["scores"].device)
+        return {"tables_ready": True, "stats": stats}
+    if operation == "sparse_decode":
+        return {"arrivals": torch.zeros_like(given["counts"])}
+    return {}
+
+
 def call(operation: str, cases: Sequence[Any], device: str) -> None:
-    """Call an operation; where it has a kernel in CUDA C++, its Triton kernel as well."""
+    """Call an operation alone and as a server does; where it has a kernel in CUDA C++, its Triton kernel as well."""
     module = importlib.import_module(f"sglang_sparse_kernels.{operation}")
     make = importlib.import_module(f"sglang_sparse_kernels.{operation}.cases").make
     function: Callable[..., Any] = getattr(module, OPERATIONS[operation])
+
+    def run(case: Any) -> None:
+        given = make(case, device)
+        function(**given)
+        if served := as_served(operation, given):
+            function(**given, **served)
+
     for case in cases:
-        function(**make(case, device))
+        run(case)
         if operation in ("page_score", "page_topk"):
             with mock.patch.object(nvrtc, "available", return_value=False):
-                function(**make(case, device))
+                run(case)
+        if operation == "page_summary":
+            summarise_layers(case, device)
     if operation == "index_keys":
         store_keys(device)
     if device == "cuda":

@@ -60,6 +60,16 @@ def check_exactly(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype
     check_contiguous(name, tensor)
 
 
+def check_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless each tensor that is given is on ``device``.
+
+    Else an address of the host could reach a kernel, and end the CUDA context.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
 def check_stats(stats: torch.Tensor) -> None:
     """Raise ValueError unless ``stats`` are the counters of a selection, and perhaps others behind them."""
     check_tensor("stats", stats, 1, (torch.int64,))
@@ -81,11 +91,12 @@ def result(
     """``given``, or a new tensor in the place of None.
 
     Raises:
-        ValueError: ``given`` is not contiguous, or has not this shape and dtype.
+        ValueError: ``given`` is not contiguous, or has not this shape, dtype and device.
     """
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
     check_exactly(name, given, shape, dtype)
+    check_device(device, **{name: given})
     return given
 
 
@@ -133,6 +144,8 @@ def check_paged_prefill(
     check_heads(num_q_heads, num_kv_heads)
     check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
     check_last(q=q, k_cache=k_cache, v_cache=v_cache, page_table=page_table)
+    inputs = {"k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, by_row[0]: by_row[1]}
+    check_device(q.device, **inputs, stats=stats[0])
     check_exactly(*by_row, (page_table.shape[0],), torch.float32)
     if stats[0] is not None:
         check_exactly("stats", stats[0], (stats[1],), torch.int64)

@@ -1,19 +1,24 @@
 """Kernels under compute-sanitizer: the command, with a sanitizer that is none."""
 
+import importlib
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from sanitizer_texts import MEANT, OUT_OF_BOUNDS
 
-from eval import sanitize_kernels
+from eval import compile_kernels, sanitize_kernels
 from eval.compile_kernels import OPERATIONS
 from eval.figures.sanitizer import sanitizer
 from eval.live.record import read_rows
 from eval.parts import sanitizer_inside
+from sglang_sparse_kernels import launch
+from sglang_sparse_kernels.sparse_decode.plan import combines, plan
 
 
 def test_cases_are_few_and_have_float8() -> None:
@@ -26,7 +31,17 @@ def test_cases_are_few_and_have_float8() -> None:
         assert not any(map(sanitizer_inside.is_float8, sanitizer_inside.chosen(operation, 99, float8=False)))
     assert sanitizer_inside.spread(range(10), 4) == [0, 3, 6, 9]
     assert sanitizer_inside.spread(range(10), 1) == [0]
-    assert [max(case.n_pages) for case in sanitizer_inside.long_rows("page_topk")] == [5000, 5000]
+    assert [max(case.n_pages) for case in sanitizer_inside.own_cases("page_topk")] == [5000, 5000]
+
+
+def test_deep_programs_that_combine_themselves_are_among_the_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "stand_in", compile_kernels.TARGETS["9.0"])
+    (case,) = sanitizer_inside.own_cases("sparse_decode")
+    assert case in sanitizer_inside.chosen("sparse_decode", 1, float8=False)
+    pages = -(-case.lengths[0] // case.page_size)
+    sizes = (1, case.group, case.heads, case.dim, case.dim, pages, case.page_size, case.kv_dtype)
+    config, _, splits = plan(*sizes, torch.device("cpu"))
+    assert config.block_tokens == 128 and combines(splits, case.group, case.dim, config.num_warps)
 
 
 FAKE = """\
@@ -150,11 +165,34 @@ def test_arguments_are_refused_by_name(
     assert message in capsys.readouterr().err
 
 
-def test_every_operation_can_be_called(capsys: pytest.CaptureFixture[str]) -> None:
-    """Here on the CPU, by the references."""
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Mock]:
+    """The operations' functions, which remember how they were called."""
+    found = {}
+    for operation, name in [*OPERATIONS.items(), ("page_summary", "update_page_summaries"), ("index_keys", "store")]:
+        module = importlib.import_module(f"sglang_sparse_kernels.{operation}")
+        found[name] = Mock(wraps=getattr(module, name))
+        monkeypatch.setattr(module, name, found[name])
+    return found
+
+
+def test_every_operation_can_be_called(called: dict[str, Mock], capsys: pytest.CaptureFixture[str]) -> None:
+    """Here on the CPU, by the references; with the arguments of the cases, and with those of a server."""
     assert os.environ.get("TRITON_INTERPRET") != "1"
     for operation in OPERATIONS:
         sanitizer_inside.call(operation, sanitizer_inside.chosen(operation, 2), "cpu")
+    assert all(function.called for function in called.values())
+    for name, more in (
+        ("page_score", ["summaries_ready"]),
+        ("page_topk", ["tables_ready", "stats"]),
+        ("sparse_decode", ["arrivals"]),
+    ):
+        for extra in more:
+            given = [call.kwargs.get(extra) for call in called[name].call_args_list]
+            assert [value is None for value in given] == [True, False] * (len(given) // 2), extra
+            assert extra in ("stats", "arrivals") or all(given[1::2])
+    layers = [len(call.args[1]) for call in called["update_page_summaries"].call_args_list]
+    assert layers == [1, 3] * len(sanitizer_inside.chosen("page_summary", 2))
     assert sanitizer_inside.main(["page_score", "--cases", "2"]) == 0
     said = json.loads(capsys.readouterr().out.split(sanitizer_inside.DONE)[1])
     assert said["cases"] == 4 and said["device"]

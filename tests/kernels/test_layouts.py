@@ -1,4 +1,4 @@
-"""Tensors of other strides, dtypes or dimensions than the kernels expect: taken as they are, or refused by name."""
+"""Tensors of other strides, dtypes, dimensions or devices than the kernels expect: taken, or refused by name."""
 
 import importlib
 from collections.abc import Callable
@@ -182,6 +182,19 @@ def test_other_numbers_of_dimensions_are_refused_by_name(operation: Operation, d
             for changed in (tensor[None], tensor[0], tensor.flatten()[0]):
                 # Results that are not given are made after the inputs, which have to be checked before.
                 assert refused(operation, inputs if name in inputs else given, name, changed, device), name
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+def test_other_devices_are_refused_by_name(operation: Operation, device: str) -> None:
+    """One tensor says where the others have to be; if it is the one elsewhere, another one is refused."""
+    given, leading = arguments_of(operation, device), []
+    for name, tensor in tensors_of(given).items():
+        with pytest.raises(ValueError, match=r" must be on ") as error:
+            run(operation, {**copied(given), name: tensor.to("meta")})
+        if str(error.value) != f"{name} must be on {tensor.device}, got meta":
+            assert str(error.value).endswith(f" must be on meta, got {tensor.device}")
+            leading.append(name)
+    assert len(leading) == 1, leading
 
 
 @pytest.mark.parametrize("operation", QUERIES, ids=str)

@@ -232,6 +232,10 @@ def test_layers_that_differ_are_refused() -> None:
     strided = torch.zeros(k_cache.shape[0], k_cache.shape[1] * 2, k_cache.shape[2], dtype=k_cache.dtype)[:, ::2]
     with pytest.raises(ValueError, match="k_caches must have the same dtype, shape and strides"):
         update_page_summaries([k_cache, strided], [summary, summary], **arguments)
+    with pytest.raises(ValueError, match="k_caches must be on cpu, got meta"):
+        update_page_summaries([k_cache, k_cache.to("meta")], [summary, summary], **arguments)
+    with pytest.raises(ValueError, match="summaries must be on cpu, got meta"):
+        update_page_summaries([k_cache, k_cache], [summary, summary.to("meta")], **arguments)
 
 
 COMPILE = """

@@ -1,9 +1,9 @@
 """Random ragged rows: what a decode step runs against its references, over memory that holds anything else."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
+from exact_decode import exact
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -59,25 +59,6 @@ SCORES = st.builds(
 )
 
 
-def exact(arguments: dict[str, Any]) -> torch.Tensor:
-    """Attention over the same selection in float64, token by token."""
-    q, k_cache, v_cache, indices = (arguments[name] for name in ("q", "k_cache", "v_cache", "indices"))
-    page_size, kv_heads = arguments["page_size"], k_cache.shape[1]
-    group = q.shape[1] // kv_heads
-    out = torch.zeros(*q.shape[:2], v_cache.shape[2], dtype=torch.float64)
-    for row, last_slot in enumerate(arguments["last_slots"].tolist()):
-        for head in range(kv_heads):
-            pages = indices[row, head, : arguments["counts"][row, head]].tolist()
-            tokens = (range(page * page_size, (page + 1) * page_size) for page in pages)
-            newest = last_slot // page_size
-            slots = [slot for page in tokens for slot in page if slot // page_size != newest or slot <= last_slot]
-            query = q[row, head * group : (head + 1) * group].double().cpu() * arguments["sm_scale"]
-            keys, values = (cache[slots, head].cpu().double() for cache in (k_cache, v_cache))
-            weights = (query @ keys.T * arguments["k_scale"]).softmax(dim=-1)
-            out[row, head * group : (head + 1) * group] = weights @ values * arguments["v_scale"]
-    return out
-
-
 @few
 @given(seed=seeds, case=DECODES)
 def test_sparse_decode_of_ragged_selections(device: str, seed: int, case: DecodeCase) -> None:
@@ -89,9 +70,9 @@ def test_sparse_decode_of_ragged_selections(device: str, seed: int, case: Decode
     arguments["indices"] = arguments["indices"].masked_fill(beyond, NO_PAGE)
     out = torch.full((*arguments["q"].shape[:2], 64), NAN, dtype=case.dtype, device=device)
     got = sparse_decode(**arguments, out=out, arrivals=torch.zeros_like(arguments["counts"]))
-    expected, got = exact(arguments), got.double().cpu()
-    assert (got - expected).norm() <= TOLERANCE[case.dtype] * expected.norm()
-    nothing = (arguments["counts"] == 0).repeat_interleave(case.group, dim=1).cpu()
+    expected = exact(arguments)
+    assert (got.double() - expected).norm() <= TOLERANCE[case.dtype] * expected.norm()
+    nothing = (arguments["counts"] == 0).repeat_interleave(case.group, dim=1)
     assert got[nothing].count_nonzero() == 0
 
 

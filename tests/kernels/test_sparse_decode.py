@@ -9,21 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels import launch
 from sglang_sparse_kernels.sparse_decode import reference, sparse_decode
 from sglang_sparse_kernels.sparse_decode import triton as kernels
 from sglang_sparse_kernels.sparse_decode.cases import CASES, Case, make
-from sglang_sparse_kernels.sparse_decode.plan import Config, default_config, plan
+from sglang_sparse_kernels.sparse_decode.plan import Config, default_config
 
 # Relative L2 error by the dtype of the query; bfloat16 also rounds the weights of the softmax.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-@pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device that is planned for as an H200."""
-    monkeypatch.setattr(launch, "stand_in", launch.Properties((9, 0), 132, 227 * 1024))
-    return torch.device("cpu")
 
 
 # Many splits of one small tile each.
@@ -215,27 +207,6 @@ def test_more_results_than_a_program_holds_are_combined_apart(device: str, combi
         got = run_config(arguments, replace(SPLIT, num_warps=2), arrivals=no_arrivals(arguments))
         assert combined == launched
         assert relative_error(got, run_reference(arguments)) < TOLERANCE[torch.float16]
-
-
-@pytest.mark.parametrize(
-    ("batch", "group", "kv_dtype", "length", "block_tokens", "splits"),
-    [
-        (1, 4, torch.bfloat16, 131072, 128, 15),
-        # Of 5 rows there are 40 pairs with a KV head, which leave 12 multiprocessors without a program.
-        (5, 4, torch.bfloat16, 16384, 32, 17),
-        # Eight heads of 16 splits are more than a program can hold.
-        (1, 8, torch.bfloat16, 131072, 32, 82),
-        (1, 4, torch.float8_e4m3fn, 131072, 32, 82),
-        (1, 4, torch.bfloat16, 32768, 32, 51),
-        (1, 4, torch.bfloat16, 49152, 128, 13),
-        (8, 4, torch.bfloat16, 65536, 128, 2),
-    ],
-)
-def test_deep_programs_where_they_fill_the_gpu_and_combine(
-    batch: int, group: int, kv_dtype: torch.dtype, length: int, block_tokens: int, splits: int, h200: torch.device
-) -> None:
-    config, tile_pages, found = plan(batch, group, 8, 128, 128, length // 160, 16, kv_dtype, h200)
-    assert (config.block_tokens, tile_pages, found) == (block_tokens, block_tokens // 16, splits)
 
 
 @pytest.mark.parametrize("together", [False, True])

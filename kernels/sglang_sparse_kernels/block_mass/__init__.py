@@ -62,7 +62,7 @@ def block_mass(
         GPU kernels.
 
     Raises:
-        ValueError: a wrong dimension, dtype, stride, scale or block size.
+        ValueError: a wrong dimension, dtype, device, stride, scale or block size.
 
     Example:
         >>> import torch
@@ -136,5 +136,7 @@ def _check_arguments(
         if not 0 < scale < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {scale}")
     dispatch.check_last(q=q, k_cache=k_cache, block_table=block_table)
+    by_row = {"n_blocks": n_blocks, "last_slots": last_slots, "out": out}
+    dispatch.check_device(q.device, k_cache=k_cache, block_table=block_table, **by_row)
     for name, tensor in (("n_blocks", n_blocks), ("last_slots", last_slots), ("out", out)):
         dispatch.check_contiguous(name, tensor)

@@ -51,7 +51,7 @@ def block_topp(
         unwritten* by the kernel.
 
     Raises:
-        ValueError: a wrong dimension, dtype or size.
+        ValueError: a wrong dimension, dtype, device or size.
 
     Example:
         >>> import torch
@@ -102,3 +102,5 @@ def _check_arguments(
     expected |= {"stats": (stats, torch.int64, (4,))} if stats is not None else {}
     for name, (tensor, dtype, shape) in expected.items():
         dispatch.check_exactly(name, tensor, shape, dtype)
+    tensors = {name: tensor for name, (tensor, *_) in expected.items()}
+    dispatch.check_device(mass.device, block_table=block_table, **tensors)

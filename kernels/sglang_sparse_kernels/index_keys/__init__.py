@@ -39,7 +39,7 @@ def quantize(
         ``values`` ``[..., D]`` float8_e4m3fn, and ``scales`` ``[...]`` float32; ``values * scales`` is the row.
 
     Raises:
-        ValueError: a wrong dimension, dtype or stride.
+        ValueError: a wrong dimension, dtype, device or stride.
 
     Example:
         >>> import torch
@@ -62,6 +62,7 @@ def quantize(
         ("scales", out[1], torch.float32, x.shape[:-1]),
     ):
         dispatch.check_exactly(name, tensor, tuple(shape), dtype)
+    dispatch.check_device(x.device, values=out[0], scales=out[1])
     if dispatch.use_reference(x):
         return reference.quantize(x, rotate, out)
     from . import triton
@@ -82,7 +83,7 @@ def store(values: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor, buffe
         buffer: ``[pages, 64 * (D + 4)]`` uint8, contiguous, at an address that is a multiple of 16.
 
     Raises:
-        ValueError: a wrong dimension, dtype, stride or address.
+        ValueError: a wrong dimension, dtype, device, stride or address.
 
     Example:
         >>> import torch
@@ -101,6 +102,7 @@ def store(values: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor, buffe
     dispatch.check_shape("scales", scales, (entries,))
     dispatch.check_shape("slots", slots, (entries,))
     check_buffer(buffer, dim)
+    dispatch.check_device(values.device, scales=scales, slots=slots, buffer=buffer)
     for name, tensor in (("values", values), ("scales", scales), ("slots", slots)):
         dispatch.check_contiguous(name, tensor)
     if dispatch.use_reference(values):

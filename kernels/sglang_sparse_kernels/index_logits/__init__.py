@@ -54,7 +54,7 @@ def index_logits(
         ``[T, L]`` float32. Entries at or beyond ``lengths[t]`` are *left unwritten*.
 
     Raises:
-        ValueError: a wrong dimension, dtype, stride or number of heads.
+        ValueError: a wrong dimension, dtype, device, stride or number of heads.
 
     Example:
         >>> import torch
@@ -102,5 +102,7 @@ def _check_arguments(
     dispatch.check_shape("weights", weights, (queries, heads))
     dispatch.check_shape("rows", rows, (queries,))
     dispatch.check_last(q=q, weights=weights, page_table=page_table)
+    by_query = {"weights": weights, "rows": rows, "lengths": lengths}
+    dispatch.check_device(q.device, buffer=buffer, page_table=page_table, **by_query)
     dispatch.check_contiguous("rows", rows)
     dispatch.check_exactly("lengths", lengths, (queries,), torch.int32)

@@ -68,7 +68,7 @@ def kt_score(
         by the GPU kernels.
 
     Raises:
-        ValueError: a wrong dimension, dtype, stride, head count, scale or number of dimensions.
+        ValueError: a wrong dimension, dtype, device, stride, head count, scale or number of dimensions.
 
     Example:
         >>> import torch
@@ -138,6 +138,7 @@ def _check_arguments(
     tensors = {"summary": summary, "candidates": candidates, "n_candidates": n_candidates, "out": out}
     for name, tensor in tensors.items():
         dispatch.check_contiguous(name, tensor)
+    dispatch.check_device(q.device, **tensors)
     if not 1 <= topr <= head_dim:
         raise ValueError(f"topr must be 1 to {head_dim}, the last dimension of q, got {topr}")
     if local_pages < 0:

@@ -42,7 +42,7 @@ def page_score(
         by the GPU kernel: ``page_topk`` does not read them.
 
     Raises:
-        ValueError: a wrong dimension, dtype or head count.
+        ValueError: a wrong dimension, dtype, device or head count.
 
     Example:
         >>> import torch
@@ -79,6 +79,7 @@ def _check_arguments(
     dispatch.check_shape("summary", summary, (num_pages, num_kv_heads, 2, head_dim))
     dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
     dispatch.check_last(q=q, page_table=page_table)
+    dispatch.check_device(q.device, summary=summary, page_table=page_table, n_pages=n_pages)
     dispatch.check_contiguous("summary", summary)
     dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
     if local_pages < 0:

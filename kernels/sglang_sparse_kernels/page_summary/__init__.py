@@ -42,8 +42,8 @@ def update_page_summaries(
         overflow: optional ``[1]`` int32 counter, incremented by the number of values stored as NaN.
 
     Raises:
-        ValueError: a wrong dimension, dtype or page size, or layers that differ or do not begin at multiples of 16
-            elements from one another.
+        ValueError: a wrong dimension, dtype, device or page size, or layers that differ or do not begin at multiples of
+            16 elements from one another.
 
     Example:
         >>> import torch
@@ -60,6 +60,8 @@ def update_page_summaries(
     for name, tensors in (("k_caches", k_caches), ("summaries", summaries)):
         if len({(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors}) > 1:
             raise ValueError(f"{name} must have the same dtype, shape and strides in all layers")
+        for tensor in tensors:
+            dispatch.check_device(k_caches[0].device, **{name: tensor})
     if dispatch.use_reference(k_caches[0]):
         for k_cache, summary in zip(k_caches, summaries, strict=True):
             reference.update_page_summary(k_cache, summary, last_slots, page_size, overflow)
@@ -94,6 +96,7 @@ def _check_arguments(
     dispatch.check_page_size(page_size)
     dispatch.check_shape("summary", summary, (summary.shape[0], k_cache.shape[1], 2, k_cache.shape[2]))
     dispatch.check_last(k_cache=k_cache)
+    dispatch.check_device(k_cache.device, summary=summary, last_slots=last_slots, overflow=overflow)
     dispatch.check_contiguous("summary", summary)
     dispatch.check_contiguous("last_slots", last_slots)
     if overflow is not None:

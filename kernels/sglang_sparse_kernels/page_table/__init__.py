@@ -32,7 +32,7 @@ def load_page_table(
         page_table: ``[rows, M]`` int32, the output: the physical page of each logical page; ``M`` is contiguous.
 
     Raises:
-        ValueError: a wrong dimension, dtype or page size, or rows wider than the tables.
+        ValueError: a wrong dimension, dtype, device or page size, or rows wider than the tables.
 
     Example:
         >>> import torch
@@ -69,6 +69,8 @@ def _check_arguments(
     rows, width = page_table.shape
     dispatch.check_shape("n_pages", n_pages, (rows,))
     dispatch.check_last(req_to_token=req_to_token, page_table=page_table)
+    inputs = {"req_to_token": req_to_token, "req_pool_indices": req_pool_indices, "n_pages": n_pages}
+    dispatch.check_device(page_table.device, **inputs)
     dispatch.check_contiguous("n_pages", n_pages)
     dispatch.check_contiguous("req_pool_indices", req_pool_indices)
     if req_pool_indices.shape[0] > rows:

@@ -45,7 +45,7 @@ def page_topk(
         GPU kernels.
 
     Raises:
-        ValueError: a wrong dimension, dtype or size.
+        ValueError: a wrong dimension, dtype, device or size.
 
     Example:
         >>> import torch
@@ -87,6 +87,8 @@ def _check_arguments(
     dispatch.check_shape("page_table", page_table, (batch, width))
     dispatch.check_contiguous("scores", scores)
     dispatch.check_last(page_table=page_table)
+    tables = {"page_table": page_table, "n_pages": n_pages, "n_select": n_select}
+    dispatch.check_device(scores.device, **tables, stats=stats)
     dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
     dispatch.check_exactly("n_select", n_select, (batch,), torch.int32)
     if max_select < 1:

@@ -74,7 +74,7 @@ def skip_softmax_decode(
         ``[B, Hq, dv]`` in the dtype of ``q``.
 
     Raises:
-        ValueError: a wrong dimension, dtype, head count, layout, page size or scale.
+        ValueError: a wrong dimension, dtype, device, head count, layout, page size or scale.
 
     Example:
         >>> import torch
@@ -146,3 +146,4 @@ def _check_rows(
     dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
     dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
     dispatch.check_exactly("last_slots", last_slots, (batch,), torch.int64)
+    dispatch.check_device(q.device, n_pages=n_pages, last_slots=last_slots)

@@ -64,7 +64,8 @@ def skip_softmax_prefill(
         ``[N, Hq, dv]`` in the dtype of ``q``.
 
     Raises:
-        ValueError: a wrong dimension, dtype, head count, layout, page size or scale, or a plan of another batch.
+        ValueError: a wrong dimension, dtype, device, head count, layout, page size or scale, or a plan of another
+            batch.
 
     Example:
         >>> import torch

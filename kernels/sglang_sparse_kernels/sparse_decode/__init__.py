@@ -52,7 +52,7 @@ def sparse_decode(
         ``[B, Hq, dv]`` in the dtype of ``q``.
 
     Raises:
-        ValueError: a wrong dimension, dtype, head count or page size.
+        ValueError: a wrong dimension, dtype, device, head count or page size.
 
     Example:
         >>> import torch
@@ -131,6 +131,8 @@ def _check_arguments(
     dispatch.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
     dispatch.check_shape("indices", indices, (batch, num_kv_heads, indices.shape[2]))
     dispatch.check_last(q=q, k_cache=k_cache, v_cache=v_cache)
+    by_row = {"counts": counts, "last_slots": last_slots, "arrivals": arrivals}
+    dispatch.check_device(q.device, k_cache=k_cache, v_cache=v_cache, indices=indices, **by_row)
     dispatch.check_contiguous("indices", indices)
     dispatch.check_exactly("counts", counts, (batch, num_kv_heads), torch.int32)
     dispatch.check_exactly("last_slots", last_slots, (batch,), torch.int64)

@@ -54,7 +54,7 @@ def sparse_mla_decode(
         ``[B, H, R]`` in the dtype of ``q_nope``.
 
     Raises:
-        ValueError: a wrong dimension, dtype, shape, layout or block size.
+        ValueError: a wrong dimension, dtype, device, shape, layout or block size.
 
     Example:
         >>> import torch
@@ -139,5 +139,7 @@ def _check_arguments(
     dispatch.check_shape("last_slots", last_slots, (batch,))
     dispatch.check_shape("out", out, (batch, num_heads, latent_dim))
     dispatch.check_last(q_nope=q_nope, q_rope=q_rope, kv_cache=kv_cache)
-    for name, tensor in (("indices", indices), ("counts", counts), ("last_slots", last_slots), ("out", out)):
+    contiguous = {"indices": indices, "counts": counts, "last_slots": last_slots, "out": out}
+    for name, tensor in contiguous.items():
         dispatch.check_contiguous(name, tensor)
+    dispatch.check_device(q_nope.device, q_rope=q_rope, kv_cache=kv_cache, **contiguous)

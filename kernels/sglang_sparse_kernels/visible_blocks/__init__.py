@@ -54,7 +54,7 @@ def visible_blocks(
         unwritten* by the kernel.
 
     Raises:
-        ValueError: a wrong dimension, dtype, shape or stride.
+        ValueError: a wrong dimension, dtype, device, shape or stride.
 
     Example:
         >>> import torch
@@ -74,7 +74,7 @@ def visible_blocks(
         shapes = (batch, num_kv_heads, width), (batch, num_kv_heads), (batch, num_kv_heads)
         blocks, counts, wanted = (torch.empty(shape, **options) for shape in shapes)
         out = blocks, counts, wanted
-    _check_outputs(out, stats, (batch, num_kv_heads, width))
+    _check_outputs(out, stats, (batch, num_kv_heads, width), block_table.device)
     arguments = (kept, n_kept, first_visible, requests, block_table, n_blocks, n_select, out, stats)
     if dispatch.use_reference(block_table):
         return reference.visible_blocks(*arguments)
@@ -105,12 +105,20 @@ def _check_inputs(
         ("n_select", n_select, torch.int32, batch),
     ):
         dispatch.check_exactly(name, tensor, (size,), dtype)
+    by_request = {"kept": kept, "n_kept": n_kept, "first_visible": first_visible}
+    by_row = {"requests": requests, "n_blocks": n_blocks, "n_select": n_select}
+    dispatch.check_device(block_table.device, **by_request, **by_row)
 
 
 def _check_outputs(
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor], stats: torch.Tensor | None, shape: tuple[int, int, int]
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    stats: torch.Tensor | None,
+    shape: tuple[int, int, int],
+    device: torch.device,
 ) -> None:
     for name, tensor, expected in zip(("blocks", "counts", "wanted"), out, (shape, shape[:2], shape[:2]), strict=True):
         dispatch.check_exactly(name, tensor, expected, torch.int32)
+    blocks, counts, wanted = out
+    dispatch.check_device(device, blocks=blocks, counts=counts, wanted=wanted, stats=stats)
     if stats is not None:
         dispatch.check_stats(stats)

@@ -62,7 +62,7 @@ def window_score(
         the GPU kernels.
 
     Raises:
-        ValueError: a wrong dimension, dtype, stride, head count, page size, scale or pool.
+        ValueError: a wrong dimension, dtype, device, stride, head count, page size, scale or pool.
 
     Example:
         >>> import torch
@@ -132,3 +132,5 @@ def _check_arguments(
     dispatch.check_last(q=q, k_cache=k_cache, page_table=page_table)
     for name, tensor in (("n_window", n_window), ("lengths", lengths)):
         dispatch.check_exactly(name, tensor, (batch,), torch.int32)
+    tensors = {"k_cache": k_cache, "page_table": page_table, "n_window": n_window, "lengths": lengths}
+    dispatch.check_device(q.device, **tensors)
