@@ -33,6 +33,7 @@ from eval.figures import (
     kept,
     latency,
     long_summary,
+    needles,
     ppl_summary,
     prefill,
     prefill_ppl,
@@ -68,6 +69,10 @@ FIRST_TOKEN = "first-token-qwen3-8b"
 FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in ("niah", "infinitebench") for name in ("rocketkv", "random_kept"))
+NEEDLES = tuple(
+    f"niah-tiny-{name}" for name in ("gqa-anchor", "gqa-skip_softmax", "gqa-rocketkv-topk", "mla-robsa", "dsa")
+)
+TAILS = "-tail-"
 # Which goals are whose.
 GOALS = {
     "resa": ("K1", "K2", "K3", "K4", "E1", "E2", "E3", "R1", "R2"),
@@ -82,6 +87,11 @@ GOALS = {
 def _file(name: str, folder: Path = RESULTS) -> Path:
     """A file of the results by its name without suffixes."""
     return result_files(folder)[name]
+
+
+def _named(wanted: Callable[[str], bool]) -> list[Path]:
+    """The files of the results whose names without suffixes are wanted."""
+    return [path for name, path in result_files(RESULTS).items() if wanted(name)]
 
 
 def _measured(name: str, made: Callable[[Path], str]) -> str:
@@ -109,7 +119,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "drift": lambda: report_tables.drift(_file("long_generation", COMPARISON)),
     "agreement": lambda: report_tables.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
-    "kept": lambda: kept.kept([path for name, path in result_files(RESULTS).items() if name.startswith(KEPT)]),
+    "kept": lambda: kept.kept(_named(lambda name: name.startswith(KEPT))),
+    "needles": lambda: needles.needles(_named(lambda name: name.startswith(NEEDLES) and TAILS not in name)),
+    "needles-tail": lambda: needles.needles(_named(lambda name: name.startswith("niah-tiny-gqa") and TAILS in name)),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
     "prefill-perplexity": lambda: prefill_ppl.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
     "prefill-control": lambda: prefill_ppl.controls(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),

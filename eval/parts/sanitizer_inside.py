@@ -105,6 +105,16 @@ def summarise_layers(case: Any, device: str, layers: int = 3) -> None:
     module.update_page_summaries(caches, summaries, **rows)
 
 
+def score_in_cuda(case: Any, device: str) -> None:
+    """Page scores by the kernel in CUDA C++, which the operation does not choose yet."""
+    module = importlib.import_module("sglang_sparse_kernels.page_score.cuda")
+    given = importlib.import_module("sglang_sparse_kernels.page_score.cases").make(case, device)
+    if module.takes(given["q"], given["summary"]):
+        shape = len(given["q"]), given["summary"].shape[1], given["page_table"].shape[1]
+        for ready in (False, True):
+            module.page_score(**given, out=torch.empty(shape, device=device), summaries_ready=ready)
+
+
 def as_served(operation: str, given: dict[str, Any]) -> dict[str, Any]:
     """What a server gives an operation beside the arguments of a case."""
     if operation == "page_score":
@@ -131,9 +141,11 @@ def call(operation: str, cases: Sequence[Any], device: str) -> None:
 
     for case in cases:
         run(case)
-        if operation in ("page_score", "page_topk"):
+        if operation == "page_topk":
             with mock.patch.object(nvrtc, "available", return_value=False):
                 run(case)
+        if operation == "page_score":
+            score_in_cuda(case, device)
         if operation == "page_summary":
             summarise_layers(case, device)
     if operation == "index_keys":
