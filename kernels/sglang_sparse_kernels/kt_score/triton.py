@@ -32,12 +32,13 @@ _OPERANDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat1
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters: programs aimed for per multiprocessor, and candidates that a program of the scores takes.
+    """Launch parameters: programs aimed for per multiprocessor, and candidates that one of the scores takes at once.
 
-    Not measured yet.
+    Not measured yet. No more programs than fit at once: most of a wide row has no candidates, and a program for each
+    part of it would keep others waiting.
     """
 
-    programs_per_processor: int = 3
+    programs_per_processor: int = 8
     score_block: int = 128
 
 
@@ -171,28 +172,30 @@ def _score_kernel(
     LN_2: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Scores of one block of candidates."""
+    """Scores of some blocks of candidates."""
     await_inputs(DEPENDENT)
     pair = tl.program_id(1).to(tl.int64)
-    candidate = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin, stride = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     members = tl.arange(0, BLOCK_GROUP)
     in_group = members < GROUP
     count = tl.load(n_candidates_ptr + pair)
-    if tl.program_id(0) * BLOCK < count:
+    if begin < count:
         first = pair * tl.cdiv(width, TILE) * GROUP
         used = tl.cdiv(count, TILE)
         lse = merged_lse(maxima_ptr + first, totals_ptr + first, used, GROUP, members, in_group, BLOCK_TILES)
-        offsets = (pair * width + candidate)[:, None] * GROUP + members[None, :]
-        mask = (candidate < count)[:, None] & in_group[None, :]
-        logits = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf"))
-        broken = tl.max(logits, axis=1) == float("inf")
-        # Neither a broken page nor a row of such pages alone is to make infinities that cancel.
-        shares = tl.where(mask & ~broken[:, None], logits - lse[None, :], _LOWEST)
-        largest = tl.max(shares, axis=1)
-        score = (largest + tl.log2(tl.sum(tl.exp2(shares - largest[:, None]), axis=1)) - log_group) * LN_2
-        score = tl.where(broken, _UNBOUNDED, score)
-        score = tl.where(candidate >= count - local_pages, float("inf"), score)
-        tl.store(out_ptr + pair * width + candidate, score, mask=candidate < count)
+        for start in range(begin, count, stride):
+            candidate = start + tl.arange(0, BLOCK)
+            offsets = (pair * width + candidate)[:, None] * GROUP + members[None, :]
+            mask = (candidate < count)[:, None] & in_group[None, :]
+            logits = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf"))
+            broken = tl.max(logits, axis=1) == float("inf")
+            # Neither a broken page nor a row of such pages alone is to make infinities that cancel.
+            shares = tl.where(mask & ~broken[:, None], logits - lse[None, :], _LOWEST)
+            largest = tl.max(shares, axis=1)
+            score = (largest + tl.log2(tl.sum(tl.exp2(shares - largest[:, None]), axis=1)) - log_group) * LN_2
+            score = tl.where(broken, _UNBOUNDED, score)
+            score = tl.where(candidate >= count - local_pages, float("inf"), score)
+            tl.store(out_ptr + pair * width + candidate, score, mask=candidate < count)
 
 
 def _row_bytes(num_q_heads: int, max_candidates: int) -> int:
@@ -257,10 +260,9 @@ def _launch(
     # The interpreter multiplies the bit patterns of bfloat16.
     operand = _OPERANDS[q.dtype] if exact and not knobs.runtime.interpret else tl.float32
     dependent = dependent_launch(q.device)
-    programs = config.programs_per_processor * num_processors(q.device)
-    per_pair = min(triton.cdiv(width, _TILE), max(1, programs // (batch * heads)))
+    most = max(1, config.programs_per_processor * num_processors(q.device) // (batch * heads))
     common = {"GROUP": group, "TILE": _TILE, "DEPENDENT": dependent, "launch_pdl": dependent}
-    _logit_kernel[(heads, per_pair, batch)](
+    _logit_kernel[(heads, min(triton.cdiv(width, _TILE), most), batch)](
         q,
         summary if encoding == _WIDE.value else summary.view(torch.uint8),
         *(candidates, n_candidates, *scratch, q.stride(0), q.stride(1), width, topr),
@@ -273,7 +275,7 @@ def _launch(
         OPERAND=operand,
         **common,
     )
-    _score_kernel[(triton.cdiv(width, config.score_block), batch * heads)](
+    _score_kernel[(min(triton.cdiv(width, config.score_block), most), batch * heads)](
         *(*scratch, n_candidates, out, width, local_pages, math.log2(group)),
         BLOCK_GROUP=triton.next_power_of_2(group),
         BLOCK=config.score_block,
