@@ -34,8 +34,8 @@ _OPERANDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat1
 class Config:
     """Launch parameters: programs aimed for per multiprocessor, and candidates that one of the scores takes at once.
 
-    Not measured yet. No more programs than fit at once: most of a wide row has no candidates, and a program for each
-    part of it would keep others waiting.
+    Not measured yet. Not a program for each part of a wide row, most of which has no candidates: it would keep others
+    waiting. Three of the logits fit a multiprocessor at once, but many pairs are shared out better among more.
     """
 
     programs_per_processor: int = 8
