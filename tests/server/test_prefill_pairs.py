@@ -1,0 +1,67 @@
+"""AnchorAttention beside other decode methods than ReSA, and prompts whose incomplete groups are shared."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from server_requests import ask, assert_exact, assert_nothing_leaked, sparse_state
+
+PAGE, GROUP, CHUNK, SHARED = 16, 128, 512, 1024
+CHUNKS = ("--chunked-prefill-size", str(CHUNK))
+ANCHOR = {"block_size": 32, "step": GROUP // 32, "dense_tail": 0, "theta": 0.5, "crossover_tokens": 2 * GROUP}
+ROCKETKV = {"prompt_budget": 256, "window_size": 16, "topk": 16, "dense_fallback": "never"}
+SKIP = {"threshold_scale_factor": {"decode": 300.0}, "dense_fallback": "never"}
+
+
+@pytest.fixture(scope="module")
+def family() -> list[list[int]]:
+    """Prompts that part at the end of a group, or 1, 40 or 100 tokens later."""
+    rng = random.Random(5)
+    shared = [rng.randrange(10, 1000) for _ in range(SHARED + 100)]
+    parts = [(0, 33), (1, 129), (40, 127), (100, 300), (100, 1)]
+    return [shared[: SHARED + kept] + [rng.randrange(10, 1000) for _ in range(more)] for kept, more in parts]
+
+
+@pytest.mark.parametrize(("method", "config"), [("rocketkv", ROCKETKV), ("skip_softmax", SKIP)])
+def test_prefixes_and_company_change_nothing(
+    method: str, config: dict[str, Any], serve, checkpoint, family: list[list[int]]
+) -> None:
+    prefill = {**ANCHOR, "check_exactness": True}
+    with serve(checkpoint, *CHUNKS, method=method, config=config, prefill=prefill) as server:
+        cold = []
+        for prompt in family:
+            server.flush_cache()
+            cold.append(ask(server, prompt)["output_ids"])
+        server.flush_cache()
+        before = sparse_state(server)
+        with ThreadPoolExecutor(5) as pool:
+            answers = list(pool.map(lambda prompt: ask(server, prompt), family))
+        answers += [ask(server, prompt) for prompt in family]
+        assert [answer["output_ids"] for answer in answers] == [*cold, *cold]
+        # What was asked before is found up to a whole group.
+        cached = [answer["meta_info"]["cached_tokens"] for answer in answers[len(family) :]]
+        assert all(count % GROUP == 0 for count in cached) and min(cached) >= SHARED - GROUP
+        after = sparse_state(server)
+        assert (after["method"], after["prefill"]["method"]) == (method, "anchor")
+        assert after["sparse_layer_rows"] > before["sparse_layer_rows"]
+        causal, attended = (
+            after["prefill"][name] - before["prefill"][name] for name in ("pairs_causal", "pairs_attended")
+        )
+        assert 0 < attended < 0.95 * causal
+        assert_exact(server, 2 * GROUP)
+        assert_nothing_leaked(server)
+
+
+def test_incomplete_groups_are_shared_if_asked_for(serve, checkpoint, family: list[list[int]]) -> None:
+    """By pages, and the server answers a repeated prompt as before, from what it has cached."""
+    prompt = family[-1]
+    for share in (False, True):
+        with serve(checkpoint, *CHUNKS, prefill={**ANCHOR, "share_partial_groups": share}) as server:
+            first, again = ask(server, prompt), ask(server, prompt)
+            end = (len(prompt) - 1) // PAGE * PAGE
+            assert end % GROUP
+            assert again["meta_info"]["cached_tokens"] == (end if share else end // GROUP * GROUP)
+            if share:
+                assert again["output_ids"] == first["output_ids"]
+            assert_nothing_leaked(server)
