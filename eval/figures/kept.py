@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.figures.needles import beside_dense
 from eval.figures.report_tables import Column, bounds, length, number, percent, table, text
-from eval.live.record import read_finished
 
 ASKED = {"chat": "with the text", "second_turn": "in a second turn"}
 
@@ -16,15 +16,11 @@ def kept(paths: Sequence[Path]) -> str:
     """What was found, by method and form of the question, beside the same server asked to run dense."""
     rows: list[dict[str, Any]] = []
     for path in paths:
-        header, *found = read_finished(path)
+        header, found = beside_dense(path)
         served = header["servers"]["base"]["sparse"]
         shared = {"method": served["method"], "asked": ASKED[header["arguments"]["form"]]}
         shared |= {"budget": served["config"]["prompt_budget"], "topk": served["config"]["topk"]}
-        summary = [row for row in found if row["kind"] == "summary"]
-        dense = {(row["task"], row["length"]): row["score"] for row in summary if row["arm"] == "compare"}
-        rows += [
-            {**shared, **row, "dense": dense[row["task"], row["length"]]} for row in summary if row["arm"] == "base"
-        ]
+        rows += [{**shared, **row} for row in found]
     columns: list[Column] = [
         ("method", text("method")),
         ("asked", text("asked")),

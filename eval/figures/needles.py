@@ -10,21 +10,26 @@ from eval.figures.report_tables import Column, bounds, length, number, percent, 
 from eval.live.record import read_finished
 
 
+def beside_dense(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header of a file of ``eval.niah`` or its like, and the summaries of its base server, each with ``dense``.
+
+    That is the score of the server that it was compared with; None where there is none.
+    """
+    header, *rows = read_finished(path)
+    summary = [row for row in rows if row["kind"] == "summary"]
+    dense = {(row["task"], row["length"]): row["score"] for row in summary if row["arm"] == "compare"}
+    base = [row for row in summary if row["arm"] == "base"]
+    return header, [{**row, "dense": dense.get((row["task"], row["length"]))} for row in base]
+
+
 def needles(paths: Sequence[Path]) -> str:
     """A line for each file, task and length."""
     rows: list[dict[str, Any]] = []
     for path in paths:
-        header, *found = read_finished(path)
-        served = header["servers"]["base"]
-        shared = {"file": path.name.split(".jsonl")[0].removeprefix("niah-"), "device": served["device"]}
-        shared |= {"form": header["arguments"]["form"]}
-        summary = [row for row in found if row["kind"] == "summary"]
-        dense = {(row["task"], row["length"]): row["score"] for row in summary if row["arm"] == "compare"}
-        rows += [
-            {**shared, **row, "dense": dense.get((row["task"], row["length"]))}
-            for row in summary
-            if row["arm"] == "base"
-        ]
+        header, found = beside_dense(path)
+        shared = {"file": path.name.split(".jsonl")[0].removeprefix("niah-")}
+        shared["device"] = header["servers"]["base"]["device"]
+        rows += [{**shared, **row} for row in found]
     columns: list[Column] = [
         ("file", text("file")),
         ("device", text("device")),
