@@ -26,6 +26,7 @@ from pathlib import Path
 from eval.figures import (
     compiled,
     crossover,
+    decode,
     dsa,
     goals,
     heatmap,
@@ -101,7 +102,9 @@ def _measured(name: str, made: Callable[[Path], str]) -> str:
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    "decode": lambda: report_tables.decode(sorted(RESULTS.glob("bench-decode-*.jsonl"))),
+    "decode": lambda: decode.decode(
+        *sorted(RESULTS.glob("bench-decode-*.jsonl")), beside=sorted(RESULTS.glob("dense-*-fp8-*.jsonl"))
+    ),
     "profile": lambda: profile.before_and_after(_file(f"{PROFILE}-before"), _file(PROFILE)),
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
     "kernels-fp8": lambda: _measured("bench_kernels_fp8", report_tables.kernels),

@@ -11,7 +11,6 @@ from eval.figures import long_summary, ppl_summary, recall_summary, summary
 from eval.figures.verdicts import DEFINITION, RANDOM, read_folder
 from eval.live.counters import EvaluationError
 from eval.live.record import read_finished, read_rows, result_files
-from eval.parts.decode_peers import backend_of
 from eval.parts.judge_rows import agreement
 from eval.texts.lengths import short_length
 
@@ -149,31 +148,6 @@ def recall(path: Path) -> str:
     return table([row for row in rows if row["head"] is None], columns)
 
 
-def decode(paths: Sequence[Path]) -> str:
-    """Time per output token of the arms of ``eval.bench_decode``, and who their ratios are against."""
-    rows = []
-    for path in paths:
-        header, *found = read_finished(path)
-        own = backend_of(header["server"])
-        # Files of older revisions know no dense decode but their own.
-        rows += [{"own": own, "dense": own, **row} for row in found if row["kind"] == "summary"]
-    sparse = {"sparse": "sparse, never rectified", "rectified": "sparse, rectified"}
-
-    def shown(row: Row) -> str:
-        return sparse.get(row["arm"]) or f"dense, {row['backend'] if row['arm'] == 'peer' else row['own']}"
-
-    columns: list[Column] = [
-        ("shape", text("shape")),
-        ("decode", shown),
-        ("TPOT, ms", number("tpot", 2, 1e3)),
-        ("of the rounds", lambda row: " … ".join(f"{value * 1e3:.2f}" for value in row["tpot_range"])),
-        ("times faster", number("dense_ratio", 2)),
-        ("than dense", text("dense")),
-        ("read", percent("density")),
-    ]
-    return table([row for row in rows if row["arm"] != "dense_short"], columns)
-
-
 def kernels(path: Path) -> str:
     """Microseconds a layer of the operations of a file, by whom, and what their outputs are worth."""
     header, *rows = read_finished(path)
@@ -277,11 +251,14 @@ def any_table(path: Path) -> str:
     command = rows[0].get("command") if rows else None
     known = {"eval.ppl_rectify": rectification, "eval.long_generation": drift, "eval.recall": recall}
     known |= {"eval.bench_kernels": kernels, "eval.bench_framework": kernels}
-    known |= {"eval.bench_decode": lambda p: decode([p])}
     # Imported here, because their tables are made with this module's functions.
     modules = {"eval.profile_decode": "profile", "eval.bench_serving": "serving"}
     modules |= {"eval.bench_prefill": "prefill", "eval.bench_mla": "mla", "eval.bench_dsa": "dsa"}
-    modules |= {"eval.bench_throughput": "throughput", "eval.sanitize_kernels": "sanitizer"}
+    modules |= {
+        "eval.bench_decode": "decode",
+        "eval.bench_throughput": "throughput",
+        "eval.sanitize_kernels": "sanitizer",
+    }
     if command in modules:
         name = modules[command]
         return getattr(importlib.import_module(f"eval.figures.{name}"), name)(path)

@@ -18,22 +18,22 @@ def _resa(model: str, memory: float, *loads: Load, config: Mapping[str, Any] | N
     return Server(model, (*server_flags("fa3", memory, loads), "--sparse-method", "resa", *more))
 
 
-def _dense_file(model: str, load: Load) -> str:
-    return f"dense-{PEER}-{model}-{load.name}.jsonl"
+def _dense_file(model: str, load: Load, kind: str = "") -> str:
+    return f"dense-{PEER}{kind}-{model}-{load.name}.jsonl"
 
 
-def _dense(name: str, model: str, *loads: Load) -> Leg:
-    """A leg that measures the dense decode of a stock server: the peers of `_decode`."""
+def _dense(name: str, model: str, *loads: Load, kind: str = "", flags: tuple[str, ...] = ()) -> Leg:
+    """A leg that measures the dense decode of a stock server, of some `kind`: the peers of `_decode`, if of none."""
     loads = tuple(replace(load, short=0) for load in loads)
     commands = [
         Command(
             "eval.bench_decode",
-            _dense_file(model, load),
+            _dense_file(model, load, kind),
             ("--base-url", URL, "--shape", f"{model}-{load.name}", *load.arguments(), "--dense-only"),
         )
         for load in loads
     ]
-    return Leg(name, tuple(commands), Server(model, server_flags(PEER, 0.95, loads)))
+    return Leg(name, tuple(commands), Server(model, (*server_flags(PEER, 0.95, loads), *flags)))
 
 
 def _decode(model: str, load: Load, goal: str, *more: str, variant: str = "") -> Command:
@@ -65,6 +65,8 @@ _1_7B, _8B = "qwen3-1.7b", "qwen3-8b"
 _4X256K, _1X256K = Load(4, 262144), Load(1, 262144)
 # With short prompts of 1,024 the largest batch would not fit.
 _6X128K, _1X128K = Load(6, 131072, short=256), Load(1, 131072, tokens=512)
+# Beside the others, and no peer of theirs: it reads half the bytes.
+_FLOAT8: Any = {"kind": "-fp8", "flags": ("--kv-cache-dtype", "fp8_e4m3")}
 _FP8 = {"summary_dtype": "fp8", "active_ratio": 0.05, "rectify_interval": 64}
 _VARIANT, _EVERY_64 = "-fp8-r.05", ("--interval", "64")
 # Eight intervals of 64 tokens.
@@ -128,6 +130,7 @@ LEGS: tuple[Leg, ...] = (
         (Command("sglang_sparse.tune", "crossover.json", ("--shape", "32x8x128", "--shape", "16x8x128")),),
     ),
     _dense("dense-1.7b", _1_7B, _4X256K, _1X256K),
+    _dense("dense-1.7b-fp8", _1_7B, _4X256K, _1X256K, **_FLOAT8),
     Leg(
         "e1",
         (
@@ -138,6 +141,7 @@ LEGS: tuple[Leg, ...] = (
         _resa(_1_7B, 0.95, _4X256K, _1X256K),
     ),
     _dense("dense-8b", _8B, _6X128K, _1X128K),
+    _dense("dense-8b-fp8", _8B, _6X128K, _1X128K, **_FLOAT8),
     Leg(
         "e2",
         (_decode(_8B, _6X128K, "E2: 6x128k"), _decode(_8B, _1X128K, "E2: 1x128k", "--rounds", "5")),

@@ -13,7 +13,7 @@ import pytest
 from decode_peer_files import FACTS, ROW, peer_file
 
 from eval import bench_decode
-from eval.figures.report_tables import decode
+from eval.figures.decode import decode
 from eval.live import machine
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.machine import PACKAGES
@@ -208,7 +208,7 @@ def test_the_table_says_whose_dense_decode_it_is(tmp_path: Path) -> None:
     ]
     for name, rows in (("a", first), ("b", second)):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert decode([tmp_path / "a", tmp_path / "b"]).splitlines() == [
+    assert decode(tmp_path / "a", tmp_path / "b").splitlines() == [
         "| shape | decode | TPOT, ms | of the rounds | times faster | than dense | read |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| 1x1 | dense, fa3 | 40.00 | 30.00 … 50.00 | 1.00 | fa3 |  |",
@@ -216,4 +216,23 @@ def test_the_table_says_whose_dense_decode_it_is(tmp_path: Path) -> None:
         "| 2x1 | dense, triton | 40.00 | 30.00 … 50.00 | 0.75 | flashinfer (peer) |  |",
         "| 2x1 | dense, flashinfer | 30.00 | 30.00 … 50.00 | 1.00 | flashinfer (peer) |  |",
         "| 2x1 | sparse, rectified | 10.00 | 30.00 … 50.00 | 3.00 | flashinfer (peer) | 10.0 % |",
+    ]
+
+
+def test_a_cache_of_another_type_stands_beside_and_is_no_peer(tmp_path: Path) -> None:
+    server = {"attention_backend": "fa3", "model_path": "x/qwen3-8b"}
+    row = {"kind": "summary", "shape": "1x64", "tpot": 0.04, "tpot_range": [0.04, 0.04], "dense_ratio": 1.0}
+    header = {"kind": "header", "command": "eval.bench_decode", "server": server, "batch": 1, "context": 64}
+    sparse = {**row, "arm": "rectified", "tpot": 0.01, "dense_ratio": 4.0, "dense": "fa3"}
+    rows = (header, {**row, "arm": "dense", "dense": "fa3"}, sparse)
+    (tmp_path / "own").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    facts = {**FACTS, "decode_backend": "flashinfer", "kv_cache_dtype": "fp8_e4m3"}
+    beside = [peer_file(tmp_path / "fp8", {**ROW, "tpot": 0.025}, server=facts)]
+    # Of another context, and of another model.
+    beside.append(peer_file(tmp_path / "long", ROW, server=facts, context=65))
+    beside.append(peer_file(tmp_path / "other", ROW, server={**facts, "model_path": "qwen3-1.7b"}))
+    assert decode(tmp_path / "own", beside=beside).splitlines()[2:] == [
+        "| 1x64 | dense, fa3 | 40.00 | 40.00 … 40.00 | 1.00 | fa3 |",
+        "| 1x64 | sparse, rectified | 10.00 | 40.00 … 40.00 | 4.00 | fa3 |",
+        "| 1x64 | dense, flashinfer, fp8_e4m3 KV | 25.00 | 20.00 … 40.00 | 1.60 | fa3 |",
     ]

@@ -1,0 +1,68 @@
+"""The table of files of ``eval.bench_decode``: time per output token, sparse and dense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.figures.report_tables import Column, Row, number, percent, table, text
+from eval.live.record import read_finished
+from eval.parts.decode_peers import backend_of
+
+SPARSE = {"sparse": "sparse, never rectified", "rectified": "sparse, rectified"}
+LOAD = ("batch", "context")
+
+
+def decode(*paths: Path, beside: Sequence[Path] = ()) -> str:
+    """Time per output token of the arms, and who their ratios are against.
+
+    Args:
+        *paths: files of sparse servers.
+        beside: files of ``--dense-only`` over a KV cache of another element type, which reads fewer bytes and answers
+            something else. Each has a line beside the files of the same model, batch and context, with its ratio to
+            what the others are against, and counts as no peer of theirs.
+    """
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        header, *found = read_finished(path)
+        own = backend_of(header["server"])
+        # Files of older revisions know no dense decode but their own.
+        rows += [{"own": own, "dense": own, **row} for row in found if row["kind"] == "summary"]
+        against = next((row for row in found if row.get("dense_ratio") == 1), None)
+        if against is not None:
+            rows += [_line(other, against) for other in beside if _load(other) == _load(path)]
+
+    def shown(row: Row) -> str:
+        return SPARSE.get(row["arm"]) or f"dense, {row['backend'] if row['arm'] in ('peer', 'beside') else row['own']}"
+
+    columns: list[Column] = [
+        ("shape", text("shape")),
+        ("decode", shown),
+        ("TPOT, ms", number("tpot", 2, 1e3)),
+        ("of the rounds", lambda row: " … ".join(f"{value * 1e3:.2f}" for value in row["tpot_range"])),
+        ("times faster", number("dense_ratio", 2)),
+        ("than dense", text("dense")),
+        ("read", percent("density")),
+    ]
+    return table([row for row in rows if row["arm"] != "dense_short"], columns)
+
+
+def _load(path: Path) -> tuple[Any, ...]:
+    """The model (by the name of its folder), batch and context of a file."""
+    header = read_finished(path)[0]
+    return (Path(header["server"]["model_path"]).name, *(header[name] for name in LOAD))
+
+
+def _line(path: Path, against: Row) -> dict[str, Any]:
+    header, *rows = read_finished(path)
+    (row,) = [row for row in rows if row["kind"] == "summary"]
+    server = header["server"]
+    return {
+        **row,
+        "arm": "beside",
+        "shape": against["shape"],
+        "backend": f"{backend_of(server)}, {server['kv_cache_dtype']} KV",
+        "dense": against.get("dense"),
+        "dense_ratio": against["tpot"] / row["tpot"],
+    }
