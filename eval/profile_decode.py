@@ -167,6 +167,16 @@ def pass_flops(args: argparse.Namespace, model_path: str) -> float | None:
     return 4.0 * pairs * width * config["num_hidden_layers"]
 
 
+def summarised(trace: Path, arm: str, steps: int) -> tuple[list[Any], list[Any]]:
+    """The rows by kernel of the last ``steps`` steps, or passes, of a trace, and those by part of one.
+
+    Raises:
+        EvaluationError: see `read_trace`, `decode_steps` and `passes`.
+    """
+    read = passes if arm == "rectified" else decode_steps
+    return profile.summarise(read(read_trace(trace), steps))
+
+
 def add_rows(
     record: Record, path: Path, args: argparse.Namespace, flops: float | None = None, **measured: Any
 ) -> tuple[list[Any], list[Any]]:
@@ -176,10 +186,9 @@ def add_rows(
         The rows by kernel, and those by part of a step or of a pass.
 
     Raises:
-        EvaluationError: see `read_trace`, `decode_steps` and `passes`.
+        EvaluationError: see `summarised`.
     """
-    read = passes if args.arm == "rectified" else decode_steps
-    kernels, parts = profile.summarise(read(read_trace(path), args.steps))
+    kernels, parts = summarised(path, args.arm, args.steps)
     for row in parts:
         if flops is not None and row["part"] == "attention":
             row["tflops"] = flops / row["us"] / 1e6
@@ -225,8 +234,7 @@ def again(path: Path, arm: str, steps: int) -> str:
         EvaluationError: it is neither.
     """
     if path.name.endswith((".json", ".json.gz")):
-        read = passes if arm == "rectified" else decode_steps
-        return profile.tables(*profile.summarise(read(read_trace(path), steps)))
+        return profile.tables(*summarised(path, arm, steps))
     return profile.profile(path)
 
 

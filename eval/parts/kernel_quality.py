@@ -98,7 +98,7 @@ def quality(step: Step, over: list[Sample], one: Implementation[Step], output: t
     if one.op == "page_topk":
         return _of_selection(over, [torch.isin(s.pages, output[s.row, s.head].long()) for s in over])
     if one.op not in ("sparse_decode", WHOLE):
-        return {"relative_l2": _near(one, output, over, [s.dense for s in over])}
+        return {"relative_l2": require_near(_relative_l2(output, over, [s.dense for s in over]), one.kv_dtype)}
     found, expected = {"recall": _recall([s.attended for s in over], over)}, [s.sparse for s in over]
     if one.op == WHOLE:
         masks = [_selected(step, s) for s in over]
@@ -106,7 +106,7 @@ def quality(step: Step, over: list[Sample], one: Implementation[Step], output: t
             _require_highest(sample, mask)
         found = _of_selection(over, masks)
         expected = [_attention(step, sample, mask) for sample, mask in zip(over, masks, strict=True)]
-    found["relative_l2"] = _near(one, output, over, expected)
+    found["relative_l2"] = require_near(_relative_l2(output, over, expected), one.kv_dtype)
     return {**found, "dense_l2": _relative_l2(output, over, [s.dense for s in over])}
 
 
@@ -148,11 +148,11 @@ def _score_error(output: torch.Tensor, over: list[Sample]) -> float:
     errors = []
     for sample in over:
         got, local = output[sample.row, sample.head, : len(sample.pages)].double(), sample.scores.isinf()
-        _require(bool((got[local] == torch.inf).all()), "the newest pages do not score infinity")
+        require(bool((got[local] == torch.inf).all()), "the newest pages do not score infinity")
         errors.append((got - sample.scores)[~local].abs() / sample.terms)
     # Python's max would pass over a NaN.
     found = torch.cat(errors).amax().item()
-    _require(found <= LARGEST_SCORE_ERROR, f"its scores are off by {found:.2g} (allowed: {LARGEST_SCORE_ERROR:g})")
+    require(found <= LARGEST_SCORE_ERROR, f"its scores are off by {found:.2g} (allowed: {LARGEST_SCORE_ERROR:g})")
     return found
 
 
@@ -161,7 +161,7 @@ def _require_highest(sample: Sample, mask: torch.Tensor) -> None:
     lowest = sample.scores[sample.attended].amin()
     others, allowed = mask ^ sample.attended, 2 * LARGEST_SCORE_ERROR
     equal = (sample.scores[others] - lowest).abs() <= allowed * sample.terms
-    _require(
+    require(
         bool(equal.all()) and int(mask.sum()) == int(sample.attended.sum()),
         f"it selects {int(mask.sum())} pages of which {int((mask & ~sample.attended).sum())} are not among the "
         f"{int(sample.attended.sum())} highest, and {int((~equal).sum())} are off by more than {allowed:g}",
@@ -177,16 +177,32 @@ def _recall(masks: list[torch.Tensor], over: list[Sample]) -> float:
     return torch.stack([s.mass[:, mask].sum(-1).mean() for mask, s in zip(masks, over, strict=True)]).mean().item()
 
 
-def _near(one: Implementation[Step], output: torch.Tensor, over: list[Sample], expected: list[torch.Tensor]) -> float:
-    found, allowed = _relative_l2(output, over, expected), LARGEST_L2[one.kv_dtype]
-    # Written so that NaN fails.
-    _require(found <= allowed, f"its output is wrong: relative L2 {found:.2g} from float64 (allowed: {allowed:g})")
-    return found
+def require(good: bool, what: str) -> None:
+    """Refuse an implementation.
 
-
-def _require(good: bool, what: str) -> None:
+    Raises:
+        ValueError: not ``good``; the message is ``what``.
+    """
     if not good:
         raise ValueError(what)
+
+
+def require_near(relative_l2: float, kv_dtype: torch.dtype) -> float:
+    """Refuse an output that is further from float64 than roundings explain.
+
+    Returns:
+        ``relative_l2``.
+
+    Raises:
+        ValueError: it is above `LARGEST_L2`, or NaN.
+    """
+    allowed = LARGEST_L2[kv_dtype]
+    # Written so that NaN fails.
+    require(
+        relative_l2 <= allowed,
+        f"its output is wrong: relative L2 {relative_l2:.2g} from float64 (allowed: {allowed:g})",
+    )
+    return relative_l2
 
 
 def _relative_l2(output: torch.Tensor, over: list[Sample], expected: list[torch.Tensor]) -> float:

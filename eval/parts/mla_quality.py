@@ -18,7 +18,7 @@ import torch
 
 from eval.figures.goals import ACTIVE_TOLERANCE, SPARSITY_TOLERANCE, near_active
 from eval.figures.mla import DENSE, FULL, MASS, ROPE, SCORES, TOPP, WHOLE
-from eval.parts.kernel_quality import LARGEST_L2
+from eval.parts.kernel_quality import require, require_near
 from eval.parts.kernel_table import Implementation
 from eval.parts.mla_inputs import SM_SCALE, Selection, Step, by
 from eval.structured.structure import block_mass
@@ -107,11 +107,11 @@ def quality(step: Step, over: list[Sample], one: Implementation[Step], output: t
     score = ROPE if one.name not in SCORES else one.name
     scored, first = by(score), step.layers[0]
     if one.op == DENSE:
-        return {"relative_l2": _near(one, output, over, [s.dense for s in over])}
+        return {"relative_l2": require_near(_relative_l2(output, over, [s.dense for s in over]), one.kv_dtype)}
     if one.op == MASS:
         # Python's max would pass over a NaN.
         error = torch.stack([(output[s.row].double() - s.mass[scored]).abs().max() for s in over]).max().item()
-        _require(error <= LARGEST_MASS_ERROR, f"its masses are off by {error:.2g} (allowed: {LARGEST_MASS_ERROR:g})")
+        require(error <= LARGEST_MASS_ERROR, f"its masses are off by {error:.2g} (allowed: {LARGEST_MASS_ERROR:g})")
         return {"mass_error": error}
     found = _sized(step, scored)
     # A peer, and attention alone, attend to the blocks that they are given.
@@ -123,14 +123,9 @@ def quality(step: Step, over: list[Sample], one: Implementation[Step], output: t
     if one.op == TOPP:
         return found
     sparse = [_over_blocks(step, s, mask) for s, mask in zip(over, masks, strict=True)]
-    found |= {"relative_l2": _near(one, output, over, sparse)}
+    found |= {"relative_l2": require_near(_relative_l2(output, over, sparse), one.kv_dtype)}
     found |= {"dense_l2": _relative_l2(output, over, [s.dense for s in over])}
     return found | {"similarity": sum(s.similarity for s in over) / len(over)}
-
-
-def _require(good: bool, what: str) -> None:
-    if not good:
-        raise ValueError(what)
 
 
 def _sized(step: Step, score: str) -> dict[str, Any]:
@@ -138,7 +133,7 @@ def _sized(step: Step, score: str) -> dict[str, Any]:
     if target is None:
         return found
     share = found["active_share"]
-    _require(
+    require(
         near_active(share, target),
         f"{share:.2%} of the blocks are active, and the inputs were made for {target:.2%}: allowed are "
         f"{SPARSITY_TOLERANCE:.0%} of all blocks more or less, and {ACTIVE_TOLERANCE:.0%} of the active ones",
@@ -159,7 +154,7 @@ def _agreement(step: Step, op: str, scored: str, over: list[Sample], masks: list
         lightest = mass[:-1][best[:-1]].min()
         distances += ((mass - lightest).abs()[best ^ mask] / lightest).tolist()
     allowed = LARGEST_TIE[op]
-    _require(
+    require(
         max(distances) <= allowed,
         f"it shares {min(shares):.1%} of its blocks with the reference, and those that differ are up to "
         f"{max(distances):.1%} heavier or lighter than the lightest one there (allowed: {allowed:.0%})",
@@ -171,13 +166,6 @@ def _over_blocks(step: Step, sample: Sample, mask: torch.Tensor) -> torch.Tensor
     tokens = mask.repeat_interleave(step.shape.block_size)[: step.shape.length]
     weights = sample.weights * tokens
     return weights @ sample.values / weights.sum(-1, keepdim=True)
-
-
-def _near(one: Implementation[Step], output: torch.Tensor, over: list[Sample], expected: list[torch.Tensor]) -> float:
-    found, allowed = _relative_l2(output, over, expected), LARGEST_L2[one.kv_dtype]
-    # Written so that NaN fails.
-    _require(found <= allowed, f"its output is wrong: relative L2 {found:.2g} from float64 (allowed: {allowed:g})")
-    return found
 
 
 def _relative_l2(output: torch.Tensor, over: list[Sample], expected: list[torch.Tensor]) -> float:
