@@ -105,11 +105,11 @@ def summarise_layers(case: Any, device: str, layers: int = 3) -> None:
     module.update_page_summaries(caches, summaries, **rows)
 
 
-def score_in_cuda(case: Any, device: str) -> None:
-    """Page scores by the kernel in CUDA C++, which the operation does not choose yet."""
-    module = importlib.import_module("sglang_sparse_kernels.page_score.cuda")
+def score_in_triton(case: Any, device: str) -> None:
+    """Page scores by the kernel in Triton, where the operation chooses that in CUDA C++."""
+    module = importlib.import_module("sglang_sparse_kernels.page_score.triton")
     given = importlib.import_module("sglang_sparse_kernels.page_score.cases").make(case, device)
-    if module.takes(given["q"], given["summary"]):
+    if importlib.import_module("sglang_sparse_kernels.page_score.cuda").takes(given["q"], given["summary"]):
         shape = len(given["q"]), given["summary"].shape[1], given["page_table"].shape[1]
         for ready in (False, True):
             module.page_score(**given, out=torch.empty(shape, device=device), summaries_ready=ready)
@@ -145,7 +145,7 @@ def call(operation: str, cases: Sequence[Any], device: str) -> None:
             with mock.patch.object(nvrtc, "available", return_value=False):
                 run(case)
         if operation == "page_score":
-            score_in_cuda(case, device)
+            score_in_triton(case, device)
         if operation == "page_summary":
             summarise_layers(case, device)
     if operation == "index_keys":

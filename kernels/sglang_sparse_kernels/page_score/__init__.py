@@ -58,9 +58,10 @@ def page_score(
     out = dispatch.result("out", out, shape, torch.float32, q.device)
     if dispatch.use_reference(q):
         return reference.page_score(q, summary, page_table, n_pages, out, local_pages)
-    from . import triton
+    from . import cuda, triton
 
-    return triton.page_score(q, summary, page_table, n_pages, out, local_pages, summaries_ready)
+    kernel = cuda if cuda.takes(q, summary) else triton
+    return kernel.page_score(q, summary, page_table, n_pages, out, local_pages, summaries_ready)
 
 
 def _check_arguments(

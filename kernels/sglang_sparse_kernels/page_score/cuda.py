@@ -5,8 +5,7 @@ read it where the numbers are float8, and is not hidden well where they are not.
 and a 16th of a product. The query is divided into parts of the summaries' type, whose products are exact, so that
 nothing of its precision is lost: the parts are columns of the product, which would be empty otherwise.
 
-Not chosen by ``page_score`` before a GPU has shown it right and faster than Triton's kernel, which goes on to serve
-what this one does not take: ``eval.bench_kernels`` times both.
+Triton's kernel goes on to serve what this one does not take: ``eval.bench_kernels`` times both.
 """
 
 import functools
