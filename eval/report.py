@@ -106,6 +106,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         *sorted(RESULTS.glob("bench-decode-*.jsonl")), beside=sorted(RESULTS.glob("dense-*-fp8-*.jsonl"))
     ),
     "profile": lambda: profile.before_and_after(_file(f"{PROFILE}-before"), _file(PROFILE)),
+    "profile-pass": lambda: _measured("profile-pass-qwen3-8b-6x128k", profile.profile),
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
     "kernels-fp8": lambda: _measured("bench_kernels_fp8", report_tables.kernels),
     "crossover": lambda: crossover.crossover_table(CROSSOVERS),
@@ -130,6 +131,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "prefill-control": lambda: prefill_ppl.controls(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "theta": lambda: theta_summary.theta([_file(name) for name in THETA]),
     "theta-equal": lambda: theta_summary.equal([_file(name) for name in EVEN]),
+    "theta-bounds": lambda: _measured("theta-tiny-gqa-bounds", lambda path: theta_summary.bounds([path])),
     "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),
     "rectification": lambda: report_tables.rectification(_file("ppl-rectify-records")),
     "rectification-books": lambda: report_tables.rectification(_file("ppl-rectify-book")),

@@ -6,7 +6,9 @@ each threshold, with the anchor and without (the ablation of the paper's table 4
 thresholds below 0 are of interest, too), averaged over layers and heads:
 
 - *sparsity*: the share of the causal query-key pairs that are left out;
-- *recall*: the share of the attention mass that falls on the pairs that are kept, mean over queries.
+- *recall*: the share of the attention mass that falls on the pairs that are kept, mean over queries;
+- *oracle*: the most that as many keys of each group of queries and head could keep, and *random*: what as many random
+  ones keep, beside those that the method always keeps.
 
 Rows of the kind ``anchors`` say how far apart the anchors are that the scores are compared with: by query head the mean
 over its blocks of queries, and their standard deviation.
@@ -80,7 +82,7 @@ def judged(args: argparse.Namespace, captured: Captured, prompt: str, length: in
     yield {"kind": "anchors", "id": f"{prompt}/{captured.layer}", **place, **spread}
     for kept in measure(captured, args.thetas, args.block_size, args.step):
         name = f"{prompt}/{captured.layer}/{kept.anchor}/{kept.theta}"
-        shares = {"sparsity": by_head(kept.sparsity), "recall": by_head(kept.recall)}
+        shares = {share: by_head(getattr(kept, share)) for share in ("sparsity", "recall", "oracle", "random")}
         yield {"kind": "item", "id": name, **place, "anchor": kept.anchor, "theta": kept.theta, **shares}
 
 

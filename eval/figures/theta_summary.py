@@ -18,6 +18,7 @@ Row = Mapping[str, Any]
 VISIBLE = 0.005
 # Shares of the pairs left out at which the two comparisons are set side by side.
 SHARES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
+SHARED = ("sparsity", "recall", "oracle", "random")
 LABELS = {True: "with anchor", False: "without anchor"}
 
 
@@ -25,11 +26,11 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Average over prompts, layers and query heads.
 
     Args:
-        rows: of the JSONL file: ``item`` rows with task, length, layer, anchor, theta, sparsity and recall by head.
-            Of equal items the last counts.
+        rows: of the JSONL file: ``item`` rows with task, length, layer, anchor, theta, and by head sparsity, recall
+            and, in later files, oracle and random. Of equal items the last counts.
 
     Returns:
-        One dict for each task, length, comparison and threshold: sparsity and recall, means of all heads, and
+        One dict for each task, length, comparison and threshold: these shares, means of all heads, and
         ``recall_low``, the recall of the worst head of a layer.
 
     Raises:
@@ -45,8 +46,7 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [
         {
             **dict(zip(names, place, strict=True)),
-            "sparsity": fmean(share for row in found for share in row["sparsity"]),
-            "recall": fmean(share for row in found for share in row["recall"]),
+            **{name: fmean(share for row in found for share in row[name]) for name in SHARED if name in found[0]},
             "recall_low": min(share for row in found for share in row["recall"]),
         }
         for place, found in sorted(groups.items(), key=lambda group: (*group[0][:2], not group[0][2], group[0][3]))
@@ -77,6 +77,23 @@ def theta(paths: Sequence[Path]) -> str:
         ("left out", percent("sparsity")),
         ("mass kept", number("recall", 3)),
         ("worst head", number("recall_low", 3)),
+    ]
+    return table(rows, columns)
+
+
+def bounds(paths: Sequence[Path]) -> str:
+    """What the keys that are found keep beside the best and random ones, of files of ``eval.theta`` that have these."""
+    found = [row for path in paths for row in visible(summarise(read_finished(path))) if row["anchor"]]
+    rows = [{**row, "threshold": f"{row['theta']:g}", "of_oracle": row["recall"] / row["oracle"]} for row in found]
+    columns = [
+        ("input", text("task")),
+        ("length", length),
+        ("θ", text("threshold")),
+        ("left out", percent("sparsity")),
+        ("mass kept", number("recall", 3)),
+        ("by the best keys", number("oracle", 3)),
+        ("by random keys", number("random", 3)),
+        ("of the best's", percent("of_oracle")),
     ]
     return table(rows, columns)
 

@@ -21,12 +21,16 @@ class Kept:
         theta: the threshold, in natural-log units.
         sparsity: ``[q_heads]``, share of the causal query-key pairs that are left out.
         recall: ``[q_heads]``, share of the attention mass that falls on the others, mean over queries.
+        oracle: ``[q_heads]``, the most that as many keys of every group of queries could keep.
+        random: ``[q_heads]``, what as many random ones keep on average, beside those that are always kept.
     """
 
     anchor: bool
     theta: float
     sparsity: Tensor
     recall: Tensor
+    oracle: Tensor
+    random: Tensor
 
 
 def measure(
@@ -43,19 +47,25 @@ def measure(
             tensor of zeros in the anchor's place.
     """
     tokens, heads = captured.query.shape[:2]
-    mass = {(anchor, theta): torch.zeros(heads) for anchor in with_anchor for theta in thetas}
+    # Of what is left out: the mass, that of the oracle's choice, and that of a random one.
+    mass = {(anchor, theta): torch.zeros(3, heads) for anchor in with_anchor for theta in thetas}
     left_out = {place: torch.zeros(heads, dtype=torch.int64) for place in mass}
     for first in range(0, tokens, block_size * step):
         end = min(first + block_size * step, tokens)
         compared, weights = candidates(captured, first, end, block_size)
+        least = torch.nn.functional.pad(weights.sort(1).values.cumsum(1), (1, 0))
+        optional = compared > -torch.inf
+        average = (weights * optional).sum(1) / optional.sum(1).clamp_min(1)
         for anchor in with_anchor:
             gaps = compared if anchor else -_mean_logits(captured, first, end, block_size)
             for theta in thetas:
-                missed = (gaps > theta).float()
-                mass[anchor, theta] += (weights * missed).sum(1)
-                left_out[anchor, theta] += missed.sum(1).long() * (end - first)
+                missed = gaps > theta
+                count = missed.sum(1)
+                without = least.gather(1, count[:, None])[:, 0]
+                mass[anchor, theta] += torch.stack([(weights * missed).sum(1), without, average * count])
+                left_out[anchor, theta] += count * (end - first)
     causal = tokens * (tokens + 1) // 2
-    return [Kept(*place, left_out[place] / causal, 1 - mass[place] / tokens) for place in mass]
+    return [Kept(*place, left_out[place] / causal, *(1 - mass[place] / tokens)) for place in mass]
 
 
 def anchors(captured: Captured, block_size: int, step: int) -> Tensor:

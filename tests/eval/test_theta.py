@@ -25,13 +25,15 @@ def captured() -> Captured:
     return Captured(0, query, key, key, 0.25)
 
 
-def loops(captured: Captured, limit: float, anchor: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sparsity and recall by head, pair by pair."""
-    kept_mass, left_out = torch.zeros(HEADS), torch.zeros(HEADS)
+def loops(captured: Captured, limit: float, anchor: bool) -> tuple[torch.Tensor, ...]:
+    """Sparsity, recall, and that of the best and of random keys by head, pair by pair."""
+    kept_mass, left_out, oracle, random = torch.zeros(4, HEADS)
     for head in range(HEADS):
         logits = captured.query[:, head] @ captured.key[:, head // 2].T * captured.scaling
         causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        weights = logits.masked_fill(~causal, -torch.inf).softmax(1)
         kept = causal.clone()
+        lost = by_chance = 0.0
         for start in range(BLOCK * STEP, TOKENS, BLOCK * STEP):
             rows = range(start, min(start + BLOCK * STEP, TOKENS))
             region = causal.clone()
@@ -43,19 +45,25 @@ def loops(captured: Captured, limit: float, anchor: bool) -> tuple[torch.Tensor,
                 hit |= (best[block].mean() if anchor else 0.0) - score <= limit
             hit[start - BLOCK :] = True
             kept[rows.start : rows.stop, BLOCK:start] &= hit[BLOCK:start]
-        weights = logits.masked_fill(~causal, -torch.inf).softmax(1)
+            count = int((~hit[BLOCK:start]).sum())
+            mass = weights[rows.start : rows.stop].sum(0)
+            lost += mass[BLOCK:start].sort().values[:count].sum().item()
+            optional = mass[BLOCK : start - BLOCK]
+            by_chance += optional.mean().item() * count if len(optional) else 0.0
         kept_mass[head] = (weights * kept).sum() / TOKENS
         left_out[head] = 1 - kept.sum() / causal.sum()
-    return left_out, kept_mass
+        oracle[head], random[head] = 1 - lost / TOKENS, 1 - by_chance / TOKENS
+    return left_out, kept_mass, oracle, random
 
 
 def test_the_measure_is_what_it_says(captured: Captured) -> None:
     found = measure(captured, [5.0, 20.0, 30.0], BLOCK, STEP)
     assert [(kept.anchor, kept.theta) for kept in found] == [(a, t) for a in (True, False) for t in (5.0, 20.0, 30.0)]
     for kept in found:
-        sparsity, recall = loops(captured, kept.theta, kept.anchor)
-        torch.testing.assert_close(kept.sparsity, sparsity, atol=1e-5, rtol=0)
-        torch.testing.assert_close(kept.recall, recall, atol=1e-5, rtol=0)
+        expected = loops(captured, kept.theta, kept.anchor)
+        for got, one in zip((kept.sparsity, kept.recall, kept.oracle, kept.random), expected, strict=True):
+            torch.testing.assert_close(got, one, atol=1e-5, rtol=0)
+        assert (kept.oracle >= kept.recall - 1e-5).all()
     assert 0 < found[1].sparsity.mean() < found[0].sparsity.mean()
 
 
