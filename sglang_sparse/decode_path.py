@@ -134,6 +134,8 @@ class DecodePath:
             layer.scaling,
             query.kv_scale,
             usual_blocks=view.usual_select,
+            # Selections are in ascending order of position.
+            newest_last=True,
         )
 
 

@@ -261,7 +261,8 @@ class Step:
         latent = self.shape.latent
         blocks = (chosen.indices, chosen.counts, self.batch.last_slots, self.shape.block_size, SM_SCALE)
         queries = (layer.q[..., :latent], layer.q[..., latent:])
-        return sparse_mla_decode(*queries, layer.cache, *blocks, out=layer.out, usual_blocks=self.shape.capacity)
+        server = {"usual_blocks": self.shape.capacity, "newest_last": True}
+        return sparse_mla_decode(*queries, layer.cache, *blocks, out=layer.out, **server)
 
     def active(self, score: str) -> torch.Tensor:
         """Blocks that each row of each layer is given to attend to, ``[layers, B]`` int64."""

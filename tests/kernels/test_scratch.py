@@ -20,6 +20,7 @@ from sglang_sparse_kernels.block_topp import cases as topp_cases
 from sglang_sparse_kernels.skip_softmax_decode import cases as skip_cases
 from sglang_sparse_kernels.sparse_decode import cases as decode_cases
 from sglang_sparse_kernels.sparse_mla_decode import cases as mla_cases
+from sglang_sparse_kernels.sparse_mla_decode import fa3
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -181,8 +182,14 @@ OPERATIONS = [
     [(operation, case) for operation in OPERATIONS for case in operation[2].CASES if case.gpu_only],
     ids=lambda one: one[0].__name__ if isinstance(one, tuple) else str(one),
 )
-def test_the_device_hands_out_as_much(operation: tuple[Any, ...], case: Any, device: str) -> None:
-    """By the bytes asked for: what a block of the allocator has beyond them depends on what earlier tests left free."""
+def test_the_device_hands_out_as_much(
+    operation: tuple[Any, ...], case: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the bytes asked for: what a block of the allocator has beyond them depends on what earlier tests left free.
+
+    What FA3 takes is tested beside it.
+    """
+    monkeypatch.setattr(fa3, "installed", lambda _: False)
     run, scratch_bytes, cases, sizes = operation
     arguments = cases.make(case, device)
     # The first run compiles, and makes what the result takes.

@@ -7,33 +7,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mla_decode import TOLERANCE, poisoned, relative_error, run_reference
 
 from sglang_sparse_kernels.launch import properties
 from sglang_sparse_kernels.sparse_decode import sparse_decode
-from sglang_sparse_kernels.sparse_mla_decode import reference, sparse_mla_decode
+from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import triton as kernels
 from sglang_sparse_kernels.sparse_mla_decode.cases import CASES, Case, make
 from sglang_sparse_kernels.sparse_mla_decode.triton import Config
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
-# Relative L2 error by the dtype of the query; bfloat16 also rounds the weights of the softmax.
-TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 1e-2}
-
 # Many splits of one small tile each.
 SPLIT = Config(16, 16, num_warps=4, num_stages=2, programs_per_processor=64)
 SMALL = Case((90, 0, 33), 16, 20, 64, BF16, BF16, rope_dim=16)
-
-
-def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
-    """The reference in float32, so that only the kernel under test rounds."""
-    q_nope, q_rope = arguments["q_nope"].float(), arguments["q_rope"].float()
-    return reference.sparse_mla_decode(
-        **{**arguments, "q_nope": q_nope, "q_rope": q_rope}, out=torch.empty(q_nope.shape, device=q_nope.device)
-    )
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.float() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
 def naive(arguments: dict[str, Any], row: int) -> torch.Tensor:
@@ -54,17 +40,6 @@ def expect(arguments: dict[str, Any]) -> torch.Tensor:
     rows = range(arguments["q_nope"].shape[0])
     empty = torch.zeros(arguments["q_nope"].shape[1:], dtype=torch.float64)
     return torch.stack([naive(arguments, row) if arguments["counts"][row, 0] else empty for row in rows])
-
-
-def poisoned(arguments: dict[str, Any], extra: int = 9) -> dict[str, Any]:
-    """The same selection in wider rows that hold anything beyond the count, as memory that was never written does."""
-    indices, counts = arguments["indices"], arguments["counts"]
-    width = indices.shape[2]
-    wide = torch.full((len(indices), 1, width + extra), 2**31 - 1, dtype=torch.int32, device=indices.device)
-    wide[:, :, 1::2] = 0
-    chosen = torch.arange(width, device=indices.device) < counts[..., None]
-    wide[:, :, :width] = torch.where(chosen, indices, wide[:, :, :width])
-    return {**arguments, "indices": wide}
 
 
 def run_config(arguments: dict[str, Any], config: Config, usual_blocks: int | None = None) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Decode attention over the selected blocks of tokens of a latent (MLA) cache.
 
 Source: step 3 of RoBSA's decode (block sparse attention in the absorbed form of MLA, where all query heads share one
-key, of which the latent part is the value as well), split over the selected blocks as in Flash-Decoding.
+key, of which the latent part is the value as well), split over the selected blocks as in Flash-Decoding. On Hopper FA3
+attends to the blocks of many rows (``fa3``).
 """
 
 import torch
@@ -25,6 +26,7 @@ def sparse_mla_decode(
     kv_scale: float = 1.0,
     out: torch.Tensor | None = None,
     usual_blocks: int | None = None,
+    newest_last: bool = False,
 ) -> torch.Tensor:
     """Exact softmax attention of every query head over the tokens of its row's selected blocks.
 
@@ -49,6 +51,8 @@ def sparse_mla_decode(
         out: optional ``[B, H, R]`` in the dtype of ``q_nope``, contiguous.
         usual_blocks: the count that most rows have at most, for which the work is split; ``K`` if not given. Any count
             is served, whatever this says.
+        newest_last: the block that holds ``last_slots[b]`` is the last of its row's, if it is among them, as it is in
+            ascending order of position. FA3, which masks the ends of rows alone, may then attend (``fa3``).
 
     Returns:
         ``[B, H, R]`` in the dtype of ``q_nope``.
@@ -74,8 +78,12 @@ def sparse_mla_decode(
     arguments = (q_nope, q_rope, kv_cache, indices, counts, last_slots, block_size, sm_scale, kv_scale, out)
     if dispatch.use_reference(q_nope):
         return reference.sparse_mla_decode(*arguments)
-    from . import triton
+    from . import fa3, triton
 
+    batch, num_heads, latent_dim = q_nope.shape
+    known = newest_last and fa3.serves(batch, num_heads, latent_dim, block_size, q_nope.dtype, q_nope.device)
+    if known and fa3.takes(q_nope, q_rope, kv_cache, indices, block_size, kv_scale, out):
+        return fa3.sparse_mla_decode(*arguments)
     return triton.sparse_mla_decode(*arguments, usual_blocks=usual_blocks)
 
 
@@ -90,7 +98,8 @@ def scratch_bytes(
 ) -> int:
     """Bytes that the kernels of one call allocate beside the output: what the splits of a row hand on.
 
-    Not monotonic: small batches are split, large ones are not and need nothing. The reference allocates more.
+    Not monotonic: small batches are split, large ones are not and need next to nothing. Where either FA3 or Triton's
+    kernels may serve the call, it is the larger of both. The reference allocates more.
 
     Args:
         batch: rows, at least one.
@@ -101,11 +110,14 @@ def scratch_bytes(
         dtype: of the queries.
         device: where the call runs.
     """
-    from . import triton
+    from . import fa3, triton
 
     config, *_, splits = triton.plan(batch, num_heads, blocks, block_size, device)
     results = triton.split_results(batch * num_heads, splits, latent_dim, dtype, config.narrow)
-    return sum(size * kind.itemsize for size, kind in results)
+    taken = sum(size * kind.itemsize for size, kind in results)
+    if fa3.serves(batch, num_heads, latent_dim, block_size, dtype, device):
+        return max(taken, fa3.scratch_bytes(batch, num_heads, device))
+    return taken
 
 
 def _check_arguments(

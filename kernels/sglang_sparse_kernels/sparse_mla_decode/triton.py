@@ -1,4 +1,7 @@
-"""Triton kernels of sparse MLA decode attention: split over the selected blocks, then combine as sparse decode does."""
+"""Triton kernels of sparse MLA decode attention: split over the selected blocks, then combine as sparse decode does.
+
+Another one counts the tokens of the selected blocks, for ``fa3``.
+"""
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
@@ -17,6 +20,8 @@ from ..sparse_decode.triton import combine, load_ids, token_slots
 
 # Rows of the smallest product that Hopper's warpgroup instructions compute.
 _WGMMA_ROWS = tl.constexpr(64)
+# Rows whose tokens one program counts.
+_COUNTED_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,57 @@ def _split_kernel(
             tl.store(lse_ptr + first + heads, maximum + tl.log2(total), mask=in_heads)
             pointers = partial_ptr + first * LATENT + offsets
             tl.store(pointers, output.to(partial_ptr.dtype.element_ty), mask=in_heads[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "width"])
+def _tokens_kernel(
+    indices_ptr,
+    counts_ptr,
+    last_slots_ptr,
+    tokens_ptr,
+    rows,
+    width,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    await_inputs(DEPENDENT)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    count = tl.load(counts_ptr + row, mask=row < rows, other=0)
+    last_slot = tl.load(last_slots_ptr + row, mask=row < rows, other=0)
+    pointers = indices_ptr + row.to(tl.int64) * width + count - 1
+    newest = tl.load(pointers, mask=count > 0, other=-1).to(tl.int64)
+    unwritten = BLOCK - 1 - last_slot % BLOCK
+    unread = tl.where((count > 0) & (newest == last_slot // BLOCK), unwritten, 0)
+    tl.store(tokens_ptr + row, (count * BLOCK - unread).to(tl.int32), mask=row < rows)
+
+
+def selected_tokens(
+    indices: torch.Tensor, counts: torch.Tensor, last_slots: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """Tokens that each row attends to, where the block of its newest slot, if it is selected, is the last one.
+
+    Args:
+        indices: ``[B, 1, K]``, as all else see ``sparse_mla_decode.sparse_mla_decode``; ``B`` is not 0.
+        counts: ``[B, 1]``.
+        last_slots: ``[B]``.
+        block_size: slots per block.
+
+    Returns:
+        ``[B]`` int32.
+    """
+    batch, _, width = indices.shape
+    tokens = torch.empty(batch, dtype=torch.int32, device=indices.device)
+    dependent = dependent_launch(indices.device)
+    _tokens_kernel[(triton.cdiv(batch, _COUNTED_ROWS),)](
+        *(indices, counts, last_slots, tokens, batch, width),
+        BLOCK=block_size,
+        ROWS=_COUNTED_ROWS,
+        DEPENDENT=dependent,
+        num_warps=_COUNTED_ROWS // 32,
+        launch_pdl=dependent,
+    )
+    return tokens
 
 
 def plan(

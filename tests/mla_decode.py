@@ -1,0 +1,33 @@
+"""What the tests of sparse MLA decode attention share: its reference in float32, and selections that hold anything."""
+
+from typing import Any
+
+import torch
+
+from sglang_sparse_kernels.sparse_mla_decode import reference
+
+# Relative L2 error by the dtype of the query; bfloat16 also rounds the weights of the softmax.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
+    """The reference in float32, so that only the kernel under test rounds."""
+    q_nope, q_rope = arguments["q_nope"].float(), arguments["q_rope"].float()
+    return reference.sparse_mla_decode(
+        **{**arguments, "q_nope": q_nope, "q_rope": q_rope}, out=torch.empty(q_nope.shape, device=q_nope.device)
+    )
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.float() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def poisoned(arguments: dict[str, Any], extra: int = 9) -> dict[str, Any]:
+    """The same selection in wider rows that hold anything beyond the count, as memory that was never written does."""
+    indices, counts = arguments["indices"], arguments["counts"]
+    width = indices.shape[2]
+    wide = torch.full((len(indices), 1, width + extra), 2**31 - 1, dtype=torch.int32, device=indices.device)
+    wide[:, :, 1::2] = 0
+    chosen = torch.arange(width, device=indices.device) < counts[..., None]
+    wide[:, :, :width] = torch.where(chosen, indices, wide[:, :, :width])
+    return {**arguments, "indices": wide}
