@@ -13,6 +13,7 @@ from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import ModelShape
 from sglang_sparse.pools import AuxPools, model_shape
 from sglang_sparse.view import LatentQuery
+from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 LATENT, ROPE, HEADS, BLOCK, SLOTS, LAYER = 64, 16, 4, 16, 128, 2
 SCALING = 0.3
@@ -60,8 +61,16 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("save", [True, False])
-def test_an_mla_layer(split: bool, save: bool) -> None:
+def test_an_mla_layer(split: bool, save: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a selection the attention is told what its order says: that the newest block is the last one."""
     torch.manual_seed(0)
+    told: list[bool] = []
+
+    def attend(*arguments: Any, newest_last: bool, **options: Any) -> torch.Tensor:
+        told.append(newest_last)
+        return sparse_mla_decode(*arguments, newest_last=newest_last, **options)
+
+    monkeypatch.setattr(decode_path, "sparse_mla_decode", attend)
     method: Any = Chooses()
     pool, slots = Pool(), torch.tensor([slot for _, slot in ROWS])
     aux = AuxPools((), (LAYER,), SLOTS // BLOCK, BLOCK, "cpu")
@@ -80,7 +89,7 @@ def test_an_mla_layer(split: bool, save: bool) -> None:
     if save:
         expected[slots] = key
     assert torch.equal(pool.buffer, expected)
-    assert path.last_layer == -1 and method.layer_id == LAYER
+    assert path.last_layer == -1 and method.layer_id == LAYER and told == [True]
     asked = method.asked
     assert torch.equal(asked.nope, query[..., :LATENT]) and torch.equal(asked.rope, query[..., LATENT:])
     assert asked.cache.data_ptr() == pool.buffer.data_ptr() and asked.cache.shape == (SLOTS, LATENT + ROPE)
