@@ -37,11 +37,11 @@ from typing import Any
 
 import torch
 
-from eval.compile_kernels import OPERATIONS
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.parts.measuring import measured
+from eval.parts.sanitizer_inside import OPERATIONS
 from eval.parts.sanitizer_output import FOUND_STATUS, read, verdict
 
 COMMAND = "eval.sanitize_kernels"

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Queries whose attention is one launch: its grid has room for 65,535.
 ATTENDED = 1 << 15
+# The first slot of a query that pads a pass: it sees nothing, but SGLang's attention counts one token of it.
+NO_TOKEN = 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,6 @@ class IndexerBatch:
         counts: ``[tokens, 1]`` int32, the same again: each layer's selection writes it.
         chosen: ``[tokens, index_topk]`` int32, positions in ascending order, then -1. To begin with the first
             ``wanted`` ones, which is right where these are all; elsewhere each layer writes its own over them.
-        positions: ``[64 * pages]`` int32: 0, 1, 2 and so on, a page table that names positions.
         last_slots: ``[tokens]`` int64, zeros: what is attended to are single slots, of which nothing can be missing.
         at_once: queries whose logits are made at a time; 0 where nothing has to be chosen.
         stats: see ``BatchView.stats``; None in prefill.
@@ -57,7 +58,6 @@ class IndexerBatch:
     wanted: torch.Tensor
     counts: torch.Tensor
     chosen: torch.Tensor
-    positions: torch.Tensor
     last_slots: torch.Tensor
     at_once: int
     stats: torch.Tensor | None
@@ -71,11 +71,10 @@ class IndexerBatch:
         return self.chosen if self.slots is None else self.slots
 
     def look_up(self) -> None:
-        """Fill ``slots``."""
+        """Fill ``slots`` where all tokens are chosen."""
         if self.slots is not None:
             slots_of(self.chosen, self.page_table, self.rows, self.offsets, self.slots)
-            # A query that pads the pass sees nothing; SGLang's attention counts one token of it, and -1 is none.
-            self.slots[:, :1].clamp_(min=0)
+            self.slots[:, :1].clamp_(min=NO_TOKEN)
 
 
 def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int, topk: int) -> IndexerBatch:
@@ -92,7 +91,7 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
     metadata, view = backend.dense.forward_metadata, backend.view
     table = metadata.real_page_table
     width = table.shape[1] * index_keys.PAGE_SIZE
-    numbers = torch.arange(max(width, topk, tokens), dtype=torch.int32, device=table.device)
+    numbers = torch.arange(max(topk, tokens), dtype=torch.int32, device=table.device)
     # What pads a pass beyond its rows sees nothing, whatever its row.
     rows = numbers[:tokens].clamp(max=len(table) - 1)
     at_once, stats, tally = 0, None, None
@@ -104,7 +103,7 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
         lengths = _padded(metadata.dsa_seqlens_expanded, tokens)
         wanted = lengths.clamp(max=topk)
         if forward_batch.forward_mode.is_extend():
-            rows = _padded(metadata.token_to_batch_idx, tokens)
+            rows = _padded(metadata.token_to_batch_idx, tokens).int()
             if int(metadata.max_seq_len_k) > topk:
                 at_once = queries_at_once(width, table.device)
     chosen = torch.where(numbers[:topk] < wanted[:, None], numbers[:topk], -1)
@@ -114,9 +113,9 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
     slots = torch.empty_like(chosen) if backend.dense.use_fused_topk else None
     offsets = metadata.topk_indices_offset if slots is not None else None
     batch = IndexerBatch(
-        *(table, rows, lengths, wanted, counts, chosen, numbers[:width], last_slots, at_once, stats, tally),
+        *(table, rows, lengths, wanted, counts, chosen, last_slots, at_once, stats, tally),
         slots=slots,
-        offsets=offsets if offsets is None else _padded(offsets, tokens),
+        offsets=offsets if offsets is None else _padded(offsets, tokens).int(),
     )
     if not at_once:
         batch.look_up()
@@ -197,15 +196,15 @@ def _head_gates(indexer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _select(batch: IndexerBatch, values: torch.Tensor, gates: torch.Tensor, buffer: torch.Tensor) -> None:
-    """The selection of one layer, into ``batch``; what lies beyond the counts stays -1."""
+    """The selection of one layer, into ``batch``."""
 
     def scores(mine: slice) -> torch.Tensor:
         rows = batch.page_table, batch.rows[mine], batch.lengths[mine]
         return index_logits(values[mine], gates[mine], buffer, *rows)
 
-    out = batch.chosen, batch.counts
-    index_choice.choose(scores, batch.at_once, batch.lengths, batch.wanted, batch.positions, out, batch.stats)
-    batch.look_up()
+    names = batch.page_table, batch.rows, batch.offsets
+    out = batch.chosen, batch.counts.view(-1), batch.slots
+    index_choice.choose(scores, batch.at_once, batch.lengths, batch.wanted, names, out, batch.stats, NO_TOKEN)
 
 
 def attend(

@@ -10,7 +10,7 @@ import torch
 from sglang_sparse.config import settings_of
 from sglang_sparse.indexer import served_backend
 from sglang_sparse.methods.dsa import Dsa
-from sglang_sparse_kernels.index_choice import select, slots_of
+from sglang_sparse_kernels.index_choice import select
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,17 +50,16 @@ def choose(
         return original(metadata, logits, topk, ks, cu_seqlens_q, ke_offset, **some)
     batch = metadata.attn_metadata
     lengths = (metadata.get_seqlens_expanded() if ke_offset is None else ke_offset).int()
-    chosen = select(logits, lengths, topk, ks)
+    first = None if ks is None else ks.int()
     if not backend.dense.use_fused_topk:
-        return chosen
+        return select(logits, lengths, topk, first)
     rows, offsets = batch.token_to_batch_idx, batch.topk_indices_offset
     if batch_idx_list is not None:
-        rows = torch.as_tensor(batch_idx_list, device=chosen.device)
-    if rows is None:
-        rows = torch.arange(len(chosen), device=chosen.device)
+        rows = torch.as_tensor(batch_idx_list, device=logits.device)
     if topk_indices_offset_override is not None:
         offsets = topk_indices_offset_override
-    return slots_of(chosen, batch.real_page_table, rows, offsets)
+    rows, offsets = (tensor if tensor is None else tensor.int() for tensor in (rows, offsets))
+    return select(logits, lengths, topk, first, (batch.real_page_table, rows, offsets))
 
 
 def schedule(original: Callable[..., torch.Tensor], lengths: torch.Tensor, *args: Any) -> torch.Tensor:

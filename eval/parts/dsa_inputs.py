@@ -18,7 +18,7 @@ from eval.figures.dsa import ATTEND, DECODE, DECODE_TOPK, PREFILL, PREFILL_TOPK
 from eval.parts.kernel_inputs import layers_beyond
 from eval.parts.mla_inputs import QUERY_BYTES, SM_SCALE
 from eval.texts.lengths import short_length
-from sglang_sparse_kernels.index_choice import choose, queries_at_once, select, slots_of
+from sglang_sparse_kernels.index_choice import choose, queries_at_once, select
 from sglang_sparse_kernels.index_keys import PAGE_SIZE
 from sglang_sparse_kernels.index_keys import reference as index_keys
 from sglang_sparse_kernels.index_logits import index_logits
@@ -167,7 +167,6 @@ class Step:
         self.first = torch.zeros_like(self.lengths) if shape.chunk else None
         self.wanted = self.lengths.clamp(max=shape.topk)
         self.width = self.page_table.shape[1] * PAGE_SIZE
-        self.positions = torch.arange(self.width, **integers)
         self.last_slots = torch.zeros(shape.batch, dtype=torch.int64, device=device)
         # A server counts in decode alone.
         self.stats = None if shape.chunk else torch.zeros(4, dtype=torch.int64, device=device)
@@ -215,7 +214,7 @@ class Step:
 
     def portable(self, layer: Layer) -> torch.Tensor:
         """Choose as a server with portable stages does: logits of as many queries at a time as fit, the best of them,
-        and their slots, ``[T, topk]`` int32. Logits that are given must be contiguous, as this project's are.
+        and their slots, ``[T, topk]`` int32.
         """
 
         def scores(mine: slice) -> torch.Tensor:
@@ -224,17 +223,14 @@ class Step:
             rows = self.page_table, self.rows[mine], self.lengths[mine]
             return index_logits(layer.q[mine], layer.weights[mine], layer.buffer, *rows)
 
-        out = layer.chosen, layer.counts
-        choose(scores, self.at_once, self.lengths, self.wanted, self.positions, out, self.stats)
-        slots_of(layer.chosen, self.page_table, self.rows, None, layer.slots)
-        layer.slots[:, :1].clamp_(min=0)
+        names, out = (self.page_table, self.rows, None), (layer.chosen, layer.counts.view(-1), layer.slots)
+        choose(scores, self.at_once, self.lengths, self.wanted, names, out, self.stats, nothing=0)
         return layer.slots
 
     def behind(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose as a server does behind SGLang's logits, ``[T, topk]`` int32 slots."""
-        chosen = select(logits, self.lengths, self.shape.topk, self.first)
-        rows = self.rows if self.shape.chunk else torch.arange(len(chosen), device=chosen.device)
-        return slots_of(chosen, self.page_table, rows, None)
+        rows = self.rows if self.shape.chunk else None
+        return select(logits, self.lengths, self.shape.topk, self.first, (self.page_table, rows, None))
 
     def attend(self, layer: Layer) -> torch.Tensor:
         """Attend to the given slots, ``[B, heads, latent]``."""

@@ -20,11 +20,16 @@ from unittest import mock
 import torch
 from triton.runtime.jit import JITFunction
 
-from eval.compile_kernels import OPERATIONS, cases_of
+from eval.compile_kernels import OPERATIONS as IN_TRITON
+from eval.compile_kernels import cases_of
 from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.float8 import converts_float8
 
 DONE = "sanitizer_inside: done "
+# By operation: the function that its cases are the arguments of; with those that have no Triton kernel.
+OPERATIONS = {**IN_TRITON, "index_topk": "index_topk"}
+# Those that have a kernel in CUDA C++ and another one for devices that do not take it.
+TWO_KERNELS = ("index_topk", "page_topk")
 
 
 def is_float8(case: Any) -> bool:
@@ -49,6 +54,9 @@ def own_cases(operation: str) -> list[Any]:
     cases = importlib.import_module(f"sglang_sparse_kernels.{operation}.cases")
     if operation == "page_topk":
         return [cases.Case((5000, 300), (500, 30), 500, heads=1, width=width) for width in (8192, 16384)]
+    if operation == "index_topk":
+        kinds = ("normal", "ties")
+        return [cases.Case((9000, 300), 200, (1, 0), width=width, kind=kind) for width in (9001, 33000) for kind in kinds]
     if operation == "sparse_decode":
         return [cases.Case((4300,), 16, 8, 4, 128, torch.bfloat16, torch.bfloat16, ratio=1.0)]
     return []
@@ -58,7 +66,7 @@ def chosen(operation: str, number: int, float8: bool = True) -> list[Any]:
     """What an operation is called with: few cases, since each takes 10 to 100 times its usual time.
 
     Args:
-        operation: of `eval.compile_kernels.OPERATIONS`.
+        operation: of `OPERATIONS`.
         number: how many, spread over those that are small; all small ones with float8 come on top.
         float8: whether the GPU takes float8.
     """
@@ -122,13 +130,15 @@ def as_served(operation: str, given: dict[str, Any]) -> dict[str, Any]:
     if operation == "page_topk":
         stats = torch.zeros(3, dtype=torch.int64, device=given["scores"].device)
         return {"tables_ready": True, "stats": stats}
+    if operation == "index_topk":
+        return {"nothing": 0, "stats": torch.zeros(3, dtype=torch.int64, device=given["logits"].device)}
     if operation == "sparse_decode":
         return {"arrivals": torch.zeros_like(given["counts"])}
     return {}
 
 
 def call(operation: str, cases: Sequence[Any], device: str) -> None:
-    """Call an operation alone and as a server does; where it has a kernel in CUDA C++, its Triton kernel as well."""
+    """Call an operation alone and as a server does; where it has a kernel in CUDA C++, the other one as well."""
     module = importlib.import_module(f"sglang_sparse_kernels.{operation}")
     make = importlib.import_module(f"sglang_sparse_kernels.{operation}.cases").make
     function: Callable[..., Any] = getattr(module, OPERATIONS[operation])
@@ -141,7 +151,7 @@ def call(operation: str, cases: Sequence[Any], device: str) -> None:
 
     for case in cases:
         run(case)
-        if operation == "page_topk":
+        if operation in TWO_KERNELS:
             with mock.patch.object(nvrtc, "available", return_value=False):
                 run(case)
         if operation == "page_score":

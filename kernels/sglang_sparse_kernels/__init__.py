@@ -12,6 +12,7 @@ One folder per operation, each usable without SGLang:
 - ``sparse_mla_decode``: decode attention over the selected blocks of a latent cache.
 - ``index_keys``: FP8 queries and keys of the lightning indexer, and the paged cache of the keys.
 - ``index_logits``: how much each query of the lightning indexer wants each token of its row.
+- ``index_topk``: the tokens that each query wants most, exact and deterministic, and their slots.
 - ``anchor_prefill``: prefill attention over the initial block, the own group and the keys that come near their scores.
 - ``skip_softmax_prefill``, ``skip_softmax_decode``: attention that leaves out blocks of keys of little weight.
 - ``window_score``: how much the last queries of a prompt attend to each of its tokens.

@@ -1,7 +1,7 @@
-"""What a selection from index logits takes around ``page_topk``: logits of rows that begin anywhere, and slots.
+"""How a pass chooses from index logits by ``index_topk``: those of many queries in parts, and the slots of all tokens.
 
-In plain torch. A server uses it behind SGLang's logits and behind its own; ``eval.bench_dsa`` times both. What it
-allocates beside its results is bounded, whatever the prompt and the chunk: many queries are served in parts.
+A server uses it behind SGLang's logits and behind its own; ``eval.bench_dsa`` times both. What is allocated beside the
+results is bounded, whatever the prompt and the chunk, also where ``index_topk`` has no kernel of its own.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,10 @@ from collections.abc import Callable
 import torch
 
 from .index_keys import PAGE_SIZE
-from .page_topk import page_topk
+from .index_topk import index_topk
+
+# What tokens are called: a page table, the row of each query in it, and numbers to count from instead.
+Names = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 # Of the logits of a prefill that are chosen from at a time, for as many queries as fit; choosing from them takes
 # several times as much on a CPU. Logits that SGLang makes may be larger.
@@ -53,69 +56,70 @@ def choose(
     at_once: int,
     lengths: torch.Tensor,
     wanted: torch.Tensor,
-    positions: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor],
+    names: Names,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     stats: torch.Tensor | None = None,
+    nothing: int = -1,
 ) -> None:
     """Choose for some queries at a time, from logits that are made for them alone.
 
     Args:
-        scores: makes the logits of some queries, ``[n, columns]`` float32, contiguous.
+        scores: makes the logits of some queries, ``[n, columns]`` float32.
         at_once: queries at a time, 1 or more.
         lengths: ``[queries]`` int32, tokens that each sees.
         wanted: ``[queries]`` int32, tokens that each takes.
-        positions: ``[columns]`` int32, 0, 1, 2 and so on.
-        out: ``[queries, topk]`` int32 for the positions, ascending, of which what lies beyond the counts is not always
-            written; and ``[queries, 1]`` int32 for the counts.
-        stats: see ``page_topk``.
+        names: page table, rows and offsets, see ``index_topk``; offsets as there, or None.
+        out: ``[queries, topk]`` int32 for the positions, ascending, then -1; ``[queries]`` int32 for the counts; and
+            ``[queries, topk]`` int32 for the slots, or None.
+        stats: see ``index_topk``.
+        nothing: the first slot of a query without tokens.
     """
-    chosen, counts = out
-    for begin in range(0, len(chosen), at_once):
+    for begin in range(0, len(lengths), at_once):
         mine = slice(begin, begin + at_once)
-        seen, found = lengths[mine], (chosen[mine, None], counts[mine])
-        # One table for all, which no query has a copy of. Nothing here holds the logits of one part during the next.
-        table = positions.expand(len(seen), -1)
-        page_topk(scores(mine)[:, None], table, seen, wanted[mine], chosen.shape[1], found, stats)
+        more = _some(names, mine) if out[2] is not None else {}
+        found = tuple(tensor if tensor is None else tensor[mine] for tensor in out)
+        # Nothing here holds the logits of one part during the next.
+        topk, mine_wanted = out[0].shape[1], wanted[mine]
+        index_topk(scores(mine), lengths[mine], topk, None, mine_wanted, **more, out=found, stats=stats, nothing=nothing)
 
 
-def select(logits: torch.Tensor, lengths: torch.Tensor, topk: int, first: torch.Tensor | None) -> torch.Tensor:
+def _some(names: Names, mine: slice) -> dict[str, torch.Tensor | None]:
+    table, rows, offsets = names
+    if offsets is not None or table is None:
+        return {"offsets": offsets if offsets is None else offsets[mine]}
+    return {"page_table": table[mine], "rows": None} if rows is None else {"page_table": table, "rows": rows[mine]}
+
+
+def select(
+    logits: torch.Tensor, lengths: torch.Tensor, topk: int, first: torch.Tensor | None, names: Names | None = None
+) -> torch.Tensor:
     """Choose from logits whose rows begin anywhere.
 
     It counts nothing: SGLang's lengths give a row that pads a pass a token.
 
     Args:
-        logits: ``[queries, columns]`` float32; with ``first`` it is overwritten outside of each query's tokens.
+        logits: ``[queries, columns]`` float32; with ``first`` it may be overwritten outside of each query's tokens.
         lengths: ``[queries]`` int32, tokens of each query.
         topk: most that a query takes.
         first: ``[queries]`` int32, column of each query's first token; None: 0.
+        names: page table, rows and offsets, see ``index_topk``; None: no slots are wanted.
 
     Returns:
-        ``[queries, topk]`` int32, positions from ``first`` on, ascending, then -1.
+        ``[queries, topk]`` int32, slots of the tokens in ascending order of position, then -1; positions from ``first``
+        on where no slots are wanted.
     """
-    queries, width = logits.shape
-    columns = torch.arange(width, dtype=torch.int32, device=logits.device)
-    chosen = torch.full((queries, topk), -1, dtype=torch.int32, device=logits.device)
-    counts = torch.zeros(queries, 1, dtype=torch.int32, device=logits.device)
-    wanted, out = lengths.clamp(max=topk), (chosen, counts)
-    if first is None:
-        choose(lambda _: logits.contiguous(), max(1, queries), lengths, wanted, columns, out)
-        return chosen
-
-    def own(mine: slice) -> torch.Tensor:
-        start = first[mine, None]
-        # Nothing else has a say then: each query has at least as many tokens of its own as it takes.
-        others = (columns < start) | (columns >= start + lengths[mine, None])
-        return logits[mine].masked_fill_(others, float("-inf")).contiguous()
-
-    seen = torch.full_like(lengths, width)
-    choose(own, queries_at_once(width, logits.device), seen, wanted, columns, out)
-    return torch.where(chosen < 0, -1, chosen - first[:, None])
+    chosen = torch.empty(len(logits), topk, dtype=torch.int32, device=logits.device)
+    if names is None:
+        index_topk(logits, lengths, topk, first, out=(chosen, None, None))
+    else:
+        index_topk(logits, lengths, topk, first, **_some(names, slice(None)), out=(None, None, chosen))
+    return chosen
 
 
 def slots_of(
     chosen: torch.Tensor,
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
+    page_table: torch.Tensor | None,
+    rows: torch.Tensor | None,
     offsets: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -123,8 +127,8 @@ def slots_of(
 
     Args:
         chosen: ``[queries, n]`` int32, positions within each query's row, or -1.
-        page_table: ``[rows, pages]`` int32, pages of 64 tokens.
-        rows: ``[queries]`` int32.
+        page_table: ``[rows, pages]`` int32, pages of 64 tokens; not needed with ``offsets``.
+        rows: ``[queries]`` int32; likewise.
         offsets: ``[queries]``: number the tokens from these on instead.
         out: optional ``[queries, n]`` int32.
 
@@ -138,6 +142,7 @@ def slots_of(
         if offsets is not None:
             torch.add(some, offsets[mine, None], out=found)
         else:
+            assert page_table is not None and rows is not None
             places = some.clamp(min=0)
             pages = page_table[rows[mine, None], places // PAGE_SIZE]
             torch.add(pages * PAGE_SIZE, places % PAGE_SIZE, out=found)

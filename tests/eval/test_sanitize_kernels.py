@@ -13,10 +13,10 @@ import torch
 from sanitizer_texts import MEANT, OUT_OF_BOUNDS
 
 from eval import compile_kernels, sanitize_kernels
-from eval.compile_kernels import OPERATIONS
 from eval.figures.sanitizer import sanitizer
 from eval.live.record import read_rows
 from eval.parts import sanitizer_inside
+from eval.parts.sanitizer_inside import OPERATIONS
 from sglang_sparse_kernels import launch
 from sglang_sparse_kernels.sparse_decode.plan import combines, plan
 
@@ -185,12 +185,13 @@ def test_every_operation_can_be_called(called: dict[str, Mock], capsys: pytest.C
     for name, more in (
         ("page_score", ["summaries_ready"]),
         ("page_topk", ["tables_ready", "stats"]),
+        ("index_topk", ["nothing", "stats"]),
         ("sparse_decode", ["arrivals"]),
     ):
         for extra in more:
             given = [call.kwargs.get(extra) for call in called[name].call_args_list]
             assert [value is None for value in given] == [True, False] * (len(given) // 2), extra
-            assert extra in ("stats", "arrivals") or all(given[1::2])
+            assert extra in ("stats", "arrivals", "nothing") or all(given[1::2])
     layers = [len(call.args[1]) for call in called["update_page_summaries"].call_args_list]
     assert layers == [1, 3] * len(sanitizer_inside.chosen("page_summary", 2))
     assert sanitizer_inside.main(["page_score", "--cases", "2"]) == 0

@@ -91,6 +91,8 @@ static unsigned __shfl_up_sync(unsigned, unsigned value, int step) {
 static unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) { return exchange(value)[threadIdx.x % 32 ^ mask]; }
 
 static int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
+static int __popc(unsigned value) { return __builtin_popcount(value); }
+static int __ffs(unsigned value) { return __builtin_ffs(value); }
 static unsigned __float_as_uint(float value) {
     unsigned bits;
     std::memcpy(&bits, &value, sizeof bits);
@@ -115,6 +117,15 @@ struct int4 {
 };
 template <typename Number> static Number atomicAdd(Number* place, Number value) {
     return __atomic_fetch_add(place, value, __ATOMIC_SEQ_CST);
+}
+static void atomicOr(unsigned* place, unsigned value) { std::atomic_ref(*place) |= value; }
+static void atomicMin(unsigned* place, unsigned value) {
+    std::atomic_ref held(*place);
+    for (unsigned seen = held; value < seen && !held.compare_exchange_weak(seen, value);) {}
+}
+static void atomicMax(unsigned* place, unsigned value) {
+    std::atomic_ref held(*place);
+    for (unsigned seen = held; value > seen && !held.compare_exchange_weak(seen, value);) {}
 }
 
 static uint4 load(const unsigned char* place) { return *(const uint4*)place; }

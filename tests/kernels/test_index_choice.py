@@ -7,6 +7,7 @@ from triton_interpreter import INTERPRETED
 
 from sglang_sparse_kernels import index_choice
 from sglang_sparse_kernels.index_choice import queries_at_once, scratch_bytes, select, slots_of
+from sglang_sparse_kernels.index_topk import portable
 
 QUERIES, WIDTH, TOPK, AT_ONCE = 20, 256, 24, 3
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def test_slots_of_many_queries() -> None:
 @pytest.mark.usefixtures("in_parts")
 def test_what_is_allocated_is_in_scratch_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    collect_after(monkeypatch, index_choice, "page_topk")
+    collect_after(monkeypatch, portable, "page_topk")
     logits, lengths, first = inputs()
     with Peak() as peak:
         select(logits, lengths, TOPK, first)

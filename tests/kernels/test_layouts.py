@@ -41,6 +41,7 @@ OPERATIONS = (
     Operation("block_mass", query="q"),
     Operation("block_topp", results=("indices", "counts"), stats=4),
     Operation("index_logits"),
+    Operation("index_topk", results=("positions", "counts", "slots"), stats=3),
     Operation("kt_score"),
     Operation("load_page_table", "page_table", ()),
     Operation("page_score"),

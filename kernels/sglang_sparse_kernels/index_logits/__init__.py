@@ -1,8 +1,7 @@
 """Index logits: how much each query of the lightning indexer wants each token of its row.
 
 Source: DeepSeek Sparse Attention (DSA, DeepSeek-V3.2-Exp): ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])``, over FP8
-queries and keys, of which the scale of a query is in ``w``. The selection that follows is ``page_topk`` with one head
-and a table of token slots.
+queries and keys, of which the scale of a query is in ``w``. The selection that follows is ``index_topk``.
 """
 
 import torch
