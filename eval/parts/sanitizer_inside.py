@@ -56,7 +56,9 @@ def own_cases(operation: str) -> list[Any]:
         return [cases.Case((5000, 300), (500, 30), 500, heads=1, width=width) for width in (8192, 16384)]
     if operation == "index_topk":
         kinds = ("normal", "ties")
-        return [cases.Case((9000, 300), 200, (1, 0), width=width, kind=kind) for width in (9001, 33000) for kind in kinds]
+        return [
+            cases.Case((9000, 300), 200, (1, 0), width=width, kind=kind) for width in (9001, 33000) for kind in kinds
+        ]
     if operation == "sparse_decode":
         return [cases.Case((4300,), 16, 8, 4, 128, torch.bfloat16, torch.bfloat16, ratio=1.0)]
     return []

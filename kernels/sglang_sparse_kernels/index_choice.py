@@ -74,20 +74,23 @@ def choose(
         stats: see ``index_topk``.
         nothing: the first slot of a query without tokens.
     """
+    chosen, counts, slots = out
     for begin in range(0, len(lengths), at_once):
         mine = slice(begin, begin + at_once)
-        more = _some(names, mine) if out[2] is not None else {}
-        found = tuple(tensor if tensor is None else tensor[mine] for tensor in out)
+        some = _some(names, mine) if slots is not None else (None, None, None)
+        found = chosen[mine], counts[mine], slots[mine] if slots is not None else None
         # Nothing here holds the logits of one part during the next.
-        topk, mine_wanted = out[0].shape[1], wanted[mine]
-        index_topk(scores(mine), lengths[mine], topk, None, mine_wanted, **more, out=found, stats=stats, nothing=nothing)
+        index_topk(scores(mine), lengths[mine], chosen.shape[1], None, wanted[mine], *some, found, stats, nothing)
 
 
-def _some(names: Names, mine: slice) -> dict[str, torch.Tensor | None]:
+def _some(names: Names, mine: slice) -> Names:
+    """What the tokens of some queries are called."""
     table, rows, offsets = names
-    if offsets is not None or table is None:
-        return {"offsets": offsets if offsets is None else offsets[mine]}
-    return {"page_table": table[mine], "rows": None} if rows is None else {"page_table": table, "rows": rows[mine]}
+    if offsets is not None:
+        return None, None, offsets[mine]
+    if table is None or rows is None:
+        return None if table is None else table[mine], None, None
+    return table, rows[mine], None
 
 
 def select(
@@ -112,7 +115,7 @@ def select(
     if names is None:
         index_topk(logits, lengths, topk, first, out=(chosen, None, None))
     else:
-        index_topk(logits, lengths, topk, first, **_some(names, slice(None)), out=(None, None, chosen))
+        index_topk(logits, lengths, topk, first, None, *_some(names, slice(None)), out=(None, None, chosen))
     return chosen
 
 

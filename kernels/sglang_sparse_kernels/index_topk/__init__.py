@@ -30,8 +30,8 @@ def index_topk(
     read.
 
     Args:
-        logits: ``[T, L]`` float32; ``L`` is contiguous, and rows may be any number of elements apart. With ``first`` the
-            fallback overwrites what is outside of each query's tokens.
+        logits: ``[T, L]`` float32; ``L`` is contiguous, and rows may be any number of elements apart. With ``first``
+            the fallback overwrites what is outside of each query's tokens.
         lengths: ``[T]`` int32, tokens of each query, at most ``L`` less its first column; 0 for one that pads a pass.
         topk: most tokens of a query, the width of the results, at least 1.
         first: optional ``[T]`` int32, the column of each query's first token, whose position is 0; 0 by default.
@@ -47,8 +47,9 @@ def index_topk(
         nothing: the first slot of a query without tokens.
 
     Returns:
-        ``positions`` ``[T, topk]`` int32, ascending, then -1; ``counts`` ``[T]`` int32, how many they are; and ``slots``
-        ``[T, topk]`` int32, what they are called in the KV cache, then -1: None without ``page_table`` and ``offsets``.
+        ``positions`` ``[T, topk]`` int32, ascending, then -1; ``counts`` ``[T]`` int32, how many they are; and
+        ``slots`` ``[T, topk]`` int32, what they are called in the KV cache, then -1; None without ``page_table`` and
+        ``offsets``.
 
     Raises:
         ValueError: a wrong dimension, dtype, device, stride or size; or slots without a page table and offsets.

@@ -13,6 +13,7 @@
 #define WARPS (THREADS / 32)
 // Loads of a thread that are on their way at once, of four logits each.
 #define VECTORS 4
+#define TILE (4 * VECTORS * THREADS)
 #define INFINITE __uint_as_float(0x7F800000u)
 // A thread says of each of its candidates whether it is chosen by a bit.
 static_assert(CANDIDATES <= 32 * THREADS && BINS % THREADS == 0, "more than a thread can hold");
@@ -133,7 +134,7 @@ __device__ Threshold find(const Keys& keys, unsigned wanted, unsigned low, unsig
     while (true) {
         // Everybody has read this block's histogram.
         if (OF_ALL && CLUSTER > 1) cluster_barrier();
-        for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.histogram[bin] = 0;
+        for (int i = threadIdx.x; i < BINS / 4; i += THREADS) ((uint4*)shared.histogram)[i] = uint4{0, 0, 0, 0};
         __syncthreads();
         unsigned span = high - low;
         int shift = max(0, 21 - __clz(span));
@@ -194,53 +195,52 @@ __device__ unsigned guess(const float* row, int length, unsigned wanted, unsigne
     return find<false>(Sample{sample, samples}, rank, low, high, ALL, rank / 16, shared).low;
 }
 
-// Four logits of a part, from `logits[first]` on, of which bits say which belong to it.
-__device__ unsigned load_edge(const Part& part, int first, float (&four)[4]) {
-    unsigned held = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        bool inside = first + i >= part.begin && first + i < part.end;
-        four[i] = inside ? part.logits[first + i] : 0.0f;
-        held |= (unsigned)inside << i;
-    }
-    return held;
-}
-
-// Keeps the logits of a part that are not below `least`, in any order; `shared.count` says how many there are, even if
-// they do not fit.
-__device__ void collect(const Part& part, float least, Shared& shared) {
-    int lane = threadIdx.x % 32;
-    for (int first = 0; first < part.end; first += 4 * VECTORS * THREADS) {
-        float held[VECTORS][4];
-        unsigned inside = 0, kept = 0;
+// Loads of a thread for a tile of a part: consecutive threads have consecutive fours. Returns by bits which logits belong
+// to the part; only its first and its last tile have others.
+__device__ unsigned load_tile(const Part& part, int first, float (&held)[VECTORS][4]) {
+    int place = first + 4 * (int)threadIdx.x;
+    if (first >= part.begin && first + TILE <= part.end) {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
-            int place = first + 4 * (i * THREADS + threadIdx.x);
-            if (place >= part.begin && place + 4 <= part.end) {
-                float4 four = load_four(part.logits + place);
-                held[i][0] = four.x;
-                held[i][1] = four.y;
-                held[i][2] = four.z;
-                held[i][3] = four.w;
-                inside |= 15u << 4 * i;
-            } else {
-                inside |= load_edge(part, place, held[i]) << 4 * i;
-            }
+            float4 four = load_four(part.logits + place + 4 * i * THREADS);
+            held[i][0] = four.x;
+            held[i][1] = four.y;
+            held[i][2] = four.z;
+            held[i][3] = four.w;
         }
+        return (1u << 4 * VECTORS) - 1;
+    }
+    unsigned inside = 0;
+#pragma unroll
+    for (int i = 0; i < 4 * VECTORS; i++) {
+        int token = place + i / 4 * (4 * THREADS) + i % 4;
+        bool own = token >= part.begin && token < part.end;
+        held[i / 4][i % 4] = own ? part.logits[token] : 0.0f;
+        inside |= (unsigned)own << i;
+    }
+    return inside;
+}
+
+// Keeps the logits of a part that are not below `least`, in any order. `shared.count` says how many there are, even if
+// they do not fit; then nobody reads them.
+__device__ void collect(const Part& part, float least, Shared& shared) {
+    for (int first = 0; first < part.end; first += TILE) {
+        float held[VECTORS][4];
+        unsigned inside = load_tile(part, first, held), kept = 0;
 #pragma unroll
         for (int i = 0; i < 4 * VECTORS; i++) kept |= (unsigned)!(held[i / 4][i % 4] < least) << i;
         kept &= inside;
         if (!__ballot_sync(ALL, kept != 0)) continue;
         unsigned mine = __popc(kept), through = lanes_through(mine), begin = 0;
-        if (lane == 31) begin = atomicAdd(&shared.count, through);
-        unsigned place = __shfl_sync(ALL, begin, 31) + through - mine;
+        if (threadIdx.x % 32 == 31) begin = atomicAdd(&shared.count, through);
+        begin = __shfl_sync(ALL, begin, 31) + through - mine;
+        if (begin + mine > CANDIDATES) kept = 0;
+        uint2* next = shared.pairs + begin;
+        unsigned place = first + 4 * threadIdx.x;
 #pragma unroll
-        for (int i = 0; i < 4 * VECTORS; i++) {
-            if (!(kept >> i & 1)) continue;
-            unsigned token = first + 4 * (i / 4 * THREADS + threadIdx.x) + i % 4;
-            if (place < CANDIDATES) shared.pairs[place] = uint2{__float_as_uint(held[i / 4][i % 4]), token};
-            place++;
-        }
+        for (int i = 0; i < 4 * VECTORS; i++)
+            if (kept >> i & 1)
+                *next++ = uint2{__float_as_uint(held[i / 4][i % 4]), place + i / 4 * (4 * THREADS) + i % 4};
     }
 }
 
