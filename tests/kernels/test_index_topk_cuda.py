@@ -139,7 +139,7 @@ def test_a_sample_that_says_nothing(shape: Shape, library: ctypes.CDLL) -> None:
     arguments = make(Case((1600,) * 4, 50), "cpu")
     logits = arguments["logits"]
     pieces = min(256, shape.candidates // 4, 400 // 4)
-    seen = torch.tensor([4 * (piece * 400 // pieces) for piece in range(pieces)])[:, None] + torch.arange(8)
+    seen = 4 * (torch.arange(pieces).float() * (400 / pieces)).int()[:, None] + torch.arange(8)
     for row, value in enumerate((100.0, -100.0)):
         logits[row, seen.flatten()] += value
     logits[2, ::2], logits[2, 1::2] = -math.inf, math.nan

@@ -169,15 +169,27 @@ __device__ unsigned guess(const float* row, int length, unsigned wanted, unsigne
     int skipped = (4 - (int)((unsigned long long)row / 4 % 4)) % 4, vectors = (length - skipped) / 4;
     // Pieces of 32 bytes, as memory is read, all over the row: neighbours are alike.
     int pieces = min(min(length > 3 << 16 ? 1024 : length > 3 << 14 ? 512 : 256, CANDIDATES / 4), vectors / 4);
+    // Four at least, so that a piece too far to the right by rounding is in the row.
+    float apart = (float)vectors / pieces;
     float* sample = (float*)shared.pairs;
     float lowest = INFINITE, highest = -INFINITE;
-    for (int i = threadIdx.x; i < 2 * pieces; i += THREADS) {
-        int vector = (int)((long long)(i / 2) * vectors / pieces) + i % 2;
-        float4 four = load_four(row + skipped + 4 * vector);
-        *(float4*)(sample + 4 * i) = four;
-        bool number = four.x == four.x && four.y == four.y && four.z == four.z && four.w == four.w;
-        lowest = fminf(lowest, fminf(fminf(four.x, four.y), fminf(four.z, four.w)));
-        highest = fmaxf(highest, number ? fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)) : INFINITE);
+    for (int begin = threadIdx.x; begin < 2 * pieces; begin += VECTORS * THREADS) {
+        float4 fours[VECTORS];
+#pragma unroll
+        for (int j = 0; j < VECTORS; j++) {
+            int i = begin + j * THREADS;
+            if (i < 2 * pieces) fours[j] = load_four(row + skipped + 4 * ((int)(i / 2 * apart) + i % 2));
+        }
+#pragma unroll
+        for (int j = 0; j < VECTORS; j++) {
+            int i = begin + j * THREADS;
+            if (i >= 2 * pieces) break;
+            float4 four = fours[j];
+            *(float4*)(sample + 4 * i) = four;
+            bool numbers = four.x == four.x && four.y == four.y && four.z == four.z && four.w == four.w;
+            lowest = fminf(lowest, fminf(fminf(four.x, four.y), fminf(four.z, four.w)));
+            highest = fmaxf(highest, numbers ? fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)) : INFINITE);
+        }
     }
     unsigned low = __reduce_min_sync(ALL, key_of(lowest));
     high = __reduce_max_sync(ALL, key_of(highest));
@@ -195,28 +207,37 @@ __device__ unsigned guess(const float* row, int length, unsigned wanted, unsigne
     return find<false>(Sample{sample, samples}, rank, low, high, ALL, rank / 16, shared).low;
 }
 
+__device__ void load_into(float (&held)[4], const float* place) {
+    float4 four = load_four(place);
+    held[0] = four.x;
+    held[1] = four.y;
+    held[2] = four.z;
+    held[3] = four.w;
+}
+
 // Loads of a thread for a tile of a part: consecutive threads have consecutive fours. Returns by bits which logits belong
 // to the part; only its first and its last tile have others.
 __device__ unsigned load_tile(const Part& part, int first, float (&held)[VECTORS][4]) {
     int place = first + 4 * (int)threadIdx.x;
     if (first >= part.begin && first + TILE <= part.end) {
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            float4 four = load_four(part.logits + place + 4 * i * THREADS);
-            held[i][0] = four.x;
-            held[i][1] = four.y;
-            held[i][2] = four.z;
-            held[i][3] = four.w;
-        }
+        for (int i = 0; i < VECTORS; i++) load_into(held[i], part.logits + place + i * (4 * THREADS));
         return (1u << 4 * VECTORS) - 1;
     }
     unsigned inside = 0;
 #pragma unroll
-    for (int i = 0; i < 4 * VECTORS; i++) {
-        int token = place + i / 4 * (4 * THREADS) + i % 4;
-        bool own = token >= part.begin && token < part.end;
-        held[i / 4][i % 4] = own ? part.logits[token] : 0.0f;
-        inside |= (unsigned)own << i;
+    for (int i = 0; i < VECTORS; i++, place += 4 * THREADS) {
+        if (place >= part.begin && place + 4 <= part.end) {
+            load_into(held[i], part.logits + place);
+            inside |= 15u << 4 * i;
+            continue;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            bool own = place + j >= part.begin && place + j < part.end;
+            held[i][j] = own ? part.logits[place + j] : 0.0f;
+            inside |= (unsigned)own << (4 * i + j);
+        }
     }
     return inside;
 }
@@ -363,14 +384,30 @@ struct Words {
     }
 };
 
-// What is written of a query, as far as it is wanted; `table` is the row of the page table.
+// What is written of a query, as far as it is wanted; `table` is the row of the page table, or null.
 struct Output {
     int *positions, *slots;
-    const int *table, *offset;
-    __device__ void operator()(unsigned place, int position) const {
-        if (positions) positions[place] = position;
-        if (!slots) return;
-        slots[place] = offset ? position + *offset : table[position / PAGE] * PAGE + position % PAGE;
+    const int* table;
+    int offset;
+    // Writes this thread's share of `number` tokens, from `place` on: those from `start` on, each `step`-th. Their pages
+    // are all on their way before the first of them is written.
+    template <typename Position>
+    __device__ void put(unsigned place, unsigned number, unsigned start, unsigned step, Position position_of) const {
+        for (; start < number; start += VECTORS * step) {
+            int found[VECTORS], page[VECTORS];
+#pragma unroll
+            for (int i = 0; i < VECTORS; i++) {
+                found[i] = start + i * step < number ? position_of(start + i * step) : 0;
+                page[i] = table ? table[found[i] / PAGE] : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < VECTORS; i++) {
+                if (start + i * step >= number) break;
+                unsigned target = place + start + i * step;
+                if (positions) positions[target] = found[i];
+                if (slots) slots[target] = table ? page[i] * PAGE + found[i] % PAGE : found[i] + offset;
+            }
+        }
     }
 };
 
@@ -383,8 +420,8 @@ __device__ void write(const Part& part, unsigned place, unsigned number, Output 
             if (index - begin < BINS) shared.histogram[index - begin] = token;
         });
         __syncthreads();
-        for (unsigned i = threadIdx.x; i < min(number - begin, (unsigned)BINS); i += THREADS)
-            output(place + begin + i, part.origin + (int)shared.histogram[i]);
+        output.put(place + begin, min(number - begin, (unsigned)BINS), threadIdx.x, THREADS,
+                   [&](unsigned i) { return part.origin + (int)shared.histogram[i]; });
         __syncthreads();
     }
 }
@@ -393,11 +430,13 @@ __device__ void write(const Part& part, unsigned place, unsigned number, Output 
 __device__ void place(const Tokens& tokens, Threshold threshold, Output output, Shared& shared) {
     Chosen chosen = count(tokens, threshold, shared);
     unsigned above = shared.above, equal = shared.equal, above_before = 0, equal_before = 0;
-    for (unsigned rank = 0; CLUSTER > 1 && rank < block_rank(); rank++) {
-        above_before += load_from(rank, &shared.above);
-        equal_before += load_from(rank, &shared.equal);
+    if (CLUSTER > 1) {
+        unsigned rank = threadIdx.x % 32, mine = block_rank();
+        above_before = __reduce_add_sync(ALL, rank < mine ? load_from(rank, &shared.above) : 0u);
+        equal_before = __reduce_add_sync(ALL, rank < mine ? load_from(rank, &shared.equal) : 0u);
+        // From here on this block has read all that it reads of others.
+        cluster_arrive();
     }
-    if (CLUSTER > 1) cluster_arrive();
     unsigned ties = threshold.whole ? 0 : threshold.ties, taken_before = min(ties, equal_before), cut = ALL;
     unsigned taken = min(ties - taken_before, equal);
     if (taken < equal) {
@@ -448,9 +487,9 @@ index_topk(const float* logits, const int* lengths, const int* first, const int*
     int wanted = min(length, (int)topk);
     if (wanted_ptr) wanted = max(0, min(wanted, wanted_ptr[query]));
     Output output = {positions ? positions + query * topk : nullptr, slots ? slots + query * topk : nullptr, nullptr,
-                     offsets ? offsets + query : nullptr};
+                     offsets ? offsets[query] : 0};
     // The row of a query without tokens may be any number.
-    if (page_table && wanted > 0) output.table = page_table + (rows ? rows[query] : query) * table_stride;
+    if (slots && !offsets && wanted > 0) output.table = page_table + (rows ? rows[query] : query) * table_stride;
     int start = block_rank() * THREADS + threadIdx.x;
     if (start == 0) {
         if (counts) counts[query] = wanted;
@@ -465,6 +504,6 @@ index_topk(const float* logits, const int* lengths, const int* first, const int*
         if (slots) slots[query * topk + i] = i == 0 ? (int)nothing : -1;
     }
     if (wanted == length)
-        for (int i = start; i < length; i += CLUSTER * THREADS) output(i, i);
+        output.put(0, wanted, start, CLUSTER * THREADS, [](unsigned i) { return (int)i; });
     else if (wanted > 0) choose(logits + query * stride + begin, length, wanted, output, shared);
 }
