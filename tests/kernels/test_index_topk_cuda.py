@@ -163,12 +163,12 @@ def test_a_block_of_the_size_that_gpus_get(library: ctypes.CDLL) -> None:
 @pytest.mark.parametrize(
     ("width", "queries", "topk", "clusters", "expected"),
     [
-        (131136, 1, 2048, True, Shape(8, 512)),  # as many blocks as have enough to do
+        (131136, 1, 2048, True, Shape(8, 1024)),  # as many blocks as have enough to do
         (131136, 32, 2048, True, Shape(8, 512)),  # as many as run at once
         (131136, 34, 2048, True, Shape(4, 512)),
         (32768, 1, 2048, True, Shape(8, 512)),
         (9000, 1, 2048, True, Shape(2, 512)),
-        (9000, 1, 2048, False, Shape(1, 512)),  # a GPU without clusters
+        (9000, 1, 2048, False, Shape(1, 1024)),  # a GPU without clusters
         (131136, 8192, 2048, True, Shape(1, 256)),
         (131136, 8192, 4096, False, Shape(1, 256)),
         (131136, 8192, 4096, True, Shape(2, 512)),  # candidates that one block could not keep
@@ -203,7 +203,7 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cuda.takes(torch.empty(1, 8, device="meta"), 1)
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 256), Shape(1, 512), Shape(2, 512), Shape(8, 512)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(1, 256), Shape(1, 512), Shape(2, 512), Shape(8, 512), Shape(8, 1024)], ids=str)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)], ids=lambda pair: f"sm{pair[0]}{pair[1]}")
 def test_it_compiles(capability: tuple[int, int], shape: Shape) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")

@@ -14,9 +14,12 @@
 // Loads of a thread that are on their way at once, of four logits each.
 #define VECTORS 4
 #define TILE (4 * VECTORS * THREADS)
+// Such loads of a sample; of all but the longest rows it is 1,024 at most.
+#define SAMPLED (1024 / THREADS)
 #define INFINITE __uint_as_float(0x7F800000u)
+#define LARGEST 3.402823466e38f
 // A thread says of each of its candidates whether it is chosen by a bit.
-static_assert(CANDIDATES <= 32 * THREADS && BINS % THREADS == 0, "more than a thread can hold");
+static_assert(CANDIDATES <= 32 * THREADS && BINS % THREADS == 0 && THREADS <= 1024, "more than a thread can hold");
 
 // See hopper.cuh.
 #ifdef __CUDACC__
@@ -95,6 +98,11 @@ __device__ void meet() {
     else __syncthreads();
 }
 
+__device__ void clear(Shared& shared) {
+    for (int i = threadIdx.x; i < BINS / 4; i += THREADS) ((uint4*)shared.histogram)[i] = uint4{0, 0, 0, 0};
+    __syncthreads();
+}
+
 // Which bin holds the key of rank `wanted` from the top, where `above` keys are higher than all bins. With OF_ALL the
 // histograms of the cluster's blocks are added up.
 template <bool OF_ALL> __device__ Bin find_bin(unsigned wanted, unsigned above, Shared& shared) {
@@ -134,8 +142,7 @@ __device__ Threshold find(const Keys& keys, unsigned wanted, unsigned low, unsig
     while (true) {
         // Everybody has read this block's histogram.
         if (OF_ALL && CLUSTER > 1) cluster_barrier();
-        for (int i = threadIdx.x; i < BINS / 4; i += THREADS) ((uint4*)shared.histogram)[i] = uint4{0, 0, 0, 0};
-        __syncthreads();
+        clear(shared);
         unsigned span = high - low;
         int shift = max(0, 21 - __clz(span));
         keys.each([&](unsigned key) {
@@ -163,6 +170,22 @@ struct Sample {
     }
 };
 
+// Where about the `rank` highest of a sample end. By equal bins, which one pass over it tells enough of, unless there are
+// outliers.
+__device__ unsigned divide(Sample sample, unsigned rank, unsigned low, unsigned high, Shared& shared) {
+    float highest = logit_of(high), range = highest - logit_of(low), scale = BINS / range;
+    unsigned slack = rank / 16;
+    if (range <= LARGEST && scale <= LARGEST) {
+        clear(shared);
+        for (unsigned i = threadIdx.x; i < sample.count; i += THREADS)
+            atomicAdd(&shared.histogram[min((unsigned)((highest - sample.logits[i]) * scale), BINS - 1u)], 1u);
+        __syncthreads();
+        Bin bin = find_bin<false>(rank, 0, shared);
+        if (bin.above + bin.inside <= rank + slack) return key_of(highest - (bin.index + 1) / scale);
+    }
+    return find<false>(sample, rank, low, high, ALL, slack, shared).low;
+}
+
 // A key that is most likely among the `wanted` highest of a row and few others with it, from a sample of the row, and the
 // highest key of the sample. The same in all blocks of a cluster.
 __device__ unsigned guess(const float* row, int length, unsigned wanted, unsigned& high, Shared& shared) {
@@ -173,15 +196,15 @@ __device__ unsigned guess(const float* row, int length, unsigned wanted, unsigne
     float apart = (float)vectors / pieces;
     float* sample = (float*)shared.pairs;
     float lowest = INFINITE, highest = -INFINITE;
-    for (int begin = threadIdx.x; begin < 2 * pieces; begin += VECTORS * THREADS) {
-        float4 fours[VECTORS];
+    for (int begin = threadIdx.x; begin < 2 * pieces; begin += SAMPLED * THREADS) {
+        float4 fours[SAMPLED];
 #pragma unroll
-        for (int j = 0; j < VECTORS; j++) {
+        for (int j = 0; j < SAMPLED; j++) {
             int i = begin + j * THREADS;
             if (i < 2 * pieces) fours[j] = load_four(row + skipped + 4 * ((int)(i / 2 * apart) + i % 2));
         }
 #pragma unroll
-        for (int j = 0; j < VECTORS; j++) {
+        for (int j = 0; j < SAMPLED; j++) {
             int i = begin + j * THREADS;
             if (i >= 2 * pieces) break;
             float4 four = fours[j];
@@ -204,7 +227,7 @@ __device__ unsigned guess(const float* row, int length, unsigned wanted, unsigne
     float expected = (float)wanted * samples / length;
     // Four times the deviation of a random sample.
     unsigned rank = min((unsigned)(expected + 4.0f * sqrtf(expected) + 4.0f), samples);
-    return find<false>(Sample{sample, samples}, rank, low, high, ALL, rank / 16, shared).low;
+    return divide(Sample{sample, samples}, rank, low, high, shared);
 }
 
 __device__ void load_into(float (&held)[4], const float* place) {
@@ -242,12 +265,12 @@ __device__ unsigned load_tile(const Part& part, int first, float (&held)[VECTORS
     return inside;
 }
 
-// Keeps the logits of a part that are not below `least`, in any order. `shared.count` says how many there are, even if
-// they do not fit; then nobody reads them.
-__device__ void collect(const Part& part, float least, Shared& shared) {
+// Keeps the logits of a part that are not below `least`, in any order; `held` has those of its first tile, which are
+// `inside`. `shared.count` says how many there are, even if they do not fit; then nobody reads them.
+__device__ void collect(const Part& part, float least, float (&held)[VECTORS][4], unsigned inside, Shared& shared) {
     for (int first = 0; first < part.end; first += TILE) {
-        float held[VECTORS][4];
-        unsigned inside = load_tile(part, first, held), kept = 0;
+        if (first > 0) inside = load_tile(part, first, held);
+        unsigned kept = 0;
 #pragma unroll
         for (int i = 0; i < 4 * VECTORS; i++) kept |= (unsigned)!(held[i / 4][i % 4] < least) << i;
         kept &= inside;
@@ -456,9 +479,11 @@ __device__ void place(const Tokens& tokens, Threshold threshold, Output output, 
 // Chooses `wanted` of `length` tokens, of which there are more.
 __device__ void choose(const float* row, int length, unsigned wanted, Output output, Shared& shared) {
     Part part(row, length);
-    unsigned low = 0, high = ALL;
+    // On their way while a sample is looked at.
+    float held[VECTORS][4];
+    unsigned inside = load_tile(part, 0, held), low = 0, high = ALL;
     if (length > CANDIDATES) low = guess(row, length, wanted, high, shared);
-    collect(part, low ? logit_of(low) : -INFINITE, shared);
+    collect(part, low ? logit_of(low) : -INFINITE, held, inside, shared);
     meet();
     Candidates candidates(shared);
     Tokens tokens = {part, shared.count, candidates.total >= wanted && candidates.most <= CANDIDATES};

@@ -30,7 +30,9 @@ _CLUSTERS = (1, 2, 4, 8)
 _RESIDENT = 1024
 # A block's part of a row, below which more blocks cost more than they save.
 _LEAST_PART = 4096
-# Of one block. Those of more candidates than fit are found by reading the row again.
+# What blocks of 512 threads read at once.
+_MOST_READ = 8192
+# Tokens that one block can choose most likely without reading the row again, as for more it would lack candidates.
 _MOST_ALONE = 2048
 
 
@@ -68,7 +70,8 @@ def shape_of(width: int, queries: int, topk: int, processors: int, clusters: boo
     """How rows are selected from.
 
     One block where there are as many queries as run at once: then only throughput counts, and small blocks leave the
-    memory idle least. With fewer the most blocks that all run at once and have enough to do.
+    memory idle least. With fewer the most blocks that all run at once and have enough to do, large ones where each has
+    a multiprocessor of its own.
 
     Args:
         width: tokens of the longest row.
@@ -82,6 +85,8 @@ def shape_of(width: int, queries: int, topk: int, processors: int, clusters: boo
     useful = [size for size in sizes if size * queries <= 2 * processors and size * _LEAST_PART <= width] or [1]
     spare = 2 if clusters and topk > _MOST_ALONE else 1
     cluster = max(holding[0], useful[-1], spare)
+    if cluster * queries <= processors and width > _MOST_READ * cluster:
+        return Shape(cluster, 1024)
     return Shape(cluster, 512 if cluster > 1 or queries <= 2 * processors else 256)
 
 
