@@ -23,7 +23,7 @@ struct Index {
 };
 struct Warp {
     std::barrier<> barrier{32};
-    unsigned values[32];
+    unsigned values[32], operands[32][6];
 };
 struct Block {
     std::barrier<> barrier;
@@ -68,6 +68,7 @@ static unsigned __ballot_sync(unsigned, bool flag) {
     for (unsigned value : exchange(flag)) mask |= value << lane++;
     return mask;
 }
+static bool __any_sync(unsigned mask, bool flag) { return __ballot_sync(mask, flag) != 0; }
 static unsigned __reduce_add_sync(unsigned, unsigned value) {
     unsigned sum = 0;
     for (unsigned other : exchange(value)) sum += other;
@@ -161,20 +162,56 @@ static unsigned half_of_e4m3(unsigned bits) {
 }
 static unsigned of_e4m3(unsigned bits) { return half_of_e4m3(bits & 255) | half_of_e4m3(bits >> 8 & 255) << 16; }
 
-// A product of tensor cores, from where each lane has its operands (mma.m16n8k16).
-static void multiply_as(bool bfloat16, float (&sums)[4], const unsigned (&pages)[4], uint2 query) {
-    std::vector<unsigned> a[4], b[2] = {exchange(query.x), exchange(query.y)};
-    for (int i = 0; i < 4; i++) a[i] = exchange(pages[i]);
-    int lane = threadIdx.x % 32;
-    for (int i = 0; i < 4; i++) {
-        int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        for (int entry = 0; entry < 16; entry++) {
-            int holder = entry % 8 / 2, upper = entry % 2 * 16;
-            unsigned one = a[row / 8 + entry / 8 * 2][row % 8 * 4 + holder], other = b[entry / 8][column * 4 + holder];
-            sums[i] += of_half(bfloat16, one >> upper & 0xFFFF) * of_half(bfloat16, other >> upper & 0xFFFF);
-        }
-    }
+// Lets `use` read what each lane hands in, at most six words.
+template <int SIZE, typename Use> static void share(const unsigned (&words)[SIZE], Use use) {
+    Warp& warp = *blocks[place_in_cluster]->warps[threadIdx.x / 32];
+    std::copy(words, words + SIZE, warp.operands[threadIdx.x % 32]);
+    warp.barrier.arrive_and_wait();
+    use(warp.operands);
+    warp.barrier.arrive_and_wait();
 }
+
+// A product of tensor cores, from where each lane has its operands (mma.m16n8k16).
+static void multiply_as(bool bfloat16, float (&sums)[4], const unsigned (&rows)[4], uint2 columns) {
+    const unsigned words[6] = {rows[0], rows[1], rows[2], rows[3], columns.x, columns.y};
+    share(words, [&](const unsigned (*all)[6]) {
+        int lane = threadIdx.x % 32;
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            for (int entry = 0; entry < 16; entry++) {
+                int holder = entry % 8 / 2, upper = entry % 2 * 16;
+                unsigned one = all[row % 8 * 4 + holder][row / 8 + entry / 8 * 2];
+                unsigned other = all[column * 4 + holder][4 + entry / 8];
+                sums[i] += of_half(bfloat16, one >> upper & 0xFFFF) * of_half(bfloat16, other >> upper & 0xFFFF);
+            }
+        }
+    });
+}
+
+// Shared memory as addresses; what is copied to it is there at once.
+typedef unsigned long long Place;
+static Place place_of(const void* memory) { return (Place)memory; }
+static void copy(Place target, const unsigned char* source, bool held) {
+    if (held) std::memcpy((void*)target, source, 16);
+    else std::memset((void*)target, 0, 16);
+}
+static void end_of_copies() {}
+template <int LATER> static void await_copies() {}
+
+// Four matrices of 8 rows of 16 bytes, each lane knowing the place of a row (ldmatrix.x4).
+static void load_matrices(Place place, unsigned (&words)[4]) {
+    const unsigned halves[2] = {(unsigned)place, (unsigned)(place >> 32)};
+    share(halves, [&](const unsigned (*all)[6]) {
+        int lane = threadIdx.x % 32;
+        for (int i = 0; i < 4; i++) {
+            const unsigned* row = all[i * 8 + lane / 4];
+            words[i] = ((const unsigned*)(row[0] | (Place)row[1] << 32))[lane % 4];
+        }
+    });
+}
+
+static float __fmul_rn(float first, float second) { return first * second; }
+static float exp2_of(float number) { return std::exp2(number); }
 
 // Runs a kernel's body in all threads of a grid, one cluster of `size` blocks of a row after the other.
 template <typename Body>

@@ -31,14 +31,14 @@ def block_mass(
 ) -> torch.Tensor:
     """Exact softmax over all tokens of a row for each head, the mean over the heads, the sum over each block's tokens.
 
-    The kernels round once what a block weighs in a head, to float16 where ``q`` is float16 or bfloat16, and normalise
-    by the sum of what they rounded: a mass is off by 2.5e-4 at most, and a row's masses still sum to 1. In float32
-    nothing is rounded further. The same input gives the same bits.
+    The kernels round once what a block weighs in a head, to float16 or as coarsely where ``q`` is float16 or bfloat16,
+    and normalise by the sum of what they rounded: a mass is off by 2.5e-4 at most, and a row's masses still sum to 1.
+    In float32 nothing is rounded further. The same input gives the same bits.
 
     A logit of -inf is a weight of 0. A NaN or +inf among a row's logits, or a head with -inf alone, makes all the row's
     masses NaN; a selection then has to take every block.
 
-    The kernels allocate a scratch of at most ``H * (2 + block_size / 16)`` bytes per row and block of the table (3 * H
+    The kernels allocate a scratch of at most ``H * (2 + block_size / 8)`` bytes per row and block of the table (3 * H
     for blocks of 16 tokens; the table counts in whole tiles of 128 tokens), 2 * H more with a float32 ``q``, and 8 * H
     bytes per row and split. Rows that together need more than 256 MiB take turns in it; see ``scratch_bytes``.
 
@@ -79,15 +79,18 @@ def block_mass(
     arguments = (q, k_cache, block_table, n_blocks, last_slots, block_size, sm_scale, k_scale, out)
     if dispatch.use_reference(q):
         return reference.block_mass(*arguments)
-    from . import triton
+    from . import cuda, triton
 
-    return triton.block_mass(*arguments)
+    kernels = cuda if cuda.takes(q, k_cache, block_size) else triton
+    return kernels.block_mass(*arguments)
 
 
 def scratch_bytes(
     batch: int, heads: int, dim: int, width: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Bytes that the kernels of one call allocate at once beside the result. The reference allocates more.
+    """Bytes that the kernels of one call allocate at once beside the result, at most. The reference allocates more.
+
+    It depends on the cache, too, which kernels serve a call of these sizes.
 
     Args:
         batch: rows, at least one.
@@ -98,9 +101,12 @@ def scratch_bytes(
         dtype: of the queries.
         device: where the call runs.
     """
-    from . import triton
+    from . import cuda, triton
 
-    return triton.scratch_bytes(batch, heads, dim, width, block_size, dtype, device)
+    most = triton.scratch_bytes(batch, heads, dim, width, block_size, dtype, device)
+    if cuda.takes_sizes(heads, dim, block_size, dtype, device):
+        most = max(most, cuda.scratch_bytes(batch, heads, width, block_size, device))
+    return most
 
 
 def _check_arguments(

@@ -1,0 +1,514 @@
+// Block masses of the RoPE dimensions by tensor cores: see cuda.py for the method and the launch.
+//
+// Compile-time: HEADS (a multiple of 16), KIND (of queries and keys: BFLOAT16 or FLOAT16), HEAD_TILES (16s of heads that
+// a warp takes: 1 or 2; they divide HEADS), TOKEN_WARPS (warps that divide a tile's tokens), STAGES (tiles of keys on
+// their way or in use), RESIDENT (blocks that a multiprocessor is to run at once), CLUSTER (blocks of a cluster of the
+// merge; 1 before Hopper).
+//
+// A product's rows are heads, its columns tokens. The queries stay in registers; a warp takes 32 tokens at a time, two
+// pieces of 16, whose weights four lanes sum up. One word holds what both pieces weigh in a head.
+
+#include "hopper.cuh"
+
+#define BFLOAT16 0
+
+#define DIM 64
+#define ROW (2 * DIM)  // bytes of a key
+#define PIECE 16
+#define STEP (2 * PIECE)
+#define TILE (STEP * TOKEN_WARPS)
+#define TILE_LOG2 (TOKEN_WARPS == 2 ? 6 : 7)
+#define HEAD_WARPS (HEADS / (16 * HEAD_TILES))
+#define THREADS (32 * HEAD_WARPS * TOKEN_WARPS)
+#define CHUNK 16  // bytes of a copy
+#define CHUNKS (TILE * ROW / CHUNK)
+#define COPIES ((CHUNKS + THREADS - 1) / THREADS)
+// A warp copies consecutive tokens; where four times a power of two, 16 of them or fewer are of one block.
+#define TOGETHER (COPIES & (COPIES - 1) ? 1 : 4)
+#define IDS ((COPIES + TOGETHER - 1) / TOGETHER)
+#define STRIDE (TOKEN_WARPS * HEADS)  // words from a tile to the next one
+
+#define MERGE_WARPS 8
+#define MERGE_THREADS (32 * MERGE_WARPS)
+#define MERGE_WORDS 16  // of a head that a lane takes at a time: 32 pieces, one for each lane in the end
+#define PARTS (MERGE_THREADS / HEADS)
+
+#define LOWEST -3.402823466e38f
+#define NOT_A_NUMBER __uint_as_float(0x7FC00000u)
+// Weights are relative to 2 to the power of a reference. Of one that is this large the reference was too low.
+#define LIMIT 1.8446744e19f  // 2^64
+#define COARSE 4194304.0f
+// From 2^23 on, a float's last bit is worth one.
+#define ONES 8388608.0f
+#define FRACTION 4095
+
+#ifdef __CUDACC__
+__device__ float exp2_of(float number) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(number));
+    return power;
+}
+
+// In shared memory.
+typedef unsigned Place;
+
+__device__ Place place_of(const void* memory) { return (Place)__cvta_generic_to_shared(memory); }
+
+// 16 bytes from global to shared memory, or zeros.
+__device__ void copy(Place target, const unsigned char* source, bool held) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(target), "l"(source), "r"(held ? 16 : 0) : "memory");
+}
+
+__device__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all copies of this thread have arrived but those before the last `LATER` ends.
+template <int LATER> __device__ void await_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(LATER) : "memory"); }
+
+// Four matrices of 8 rows of 16 bytes, each lane knowing the place of a row; it gets 4 bytes of each matrix.
+__device__ void load_matrices(Place place, unsigned (&words)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(place));
+}
+
+// 16 heads by 16 dimensions, times 16 dimensions by 8 tokens.
+__device__ void multiply(float (&sums)[4], const unsigned (&query)[4], uint2 keys) {
+#define MULTIPLY(type)                                                                                 \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
+        "{%8, %9}, {%0, %1, %2, %3};"                                                                  \
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                   \
+        : "r"(query[0]), "r"(query[1]), "r"(query[2]), "r"(query[3]), "r"(keys.x), "r"(keys.y))
+    if (KIND == BFLOAT16) MULTIPLY("bf16");
+    else MULTIPLY("f16");
+#undef MULTIPLY
+}
+#endif
+
+__device__ float swap(float number, int mask) {
+    return __uint_as_float(__shfl_xor_sync(ALL, __float_as_uint(number), mask));
+}
+
+// Of two sums over lanes `mask` apart the one that this lane goes on with: the second one if its bit is set.
+__device__ float halve(float first, float second, int mask) {
+    bool upper = threadIdx.x & mask;
+    return (upper ? second : first) + swap(upper ? first : second, mask);
+}
+
+// The tiles of a split. Splits take consecutive tiles, as many as the others or one more.
+struct Share {
+    int tiles, splits, first, last;  // of the row: tiles, and splits that have any; of this split
+    __device__ Share(int n_blocks, int size_log2, int most, int split) {
+        int blocks_log2 = TILE_LOG2 - size_log2;
+        tiles = (n_blocks + (1 << blocks_log2) - 1) >> blocks_log2;
+        splits = min(most, tiles);
+        unsigned each = (unsigned)tiles / max(splits, 1), more = (unsigned)tiles % max(splits, 1);
+        first = split * each + min(split, (int)more);
+        last = split < splits ? first + each + (split < more) : first;
+    }
+};
+
+struct Query {
+    unsigned tiles[HEAD_TILES][DIM / 16][4];
+    __device__ Query(const unsigned short* q, long long stride_head) {
+        int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int tile = 0; tile < HEAD_TILES; tile++)
+#pragma unroll
+            for (int i = 0; i < DIM / 16 * 4; i++) {
+                int head = tile * 16 + lane / 4 + i % 2 * 8, dim = i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
+                tiles[tile][i / 4][i % 4] = *(const unsigned*)(q + head * stride_head + dim);
+            }
+    }
+};
+
+// What a lane has of its heads, those of the rows of its products.
+struct Heads {
+    float numbers[HEAD_TILES][2];
+    // Of the head that is this lane's in the end; where a warp has 16, two lanes have the same.
+    __device__ float own() const {
+        bool second = threadIdx.x & 1, last = threadIdx.x & 2;
+        float number = second ? numbers[0][1] : numbers[0][0];
+        return last && HEAD_TILES == 2 ? (second ? numbers[HEAD_TILES - 1][1] : numbers[HEAD_TILES - 1][0]) : number;
+    }
+};
+
+// What a lane reads of some tokens: the two halves of a key. Chunks of a key lie in another order for each of eight
+// tokens, so that eight tokens' chunks of the same dimensions are in all banks.
+struct Keys {
+    Place halves[2];
+    __device__ explicit Keys(Place tokens) {
+        int lane = threadIdx.x % 32;
+        halves[0] = tokens + lane % 8 * ROW + (lane / 8 ^ lane % 8) * CHUNK;
+        halves[1] = tokens + lane % 8 * ROW + (lane / 8 ^ lane % 8 ^ 4) * CHUNK;
+    }
+};
+
+// Logits of a piece before they are scaled: for each 16 heads two times 8 tokens.
+__device__ void multiply_piece(const Query& query, const Keys& tokens, int piece, float (&logits)[HEAD_TILES][2][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        unsigned keys[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) load_matrices(tokens.halves[i] + (piece * PIECE + half * 8) * ROW, keys[i]);
+#pragma unroll
+        for (int tile = 0; tile < HEAD_TILES; tile++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) logits[tile][half][i] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < DIM / 16; i++) {
+                uint2 operand = {keys[i / 2][i % 2 * 2], keys[i / 2][i % 2 * 2 + 1]};
+                multiply(logits[tile][half], query.tiles[tile][i], operand);
+            }
+        }
+    }
+}
+
+// Takes the weight of tokens that do not count; the first `left` of the piece do.
+__device__ void hide(float (&logits)[HEAD_TILES][2][4], int left) {
+    int column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int tile = 0; tile < HEAD_TILES; tile++)
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (i / 4 * 8 + column + i % 2 >= left) logits[tile][i / 4][i % 4] = -__uint_as_float(0x7F800000u);
+}
+
+// Raises references to the highest logits of some pieces, NaN not counted, in whole numbers.
+__device__ void raise(const Query& query, const Keys& tokens, int pieces, int left, float scale, Heads& references) {
+    Heads highest;
+#pragma unroll
+    for (int i = 0; i < HEAD_TILES * 2; i++) highest.numbers[i / 2][i % 2] = LOWEST;
+#pragma unroll 1
+    for (int i = 0; i < pieces; i++) {
+        float logits[HEAD_TILES][2][4];
+        multiply_piece(query, tokens, i, logits);
+        hide(logits, left - i * PIECE);
+#pragma unroll
+        for (int tile = 0; tile < HEAD_TILES; tile++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float& number = highest.numbers[tile][j % 4 / 2];
+                number = fmaxf(number, logits[tile][j / 4][j % 4] * scale);
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD_TILES * 2; i++) {
+        float number = highest.numbers[i / 2][i % 2];
+        number = fmaxf(number, swap(number, 1));
+        number = fmaxf(number, swap(number, 2));
+        references.numbers[i / 2][i % 2] = fmaxf(references.numbers[i / 2][i % 2], rintf(number));
+    }
+}
+
+// Where logits are so large that rounding changes them by whole numbers, the product has to be rounded as that was which
+// the reference comes from; one operation does not.
+template <bool CAREFUL> __device__ float weight_of(float logit, float scale, float reference) {
+    return exp2_of(CAREFUL ? __fmul_rn(logit, scale) - reference : fmaf(logit, scale, -reference));
+}
+
+// What the two pieces of a step weigh in this lane's head; if not `CAREFUL`, all tokens count.
+template <bool CAREFUL>
+__device__ void weigh(const Query& query, const Keys& step, int left, float scale, const Heads& references,
+                      float (&weights)[2]) {
+    float sums[2][HEAD_TILES][2];
+#pragma unroll
+    for (int piece = 0; piece < 2; piece++) {
+        float logits[HEAD_TILES][2][4];
+        multiply_piece(query, step, piece, logits);
+        if (CAREFUL) hide(logits, left - piece * PIECE);
+#pragma unroll
+        for (int tile = 0; tile < HEAD_TILES; tile++)
+#pragma unroll
+            for (int row = 0; row < 2; row++) {
+                float reference = references.numbers[tile][row], some[2];
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    some[half] = weight_of<CAREFUL>(logits[tile][half][2 * row], scale, reference) +
+                                 weight_of<CAREFUL>(logits[tile][half][2 * row + 1], scale, reference);
+                sums[piece][tile][row] = some[0] + some[1];
+            }
+    }
+#pragma unroll
+    for (int piece = 0; piece < 2; piece++) {
+        float first = halve(sums[piece][0][0], sums[piece][0][1], 1);
+        if (HEAD_TILES == 1) weights[piece] = first + swap(first, 2);
+        else weights[piece] = halve(first, halve(sums[piece][HEAD_TILES - 1][0], sums[piece][HEAD_TILES - 1][1], 1), 2);
+    }
+}
+
+// Two weights as multiples, 12 bits each, of a power of two, whose exponent is as in a float: 0 is 0. What is added to
+// the total is what the word holds: masses sum to 1 whatever the rounding did.
+__device__ unsigned encode(const float (&weights)[2], float& total) {
+    unsigned exponent = max(__float_as_uint(fmaxf(weights[0], weights[1])) >> 23, 12u) - 11;
+    float scale = __uint_as_float((254 - exponent) << 23), unit = __uint_as_float(exponent << 23);
+    float first = fminf(fmaf(weights[0], scale, ONES), ONES + FRACTION);
+    float second = fminf(fmaf(weights[1], scale, ONES), ONES + FRACTION);
+    total += ((first - ONES) + (second - ONES)) * unit;
+    return exponent << 24 | (__float_as_uint(second) & FRACTION) << 12 | (__float_as_uint(first) & FRACTION);
+}
+
+// Makes a lane's words relative to a reference that is higher by a whole number.
+__device__ void lower(unsigned* word, const unsigned* end, float number) {
+    int by = number < 256.0f ? (int)number : 256;
+#pragma unroll 1
+    for (; word != end; word += STRIDE) {
+        int exponent = (int)(*word >> 24) - by;
+        *word = exponent > 0 ? exponent << 24 | (*word & 0xFFFFFF) : 0;
+    }
+}
+
+// A lane's sums: of its head's words from the first one on, relative to 2 to the power of the head's reference.
+struct Sums {
+    Heads references;
+    float total;
+    unsigned *first, *next;
+    bool stores, coarse;  // whether any head's logits are large
+
+    // `left` tokens of the step count.
+    __device__ void add(const Query& query, const Keys& step, int left, float scale) {
+        float weights[2];
+        bool raised = false;
+        while (true) {
+            if (left >= STEP && !coarse && !raised) weigh<false>(query, step, left, scale, references, weights);
+            else weigh<true>(query, step, left, scale, references, weights);
+            bool fit = weights[0] < LIMIT && weights[1] < LIMIT;
+            if (raised && !fit) total = NOT_A_NUMBER;
+            if (raised || !__any_sync(ALL, !fit)) break;
+            refer_to(query, step, 2, left, scale);
+            raised = true;
+        }
+        unsigned word = encode(weights, total);
+        if (stores) *next = word;
+        next += STRIDE;
+    }
+
+    // Raises the references to the highest logits of some pieces at least.
+    __device__ void refer_to(const Query& query, const Keys& tokens, int pieces, int left, float scale) {
+        float before = references.own();
+        raise(query, tokens, pieces, left, scale, references);
+        coarse = __any_sync(ALL, !(fabsf(references.own()) < COARSE));
+        raise_to(references.own(), before);
+    }
+
+    __device__ void raise_to(float reference, float before) {
+        if (reference == before) return;
+        total *= exp2_of(before - reference);
+        if (stores) lower(first, next, reference - before);
+    }
+};
+
+struct Shared {
+    alignas(128) unsigned char keys[STAGES][TILE * ROW];
+    float references[TOKEN_WARPS][HEADS], totals[TOKEN_WARPS][HEADS];
+};
+
+// The chunk of a tile that this thread copies as its i-th one.
+__device__ int chunk_of(int i) { return (threadIdx.x / 32 * COPIES + i) * 32 + threadIdx.x % 32; }
+
+// Blocks of the tokens that this thread copies, -1: none.
+__device__ void look_up(const int* table, int tile, const Share& share, int n_blocks, int size_log2, int (&ids)[IDS]) {
+#pragma unroll
+    for (int i = 0; i < IDS; i++) {
+        int token = chunk_of(i * TOGETHER) / 8, block = (tile * TILE + token) >> size_log2;
+        ids[i] = tile < share.last && token < TILE && block < n_blocks ? table[block] : -1;
+    }
+}
+
+// `stride` is that of a key, in bytes.
+__device__ void copy_tile(const unsigned char* keys, int stride, const int (&ids)[IDS], int size_log2, Place target) {
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) {
+        int chunk = chunk_of(i), token = chunk / 8, id = ids[i / TOGETHER];
+        if (CHUNKS % THREADS != 0 && chunk >= CHUNKS) break;
+        long long block = (long long)max(id, 0) * (stride << size_log2);
+        int place = (token & ((1 << size_log2) - 1)) * stride + chunk % 8 * CHUNK;
+        copy(target + token * ROW + (chunk % 8 ^ token % 8) * CHUNK, keys + block + place, id >= 0);
+    }
+}
+
+// Tokens of a row: all of its blocks but for those behind the newest one, if that lies in the last block.
+__device__ int length_of(const int* table, int n_blocks, long long last_slot, int size_log2) {
+    int last = n_blocks - 1;
+    if (table[last] != last_slot >> size_log2) return n_blocks << size_log2;
+    return (last << size_log2) + (int)(last_slot & ((1 << size_log2) - 1)) + 1;
+}
+
+// No pointer is __restrict__: what the kernel before this one wrote must not be read as constant, or before the wait.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+block_mass_splits(const unsigned short* q, const unsigned char* keys, const int* table, const int* n_blocks_ptr,
+                  const long long* last_slots, unsigned* words, float* references, float* totals,
+                  long long q_stride_row, long long q_stride_head, long long stride_bytes, long long table_stride,
+                  long long row_words, long long size_log2_wide, long long scale_bits) {
+    launch_dependents();
+    await_inputs();
+    SHARED(Shared, shared);
+    int row = blockIdx.y, split = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int token_warp = warp / HEAD_WARPS, first_head = warp % HEAD_WARPS * 16 * HEAD_TILES;
+    int n_blocks = n_blocks_ptr[row], size_log2 = (int)size_log2_wide;
+    Share share(n_blocks, size_log2, gridDim.x, split);
+    if (split >= share.splits) return;
+    table += row * table_stride;
+    float scale = __uint_as_float((unsigned)scale_bits);
+    int stride = (int)stride_bytes;
+    Place stages = place_of(shared.keys);
+
+    int ids[STAGES - 1][IDS], following[IDS];
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) look_up(table, share.first + i, share, n_blocks, size_log2, ids[i]);
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (share.first + i < share.last) copy_tile(keys, stride, ids[i], size_log2, stages + i * TILE * ROW);
+        end_of_copies();
+    }
+    look_up(table, share.first + STAGES - 1, share, n_blocks, size_log2, following);
+    Query query(q + row * q_stride_row + first_head * q_stride_head, q_stride_head);
+    // Only the row's last tile has tokens that do not count.
+    int length = share.last * TILE;
+    if (share.last == share.tiles) length = length_of(table, n_blocks, last_slots[row], size_log2);
+
+    int head = first_head + (HEAD_TILES == 2 ? lane / 2 % 2 * 16 : 0) + lane % 2 * 8 + lane / 4;
+    Sums sums;
+    sums.total = 0.0f;
+    sums.first = sums.next = words + row * row_words + ((long long)share.first * TOKEN_WARPS + token_warp) * HEADS + head;
+    sums.stores = HEAD_TILES == 2 || lane % 4 < 2;
+#pragma unroll
+    for (int i = 0; i < HEAD_TILES * 2; i++) sums.references.numbers[i / 2][i % 2] = LOWEST;
+
+    for (int tile = share.first, stage = 0; tile < share.last; tile++) {
+        await_copies<STAGES - 2>();
+        // Now all have this tile's keys, and none reads the last tile's.
+        __syncthreads();
+        int later = tile + STAGES - 1, free = stage == 0 ? STAGES - 1 : stage - 1;
+        if (later < share.last) copy_tile(keys, stride, following, size_log2, stages + free * TILE * ROW);
+        end_of_copies();
+        look_up(table, later + 1, share, n_blocks, size_log2, following);
+        Place held = stages + stage * TILE * ROW;
+        // All warps of a head start from the same reference.
+        if (tile == share.first) sums.refer_to(query, Keys(held), 1, length - tile * TILE, scale);
+        sums.add(query, Keys(held + token_warp * STEP * ROW), length - tile * TILE - token_warp * STEP, scale);
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+    }
+
+    if (sums.stores) shared.references[token_warp][head] = sums.references.own();
+    __syncthreads();
+    float highest = LOWEST;
+#pragma unroll
+    for (int i = 0; i < TOKEN_WARPS; i++) highest = fmaxf(highest, shared.references[i][head]);
+    sums.raise_to(highest, sums.references.own());
+    if (sums.stores) shared.totals[token_warp][head] = sums.total;
+    __syncthreads();
+    if (!sums.stores || token_warp != 0) return;
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < TOKEN_WARPS; i++) total += shared.totals[i][head];
+    long long place = ((long long)row * gridDim.x + split) * HEADS + head;
+    references[place] = highest;
+    totals[place] = total;
+}
+
+// A head's total over some splits, relative to 2 to the power of their highest reference.
+struct Total {
+    float reference, total;
+    __device__ void add(float other_reference, float other_total) {
+        float highest = fmaxf(reference, other_reference);
+        total = total * exp2_of(reference - highest) + other_total * exp2_of(other_reference - highest);
+        reference = highest;
+    }
+};
+
+struct Merged {
+    Total parts[PARTS][HEADS];
+    unsigned totals[2][HEADS];  // of this block's splits
+    float factors[HEADS];
+};
+
+// By what the words of a split are to be multiplied, for each head: shared.factors. The blocks of a cluster divide the
+// splits whose totals they add up. All threads of the cluster call it, and afterwards cluster_wait().
+__device__ void find_factors(const float* references, const float* totals, const Share& share, int split, Merged& shared) {
+    int head = threadIdx.x % HEADS, part = threadIdx.x / HEADS, rank = blockIdx.x % CLUSTER;
+    if (part < PARTS) {
+        Total sum = {LOWEST, 0.0f};
+#pragma unroll 4
+        for (int i = part * CLUSTER + rank; i < share.splits; i += PARTS * CLUSTER)
+            sum.add(references[i * HEADS + head], totals[i * HEADS + head]);
+        shared.parts[part][head] = sum;
+    }
+    __syncthreads();
+    Total sum = {LOWEST, 0.0f};
+    if (threadIdx.x < HEADS) {
+        for (int i = 0; i < PARTS; i++) sum.add(shared.parts[i][head].reference, shared.parts[i][head].total);
+        shared.totals[0][head] = __float_as_uint(sum.reference);
+        shared.totals[1][head] = __float_as_uint(sum.total);
+    }
+    if (CLUSTER > 1) cluster_barrier();
+    if (threadIdx.x < HEADS) {
+        if (CLUSTER > 1) {
+            sum = {LOWEST, 0.0f};
+#pragma unroll
+            for (int i = 0; i < CLUSTER; i++)
+                sum.add(__uint_as_float(load_from(i, &shared.totals[0][head])),
+                        __uint_as_float(load_from(i, &shared.totals[1][head])));
+        }
+        // A row without any weight has NaN alone.
+        float reference = split < share.splits ? references[split * HEADS + head] : LOWEST;
+        shared.factors[head] = exp2_of(reference - sum.reference) * (1.0f / (sum.total * HEADS));
+    }
+    __syncthreads();
+    if (CLUSTER > 1) cluster_arrive();
+}
+
+// Sums over lanes that differ in some bits of two times so many numbers as the highest of these bits is worth.
+template <int BIT, int SIZE> __device__ void sum_lanes(float (&numbers)[SIZE]) {
+#pragma unroll
+    for (int i = 0; i < BIT; i++) numbers[i] = halve(numbers[i], numbers[i + BIT], BIT);
+    if constexpr (BIT > 1) sum_lanes<BIT / 2>(numbers);
+}
+
+// What 32 pieces weigh in all heads: lane i gets that of the i-th one. Words at or beyond the end count as 0.
+__device__ float merge_pieces(const unsigned* words, int held, const float (&factors)[HEADS]) {
+    float masses[2 * MERGE_WORDS] = {};
+    for (int head = threadIdx.x % 32; head < HEADS; head += 32) {
+        unsigned all[MERGE_WORDS];
+#pragma unroll
+        for (int i = 0; i < MERGE_WORDS; i++) all[i] = i < held ? words[i * HEADS + head] : 0;
+        float factor = factors[head];
+#pragma unroll
+        for (int i = 0; i < MERGE_WORDS; i++) {
+            float unit = __uint_as_float(all[i] >> 1 & 0x7F800000u) * factor;
+            unsigned ones = __float_as_uint(ONES);
+            masses[2 * i] += (__uint_as_float((all[i] & FRACTION) | ones) - ONES) * unit;
+            masses[2 * i + 1] += (__uint_as_float((all[i] >> 12 & FRACTION) | ones) - ONES) * unit;
+        }
+    }
+    sum_lanes<MERGE_WORDS>(masses);
+    return masses[0];
+}
+
+// The masses of a split's blocks.
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
+block_mass_merge(const unsigned* words, const float* references, const float* totals, const int* n_blocks_ptr,
+                 float* out, long long row_words, long long splits_wide, long long width, long long size_log2_wide) {
+    launch_dependents();
+    await_inputs();
+    SHARED(Merged, shared);
+    int row = blockIdx.y, split = blockIdx.x, splits = (int)splits_wide;
+    int n_blocks = n_blocks_ptr[row], size_log2 = (int)size_log2_wide, lane = threadIdx.x % 32;
+    if (n_blocks == 0) return;
+    Share share(n_blocks, size_log2, splits, split);
+    references += (long long)row * splits * HEADS;
+    totals += (long long)row * splits * HEADS;
+    find_factors(references, totals, share, split, shared);
+    words += row * row_words;
+    out += row * width;
+    int end = share.last * TOKEN_WARPS, pieces_log2 = size_log2 - 4;
+    int first = share.first * TOKEN_WARPS + threadIdx.x / 32 * MERGE_WORDS;
+    for (; first < end; first += MERGE_WARPS * MERGE_WORDS) {
+        float mass = merge_pieces(words + (long long)first * HEADS, end - first, shared.factors);
+        if (pieces_log2 > 0) mass += swap(mass, 1);
+        if (pieces_log2 > 1) mass += swap(mass, 2);
+        int piece = 2 * first + lane, block = piece >> pieces_log2;
+        if (lane < 2 * (end - first) && piece % (1 << pieces_log2) == 0 && block < n_blocks) out[block] = mass;
+    }
+    if (CLUSTER > 1) cluster_wait();
+}
