@@ -8,16 +8,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels.block_mass import block_mass, reference
+from sglang_sparse_kernels.block_mass import block_mass, cuda, reference
 from sglang_sparse_kernels.block_mass import triton as kernels
 from sglang_sparse_kernels.block_mass.cases import BF16, CASES, FP8, FP16, FP32, Case, make
 from sglang_sparse_kernels.block_mass.triton import Config
 
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 # Largest difference of a mass by the dtype of the query, which decides whether block sums are rounded to float16.
 TOLERANCE = {FP32: 1e-6, FP16: 2.5e-4, BF16: 2.5e-4}
 NAN, INF = float("nan"), float("inf")
 
 SMALL = Case((300, 0, 33, 1), 16, 5, 64, FP16, FP16, stored=576, sm_scale=0.4, width=40)
+# What the CUDA kernels take.
+EVEN = replace(SMALL, heads=32)
 # One program for everything, and many that take one tile or nothing each.
 VARIANTS = [
     Config(tile_tokens=64, programs_per_processor=1, merge_tiles=1),
@@ -55,11 +58,19 @@ def assert_masses(got: torch.Tensor, arguments: dict[str, Any]) -> None:
 
 
 def run_kernels(arguments: dict[str, Any], **options: Any) -> torch.Tensor:
-    """The kernels, on a result that nothing has written to."""
+    """Triton's kernels, on a result that nothing has written to."""
     out = torch.full_like(arguments["block_table"], NAN, dtype=FP32)
-    if options:
-        return kernels.block_mass(**arguments, out=out, **options)
-    return block_mass(**arguments, out=out)
+    return kernels.block_mass(**arguments, out=out, **options)
+
+
+def run_cuda(arguments: dict[str, Any]) -> torch.Tensor:
+    """The CUDA kernels, likewise."""
+    if not cuda.takes(arguments["q"], arguments["k_cache"], arguments["block_size"]):
+        pytest.skip("these are Triton's")
+    return cuda.block_mass(**arguments, out=torch.full_like(arguments["block_table"], NAN, dtype=FP32))
+
+
+RUNS = {"reference": run_reference, "triton": run_kernels, "cuda": run_cuda}
 
 
 def naive(arguments: dict[str, Any], row: int) -> torch.Tensor:
@@ -85,15 +96,24 @@ def test_reference_is_the_softmax_averaged_over_heads_and_summed_over_blocks(cas
             torch.testing.assert_close(got[row, :n_blocks].double(), naive(arguments, row), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", ["triton", CUDA])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_triton_equals_the_reference(case: Case, device: str) -> None:
+def test_kernels_equal_the_reference(case: Case, implementation: str, device: str) -> None:
+    if case.dtype == FP32 and device == "cuda":
+        pytest.skip("float32 caches are for the CPU")
+    arguments, run = make(case, device), RUNS[implementation]
+    got = run(poisoned(arguments))
+    assert_masses(got, arguments)
+    again = run(poisoned(arguments))
+    assert torch.equal(got[held(arguments)], again[held(arguments)])
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_the_operation_is_one_of_them(case: Case, device: str) -> None:
     if case.dtype == FP32 and device == "cuda":
         pytest.skip("float32 caches are for the CPU")
     arguments = make(case, device)
-    got = run_kernels(poisoned(arguments))
-    assert_masses(got, arguments)
-    again = run_kernels(poisoned(arguments))
-    assert torch.equal(got[held(arguments)], again[held(arguments)])
+    assert_masses(block_mass(**arguments, out=torch.full_like(arguments["block_table"], NAN, dtype=FP32)), arguments)
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=str)
@@ -134,12 +154,12 @@ def test_strides_of_any_kind(device: str) -> None:
         assert torch.equal(got[held(arguments)], expected), name
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("implementation", ["reference", "triton", CUDA])
 def test_what_is_not_finite_makes_its_row_nan(implementation: str, device: str) -> None:
-    run = run_reference if implementation == "reference" else run_kernels
+    run = RUNS[implementation]
     # A token in a full tile of the row, and one in its last block.
     for value, token in ((NAN, 5), (INF, 5), (INF, 295)):
-        arguments = make(SMALL, device)
+        arguments = make(EVEN, device)
         slot = arguments["block_table"][0, token // 16] * 16 + token % 16
         arguments["k_cache"][slot, 3] = value
         # +inf in one head, -inf in the others.
@@ -152,10 +172,10 @@ def test_what_is_not_finite_makes_its_row_nan(implementation: str, device: str) 
         torch.testing.assert_close(got[mask], expected[mask], rtol=0, atol=TOLERANCE[FP16])
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("implementation", ["reference", "triton", CUDA])
 def test_a_logit_of_minus_infinity_weighs_nothing(implementation: str, device: str) -> None:
-    run = run_reference if implementation == "reference" else run_kernels
-    arguments = make(replace(SMALL, lengths=(300,), width=0), device)
+    run = RUNS[implementation]
+    arguments = make(replace(EVEN, lengths=(300,), width=0), device)
     arguments["q"][:, :, 3] = 1.0
     slots = arguments["block_table"][0, :8, None] * 16 + torch.arange(16, device=device)
     # A whole tile of the kernel, so that there is no finite maximum either.
@@ -167,19 +187,21 @@ def test_a_logit_of_minus_infinity_weighs_nothing(implementation: str, device: s
     assert run(arguments).isnan().all()
 
 
+@pytest.mark.parametrize("implementation", ["triton", CUDA])
 @pytest.mark.parametrize("factor", [1e-4, 1e3])
-def test_flat_and_steep_distributions(factor: float, device: str) -> None:
-    arguments = make(SMALL, device)
+def test_flat_and_steep_distributions(factor: float, implementation: str, device: str) -> None:
+    arguments = make(EVEN, device)
     arguments["sm_scale"] *= factor
-    assert_masses(run_kernels(arguments), arguments)
+    assert_masses(RUNS[implementation](arguments), arguments)
 
 
-def test_a_block_that_holds_nearly_all(device: str) -> None:
+@pytest.mark.parametrize("implementation", ["triton", CUDA])
+def test_a_block_that_holds_nearly_all(implementation: str, device: str) -> None:
     """What the newest block holds is exact however far the other blocks lie below it."""
-    arguments = make(replace(SMALL, lengths=(300,), width=0, sm_scale=1.0), device)
-    arguments["k_cache"][arguments["last_slots"][0]] = 8 * arguments["q"][0].mean(dim=0)
+    arguments = make(replace(EVEN, lengths=(300,), width=0, sm_scale=1.0), device)
+    arguments["k_cache"][arguments["last_slots"][0]] = 32 * arguments["q"][0].mean(dim=0)
     arguments["q"][:] = arguments["q"].mean(dim=1, keepdim=True)
-    got = run_kernels(arguments)
+    got = RUNS[implementation](arguments)
     assert got[0, -1].item() == pytest.approx(1.0, abs=1e-5)
     assert_masses(got, arguments)
 
@@ -246,12 +268,14 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_replays_as_a_cuda_graph_with_other_lengths(device: str) -> None:
+@pytest.mark.parametrize("implementation", ["triton", "cuda"])
+def test_replays_as_a_cuda_graph_with_other_lengths(implementation: str, device: str) -> None:
     arguments = make(Case((3000, 64, 0, 1), 16, 128, 64, BF16, BF16, stored=576, sm_scale=0.5, width=256), device)
-    out = run_kernels(arguments)
+    run = cuda.block_mass if implementation == "cuda" else kernels.block_mass
+    out = run(**arguments, out=torch.full_like(arguments["block_table"], NAN, dtype=FP32))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        block_mass(**arguments, out=out)
+        run(**arguments, out=out)
     other = make(Case((17, 0, 2000, 983), 16, 128, 64, BF16, BF16, stored=576, sm_scale=0.5, width=256), device)
     for name in ("q", "block_table", "n_blocks", "last_slots"):
         arguments[name].copy_(other[name])

@@ -155,10 +155,27 @@ def test_any_number_of_splits(processors: int, library: ctypes.CDLL, monkeypatch
     check(on_cpu(library, make(case, "cpu"), monkeypatch, processors), make(case, "cpu"))
 
 
-def test_rows_take_turns_where_the_scratch_is_small(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [0, 1, 2, 5])
+def test_rows_take_turns_where_the_scratch_is_small(
+    rows: int, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row has three tiles of four words for each head. What is allocated is what `scratch_bytes` says."""
+    sizes: list[int] = []
+    fill = torch.Tensor.fill_
+
+    def counting(tensor: torch.Tensor, value: float) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return fill(tensor, value)
+
     arguments = make(Case((70, 300, 16, 0, 130), 16, 16, 64, BF16, BF16, stored=576), "cpu")
-    for rows in (0, 2):
-        check(on_cpu(library, arguments, monkeypatch, limit=rows * 3 * 4 * 16 * 4), arguments)
+    monkeypatch.setattr(torch.Tensor, "fill_", counting)
+    limit = rows * 3 * 4 * 16 * 4
+    got = on_cpu(library, arguments, monkeypatch, limit=limit)
+    words, *splits = sizes
+    assert words == max(rows, 1) * 768 and len(splits) == -(-5 // max(rows, 1))
+    monkeypatch.setattr(cuda, "num_processors", lambda _: 1)
+    assert words + max(splits) == cuda.scratch_bytes(5, 16, 19, 16, torch.device("cpu"), limit)
+    check(got, arguments)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
