@@ -104,6 +104,9 @@ static float __uint_as_float(unsigned bits) {
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
+struct float2 {
+    float x, y;
+};
 struct float4 {
     float x, y, z, w;
 };

@@ -39,19 +39,19 @@ static void multiply(float (&sums)[4], const unsigned (&query)[4], uint2 keys) {
 }}
 extern "C" void run_splits_{number}(
     unsigned splits, unsigned rows, const unsigned short* q, const unsigned char* keys, const int* table,
-    const int* n_blocks, const long long* last_slots, unsigned* words, float* references, float* totals,
-    long long q_row, long long q_head, long long stride, long long table_stride, long long row_words,
-    long long size_log2, long long scale) {{
+    const int* n_blocks, const long long* last_slots, unsigned* words, float2* totals, long long q_row,
+    long long q_head, long long stride, long long table_stride, long long row_words, long long size_log2,
+    long long scale) {{
     launch(splits, rows, THREADS, 1, [=] {{
-        kind_{number}::splits_{number}(q, keys, table, n_blocks, last_slots, words, references, totals, q_row, q_head,
-                                       stride, table_stride, row_words, size_log2, scale);
+        kind_{number}::splits_{number}(q, keys, table, n_blocks, last_slots, words, totals, q_row, q_head, stride,
+                                       table_stride, row_words, size_log2, scale);
     }});
 }}
 extern "C" void run_merge_{number}(
-    unsigned blocks, unsigned rows, const unsigned* words, const float* references, const float* totals,
-    const int* n_blocks, float* out, long long row_words, long long splits, long long width, long long size_log2) {{
+    unsigned blocks, unsigned rows, const unsigned* words, const float2* totals, const int* n_blocks, float* out,
+    long long row_words, long long splits, long long width, long long size_log2) {{
     launch(blocks, rows, MERGE_THREADS, CLUSTER, [=] {{
-        kind_{number}::merge_{number}(words, references, totals, n_blocks, out, row_words, splits, width, size_log2);
+        kind_{number}::merge_{number}(words, totals, n_blocks, out, row_words, splits, width, size_log2);
     }});
 }}
 #undef block_mass_splits

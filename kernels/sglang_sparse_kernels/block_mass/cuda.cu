@@ -337,9 +337,9 @@ __device__ int length_of(const int* table, int n_blocks, long long last_slot, in
 // No pointer is __restrict__: what the kernel before this one wrote must not be read as constant, or before the wait.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 block_mass_splits(const unsigned short* q, const unsigned char* keys, const int* table, const int* n_blocks_ptr,
-                  const long long* last_slots, unsigned* words, float* references, float* totals,
-                  long long q_stride_row, long long q_stride_head, long long stride_bytes, long long table_stride,
-                  long long row_words, long long size_log2_wide, long long scale_bits) {
+                  const long long* last_slots, unsigned* words, float2* totals, long long q_stride_row,
+                  long long q_stride_head, long long stride_bytes, long long table_stride, long long row_words,
+                  long long size_log2_wide, long long scale_bits) {
     launch_dependents();
     await_inputs();
     SHARED(Shared, shared);
@@ -402,57 +402,51 @@ block_mass_splits(const unsigned short* q, const unsigned char* keys, const int*
     float total = 0.0f;
 #pragma unroll
     for (int i = 0; i < TOKEN_WARPS; i++) total += shared.totals[i][head];
-    long long place = ((long long)row * gridDim.x + split) * HEADS + head;
-    references[place] = highest;
-    totals[place] = total;
+    totals[((long long)row * gridDim.x + split) * HEADS + head] = {highest, total};
 }
 
-// A head's total over some splits, relative to 2 to the power of their highest reference.
-struct Total {
-    float reference, total;
-    __device__ void add(float other_reference, float other_total) {
-        float highest = fmaxf(reference, other_reference);
-        total = total * exp2_of(reference - highest) + other_total * exp2_of(other_reference - highest);
-        reference = highest;
-    }
-};
+// Adds a head's total over some splits to that over others, both relative to 2 to the power of a reference, which stands
+// before them; so is the sum, for the higher one.
+__device__ void add(float2& sum, float2 other) {
+    float highest = fmaxf(sum.x, other.x);
+    sum.y = sum.y * exp2_of(sum.x - highest) + other.y * exp2_of(other.x - highest);
+    sum.x = highest;
+}
 
 struct Merged {
-    Total parts[PARTS][HEADS];
+    float2 parts[PARTS][HEADS];
     unsigned totals[2][HEADS];  // of this block's splits
     float factors[HEADS];
 };
 
 // By what the words of a split are to be multiplied, for each head: shared.factors. The blocks of a cluster divide the
 // splits whose totals they add up. All threads of the cluster call it, and afterwards cluster_wait().
-__device__ void find_factors(const float* references, const float* totals, const Share& share, int split, Merged& shared) {
+__device__ void find_factors(const float2* totals, const Share& share, int split, Merged& shared) {
     int head = threadIdx.x % HEADS, part = threadIdx.x / HEADS, rank = blockIdx.x % CLUSTER;
+    float2 sum = {LOWEST, 0.0f};
     if (part < PARTS) {
-        Total sum = {LOWEST, 0.0f};
-#pragma unroll 4
-        for (int i = part * CLUSTER + rank; i < share.splits; i += PARTS * CLUSTER)
-            sum.add(references[i * HEADS + head], totals[i * HEADS + head]);
+#pragma unroll 8
+        for (int i = part * CLUSTER + rank; i < share.splits; i += PARTS * CLUSTER) add(sum, totals[i * HEADS + head]);
         shared.parts[part][head] = sum;
     }
     __syncthreads();
-    Total sum = {LOWEST, 0.0f};
-    if (threadIdx.x < HEADS) {
-        for (int i = 0; i < PARTS; i++) sum.add(shared.parts[i][head].reference, shared.parts[i][head].total);
-        shared.totals[0][head] = __float_as_uint(sum.reference);
-        shared.totals[1][head] = __float_as_uint(sum.total);
+    if (part == 0) {
+#pragma unroll
+        for (int i = 1; i < PARTS; i++) add(sum, shared.parts[i][head]);
+        shared.totals[0][head] = __float_as_uint(sum.x);
+        shared.totals[1][head] = __float_as_uint(sum.y);
     }
     if (CLUSTER > 1) cluster_barrier();
-    if (threadIdx.x < HEADS) {
-        if (CLUSTER > 1) {
-            sum = {LOWEST, 0.0f};
+    if (part == 0) {
+        if (CLUSTER > 1) sum = {LOWEST, 0.0f};
 #pragma unroll
-            for (int i = 0; i < CLUSTER; i++)
-                sum.add(__uint_as_float(load_from(i, &shared.totals[0][head])),
-                        __uint_as_float(load_from(i, &shared.totals[1][head])));
-        }
+        for (int i = 0; i < CLUSTER; i++)
+            if (CLUSTER > 1)
+                add(sum, {__uint_as_float(load_from(i, &shared.totals[0][head])),
+                          __uint_as_float(load_from(i, &shared.totals[1][head]))});
         // A row without any weight has NaN alone.
-        float reference = split < share.splits ? references[split * HEADS + head] : LOWEST;
-        shared.factors[head] = exp2_of(reference - sum.reference) * (1.0f / (sum.total * HEADS));
+        float reference = split < share.splits ? totals[split * HEADS + head].x : LOWEST;
+        shared.factors[head] = exp2_of(reference - sum.x) * (1.0f / (sum.y * HEADS));
     }
     __syncthreads();
     if (CLUSTER > 1) cluster_arrive();
@@ -468,7 +462,10 @@ template <int BIT, int SIZE> __device__ void sum_lanes(float (&numbers)[SIZE]) {
 // What 32 pieces weigh in all heads: lane i gets that of the i-th one. Words at or beyond the end count as 0.
 __device__ float merge_pieces(const unsigned* words, int held, const float (&factors)[HEADS]) {
     float masses[2 * MERGE_WORDS] = {};
-    for (int head = threadIdx.x % 32; head < HEADS; head += 32) {
+#pragma unroll
+    for (int i = 0; i < (HEADS + 31) / 32; i++) {
+        int head = i * 32 + threadIdx.x % 32;
+        if (head >= HEADS) break;
         unsigned all[MERGE_WORDS];
 #pragma unroll
         for (int i = 0; i < MERGE_WORDS; i++) all[i] = i < held ? words[i * HEADS + head] : 0;
@@ -486,9 +483,9 @@ __device__ float merge_pieces(const unsigned* words, int held, const float (&fac
 }
 
 // The masses of a split's blocks.
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
-block_mass_merge(const unsigned* words, const float* references, const float* totals, const int* n_blocks_ptr,
-                 float* out, long long row_words, long long splits_wide, long long width, long long size_log2_wide) {
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS, 2)
+block_mass_merge(const unsigned* words, const float2* totals, const int* n_blocks_ptr, float* out, long long row_words,
+                 long long splits_wide, long long width, long long size_log2_wide) {
     launch_dependents();
     await_inputs();
     SHARED(Merged, shared);
@@ -496,9 +493,7 @@ block_mass_merge(const unsigned* words, const float* references, const float* to
     int n_blocks = n_blocks_ptr[row], size_log2 = (int)size_log2_wide, lane = threadIdx.x % 32;
     if (n_blocks == 0) return;
     Share share(n_blocks, size_log2, splits, split);
-    references += (long long)row * splits * HEADS;
-    totals += (long long)row * splits * HEADS;
-    find_factors(references, totals, share, split, shared);
+    find_factors(totals + (long long)row * splits * HEADS, share, split, shared);
     words += row * row_words;
     out += row * width;
     int end = share.last * TOKEN_WARPS, pieces_log2 = size_log2 - 4;

@@ -185,15 +185,15 @@ def _launch(
     (batch, width), row_words = block_table.shape, words.shape[1]
     resident, tiles = shape.resident * num_processors(q.device), _tiles(width, block_size, shape)
     splits = num_splits(batch, tiles, resident)
-    references, totals = torch.empty(2, batch, splits, shape.heads, dtype=torch.float32, device=q.device)
+    totals = torch.empty(batch, splits, shape.heads, 2, dtype=torch.float32, device=q.device)
     split_kernel, merges = _kernels(q.device, shape, q.dtype)
     size_log2 = block_size.bit_length() - 1
     strides = (q.stride(0), q.stride(1), k_cache.stride(0) * k_cache.itemsize, block_table.stride(0))
     sizes = (*strides, row_words, size_log2, float_bits(logit_scale))
-    split_kernel((splits, batch), shape.threads, *inputs, words, references, totals, *sizes)
+    split_kernel((splits, batch), shape.threads, *inputs, words, totals, *sizes)
     cluster = cluster_of(splits, dependent_launch(q.device))
     grid = (-(-splits // cluster) * cluster, batch)
-    tensors = (words, references, totals, n_blocks, out)
+    tensors = (words, totals, n_blocks, out)
     merges[cluster](grid, _MERGE_THREADS, *tensors, row_words, splits, width, size_log2)
 
 
