@@ -37,7 +37,7 @@ static Index gridDim;
 // The blocks of one cluster run at a time; where there are no clusters, they are of one block.
 static std::vector<std::unique_ptr<Block>> blocks;
 static std::unique_ptr<std::barrier<>> cluster;
-alignas(16) static unsigned char memory[16][1 << 16];
+alignas(128) static unsigned char memory[16][1 << 16];
 
 static void __syncthreads() { blocks[place_in_cluster]->barrier.arrive_and_wait(); }
 
@@ -199,6 +199,7 @@ static void copy(Place target, const unsigned char* source, bool held) {
     else std::memset((void*)target, 0, 16);
 }
 static void end_of_copies() {}
+template <typename Type> static void keep(Type&) {}
 template <int LATER> static void await_copies() {}
 
 // Four matrices of 8 rows of 16 bytes, each lane knowing the place of a row (ldmatrix.x4).

@@ -31,6 +31,7 @@
 #define MERGE_WARPS 8
 #define MERGE_THREADS (32 * MERGE_WARPS)
 #define MERGE_WORDS 16  // of a head that a lane takes at a time: 32 pieces, one for each lane in the end
+#define LOADS 8  // totals on their way at once
 #define PARTS (MERGE_THREADS / HEADS)
 
 #define LOWEST -3.402823466e38f
@@ -71,6 +72,11 @@ __device__ void load_matrices(Place place, unsigned (&words)[4]) {
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "r"(place));
 }
+
+// Hides where a number comes from: what depends on the thread alone, the compiler would compute anew for every tile.
+__device__ void keep(unsigned& number) { asm("" : "+r"(number)); }
+
+template <typename Type> __device__ void keep(const Type*& pointer) { asm("" : "+l"(pointer)); }
 
 // 16 heads by 16 dimensions, times 16 dimensions by 8 tokens.
 __device__ void multiply(float (&sums)[4], const unsigned (&query)[4], uint2 keys) {
@@ -137,12 +143,17 @@ struct Heads {
 // tokens, so that eight tokens' chunks of the same dimensions are in all banks.
 struct Keys {
     Place halves[2];
-    __device__ explicit Keys(Place tokens) {
-        int lane = threadIdx.x % 32;
-        halves[0] = tokens + lane % 8 * ROW + (lane / 8 ^ lane % 8) * CHUNK;
-        halves[1] = tokens + lane % 8 * ROW + (lane / 8 ^ lane % 8 ^ 4) * CHUNK;
+    // `lane_place` is `place_of_lane()`, kept.
+    __device__ Keys(Place tokens, unsigned lane_place) {
+        halves[0] = tokens + lane_place;
+        halves[1] = halves[0] ^ 4 * CHUNK;
     }
 };
+
+__device__ unsigned place_of_lane() {
+    int lane = threadIdx.x % 32;
+    return lane % 8 * ROW + (lane / 8 ^ lane % 8) * CHUNK;
+}
 
 // Logits of a piece before they are scaled: for each 16 heads two times 8 tokens.
 __device__ void multiply_piece(const Query& query, const Keys& tokens, int piece, float (&logits)[HEAD_TILES][2][4]) {
@@ -269,6 +280,7 @@ struct Sums {
     __device__ void add(const Query& query, const Keys& step, int left, float scale) {
         float weights[2];
         bool raised = false;
+#pragma unroll 1
         while (true) {
             if (left >= STEP && !coarse && !raised) weigh<false>(query, step, left, scale, references, weights);
             else weigh<true>(query, step, left, scale, references, weights);
@@ -303,29 +315,52 @@ struct Shared {
     float references[TOKEN_WARPS][HEADS], totals[TOKEN_WARPS][HEADS];
 };
 
-// The chunk of a tile that this thread copies as its i-th one.
-__device__ int chunk_of(int i) { return (threadIdx.x / 32 * COPIES + i) * 32 + threadIdx.x % 32; }
+// What a thread copies of every tile: a chunk of each fourth one of a warp's tokens.
+struct Copier {
+    const int* table;
+    const unsigned char* keys;  // this chunk of the first of these tokens, were it in block 0
+    Place target;               // likewise, in the first stage
+    int n_blocks, size_log2, stride, token;
+    unsigned block_bytes;
 
-// Blocks of the tokens that this thread copies, -1: none.
-__device__ void look_up(const int* table, int tile, const Share& share, int n_blocks, int size_log2, int (&ids)[IDS]) {
-#pragma unroll
-    for (int i = 0; i < IDS; i++) {
-        int token = chunk_of(i * TOGETHER) / 8, block = (tile * TILE + token) >> size_log2;
-        ids[i] = tile < share.last && token < TILE && block < n_blocks ? table[block] : -1;
+    // `stride` is that of a key, in bytes.
+    __device__ Copier(const int* table, const unsigned char* keys, unsigned char* stages, int n_blocks, int size_log2,
+                      int stride)
+        : table(table), keys(keys), target(place_of(stages)), n_blocks(n_blocks), size_log2(size_log2), stride(stride) {
+        int lane = threadIdx.x % 32, chunk = lane % 8;
+        token = threadIdx.x / 32 * 4 * COPIES + lane / 8;
+        block_bytes = stride << size_log2;
+        this->keys += within(0) * stride + chunk * CHUNK;
+        target += token * ROW + (chunk ^ token % 8) * CHUNK;
+        keep(this->table);
+        keep(this->keys);
+        keep(target);
     }
-}
 
-// `stride` is that of a key, in bytes.
-__device__ void copy_tile(const unsigned char* keys, int stride, const int (&ids)[IDS], int size_log2, Place target) {
+    // Of the i-th token, its place in its block.
+    __device__ int within(int i) const { return token + 4 * i & (1 << size_log2) - 1; }
+
+    // Blocks of the tokens, -1: none.
+    __device__ void look_up(int tile, int last, int (&ids)[IDS]) const {
 #pragma unroll
-    for (int i = 0; i < COPIES; i++) {
-        int chunk = chunk_of(i), token = chunk / 8, id = ids[i / TOGETHER];
-        if (CHUNKS % THREADS != 0 && chunk >= CHUNKS) break;
-        long long block = (long long)max(id, 0) * (stride << size_log2);
-        int place = (token & ((1 << size_log2) - 1)) * stride + chunk % 8 * CHUNK;
-        copy(target + token * ROW + (chunk % 8 ^ token % 8) * CHUNK, keys + block + place, id >= 0);
+        for (int i = 0; i < IDS; i++) {
+            int here = token + 4 * TOGETHER * i, block = (tile * TILE + here) >> size_log2;
+            bool held = tile < last && block < n_blocks && (CHUNKS % THREADS == 0 || here < TILE);
+            ids[i] = held ? table[block] : -1;
+        }
     }
-}
+
+    __device__ void copy_tile(const int (&ids)[IDS], int stage) const {
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            if (CHUNKS % THREADS != 0 && token + 4 * i >= TILE) break;
+            int id = ids[i / TOGETHER], tokens = TOGETHER == 4 && i < 4 ? 4 * i : within(i) - within(0);
+            const unsigned char* block = keys + (long long)((unsigned long long)(unsigned)max(id, 0) * block_bytes);
+            Place place = (target ^ i % 2 * 4 * CHUNK) + (stage * TILE + 4 * i) * ROW;
+            copy(place, block + tokens * stride, id >= 0);
+        }
+    }
+};
 
 // Tokens of a row: all of its blocks but for those behind the newest one, if that lies in the last block.
 __device__ int length_of(const int* table, int n_blocks, long long last_slot, int size_log2) {
@@ -350,18 +385,17 @@ block_mass_splits(const unsigned short* q, const unsigned char* keys, const int*
     if (split >= share.splits) return;
     table += row * table_stride;
     float scale = __uint_as_float((unsigned)scale_bits);
-    int stride = (int)stride_bytes;
-    Place stages = place_of(shared.keys);
+    Copier copier(table, keys, shared.keys[0], n_blocks, size_log2, (int)stride_bytes);
 
     int ids[STAGES - 1][IDS], following[IDS];
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) look_up(table, share.first + i, share, n_blocks, size_log2, ids[i]);
+    for (int i = 0; i < STAGES - 1; i++) copier.look_up(share.first + i, share.last, ids[i]);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
-        if (share.first + i < share.last) copy_tile(keys, stride, ids[i], size_log2, stages + i * TILE * ROW);
+        if (share.first + i < share.last) copier.copy_tile(ids[i], i);
         end_of_copies();
     }
-    look_up(table, share.first + STAGES - 1, share, n_blocks, size_log2, following);
+    copier.look_up(share.first + STAGES - 1, share.last, following);
     Query query(q + row * q_stride_row + first_head * q_stride_head, q_stride_head);
     // Only the row's last tile has tokens that do not count.
     int length = share.last * TILE;
@@ -375,18 +409,22 @@ block_mass_splits(const unsigned short* q, const unsigned char* keys, const int*
 #pragma unroll
     for (int i = 0; i < HEAD_TILES * 2; i++) sums.references.numbers[i / 2][i % 2] = LOWEST;
 
+    Place stages = place_of(shared.keys);
+    unsigned lane_place = place_of_lane() + token_warp * STEP * ROW;
+    keep(lane_place);
     for (int tile = share.first, stage = 0; tile < share.last; tile++) {
         await_copies<STAGES - 2>();
         // Now all have this tile's keys, and none reads the last tile's.
         __syncthreads();
-        int later = tile + STAGES - 1, free = stage == 0 ? STAGES - 1 : stage - 1;
-        if (later < share.last) copy_tile(keys, stride, following, size_log2, stages + free * TILE * ROW);
+        int later = tile + STAGES - 1;
+        if (later < share.last) copier.copy_tile(following, stage == 0 ? STAGES - 1 : stage - 1);
         end_of_copies();
-        look_up(table, later + 1, share, n_blocks, size_log2, following);
+        copier.look_up(later + 1, share.last, following);
         Place held = stages + stage * TILE * ROW;
+        int left = length - tile * TILE;
         // All warps of a head start from the same reference.
-        if (tile == share.first) sums.refer_to(query, Keys(held), 1, length - tile * TILE, scale);
-        sums.add(query, Keys(held + token_warp * STEP * ROW), length - tile * TILE - token_warp * STEP, scale);
+        if (tile == share.first) sums.refer_to(query, Keys(held, lane_place - token_warp * STEP * ROW), 1, left, scale);
+        sums.add(query, Keys(held, lane_place), left - token_warp * STEP, scale);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
 
@@ -425,8 +463,17 @@ __device__ void find_factors(const float2* totals, const Share& share, int split
     int head = threadIdx.x % HEADS, part = threadIdx.x / HEADS, rank = blockIdx.x % CLUSTER;
     float2 sum = {LOWEST, 0.0f};
     if (part < PARTS) {
-#pragma unroll 8
-        for (int i = part * CLUSTER + rank; i < share.splits; i += PARTS * CLUSTER) add(sum, totals[i * HEADS + head]);
+        for (int first = part * CLUSTER + rank; first < share.splits; first += LOADS * PARTS * CLUSTER) {
+            float2 others[LOADS];
+#pragma unroll
+            for (int i = 0; i < LOADS; i++) {
+                int place = first + i * PARTS * CLUSTER;
+                others[i] = {LOWEST, 0.0f};
+                if (place < share.splits) others[i] = totals[place * HEADS + head];
+            }
+#pragma unroll
+            for (int i = 0; i < LOADS; i++) add(sum, others[i]);
+        }
         shared.parts[part][head] = sum;
     }
     __syncthreads();

@@ -59,7 +59,7 @@ class Shape:
     @property
     def resident(self) -> int:
         """Blocks that a multiprocessor runs at once: four warps for each of its four parts, three for 64 heads, which
-        would spill registers, or all that a block has.
+        would spill registers on some GPUs, or all that a block has.
         """
         return max(1, (384 if self.heads == 64 else 512) // self.threads)
 
