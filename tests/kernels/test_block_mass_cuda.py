@@ -4,7 +4,6 @@ import ctypes
 import math
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,17 @@ KERNELS = """
 #define block_mass_splits splits_{number}
 #define block_mass_merge merge_{number}
 #define HEADS {HEADS}
+#define TOKEN_WARPS {TOKEN_WARPS}
 #define KIND {KIND}
 #define HEAD_TILES {HEAD_TILES}
-#define TOKEN_WARPS {TOKEN_WARPS}
 #define STAGES {STAGES}
 #define RESIDENT {RESIDENT}
 #define CLUSTER {CLUSTER}
-namespace kind_{number} {{
+namespace splits_of_{number} {{
 static void multiply(float (&sums)[4], const unsigned (&query)[4], uint2 keys) {{
     multiply_as(!KIND, sums, query, keys);
 }}
-#include "{source}"
+#include "{splits}"
 }}
 extern "C" void run_splits_{number}(
     unsigned splits, unsigned rows, const unsigned short* q, const unsigned char* keys, const int* table,
@@ -43,23 +42,28 @@ extern "C" void run_splits_{number}(
     long long q_head, long long stride, long long table_stride, long long row_words, long long size_log2,
     long long scale) {{
     launch(splits, rows, THREADS, 1, [=] {{
-        kind_{number}::splits_{number}(q, keys, table, n_blocks, last_slots, words, totals, q_row, q_head, stride,
-                                       table_stride, row_words, size_log2, scale);
+        splits_of_{number}::splits_{number}(q, keys, table, n_blocks, last_slots, words, totals, q_row, q_head, stride,
+                                            table_stride, row_words, size_log2, scale);
     }});
+}}
+#undef THREADS
+namespace merge_of_{number} {{
+#include "{merge}"
 }}
 extern "C" void run_merge_{number}(
     unsigned blocks, unsigned rows, const unsigned* words, const float2* totals, const int* n_blocks, float* out,
     long long row_words, long long splits, long long width, long long size_log2) {{
-    launch(blocks, rows, MERGE_THREADS, CLUSTER, [=] {{
-        kind_{number}::merge_{number}(words, totals, n_blocks, out, row_words, splits, width, size_log2);
+    launch(blocks, rows, THREADS, CLUSTER, [=] {{
+        merge_of_{number}::merge_{number}(words, totals, n_blocks, out, row_words, splits, width, size_log2);
     }});
 }}
+#undef THREADS
 #undef block_mass_splits
 #undef block_mass_merge
 #undef HEADS
+#undef TOKEN_WARPS
 #undef KIND
 #undef HEAD_TILES
-#undef TOKEN_WARPS
 #undef STAGES
 #undef RESIDENT
 #undef CLUSTER
@@ -69,8 +73,9 @@ extern "C" void run_merge_{number}(
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels of every kind."""
+    files = {"splits": cuda.SOURCE, "merge": cuda.MERGE}
     sources = (
-        KERNELS.format(source=cuda.SOURCE, number=i, **cuda.shape_of(heads).defines(dtype, cluster))
+        KERNELS.format(**files, number=i, CLUSTER=cluster, **cuda.shape_of(heads).defines(dtype))
         for i, (heads, dtype, cluster) in enumerate(KINDS)
     )
     return build(tmp_path_factory.mktemp("cuda"), sources)
@@ -294,15 +299,19 @@ def test_scales_are_passed_as_bits() -> None:
 def test_it_compiles_without_spills(capability: tuple[int, int], heads: int, tmp_path: Path) -> None:
     """And so many blocks of the splits run at once as the launch goes by."""
     pytest.importorskip("cuda.bindings.nvrtc")
-    shape, cluster = cuda.shape_of(heads), 8 if capability >= (9, 0) else 1
+    shape = cuda.shape_of(heads)
     for dtype in (BF16, FP16):
-        image = tmp_path / "kernels.cubin"
-        image.write_bytes(nvrtc.compile_file(cuda.SOURCE, capability, shape.defines(dtype, cluster)))
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        text = subprocess.run([tool, "-res-usage", image], capture_output=True, text=True, check=True).stdout
-        used = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
-        assert sorted(name for name, *_ in used) == ["block_mass_merge", "block_mass_splits"]
-        for name, registers, stack, shared in used:
-            assert int(stack) == 0 and int(shared) <= 49152, (name, stack, shared)
-            if name == "block_mass_splits":
-                assert int(registers) * shape.threads * shape.resident <= 65536
+        registers, stack, shared = resources(cuda.SOURCE, capability, shape.defines(dtype), tmp_path)
+        assert stack == 0 and shared <= 49152 and registers * shape.threads * shape.resident <= 65536
+    for cluster in (1, 8) if capability >= (9, 0) else (1,):
+        registers, stack, shared = resources(cuda.MERGE, capability, shape.merge_defines(cluster), tmp_path)
+        assert stack == 0 and registers * 256 * 2 <= 65536
+
+
+def resources(source: Path, capability: tuple[int, int], defines: dict[str, int], folder: Path) -> tuple[int, int, int]:
+    """Registers of a thread, bytes of it that spill, and bytes of a block's shared memory."""
+    image, tool = folder / "kernel.cubin", Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    image.write_bytes(nvrtc.compile_file(source, capability, defines))
+    text = subprocess.run([tool, "-res-usage", image], capture_output=True, text=True, check=True).stdout
+    registers, stack, shared = (int(re.findall(rf"{name}:(\d+)", text)[0]) for name in ("REG", "STACK", "SHARED"))
+    return registers, stack, shared

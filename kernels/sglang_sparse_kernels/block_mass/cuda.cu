@@ -1,83 +1,35 @@
-// Block masses of the RoPE dimensions by tensor cores: see cuda.py for the method and the launch.
+// Block masses of the RoPE dimensions by tensor cores, their first half: what the pieces of a row weigh in each head. See
+// cuda.py for the method and the launch, block_mass.cuh for what both halves have in common, merge.cu for the other one.
 //
-// Compile-time: HEADS (a multiple of 16), KIND (of queries and keys: BFLOAT16 or FLOAT16), HEAD_TILES (16s of heads that
-// a warp takes: 1 or 2; they divide HEADS), TOKEN_WARPS (warps that divide a tile's tokens), STAGES (tiles of keys on
-// their way or in use), RESIDENT (blocks that a multiprocessor is to run at once), CLUSTER (blocks of a cluster of the
-// merge; 1 before Hopper).
+// Compile-time: those of block_mass.cuh, and KIND (of queries and keys: BFLOAT16 or FLOAT16), HEAD_TILES (16s of heads
+// that a warp takes: 1 or 2; they divide HEADS), STAGES (tiles of keys on their way or in use), RESIDENT (blocks that a
+// multiprocessor is to run at once).
 //
-// A product's rows are heads, its columns tokens. The queries stay in registers; a warp takes 32 tokens at a time, two
-// pieces of 16, whose weights four lanes sum up. One word holds what both pieces weigh in a head.
+// A product's rows are heads, its columns tokens. The queries stay in registers; a warp takes two pieces at a time, whose
+// weights four lanes sum up.
 
-#include "hopper.cuh"
+#include "ampere.cuh"
+#include "block_mass.cuh"
 
 #define BFLOAT16 0
 
 #define DIM 64
 #define ROW (2 * DIM)  // bytes of a key
-#define PIECE 16
-#define STEP (2 * PIECE)
-#define TILE (STEP * TOKEN_WARPS)
-#define TILE_LOG2 (TOKEN_WARPS == 2 ? 6 : 7)
 #define HEAD_WARPS (HEADS / (16 * HEAD_TILES))
 #define THREADS (32 * HEAD_WARPS * TOKEN_WARPS)
 #define CHUNK 16  // bytes of a copy
 #define CHUNKS (TILE * ROW / CHUNK)
 #define COPIES ((CHUNKS + THREADS - 1) / THREADS)
-// A warp copies consecutive tokens; where four times a power of two, 16 of them or fewer are of one block.
+// A warp copies consecutive tokens, four at a time. If it does so 1, 2, 4 or 8 times, four in turn are of one block.
 #define TOGETHER (COPIES & (COPIES - 1) ? 1 : 4)
 #define IDS ((COPIES + TOGETHER - 1) / TOGETHER)
-#define STRIDE (TOKEN_WARPS * HEADS)  // words from a tile to the next one
 
-#define MERGE_WARPS 8
-#define MERGE_THREADS (32 * MERGE_WARPS)
-#define MERGE_WORDS 16  // of a head that a lane takes at a time: 32 pieces, one for each lane in the end
-#define LOADS 8  // totals on their way at once
-#define PARTS (MERGE_THREADS / HEADS)
-
-#define LOWEST -3.402823466e38f
 #define NOT_A_NUMBER __uint_as_float(0x7FC00000u)
 // Weights are relative to 2 to the power of a reference. Of one that is this large the reference was too low.
 #define LIMIT 1.8446744e19f  // 2^64
 #define COARSE 4194304.0f
-// From 2^23 on, a float's last bit is worth one.
-#define ONES 8388608.0f
-#define FRACTION 4095
 
 #ifdef __CUDACC__
-__device__ float exp2_of(float number) {
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(number));
-    return power;
-}
-
-// In shared memory.
-typedef unsigned Place;
-
-__device__ Place place_of(const void* memory) { return (Place)__cvta_generic_to_shared(memory); }
-
-// 16 bytes from global to shared memory, or zeros.
-__device__ void copy(Place target, const unsigned char* source, bool held) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(target), "l"(source), "r"(held ? 16 : 0) : "memory");
-}
-
-__device__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all copies of this thread have arrived but those before the last `LATER` ends.
-template <int LATER> __device__ void await_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(LATER) : "memory"); }
-
-// Four matrices of 8 rows of 16 bytes, each lane knowing the place of a row; it gets 4 bytes of each matrix.
-__device__ void load_matrices(Place place, unsigned (&words)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(place));
-}
-
-// Hides where a number comes from: what depends on the thread alone, the compiler would compute anew for every tile.
-__device__ void keep(unsigned& number) { asm("" : "+r"(number)); }
-
-template <typename Type> __device__ void keep(const Type*& pointer) { asm("" : "+l"(pointer)); }
-
 // 16 heads by 16 dimensions, times 16 dimensions by 8 tokens.
 __device__ void multiply(float (&sums)[4], const unsigned (&query)[4], uint2 keys) {
 #define MULTIPLY(type)                                                                                 \
@@ -90,29 +42,6 @@ __device__ void multiply(float (&sums)[4], const unsigned (&query)[4], uint2 key
 #undef MULTIPLY
 }
 #endif
-
-__device__ float swap(float number, int mask) {
-    return __uint_as_float(__shfl_xor_sync(ALL, __float_as_uint(number), mask));
-}
-
-// Of two sums over lanes `mask` apart the one that this lane goes on with: the second one if its bit is set.
-__device__ float halve(float first, float second, int mask) {
-    bool upper = threadIdx.x & mask;
-    return (upper ? second : first) + swap(upper ? first : second, mask);
-}
-
-// The tiles of a split. Splits take consecutive tiles, as many as the others or one more.
-struct Share {
-    int tiles, splits, first, last;  // of the row: tiles, and splits that have any; of this split
-    __device__ Share(int n_blocks, int size_log2, int most, int split) {
-        int blocks_log2 = TILE_LOG2 - size_log2;
-        tiles = (n_blocks + (1 << blocks_log2) - 1) >> blocks_log2;
-        splits = min(most, tiles);
-        unsigned each = (unsigned)tiles / max(splits, 1), more = (unsigned)tiles % max(splits, 1);
-        first = split * each + min(split, (int)more);
-        last = split < splits ? first + each + (split < more) : first;
-    }
-};
 
 struct Query {
     unsigned tiles[HEAD_TILES][DIM / 16][4];
@@ -441,116 +370,4 @@ block_mass_splits(const unsigned short* q, const unsigned char* keys, const int*
 #pragma unroll
     for (int i = 0; i < TOKEN_WARPS; i++) total += shared.totals[i][head];
     totals[((long long)row * gridDim.x + split) * HEADS + head] = {highest, total};
-}
-
-// Adds a head's total over some splits to that over others, both relative to 2 to the power of a reference, which stands
-// before them; so is the sum, for the higher one.
-__device__ void add(float2& sum, float2 other) {
-    float highest = fmaxf(sum.x, other.x);
-    sum.y = sum.y * exp2_of(sum.x - highest) + other.y * exp2_of(other.x - highest);
-    sum.x = highest;
-}
-
-struct Merged {
-    float2 parts[PARTS][HEADS];
-    unsigned totals[2][HEADS];  // of this block's splits
-    float factors[HEADS];
-};
-
-// By what the words of a split are to be multiplied, for each head: shared.factors. The blocks of a cluster divide the
-// splits whose totals they add up. All threads of the cluster call it, and afterwards cluster_wait().
-__device__ void find_factors(const float2* totals, const Share& share, int split, Merged& shared) {
-    int head = threadIdx.x % HEADS, part = threadIdx.x / HEADS, rank = blockIdx.x % CLUSTER;
-    float2 sum = {LOWEST, 0.0f};
-    if (part < PARTS) {
-        for (int first = part * CLUSTER + rank; first < share.splits; first += LOADS * PARTS * CLUSTER) {
-            float2 others[LOADS];
-#pragma unroll
-            for (int i = 0; i < LOADS; i++) {
-                int place = first + i * PARTS * CLUSTER;
-                others[i] = {LOWEST, 0.0f};
-                if (place < share.splits) others[i] = totals[place * HEADS + head];
-            }
-#pragma unroll
-            for (int i = 0; i < LOADS; i++) add(sum, others[i]);
-        }
-        shared.parts[part][head] = sum;
-    }
-    __syncthreads();
-    if (part == 0) {
-#pragma unroll
-        for (int i = 1; i < PARTS; i++) add(sum, shared.parts[i][head]);
-        shared.totals[0][head] = __float_as_uint(sum.x);
-        shared.totals[1][head] = __float_as_uint(sum.y);
-    }
-    if (CLUSTER > 1) cluster_barrier();
-    if (part == 0) {
-        if (CLUSTER > 1) sum = {LOWEST, 0.0f};
-#pragma unroll
-        for (int i = 0; i < CLUSTER; i++)
-            if (CLUSTER > 1)
-                add(sum, {__uint_as_float(load_from(i, &shared.totals[0][head])),
-                          __uint_as_float(load_from(i, &shared.totals[1][head]))});
-        // A row without any weight has NaN alone.
-        float reference = split < share.splits ? totals[split * HEADS + head].x : LOWEST;
-        shared.factors[head] = exp2_of(reference - sum.x) * (1.0f / (sum.y * HEADS));
-    }
-    __syncthreads();
-    if (CLUSTER > 1) cluster_arrive();
-}
-
-// Sums over lanes that differ in some bits of two times so many numbers as the highest of these bits is worth.
-template <int BIT, int SIZE> __device__ void sum_lanes(float (&numbers)[SIZE]) {
-#pragma unroll
-    for (int i = 0; i < BIT; i++) numbers[i] = halve(numbers[i], numbers[i + BIT], BIT);
-    if constexpr (BIT > 1) sum_lanes<BIT / 2>(numbers);
-}
-
-// What 32 pieces weigh in all heads: lane i gets that of the i-th one. Words at or beyond the end count as 0.
-__device__ float merge_pieces(const unsigned* words, int held, const float (&factors)[HEADS]) {
-    float masses[2 * MERGE_WORDS] = {};
-#pragma unroll
-    for (int i = 0; i < (HEADS + 31) / 32; i++) {
-        int head = i * 32 + threadIdx.x % 32;
-        if (head >= HEADS) break;
-        unsigned all[MERGE_WORDS];
-#pragma unroll
-        for (int i = 0; i < MERGE_WORDS; i++) all[i] = i < held ? words[i * HEADS + head] : 0;
-        float factor = factors[head];
-#pragma unroll
-        for (int i = 0; i < MERGE_WORDS; i++) {
-            float unit = __uint_as_float(all[i] >> 1 & 0x7F800000u) * factor;
-            unsigned ones = __float_as_uint(ONES);
-            masses[2 * i] += (__uint_as_float((all[i] & FRACTION) | ones) - ONES) * unit;
-            masses[2 * i + 1] += (__uint_as_float((all[i] >> 12 & FRACTION) | ones) - ONES) * unit;
-        }
-    }
-    sum_lanes<MERGE_WORDS>(masses);
-    return masses[0];
-}
-
-// The masses of a split's blocks.
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS, 2)
-block_mass_merge(const unsigned* words, const float2* totals, const int* n_blocks_ptr, float* out, long long row_words,
-                 long long splits_wide, long long width, long long size_log2_wide) {
-    launch_dependents();
-    await_inputs();
-    SHARED(Merged, shared);
-    int row = blockIdx.y, split = blockIdx.x, splits = (int)splits_wide;
-    int n_blocks = n_blocks_ptr[row], size_log2 = (int)size_log2_wide, lane = threadIdx.x % 32;
-    if (n_blocks == 0) return;
-    Share share(n_blocks, size_log2, splits, split);
-    find_factors(totals + (long long)row * splits * HEADS, share, split, shared);
-    words += row * row_words;
-    out += row * width;
-    int end = share.last * TOKEN_WARPS, pieces_log2 = size_log2 - 4;
-    int first = share.first * TOKEN_WARPS + threadIdx.x / 32 * MERGE_WORDS;
-    for (; first < end; first += MERGE_WARPS * MERGE_WORDS) {
-        float mass = merge_pieces(words + (long long)first * HEADS, end - first, shared.factors);
-        if (pieces_log2 > 0) mass += swap(mass, 1);
-        if (pieces_log2 > 1) mass += swap(mass, 2);
-        int piece = 2 * first + lane, block = piece >> pieces_log2;
-        if (lane < 2 * (end - first) && piece % (1 << pieces_log2) == 0 && block < n_blocks) out[block] = mass;
-    }
-    if (CLUSTER > 1) cluster_wait();
 }

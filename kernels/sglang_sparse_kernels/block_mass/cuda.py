@@ -10,7 +10,7 @@ A word has the sums of two times 16 tokens in a head: 12 bits each, and the expo
 precise as those of Triton's kernel, whose block sums are float16, and nothing is kept to say what they are relative to
 but one reference for each split and head.
 
-The merge adds up the totals of a row's splits, whose number may be large where rows are few: a cluster of blocks (Hopper
+The merge adds up the totals of a row's splits, of which there are many where rows are few: a cluster of blocks (Hopper
 and later) then divides them.
 """
 
@@ -24,7 +24,7 @@ import torch
 from .. import nvrtc
 from ..launch import LOG2_E, dependent_launch, num_processors
 
-SOURCE = Path(__file__).with_name("cuda.cu")
+SOURCE, MERGE = (Path(__file__).with_name(name) for name in ("cuda.cu", "merge.cu"))
 KINDS = {torch.bfloat16: 0, torch.float16: 1}
 DIM = 64
 MAX_HEADS = 128
@@ -63,12 +63,16 @@ class Shape:
         """
         return max(1, (384 if self.heads == 64 else 512) // self.threads)
 
-    def defines(self, dtype: torch.dtype, cluster: int) -> dict[str, int]:
-        """What the source is compiled with."""
-        sizes = {"HEADS": self.heads, "HEAD_TILES": self.head_tiles, "TOKEN_WARPS": self.token_warps}
+    def defines(self, dtype: torch.dtype) -> dict[str, int]:
+        """What the splits are compiled with."""
         # So that about 64 KiB are on their way to a multiprocessor.
         stages = 2 if self.token_warps == 4 else 3 if self.resident > 2 else 4
-        return {**sizes, "KIND": KINDS[dtype], "STAGES": stages, "RESIDENT": self.resident, "CLUSTER": cluster}
+        more = {"HEAD_TILES": self.head_tiles, "STAGES": stages, "RESIDENT": self.resident}
+        return {"HEADS": self.heads, "TOKEN_WARPS": self.token_warps, "KIND": KINDS[dtype], **more}
+
+    def merge_defines(self, cluster: int) -> dict[str, int]:
+        """What the merge is compiled with."""
+        return {"HEADS": self.heads, "TOKEN_WARPS": self.token_warps, "CLUSTER": cluster}
 
 
 def shape_of(heads: int) -> Shape:
@@ -141,9 +145,9 @@ def _kernels(device: torch.device, shape: Shape, dtype: torch.dtype) -> tuple[nv
     """The splits, and the merge by the size of a cluster: all at once, as loading one ends the capture of a graph."""
     clusters = (1, _CLUSTER) if dependent_launch(device) else (1,)
     merges = {
-        size: nvrtc.Kernel(SOURCE, "block_mass_merge", device, shape.defines(dtype, size), size) for size in clusters
+        size: nvrtc.Kernel(MERGE, "block_mass_merge", device, shape.merge_defines(size), size) for size in clusters
     }
-    return nvrtc.Kernel(SOURCE, "block_mass_splits", device, shape.defines(dtype, 1)), merges
+    return nvrtc.Kernel(SOURCE, "block_mass_splits", device, shape.defines(dtype)), merges
 
 
 def block_mass(
@@ -158,7 +162,10 @@ def block_mass(
     out: torch.Tensor,
     limit: int = _SCRATCH_BYTES,
 ) -> torch.Tensor:
-    """See ``block_mass.block_mass``; for what ``takes`` allows. Entries at or beyond ``n_blocks`` are left unwritten."""
+    """See ``block_mass.block_mass``; for what ``takes`` allows. Entries at or beyond ``n_blocks`` are left unwritten.
+
+    ``limit`` bounds the words in bytes wherever those of a single row fit.
+    """
     (batch, heads, _), width = q.shape, block_table.shape[1]
     if batch == 0 or width == 0:
         return out

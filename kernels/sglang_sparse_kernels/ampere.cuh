@@ -1,0 +1,38 @@
+// What kernels here use of PTX of Ampere and later beside products, for which each says what it multiplies; tests on a CPU
+// bring their own.
+
+#ifdef __CUDACC__
+__device__ float exp2_of(float number) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(number));
+    return power;
+}
+
+// In shared memory.
+typedef unsigned Place;
+
+__device__ Place place_of(const void* memory) { return (Place)__cvta_generic_to_shared(memory); }
+
+// 16 bytes from global to shared memory, or zeros.
+__device__ void copy(Place target, const unsigned char* source, bool held) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(target), "l"(source), "r"(held ? 16 : 0) : "memory");
+}
+
+__device__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all copies of this thread have arrived but those before the last `LATER` ends.
+template <int LATER> __device__ void await_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(LATER) : "memory"); }
+
+// Four matrices of 8 rows of 16 bytes, each lane knowing the place of a row; it gets 4 bytes of each matrix.
+__device__ void load_matrices(Place place, unsigned (&words)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(place));
+}
+
+// Hides where a number comes from: what depends on the thread alone, the compiler would compute anew for every tile.
+__device__ void keep(unsigned& number) { asm("" : "+r"(number)); }
+
+template <typename Type> __device__ void keep(const Type*& pointer) { asm("" : "+l"(pointer)); }
+#endif
