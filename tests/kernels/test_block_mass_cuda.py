@@ -19,7 +19,7 @@ from sglang_sparse_kernels.launch import LOG2_E
 
 NAN, INF = math.nan, math.inf
 # Heads, their type, and blocks of a cluster of the merge.
-KINDS = [(16, BF16, 1), (32, FP16, 2), (48, BF16, 1), (64, BF16, 2), (128, BF16, 1)]
+KINDS = [(16, BF16, 1), (32, FP16, 2), (48, BF16, 1), (64, BF16, 2), (80, FP16, 1), (128, BF16, 1)]
 KERNELS = """
 #define block_mass_splits splits_{number}
 #define block_mass_merge merge_{number}
