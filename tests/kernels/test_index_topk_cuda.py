@@ -156,8 +156,10 @@ def test_what_is_not_wanted_is_not_written(library: ctypes.CDLL) -> None:
     assert torch.equal(slots, torch.where(positions < 0, -1, positions + torch.tensor([[3], [4], [5]])))
 
 
-def test_a_block_of_the_size_that_gpus_get(library: ctypes.CDLL) -> None:
-    check(library, make(Case((6000,), 700, (1,)), "cpu"), SHAPES[-1])
+@pytest.mark.parametrize("topk", [700, 2500])
+def test_a_block_of_the_size_that_gpus_get(topk: int, library: ctypes.CDLL) -> None:
+    """More than the histogram has room for are written in turns."""
+    check(library, make(Case((6000,), topk, (1,)), "cpu"), SHAPES[-1])
 
 
 @pytest.mark.parametrize(

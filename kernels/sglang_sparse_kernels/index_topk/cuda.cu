@@ -1,8 +1,8 @@
 // The best tokens of one query per cluster of blocks; see cuda.py for the method and the launch.
 //
 // Compile-time: CLUSTER (blocks of a cluster; a power of two, 1 before Hopper), THREADS (of a block; a power of two, at
-// least 32), RESIDENT (blocks that a multiprocessor is to run at once), CANDIDATES (that a block keeps; 32 of its tokens
-// for each of them are the most it can hold), PAGE (tokens of a page).
+// least 32), RESIDENT (blocks that a multiprocessor is to run at once), CANDIDATES (that a block keeps; it can have 32
+// tokens for each of them at most), PAGE (tokens of a page).
 //
 // A cluster's blocks hold consecutive parts of a row. All take the same decisions from the same numbers, so that they
 // meet at the same barriers. They only read from one another, and none ends before all have read.
@@ -48,8 +48,8 @@ struct Bin {
 };
 
 struct Shared {
-    // First a sample of the row, two logits a pair; then candidates, each with its place in the block's part of the row;
-    // at last in the first number of each pair a word of the bitmap of what was chosen.
+    // First a sample of the row, two logits a pair; then candidates, each with its place in the block's part of the
+    // row; at last in the first number of each pair a word of the bitmap of what was chosen.
     alignas(16) uint2 pairs[CANDIDATES];
     alignas(16) unsigned histogram[BINS];
     unsigned warp[WARPS];
@@ -125,8 +125,8 @@ template <bool OF_ALL> __device__ Bin find_bin(unsigned wanted, unsigned above, 
     return shared.bin;
 }
 
-// What is chosen: all keys from `low` on or, where it is not `whole`, the keys above `low` and the first `ties` of those
-// equal to it.
+// What is chosen: all keys from `low` on or, where it is not `whole`, the keys above `low` and the first `ties` of
+// those equal to it.
 struct Threshold {
     unsigned low, ties;
     bool whole;
@@ -170,8 +170,8 @@ struct Sample {
     }
 };
 
-// Where about the `rank` highest of a sample end. By equal bins, which one pass over it tells enough of, unless there are
-// outliers.
+// Where about the `rank` highest of a sample end. By equal bins, which one pass over it tells enough of, unless there
+// are outliers.
 __device__ unsigned divide(Sample sample, unsigned rank, unsigned low, unsigned high, Shared& shared) {
     float highest = logit_of(high), range = highest - logit_of(low), scale = BINS / range;
     unsigned slack = rank / 16;
@@ -186,7 +186,7 @@ __device__ unsigned divide(Sample sample, unsigned rank, unsigned low, unsigned 
     return find<false>(sample, rank, low, high, ALL, slack, shared).low;
 }
 
-// A key that is most likely among the `wanted` highest of a row and few others with it, from a sample of the row, and the
+// A key that the `wanted` highest of a row most likely are not below, and few others, from a sample of the row; and the
 // highest key of the sample. The same in all blocks of a cluster.
 __device__ unsigned guess(const float* row, int length, unsigned wanted, unsigned& high, Shared& shared) {
     int skipped = (4 - (int)((unsigned long long)row / 4 % 4)) % 4, vectors = (length - skipped) / 4;
@@ -238,8 +238,8 @@ __device__ void load_into(float (&held)[4], const float* place) {
     held[3] = four.w;
 }
 
-// Loads of a thread for a tile of a part: consecutive threads have consecutive fours. Returns by bits which logits belong
-// to the part; only its first and its last tile have others.
+// Loads of a thread for a tile of a part: consecutive threads have consecutive fours. Returns by bits which logits
+// belong to the part; only its first and its last tile have others.
 __device__ unsigned load_tile(const Part& part, int first, float (&held)[VECTORS][4]) {
     int place = first + 4 * (int)threadIdx.x;
     if (first >= part.begin && first + TILE <= part.end) {
@@ -412,8 +412,8 @@ struct Output {
     int *positions, *slots;
     const int* table;
     int offset;
-    // Writes this thread's share of `number` tokens, from `place` on: those from `start` on, each `step`-th. Their pages
-    // are all on their way before the first of them is written.
+    // Writes this thread's share of `number` tokens, from `place` on: those from `start` on, each `step`-th. Their
+    // pages are on their way, four at a time, before the first of them is written.
     template <typename Position>
     __device__ void put(unsigned place, unsigned number, unsigned start, unsigned step, Position position_of) const {
         for (; start < number; start += VECTORS * step) {
