@@ -1,5 +1,6 @@
 """Top-p selection: reference against a sorted list of integers, Triton against the reference, exactly."""
 
+import importlib
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels.block_topp import block_topp, reference
+from sglang_sparse_kernels.block_topp import block_topp, cuda, reference
 from sglang_sparse_kernels.block_topp.cases import CASES, Case, make, random_rows
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -30,8 +31,16 @@ def run_triton(arguments: dict[str, Any], *config: int) -> Result:
     return triton.block_topp(**arguments, out=outputs(arguments), config=triton.Config(*config))
 
 
-RUN = {"reference": run_reference, "triton": run_triton}
-both = pytest.mark.parametrize("implementation", ["reference", "triton"])
+def run_cuda(arguments: dict[str, Any]) -> Result:
+    if not cuda.takes(arguments["mass"]):
+        pytest.skip("these are Triton's")
+    return cuda.block_topp(**arguments, out=outputs(arguments))
+
+
+RUN = {"reference": run_reference, "triton": run_triton, "cuda": run_cuda}
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+kernels = pytest.mark.parametrize("implementation", ["triton", CUDA])
+every = pytest.mark.parametrize("implementation", ["reference", "triton", CUDA])
 
 
 def assert_equal(result: Result, expected: Result) -> None:
@@ -118,12 +127,13 @@ def test_reference_is_the_head_of_a_sorted_list(case: Case) -> None:
     assert torch.equal(arguments["stats"], expected)
 
 
+@kernels
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_triton_equals_the_reference(case: Case, device: str) -> None:
+def test_kernels_equal_the_reference(case: Case, implementation: str, device: str) -> None:
     arguments = make(case, device)
     expected = run_reference(arguments)
     for _ in range(2):  # the same bits twice
-        assert_equal(run_triton(arguments), expected)
+        assert_equal(RUN[implementation](arguments), expected)
 
 
 def test_reference_selects_the_smallest_sets_of_10000_random_rows() -> None:
@@ -140,14 +150,17 @@ def test_reference_selects_the_smallest_sets_of_10000_random_rows() -> None:
     assert 1000 < overflows < 9000
 
 
+@kernels
 @pytest.mark.parametrize(
     ("batches", "rows", "width"),
     [(1, 30, 150), *(pytest.param(20, 500, width, marks=pytest.mark.gpu) for width in (40, 1000, 4096, 8192, 20000))],
 )
-def test_triton_equals_the_reference_on_random_rows(batches: int, rows: int, width: int, device: str) -> None:
+def test_kernels_equal_the_reference_on_random_rows(
+    batches: int, rows: int, width: int, implementation: str, device: str
+) -> None:
     for seed in range(batches):
         arguments = random_rows(rows, width, device, seed)
-        assert_equal(run_triton(arguments), run_reference(arguments))
+        assert_equal(RUN[implementation](arguments), run_reference(arguments))
 
 
 @pytest.mark.parametrize("config", [(128, 16, 16), (256, 2, 1)], ids=str)
@@ -158,7 +171,7 @@ def test_rows_longer_than_a_block(config: tuple[int, int, int], device: str) -> 
         assert_equal(run_triton(arguments, *config), run_reference(arguments))
 
 
-@both
+@every
 @pytest.mark.parametrize(
     ("mass", "top_p", "selected"),
     [
@@ -199,7 +212,7 @@ def test_small_rows(implementation: str, mass: list[float], top_p: float, select
     assert run_row(implementation, one_row(mass, capacity, top_p, device)) == (selected, False)
 
 
-@both
+@every
 def test_a_row_overflows_beyond_its_capacity(implementation: str, device: str) -> None:
     """The newest block counts, whether it is of the smallest set or not."""
     for mass, top_p, size in [([0.5, 0.25, 0.125, 0.125], 0.75, 3), ([0.125, 0.125, 0.25, 0.5], 0.75, 2)]:
@@ -210,7 +223,7 @@ def test_a_row_overflows_beyond_its_capacity(implementation: str, device: str) -
             assert got == (selected, overflows)
 
 
-@both
+@every
 def test_dense_and_padded_rows_do_not_read_their_masses(implementation: str, device: str) -> None:
     arguments = make(Case((40, 40, 0, 1), (40, 100, 0, 1), (0.5,) * 4), device)
     arguments["mass"].fill_(math.nan)
@@ -220,7 +233,7 @@ def test_dense_and_padded_rows_do_not_read_their_masses(implementation: str, dev
     assert (indices[2] < 0).all()
 
 
-@both
+@every
 def test_stats_count_overflows_apart_from_other_complete_rows(implementation: str, device: str) -> None:
     arguments = make(Case((50, 50, 50, 50, 0), (1, 50, 49, 40, 9), (0.9, 0.9, 1.0, 0.9, 0.9)), device)
     arguments["mass"][3, 7] = math.nan
@@ -238,18 +251,20 @@ def test_rows_of_wider_tensors(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_replays_of_a_graph_give_the_same_bits(device: str) -> None:
+@pytest.mark.parametrize("implementation", ["triton", "cuda"])
+def test_replays_of_a_graph_give_the_same_bits(implementation: str, device: str) -> None:
     """A hundred times, between kernels that are launched dependently, into poisoned outputs."""
     arguments = make(Case((4096, 37, 0, 1000), (2000, 30, 4, 10), (0.9,) * 4, width=8192), device)
     expected, out = run_reference(arguments), outputs(arguments)
     mass = arguments["mass"].clone()
-    block_topp(**arguments, out=out)
+    run = importlib.import_module(f"sglang_sparse_kernels.block_topp.{implementation}").block_topp
+    run(**arguments, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         arguments["mass"].copy_(mass)
         for _ in range(2):
-            block_topp(**arguments, out=out)
+            run(**arguments, out=out)
     for _ in range(100):
         for tensor, poison in ((arguments["mass"], 0), (out[0], -7), (out[1], -7)):
             tensor.fill_(poison)
@@ -268,7 +283,7 @@ MASSES = st.one_of(
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_selects_the_head_of_a_sorted_list(device: str, mass: list[float], capacity: int, top_p: float) -> None:
     expected = selected_of(mass, capacity, top_p)
-    for implementation in RUN:
+    for implementation in RUN if device == "cuda" else ("reference", "triton"):
         assert run_row(implementation, one_row(mass, capacity, top_p, device)) == expected
 
 
