@@ -1,12 +1,14 @@
 """CUDA kernels of this repository as C++, for a machine without a GPU: see ``cuda_on_cpu.h``."""
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import triton
 
 from sglang_sparse_kernels import nvrtc
 
@@ -22,3 +24,12 @@ def build(folder: Path, kernels: Iterable[str]) -> ctypes.CDLL:
     options += [f"-I{Path(__file__).with_name('kernels')}", f"-I{nvrtc.HEADERS}"]
     subprocess.run([compiler, *options, str(source), "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))
+
+
+def resources(image: bytes, folder: Path) -> tuple[int, int, int]:
+    """Registers of a thread, bytes of it that spill, and bytes of a block's shared memory, of a compiled kernel."""
+    cubin, tool = folder / "kernel.cubin", Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cubin.write_bytes(image)
+    text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    registers, stack, shared = (int(re.findall(rf"{name}:(\d+)", text)[0]) for name in ("REG", "STACK", "SHARED"))
+    return registers, stack, shared

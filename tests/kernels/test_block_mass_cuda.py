@@ -2,20 +2,14 @@
 
 import ctypes
 import math
-import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
 from cuda_library import build
 
-from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.block_mass import cuda, reference
-from sglang_sparse_kernels.block_mass.cases import BF16, FP8, FP16, FP32, Case, make
-from sglang_sparse_kernels.launch import LOG2_E
+from sglang_sparse_kernels.block_mass.cases import BF16, FP16, Case, make
 
 NAN, INF = math.nan, math.inf
 # Heads, their type, and blocks of a cluster of the merge.
@@ -255,63 +249,3 @@ def test_a_newest_slot_in_another_block_counts_for_none(library: ctypes.CDLL, mo
     arguments = make(Case((320,), 32, 16, 64, BF16, BF16), "cpu")
     arguments["last_slots"] -= 32 * (arguments["last_slots"] >= 64) or -32
     check(on_cpu(library, arguments, monkeypatch), arguments)
-
-
-def test_splits() -> None:
-    # 264 blocks at once on an H200: 33 of each of 8 rows.
-    assert [cuda.num_splits(batch, 2048, 264) for batch in (1, 8, 24, 300)] == [264, 33, 11, 1]
-    assert cuda.num_splits(2, 5, 264) == 5
-    assert [cuda.cluster_of(splits, True) for splits in (33, 48, 264)] == [1, 1, 8] and cuda.cluster_of(264, False) == 1
-
-
-@pytest.mark.parametrize("heads", range(16, 129, 16))
-def test_heads_are_divided_among_warps(heads: int) -> None:
-    shape = cuda.shape_of(heads)
-    assert heads % (16 * shape.head_tiles) == 0 and heads <= shape.threads <= 1024
-    assert shape.resident * shape.threads <= 512 and shape.tile_tokens in (64, 128)
-
-
-def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "available", lambda _: True)
-
-    def takes(heads: int = 16, dim: int = 64, size: int = 16, dtype: Any = BF16, kv: Any = BF16, **more: int) -> bool:
-        q = torch.zeros(2 * heads * dim + 8, dtype=dtype)[more.get("q_first", 0) :][: 2 * heads * dim]
-        stored, first = more.get("stored", 576), more.get("first", 512)
-        cache = torch.zeros(3, stored, dtype=FP32).to(kv)[:, first : first + dim]
-        return cuda.takes(q.view(2, heads, dim), cache, size)
-
-    assert takes() and takes(heads=128, size=64, dtype=FP16, kv=FP16) and takes(stored=64, first=0) and takes(q_first=2)
-    # No other dimensions, numbers of heads or sizes, no float32 or float8, no keys that cannot be copied 16 bytes each.
-    assert not takes(dim=32) and not takes(heads=8) and not takes(heads=144) and not takes(size=8)
-    assert not takes(dtype=FP32, kv=FP32) and not takes(kv=FP8) and not takes(kv=FP16)
-    assert not takes(first=508) and not takes(stored=580, first=512) and not takes(q_first=1)
-    monkeypatch.setattr(nvrtc, "available", lambda _: False)
-    assert not takes()
-
-
-def test_scales_are_passed_as_bits() -> None:
-    assert cuda.float_bits(1.0) == 0x3F800000 and cuda.float_bits(1e39) == 0x7F800000
-    assert cuda.float_bits(0.1 * LOG2_E) == torch.tensor(0.1 * LOG2_E).view(torch.int32).item()
-
-
-@pytest.mark.parametrize("heads", range(16, 129, 16))
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=lambda pair: f"sm{pair[0]}{pair[1]}")
-def test_it_compiles_without_spills(capability: tuple[int, int], heads: int, tmp_path: Path) -> None:
-    """And so many blocks of the splits run at once as the launch goes by."""
-    pytest.importorskip("cuda.bindings.nvrtc")
-    shape = cuda.shape_of(heads)
-    for dtype in (BF16, FP16):
-        registers, stack, shared = resources(cuda.SOURCE, capability, shape.defines(dtype), tmp_path)
-        assert stack == 0 and shared <= 49152 and registers * shape.threads * shape.resident <= 65536
-    for cluster in (1, 8) if capability >= (9, 0) else (1,):
-        registers, stack, shared = resources(cuda.MERGE, capability, shape.merge_defines(cluster), tmp_path)
-        assert stack == 0 and registers * 256 * 2 <= 65536
-
-
-def resources(source: Path, capability: tuple[int, int], defines: dict[str, int], folder: Path) -> tuple[int, int, int]:
-    """Registers of a thread, bytes of it that spill, and bytes of a block's shared memory."""
-    image, tool = folder / "kernel.cubin", Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    image.write_bytes(nvrtc.compile_file(source, capability, defines))
-    text = subprocess.run([tool, "-res-usage", image], capture_output=True, text=True, check=True).stdout
-    registers, stack, shared = (int(re.findall(rf"{name}:(\d+)", text)[0]) for name in ("REG", "STACK", "SHARED"))
-    return registers, stack, shared

@@ -1,12 +1,14 @@
-"""The CUDA kernel of the top-p selection without a GPU: its source as C++, each of its threads a thread of the CPU."""
+"""The CUDA kernel of the top-p selection without a GPU: its source as C++, each of its threads a thread of the CPU; and
+with one in graphs."""
 
 import ctypes
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cuda_library import build
+from cuda_library import build, resources
 
 from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.block_topp import cuda, reference
@@ -105,12 +107,37 @@ def test_numbers_of_any_size(shape: tuple[int, int], library: ctypes.CDLL) -> No
 
 @pytest.mark.parametrize("width", [100, 8192, 10000, 32768])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=lambda pair: f"sm{pair[0]}{pair[1]}")
-def test_it_compiles(capability: tuple[int, int], width: int, tmp_path: Path) -> None:
+def test_it_compiles_without_spills(capability: tuple[int, int], width: int, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    assert nvrtc.compile_file(cuda.SOURCE, capability, cuda.defines(width)).startswith(b"\x7fELF")
+    registers, stack, _ = resources(nvrtc.compile_file(cuda.SOURCE, capability, cuda.defines(width)), tmp_path)
+    assert stack == 0 and registers <= 64
 
 
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cuda.takes(torch.empty(1, 8))
     monkeypatch.setattr(nvrtc, "available", lambda _: True)
     assert cuda.takes(torch.empty(1, 32768)) and not cuda.takes(torch.empty(1, 32769))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "cuda"])
+def test_replays_of_a_graph_give_the_same_bits(implementation: str, device: str) -> None:
+    """A hundred times, between kernels that are launched dependently, into poisoned outputs."""
+    run = importlib.import_module(f"sglang_sparse_kernels.block_topp.{implementation}").block_topp
+    arguments = make(Case((4096, 37, 0, 1000), (2000, 30, 4, 10), (0.9,) * 4, width=8192), device)
+    options = {"dtype": torch.int32, "device": device}
+    expected, out = ((torch.full((4, 1, 8192), -7, **options), torch.full((4, 1), -7, **options)) for _ in range(2))
+    reference.block_topp(**arguments, out=expected)
+    mass = arguments["mass"].clone()
+    run(**arguments, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        arguments["mass"].copy_(mass)
+        for _ in range(2):
+            run(**arguments, out=out)
+    for _ in range(100):
+        for tensor, poison in ((arguments["mass"], 0), (out[0], -1), (out[1], -1)):
+            tensor.fill_(poison)
+        graph.replay()
+        assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
