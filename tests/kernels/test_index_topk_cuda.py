@@ -165,12 +165,12 @@ def test_a_block_of_the_size_that_gpus_get(topk: int, library: ctypes.CDLL) -> N
 @pytest.mark.parametrize(
     ("width", "queries", "topk", "clusters", "expected"),
     [
-        (131136, 1, 2048, True, Shape(8, 1024)),  # as many blocks as have enough to do
-        (131136, 32, 2048, True, Shape(8, 512)),  # as many as run at once
-        (131136, 34, 2048, True, Shape(4, 512)),
-        (32768, 1, 2048, True, Shape(8, 512)),
-        (9000, 1, 2048, True, Shape(2, 512)),
-        (9000, 1, 2048, False, Shape(1, 1024)),  # a GPU without clusters
+        (131136, 1, 2048, True, Shape(8, 512)),
+        (131136, 32, 2048, True, Shape(4, 512)),  # as many blocks as have a multiprocessor
+        (131136, 34, 2048, True, Shape(2, 512)),
+        (32768, 1, 2048, True, Shape(4, 512)),  # as many as have enough to do
+        (9000, 1, 2048, True, Shape(1, 512)),
+        (9000, 1, 2048, False, Shape(1, 512)),  # a GPU without clusters
         (131136, 8192, 2048, True, Shape(1, 256)),
         (131136, 8192, 4096, False, Shape(1, 256)),
         (131136, 8192, 4096, True, Shape(2, 512)),  # candidates that one block could not keep

@@ -46,6 +46,18 @@ def mass_sizes(arguments: dict[str, Any]) -> tuple[Any, ...]:
     return *q.shape, table.shape[1], arguments["block_size"], q.dtype, q.device
 
 
+def mass_scratch(
+    batch: int, heads: int, dim: int, width: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Of the kernels that serve the cases that only a GPU runs; what a server reserves is enough for either."""
+    most = block_mass.scratch_bytes(batch, heads, dim, width, block_size, dtype, device)
+    if not mass_cuda.takes_sizes(heads, dim, block_size, dtype, device):
+        return most
+    taken = mass_cuda.scratch_bytes(batch, heads, width, block_size, device)
+    assert taken <= most
+    return taken
+
+
 def decode_sizes(arguments: dict[str, Any], usual: int | None = None) -> tuple[Any, ...]:
     q, values = arguments["q"], arguments["v_cache"]
     heads = (q.shape[1], values.shape[1], q.shape[2], values.shape[2])
@@ -177,7 +189,7 @@ def test_block_topp_allocates_nothing(device: str, allocated: list[int]) -> None
 
 
 OPERATIONS = [
-    (block_mass.block_mass, block_mass.scratch_bytes, mass_cases, mass_sizes),
+    (block_mass.block_mass, mass_scratch, mass_cases, mass_sizes),
     (sparse_decode.sparse_decode, sparse_decode.scratch_bytes, decode_cases, decode_sizes),
     (sparse_mla_decode.sparse_mla_decode, sparse_mla_decode.scratch_bytes, mla_cases, mla_sizes),
 ]

@@ -72,10 +72,9 @@ def block_topp(
     _check_arguments(mass, block_table, n_blocks, capacity, top_p, out, stats)
     if dispatch.use_reference(mass):
         return reference.block_topp(mass, block_table, n_blocks, capacity, top_p, out, stats)
-    from . import cuda, triton
+    from . import triton
 
-    kernels = cuda if cuda.takes(mass) else triton
-    return kernels.block_topp(mass, block_table, n_blocks, capacity, top_p, out, stats)
+    return triton.block_topp(mass, block_table, n_blocks, capacity, top_p, out, stats)
 
 
 def _check_arguments(

@@ -29,9 +29,7 @@ _CLUSTERS = (1, 2, 4, 8)
 # Threads that a multiprocessor runs of this kernel, each with 64 registers.
 _RESIDENT = 1024
 # A block's part of a row, below which more blocks cost more than they save.
-_LEAST_PART = 4096
-# What blocks of 512 threads read at once.
-_MOST_READ = 8192
+_LEAST_PART = 8192
 # Tokens that one block can choose most likely without reading the row again, as for more it would lack candidates.
 _MOST_ALONE = 2048
 
@@ -70,8 +68,7 @@ def shape_of(width: int, queries: int, topk: int, processors: int, clusters: boo
     """How rows are selected from.
 
     One block where there are as many queries as run at once: then only throughput counts, and small blocks leave the
-    memory idle least. With fewer the most blocks that all run at once and have enough to do, large ones where each has
-    a multiprocessor of its own.
+    memory idle least. With fewer the most blocks that have a multiprocessor of their own and enough to do.
 
     Args:
         width: tokens of the longest row.
@@ -82,11 +79,9 @@ def shape_of(width: int, queries: int, topk: int, processors: int, clusters: boo
     """
     sizes = _CLUSTERS if clusters else _CLUSTERS[:1]
     holding = [size for size in sizes if Shape(size, _RESIDENT).max_tokens >= width] or [sizes[-1]]
-    useful = [size for size in sizes if size * queries <= 2 * processors and size * _LEAST_PART <= width] or [1]
+    useful = [size for size in sizes if size * queries <= processors and size * _LEAST_PART <= width] or [1]
     spare = 2 if clusters and topk > _MOST_ALONE else 1
     cluster = max(holding[0], useful[-1], spare)
-    if cluster * queries <= processors and width > _MOST_READ * cluster:
-        return Shape(cluster, 1024)
     return Shape(cluster, 512 if cluster > 1 or queries <= 2 * processors else 256)
 
 

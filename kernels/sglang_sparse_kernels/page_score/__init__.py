@@ -60,7 +60,7 @@ def page_score(
         return reference.page_score(q, summary, page_table, n_pages, out, local_pages)
     from . import cuda, triton
 
-    kernel = cuda if cuda.takes(q, summary) else triton
+    kernel = cuda if cuda.faster(summary) and cuda.takes(q, summary) else triton
     return kernel.page_score(q, summary, page_table, n_pages, out, local_pages, summaries_ready)
 
 
