@@ -143,7 +143,8 @@ def test_scratch_stays_within_its_bound(heads: int, dim: int, v_dim: int) -> Non
 
 def test_scratch_of_a_chunk_at_a_long_context_is_modest() -> None:
     assert len(make_plan([131072 - 8192], [8192], 128, 16, "cpu").slices) == 1
-    assert scratch_bound(8192, 131072, 32, 128, 128, 128, 16) < 2**28
+    # As AnchorAttention's page says.
+    assert scratch_bound(8192, 131072, 32, 128, 128, 128, 16) // 2**20 == 243
     assert scratch_bound(16384, 131072, 32, 128, 128, 128, 16) < 2**28 + 2**27
     # Longer passes are cut into more slices.
     assert scratch_bound(10**6, 131072, 32, 128, 128, 128, 16) == scratch_bound(16384, 131072, 32, 128, 128, 128, 16)

@@ -102,5 +102,5 @@ def test_chunks_that_cut_groups_keep_nearly_as_much_attention(prompt: dict[str, 
     stats = torch.zeros(2, dtype=torch.int64)
     whole = recall(prompt, run({**prompt, "stats": stats}, 0, 4 * GROUP))
     assert 0.1 < (stats[0] / stats[1]).item() < 0.9 and 0.9 < whole < 1
-    for chunk in (512, 777, 1500, 3000):
+    for chunk in (128, 256, 512, 777, 1500, 3000):
         assert abs(whole - recall(prompt, run(prompt, 0, chunk))) < 0.005, f"chunks of {chunk}"

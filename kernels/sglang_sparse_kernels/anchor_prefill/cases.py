@@ -51,6 +51,7 @@ CASES = [
     Case((12001, 0, 5, 2048), (3001, 1, 0, 4096), 1, 4, 7, 128, FP16, FP16, block_size=128, step=16, gpu_only=True),
     Case((9000, 100), (4000, 3000), 16, 8, 2, 64, BF16, BF16, block_size=64, step=8, gpu_only=True),
     Case((7000,), (5000,), 16, 8, 4, 128, BF16, FP8, block_size=128, step=16, k_scale=0.5, gpu_only=True),
+    Case((7000, 31), (3000, 100), 32, 8, 4, 128, BF16, BF16, block_size=128, step=16, gpu_only=True),
     Case((7000,), (3000,), 16, 8, 1, 96, FP16, FP16, block_size=128, step=16, gpu_only=True),
     Case((7000,), (3000,), 16, 2, 8, 256, BF16, BF16, block_size=128, step=4, gpu_only=True),
 ]
