@@ -30,8 +30,8 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
             and, in later files, oracle and random. Of equal items the last counts.
 
     Returns:
-        One dict for each task, length, comparison and threshold: these shares, means of all heads, and
-        ``recall_low``, the recall of the worst head of a layer.
+        One dict for each task, length, comparison and threshold: these shares, means of all heads, and of the recall
+        of single heads the lowest, ``recall_low``, and the 5th percentile, ``recall_p5``.
 
     Raises:
         EvaluationError: there are no items.
@@ -48,6 +48,7 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
             **dict(zip(names, place, strict=True)),
             **{name: fmean(share for row in found for share in row[name]) for name in SHARED if name in found[0]},
             "recall_low": min(share for row in found for share in row["recall"]),
+            "recall_p5": float(np.quantile([share for row in found for share in row["recall"]], 0.05)),
         }
         for place, found in sorted(groups.items(), key=lambda group: (*group[0][:2], not group[0][2], group[0][3]))
     ]
@@ -91,6 +92,7 @@ def bounds(paths: Sequence[Path]) -> str:
         ("θ", text("threshold")),
         ("left out", percent("sparsity")),
         ("mass kept", number("recall", 3)),
+        ("5 % of the heads keep less than", number("recall_p5", 3)),
         ("by the best keys", number("oracle", 3)),
         ("by random keys", number("random", 3)),
         ("of the best's", percent("of_oracle")),

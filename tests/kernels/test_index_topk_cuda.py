@@ -109,7 +109,7 @@ def test_clusters_equal_the_reference(kind: str, shape: Shape, library: ctypes.C
 
 
 @ALL_SHAPES
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_row(seed: int, shape: Shape, library: ctypes.CDLL) -> None:
     """Of any length and place, also shorter than the cluster, with few or many logits equal, infinite or far out."""
     pick = random.Random(seed)
