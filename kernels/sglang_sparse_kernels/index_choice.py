@@ -10,9 +10,7 @@ import torch
 
 from .index_keys import PAGE_SIZE
 from .index_topk import index_topk
-
-# What tokens are called: a page table, the row of each query in it, and numbers to count from instead.
-Names = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+from .index_topk.reference import Names
 
 # Of the logits of a prefill that are chosen from at a time, for as many queries as fit; choosing from them takes
 # several times as much on a CPU. Logits that SGLang makes may be larger.

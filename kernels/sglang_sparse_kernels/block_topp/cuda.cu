@@ -3,6 +3,7 @@
 // Compile-time: THREADS (a power of two, at least 64), ITEMS (masses that a thread holds in registers, a multiple of 4).
 
 #include "hopper.cuh"
+#include "block.cuh"
 
 #define BINS 2048
 #define WARPS (THREADS / 32)
@@ -18,20 +19,10 @@ struct Shared {
     unsigned bin, above, inside;
 };
 
-// Sum over the threads before this one, and over all. All threads call it; each time with other slots than the last.
-__device__ unsigned threads_before(unsigned mine, unsigned* slots, unsigned& total) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    unsigned running = mine;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        unsigned other = __shfl_up_sync(ALL, running, step);
-        if (lane >= step) running += other;
-    }
-    if (lane == 31) slots[warp] = running;
-    __syncthreads();
-    unsigned others = lane < WARPS ? slots[lane] : 0;
-    total = __reduce_add_sync(ALL, others);
-    return __reduce_add_sync(ALL, lane < warp ? others : 0u) + running - mine;
+// The sum of what the warps have put into slots.
+__device__ unsigned all_threads(const unsigned* slots) {
+    int lane = threadIdx.x % 32;
+    return __reduce_add_sync(ALL, lane < WARPS ? slots[lane] : 0u);
 }
 
 // A bin: 2^`bits` numbers from the lowest on, and the sum of what is higher.
@@ -49,7 +40,7 @@ __device__ unsigned first_bin(unsigned number) {
 // The bin, from the highest down, in which the sum reaches what is needed: a number of it, what lies above, and its own
 // sum. All threads call it, after a barrier behind the last addition; leaves the histogram empty.
 __device__ void find(unsigned needed, Shared& shared) {
-    unsigned sums[EACH], sum = 0, total;
+    unsigned sums[EACH], sum = 0;
     int first = BINS - 1 - threadIdx.x * EACH;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -57,7 +48,7 @@ __device__ void find(unsigned needed, Shared& shared) {
         shared.histogram[first - i] = 0;
         sum += sums[i];
     }
-    unsigned above = threads_before(sum, shared.warps[0], total);
+    unsigned above = threads_before(sum, shared.warps[0]);
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         if (above < needed && above + sums[i] >= needed) {
@@ -99,23 +90,6 @@ __device__ Threshold find_threshold(const unsigned (&held)[ITEMS], int items, un
     return {bin.low, ties, ties * bin.low == inside};
 }
 
-// Four of `left` numbers; where `aligned`, what lies between a row's last block and the next row may be read.
-template <typename Four, typename Number>
-__device__ void load_four(const Number* source, int left, bool aligned, Number* target) {
-    if (left <= 0) return;
-    if (aligned) {
-        Four four = *(const Four*)source;
-        target[0] = four.x;
-        target[1] = four.y;
-        target[2] = four.z;
-        target[3] = four.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i < left) target[i] = source[i];
-    }
-}
-
 // A mass in units of 2^-30. What is no mass reaches the limit by itself.
 __device__ unsigned fixed_of(float mass) {
     if (!(mass < 2.0f)) return LIMIT;
@@ -125,11 +99,11 @@ __device__ unsigned fixed_of(float mass) {
 // Stores the blocks that are selected, if they are at most `capacity`; returns how many they are.
 __device__ unsigned place(const unsigned (&held)[ITEMS], int items, int newest, const int* table, Threshold threshold,
                           unsigned capacity, int* indices, Shared& shared) {
-    unsigned equal = 0, taken = 0, total;
+    unsigned equal = 0, taken = 0;
     if (!threshold.all) {
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) equal += i < items && held[i] == threshold.number;
-        equal = threads_before(equal, shared.warps[1], total);
+        equal = threads_before(equal, shared.warps[1]);
     }
     unsigned selected = 0;
 #pragma unroll
@@ -141,7 +115,8 @@ __device__ unsigned place(const unsigned (&held)[ITEMS], int items, int newest, 
         selected |= (unsigned)chosen << i;
         taken += chosen;
     }
-    int* next = indices + threads_before(taken, shared.warps[4], total);
+    int* next = indices + threads_before(taken, shared.warps[4]);
+    unsigned total = all_threads(shared.warps[4]);
     if (total > capacity) return total;
     // In groups whose loads are all on their way before the first of them is stored.
 #pragma unroll
@@ -167,7 +142,7 @@ __device__ unsigned select(const float* masses, const int* table, int n_blocks, 
 #pragma unroll
     for (int group = 0; group < ITEMS; group += 4) {
         float some[4] = {};
-        if (group < items) load_four<float4>(masses + first + group, n_blocks - first - group, aligned, some);
+        if (group < items) load_some<float4>(masses + first + group, n_blocks - first - group, aligned, some);
 #pragma unroll
         for (int i = 0; i < 4; i++)
             held[group + i] = group < items && first + group + i < n_blocks ? fixed_of(some[i]) : 0;
@@ -185,9 +160,7 @@ __device__ unsigned select(const float* masses, const int* table, int n_blocks, 
         shared.warps[3][warp] = upper;
     }
     __syncthreads();
-    lower = __reduce_add_sync(ALL, lane < WARPS ? shared.warps[2][lane] : 0u);
-    upper = __reduce_add_sync(ALL, lane < WARPS ? shared.warps[3][lane] : 0u);
-    unsigned long long total = ((unsigned long long)upper << 16) + lower;
+    unsigned long long total = ((unsigned long long)all_threads(shared.warps[3]) << 16) + all_threads(shared.warps[2]);
     if (total == 0 || total >= LIMIT || !(top_p < 1.0f)) return 0;
     unsigned long long top_p_fixed = top_p > 0.0f ? (unsigned long long)(top_p * ONE) : 0;
     unsigned needed = (unsigned)((top_p_fixed * total + ((1u << 30) - 1)) >> 30);

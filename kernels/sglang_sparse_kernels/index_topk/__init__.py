@@ -8,6 +8,7 @@ import torch
 
 from .. import dispatch
 from . import reference
+from .reference import Names, Results
 
 
 def index_topk(
@@ -19,10 +20,10 @@ def index_topk(
     page_table: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
-    out: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None,
+    out: Results | None = None,
     stats: torch.Tensor | None = None,
     nothing: int = -1,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> Results:
     """Select the ``topk`` highest logits of each query, or all where there are no more.
 
     NaN counts as +inf; 0.0 and -0.0 are equal; -inf is a logit like others (the fallback without CUDA takes it for the
@@ -87,7 +88,7 @@ def _check_arguments(
     topk: int,
     first: torch.Tensor | None,
     wanted: torch.Tensor | None,
-    names: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    names: Names,
     stats: torch.Tensor | None,
 ) -> None:
     page_table, rows, offsets = names
@@ -113,9 +114,9 @@ def _check_arguments(
 def _results(
     logits: torch.Tensor,
     topk: int,
-    names: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    out: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    names: Names,
+    out: Results | None,
+) -> Results:
     """What is written: ``out``, checked, or all that can be, made."""
     queries = len(logits)
     shapes = {"positions": (queries, topk), "counts": (queries,), "slots": (queries, topk)}

@@ -8,6 +8,7 @@
 // meet at the same barriers. They only read from one another, and none ends before all have read.
 
 #include "hopper.cuh"
+#include "block.cuh"
 
 #define BINS 2048
 #define WARPS (THREADS / 32)
@@ -72,26 +73,6 @@ struct Part {
     }
 };
 
-// Sum over the lanes up to this one.
-__device__ unsigned lanes_through(unsigned mine) {
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        unsigned other = __shfl_up_sync(ALL, mine, step);
-        if (lane >= step) mine += other;
-    }
-    return mine;
-}
-
-// Sum over the threads before this one; all threads call it.
-__device__ unsigned threads_before(unsigned mine, Shared& shared) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    unsigned running = lanes_through(mine);
-    if (lane == 31) shared.warp[warp] = running;
-    __syncthreads();
-    return __reduce_add_sync(ALL, lane < warp ? shared.warp[lane] : 0u) + running - mine;
-}
-
 // All threads of the cluster come here before any goes on, and see what the others wrote to their shared memory.
 __device__ void meet() {
     if (CLUSTER > 1) cluster_barrier();
@@ -115,7 +96,7 @@ template <bool OF_ALL> __device__ Bin find_bin(unsigned wanted, unsigned above, 
             for (unsigned rank = 0; rank < CLUSTER; rank++) counts[i] += load_from(rank, &shared.histogram[first + i]);
         total += counts[i];
     }
-    above += threads_before(total, shared);
+    above += threads_before(total, shared.warp);
 #pragma unroll
     for (unsigned i = 0; i < EACH; i++) {
         if (above < wanted && wanted <= above + counts[i]) shared.bin = Bin{first + i, above, counts[i]};
@@ -396,7 +377,7 @@ struct Words {
         first = min(words, threadIdx.x * size);
         end = min(words, first + size);
         for (unsigned word = first; word < end; word++) mine += __popc(shared.pairs[word].x);
-        before = threads_before(mine, shared);
+        before = threads_before(mine, shared.warp);
     }
     // Calls a function for each token of these words, with how many of the bitmap are before it.
     template <typename Visit> __device__ void each(Shared& shared, Visit visit) const {

@@ -21,6 +21,7 @@ import torch
 from .. import nvrtc
 from ..index_keys import PAGE_SIZE
 from ..launch import dependent_launch, num_processors
+from .reference import Names, Results
 
 SOURCE = Path(__file__).with_name("cuda.cu")
 MAX_TOPK = 4096
@@ -96,8 +97,8 @@ def index_topk(
     topk: int,
     first: torch.Tensor | None,
     wanted: torch.Tensor | None,
-    names: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    out: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    names: Names,
+    out: Results,
     stats: torch.Tensor | None = None,
     nothing: int = -1,
     shape: Shape | None = None,

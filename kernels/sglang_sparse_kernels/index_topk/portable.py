@@ -7,6 +7,7 @@ import torch
 
 from .. import index_choice
 from ..page_topk import page_topk
+from .reference import Names, Results
 
 
 def index_topk(
@@ -15,8 +16,8 @@ def index_topk(
     topk: int,
     first: torch.Tensor | None,
     wanted: torch.Tensor | None,
-    names: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    out: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    names: Names,
+    out: Results,
     stats: torch.Tensor | None = None,
     nothing: int = -1,
 ) -> None:

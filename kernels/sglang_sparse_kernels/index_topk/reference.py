@@ -4,6 +4,10 @@ import torch
 
 from ..index_keys.reference import PAGE_SIZE
 
+# What tokens are called: a page table, the row of each query in it, and numbers to count from instead.
+Names = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+# Positions, counts and slots, as far as they are wanted.
+Results = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 # Logits that are sorted at a time.
 _MOST = 1 << 22
 
@@ -14,8 +18,8 @@ def index_topk(
     topk: int,
     first: torch.Tensor | None,
     wanted: torch.Tensor | None,
-    names: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    out: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    names: Names,
+    out: Results,
     stats: torch.Tensor | None = None,
     nothing: int = -1,
 ) -> None:

@@ -8,6 +8,7 @@
 // meet at the same barriers. They only read from one another, and none ends before all have read.
 
 #include "hopper.cuh"
+#include "block.cuh"
 
 #define BINS 2048
 #define LIST 256
@@ -75,26 +76,6 @@ struct Threshold {
     unsigned ties, higher_before, equal_before;
     bool all;
 };
-
-// Sum over the lanes up to this one.
-__device__ unsigned lanes_through(unsigned mine) {
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        unsigned other = __shfl_up_sync(ALL, mine, step);
-        if (lane >= step) mine += other;
-    }
-    return mine;
-}
-
-// Sum over the threads before this one; all threads call it.
-__device__ unsigned threads_before(unsigned mine, unsigned* slots) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    unsigned running = lanes_through(mine);
-    if (lane == 31) slots[warp] = running;
-    __syncthreads();
-    return __reduce_add_sync(ALL, lane < warp ? slots[lane] : 0u) + running - mine;
-}
 
 // Lowest and highest key of the scores that `wanted` takes; never of a missing score, which is NaN.
 template <int SIZE, typename Wanted>
@@ -374,23 +355,6 @@ __device__ void place(const float (&scores)[ITEMS], const int* pages, int items,
     }
 }
 
-// Four of `left` numbers; where `aligned`, what lies between a row's last page and the next row may be read.
-template <typename Four, typename Number>
-__device__ void load_four(const Number* source, int left, bool aligned, Number* target) {
-    if (left <= 0) return;
-    if (aligned) {
-        Four four = *(const Four*)source;
-        target[0] = four.x;
-        target[1] = four.y;
-        target[2] = four.z;
-        target[3] = four.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i < left) target[i] = source[i];
-    }
-}
-
 // A thread's consecutive pages, in fours, of those that its block holds.
 struct Part {
     int items, first, left;
@@ -407,7 +371,7 @@ __device__ void load_part(const Number* source, const Part& part, bool aligned, 
 #pragma unroll
     for (int group = 0; group < SIZE; group += 4) {
         if (group >= part.items) break;
-        load_four<Four>(source + part.first + group, part.left - group, aligned, target + group);
+        load_some<Four>(source + part.first + group, part.left - group, aligned, target + group);
     }
 }
 
@@ -417,7 +381,7 @@ __device__ void select(const float* scores, const int* page_table, const int (&p
     float held[ITEMS], sample[4];
     load_part<float4>(scores, part, aligned, held);
     int start = threadIdx.x * ((n_pages + 4 * THREADS - 1u) / (4 * THREADS) * 4);
-    if (CLUSTER > 1) load_four<float4>(scores + start, n_pages - start, aligned, sample);
+    if (CLUSTER > 1) load_some<float4>(scores + start, n_pages - start, aligned, sample);
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         held[i] = i < part.items && i < part.left ? clean(held[i]) : NOT_A_NUMBER;
