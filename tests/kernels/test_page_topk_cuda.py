@@ -142,6 +142,7 @@ def test_scores_that_are_close_together(spread: float, shape: Shape, library: ct
         (2048, 8, 132, Shape(1, 512, 4)),
         (8192, 8, 132, Shape(4, 512, 4)),  # as many blocks as have enough to do
         (4096, 8, 132, Shape(1, 512, 8)),  # the barriers of a cluster cost more
+        (4224, 64, 132, Shape(1, 1024, 8)),
         (16384, 8, 132, Shape(8, 512, 4)),
         (8192, 64, 132, Shape(2, 512, 8)),  # as many as run at once
         (8192, 67, 132, Shape(1, 1024, 8)),

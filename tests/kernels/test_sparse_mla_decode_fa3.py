@@ -125,7 +125,6 @@ def test_no_copy_is_made(device: str, stand_in: FA3) -> None:
 @pytest.fixture
 def chosen(stand_in: FA3, monkeypatch: pytest.MonkeyPatch) -> FA3:
     """A machine where FA3 is installed, and chosen where it is faster."""
-    monkeypatch.setattr(fa3, "CHOSEN", True)
     monkeypatch.setattr(fa3, "installed", lambda _: True)
     return stand_in
 
@@ -135,9 +134,6 @@ def test_it_is_chosen_where_it_is_faster_and_takes_the_arguments(device: str, ch
     got = sparse_mla_decode(**arguments, newest_last=True)
     assert len(chosen.splits) == 1 and relative_error(got, run_reference(arguments)) < TOLERANCE[BF16]
     sparse_mla_decode(**arguments)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fa3, "CHOSEN", False)
-        sparse_mla_decode(**arguments, newest_last=True)
     fewer = {name: arguments[name][:3] for name in ("q_nope", "q_rope", "indices", "counts", "last_slots")}
     sparse_mla_decode(**{**arguments, **fewer}, newest_last=True)
     assert len(chosen.splits) == 1
@@ -281,8 +277,7 @@ def test_a_graph_serves_any_counts(implementation: str, splits: int | None, devi
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [4, 24, 70])
-def test_fa3_allocates_no_more_than_is_said(rows: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fa3, "CHOSEN", True)
+def test_fa3_allocates_no_more_than_is_said(rows: int, device: str) -> None:
     case = replace(SERVED, lengths=(900,) * rows, heads=128)
     arguments = make(case, device)
     require("fa3", case, arguments)

@@ -27,7 +27,7 @@ _MAX_THREADS = 1024
 _CLUSTERS = (1, 2, 4, 8)
 # Scores of a row up to which one block is faster than a cluster of any size, whose barriers cost more; and a block's
 # part of a longer row, below which more blocks cost more than they save.
-_ALONE = 4096
+_ALONE = 5120
 _LEAST_PART = 2048
 # A part of that many pages or fewer is faster with half of the threads.
 _FEW_PAGES = 4096

@@ -2,7 +2,7 @@
 
 Source: step 3 of RoBSA's decode (block sparse attention in the absorbed form of MLA, where all query heads share one
 key, of which the latent part is the value as well), split over the selected blocks as in Flash-Decoding. On Hopper FA3
-can attend to the blocks of many rows (``fa3``), which is not chosen yet.
+attends to the blocks of many rows (``fa3``).
 """
 
 import torch

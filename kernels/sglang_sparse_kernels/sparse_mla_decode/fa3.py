@@ -7,7 +7,7 @@ only a part may count, comes last. How many tokens that makes is all that has to
 By these numbers FA3 divides the rows among the multiprocessors, in a kernel of its own, so that a CUDA graph serves any
 counts. Only the most splits of a row are fixed at launch, and with them what it allocates.
 
-``faster`` says where it would be chosen; ``CHOSEN`` is off. Triton's kernels serve all else.
+``faster`` says where it is chosen. Triton's kernels serve all else.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ LATENT_DIM, ROPE_DIM = 512, 64
 BLOCK_SIZES = (16, 32)
 # Query heads of a tile.
 TILE_HEADS = 64
-# Whether it is chosen at all. On an H200 it is right and faster call by call, but a test that replays graphs of it,
-# captured with nothing selected, ended the process there, which is not understood yet.
-CHOSEN = False
 # From which it is faster, see `faster`: heads, and heads of all rows.
 MIN_HEADS, MIN_QUERIES = 32, 256
 # It loads and stores 16 bytes at once.
@@ -80,7 +77,7 @@ def serves(
     batch: int, num_heads: int, latent_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether calls of these sizes come here, if FA3 ``takes`` their tensors."""
-    return CHOSEN and faster(batch, num_heads) and has_kernel(latent_dim, block_size, dtype, device)
+    return faster(batch, num_heads) and has_kernel(latent_dim, block_size, dtype, device)
 
 
 def takes(
