@@ -46,15 +46,14 @@ def mass_sizes(arguments: dict[str, Any]) -> tuple[Any, ...]:
     return *q.shape, table.shape[1], arguments["block_size"], q.dtype, q.device
 
 
-def mass_scratch(
-    batch: int, heads: int, dim: int, width: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> int:
-    """Of the kernels that serve the cases that only a GPU runs; what a server reserves is enough for either."""
-    most = block_mass.scratch_bytes(batch, heads, dim, width, block_size, dtype, device)
-    if not mass_cuda.takes_sizes(heads, dim, block_size, dtype, device):
-        return most
-    taken = mass_cuda.scratch_bytes(batch, heads, width, block_size, device)
-    assert taken <= most
+def mass_scratch(arguments: dict[str, Any]) -> int:
+    """Of the kernels that serve the call; what a server reserves is enough for either."""
+    sizes = mass_sizes(arguments)
+    batch, heads, _, width, block_size, *_, device = sizes
+    taken = mass_kernels.scratch_bytes(*sizes)
+    if mass_cuda.takes(arguments["q"], arguments["k_cache"], block_size):
+        taken = mass_cuda.scratch_bytes(batch, heads, width, block_size, device)
+    assert taken <= block_mass.scratch_bytes(*sizes)
     return taken
 
 
@@ -189,7 +188,7 @@ def test_block_topp_allocates_nothing(device: str, allocated: list[int]) -> None
 
 
 OPERATIONS = [
-    (block_mass.block_mass, mass_scratch, mass_cases, mass_sizes),
+    (block_mass.block_mass, mass_scratch, mass_cases, lambda arguments: (arguments,)),
     (sparse_decode.sparse_decode, sparse_decode.scratch_bytes, decode_cases, decode_sizes),
     (sparse_mla_decode.sparse_mla_decode, sparse_mla_decode.scratch_bytes, mla_cases, mla_sizes),
 ]

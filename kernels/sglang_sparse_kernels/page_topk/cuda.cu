@@ -13,9 +13,10 @@
 #define BINS 2048
 #define LIST 256
 #define WARPS (THREADS / 32)
-#define GROUP (ITEMS < 8 ? ITEMS : 8)
 // Whether registers are left for the page table.
 #define PAGES_HELD (ITEMS <= 8)
+// Pages that are loaded together where they are not held.
+#define GROUP (PAGES_HELD ? 4 : 8)
 #define PAGES_SIZE (PAGES_HELD ? ITEMS : 4)
 #define NOT_A_NUMBER __uint_as_float(0x7FC00000u)
 #define INFINITE __uint_as_float(0x7F800000u)
@@ -383,9 +384,13 @@ __device__ void select(const float* scores, const int* page_table, const int (&p
     int start = threadIdx.x * ((n_pages + 4 * THREADS - 1u) / (4 * THREADS) * 4);
     if (CLUSTER > 1) load_some<float4>(scores + start, n_pages - start, aligned, sample);
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        held[i] = i < part.items && i < part.left ? clean(held[i]) : NOT_A_NUMBER;
-        hide(held[i]);
+    for (int group = 0; group < ITEMS; group += GROUP) {
+        if (group >= part.items) break;
+#pragma unroll
+        for (int i = group; i < group + GROUP; i++) {
+            held[i] = i < part.items && i < part.left ? clean(held[i]) : NOT_A_NUMBER;
+            hide(held[i]);
+        }
     }
 #pragma unroll
     for (int i = 0; i < 4; i++)
