@@ -29,7 +29,7 @@ DONE = "sanitizer_inside: done "
 # By operation: the function that its cases are the arguments of; with those that have no Triton kernel.
 OPERATIONS = {**IN_TRITON, "index_topk": "index_topk"}
 # Those that have a kernel in CUDA C++ and another one for devices that do not take it.
-TWO_KERNELS = ("block_mass", "index_topk", "page_score", "page_topk")
+TWO_KERNELS = ("block_mass", "block_topp", "index_topk", "page_score", "page_topk")
 
 
 def is_float8(case: Any) -> bool:
@@ -115,18 +115,14 @@ def summarise_layers(case: Any, device: str, layers: int = 3) -> None:
     module.update_page_summaries(caches, summaries, **rows)
 
 
-def in_cuda(operation: str, case: Any, device: str) -> None:
-    """The kernel in CUDA C++ of an operation that does not choose it, or not for all that it takes."""
-    module = importlib.import_module(f"sglang_sparse_kernels.{operation}.cuda")
-    given = importlib.import_module(f"sglang_sparse_kernels.{operation}.cases").make(case, device)
-    if operation == "page_score" and module.takes(given["q"], given["summary"]):
+def score_in_cuda(case: Any, device: str) -> None:
+    """The kernel in CUDA C++ of the page scores, which serves float8 summaries alone."""
+    module = importlib.import_module("sglang_sparse_kernels.page_score.cuda")
+    given = importlib.import_module("sglang_sparse_kernels.page_score.cases").make(case, device)
+    if module.takes(given["q"], given["summary"]):
         shape = len(given["q"]), given["summary"].shape[1], given["page_table"].shape[1]
         for ready in (False, True):
             module.page_score(**given, out=torch.empty(shape, device=device), summaries_ready=ready)
-    if operation == "block_topp" and module.takes(given["mass"]):
-        rows, width = given["mass"].shape
-        out = (torch.empty(*shape, dtype=torch.int32, device=device) for shape in ((rows, 1, width), (rows, 1)))
-        module.block_topp(**given, out=tuple(out))
 
 
 def as_served(operation: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -160,8 +156,8 @@ def call(operation: str, cases: Sequence[Any], device: str) -> None:
         if operation in TWO_KERNELS:
             with mock.patch.object(nvrtc, "available", return_value=False):
                 run(case)
-        if operation in ("block_topp", "page_score"):
-            in_cuda(operation, case, device)
+        if operation == "page_score":
+            score_in_cuda(case, device)
         if operation == "page_summary":
             summarise_layers(case, device)
     if operation == "index_keys":

@@ -72,9 +72,10 @@ def block_topp(
     _check_arguments(mass, block_table, n_blocks, capacity, top_p, out, stats)
     if dispatch.use_reference(mass):
         return reference.block_topp(mass, block_table, n_blocks, capacity, top_p, out, stats)
-    from . import triton
+    from . import cuda, triton
 
-    return triton.block_topp(mass, block_table, n_blocks, capacity, top_p, out, stats)
+    kernels = cuda if cuda.takes(mass) else triton
+    return kernels.block_topp(mass, block_table, n_blocks, capacity, top_p, out, stats)
 
 
 def _check_arguments(

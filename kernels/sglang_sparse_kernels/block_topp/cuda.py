@@ -4,7 +4,7 @@ A histogram of the masses by their leading bits, whose bins have sums, says in w
 reaches what is needed. The bin is divided again by the bits that follow until it is a single number, mostly once.
 Running counts over the threads, which hold consecutive blocks, then place the selected ones in logical order.
 
-Not chosen by ``block_topp`` before a GPU has shown it right and faster than Triton's kernel.
+Triton's kernel serves wider rows, and GPUs that are not NVIDIA's.
 """
 
 import functools
