@@ -49,11 +49,14 @@ def mass_sizes(arguments: dict[str, Any]) -> tuple[Any, ...]:
 def mass_scratch(arguments: dict[str, Any]) -> int:
     """Of the kernels that serve the call; what a server reserves is enough for either."""
     sizes = mass_sizes(arguments)
-    batch, heads, _, width, block_size, *_, device = sizes
+    batch, heads, dim, width, block_size, dtype, device = sizes
+    most = block_mass.scratch_bytes(*sizes)
+    if not mass_cuda.takes_sizes(heads, dim, block_size, dtype, device):
+        return most
     taken = mass_kernels.scratch_bytes(*sizes)
     if mass_cuda.takes(arguments["q"], arguments["k_cache"], block_size):
         taken = mass_cuda.scratch_bytes(batch, heads, width, block_size, device)
-    assert taken <= block_mass.scratch_bytes(*sizes)
+    assert taken <= most
     return taken
 
 
