@@ -1,21 +1,41 @@
 """Two GPUs share a model: each selects for its own KV heads, and the answers are those of one."""
 
+import statistics
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from server_requests import ask, assert_nothing_leaked, forced, greedy, logprobs, sparse_state
+from server_requests import ask, assert_nothing_leaked, forced, greedy, logprobs, sparse_state, spent
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 TENTH = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never"}
-FLAGS = ("--attention-backend", "fa3", "--dtype", "bfloat16", "--mem-fraction-static", "0.3")
+# In float16, as it leaves fewer ties to rounding than bfloat16: a sum of two halves rounds otherwise than the whole.
+FLAGS = ("--attention-backend", "fa3", "--dtype", "float16", "--mem-fraction-static", "0.3")
 TOKENS = 24
-# In bfloat16 a logit of this model is known to about a 32nd; sums of two halves round otherwise than the whole.
-NEAR = 0.1
+
+
+class Answer(NamedTuple):
+    """The tokens that one GPU generated, and their log-probabilities by sparse and by dense attention."""
+
+    tokens: list[int]
+    sparse: list[float]
+    dense: list[float]
+
+
+def answer(server: Any, prompt: list[int], tokens: list[int]) -> Answer:
+    return Answer(
+        tokens,
+        logprobs(forced(server, prompt, tokens)),
+        logprobs(forced(server, prompt, tokens, sparse=False)),
+    )
+
+
+def differences(one: list[float], two: list[float]) -> list[float]:
+    return [abs(a - b) for a, b in zip(one, two, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +44,9 @@ def asked(prompts) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(serve, checkpoint, asked) -> list[dict[str, Any]]:
-    """What one GPU answers, with the log-probabilities of its tokens."""
+def alone(serve, checkpoint, asked) -> list[Answer]:
     with serve(checkpoint, *FLAGS, config=TENTH) as server:
-        return [forced(server, prompt, ask(server, prompt, TOKENS)["output_ids"]) for prompt in asked]
+        return [answer(server, prompt, ask(server, prompt, TOKENS)["output_ids"]) for prompt in asked]
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +55,28 @@ def pair(serve, checkpoint, alone) -> Iterator[Any]:
         yield server
 
 
-def test_tokens_are_those_of_one_gpu_as_far_as_their_numbers_tell_them_apart(pair, asked, alone) -> None:
-    largest, same = 0.0, 0
+def test_tokens_are_as_likely_as_on_one_gpu(pair, asked, alone) -> None:
+    """Where two pages score alike, rounding decides which is selected, which moves a token of this random model far.
+
+    So that sparse attention is held to the mean difference, and dense attention, which selects nothing, to the largest.
+    """
+    sparse, same = [], 0
     for prompt, one in zip(asked, alone, strict=True):
-        two = forced(pair, prompt, one["output_ids"])
-        largest = max(largest, *(abs(a - b) for a, b in zip(logprobs(one), logprobs(two), strict=True)))
-        same += ask(pair, prompt, TOKENS)["output_ids"] == one["output_ids"]
-    assert largest < NEAR
+        two = answer(pair, prompt, one.tokens)
+        assert max(differences(one.dense, two.dense)) < 0.02, (len(prompt), one, two)
+        sparse += differences(one.sparse, two.sparse)
+        same += ask(pair, prompt, TOKENS)["output_ids"] == one.tokens
+    assert statistics.fmean(sparse) < 0.02
     assert same >= 0.7 * len(asked)
+    # What the bound is worth: dense attention is far from it.
+    assert statistics.fmean(differences(alone[-1].sparse, alone[-1].dense)) > 0.5
 
 
 def test_many_at_once_on_two_gpus(pair, asked) -> None:
     pair.flush_cache()
+    before = sparse_state(pair)
     assert [len(tokens) for tokens in greedy(pair, asked, TOKENS, at_once=len(asked))] == [TOKENS] * len(asked)
-    state = sparse_state(pair)
+    state = spent(pair, before)
     assert_nothing_leaked(pair)
     # Counted by the first rank, which has one of two KV heads, in all of four layers.
     assert state["dense_fallback_rows"] == 0 and state["sparse_layer_rows"] == 4 * state["decode_rows"]
