@@ -221,8 +221,8 @@ class Robsa(DecodeMethod):
         # One block at least: a row that holds a single one is then dense.
         return (n_pages.to(torch.float64) * self.config.max_active_ratio + 1e-9).to(torch.int32).clamp_min(1)
 
-    def select(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxPools) -> SparseIndices:
-        """One selection for all heads, by the mean of their masses."""
+    def mass(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxPools) -> torch.Tensor:
+        """Share of the attention mass that each block is given, mean over the heads, ``[rows, max_pages]`` float32."""
         if self.selects_by_rope(layer_id):
             copied = self.config.rope_copy == "on"
             keys = pools.buffer(ROPE_COPY, layer_id).flatten(0, 1) if copied else query.cache[:, query.nope.shape[2] :]
@@ -232,8 +232,11 @@ class Robsa(DecodeMethod):
         rows = (view.page_table, view.n_pages, query.last_slots)
         scales = (query.scaling, query.kv_scale)
         mass = block_mass(asked, keys, *rows, self.block_size, *scales, out=view.scores[:, 0])
-        if self.config.head_scope == "global":
-            mass = query.mean_over_ranks(mass)
+        return query.mean_over_ranks(mass) if self.config.head_scope == "global" else mass
+
+    def select(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxPools) -> SparseIndices:
+        """One selection for all heads, by the mean of their masses."""
+        mass = self.mass(view, layer_id, query, pools)
         return SparseIndices(
             *block_topp(mass, view.page_table, view.n_pages, view.n_select, view.values, view.selected, view.stats)
         )

@@ -21,7 +21,7 @@ CONTROLS = Path(__file__).parent.parent.parent / "eval" / "controls"
 def controls(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(CONTROLS))
     yield importlib.import_module
-    for name in ("true_mass", "random_pages", "random_kept", "random_stripes", "definition"):
+    for name in ("true_mass", "random_pages", "random_kept", "random_blocks", "random_stripes", "definition"):
         sys.modules.pop(name, None)
 
 
@@ -73,6 +73,19 @@ def test_random_kept_keeps_as_many_blocks_of_each_prompt_as_rocketkv(controls) -
         count, first_visible = method.kept(length)
         kept = drawn[row, :, :count]
         assert (kept.diff() > 0).all() and kept.min() >= 0 and kept.max() < first_visible
+
+
+def test_random_blocks_have_the_masses_of_a_row_in_another_order(controls) -> None:
+    shuffled = controls("random_blocks").shuffled
+    torch.manual_seed(0)
+    mass, n_blocks = torch.rand(3, 500), torch.tensor([500, 123, 0], dtype=torch.int32)
+    # What lies beyond a row is nobody's.
+    mass[1, 123:] = torch.nan
+    drawn, again = shuffled(mass, n_blocks), shuffled(mass, n_blocks)
+    for row, count in enumerate(n_blocks.tolist()):
+        assert drawn[row, :count].sort().values.equal(mass[row, :count].sort().values)
+        assert drawn[row, count:].eq(0).all()
+    assert not drawn[1, :123].equal(mass[1, :123]) and not drawn[1].equal(again[1])
 
 
 def test_random_stripes_are_as_many_as_were_found(controls) -> None:
