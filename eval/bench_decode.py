@@ -39,7 +39,7 @@ from tqdm import tqdm
 from eval.figures.tpot import Peer, decode_figures, summarise
 from eval.live.arms import decode_config
 from eval.live.client import FAILURES, LiveServer, Stream, generate, stream
-from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
+from eval.live.counters import EvaluationError, allocated, density, moved, require_dense, require_sparse
 from eval.live.machine import machine_of
 from eval.live.record import Record, git_revision, read_finished
 from eval.parts.decode_arguments import parse
@@ -109,24 +109,28 @@ def request_of(prompt: list[int], tokens: int, params: dict[str, Any]) -> dict[s
     return {"input_ids": prompt, "sampling_params": sampling}
 
 
-def run_arm(server: LiveServer, arm: Arm, tokens: int, page_size: int) -> tuple[list[Stream], dict[str, int]]:
+def run_arm(
+    server: LiveServer, arm: Arm, tokens: int, page_size: int
+) -> tuple[list[Stream], dict[str, int], dict[str, Any]]:
     """Stream the batch of an arm once.
 
     Returns:
-        The streams, and what the server counted; nothing where it does not.
+        The streams, what the server counted, and what its GPU allocator did; nothing where it does not count.
 
     Raises:
         EvaluationError: a prompt was not cached, or the counters do not show the arm.
     """
     before = server.counters() if arm.counted else None
     streams = server.each(lambda client, prompt: stream(client, request_of(prompt, tokens, arm.params)), arm.prompts)
-    counts = {} if before is None else moved(before, server.counters())
+    counts, memory = {}, {}
     if before is not None:
+        after = server.counters()
+        counts, memory = moved(before, after), allocated(before, after)
         require_arm(arm, counts)
     cached = [s.cached_tokens for s in streams]
     if min(cached) < len(arm.prompts[0]) - 2 * page_size:
         raise EvaluationError(f"{arm.name}: of prompts of {len(arm.prompts[0])} tokens {cached} came from the cache")
-    return streams, counts
+    return streams, counts, memory
 
 
 def require_arm(arm: Arm, counts: dict[str, int]) -> None:
@@ -205,8 +209,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 run_arm(server, arm, 2 * args.interval + 2, facts["page_size"])
             rounds = []
             for number, arm in tqdm([(n, arm) for n in range(args.rounds) for arm in arms], desc="rounds"):
-                streams, counts = run_arm(server, arm, args.tokens, facts["page_size"])
-                row = {"arm": arm.name, "round": number, **decode_figures(streams, args.interval)}
+                streams, counts, memory = run_arm(server, arm, args.tokens, facts["page_size"])
+                row = {"arm": arm.name, "round": number, **decode_figures(streams, args.interval), **memory}
                 row |= {"density": density(counts) if arm.counted else None, "counters": counts}
                 record.add("round", shape=args.shape, **row)
                 rounds.append(row)

@@ -83,7 +83,7 @@ def decode_untraced(server: LiveServer, arm: Arm, tokens: int, facts: dict[str, 
         EvaluationError: as `run_arm` and `decode_figures`.
     """
     if facts["sparse"] is not None:
-        streams, counts = run_arm(server, arm, tokens, facts["page_size"])
+        streams, counts, _ = run_arm(server, arm, tokens, facts["page_size"])
         read = {"density": density(counts)}
     else:
         requests = [request_of(prompt, tokens, arm.params) for prompt in arm.prompts]

@@ -230,6 +230,7 @@ class Counters:
             "aux_bytes": self.aux_bytes,
             "aux_bytes_accounted": self._pools.accounted_bytes,
             "aux_bytes_measured": self._pools.measured_bytes,
+            "allocator": allocator_counts(self.select_stats.device),
             **({"reuse": index_counts.snapshot(self.reuse)} if self._measures_reuse else {}),
             **({"kept": self._keeps.snapshot()} if self._keeps else {}),
             **({"prefill": self._prefill_snapshot(self._prefill, prefill)} if self._prefill else {}),
@@ -244,6 +245,19 @@ class Counters:
             **totals,
             "sparsity": 1 - totals["pairs_attended"] / causal if causal else 0.0,
         }
+
+
+def allocator_counts(device: torch.device) -> dict[str, int] | None:
+    """How often this process has allocated GPU memory since its start, what it holds and what it held at most, bytes.
+
+    None on the CPU, whose allocator does not count.
+    """
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.memory_stats(device)
+    names = {"allocations": "allocation.all.allocated", "held_bytes": "allocated_bytes.all.current"}
+    names["peak_bytes"] = "allocated_bytes.all.peak"
+    return {name: found[counter] for name, counter in names.items()}
 
 
 def _counters(model_runner: Any) -> Counters:

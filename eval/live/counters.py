@@ -42,6 +42,21 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
     return {name: value - earlier[name] for name, value in counts_of(after).items()}
 
 
+def allocated(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int | float | None]:
+    """What the server's GPU allocator did between two of its states.
+
+    Returns:
+        ``allocations_per_step`` of decode, and ``peak_bytes``, the most that it has ever held; both None on the CPU and
+        on servers of older revisions.
+    """
+    earlier, later = before.get("allocator"), after.get("allocator")
+    if not earlier or not later:
+        return {"allocations_per_step": None, "peak_bytes": None}
+    steps = after["decode_steps"] - before["decode_steps"]
+    made = later["allocations"] - earlier["allocations"]
+    return {"allocations_per_step": made / steps if steps else None, "peak_bytes": later["peak_bytes"]}
+
+
 def sum_of(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """The sum of counts that `moved` returned; without any, ``COUNTED`` of 0."""
     found: dict[str, int] = dict.fromkeys(COUNTED, 0)

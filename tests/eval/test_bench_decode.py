@@ -10,7 +10,7 @@ from eval import bench_decode
 from eval.bench_decode import random_prompts, request_of, require_capacity
 from eval.figures.tpot import Peer, bound_ratio, decode_figures, shared_window, summarise, whole_periods
 from eval.live.client import Chunk, Stream, parse_stream
-from eval.live.counters import EvaluationError
+from eval.live.counters import EvaluationError, allocated
 from eval.parts.decode_arguments import parse
 
 FACTS = {"max_total_num_tokens": 10_000, "page_size": 16, "disable_radix_cache": False}
@@ -149,6 +149,16 @@ def test_summary_against_peers() -> None:
     own, *beside, _, _, last = summarise(ROUNDS, 32, "fa3", [peers[0], tie])
     assert own["dense"] == last["dense"] == "fa3" and last["dense_ratio_range"] == alone[-1]["dense_ratio_range"]
     assert [row["dense_ratio"] for row in beside] == [0.25, 1] and beside[1]["dense_ratio_range"] == (0.9, 1.1)
+
+
+def test_what_the_allocator_did_between_two_states() -> None:
+    before = {"decode_steps": 10, "allocator": {"allocations": 100, "held_bytes": 5, "peak_bytes": 7}}
+    after = {"decode_steps": 30, "allocator": {"allocations": 150, "held_bytes": 5, "peak_bytes": 9}}
+    assert allocated(before, after) == {"allocations_per_step": 2.5, "peak_bytes": 9}
+    assert allocated(before, {**after, "decode_steps": 10})["allocations_per_step"] is None
+    nothing = {"allocations_per_step": None, "peak_bytes": None}
+    assert allocated({**before, "allocator": None}, {**after, "allocator": None}) == nothing
+    assert allocated({}, {}) == nothing
 
 
 def test_prompts_share_no_prefix() -> None:
