@@ -105,6 +105,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "decode": lambda: decode.decode(
         *sorted(RESULTS.glob("bench-decode-*.jsonl")), beside=sorted(RESULTS.glob("dense-*-fp8-*.jsonl"))
     ),
+    "memory": lambda: decode.memory(*sorted(RESULTS.glob("bench-decode-*.jsonl"))),
     "profile": lambda: profile.before_and_after(_file(f"{PROFILE}-before"), _file(PROFILE)),
     "profile-pass": lambda: _measured("profile-pass-qwen3-8b-6x128k", profile.profile),
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),

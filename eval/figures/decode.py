@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from eval.figures.report_tables import Column, Row, number, percent, table, text
@@ -46,6 +47,40 @@ def decode(*paths: Path, beside: Sequence[Path] = ()) -> str:
         ("read", percent("density")),
     ]
     return table([row for row in rows if row["arm"] != "dense_short"], columns)
+
+
+def memory(*paths: Path) -> str:
+    """What the arms allocated in a step of decode, the server's peak, and its summaries beside what they were charged.
+
+    Args:
+        *paths: files of sparse servers; those of older revisions, whose servers did not say, are left out.
+    """
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        header, *found = read_finished(path)
+        rounds = [row for row in found if row["kind"] == "round"]
+        if not all(row.get("peak_bytes") for row in rounds):
+            continue
+        steps = {
+            arm: median(row["allocations_per_step"] for row in rounds if row["arm"] == arm)
+            for arm in ("dense", *SPARSE)
+        }
+        held = header["server"]["sparse"]
+        raised = max(row["peak_bytes"] for row in rounds) / held["allocator"]["peak_bytes"] - 1
+        taken = held["aux_bytes_measured"] / held["aux_bytes_accounted"] - 1
+        rows.append(
+            {**header, **steps, "raised": raised, "taken": taken, "charged": held["aux_bytes_accounted"] / 2**30}
+        )
+    columns: list[Column] = [
+        ("shape", text("shape")),
+        ("summaries charged, GiB", number("charged", 2)),
+        ("taken beyond that", lambda row: f"{row['taken']:.3%}"),
+        ("peak raised by the rounds", lambda row: f"{row['raised']:.3%}"),
+        ("allocations a step: dense", number("dense", 1)),
+        *((decode, number(arm, 1)) for arm, decode in SPARSE.items()),
+        ("revision", text("revision")),
+    ]
+    return table(rows, columns)
 
 
 def _load(path: Path) -> tuple[Any, ...]:

@@ -11,9 +11,13 @@ Where several files have such a row, the newest file counts: the one whose heade
 
 Where an entry has ``bounds``, a row without these fields does not count, and one beyond them is "out of bounds".
 
+Where an entry has ``quality_from``, fields as those of ``row``, the quality of the newest row with these stands beside
+its own, after "operation": what a server does with weights that mean nothing says nothing of its answers, and the same
+operation over inputs of known structure does. Where nobody measured such a row, nothing is added.
+
 A figure that is better than the ``limit`` of its goal, by more than noise (`LIMIT_TOLERANCE`), is "beyond the limit"
-and reaches nothing: the limit is what the hardware allows, so the dense peer was not the strongest one, or the
-measurement is wrong.
+and reaches nothing: the limit is what the hardware allows, so the strongest dense peer was not found, or the
+measurement is wrong or noise.
 """
 
 from __future__ import annotations
@@ -60,6 +64,9 @@ QUALITY = {
     "ttft_over_dense_interval": "95 % interval {0[0]:.3f} … {0[1]:.3f}",
 }
 
+# Of `QUALITY`: what is taken from the row that ``quality_from`` names.
+OPERATION = ("recall", "dense_l2")
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -80,6 +87,7 @@ class Goal:
         bounds: least and most of fields that the row must have to count: beyond them it is "out of bounds", and its
             figure reaches nothing.
         near_floor: the figure to reach instead where the ``native_over_floor`` of the row is at most `NEAR_FLOOR`.
+        quality_from: fields of the row of an operation whose quality (`OPERATION`) stands beside; none if empty.
     """
 
     id: str
@@ -94,6 +102,7 @@ class Goal:
     quality: Sequence[str] = field(default=())
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     near_floor: float | None = None
+    quality_from: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, row: Mapping[str, Any]) -> Goal:
         """The goal where a row is what was measured: with ``near_floor`` alone, where that is what counts."""
@@ -197,8 +206,36 @@ def measured(goal: Goal, results: Iterable[Results]) -> tuple[dict[str, Any], Pa
     return None
 
 
-def line(goal: Goal, found: tuple[dict[str, Any], Path] | None) -> dict[str, str]:
-    """The cells of a goal."""
+def operation(goal: Goal, results: Iterable[Results]) -> dict[str, Any] | None:
+    """The row that ``quality_from`` of a goal names, None where it names none or nobody measured it.
+
+    Args:
+        goal: which.
+        results: newest first.
+
+    Raises:
+        EvaluationError: a file has two such rows.
+    """
+    if not goal.quality_from:
+        return None
+    found = measured(replace(goal, row=goal.quality_from, read=OPERATION[0], bounds={}), results)
+    return None if found is None else found[0]
+
+
+def _qualities(names: Iterable[str], row: Mapping[str, Any]) -> str:
+    return ", ".join(QUALITY[name].format(row[name]) for name in names if row.get(name) is not None)
+
+
+def line(
+    goal: Goal, found: tuple[dict[str, Any], Path] | None, beside: Mapping[str, Any] | None = None
+) -> dict[str, str]:
+    """The cells of a goal.
+
+    Args:
+        goal: which.
+        found: its row and the file of it, if it was measured.
+        beside: the row of its `operation`, if there is one.
+    """
     goal = goal if found is None else goal.of(found[0])
     cells = {"id": goal.id, "what": f"{goal.what}: {goal.part}", "verdict": "not measured"}
     bounds = {name: goal.written(getattr(goal, name)) for name in ("must", "stretch", "limit")}
@@ -207,11 +244,15 @@ def line(goal: Goal, found: tuple[dict[str, Any], Path] | None) -> dict[str, str
     if found is None:
         return cells
     row, path = found
-    quality = [QUALITY[name].format(row[name]) for name in goal.quality if row.get(name) is not None]
+    quality = [_qualities(goal.quality, row)] + ([f"operation: {_qualities(OPERATION, beside)}"] if beside else [])
     within = all(least <= row[name] <= most for name, (least, most) in goal.bounds.items())
     verdict = goal.verdict(row[goal.read]) if within else "out of bounds"
     cells |= {"measured": goal.written(row[goal.read]), "verdict": verdict}
-    return cells | {"quality": ", ".join(quality), "revision": row.get("revision") or "", "file": path.name}
+    return cells | {
+        "quality": "; ".join(filter(None, quality)),
+        "revision": row.get("revision") or "",
+        "file": path.name,
+    }
 
 
 def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = None) -> str:
@@ -226,8 +267,8 @@ def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = 
         EvaluationError: see `read_results` and `measured`.
     """
     goals = [goal for goal in read_goals(path) if ids is None or goal.id in ids]
-    results = read_results(folder, {goal.row["command"] for goal in goals})
-    found = [(goal, measured(goal, results)) for goal in goals]
+    results = read_results(folder, {row["command"] for goal in goals for row in (goal.row, goal.quality_from) if row})
+    lines = [line(goal, measured(goal, results), operation(goal, results)) for goal in goals]
     columns: list[Column] = [
         ("id", text("id")),
         ("goal", text("what")),
@@ -241,6 +282,6 @@ def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = 
         ("result file", text("file")),
     ]
     if ids is None:
-        return table([line(*pair) for pair in found], columns)
+        return table(lines, columns)
     short = [column for column in columns if column[0] not in ("id", "stretch", "result file")]
-    return table([line(*pair) for pair in found], short)
+    return table(lines, short)

@@ -13,7 +13,7 @@ import pytest
 from decode_peer_files import FACTS, ROW, peer_file
 
 from eval import bench_decode
-from eval.figures.decode import decode
+from eval.figures.decode import decode, memory
 from eval.live import machine
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.machine import PACKAGES
@@ -236,3 +236,20 @@ def test_a_cache_of_another_type_stands_beside_and_is_no_peer(tmp_path: Path) ->
         "| 1x64 | sparse, rectified | 10.00 | 40.00 … 40.00 | 4.00 | fa3 |",
         "| 1x64 | dense, flashinfer, fp8_e4m3 KV | 25.00 | 20.00 … 40.00 | 1.60 | fa3 |",
     ]
+
+
+def test_what_servers_said_of_their_memory(tmp_path: Path) -> None:
+    held = {"aux_bytes_accounted": 2**30, "aux_bytes_measured": 1.01 * 2**30, "allocator": {"peak_bytes": 200}}
+    arms = {"dense": (10.0, 12.0, 11.0), "sparse": (11.0, 11.0, 9.0), "rectified": (20.0, 20.0, 21.0)}
+    rounds = [
+        {"kind": "round", "arm": arm, "allocations_per_step": made, "peak_bytes": 202}
+        for arm, each in arms.items()
+        for made in each
+    ]
+    header = {"kind": "header", "shape": "a", "revision": "r", "server": {"sparse": held}}
+    new, old = tmp_path / "new.jsonl", tmp_path / "old.jsonl"
+    for path, rows in ((new, rounds), (old, [{**row, "peak_bytes": None} for row in rounds])):
+        lines = [header, *rows, {"kind": "summary"}]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    *_, line = memory(new, old).splitlines()
+    assert line == "| a | 1.00 | 1.000% | 1.000% | 11.0 | 11.0 | 20.0 | r |"

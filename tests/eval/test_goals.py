@@ -44,6 +44,10 @@ def test_goals_are_well_formed() -> None:
         order = [bound for bound in (one.must, one.stretch, one.limit) if bound is not None]
         assert order == sorted(set(order), reverse=not more_is_better), one
         assert one.row["command"] in COMMANDS and set(one.quality) <= set(QUALITY), one
+        assert bool(one.quality_from) == (one.row["command"] == "eval.bench_decode"), one
+        if one.quality_from:
+            assert one.quality_from["command"] in COMMANDS and one.part.endswith(one.quality_from["shape"]), one
+            assert (one.quality_from["active_ratio"] == 0.05) == ("fp8-r.05" in one.row["shape"]), one
 
 
 def test_nothing_but_files_is_in_the_table(tmp_path: Path) -> None:
@@ -61,6 +65,7 @@ def test_measured_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             "op": "score+topk+decode",
             "shape": "8x64k",
             "dense_ratio": 5.41,
+            "us": 105.1,
             "relative_l2": 0.0021,
             "recall": 0.5,
             "dense_l2": 0.31,
@@ -76,11 +81,12 @@ def test_measured_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     results(tmp_path / "b.jsonl", {**decode, "dense_ratio": 3.9}, command="eval.bench_decode", interval=32)
     assert report.main(["--goals", "--results", str(tmp_path)]) == 0
     table = capsys.readouterr().out
-    (first,) = cells(table, "K1")
+    first, micros = cells(table, "K1")
     assert first[1:] == [
         "5.41x", "4.75x", "5.4x", "6.15x", "stretch",
         "relative L2 0.0021, relative L2 to dense 0.31, mass kept 0.500", "kernels.jsonl",
     ]  # fmt: skip
+    assert [*micros[1:3], micros[5]] == ["105.1 µs", "≤ 105 µs", "missed"]
     assert [cells(table, name)[0][5] for name in ("K2", "K3")] == ["must", "missed"]
     assert [line[1:3] + line[5:7] for line in cells(table, "K4")] == [
         ["4 µs", "≤ 4 µs", "must", "same pages 100.0%"],
@@ -89,6 +95,28 @@ def test_measured_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ]
     assert [line[1] for line in cells(table, "E3")] == ["", "3.7x"]
     assert cells(table, "E3")[1][5:] == ["must", "read 5.0%", "a.jsonl"]
+
+
+def test_quality_of_an_operation_beside_a_server(tmp_path: Path) -> None:
+    kernel = {"command": "eval.bench_kernels", "op": "whole", "recipe": {}}
+    one = goal(row={"command": "eval.bench_decode", "arm": "rectified"}, quality=["density"], quality_from=kernel)
+
+    def quality() -> str | None:
+        found = read_results(tmp_path, COMMANDS)
+        return goals.line(one, measured(one, found), goals.operation(one, found)).get("quality")
+
+    row = {"op": "whole", "recall": 0.7, "dense_l2": 0.41, "relative_l2": 0.002}
+    results(tmp_path / "kernels.jsonl", row, arguments={"recipe": {}}, started="2026-11-20T10:00:00+00:00")
+    assert quality() is None, "what was not measured has no quality"
+    decode = {"arm": "rectified", "dense_ratio": 3.0, "density": 0.05}
+    results(tmp_path / "decode.jsonl", decode, command="eval.bench_decode")
+    assert quality() == "read 5.0%; operation: mass kept 0.700, relative L2 to dense 0.41"
+    newer = {"started": "2026-11-21T10:00:00+00:00"}
+    results(tmp_path / "normal.jsonl", {**row, "recall": 0.1}, arguments={"recipe": None}, **newer)
+    results(tmp_path / "other.jsonl", {**row, "op": "page_topk"}, arguments={"recipe": {}}, **newer)
+    assert quality() == "read 5.0%; operation: mass kept 0.700, relative L2 to dense 0.41", "other inputs or operations"
+    (tmp_path / "kernels.jsonl").unlink()
+    assert quality() == "read 5.0%"
 
 
 def test_bounds_are_inclusive_and_some_goals_have_no_stretch() -> None:

@@ -25,6 +25,11 @@ def page_topk(
     The count is clamped to ``n_pages[b]`` and ``max_select``. Where it reaches ``n_pages[b]`` the row is dense and
     its scores are not read. NaN counts as +inf; 0.0 and -0.0 are equal; ties go to the lowest logical page.
 
+    The kernel in CUDA C++ selects where it can be compiled and a row fits its registers (``cuda.takes``): its histogram
+    and the exchange between the blocks of a cluster are nothing that Triton can say. Triton's kernel serves elsewhere.
+    Libraries' selections leave the order of the pages and ties open, or take few numbers of pages: they are peers of
+    ``eval.bench_kernels`` alone.
+
     Args:
         scores: ``[B, Hkv, M]`` float32, contiguous; only the first ``n_pages[b]`` entries of a row count.
         page_table: ``[B, M]`` int32, the physical page of each logical page; ``M`` is contiguous.

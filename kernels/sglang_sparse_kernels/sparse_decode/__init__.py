@@ -30,6 +30,10 @@ def sparse_decode(
     In the page that holds ``last_slots[b]`` only the slots up to it count. With ``page_size=1`` the indices are token
     slots. A row with a count of 0 gives zeros. What the kernels allocate is in ``scratch_bytes``.
 
+    Triton's kernels serve on every GPU, launched as was fastest on one H200 for the shape of the call (``plan``). FA3
+    and FlashInfer, given each KV head's pages as a row of its own, were not faster there over the same pages
+    (``eval.bench_kernels``), so no library serves; a kernel in CUDA C++ was not written.
+
     Args:
         q: ``[B, Hq, d]``, float32 (CPU only), float16 or bfloat16; ``d`` is contiguous.
         k_cache: ``[S, Hkv, d]``, the dtype of ``q`` or float8_e4m3fn; ``d`` is contiguous.
