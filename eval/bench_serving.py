@@ -48,6 +48,9 @@ recipe and seed, and the recall::
 ``active_blocks`` and ``sparsity`` are then the mean over the layers that ran sparse, of the server's counters; a cell
 whose active blocks are off those that the file's inputs are made for by two points or a tenth of them is no result.
 
+Prefill of many long prompts takes minutes that decode's figures do not need: with ``--skip-prefill`` it writes the
+generated KV and attends to nothing, and the summary has no figure that prefill is part of.
+
 A server's arguments are those of the grid, then ``--server-args``, then its own; the later ones win. ``--server
 dense="--page-size 1"`` gives the dense one some of its own, and any other name starts one more server, dense such as
 ``--server dense-fp8="--kv-cache-dtype fp8_e4m3"``, or sparse: ``--server half="--sparse-method ..."``.
@@ -57,6 +60,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import shlex
 import sys
 import tempfile
@@ -99,6 +103,8 @@ METHOD_FLAGS = ("--sparse-method", "--sparse-prefill-method")
 SHOWN = ("id", "decode_tpot", "dense_decode_tpot", "decode_tpot_ratio", "ttft_median_ratio", "output_throughput_ratio")
 SHOWN = (*SHOWN, "density", "dense_rows", "sparsity", "recall", "ttft", "dense_ttft", "ttft_ratio", "ttft_over_dense")
 SHOWN = (*SHOWN, "ttft_over_dense_interval", "active_blocks", "recomputed")
+# Of a summary, what times of prefill are part of.
+OF_PREFILL = re.compile(r"ttft|throughput|^(dense_)?(tpot|itl)_")
 
 
 class Bench:
@@ -140,6 +146,8 @@ class Bench:
         line = shlex.join(["python", *process.command[1:]])
         self.record.add("server", arm=name, facts=side.target.facts, command=line, start_seconds=process.start_seconds)
         self.interval = max(self.interval, side.config.get("rectify_interval", 0))
+        if args.skip_prefill and self.interval:
+            raise EvaluationError("--skip-prefill: the server rectifies, which is prefill: rectify_interval must be 0")
         least = INTERVALS * self.interval
         if args.output_length < least:
             raise EvaluationError(f"--output-length: got {args.output_length}, allowed: at least {least} here")
@@ -195,6 +203,8 @@ class Bench:
         cold = serving_first_token.summarise(tasks.get(serving_first_token.TASK, []))
         rows = [*cells, *short_contexts(cells), *serving_hits.summarise(tasks.get(serving_hits.TASK, []))]
         rows += [*cold, *serving_first_token.below_crossover(cold)]
+        if self.args.skip_prefill:
+            rows = [{name: value for name, value in row.items() if not OF_PREFILL.search(name)} for row in rows]
         sizes = {row["arm"]: row["chunked_prefill_size"] for row in self.items}
         self.summary += [{**self.placed(row), "chunked_prefill_size": sizes[row["arm"]]} for row in rows]
         self.items, self.left_out = [], set()

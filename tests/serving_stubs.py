@@ -103,6 +103,7 @@ class FakeServer:
         if self.env:
             asked = json.loads(after(self.flags, "--json-model-override-args"))["structured_inputs"]
             made = {"seed": asked.get("seed", 0), "recipe": read_recipe(asked.get("recipe", {})).model_dump()}
+            made["prefill"] = asked.get("prefill", "attend")
             made |= {"shape": MLA_HEADS if "v2-lite" in self.folder.name else HEADS}
             # As SGLang makes its table of requests.
             made |= {"positions": int(after(self.flags, "--context-length")) + 4}

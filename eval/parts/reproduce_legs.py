@@ -199,7 +199,7 @@ LEGS: tuple[Leg, ...] = (
             ),
             _serving(
                 "v2-lite",
-                *("--sparse-method", "robsa", "--structured", f"{FOLDER}/{_MLA_INPUTS}"),
+                *("--sparse-method", "robsa", "--structured", f"{FOLDER}/{_MLA_INPUTS}", "--skip-prefill"),
                 *("--contexts", "32k,64k,96k,128k", "--batch", "1,24", "--runs", "3"),
                 *("--server-args", "--attention-backend flashmla --page-size 64 --mem-fraction-static 0.9"),
                 *("--sparse-config", json.dumps(ROBSA), "--server", f"half-dense={_HALF}"),

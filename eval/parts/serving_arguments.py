@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
@@ -13,6 +14,7 @@ from eval.parts.serving_first_token import LEAST_RUNS
 from eval.parts.serving_grid import methods
 from eval.parts.serving_recall import ROBSA, inputs_of
 from eval.structured.generator import read_recipe
+from eval.structured.prefill import SKIP, read_given
 from eval.texts.lengths import length, shares
 
 PREFIX = 128 * 1024
@@ -43,6 +45,11 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
         "--structured",
         type=_structured,
         help="generated inputs: a recipe and seed as JSON, {} for its own, or the file of eval.bench_mla that has them",
+    )
+    parser.add_argument(
+        "--skip-prefill",
+        action="store_true",
+        help="over --structured inputs prefill writes KV and attends to nothing: for decode alone",
     )
     parser.add_argument(
         "--sparsity",
@@ -87,6 +94,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not args.contexts or not args.batch:
         parser.error("--contexts and --batch must name something")
+    if args.skip_prefill:
+        _skip_prefill(parser, args)
     if args.structured is not None:
         _check_structured(parser, args.structured)
     if not methods(args):
@@ -118,10 +127,19 @@ def _read_structured(parser: argparse.ArgumentParser, args: argparse.Namespace) 
     args.recall_from = args.recall_from or path
 
 
-def _check_structured(parser: argparse.ArgumentParser, given: object) -> None:
-    if not isinstance(given, dict) or given.keys() - {"seed", "recipe"} or type(given.get("seed", 0)) is not int:
-        parser.error(f"--structured must be a JSON object with an integer seed and a recipe, got {given!r}")
+def _skip_prefill(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Put it among the inputs, where the servers look."""
+    if not isinstance(args.structured, dict) or args.sparse_prefill_method or args.prefix:
+        parser.error(
+            "--skip-prefill needs --structured inputs, which KV is made of anyway, and measures decode alone: "
+            "leave out --sparse-prefill-method and --prefix"
+        )
+    args.structured = {**args.structured, "prefill": SKIP}
+
+
+def _check_structured(parser: argparse.ArgumentParser, given: Any) -> None:
     try:
+        read_given(given)
         read_recipe(given.get("recipe", {}))
     except ValueError as error:
         parser.error(f"--structured: {error}")

@@ -254,9 +254,12 @@ def test_picture(tmp_path: Path) -> None:
             ["--sparsity", "0.8,0.9"],
             "'0.9' of '0.8,0.9': allowed are shares between 0 and 1, one for all",
         ),
-        (["--structured", '{"noise": 1}'], "must be a JSON object with an integer seed and a recipe, got {'noise': 1}"),
+        (
+            ["--structured", '{"noise": 1}'],
+            "got {'noise': 1}, allowed is an object with an integer seed, a recipe and prefill",
+        ),
         (["--structured", '{"recipe": {"noise": -1}}'], "--structured: recipe: noise: Input should be greater"),
-        (["--structured", "3"], "must be a JSON object"),
+        (["--structured", "3"], "got 3, allowed is an object"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

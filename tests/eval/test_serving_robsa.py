@@ -97,6 +97,27 @@ def test_goal_e5(tmp_path: Path) -> None:
     assert "| 93.9 % | 0.909 | 0.9 | 500 | 27 |" in shown
 
 
+def test_without_prefill_only_decode_has_figures(tmp_path: Path) -> None:
+    mla_file(tmp_path)
+    status, rows = run(tmp_path, "--batch", "24", "--skip-prefill", *SERVERS)
+    assert status == 0 and rows[0]["arguments"]["structured"] == {"seed": 0, "recipe": MADE, "prefill": "skip"}
+    for server in FakeServer.started:
+        given = json.loads(after(server.flags, "--json-model-override-args"))["structured_inputs"]
+        assert given["prefill"] == "skip"
+    cells = [row for row in rows if row["kind"] == "summary"]
+    assert [row["decode_tpot_ratio"] for row in cells] == pytest.approx([2.5, 20 / 13])
+    assert not [name for row in cells for name in row if "ttft" in name or "throughput" in name]
+    assert all("tpot_median" not in row and "itl_median" not in row for row in cells)
+    assert "2.5" in report_tables.any_table(tmp_path / "serving.jsonl")
+
+
+def test_skipped_prefill_is_of_decode_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--sparse-prefill-method", "anchor"], ["--prefix", "4k"], ["--structured", "null"]):
+        with pytest.raises(SystemExit):
+            parse(["--shape", "v2-lite", "--structured", "{}", "--skip-prefill", "--out", "o.jsonl", *flags])
+        assert "--skip-prefill needs --structured inputs" in capsys.readouterr().err
+
+
 def test_only_e5_is_e5(tmp_path: Path) -> None:
     mla_file(tmp_path)
     run(tmp_path, "--batch", "24", *SERVERS)

@@ -44,15 +44,19 @@ def make_runner(mla: bool = False, positions: int = 300) -> Any:
     return SimpleNamespace(model_config=config, req_to_token_pool=table, device="cpu", dtype=torch.float32)
 
 
-def make_batch(positions: list[int], idle: bool = False) -> Any:
+def make_batch(positions: list[int], idle: bool = False, decodes: bool = True, **other: Any) -> Any:
     mode = SimpleNamespace(is_idle=lambda: idle)
     slots = torch.arange(len(positions)) + 16
-    return SimpleNamespace(forward_mode=mode, positions=torch.tensor(positions), out_cache_loc=slots)
+    made = {"positions": torch.tensor(positions), "out_cache_loc": slots, "decodes": decodes}
+    return SimpleNamespace(forward_mode=mode, **made, **other)
 
 
 class Pool:
     def __init__(self) -> None:
         self.written: dict[tuple[int, int], torch.Tensor] = {}
+
+    def set_mla_kv_buffer(self, layer: Any, slots: torch.Tensor, k: torch.Tensor, rope: torch.Tensor) -> None:
+        self.set_kv_buffer(layer, slots, torch.cat((k, rope), -1), None)
 
     def set_kv_buffer(self, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
         self.written |= {(layer.layer_id, int(slot)): row for slot, row in zip(slots, k, strict=True)}
@@ -66,8 +70,14 @@ class Backend:
         self.calls: list[dict[str, Any]] = []
 
     def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        way = self.forward_decode if forward_batch.decodes else self.forward_extend
+        return way(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         self.calls.append({"q": q, "k": k, "v": v, "save": save_kv_cache, **kwargs})
         return q
+
+    forward_decode = forward_extend
 
 
 class Wrapper:
@@ -140,6 +150,40 @@ def test_mla_gets_both_forms_and_expanded_prefill_leaves_latents(module, split: 
         assert call["q"].is_contiguous() and call["k_rope"].is_contiguous()
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_skipped_prefill_writes_the_rows_and_attends_to_nothing(module, wrapped: bool) -> None:
+    inner = Backend()
+    backend: Any = Wrapper(inner) if wrapped else inner
+    module.install(backend, module.make_inputs({"prefill": "skip"}, [make_layer(0)], make_runner()))
+    assert backend.structured_inputs["prefill"] == "skip"
+    q, k, _ = make_qkv(300, 4, 2, 64, Recipe(), dtype=torch.float32)
+    given = noise(2, 256), noise(2, 2, 64), noise(2, 2, 64)
+    output = backend.forward(*given, make_layer(0), make_batch([20, 21], decodes=False))
+    assert not inner.calls and torch.equal(output, torch.zeros(2, 256))
+    written = inner.token_to_kv_pool.written
+    assert sorted(written) == [(0, 16), (0, 17)] and torch.equal(written[0, 17], k[21])
+    backend.forward(*given, make_layer(0), make_batch([22, 23]))
+    assert torch.equal(inner.calls[0]["q"].view(2, 4, 64), q[22:24])
+
+
+def test_skipped_prefill_of_mla_in_both_forms(module) -> None:
+    backend: Any = Backend()
+    layers = [make_layer(0, 8, 1, 576, 512), make_layer(1, 8, 8, 192, 128)]
+    module.install(backend, module.make_inputs({"prefill": "skip"}, layers, make_runner(mla=True)))
+    _, k = make_mla(300, 8, Recipe(), 576**-0.5, dtype=torch.float32)
+    rope = {"q_rope": noise(2, 8, 64), "k_rope": noise(2, 1, 64)}
+    latent = noise(2, 8, 512), noise(2, 1, 512), noise(2, 1, 512)
+    output = backend.forward(*latent, layers[0], make_batch([5, 6], decodes=False), **rope)
+    assert torch.equal(output, torch.zeros(2, 8 * 512))
+    expanded = noise(2, 8, 192), noise(2, 8, 192), noise(2, 8, 128)
+    # What goes on with cached prefixes merges outputs by their log-sum-exp.
+    batch = make_batch([5, 6], decodes=False, mha_return_lse=True)
+    output, lse = backend.forward(*expanded, layers[1], batch, save_kv_cache=False)
+    assert torch.equal(output, torch.zeros(2, 8, 128)) and torch.equal(lse, torch.zeros(2, 8))
+    written = backend.token_to_kv_pool.written
+    assert all(torch.equal(written[layer, 17].flatten(), k[6].flatten()) for layer in (0, 1)) and not backend.calls
+
+
 def test_what_a_layer_must_not_get(module) -> None:
     backend: Any = Backend()
     module.install(backend, module.make_inputs({}, [make_layer(0)], make_runner()))
@@ -160,9 +204,10 @@ def test_what_a_layer_must_not_get(module) -> None:
 @pytest.mark.parametrize(
     ("value", "layers", "message"),
     [
-        ("on", [make_layer(0)], "got 'on', allowed is an object with an integer seed and a recipe"),
+        ("on", [make_layer(0)], "got 'on', allowed is an object with an integer seed, a recipe and prefill"),
         ({"tokens": 5}, [make_layer(0)], "got {'tokens': 5}"),
         ({"seed": "1"}, [make_layer(0)], "an integer seed"),
+        ({"prefill": "none"}, [make_layer(0)], "prefill: got 'none', allowed are 'attend' and 'skip'"),
         ({"recipe": {"sink": 0.5}}, [make_layer(0)], "must add up to 1"),
         ({}, [], "layers of one shape, got none"),
         ({}, [make_layer(0), make_layer(1, q_heads=8)], "layers of one shape, got .'Shape"),

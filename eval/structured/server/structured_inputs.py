@@ -20,6 +20,10 @@ them; layers after the first add nothing but, where the model itself wrote KV, a
 
 For MLA the absorbed form gets everything. Where prefill expands the latents to heads, attention keeps the model's own
 tensors, and only the latents in the pool are replaced: decode is what can be measured there.
+
+With ``"prefill": "skip"`` prefill writes KV and attends to nothing. KV is generated anyway, so decode reads what it
+would read otherwise, minutes earlier at long contexts; the time to the first token means nothing then, and neither does
+anything else that attends in prefill, rectification above all.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,6 +71,12 @@ def install(backend: Any, inputs: Inputs) -> None:
     # A wrapping backend passes plain assignments on to the one that it wraps.
     object.__setattr__(backend, "forward", Overwrite(backend.forward, backend.token_to_kv_pool, inputs))
     object.__setattr__(backend, NAME, inputs.facts)
+    from eval.structured.prefill import SKIP, write_alone
+
+    if inputs.facts["prefill"] == SKIP:
+        # Of the innermost: what a wrapper does beside attention it still does.
+        dense = getattr(backend, "dense", backend)
+        object.__setattr__(dense, "forward_extend", partial(write_alone, dense.token_to_kv_pool))
 
 
 def report(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
@@ -163,7 +174,7 @@ def make_inputs(given: Any, layers: Iterable[Any], model_runner: Any) -> Inputs:
     """Make the tensors of a server.
 
     Args:
-        given: the value of the key: ``seed`` and ``recipe``, both optional.
+        given: the value of the key: ``seed``, ``recipe`` and ``prefill``, all optional.
         layers: the model's ``RadixAttention`` modules.
         model_runner: SGLang's ``ModelRunner``.
 
@@ -173,12 +184,15 @@ def make_inputs(given: Any, layers: Iterable[Any], model_runner: Any) -> Inputs:
     import torch
 
     from eval.structured.generator import make_mla, make_qkv, read_recipe
+    from eval.structured.prefill import read_given
 
     config = model_runner.model_config
     shape = shape_of(layers, config.kv_lora_rank if config.attention_arch.name == "MLA" else None)
     positions = model_runner.req_to_token_pool.req_to_token.shape[1]
-    if not isinstance(given, dict) or given.keys() - {"seed", "recipe"} or type(given.get("seed", 0)) is not int:
-        raise RuntimeError(f"{NAME}: got {given!r}, allowed is an object with an integer seed and a recipe")
+    try:
+        prefill = read_given(given)
+    except ValueError as error:
+        raise RuntimeError(f"{NAME}: {error}") from error
     seed = given.get("seed", 0)
     made = {"seed": seed, "device": model_runner.device, "dtype": model_runner.dtype, "scale": shape.scale}
     try:
@@ -200,6 +214,7 @@ def make_inputs(given: Any, layers: Iterable[Any], model_runner: Any) -> Inputs:
     size = (q.nbytes + k.nbytes + (0 if shape.mla else v.nbytes)) / 2**20
     logger.warning("%s: every layer attends with generated tensors, %.0f MiB for %d positions", NAME, size, positions)
     facts = {"seed": seed, "recipe": recipe.model_dump(), "positions": positions, "shape": asdict(shape)}
+    facts["prefill"] = prefill
     return Inputs(q, k, v, shape, facts)
 
 

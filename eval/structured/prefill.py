@@ -1,0 +1,71 @@
+"""Prefill of a server over generated inputs: what is asked for, and one that writes KV and attends to nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+ATTEND, SKIP = "attend", "skip"
+KEYS = {"seed", "recipe", "prefill"}
+
+
+def read_given(given: Any) -> str:
+    """Check what a server or a benchmark is asked to generate, but for the recipe.
+
+    Args:
+        given: ``seed``, ``recipe`` and ``prefill``, all optional.
+
+    Returns:
+        What prefill does: "attend" or "skip".
+
+    Raises:
+        ValueError: it is something else; says what is allowed.
+    """
+    if not isinstance(given, dict) or given.keys() - KEYS or type(given.get("seed", 0)) is not int:
+        raise ValueError(f"got {given!r}, allowed is an object with an integer seed, a recipe and prefill")
+    prefill = given.get("prefill", ATTEND)
+    if prefill not in (ATTEND, SKIP):
+        raise ValueError(f"prefill: got {prefill!r}, allowed are {ATTEND!r} and {SKIP!r}")
+    return prefill
+
+
+def write_alone(
+    pool: Any,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    layer: Any,
+    forward_batch: Any,
+    save_kv_cache: bool = True,
+    q_rope: torch.Tensor | None = None,
+    k_rope: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``AttentionBackend.forward_extend`` without attention: KV is written if it has to be, the output is zeros.
+
+    Args:
+        pool: SGLang's KV pool.
+        q: ``[tokens, ...]``; it and all others are what the backend gets.
+        k: keys.
+        v: values.
+        layer: SGLang's ``RadixAttention``.
+        forward_batch: SGLang's ``ForwardBatch``.
+        save_kv_cache: whether k and v still have to be written.
+        q_rope: of MLA, not needed.
+        k_rope: of MLA, which k then lacks.
+
+    Returns:
+        ``[tokens, q_heads * v_head_dim]``; where SGLang asks for the log-sum-exp, too,
+        ``[tokens, q_heads, v_head_dim]`` and float32 ``[tokens, q_heads]``.
+    """
+    tokens, heads = q.shape[0], layer.tp_q_head_num
+    if save_kv_cache and k is not None:
+        if k_rope is None:
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        else:
+            pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
+    output = q.new_zeros(tokens, heads * layer.v_head_dim)
+    # Only of MLA's expanded form, which asks for it in parts.
+    if getattr(forward_batch, "mha_return_lse", None):
+        return output.view(tokens, heads, -1), q.new_zeros(tokens, heads, dtype=torch.float32)
+    return output
