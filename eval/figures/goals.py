@@ -17,7 +17,8 @@ operation over inputs of known structure does. Where nobody measured such a row,
 
 A figure that is better than the ``limit`` of its goal, by more than noise (`LIMIT_TOLERANCE`), is "beyond the limit"
 and reaches nothing: the limit is what the hardware allows, so the strongest dense peer was not found, or the
-measurement is wrong or noise.
+measurement is wrong or noise. Where a row has the 95 % interval of its figure (the same name and ``_interval``), all of
+it must be beyond.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ QUALITY = {
     "native_off_by": "off native's by {:.1e}",
     "native_over_floor": "native at {:.2f} of its floor",
     "ttft_over_dense_interval": "95 % interval {0[0]:.3f} … {0[1]:.3f}",
+    "decode_tpot_ratio_interval": "95 % interval {0[0]:.3f} … {0[1]:.3f}",
 }
 
 # Of `QUALITY`: what is taken from the row that ``quality_from`` names.
@@ -111,11 +113,18 @@ class Goal:
             return self
         return replace(self, must=self.near_floor, stretch=None)
 
-    def verdict(self, figure: float) -> str:
-        """ "beyond the limit" (of more than `LIMIT_TOLERANCE`), "stretch", "must" or "missed"."""
+    def verdict(self, figure: float, interval: Sequence[float] | None = None) -> str:
+        """ "beyond the limit" (of more than `LIMIT_TOLERANCE`), "stretch", "must" or "missed".
+
+        Args:
+            figure: the one that was measured.
+            interval: its 95 % interval, if there is one.
+        """
         sign = 1 if UNITS[self.unit][1] else -1
-        if self.limit is not None and sign * (figure - self.limit) > LIMIT_TOLERANCE * self.limit:
-            return "beyond the limit"
+        if self.limit is not None:
+            surely = min(sign * end for end in interval or (figure,))
+            if surely - sign * self.limit > LIMIT_TOLERANCE * self.limit:
+                return "beyond the limit"
         for name in ("stretch", "must"):
             bound = getattr(self, name)
             if bound is not None and sign * figure >= sign * bound:
@@ -246,7 +255,7 @@ def line(
     row, path = found
     quality = [_qualities(goal.quality, row)] + ([f"operation: {_qualities(OPERATION, beside)}"] if beside else [])
     within = all(least <= row[name] <= most for name, (least, most) in goal.bounds.items())
-    verdict = goal.verdict(row[goal.read]) if within else "out of bounds"
+    verdict = goal.verdict(row[goal.read], row.get(f"{goal.read}_interval")) if within else "out of bounds"
     cells |= {"measured": goal.written(row[goal.read]), "verdict": verdict}
     return cells | {
         "quality": "; ".join(filter(None, quality)),

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from eval.figures.stats import median_ratio_interval
 from eval.live.client import Chunk, Stream
 from eval.live.counters import EvaluationError
 from eval.structured.generator import read_recipe
@@ -34,6 +35,8 @@ SERVED = ("decode_backend", "page_size", "decode_graphs")
 # What a decode method's inputs are worth, by a file of eval.bench_mla; ``recipe`` is what was changed of its own.
 QUALITY = ("recall", "similarity", "target_sparsity", "active", "recipe", "theta1", "block_size", "kv_dtype")
 ATTENDED = ("active_blocks", "sparse_layers", *QUALITY)
+# A bootstrap of fewer says nothing of how far medians spread.
+LEAST_PAIRS = 5
 EVERY = ("decode_tpot", "decode_itl_p50", "decode_itl_p99", "tpot_median", "tpot_p99", "itl_median", "itl_p99")
 
 Row = Mapping[str, Any]
@@ -190,7 +193,8 @@ def summarise(items: Sequence[Row]) -> list[dict[str, Any]]:
         tokens a second), those of the dense server with the prefix ``dense_``, and their ratios with the suffix
         ``_ratio``: times are dense over sparse and rates sparse over dense, so that above 1 the sparse server is
         better. Of several runs times to the first token and rates are the first one's, in which nothing was cached;
-        all others are medians, ``decode_tpot_range`` is their range.
+        all others are medians, ``decode_tpot_range`` is their range. ``decode_tpot_ratio_interval`` is a paired
+        bootstrap 95 % interval of the ratio of the medians, None where the servers did not take turns or too rarely.
     """
     runs: dict[tuple[str, int, int], list[Row]] = {}
     for item in items:
@@ -212,6 +216,10 @@ def summarise(items: Sequence[Row]) -> list[dict[str, Any]]:
         for name in (*FIRST, *EVERY):
             better = (own, dense) if name.endswith("throughput") else (dense, own)
             row[f"{name}_ratio"] = better[0][name] / better[1][name] if better[1][name] else None
+        pairs = [(old["decode_tpot"], new["decode_tpot"]) for old, new in zip(theirs, mine, strict=False)]
+        in_turn = len(pairs) >= LEAST_PAIRS and all(run.get("in_turn") for run in (*mine, *theirs))
+        spread = median_ratio_interval(*zip(*pairs, strict=True), seed=0) if in_turn else None
+        row["decode_tpot_ratio_interval"] = spread
         summary.append(row)
     return summary
 
@@ -240,5 +248,6 @@ def short_contexts(summary: Sequence[Row]) -> list[dict[str, Any]]:
             ratios = {Cell(row["context"], row["batch"]).name: row["decode_tpot_ratio"] for row in cells}
             row = {"id": f"{arm}/short_contexts", "task": "short_contexts", "arm": arm, "context": SHORT}
             row |= {"decode_tpot_ratio": least["decode_tpot_ratio"], "cell": least["id"], "ratios": ratios}
+            row["decode_tpot_ratio_interval"] = least["decode_tpot_ratio_interval"]
             found.append(row | {"dense_rows": least["dense_rows"]})
     return found

@@ -118,6 +118,7 @@ def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, interval: 
         require_sparse_cell(cell, counts, side.config)
     figures = decode_figures(answers, max(interval, 1))
     row = serving_rows(result)[1] | {"id": f"{side.name}/{cell.name}/{run}", "arm": side.name, "run": run}
+    row["in_turn"] = args.both
     row |= {"context": cell.context, "batch": cell.batch, "ttfts": figures["ttft"]}
     row |= {"decode_tpot": figures["tpot_mean"], "decode_tpots": figures["tpot"]}
     row |= {f"decode_{name}": figures[name] for name in ("itl_p50", "itl_p99", "itl_max", "merged")}

@@ -133,6 +133,9 @@ def test_what_no_hardware_allows_is_no_success() -> None:
     micros = goal(unit="us", must=4.0, stretch=3.0, limit=2.0)
     assert [micros.verdict(figure) for figure in (3.5, 2.0, 1.99)] == ["must", "stretch", "stretch"]
     assert [micros.verdict(figure) for figure in (1.97, 0.0)] == ["beyond the limit"] * 2
+    # What noise can be, is none.
+    assert [bounded.verdict(4.2, (low, 4.4)) for low in (4.03, 4.05)] == ["stretch", "beyond the limit"]
+    assert [micros.verdict(1.9, (1.8, high)) for high in (1.99, 1.97)] == ["stretch", "beyond the limit"]
 
 
 def found(folder: Path) -> str:

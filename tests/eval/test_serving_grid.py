@@ -63,3 +63,20 @@ def test_of_several_runs_the_first_and_the_median_count() -> None:
     assert short["decode_tpot_ratio"] == 0.8 and short["cell"] == "sparse/1x8k" and short["dense_rows"] == 1.0
     assert short["ratios"] == {"1x4k": 2.0, "1x8k": 0.8, "1x6k": 2.0}
     assert short_contexts([]) == []
+
+
+def test_servers_that_took_turns_have_an_interval_of_their_ratio() -> None:
+    def measured(runs: int, in_turn: bool) -> dict[str, Any]:
+        # The machine slows down; the sparse server is 2 % faster all the same, but for one run.
+        pace = [1 + i / 10 for i in range(runs)]
+        dense = [item("dense", i, tpot, in_turn=in_turn) for i, tpot in enumerate(pace)]
+        mine = [item("sparse", i, tpot * (1.2 if i == 3 else 0.98), in_turn=in_turn) for i, tpot in enumerate(pace)]
+        (row,) = summarise([*dense, *mine])
+        return row
+
+    low, high = measured(9, True)["decode_tpot_ratio_interval"]
+    assert 0.8 < low <= 1 / 0.98 <= high < 1.2
+    assert measured(4, True)["decode_tpot_ratio_interval"] is None
+    assert measured(9, False)["decode_tpot_ratio_interval"] is None
+    (short,) = short_contexts([measured(9, True)])
+    assert short["decode_tpot_ratio_interval"] == (low, high)
