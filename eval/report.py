@@ -164,7 +164,7 @@ def fill(document: str) -> str:
 def model_card(model: str) -> str:
     """The card of a tiny model, from its accuracy and its training."""
     accuracy, training = (card.read(RESULTS / f"{model}-{kind}.jsonl") for kind in ("accuracy", "training"))
-    return card.card(accuracy, training)
+    return card.card(accuracy, training, card.read_calibration(ROOT / "eval" / "models" / model))
 
 
 def draw(path: Path, stem: Path) -> None:

@@ -1,6 +1,7 @@
 """Writes the model card: ``python -m eval.train.card --accuracy FILE --training FILE --out README.md``.
 
-Every figure comes from the two result files.
+Every figure comes from the two result files and, if it is beside the card, robsa.json: what
+``python -m sglang_sparse.calibrate --method robsa`` found of the model.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ for reporting, not for gates.""",
         "selectors": f"""{BLOCKS}
 The blocks are the same for all heads: `mass` takes those of the largest attention mass, the mean over the heads, `rope`
 those of the largest mass by the scores of the rotary part alone.""",
-        "remark": "The last stage of the training drew the scores of the rotary part towards the full ones.",
+        "remark": """\
+In the first half of the layers the last stage of the training drew the scores of the rotary part and the full ones
+together, so that the former stand for the latter there and not in the other half.""",
     },
     "tiny-dsa": {
         "kind": "A DeepSeek-V3.2 model: tiny-mla with a lightning indexer",
@@ -106,7 +109,7 @@ empty cell was not measured.
 
 {remark}
 
-## Training
+{partition}## Training
 
 {training}
 
@@ -118,6 +121,18 @@ Trained on 16 novels and travel books in the public domain in the USA (their aut
 Gutenberg e-texts without its header and name) and on generated numbers. Tested on five other books by other authors.
 Weights, tokenizer and this card: Apache-2.0.
 """
+
+PARTITION = """\
+## Layers that may select by their rotary part
+
+Cosine similarity of the attention by the full scores and by those of the rotary part alone, as `robsa.json` has it:
+mean and deviation over {prompts} prompts, and the mean over the {long} of at least {least} tokens. A layer is
+sensitive, RoBSA's word for one whose rotary part is a reliable proxy, if both means are above theta2 = {theta2:g}.
+
+{table}
+
+"""
+CALIBRATION = "robsa.json"
 
 
 def read(path: Path) -> list[Line]:
@@ -163,6 +178,45 @@ def training_table(stages: list[Line]) -> str:
     return table(["stage", "steps", "seconds", *forms], rows)
 
 
+def partition(calibration: dict[str, Any]) -> str:
+    """The section of the layers' similarity, from the content of a calibration file.
+
+    Raises:
+        ValueError: if the content is no config of RoBSA, or has no measured calibration.
+    """
+    from sglang_sparse.calibration.partition import RopeCalibration
+    from sglang_sparse.methods.robsa import RobsaConfig
+
+    config = RobsaConfig.model_validate(calibration)
+    found = config.calibration
+    if not isinstance(found, RopeCalibration):
+        raise ValueError(f"calibration: got {found!r}, allowed is what sglang_sparse.calibrate --method robsa writes")
+    sensitive = found.sensitive(config.theta2)
+    rows = [
+        [
+            str(row.layer),
+            f"{row.mean:.4f}",
+            f"{row.deviation:.4f}",
+            f"{row.long.mean:.4f}" if row.long else "",
+            "yes" if row.layer in sensitive else "no",
+        ]
+        for row in found.layers
+    ]
+    return PARTITION.format(
+        prompts=sum(group.prompts for group in found.prompts),
+        long=found.long_prompts or 0,
+        least=found.min_seq_len,
+        theta2=config.theta2,
+        table=table(["layer", "similarity", "deviation", "of long prompts", "sensitive"], rows),
+    )
+
+
+def read_calibration(folder: Path) -> dict[str, Any] | None:
+    """Content of the calibration file in a model's folder, if it has one."""
+    path = folder / CALIBRATION
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def forms_table() -> str:
     """One row per form, without the header."""
     from eval.texts.text import FORMS
@@ -182,8 +236,8 @@ def forms_table() -> str:
     return table(["form", "record", "question", "answer"], rows).split("\n", 2)[2]
 
 
-def card(accuracy: list[Line], training: list[Line]) -> str:
-    """The model card as text."""
+def card(accuracy: list[Line], training: list[Line], calibration: dict[str, Any] | None = None) -> str:
+    """The model card as text; with the content of a calibration file it has a section of it, see `partition`."""
     settings, stages = training[0], [line for line in training if "stage" in line]
     model = settings.get("model", "tiny-gqa")
     own = "indexer" if model == "tiny-dsa" else "dense"
@@ -208,18 +262,19 @@ def card(accuracy: list[Line], training: list[Line]) -> str:
         sparse_length=sparse[0]["length"],
         dense=dense_table(dense),
         sparse=sparse_table(sparse),
+        partition=partition(calibration) if calibration else "",
         training=training_table(stages),
     )
 
 
 def main() -> None:
-    """Reads both result files and writes the card."""
+    """Reads both result files, and the calibration in the card's folder, and writes the card."""
     parser = argparse.ArgumentParser(description="Writes the model card")
     parser.add_argument("--accuracy", type=Path, required=True)
     parser.add_argument("--training", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    args.out.write_text(card(read(args.accuracy), read(args.training)))
+    args.out.write_text(card(read(args.accuracy), read(args.training), read_calibration(args.out.parent)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Trains the tiny MLA model: ``python -m eval.train.mla --data DIR --tokenizer DIR --out DIR --budget-seconds 500``.
 
 The lengths grow from 256 to 32k tokens, and each stage up to 8k ends as soon as the questions with word keys are
-answered. A last stage lets the answer rows attend to chosen blocks only and draws the scores of the rotary part alone
-towards the full ones, so that the model can show what a selection by RoPE scores does. It is the stage in which the
-learning rate falls to zero, and it has the time that the others leave.
+answered. A last stage lets the answer rows attend to chosen blocks only and, in the first half of the layers, draws the
+scores of the rotary part alone and the full ones together, at these rows and at random ones. So the model can show what
+a selection by RoPE scores does, and a calibration finds layers of both kinds: such whose rotary part is a reliable
+proxy, and such whose is not. It is the stage in which the learning rate falls from its full height to zero, and it has
+the time that the others leave.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from eval.train.batches import Batch
+from eval.train.layers import LAYERS
 from eval.train.mixes import FULL, LINKS, SHORT
 from eval.train.mla_model import NOPE, ROPE, VALUE, TinyMLA
 from eval.train.run import arguments, train
@@ -22,8 +26,14 @@ from eval.train.trainer import Trainer
 
 WORD_FORMS = ("records", "needle_ruler")
 WORD_CHAT_FORMS = (*WORD_FORMS, "needle")
-PROXY_WEIGHT = 0.2
-"""Of the divergence of the RoPE-only scores, summed over the layers."""
+PROXY_WEIGHT = 4.0
+"""Of the divergence of the RoPE-only scores, summed over the first half of the layers."""
+PROXY_LAYERS = LAYERS // 2
+"""How many layers, from the first one, get a reliable proxy. The others stay insensitive, because RoBSA runs both kinds
+differently (its section 2.3.1) and a calibration of this model has to tell them apart."""
+SAMPLED = 64
+"""Rows of a sequence that are drawn at random for the divergence, beside those in answers: a calibration looks at rows
+of plain text, too."""
 
 
 def _stage(name: str, length: int, steps: int, share: float, least: int, digits: tuple[int, int]) -> Stage:
@@ -41,7 +51,7 @@ STAGES = (
     _stage("8k", 8192, 400, 0.2, 200, (5, 8)),
     Stage("16k", 16384, 250, 0.25),
     Stage("32k", 32768, 600, 0.6, rate=(1.0, 0.3)),
-    Stage("sparse", 8192, 800, 1.0, rate=(0.3, 0.0), sparse=True),
+    Stage("sparse", 8192, 1200, 1.0, rate=(1.0, 0.0), sparse=True),
 )
 
 
@@ -66,10 +76,15 @@ class MLATrainer(Trainer):
         least = self.rng.choice((4, 8, 16))
         return Rows(positions, selector, self.rng.uniform(0.05, 0.2), least, divergence=[])
 
+    def rows(self, batch: Batch) -> Rows:
+        """See Trainer; with random rows for the divergence."""
+        size, length = batch.tokens.shape
+        return replace(super().rows(batch), extra=torch.randint(length, (size, SAMPLED), device=self.device))
+
     def auxiliary(self, rows: Rows) -> Tensor:
-        """The weighted divergence of the RoPE-only scores of these rows."""
+        """The weighted divergence () of the RoPE-only scores in the first `PROXY_LAYERS` layers."""
         assert rows.divergence
-        return PROXY_WEIGHT * torch.stack(rows.divergence).sum()
+        return PROXY_WEIGHT * torch.stack(rows.divergence[:PROXY_LAYERS]).sum()
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ class Rows:
         ratio: share of the blocks seen so far.
         least: lower limit of the number of blocks.
         divergence: a model with RoPE-only scores appends one number per layer here (see `latent`).
+        extra: (B, E) int64, further queries that count for the divergence alone; they attend as they would without.
     """
 
     positions: Tensor
@@ -32,6 +33,7 @@ class Rows:
     least: int = 16
     block: int = 16
     divergence: list[Tensor] | None = None
+    extra: Tensor | None = None
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,20 +11,24 @@ from typing import Any
 import pytest
 import torch
 from one_thread import one_thread  # noqa: F401
+from safetensors.torch import load_file
 from tiny_models import lively, write_books
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from eval.texts import text
 from eval.train import accuracy, card, mla, run, trainer
-from eval.train.checkpoint import load, save
+from eval.train.batches import Batch
+from eval.train.checkpoint import WEIGHTS, load, save
 from eval.train.latent import MASKED, divergence, latent_rows
 from eval.train.layers import causal
 from eval.train.mla_model import ROPE, TinyMLA
 from eval.train.schedule import Stage, next_stage, passed, progress, rate_at
 from eval.train.sparse import Rows
 
-TOKENIZER = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
+EVAL = Path(__file__).parent.parent.parent / "eval"
+MODELS, RESULTS = EVAL / "models", EVAL / "results"
+TOKENIZER = MODELS / "tiny-gqa"
 CPU = torch.device("cpu")
 
 
@@ -95,18 +101,25 @@ def test_blocks_are_chosen_by_the_mean_mass_of_the_heads(selector: str) -> None:
         latent_rows(mine, q, k, v, Rows(rows.positions, "quest", 0.3), ROPE)
 
 
-def test_divergence_teaches_the_rotary_part_alone() -> None:
-    scores = torch.randn(2, 8, 3, 20)
-    masked = scores.masked_fill(torch.arange(20) > 11, MASKED)
-    full, proxy = masked.requires_grad_(), torch.zeros(2, 8, 3, 20).masked_fill(torch.arange(20) > 11, MASKED)
-    proxy.requires_grad_()
+def test_divergence_draws_both_distributions_together() -> None:
+    torch.manual_seed(0)
+    later = torch.arange(20) > 11
+    full, proxy = (torch.randn(2, 8, 3, 20).masked_fill(later, MASKED).requires_grad_() for _ in range(2))
     loss = divergence(full, proxy)
-    p = full[..., :12].softmax(-1)
-    torch.testing.assert_close(loss, (p * (p.log() + torch.tensor(12.0).log())).sum(-1).mean())
+    p, g = (x[..., :12].softmax(-1) for x in (full, proxy))
+    both = (p * (p / g).log()).sum(-1) + (g * (g / p).log()).sum(-1)
+    torch.testing.assert_close(loss, both.mean())
+    torch.testing.assert_close(divergence(proxy, full), loss)
+    expected = torch.autograd.grad(both.mean(), (full, proxy))
     loss.backward()
-    assert full.grad is None and proxy.grad is not None
-    torch.testing.assert_close(proxy.grad[..., :12], ((1 / 12 - p) / 48).detach())
-    assert divergence(full, full.detach()) < 1e-6
+    for scores, gradient in zip((full, proxy), expected, strict=True):
+        assert scores.grad is not None and scores.grad[..., :12].abs().sum() > 0 and not scores.grad[..., 12:].any()
+        torch.testing.assert_close(scores.grad, gradient)
+    with torch.no_grad():
+        for scores in (full, proxy):
+            assert scores.grad is not None
+            scores -= 20 * scores.grad
+    assert divergence(full, proxy) < 0.9 * loss and divergence(full, full).abs() < 1e-6
 
 
 def test_rows_collect_one_divergence_per_layer_and_leave_dense_rows_alone() -> None:
@@ -118,8 +131,53 @@ def test_rows_collect_one_divergence_per_layer_and_leave_dense_rows_alone() -> N
     torch.stack(rows.divergence).sum().backward()
     gradient = model.layer_weights(3)["self_attn.q_b_proj"].grad
     assert gradient is not None
-    rotary = gradient.view(8, 128, 192)[:, 64:]
-    assert rotary.abs().sum() > 0 and not gradient.view(8, 128, 192)[:, :64].any()
+    for part in gradient.view(8, 128, 192).split(64, 1):
+        assert part.abs().sum() > 0
+
+
+@pytest.mark.parametrize("selector", ["rope", "dense"])
+def test_extra_rows_count_for_the_divergence_alone(selector: str) -> None:
+    q, k, v = qkv(160)
+    positions, extra = torch.tensor([[150, 70], [159, 90]]), torch.tensor([[3, 31, 100], [0, 64, 155]])
+    zeros = torch.zeros(2, 160, 8, 64)
+    found = {}
+    for name, at, further in (("both", positions, extra), ("own", positions, None), ("extra", extra, None)):
+        rows = Rows(at, selector, 0.3, 2, divergence=[], extra=further)
+        out = latent_rows(zeros, q, k, v, rows, ROPE)
+        assert rows.divergence is not None and len(rows.divergence) == 1
+        found[name] = (out, rows.divergence[0])
+    torch.testing.assert_close(found["both"][1], (2 * found["own"][1] + 3 * found["extra"][1]) / 5)
+    torch.testing.assert_close(found["both"][0], found["own"][0])
+    unjudged = latent_rows(zeros, q, k, v, Rows(positions, selector, 0.3, 2, extra=extra), ROPE)
+    torch.testing.assert_close(unjudged, found["own"][0])
+
+
+class Bare(mla.MLATrainer):
+    """Without data: what it draws and weighs."""
+
+    def __init__(self) -> None:
+        self.device, self.rng = CPU, random.Random(0)
+
+
+def test_random_rows_count_and_only_the_first_half_of_the_layers_is_weighed() -> None:
+    torch.manual_seed(0)
+    weight = torch.zeros(2, 128)
+    weight[:, 40:110] = 1.0
+    tokens = torch.randint(4, 4096, (2, 128))
+    bare = Bare()
+    rows = bare.rows(Batch(tokens, weight.long(), weight, weight))
+    assert rows.extra is not None and rows.extra.shape == (2, 64) and rows.divergence == []
+    assert rows.extra.min() < 40 and rows.extra.max() >= 110 and rows.extra.max() < 128
+    assert rows.positions.shape == (2, 64) and rows.positions.min() >= 40 and rows.positions.max() < 110
+
+    model = lively(TinyMLA())
+    model(tokens, rows)
+    loss = bare.auxiliary(rows)
+    assert rows.divergence is not None and len(rows.divergence) == 4
+    torch.testing.assert_close(loss, 4.0 * (rows.divergence[0] + rows.divergence[1]))
+    loss.backward()
+    gradients = [model.layer_weights(i)["self_attn.q_b_proj"].grad for i in range(4)]
+    assert [gradient is not None and bool(gradient.any()) for gradient in gradients] == [True, True, False, False]
 
 
 def test_gate_wants_every_form_and_all_looks() -> None:
@@ -155,8 +213,10 @@ def test_last_stage_has_time_and_ends_at_rate_zero() -> None:
     left = 1.0
     for stage in mla.STAGES[:-1]:
         left *= 1 - stage.share
-    assert left > 0.04 and mla.STAGES[-1].share == 1.0
+    last = mla.STAGES[-1]
+    assert left > 0.04 and last.share == 1.0 and last.sparse and last.steps == 1200
     assert [rate_at(stage, 1.0) for stage in mla.STAGES[-2:]] == pytest.approx([0.3, 0.0])
+    assert rate_at(last, 0.0) == 1.0
     assert all(stage.threshold >= 0.92 and stage.looks == 2 for stage in mla.STAGES if "records" in stage.gate)
 
 
@@ -182,6 +242,20 @@ def test_training_goes_through_all_stages_and_resumes(monkeypatch: pytest.Monkey
     assert [line.get("stage", "run") for line in log[11:]] == ["run", "32k", "sparse"]
     assert [line["resumed"] for line in log if "seed" in line] == [False, True, True]
     assert json.loads((data / "out" / "config.json").read_text())["architectures"] == ["DeepseekV3ForCausalLM"]
+
+
+def test_finished_weights_go_on_at_the_last_stage(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr(trainer, "REPORT_FORMS", ("records",))
+    shutil.copy(MODELS / "tiny-mla" / WEIGHTS, tmp_path / run.RESUME)
+    shutil.copy(RESULTS / "tiny-mla-training.jsonl", tmp_path / run.LOG)
+    flags = ("--resume", str(tmp_path), "--from-stage", "sparse", "--evaluate-seconds", "0", "--budget-seconds", "1e6")
+    log = command(monkeypatch, data, "--steps", "3", *flags)
+    assert log[-2]["resumed"] and log[-1]["stage"] == "sparse" and log[-1]["steps"] == 3
+    names = [stage.name for stage in mla.STAGES]
+    assert [line["stage"] for line in log if line.get("stage") in names] == names
+    before, after = (load_file(folder / WEIGHTS) for folder in (MODELS / "tiny-mla", data / "out"))
+    changes = [float((after[name] - weight).float().abs().max()) for name, weight in before.items()]
+    assert before.keys() == after.keys() and 0 < max(changes) < 0.05
 
 
 def test_unknown_stage_is_refused(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
