@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from sglang_sparse import index_counts
 from sglang_sparse_kernels import index_choice, index_keys
-from sglang_sparse_kernels.index_choice import queries_at_once, slots_of
 from sglang_sparse_kernels.index_logits import index_logits
+from sglang_sparse_kernels.index_parts import queries_at_once, slots_of
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 if TYPE_CHECKING:

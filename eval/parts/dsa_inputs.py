@@ -18,10 +18,11 @@ from eval.figures.dsa import ATTEND, DECODE, DECODE_TOPK, PREFILL, PREFILL_TOPK
 from eval.parts.kernel_inputs import layers_beyond
 from eval.parts.mla_inputs import QUERY_BYTES, SM_SCALE
 from eval.texts.lengths import short_length
-from sglang_sparse_kernels.index_choice import choose, queries_at_once, select
+from sglang_sparse_kernels.index_choice import choose, select
 from sglang_sparse_kernels.index_keys import PAGE_SIZE
 from sglang_sparse_kernels.index_keys import reference as index_keys
 from sglang_sparse_kernels.index_logits import index_logits
+from sglang_sparse_kernels.index_parts import queries_at_once
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 from sglang_sparse_kernels.testing import paged_batch, seeded
 

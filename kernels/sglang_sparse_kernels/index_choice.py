@@ -1,4 +1,4 @@
-"""How a pass chooses from index logits by ``index_topk``: those of many queries in parts, and the slots of all tokens.
+"""How a pass chooses from index logits by ``index_topk``: those of many queries in parts.
 
 A server uses it behind SGLang's logits and behind its own; ``eval.bench_dsa`` times both. What is allocated beside the
 results is bounded, whatever the prompt and the chunk, also where ``index_topk`` has no kernel of its own.
@@ -8,30 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from .index_keys import PAGE_SIZE
+from .index_parts import most_logits, queries_at_once
 from .index_topk import index_topk
 from .index_topk.reference import Names
-
-# Of the logits of a prefill that are chosen from at a time, for as many queries as fit; choosing from them takes
-# several times as much on a CPU. Logits that SGLang makes may be larger.
-LOGITS_BYTES = 32 * 2**20
-GPU_LOGITS_BYTES = 256 * 2**20
-# Queries whose slots are looked up at a time: 16 MiB of 64-bit places at a selection of 2048.
-LOOKED_UP = 1024
-
-
-def queries_at_once(width: int, device: torch.device) -> int:
-    """Queries of a prefill that are served at a time, one at least.
-
-    Args:
-        width: columns of the logits.
-        device: where they are.
-    """
-    return max(1, _most(device) // width)
-
-
-def _most(device: torch.device) -> int:
-    return (LOGITS_BYTES if device.type == "cpu" else GPU_LOGITS_BYTES) // 4
 
 
 def scratch_bytes(queries: int, width: int, device: torch.device, given: bool) -> int:
@@ -45,7 +24,7 @@ def scratch_bytes(queries: int, width: int, device: torch.device, given: bool) -
     """
     if given:
         # A mask of a byte, and a copy where rows are padded. SGLang's have the tokens of all requests of a pass.
-        return 5 * max(width, _most(device))
+        return 5 * max(width, most_logits(device))
     return 4 * width * min(queries, queries_at_once(width, device))
 
 
@@ -115,37 +94,3 @@ def select(
     else:
         index_topk(logits, lengths, topk, first, None, *_some(names, slice(None)), out=(None, None, chosen))
     return chosen
-
-
-def slots_of(
-    chosen: torch.Tensor,
-    page_table: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    offsets: torch.Tensor | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What positions are called in the KV cache.
-
-    Args:
-        chosen: ``[queries, n]`` int32, positions within each query's row, or -1.
-        page_table: ``[rows, pages]`` int32, pages of 64 tokens; not needed with ``offsets``.
-        rows: ``[queries]`` int32; likewise.
-        offsets: ``[queries]``: number the tokens from these on instead.
-        out: optional ``[queries, n]`` int32.
-
-    Returns:
-        ``[queries, n]`` int32, -1 where ``chosen`` is.
-    """
-    out = torch.empty_like(chosen) if out is None else out
-    for begin in range(0, len(chosen), LOOKED_UP):
-        mine = slice(begin, begin + LOOKED_UP)
-        some, found = chosen[mine], out[mine]
-        if offsets is not None:
-            torch.add(some, offsets[mine, None], out=found)
-        else:
-            assert page_table is not None and rows is not None
-            places = some.clamp(min=0)
-            pages = page_table[rows[mine, None], places // PAGE_SIZE]
-            torch.add(pages * PAGE_SIZE, places % PAGE_SIZE, out=found)
-        found.masked_fill_(some < 0, -1)
-    return out

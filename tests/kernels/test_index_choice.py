@@ -5,8 +5,9 @@ import torch
 from peak_memory import Peak, collect_after
 from triton_interpreter import INTERPRETED
 
-from sglang_sparse_kernels import index_choice
-from sglang_sparse_kernels.index_choice import queries_at_once, scratch_bytes, select, slots_of
+from sglang_sparse_kernels import index_parts
+from sglang_sparse_kernels.index_choice import scratch_bytes, select
+from sglang_sparse_kernels.index_parts import queries_at_once, slots_of
 from sglang_sparse_kernels.index_topk import portable
 
 QUERIES, WIDTH, TOPK, AT_ONCE = 20, 256, 24, 3
@@ -15,8 +16,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_choice, "LOGITS_BYTES", 4 * WIDTH * AT_ONCE + 4)
-    monkeypatch.setattr(index_choice, "LOOKED_UP", 7)
+    monkeypatch.setattr(index_parts, "LOGITS_BYTES", 4 * WIDTH * AT_ONCE + 4)
+    monkeypatch.setattr(index_parts, "LOOKED_UP", 7)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from dsa_passes import (
 )
 
 from sglang_sparse import indexer
-from sglang_sparse_kernels import index_choice
+from sglang_sparse_kernels import index_parts
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def named(rows: Rows, chosen: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", PASSES)
 def test_slots_are_given_where_the_backend_takes_them(kind: str, run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_choice, "LOGITS_BYTES", 4 * 3 * PAGE * 7)
-    monkeypatch.setattr(index_choice, "LOOKED_UP", 3)
+    monkeypatch.setattr(index_parts, "LOGITS_BYTES", 4 * 3 * PAGE * 7)
+    monkeypatch.setattr(index_parts, "LOOKED_UP", 3)
     rows = Rows(**PASSES[kind])
     backend, model = rows.backend(fused=True), Model(rows)
     for layer in LAYERS:

@@ -1,11 +1,11 @@
 """The token selection by ``page_topk`` and plain torch, where its CUDA kernel does not run.
 
-What it allocates beside its results is bounded, whatever the prompt and the chunk: see ``index_choice``.
+What it allocates beside its results is bounded, whatever the prompt and the chunk: see ``index_parts``.
 """
 
 import torch
 
-from .. import index_choice
+from ..index_parts import queries_at_once, slots_of
 from ..page_topk import page_topk
 from .reference import Names, Results
 
@@ -35,7 +35,7 @@ def index_topk(
         table = columns.expand(queries, -1)
         page_topk(logits.contiguous()[:, None], table, lengths, wanted, topk, found, stats)
     else:
-        at_once = index_choice.queries_at_once(max(1, width), logits.device)
+        at_once = queries_at_once(max(1, width), logits.device)
         for begin in range(0, queries, at_once):
             mine = slice(begin, begin + at_once)
             table = columns.expand(len(wanted[mine]), -1)
@@ -55,7 +55,7 @@ def index_topk(
             rows = torch.arange(queries, device=logits.device) if rows is None else rows
             # That of a query without tokens may be any number.
             rows = rows.masked_fill(counts == 0, 0)
-        index_choice.slots_of(chosen, table, rows, offsets, slots)
+        slots_of(chosen, table, rows, offsets, slots)
         if nothing != -1:
             slots[:, :1].masked_fill_(counts[:, None] == 0, nothing)
 
