@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from eval.figures import (
+    agreement,
     compiled,
     crossover,
     decode,
@@ -71,7 +72,8 @@ FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "sho
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in ("niah", "infinitebench") for name in ("rocketkv", "random_kept"))
 NEEDLES = tuple(
-    f"niah-tiny-{name}" for name in ("gqa-anchor", "gqa-skip_softmax", "gqa-rocketkv-topk", "mla-robsa", "dsa")
+    f"niah-tiny-{name}"
+    for name in ("gqa-anchor", "gqa-skip_softmax", "gqa-rocketkv-topk", "mla-robsa", "mla-random", "dsa")
 )
 TAILS = "-tail-"
 # Which goals are whose.
@@ -118,6 +120,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "prefill": lambda: prefill.prefill(RESULTS / "bench_prefill.jsonl"),
     "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
+    "dsa-agreement": lambda: _measured("dsa_agreement", agreement.agreement),
     "comparison": lambda: report_tables.comparison_table(read_folder(COMPARISON)),
     "comparison-2000": lambda: report_tables.comparison_table(read_folder(RESULTS / "compare-tiny-gqa-2000")),
     "local-pages-1": lambda: report_tables.questions(_file("ruler-local-pages-1")),

@@ -122,11 +122,11 @@ def test_only_the_seam_modules_import_sglang() -> None:
 def test_eval_and_launch_talk_to_servers_over_http() -> None:
     for path in SOURCES:
         name = relative(path)
-        plugins = ("launch/cpu_platform/", "eval/structured/server/")
+        plugins = ("launch/cpu_platform/", "eval/agreement/server/", "eval/structured/server/")
         if name.startswith(("eval/", "launch/")) and not name.startswith(plugins):
             assert "sglang" not in imported(path), name
-            # They judge selections in process, or are methods themselves.
-            if not name.startswith(("eval/parts/recall_", "eval/controls/")):
+            # They judge selections in process, are methods themselves, or ask a method which layers it would serve.
+            if not name.startswith(("eval/parts/recall_", "eval/controls/", "eval/train/card.py")):
                 assert "sglang_sparse" not in imported(path), name
 
 

@@ -258,6 +258,7 @@ def any_table(path: Path) -> str:
         "eval.bench_decode": "decode",
         "eval.bench_throughput": "throughput",
         "eval.sanitize_kernels": "sanitizer",
+        "eval.agree_dsa": "agreement",
     }
     if command in modules:
         name = modules[command]

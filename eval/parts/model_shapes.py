@@ -144,21 +144,26 @@ def write(name: str, folder: Path) -> Path:
     Raises:
         EvaluationError: no shape has this name.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     if name not in SHAPES:
         raise EvaluationError(f"no shape is called {name!r}: there are {', '.join(SHAPES)}")
     common = {"max_position_embeddings": MAX_POSITION, "torch_dtype": "bfloat16", "use_cache": True}
     config = {**common, **SHAPES[name]}
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    write_tokenizer(config, path)
+    return path
+
+
+def write_tokenizer(config: dict[str, Any], path: Path) -> None:
+    """Write a tokenizer that has a word for each id of a model's vocabulary into the model's folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     special = {config["bos_token_id"]: "<bos>", config["eos_token_id"]: "<eos>", config["vocab_size"] - 1: "<unk>"}
     words = {special.get(i, f"w{i}"): i for i in range(config["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Not special to the tokenizer: a server leaves special tokens out of the text.
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "model_max_length": MAX_POSITION}
-    path = folder / name
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config, indent=1))
     (path / "tokenizer_config.json").write_text(json.dumps(about, indent=1))
     tokenizer.save(str(path / "tokenizer.json"))
-    return path

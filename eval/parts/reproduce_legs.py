@@ -102,6 +102,19 @@ def _long_first_token(chunk: str) -> Command:
     return _first_token(chunk, "32k,64k,128k", tuple(f"E6: {length}k, chunks of {chunk}" for length in (128, 64, 32)))
 
 
+def _robsa_serving(contexts: str, batch: str, *more: str, file: str = "", goals: tuple[str, ...] = ()) -> Command:
+    """RoBSA's decode beside the dense one of FlashMLA, over the inputs of `_MLA_INPUTS`."""
+    return _serving(
+        "v2-lite",
+        *("--sparse-method", "robsa", "--structured", f"{FOLDER}/{_MLA_INPUTS}", "--skip-prefill"),
+        *("--contexts", contexts, "--batch", batch),
+        *("--server-args", "--attention-backend flashmla --page-size 64 --mem-fraction-static 0.9"),
+        *("--sparse-config", json.dumps(ROBSA), *more),
+        file=file,
+        goals=goals,
+    )
+
+
 def _rocketkv(eviction: str) -> str:
     return f"--sparse-method rocketkv --sparse-config '{json.dumps({'eviction': eviction, **UNPROVEN})}'"
 
@@ -197,17 +210,14 @@ LEGS: tuple[Leg, ...] = (
                     *("--recipe", '{"sink_tokens": 1792}', "--ops", "mass+topp+attend", "--peers", ""),
                 ),
             ),
-            _serving(
-                "v2-lite",
-                *("--sparse-method", "robsa", "--structured", f"{FOLDER}/{_MLA_INPUTS}", "--skip-prefill"),
-                *("--contexts", "32k,64k,96k,128k", "--batch", "1,24", "--runs", "3"),
-                *("--server-args", "--attention-backend flashmla --page-size 64 --mem-fraction-static 0.9"),
-                *("--sparse-config", json.dumps(ROBSA), "--server", f"half-dense={_HALF}"),
-                goals=("E5",),
-            ),
+            _robsa_serving("128k", "1,24", "--runs", "3", "--server", f"half-dense={_HALF}", goals=("E5",)),
+            # For the picture, of a batch that no goal is set for.
+            _robsa_serving("32k,64k,96k,128k", "8", file="serving-v2-lite-contexts.jsonl"),
         ),
     ),
     Leg("dsa", (Command("eval.bench_dsa", "bench_dsa.jsonl", goals=("K7", "K8", "K12", "K13")),)),
+    # Not of speed: that both implementations choose and answer alike.
+    Leg("dsa-agreement", (Command("eval.agree_dsa", "dsa_agreement.jsonl"),)),
     Leg("framework", (Command("eval.bench_framework", "bench_framework.jsonl", goals=("K5", "K11")),)),
     Leg(
         "prefill",

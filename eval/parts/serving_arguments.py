@@ -41,22 +41,7 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
     )
     parser.add_argument("--tail", type=int, default=64, help="further tokens of such a prompt")
     parser.add_argument("--hits", type=int, default=10, help="such prompts")
-    parser.add_argument(
-        "--structured",
-        type=_structured,
-        help="generated inputs: a recipe and seed as JSON, {} for its own, or the file of eval.bench_mla that has them",
-    )
-    parser.add_argument(
-        "--skip-prefill",
-        action="store_true",
-        help="over --structured inputs prefill writes KV and attends to nothing: for decode alone",
-    )
-    parser.add_argument(
-        "--sparsity",
-        type=shares,
-        default={},
-        help="share of the pairs to be left out, such as 0.89,32k=0.78; see above",
-    )
+    _add_inputs(parser)
     parser.add_argument("--recall-from", type=Path, help="file of eval.bench_prefill, or for robsa of eval.bench_mla")
     parser.add_argument("--cold-runs", type=int, default=LEAST_RUNS, help="times that a cold prefill is measured")
     parser.add_argument(
@@ -73,6 +58,26 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
         _read_structured(parser, args)
     _check(parser, args)
     return args
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    """What the servers attend with, and how much of it they leave out."""
+    parser.add_argument(
+        "--structured",
+        type=_structured,
+        help="generated inputs: a recipe and seed as JSON, {} for its own, or the file of eval.bench_mla that has them",
+    )
+    parser.add_argument(
+        "--skip-prefill",
+        action="store_true",
+        help="over --structured inputs prefill writes KV and attends to nothing: for decode alone",
+    )
+    parser.add_argument(
+        "--sparsity",
+        type=shares,
+        default={},
+        help="share of the pairs to be left out, such as 0.89,32k=0.78; see above",
+    )
 
 
 def _add_servers(parser: argparse.ArgumentParser) -> None:

@@ -21,9 +21,8 @@ them; layers after the first add nothing but, where the model itself wrote KV, a
 For MLA the absorbed form gets everything. Where prefill expands the latents to heads, attention keeps the model's own
 tensors, and only the latents in the pool are replaced: decode is what can be measured there.
 
-With ``"prefill": "skip"`` prefill writes KV and attends to nothing. KV is generated anyway, so decode reads what it
-would read otherwise, minutes earlier at long contexts; the time to the first token means nothing then, and neither does
-anything else that attends in prefill, rectification above all.
+With ``"prefill": "skip"`` prefill writes KV and attends to nothing. KV is generated anyway, so decode reads the same,
+minutes earlier at long contexts; the time to the first token means nothing then, and rectification neither.
 """
 
 from __future__ import annotations
@@ -189,13 +188,10 @@ def make_inputs(given: Any, layers: Iterable[Any], model_runner: Any) -> Inputs:
     config = model_runner.model_config
     shape = shape_of(layers, config.kv_lora_rank if config.attention_arch.name == "MLA" else None)
     positions = model_runner.req_to_token_pool.req_to_token.shape[1]
-    try:
-        prefill = read_given(given)
-    except ValueError as error:
-        raise RuntimeError(f"{NAME}: {error}") from error
-    seed = given.get("seed", 0)
+    seed = given.get("seed", 0) if isinstance(given, dict) else 0
     made = {"seed": seed, "device": model_runner.device, "dtype": model_runner.dtype, "scale": shape.scale}
     try:
+        prefill = read_given(given)
         recipe = read_recipe(given.get("recipe", {}))
         if shape.mla:
             rope = shape.head_dim - shape.v_head_dim
