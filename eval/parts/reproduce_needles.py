@@ -16,6 +16,7 @@ _ALWAYS = {"crossover_tokens": 0}
 ROBSA = {"page_size": 64, "allow_uncalibrated": True}
 # SGLang prefills short prompts with FA3 otherwise, which takes no values of 64 beside queries of 128.
 _BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
+_CONTROLS = (("PYTHONPATH", "eval/controls"),)
 _BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
 
 
@@ -62,6 +63,19 @@ def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
     return Leg(f"needles-{name}", (command,), Server("eval/models/tiny-gqa", flags))
 
 
+def _robsa_needles(
+    name: str, config: Mapping[str, Any], method: str = "robsa", environment: tuple[tuple[str, str], ...] = ()
+) -> Leg:
+    """Needles with the layers that the tiny model's calibration says are sensitive."""
+    config = {"page_size": 64, "calibration": "eval/models/tiny-mla/robsa.json", **_ALWAYS, **config}
+    flags = ("--sparse-method", method, "--sparse-config", json.dumps(config), "--page-size", "64")
+    flags += ("--attention-backend", "flashmla", "--mem-fraction-static", "0.4")
+    asked = (*_BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", "16", "--lengths", "8k")
+    asked += ("--custom-params", '{"theta1": 0.95}')
+    command = Command("eval.niah", f"niah-tiny-mla-{name}.jsonl", asked)
+    return Leg(f"needles-{name}", (command,), Server("eval/models/tiny-mla", flags, environment))
+
+
 def _own_needles(implementation: str) -> Leg:
     """Needles on the tiny model that chooses by itself, which has no dense answers to compare with."""
     config = json.dumps({**UNPROVEN, "implementation": implementation})
@@ -82,7 +96,10 @@ NEEDLES: tuple[Leg, ...] = (
         *("tiny-gqa", "fa3", {"prompt_budget": 1024, **_ALWAYS, **UNPROVEN}, "8k", {"topk": 40}),
         forms=("chat", "second_turn"),
     ),
-    _needles("robsa", "tiny-mla", "flashmla", {**ROBSA, **_ALWAYS}, "8k", {"theta1": 0.95}),
+    _robsa_needles("robsa", {}),
+    # Every layer by its rotary scores, whatever the calibration says of it.
+    _robsa_needles("robsa-theta2-0", {"theta2": 0}),
+    _robsa_needles("random_blocks", {}, "random_blocks", _CONTROLS),
     _own_needles("portable"),
     _own_needles("auto"),
 )

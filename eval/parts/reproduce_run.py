@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -117,6 +118,9 @@ class Runner:
             model_shapes.write(server.model, self.folder / MODELS)
         model, log = server.model_path(self.folder), self.server_log(leg)
         env = dict(server.environment)
+        if "PYTHONPATH" in env:
+            # Beside what this process needs itself.
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (env["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
         process = ServerProcess(model, *server.arguments(), log_path=log, env=env, timeout=START_TIMEOUT)
         stack.enter_context(process)
         print(f"{leg.name}: server of {server.model} is ready after {process.start_seconds:.0f} s", flush=True)

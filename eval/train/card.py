@@ -48,12 +48,13 @@ together, so that the former stand for the latter there and not in the other hal
     "tiny-dsa": {
         "kind": "A DeepSeek-V3.2 model: tiny-mla with a lightning indexer",
         "architecture": "DeepseekV32ForCausalLM",
-        "shape": "that of tiny-mla, whose weights it links to; an indexer of 32 heads of 128 chooses 512 tokens",
+        "shape": "that of tiny-mla, with its weights from before the last stage was trained again; an indexer of 32 "
+        "heads of 128 chooses 512 tokens",
         "modules": "`eval.train.dsa`",
         "attention": "every row attends to the 512 tokens of its indexer",
         "other": "another choice",
         "selectors": """\
-All rows, those of the prompt too, attend to all tokens (`dense`, which is tiny-mla) or to 512 random ones (`random`);
+All rows, those of the prompt too, attend to all tokens (`dense`, the trunk alone) or to 512 random ones (`random`);
 `indexer` is the model itself.""",
         "remark": """\
 Queries and keys of the indexer are rounded to e4m3 here as SGLang does on CUDA; transformers rounds nothing, so that

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from eval import (
+    agree_dsa,
     bench_decode,
     bench_dsa,
     bench_framework,
@@ -38,6 +39,7 @@ from sglang_sparse.requests import parse_options
 # Fields of a goal's row that no argument decides.
 OUTCOMES = {"command", "task", "arm", "implementation", "sparse_layers", "dense_decode_graphs", "dense_prefill_graphs"}
 PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
+    "eval.agree_dsa": agree_dsa.parse,
     "eval.bench_decode": decode_arguments.parse,
     "eval.bench_dsa": bench_dsa.parse,
     "eval.bench_framework": bench_framework.parse,
@@ -169,7 +171,12 @@ def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("leg", [leg for leg in LEGS if leg.name.startswith("needles-")], ids=lambda leg: leg.name)
-def test_needles_are_asked_of_a_model_of_ours_by_fields_of_the_method(leg: Leg, tmp_path: Path) -> None:
+def test_needles_are_asked_of_a_model_of_ours_by_fields_of_the_method(
+    leg: Leg, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in leg.server.environment if leg.server else ():
+        if name == "PYTHONPATH":
+            monkeypatch.syspath_prepend(str(README.parent.parent / value))
     assert leg.server is not None and "--load-format" not in leg.server.arguments()
     assert (Path(reproduce.__file__).parent.parent / leg.server.model / "config.json").is_file()
     option, name, _, config = leg.server.flags[:4]
