@@ -27,7 +27,8 @@ def start(serve, method: str, config: dict[str, object], python_path: Path):
 
 def ask(server: ServerProcess, out: Path, *more: str) -> list[dict[str, Any]]:
     """Twenty single needles and twenty multi-key ones of each length; the summary."""
-    arguments = ["--base-url", server.url, "--out", str(out), "--concurrency", "4"]
+    # An answer has eight; a control that does not find it would go on.
+    arguments = ["--base-url", server.url, "--out", str(out), "--concurrency", "4", "--answer-tokens", "12"]
     if "--tasks" not in more:
         arguments += ["--tasks", "single,multikey"]
     assert niah.main([*arguments, *more]) == 0
