@@ -10,8 +10,9 @@ are started, so that each can be run by hand. Without names all legs run, one af
 A command that reads the file of another leg is left out where that is missing, which counts as failed.
 
 The same command goes on where it was interrupted: a file that is complete and of the same revision is not measured
-again, unless the run that wrote it failed. A checkout that differs from its revision has none to compare; give
-``--revision`` where you know better. ``--budget-seconds`` begins no leg later than that; a leg that has begun ends.
+again, unless the run that wrote it failed. ``--only 1x256k`` measures a leg of many minutes in parts: the commands with
+that in the name of their file. A checkout that differs from its revision has none to compare; give ``--revision`` where
+you know better. ``--budget-seconds`` begins no leg later than that; a leg that has begun ends.
 
 The exit status is 1 where a leg failed; legs that the budget left are named and do not count as failed.
 """
@@ -25,6 +26,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from eval.figures.goals import goals_table, read_goals
@@ -82,6 +84,19 @@ def chosen(names: Sequence[str], legs: Sequence[Leg]) -> list[Leg]:
     if wrong := [name for name in names if name not in known]:
         raise EvaluationError(f"no leg is called {', '.join(map(repr, wrong))}: there are {', '.join(known)}")
     return [known[name] for name in dict.fromkeys(names or known)]
+
+
+def narrowed(legs: Sequence[Leg], part: str) -> list[Leg]:
+    """Legs with those of their commands alone whose file has `part` in its name; without the legs that have none.
+
+    Raises:
+        EvaluationError: no command is left; names the files that there are.
+    """
+    kept = [replace(leg, commands=tuple(one for one in leg.commands if part in one.file)) for leg in legs]
+    if not any(leg.commands for leg in kept):
+        files = ", ".join(one.file for leg in legs for one in leg.commands)
+        raise EvaluationError(f"--only {part!r}: no file of these legs is called like that: there are {files}")
+    return [leg for leg in kept if leg.commands]
 
 
 def refuse_no_gpu() -> None:
@@ -143,10 +158,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("legs", nargs="*", metavar="LEG", help="of --list (default: all, in its order)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where results, logs and models go")
     parser.add_argument("--budget-seconds", type=float, metavar="N", help="begin no leg later than that")
+    parser.add_argument("--only", metavar="TEXT", help="of these legs the commands whose file has this in its name")
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--list", action="store_true", help="print the legs and start nothing")
-    only.add_argument("--dry-run", action="store_true", help="print the command lines and start nothing")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--list", action="store_true", help="print the legs and start nothing")
+    shown.add_argument("--dry-run", action="store_true", help="print the command lines and start nothing")
     args = parser.parse_args(arguments)
     if args.out is None and not (args.list or args.dry_run):
         parser.error("--out FOLDER is needed")
@@ -160,6 +176,7 @@ def main(arguments: list[str] | None = None, legs: Sequence[Leg] = LEGS) -> int:
     args = parse(arguments)
     try:
         wanted = chosen(args.legs, legs)
+        wanted = narrowed(wanted, args.only) if args.only else wanted
         if args.list:
             print(legs_table(wanted))
             return 0

@@ -239,3 +239,16 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     files = "dense-flashinfer-qwen3-8b-6x128k.jsonl, dense-flashinfer-qwen3-8b-1x128k.jsonl"
     assert f"| dense-8b |  | {files} | a server of qwen3-8b |" in lines
     assert "| mla | K6: 8x64k; K6: 1x128k | bench_mla.jsonl | nothing |" in lines
+
+
+def test_a_leg_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce.main(["--list", "--only", "1x256k", "dense-1.7b", "e1", "e2"]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    # Nothing is left of e2.
+    assert [line.split(" | ")[0].strip("| ") for line in lines] == ["dense-1.7b", "e1"]
+    assert "| E1: 1x256k | bench-decode-qwen3-1.7b-1x256k.jsonl, profile-qwen3-1.7b-1x256k.jsonl |" in lines[1]
+    assert reproduce.main(["--dry-run", "--only", "decode-qwen3-1.7b-1x256k", "e1"]) == 0
+    shown = capsys.readouterr().out
+    assert "eval.bench_decode" in shown and "eval.profile_decode" not in shown and "4x256k" not in shown
+    assert reproduce.main(["--list", "--only", "2x", "dense-1.7b"]) == 1
+    assert "--only '2x': no file of these legs is called like that: there are dense-flash" in capsys.readouterr().err
