@@ -18,7 +18,7 @@ operation over inputs of known structure does. Where nobody measured such a row,
 A figure that is better than the ``limit`` of its goal, by more than noise (`LIMIT_TOLERANCE`), is "beyond the limit"
 and reaches nothing: the limit is what the hardware allows, so the strongest dense peer was not found, or the
 measurement is wrong or noise. Where a row has the 95 % interval of its figure (the same name and ``_interval``), all of
-it must be beyond.
+it must be beyond; if it is not, the worse end of the interval is judged.
 """
 
 from __future__ import annotations
@@ -122,9 +122,11 @@ class Goal:
         """
         sign = 1 if UNITS[self.unit][1] else -1
         if self.limit is not None:
-            surely = min(sign * end for end in interval or (figure,))
-            if surely - sign * self.limit > LIMIT_TOLERANCE * self.limit:
-                return "beyond the limit"
+            surely = sign * min(sign * end for end in interval or (figure,))
+            if sign * (figure - self.limit) > LIMIT_TOLERANCE * self.limit:
+                if sign * (surely - self.limit) > LIMIT_TOLERANCE * self.limit:
+                    return "beyond the limit"
+                figure = surely
         for name in ("stretch", "must"):
             bound = getattr(self, name)
             if bound is not None and sign * figure >= sign * bound:

@@ -221,11 +221,13 @@ def agreements(folder: Path) -> str:
 
 
 def backends(paths: Sequence[Path]) -> str:
-    """The same questions on servers with several attention backends."""
+    """The same questions on servers with several attention backends, those of sparse servers left out."""
     rows = []
     for path in paths:
         header, *found = read_finished(path)
         served = header["servers"]["base"]
+        if served.get("sparse_method") or served.get("sparse_prefill_method"):
+            continue
         place = {"served": f"{served['attention_backend']}, {served['device']}"}
         rows += [place | row for row in found if row["kind"] == "summary" and row["arm"] == "base"]
     columns: list[Column] = [

@@ -183,7 +183,7 @@ LEGS: tuple[Leg, ...] = (
                 *("--hits", "200", "--server-args", f"{_FA3} 0.9"),
                 goals=("R1",),
             ),
-            _short("qwen3-8b", "3", "R2: Qwen3-8B, 8k and less"),
+            _short("qwen3-8b", "7", "R2: Qwen3-8B, 8k and less"),
         ),
     ),
     Leg(

@@ -133,9 +133,11 @@ def test_what_no_hardware_allows_is_no_success() -> None:
     micros = goal(unit="us", must=4.0, stretch=3.0, limit=2.0)
     assert [micros.verdict(figure) for figure in (3.5, 2.0, 1.99)] == ["must", "stretch", "stretch"]
     assert [micros.verdict(figure) for figure in (1.97, 0.0)] == ["beyond the limit"] * 2
-    # What noise can be, is none.
-    assert [bounded.verdict(4.2, (low, 4.4)) for low in (4.03, 4.05)] == ["stretch", "beyond the limit"]
-    assert [micros.verdict(1.9, (1.8, high)) for high in (1.99, 1.97)] == ["stretch", "beyond the limit"]
+    # What noise can be, is none; but then the end counts that is surely reached.
+    ends = [(low, 4.4) for low in (1.9, 2.5, 3.5, 4.03, 4.05)]
+    assert [bounded.verdict(4.2, end) for end in ends] == ["missed", "must", "stretch", "stretch", "beyond the limit"]
+    assert [micros.verdict(1.9, (1.8, high)) for high in (4.1, 1.99, 1.97)] == ["missed", "stretch", "beyond the limit"]
+    assert bounded.verdict(3.5, (1.0, 5.0)) == "stretch"
 
 
 def found(folder: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eval import compare, report
-from eval.figures.report_tables import bounds, number, percent, table
+from eval.figures.report_tables import backends, bounds, number, percent, table
 from eval.figures.stats import mean_interval
 from eval.figures.summary import summarise
 from eval.figures.verdicts import lines_of_drift, read_folder
@@ -171,3 +171,18 @@ def test_drift_has_a_line_for_what_the_server_does() -> None:
     assert line["task"] == "book, f = 32" and line["verdict"] == "same" and line["true_mass"] == 0.9
     (line,) = lines_of_drift([noise, off, often], {"true_mass": [noise, off]})
     assert "true_mass" not in line
+
+
+def test_sparse_servers_are_no_backends(tmp_path: Path) -> None:
+    def made(name: str, score: float, **methods: str | None) -> Path:
+        served = {"attention_backend": name, "device": "cuda", **methods}
+        row = {"kind": "summary", "arm": "base", "task": "single", "length": 8192, "n": 50, "score": score}
+        rows = [{"kind": "header", "servers": {"base": served}}, row | {"score_interval": (score, score)}]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    stock = made("flashmla", 1.0, sparse_method=None)
+    others = [made("one", 0.1, sparse_method="robsa"), made("two", 0.2, sparse_prefill_method="anchor")]
+    shown = backends([*others, stock, made("older", 0.9)])
+    assert [line.split(" | ")[0] for line in shown.splitlines()[2:]] == ["| flashmla, cuda", "| older, cuda"]

@@ -227,6 +227,14 @@ def test_refused_flags(module) -> None:
         module.refuse_arguments(SimpleNamespace(speculative_algorithm="EAGLE", **(flags | {"enable_pdmux": True})))
 
 
+def test_rows_that_decode_in_prefill_are_not_skipped(module) -> None:
+    flags = dict.fromkeys(("enable_two_batch_overlap", "enable_pdmux", "enable_torch_compile"), False)
+    asked = SimpleNamespace(speculative_algorithm=None, enable_mixed_chunk=True, **flags)
+    module.refuse_arguments(asked)
+    with pytest.raises(RuntimeError, match="under --enable-mixed-chunk: leave that out"):
+        module.refuse_arguments(asked, skips=True)
+
+
 def test_without_the_key_nothing_happens(module) -> None:
     backend = Backend()
     module.replace_inputs(SimpleNamespace(attn_backend=backend), model_runner=make_runner())

@@ -60,7 +60,7 @@ def replace_inputs(backends: Any, *, model_runner: Any) -> None:
         return
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    refuse_arguments(model_runner.server_args)
+    refuse_arguments(model_runner.server_args, isinstance(given, dict) and given.get("prefill") == "skip")
     layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
     install(backends.attn_backend, make_inputs(given, layers, model_runner))
 
@@ -85,13 +85,14 @@ def report(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
         result.internal_state[NAME] = facts
 
 
-def refuse_arguments(server_args: Any) -> None:
-    """Refuse what runs attention elsewhere than in the one backend, or needs more than positions.
+def refuse_arguments(server_args: Any, skips: bool = False) -> None:
+    """Refuse what runs attention elsewhere than in the one backend, needs more than positions, or decodes in prefill.
 
     Raises:
         RuntimeError: names the flags.
     """
     flags = ("speculative_algorithm", "enable_two_batch_overlap", "enable_pdmux", "enable_torch_compile")
+    flags += ("enable_mixed_chunk",) if skips else ()
     found = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(server_args, flag)]
     if found:
         raise RuntimeError(f"{NAME} cannot replace what attention gets under {', '.join(found)}: leave that out")
