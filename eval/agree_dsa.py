@@ -46,6 +46,7 @@ from eval.live.record import Record, versions
 from eval.parts import dsa_checkpoint
 from eval.parts.dsa_checkpoint import SIZES
 from eval.parts.dsa_servers import ask, distributions, make_asked, serve, watched_answers
+from eval.parts.dsa_sets import POWER, WATCH_KEYS
 from eval.parts.measuring import measured
 from eval.texts.lengths import length
 
@@ -141,7 +142,7 @@ def compare(
     keep(distributions(PORTABLE, portable, NATIVE, native))
     if args.power_keys:
         try:
-            keep(distributions(PORTABLE, portable, POWER_KEYS, answers(POWER_KEYS, DSA_WATCH_KEYS="power")))
+            keep(distributions(PORTABLE, portable, POWER_KEYS, answers(POWER_KEYS, **{WATCH_KEYS: POWER})))
         except EvaluationError as error:
             # It explains a difference; without it the others are what they are.
             record.add("skipped", arm=POWER_KEYS, reason=str(error))

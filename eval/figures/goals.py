@@ -121,17 +121,19 @@ class Goal:
             interval: its 95 % interval, if there is one.
         """
         sign = 1 if UNITS[self.unit][1] else -1
-        if self.limit is not None:
-            surely = sign * min(sign * end for end in interval or (figure,))
-            if sign * (figure - self.limit) > LIMIT_TOLERANCE * self.limit:
-                if sign * (surely - self.limit) > LIMIT_TOLERANCE * self.limit:
-                    return "beyond the limit"
-                figure = surely
+        if self._beyond(figure):
+            figure = min(interval or (figure,), key=lambda end: sign * end)
+        if self._beyond(figure):
+            return "beyond the limit"
         for name in ("stretch", "must"):
             bound = getattr(self, name)
             if bound is not None and sign * figure >= sign * bound:
                 return name
         return "missed"
+
+    def _beyond(self, figure: float) -> bool:
+        sign = 1 if UNITS[self.unit][1] else -1
+        return self.limit is not None and sign * (figure - self.limit) > LIMIT_TOLERANCE * self.limit
 
     def counts(self, row: Mapping[str, Any]) -> bool:
         """Whether a row is one of this goal."""

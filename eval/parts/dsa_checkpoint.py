@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from eval.parts.model_shapes import write_tokenizer
+from eval.train.mla_model import NO_EXPERTS
 
 # What SGLang's kernels on Hopper take: 64 index heads of 128, pages of 64, and 64 query heads, which are not padded.
 SIZES: Mapping[str, int] = {
@@ -37,7 +38,7 @@ SIZES: Mapping[str, int] = {
     "index_head_dim": 128,
     "index_topk": 2048,
 }
-# Of DeepSeek-V3.2, but for experts: there are none.
+# Of DeepSeek-V3.2, but for its experts.
 _SHAPE: Mapping[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",
@@ -50,13 +51,7 @@ _SHAPE: Mapping[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "tie_word_embeddings": False,
-    "moe_layer_freq": 1,
-    "n_routed_experts": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
+    **NO_EXPERTS,
     "max_position_embeddings": 32768,
     "bos_token_id": 0,
     "eos_token_id": 1,

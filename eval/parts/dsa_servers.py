@@ -22,14 +22,13 @@ from eval.live.client import LiveServer, generate
 from eval.live.counters import EvaluationError, moved, require_sparse
 from eval.live.forced import forced_logprobs, forced_request
 from eval.live.record import Record, read_rows
+from eval.parts.dsa_sets import WATCH, WATCH_REPLAYS
+from eval.parts.reproduce_needles import BY_INDEX
 from launch.server import ServerProcess
 
 ROOT = Path(__file__).parent.parent.parent
 WATCHING = ROOT / "eval" / "agreement" / "server"
-WATCH = "DSA_WATCH"
 PAGE = 64
-# SGLang prefills short prompts, its own warm-up among them, with dense attention otherwise, by other kernels of FA3.
-BY_INDEX = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
 NO_GRAPHS = ("--disable-decode-cuda-graph", "--disable-prefill-cuda-graph")
 
 
@@ -129,7 +128,7 @@ def serve(
         EvaluationError: it does not start, or runs something else.
     """
     flags, log = server_flags(args, implementation), args.out.with_suffix(f".{arm}.log")
-    env = {**BY_INDEX, **more}
+    env = {**dict(BY_INDEX), **more}
     if more:
         paths = [str(WATCHING), str(ROOT), os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -158,7 +157,7 @@ def watched_answers(
     Raises:
         EvaluationError: see `serve`, `ask` and `watched`.
     """
-    more = {WATCH: str(watch), "DSA_WATCH_REPLAYS": str(args.replays)}
+    more = {WATCH: str(watch), WATCH_REPLAYS: str(args.replays)}
     with ExitStack() as stack:
         process, server = serve(stack, args, NATIVE, implementation, folder, record, more)
         native = ask(server, asked, NATIVE)

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-# Less is another computation, not another rounding: the share of a query's tokens that two selections have in common.
-LEAST_OVERLAP = 0.999
+from eval.figures.agreement import LEAST_OVERLAP
+
+# Variables of a server's environment that ``eval/agreement/server`` reads, and a value of the last.
+WATCH, WATCH_REPLAYS, WATCH_KEYS, POWER = "DSA_WATCH", "DSA_WATCH_REPLAYS", "DSA_WATCH_KEYS", "power"
 
 
 @dataclass(frozen=True)

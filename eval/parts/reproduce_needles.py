@@ -14,8 +14,9 @@ UNPROVEN = {"allow_unproven": True}
 # Batches of whatever length run sparse: a few rows are left when most have their answers.
 _ALWAYS = {"crossover_tokens": 0}
 ROBSA = {"page_size": 64, "allow_uncalibrated": True}
-# SGLang prefills short prompts with FA3 otherwise, which takes no values of 64 beside queries of 128.
-_BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
+# SGLang prefills short prompts, its own warm-up among them, dense with FA3 otherwise: by other kernels than those that
+# are looked at, and it takes no values of 64 beside queries of 128.
+BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
 _CONTROLS = (("PYTHONPATH", "eval/controls"),)
 _BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
 
@@ -83,7 +84,7 @@ def _own_needles(implementation: str) -> Leg:
     asked = ("--base-url", URL, "--expect", "dsa", "--lengths", "1k,8k,32k")
     asked += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", "16")
     command = Command("eval.niah", f"niah-tiny-dsa-{implementation}.jsonl", asked)
-    return Leg(f"needles-dsa-{implementation}", (command,), Server("eval/models/tiny-dsa", flags, _BY_INDEX))
+    return Leg(f"needles-dsa-{implementation}", (command,), Server("eval/models/tiny-dsa", flags, BY_INDEX))
 
 
 NEEDLES: tuple[Leg, ...] = (

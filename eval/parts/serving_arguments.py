@@ -144,8 +144,7 @@ def _skip_prefill(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 def _check_structured(parser: argparse.ArgumentParser, given: Any) -> None:
     try:
-        read_given(given)
-        read_recipe(given.get("recipe", {}))
+        read_recipe(read_given(given)["recipe"])
     except ValueError as error:
         parser.error(f"--structured: {error}")
 

@@ -16,7 +16,7 @@ from eval.figures.stats import median_ratio_interval
 from eval.live.client import Chunk, Stream
 from eval.live.counters import EvaluationError
 from eval.structured.generator import read_recipe
-from eval.structured.prefill import ATTEND
+from eval.structured.prefill import ATTEND, read_given
 from eval.texts.lengths import short_length
 
 NO_METHOD = "none"
@@ -139,11 +139,10 @@ def require_inputs(args: argparse.Namespace, states: Sequence[Row]) -> Row | Non
     found = [state["structured_inputs"] for state in states if state.get("structured_inputs")]
     if len(found) != len(states):
         raise EvaluationError("--structured: the server attends with the model's own inputs, see its log")
-    asked = args.structured
-    recipe = read_recipe(asked.get("recipe", {})).model_dump()
-    wanted = {"recipe": recipe, "seed": asked.get("seed", 0), "prefill": asked.get("prefill", ATTEND)}
+    wanted = read_given(args.structured)
+    wanted["recipe"] = read_recipe(wanted["recipe"]).model_dump()
     if any({name: made.get(name, ATTEND) for name in wanted} != wanted for made in found):
-        raise EvaluationError(f"--structured {asked}: the server attends with other inputs, {found[0]}")
+        raise EvaluationError(f"--structured {args.structured}: the server attends with other inputs, {found[0]}")
     return found[0]
 
 

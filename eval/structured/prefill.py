@@ -7,27 +7,27 @@ from typing import Any
 import torch
 
 ATTEND, SKIP = "attend", "skip"
-KEYS = {"seed", "recipe", "prefill"}
+DEFAULTS: dict[str, Any] = {"seed": 0, "recipe": {}, "prefill": ATTEND}
 
 
-def read_given(given: Any) -> str:
-    """Check what a server or a benchmark is asked to generate, but for the recipe.
+def read_given(given: Any) -> dict[str, Any]:
+    """What a server or a benchmark is asked to generate, checked but for the recipe.
 
     Args:
-        given: ``seed``, ``recipe`` and ``prefill``, all optional.
+        given: ``seed``, ``recipe`` and ``prefill``, which says what prefill does, "attend" or "skip"; all optional.
 
     Returns:
-        What prefill does: "attend" or "skip".
+        All three.
 
     Raises:
         ValueError: it is something else; says what is allowed.
     """
-    if not isinstance(given, dict) or given.keys() - KEYS or type(given.get("seed", 0)) is not int:
+    if not isinstance(given, dict) or given.keys() - DEFAULTS.keys() or type(given.get("seed", 0)) is not int:
         raise ValueError(f"got {given!r}, allowed is an object with an integer seed, a recipe and prefill")
-    prefill = given.get("prefill", ATTEND)
-    if prefill not in (ATTEND, SKIP):
-        raise ValueError(f"prefill: got {prefill!r}, allowed are {ATTEND!r} and {SKIP!r}")
-    return prefill
+    found = {**DEFAULTS, **given}
+    if found["prefill"] not in (ATTEND, SKIP):
+        raise ValueError(f"prefill: got {found['prefill']!r}, allowed are {ATTEND!r} and {SKIP!r}")
+    return found
 
 
 def write_alone(

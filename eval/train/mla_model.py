@@ -39,6 +39,18 @@ def project(x: Tensor, w: list[Tensor], cos: Tensor, sin: Tensor, dtype: torch.d
     return q, torch.cat([k_nope, k_rope], -1), v.contiguous()
 
 
+# What loaders read of experts, although no layer has any.
+NO_EXPERTS = {
+    "moe_layer_freq": 1,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
+
 class TinyMLA(TinyModel):
     """The model; `value_width` is what values are padded to for the dense attention's kernel."""
 
@@ -83,7 +95,7 @@ class TinyMLA(TinyModel):
 
     @classmethod
     def shape_config(cls) -> dict[str, Any]:
-        """See TinyModel; what it says of experts is read by the loaders although no layer has any."""
+        """See TinyModel."""
         return {
             "architectures": [cls.architecture],
             "model_type": "deepseek_v3",
@@ -96,11 +108,5 @@ class TinyMLA(TinyModel):
             "v_head_dim": VALUE,
             "rope_interleave": True,
             "first_k_dense_replace": LAYERS,
-            "moe_layer_freq": 1,
-            "n_routed_experts": 8,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 1,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
+            **NO_EXPERTS,
         }

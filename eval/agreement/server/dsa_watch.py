@@ -34,30 +34,39 @@ from unittest.mock import patch
 
 import torch
 
-from eval.parts.dsa_sets import captured, compare, joined, positions_of, same_replays
+from eval.figures.agreement import NATIVE, OWN
+from eval.parts.dsa_sets import (
+    POWER,
+    WATCH,
+    WATCH_KEYS,
+    WATCH_REPLAYS,
+    captured,
+    compare,
+    joined,
+    positions_of,
+    same_replays,
+)
 from sglang_sparse import indexer as portable
 from sglang_sparse_kernels import index_keys
 from sglang_sparse_kernels.index_keys.reference import parts
 from sglang_sparse_kernels.index_logits import index_logits
 
-FILE, REPLAYS, KEYS, POWER = "DSA_WATCH", "DSA_WATCH_REPLAYS", "DSA_WATCH_KEYS", "power"
 INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
-NATIVE, OWN = "native", "own"
 # Elements of the logits that are compared at a time; masks of them are made beside.
 AT_ONCE = 1 << 23
 
 
 def register() -> None:
     """Entry point of group ``sglang.srt.plugins``."""
-    path = os.environ.get(FILE)
+    path = os.environ.get(WATCH)
     # A process that is forked from one in which this was done has it already.
     if portable.choose.__module__ == __name__:
         return
     # The hooked function looks it up at its first call.
-    if os.environ.get(KEYS) == POWER:
+    if os.environ.get(WATCH_KEYS) == POWER:
         portable.choose = with_powers(portable.choose)
     if path:
-        portable.choose = Watch(Path(path), int(os.environ.get(REPLAYS, "100"))).choose
+        portable.choose = Watch(Path(path), int(os.environ.get(WATCH_REPLAYS, "100"))).choose
 
 
 def with_powers(choose: Callable[..., Any]) -> Callable[..., Any]:

@@ -189,11 +189,10 @@ def make_inputs(given: Any, layers: Iterable[Any], model_runner: Any) -> Inputs:
     config = model_runner.model_config
     shape = shape_of(layers, config.kv_lora_rank if config.attention_arch.name == "MLA" else None)
     positions = model_runner.req_to_token_pool.req_to_token.shape[1]
-    seed = given.get("seed", 0) if isinstance(given, dict) else 0
-    made = {"seed": seed, "device": model_runner.device, "dtype": model_runner.dtype, "scale": shape.scale}
+    made = {"device": model_runner.device, "dtype": model_runner.dtype, "scale": shape.scale}
     try:
-        prefill = read_given(given)
-        recipe = read_recipe(given.get("recipe", {}))
+        asked = read_given(given)
+        recipe, made["seed"] = read_recipe(asked["recipe"]), asked["seed"]
         if shape.mla:
             rope = shape.head_dim - shape.v_head_dim
             q, k = make_mla(positions, shape.q_heads, recipe, latent=shape.v_head_dim, rope=rope, **made)
@@ -210,8 +209,7 @@ def make_inputs(given: Any, layers: Iterable[Any], model_runner: Any) -> Inputs:
         ) from error
     size = (q.nbytes + k.nbytes + (0 if shape.mla else v.nbytes)) / 2**20
     logger.warning("%s: every layer attends with generated tensors, %.0f MiB for %d positions", NAME, size, positions)
-    facts = {"seed": seed, "recipe": recipe.model_dump(), "positions": positions, "shape": asdict(shape)}
-    facts["prefill"] = prefill
+    facts = {**asked, "recipe": recipe.model_dump(), "positions": positions, "shape": asdict(shape)}
     return Inputs(q, k, v, shape, facts)
 
 
