@@ -11,6 +11,7 @@ COUNTED = (
     "sparse_layer_rows",
     "pages_attended",
     "pages_held",
+    "overflowed_layer_rows",
     "rectified_requests",
     "rectified_tokens",
     "rectifying_steps",

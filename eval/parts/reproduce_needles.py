@@ -18,6 +18,7 @@ ROBSA = {"page_size": 64, "allow_uncalibrated": True}
 # are looked at, and it takes no values of 64 beside queries of 128.
 BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
 _CONTROLS = (("PYTHONPATH", "eval/controls"),)
+THETA1 = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 _BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
 
 
@@ -64,17 +65,44 @@ def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
     return Leg(f"needles-{name}", (command,), Server("eval/models/tiny-gqa", flags))
 
 
-def _robsa_needles(
-    name: str, config: Mapping[str, Any], method: str = "robsa", environment: tuple[tuple[str, str], ...] = ()
-) -> Leg:
-    """Needles with the layers that the tiny model's calibration says are sensitive."""
+def _calibrated_server(method: str, config: Mapping[str, Any], environment: tuple[tuple[str, str], ...] = ()) -> Server:
+    """A server of tiny-mla with the layers that its calibration says are sensitive."""
     config = {"page_size": 64, "calibration": "eval/models/tiny-mla/robsa.json", **_ALWAYS, **config}
     flags = ("--sparse-method", method, "--sparse-config", json.dumps(config), "--page-size", "64")
     flags += ("--attention-backend", "flashmla", "--mem-fraction-static", "0.4")
+    return Server("eval/models/tiny-mla", flags, environment)
+
+
+def _robsa_needles(
+    name: str, config: Mapping[str, Any], method: str = "robsa", environment: tuple[tuple[str, str], ...] = ()
+) -> Leg:
+    """Needles with the calibration of the tiny model."""
     asked = (*_BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", "16", "--lengths", "8k")
     asked += ("--custom-params", '{"theta1": 0.95}')
     command = Command("eval.niah", f"niah-tiny-mla-{name}.jsonl", asked)
-    return Leg(f"needles-{name}", (command,), Server("eval/models/tiny-mla", flags, environment))
+    return Leg(f"needles-{name}", (command,), _calibrated_server(method, config, environment))
+
+
+def _theta2(name: str, config: Mapping[str, Any]) -> Leg:
+    """Needles over theta1, of one choice of the layers that select: what they read, and what is right then.
+
+    A row that wants more than half of its blocks would get all of them by default, and its answer would say nothing of
+    the choice.
+    """
+    commands = [
+        Command(
+            "eval.niah",
+            f"niah-tiny-mla-theta2-{name}-{theta1}.jsonl",
+            (
+                *(*_BESIDE_DENSE, "--tasks", "multikey,multikey_hard", "--n", "20", "--concurrency", "16"),
+                *("--lengths", "8k", "--custom-params", json.dumps({"theta1": theta1})),
+            ),
+        )
+        for theta1 in THETA1
+    ]
+    return Leg(
+        f"needles-theta2-{name}", tuple(commands), _calibrated_server("robsa", {"max_active_ratio": 0.99, **config})
+    )
 
 
 def _own_needles(implementation: str) -> Leg:
@@ -98,9 +126,12 @@ NEEDLES: tuple[Leg, ...] = (
         forms=("chat", "second_turn"),
     ),
     _robsa_needles("robsa", {}),
-    # Every layer by its rotary scores, whatever the calibration says of it.
-    _robsa_needles("robsa-theta2-0", {"theta2": 0}),
     _robsa_needles("random_blocks", {}, "random_blocks", _CONTROLS),
+    _theta2("calibrated", {}),
+    # Every layer by its rotary scores, whatever the calibration says of it.
+    _theta2("rotary", {"theta2": 0}),
+    # What it does not trust by the scores of all dimensions: as many layers select as above.
+    _theta2("full", {"insensitive": "full_score"}),
     _own_needles("portable"),
     _own_needles("auto"),
 )
