@@ -4,21 +4,20 @@
 
 On a GPU that has both (Hopper: DeepGEMM, FlashMLA, FA3), with a random model (`eval.parts.dsa_checkpoint`) that is
 written for the run: 4 layers, DeepSeek-V3.2's indexer of 64 heads of 128 and ``index_topk`` 2048. Two servers run one
-after the other, both with ``--sparse-method dsa``, whose ``implementation`` is "native" and then "portable" in all
-stages. Both get the same prompts of random tokens, and decode the same random tokens (``forced_tokens``).
+after the other, both with ``--sparse-method dsa``: the native one makes logits and attends with SGLang's kernels, the
+other one has all stages "portable". Both choose exactly; with ``--native-topk`` the first one chooses by SGLang's own
+kernel, too, which can lose tokens where many have logits near the last one. Both get the same prompts of random tokens,
+and decode the same random tokens (``forced_tokens``).
 
 Selections (rows ``selection`` and ``replays``) are compared *within the native server*, layer by layer, on the very
 hidden states that its own indexer sees: see ``eval/agreement/server``. Between two servers they would differ for what
 the layers before have rounded differently. Every token of every prompt counts that leaves something out, and every
 decode step. ``keys``: "native", the portable logits and choice over the keys that the server has stored; "own", over
-keys that the portable indexer quantised, too, as in its own server. On CUDA SGLang scales a key by ``amax / 448``, this
-project and the published model by a power of two, so that these are other keys.
+keys that the portable indexer quantised, too, as in its own server.
 
 Distributions are compared *between the servers* (``arm`` "portable"): KL(native, portable) over the whole vocabulary
 at each of the ``--tokens`` positions, the first from prefill, the others from decode. ``arm`` "native" is the native
-server asked a second time with its cache flushed, the noise of that. With ``--power-keys`` a third server runs SGLang's
-kernels over keys that it scaled by powers of two, by other kernels of its own, and is held against the portable one:
-what is left is not how keys are rounded.
+server asked a second time with its cache flushed, the noise of that.
 
 The native server runs without CUDA graphs, as selections are looked at from the host; the portable one with them. The
 exit status is 1 where something but the noise does not agree: a query with less than 99.9 % of its tokens in common, a
@@ -38,23 +37,21 @@ from typing import Any
 
 import torch
 
-from eval.figures.agreement import COMMAND, NATIVE, PORTABLE, POWER_KEYS, required, summarise
-from eval.figures.divergence import TopTokens
+from eval.figures.agreement import COMMAND, NATIVE, PORTABLE, required, summarise
 from eval.live.counters import EvaluationError
 from eval.live.machine import this_machine
 from eval.live.record import Record, versions
 from eval.parts import dsa_checkpoint
 from eval.parts.dsa_checkpoint import SIZES
-from eval.parts.dsa_servers import ask, distributions, make_asked, serve, watched_answers
-from eval.parts.dsa_sets import POWER, WATCH_KEYS
+from eval.parts.dsa_servers import STAGES, ask, distributions, make_asked, serve, watched_answers
 from eval.parts.measuring import measured
 from eval.texts.lengths import length
 
-# The implementations of both servers, the watched one first.
-ARMS: Mapping[str, str] = {NATIVE: NATIVE, PORTABLE: PORTABLE}
+# The implementations of both servers by stage, the watched one first.
+ARMS: Mapping[str, Mapping[str, str]] = {name: dict.fromkeys(STAGES, name) for name in (NATIVE, PORTABLE)}
 PACKAGES = ("sgl-deep-gemm",)
 ARGUMENTS = ("layers", "topk", "prompts", "length", "tokens", "chunk", "replays", "concurrency", "server_args", "seed")
-ARGUMENTS = (*ARGUMENTS, "power_keys")
+ARGUMENTS = (*ARGUMENTS, "native_topk")
 
 
 def require_gpu() -> None:
@@ -72,7 +69,7 @@ def require_gpu() -> None:
 def run(
     args: argparse.Namespace,
     sizes: Mapping[str, int] = SIZES,
-    arms: Mapping[str, str] = ARMS,
+    arms: Mapping[str, Mapping[str, str]] = ARMS,
     require: Callable[[], None] = require_gpu,
 ) -> int:
     """Start both servers, compare and write the file.
@@ -104,7 +101,7 @@ def run(
 
 
 def compare(
-    args: argparse.Namespace, folder: Path, arms: Mapping[str, str], record: Record, vocabulary: int
+    args: argparse.Namespace, folder: Path, arms: Mapping[str, Mapping[str, str]], record: Record, vocabulary: int
 ) -> list[dict[str, Any]]:
     """Start the servers one after the other, and write how they compare.
 
@@ -122,11 +119,7 @@ def compare(
         EvaluationError: see `serve`, `ask` and `watched_answers`.
     """
     asked = make_asked(args, vocabulary)
-
-    def answers(arm: str, **more: str) -> list[list[TopTokens]]:
-        with ExitStack() as stack:
-            _, server = serve(stack, args, arm, arms[PORTABLE if arm == PORTABLE else NATIVE], folder, record, more)
-            return ask(server, asked, arm)
+    watched = {**arms[NATIVE], **({} if args.native_topk else {"topk": arms[PORTABLE]["topk"]})}
 
     def keep(rows: list[dict[str, Any]]) -> None:
         for row in rows:
@@ -134,18 +127,12 @@ def compare(
         found.extend(rows)
 
     found: list[dict[str, Any]] = []
-    selections, native, again = watched_answers(
-        args, asked, arms[NATIVE], folder, record, folder.parent / "watch.jsonl"
-    )
+    selections, native, again = watched_answers(args, asked, watched, folder, record, folder.parent / "watch.jsonl")
     keep([*selections, *distributions(NATIVE, again, NATIVE, native)])
-    portable = answers(PORTABLE)
+    with ExitStack() as stack:
+        _, server = serve(stack, args, PORTABLE, arms[PORTABLE], folder, record, {})
+        portable = ask(server, asked, PORTABLE)
     keep(distributions(PORTABLE, portable, NATIVE, native))
-    if args.power_keys:
-        try:
-            keep(distributions(PORTABLE, portable, POWER_KEYS, answers(POWER_KEYS, **{WATCH_KEYS: POWER})))
-        except EvaluationError as error:
-            # It explains a difference; without it the others are what they are.
-            record.add("skipped", arm=POWER_KEYS, reason=str(error))
     return found
 
 
@@ -163,7 +150,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=2048, help="index_topk; SGLang's kernels take 2048")
     parser.add_argument("--replays", type=int, default=100, help="times that each selection is made again")
     parser.add_argument("--concurrency", type=int, default=8, help="requests in flight")
-    parser.add_argument("--power-keys", action="store_true", help="a third server, whose keys are scaled as ours are")
+    parser.add_argument("--native-topk", action="store_true", help="the native server chooses by SGLang's kernel, too")
     parser.add_argument("--server-args", default="", help="further arguments of both servers, as one string")
     parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds until a server must be ready")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the prompts")

@@ -16,7 +16,7 @@ COMMAND = "eval.agree_dsa"
 LEAST_OVERLAP, MOST_GAP, MOST_KL = 0.999, 1e-4, 0.003
 # Whose keys a selection was made over, see ``eval/agreement/server``.
 NATIVE, OWN = "native", "own"
-PORTABLE, POWER_KEYS = "portable", "native-power-keys"
+PORTABLE = "portable"
 SAME_INPUTS, BETWEEN_SERVERS = "same inputs, in one server", "between two servers"
 
 Row = Mapping[str, Any]

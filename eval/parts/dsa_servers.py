@@ -29,6 +29,8 @@ from launch.server import ServerProcess
 ROOT = Path(__file__).parent.parent.parent
 WATCHING = ROOT / "eval" / "agreement" / "server"
 PAGE = 64
+# Of the config's ``implementation``.
+STAGES = ("indexer", "topk", "attention")
 NO_GRAPHS = ("--disable-decode-cuda-graph", "--disable-prefill-cuda-graph")
 
 
@@ -55,9 +57,9 @@ def make_asked(args: argparse.Namespace, vocabulary: int) -> Asked:
     return Asked([row[: args.length] for row in drawn], [row[args.length :] for row in drawn], vocabulary)
 
 
-def server_flags(args: argparse.Namespace, implementation: str) -> list[str]:
+def server_flags(args: argparse.Namespace, implementation: Mapping[str, str]) -> list[str]:
     """What a server is started with beside its model."""
-    config = {"allow_unproven": True, "implementation": implementation}
+    config = {"allow_unproven": True, "implementation": {**implementation}}
     row = -(-(args.length + args.tokens + PAGE) // PAGE) * PAGE
     most = str(args.prompts)
     flags = ["--sparse-method", "dsa", "--sparse-config", json.dumps(config), "--page-size", str(PAGE)]
@@ -108,7 +110,7 @@ def serve(
     stack: ExitStack,
     args: argparse.Namespace,
     arm: str,
-    implementation: str,
+    implementation: Mapping[str, str],
     folder: Path,
     record: Record,
     more: Mapping[str, str],
@@ -119,7 +121,7 @@ def serve(
         stack: of what ends together.
         args: the command line.
         arm: name of the server.
-        implementation: of its stages.
+        implementation: of each of its stages.
         folder: of the model.
         record: the result file.
         more: variables of its environment, for ``eval/agreement/server``; with a file to write it has no CUDA graphs.
@@ -142,7 +144,7 @@ def serve(
     server = stack.enter_context(LiveServer(process.url, args.concurrency))
     facts = server.facts()
     runs = ((facts["sparse"] or {}).get("config") or {}).get("implementation") or {}
-    if set(runs.values()) != {implementation}:
+    if runs != implementation:
         raise EvaluationError(f"the {arm} server runs {runs}, asked for was {implementation}")
     line = shlex.join(["python", *process.command[1:]])
     record.add("server", arm=arm, facts=facts, command=line, start_seconds=process.start_seconds)
@@ -150,7 +152,7 @@ def serve(
 
 
 def watched_answers(
-    args: argparse.Namespace, asked: Asked, implementation: str, folder: Path, record: Record, watch: Path
+    args: argparse.Namespace, asked: Asked, implementation: Mapping[str, str], folder: Path, record: Record, watch: Path
 ) -> tuple[list[dict[str, Any]], list[list[TopTokens]], list[list[TopTokens]]]:
     """What the native server says of its selections, and its answers, twice.
 

@@ -10,8 +10,8 @@ import torch
 
 from eval.figures.agreement import LEAST_OVERLAP
 
-# Variables of a server's environment that ``eval/agreement/server`` reads, and a value of the last.
-WATCH, WATCH_REPLAYS, WATCH_KEYS, POWER = "DSA_WATCH", "DSA_WATCH_REPLAYS", "DSA_WATCH_KEYS", "power"
+# Variables of a server's environment that ``eval/agreement/server`` reads.
+WATCH, WATCH_REPLAYS = "DSA_WATCH", "DSA_WATCH_REPLAYS"
 
 
 @dataclass(frozen=True)

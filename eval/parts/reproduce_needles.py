@@ -19,6 +19,9 @@ ROBSA = {"page_size": 64, "allow_uncalibrated": True}
 BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
 _CONTROLS = (("PYTHONPATH", "eval/controls"),)
 THETA1 = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+# CUDA graphs of larger batches than are asked would take most of a start.
+_AT_ONCE = "16"
+_GRAPHS = ("--mem-fraction-static", "0.4", "--cuda-graph-max-bs-decode", _AT_ONCE)
 _BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
 
 
@@ -44,8 +47,8 @@ def _needles(
     """
     page = config.get("page_size", 16)
     flags = ("--sparse-method", name, "--sparse-config", json.dumps({"page_size": page, **config}))
-    flags += ("--page-size", str(page), "--attention-backend", backend, "--mem-fraction-static", "0.4")
-    both = (*_BESIDE_DENSE, "--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", "16")
+    flags += ("--page-size", str(page), "--attention-backend", backend, *_GRAPHS)
+    both = (*_BESIDE_DENSE, "--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", _AT_ONCE)
     commands = []
     for fields, form in product(settings, forms):
         said = [f"{field}-{value}" for field, value in fields.items()] + ([form] if form != "chat" else [])
@@ -58,8 +61,18 @@ def _needles(
 def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
     """Needles with the thresholds that were calibrated for the tiny model, which leave out three fifths at 32k."""
     flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", "eval/models/tiny-gqa/anchor.json", *more)
-    flags += ("--page-size", "16", "--attention-backend", "fa3", "--mem-fraction-static", "0.4")
-    asked = (*_BESIDE_DENSE, "--tasks", "single,multikey", "--n", str(count), "--concurrency", "16", "--lengths", "32k")
+    flags += ("--page-size", "16", "--attention-backend", "fa3", *_GRAPHS)
+    asked = (
+        *_BESIDE_DENSE,
+        "--tasks",
+        "single,multikey",
+        "--n",
+        str(count),
+        "--concurrency",
+        _AT_ONCE,
+        "--lengths",
+        "32k",
+    )
     asked += ("--least-sparsity", "0.6")
     command = Command("eval.niah", f"niah-tiny-gqa-{name}.jsonl", asked)
     return Leg(f"needles-{name}", (command,), Server("eval/models/tiny-gqa", flags))
@@ -69,7 +82,7 @@ def _calibrated_server(method: str, config: Mapping[str, Any], environment: tupl
     """A server of tiny-mla with the layers that its calibration says are sensitive."""
     config = {"page_size": 64, "calibration": "eval/models/tiny-mla/robsa.json", **_ALWAYS, **config}
     flags = ("--sparse-method", method, "--sparse-config", json.dumps(config), "--page-size", "64")
-    flags += ("--attention-backend", "flashmla", "--mem-fraction-static", "0.4")
+    flags += ("--attention-backend", "flashmla", *_GRAPHS)
     return Server("eval/models/tiny-mla", flags, environment)
 
 
@@ -77,7 +90,7 @@ def _robsa_needles(
     name: str, config: Mapping[str, Any], method: str = "robsa", environment: tuple[tuple[str, str], ...] = ()
 ) -> Leg:
     """Needles with the calibration of the tiny model."""
-    asked = (*_BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", "16", "--lengths", "8k")
+    asked = (*_BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", _AT_ONCE, "--lengths", "8k")
     asked += ("--custom-params", '{"theta1": 0.95}')
     command = Command("eval.niah", f"niah-tiny-mla-{name}.jsonl", asked)
     return Leg(f"needles-{name}", (command,), _calibrated_server(method, config, environment))
@@ -94,7 +107,7 @@ def _theta2(name: str, config: Mapping[str, Any]) -> Leg:
             "eval.niah",
             f"niah-tiny-mla-theta2-{name}-{theta1}.jsonl",
             (
-                *(*_BESIDE_DENSE, "--tasks", "multikey,multikey_hard", "--n", "20", "--concurrency", "16"),
+                *(*_BESIDE_DENSE, "--tasks", "multikey,multikey_hard", "--n", "20", "--concurrency", _AT_ONCE),
                 *("--lengths", "8k", "--custom-params", json.dumps({"theta1": theta1})),
             ),
         )
@@ -108,9 +121,9 @@ def _theta2(name: str, config: Mapping[str, Any]) -> Leg:
 def _own_needles(implementation: str) -> Leg:
     """Needles on the tiny model that chooses by itself, which has no dense answers to compare with."""
     config = json.dumps({**UNPROVEN, "implementation": implementation})
-    flags = ("--sparse-method", "dsa", "--sparse-config", config, "--page-size", "64", "--mem-fraction-static", "0.4")
+    flags = ("--sparse-method", "dsa", "--sparse-config", config, "--page-size", "64", *_GRAPHS)
     asked = ("--base-url", URL, "--expect", "dsa", "--lengths", "1k,8k,32k")
-    asked += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", "16")
+    asked += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", _AT_ONCE)
     command = Command("eval.niah", f"niah-tiny-dsa-{implementation}.jsonl", asked)
     return Leg(f"needles-dsa-{implementation}", (command,), Server("eval/models/tiny-dsa", flags, BY_INDEX))
 

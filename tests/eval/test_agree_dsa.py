@@ -13,12 +13,13 @@ from eval.agree_dsa import SIZES, parse, require_gpu
 from eval.agreement.server import dsa_watch
 from eval.agreement.server.dsa_watch import Watch
 from eval.figures import report_tables
-from eval.figures.agreement import COMMAND, NATIVE, OWN, PORTABLE, POWER_KEYS, required, summarise
+from eval.figures.agreement import COMMAND, NATIVE, OWN, PORTABLE, required, summarise
 from eval.live.client import EvaluationError
 from eval.live.record import Record, read_rows
 from eval.parts import dsa_checkpoint
-from eval.parts.dsa_servers import make_asked, server_flags, watched
+from eval.parts.dsa_servers import STAGES, make_asked, server_flags, watched
 from eval.parts.dsa_sets import compare, joined, positions_of, same_replays
+from sglang_sparse.methods.dsa import STAGES as CONFIG_STAGES
 
 TINY = {**SIZES, "vocab_size": 300, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2}
 TINY |= {"q_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "index_n_heads": 4, "index_topk": 16}
@@ -166,12 +167,10 @@ def test_what_is_required() -> None:
     rows += [{"kind": "replays", **place, "graph": True, "n": 100, "same": 99, "queries": 8}]
     shared = {"kind": "distribution", "against": NATIVE, "kl": [0.001, 0.006], "same_best": 0.5}
     rows += [{**shared, "arm": arm} for arm in (NATIVE, PORTABLE)]
-    rows += [{**shared, "arm": PORTABLE, "against": POWER_KEYS, "kl": [0.001, 0.002]}]
     summary = summarise(rows)
     assert [(one["of"], one.get("arm"), one["agrees"], required(one)) for one in summary] == [
         ("distribution", NATIVE, False, False),
         ("distribution", PORTABLE, False, True),
-        ("distribution", PORTABLE, True, True),
         ("replays", None, False, True),
         ("selection", None, False, True),
         ("selection", None, False, True),
@@ -216,9 +215,10 @@ def test_prompts_and_room_for_them() -> None:
     assert [len(prompt) for prompt in asked.prompts] == [8192] * 8 and {len(row) for row in asked.forced} == {16}
     assert len({tuple(prompt[:PAGE]) for prompt in asked.prompts}) == 8
     assert asked == make_asked(args, SIZES["vocab_size"])
-    flags = server_flags(args, "native")
+    flags = server_flags(args, {"indexer": "native"})
     config = json.loads(flags[flags.index("--sparse-config") + 1])
-    assert config["implementation"] == "native" and flags[-2:] == ["--random-seed", "3"]
+    assert set(STAGES) == set(CONFIG_STAGES) == set(agree_dsa.ARMS[NATIVE])
+    assert config["implementation"] == {"indexer": "native"} and flags[-2:] == ["--random-seed", "3"]
     assert int(flags[flags.index("--max-total-tokens") + 1]) >= 8 * (8192 + 16 + 64)
     assert int(flags[flags.index("--context-length") + 1]) > 8192 + 16
 
@@ -249,21 +249,6 @@ def test_gates_are_positive(tmp_path: Path) -> None:
     x = x * x.square().mean(1, keepdim=True).rsqrt()
     gates = x @ weights["model.layers.0.self_attn.indexer.weights_proj.weight"].T
     assert (gates > 0).float().mean() > 0.99 and 0.5 < gates.mean() < 1.5 and gates.std() > 0.2
-
-
-def test_keys_by_powers_of_two_are_what_sglang_falls_back_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.layers.attention.dsa import dsa_indexer
-
-    monkeypatch.setattr(dsa_indexer, "can_use_dsa_fused_store", lambda *_: True)
-    monkeypatch.setattr(dsa_watch.portable, "choose", lambda *_: dsa_indexer.can_use_dsa_fused_store())
-    for name, value in (("DSA_WATCH_KEYS", "power"), ("DSA_WATCH", "")):
-        monkeypatch.setenv(name, value)
-    assert dsa_watch.portable.choose() is True
-    dsa_watch.register()
-    assert dsa_watch.portable.choose() is False
-    once = dsa_watch.portable.choose
-    dsa_watch.register()
-    assert dsa_watch.portable.choose is once
 
 
 def test_without_variables_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,12 @@ def test_reference_is_the_definition(case: Case) -> None:
     rows = (reference.hadamard(arguments["x"]) if case.rotate else arguments["x"]).double().flatten(0, -2)
     for row, got, scale in zip(rows, values.flatten(0, -2), scales.flatten().tolist(), strict=True):
         amax = max(1e-4, row.abs().max().item())
+        if not case.powers:
+            assert scale == (torch.tensor(amax) / 448).item()
+            assert torch.equal(got, (row.float() * (1 / torch.tensor(scale))).to(FP8))
+            # Once more by the definition, but for what two more roundings move.
+            assert torch.allclose(got.double() * scale, row, rtol=2**-4 * 1.001, atol=2**-10 * scale * 1.001)
+            continue
         assert math.log2(scale).is_integer()
         # The smallest power of two that holds the largest value.
         assert amax <= 448 * scale
@@ -77,15 +83,16 @@ def test_triton_equals_the_reference_bit_for_bit(case: Case, device: str) -> Non
     assert_same_bits(quantize(**arguments), run_reference(arguments))
 
 
+@pytest.mark.parametrize("powers", [True, False])
 @pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_every_finite_number_and_every_rounding(dtype: torch.dtype, device: str) -> None:
+def test_every_finite_number_and_every_rounding(dtype: torch.dtype, powers: bool, device: str) -> None:
     """All values of the dtype in the place of one of a row, beside a largest one that decides the scale."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     every = every[every.isfinite()].to(device)
     rows = every[: len(every) // 64 * 64].view(-1, 64).clone()
     rows[::3, 0] = 448.0
     rows[1::3, 0] = 1.0
-    arguments = {"x": rows, "rotate": False}
+    arguments = {"x": rows, "rotate": False, "powers": powers}
     assert_same_bits(quantize(**arguments), run_reference(arguments))
 
 

@@ -8,11 +8,12 @@ from forked_server import ForkedServer
 
 from eval import agree_dsa
 from eval.agree_dsa import SIZES, parse
-from eval.figures.agreement import NATIVE, PORTABLE, POWER_KEYS
+from eval.figures.agreement import NATIVE, PORTABLE
 from eval.live.record import read_finished
 from eval.parts import dsa_servers
+from sglang_sparse.methods.dsa import STAGES
 
-# Three servers for one command: what they are asked is tested without them, see tests/eval.
+# Two servers for one command: what they are asked is tested without them, see tests/eval.
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")]
 
 TINY = {**SIZES, "vocab_size": 300, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4}
@@ -23,13 +24,13 @@ TOKENS, LENGTH, TOPK, LAYERS = 4, 300, 64, 2
 def test_a_reference_agrees_with_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dsa_servers, "ServerProcess", ForkedServer)
     sizes = f"--prompts 2 --length {LENGTH} --tokens {TOKENS} --chunk 128 --layers {LAYERS} --topk {TOPK} --replays 3"
-    args = parse(["--out", str(tmp_path / "out.jsonl"), "--power-keys", *sizes.split()])
-    arms = dict.fromkeys((NATIVE, PORTABLE), "reference")
+    args = parse(["--out", str(tmp_path / "out.jsonl"), *sizes.split()])
+    arms = dict.fromkeys((NATIVE, PORTABLE), dict.fromkeys(STAGES, "reference"))
     assert agree_dsa.run(args, TINY, arms, lambda: None) == 0
     header, *rows = read_finished(args.out)
     assert header["command"] == "eval.agree_dsa" and header["sizes"]["index_topk"] == TOPK and header["revision"]
-    assert [row["arm"] for row in rows if row["kind"] == "server"] == [NATIVE, PORTABLE, POWER_KEYS]
-    assert not [row for row in rows if row["kind"] in ("skipped", "wrong")]
+    assert [row["arm"] for row in rows if row["kind"] == "server"] == [NATIVE, PORTABLE]
+    assert not [row for row in rows if row["kind"] == "wrong"]
     summary = [row for row in rows if row["kind"] == "summary"]
     assert all(row["agrees"] for row in summary)
     selections = [row for row in summary if row["of"] == "selection"]
@@ -40,5 +41,5 @@ def test_a_reference_agrees_with_itself(tmp_path: Path, monkeypatch: pytest.Monk
         assert row["queries"] in (queries[row["phase"]], queries[row["phase"]] + 2 * (row["phase"] == "decode"))
         assert row["overlap_least"] == 1 and row["other_keys"] == 0
     distributions = [row for row in summary if row["of"] == "distribution"]
-    assert [row["queries"] for row in distributions] == [2 * TOKENS] * 3
+    assert [row["queries"] for row in distributions] == [2 * TOKENS] * 2
     assert all(row["kl_max"] < 1e-6 and row["same_best"] == 1 for row in distributions)

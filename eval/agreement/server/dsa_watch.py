@@ -12,10 +12,6 @@ The file gets a line of JSON for each layer of each pass in which a token leaves
   keys, in decode as a CUDA graph, too.
 - ``wrong``: two selections that cannot be compared, and why.
 
-With ``DSA_WATCH_KEYS=power`` SGLang's kernels run, but those that store keys are the ones that it has for where its own
-for CUDA does not fit: scales are powers of two, as this project's and the published model's. What two servers differ
-by is then not how they round their keys. The file may be left out.
-
 It looks at the device after each layer, so the server must run without CUDA graphs; a pass that is captured is let go.
 """
 
@@ -23,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,9 +31,7 @@ import torch
 
 from eval.figures.agreement import NATIVE, OWN
 from eval.parts.dsa_sets import (
-    POWER,
     WATCH,
-    WATCH_KEYS,
     WATCH_REPLAYS,
     captured,
     compare,
@@ -51,7 +44,6 @@ from sglang_sparse_kernels import index_keys
 from sglang_sparse_kernels.index_keys.reference import parts
 from sglang_sparse_kernels.index_logits import index_logits
 
-INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
 # Elements of the logits that are compared at a time; masks of them are made beside.
 AT_ONCE = 1 << 23
 
@@ -63,22 +55,8 @@ def register() -> None:
     if portable.choose.__module__ == __name__:
         return
     # The hooked function looks it up at its first call.
-    if os.environ.get(WATCH_KEYS) == POWER:
-        portable.choose = with_powers(portable.choose)
     if path:
         portable.choose = Watch(Path(path), int(os.environ.get(WATCH_REPLAYS, "100"))).choose
-
-
-def with_powers(choose: Callable[..., Any]) -> Callable[..., Any]:
-    """``sglang_sparse.indexer.choose`` in a server whose keys have powers of two for scales."""
-
-    def choosing(*inputs: Any, **named: Any) -> Any:
-        # Imported by the model, whose first layer asks here first.
-        patched: Any = sys.modules[INDEXER]
-        patched.can_use_dsa_fused_store = lambda *_: False
-        return choose(*inputs, **named)
-
-    return choosing
 
 
 @dataclass(frozen=True)

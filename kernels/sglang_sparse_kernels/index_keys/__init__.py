@@ -2,7 +2,7 @@
 
 Source: DeepSeek Sparse Attention (DSA, DeepSeek-V3.2-Exp), as SGLang 0.5.17 computes it: ``rotate_activation``, then
 ``act_quant`` with scales in the format "ue8m0" (powers of two). Where SGLang quantises and stores keys in one kernel,
-as on CUDA, a key's scale is ``amax / 448`` itself: the logits take both, but the bytes of the two caches differ.
+as on CUDA, a key's scale is ``amax / 448`` itself (``powers`` of False). The logits take both.
 """
 
 import torch
@@ -15,14 +15,18 @@ _DIMS = (64, 128, 256)
 
 
 def quantize(
-    x: torch.Tensor, rotate: bool = True, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    x: torch.Tensor,
+    rotate: bool = True,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    powers: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate each row by a Hadamard matrix and quantise it to FP8 with one scale.
 
     The matrix is ``D ** -0.5`` times Sylvester's, applied in float32 by ``log2(D)`` steps of sums and differences of
     neighbours, bit 0 of the position first; the result is rounded to the dtype of ``x``. The scale is the smallest
-    power of two with ``max(amax, 1e-4) <= 448 * scale``, from the bits of the maximum. Every implementation gives the
-    same bits. SGLang's kernel takes the scale from a rounded logarithm.
+    power of two with ``max(amax, 1e-4) <= 448 * scale``, from the bits of the maximum; SGLang's kernel takes it from a
+    rounded logarithm. Without ``powers`` it is ``max(amax, 1e-4) / 448``, and each value is multiplied by the rounded
+    inverse, as in SGLang's fused kernel. Every implementation gives the same bits.
 
     A row that holds NaN or infinity, or becomes infinite by the rotation, is NaN as a whole, value by value and in its
     scale, so that its logits are NaN and a selection takes it. SGLang's kernel clamps what is not finite to +-448 and
@@ -34,6 +38,7 @@ def quantize(
         rotate: whether the model rotates queries and keys. It changes the products of both only by rounding; a cache
             holds keys of one kind.
         out: optional ``(values, scales)``, contiguous, shaped and typed as the result.
+        powers: whether scales are powers of two.
 
     Returns:
         ``values`` ``[..., D]`` float8_e4m3fn, and ``scales`` ``[...]`` float32; ``values * scales`` is the row.
@@ -64,10 +69,10 @@ def quantize(
         dispatch.check_exactly(name, tensor, tuple(shape), dtype)
     dispatch.check_device(x.device, values=out[0], scales=out[1])
     if dispatch.use_reference(x):
-        return reference.quantize(x, rotate, out)
+        return reference.quantize(x, rotate, out, powers)
     from . import triton
 
-    return triton.quantize(x, rotate, out)
+    return triton.quantize(x, rotate, out, powers)
 
 
 def store(values: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor, buffer: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ class Case:
     shape: tuple[int, ...]
     dtype: torch.dtype
     rotate: bool = True
+    powers: bool = True
     spread: float = 3.0
     gpu_only: bool = False
 
@@ -31,7 +32,11 @@ CASES = [
     Case((65, 128), FP32, rotate=False, spread=30.0),
     Case((9, 64), BF16),
     Case((17, 256), BF16),
+    Case((70, 128), BF16, rotate=False, powers=False),
+    Case((33, 128), FP16, spread=2.0, powers=False),
+    Case((65, 128), FP32, rotate=False, spread=30.0, powers=False),
     Case((8192, 128), BF16, gpu_only=True),
+    Case((8192, 128), BF16, rotate=False, powers=False, gpu_only=True),
     Case((8192, 64, 128), BF16, gpu_only=True),
     Case((64, 64, 128), FP16, rotate=False, spread=2.0, gpu_only=True),
 ]
@@ -44,7 +49,7 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
     magnitude = 2 * torch.rand(case.shape[:-1], device=device, generator=generator) - 1
     x *= 10 ** (case.spread * magnitude)[..., None]
     x.flatten(0, -2)[-1] = 0.0
-    return {"x": x.to(case.dtype), "rotate": case.rotate}
+    return {"x": x.to(case.dtype), "rotate": case.rotate, "powers": case.powers}
 
 
 def slots_of(entries: int, skipped: int, device: torch.device | str, seed: int = 0) -> tuple[torch.Tensor, int]:

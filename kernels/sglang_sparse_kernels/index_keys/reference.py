@@ -20,18 +20,22 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(
-    x: torch.Tensor, rotate: bool, out: tuple[torch.Tensor, torch.Tensor]
+    x: torch.Tensor, rotate: bool, out: tuple[torch.Tensor, torch.Tensor], powers: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``index_keys.quantize``."""
     values, scales = out
     rows = (hadamard(x) if rotate else x).float()
     amax = rows.abs().amax(dim=-1).clamp(min=LEAST_AMAX)
-    # 448 is 0.875 * 2 ** 9, and the mantissa is at least 0.5 and less than 1.
-    mantissa, exponent = torch.frexp(amax)
-    scale = torch.ldexp(torch.ones_like(amax), exponent - 9 + (mantissa > 0.875).int())
+    if powers:
+        # 448 is 0.875 * 2 ** 9, and the mantissa is at least 0.5 and less than 1.
+        mantissa, exponent = torch.frexp(amax)
+        scale = torch.ldexp(torch.ones_like(amax), exponent - 9 + (mantissa > 0.875).int())
+    else:
+        scale = amax / FP8_MAX
     infinite = ~amax.isfinite()
     scales.copy_(scale.masked_fill(infinite, float("nan")))
-    values.copy_((rows / scale[..., None]).masked_fill(infinite[..., None], float("nan")).to(values.dtype))
+    scaled = rows * (1 / scale)[..., None]
+    values.copy_(scaled.masked_fill(infinite[..., None], float("nan")).to(values.dtype))
     return out
 
 

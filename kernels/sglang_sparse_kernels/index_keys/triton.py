@@ -55,7 +55,7 @@ def _rounded(x, BFLOAT16: tl.constexpr, FLOAT16: tl.constexpr):
 
 @triton.jit
 def _float8_bits(x):
-    """The nearest float8_e4m3fn of finite float32 within +-448, ties to even."""
+    """The nearest float8_e4m3fn of finite float32 that round to no more than +-448, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # Normal numbers keep 3 of 23 mantissa bits; the exponent bias goes from 127 to 7.
@@ -73,6 +73,7 @@ def _quantize_kernel(
     entries,
     x_stride,
     ROTATE: tl.constexpr,
+    POWERS: tl.constexpr,
     STEPS: tl.constexpr,
     FACTOR: tl.constexpr,
     BFLOAT16: tl.constexpr,
@@ -92,11 +93,18 @@ def _quantize_kernel(
     amax = tl.max(rows.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     finite = amax < _INF_BITS
     amax = tl.where(finite, tl.maximum(amax, _LEAST_AMAX_BITS), _LEAST_AMAX_BITS)
-    exponent = (amax >> 23) - _MAX_EXPONENT + ((amax & 0x7FFFFF) > _MAX_MANTISSA).to(tl.int32)
-    inverse = ((2 * 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    if POWERS:
+        exponent = (amax >> 23) - _MAX_EXPONENT + ((amax & 0x7FFFFF) > _MAX_MANTISSA).to(tl.int32)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((2 * 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    else:
+        # Rounded as IEEE 754 says; the operator is not.
+        scale = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full([ROWS], 448.0, tl.float32))
+        inverse = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), scale)
     codes = tl.where(finite[:, None], _float8_bits(rows * inverse[:, None]), 0x7F)
     tl.store(values_ptr + entry[:, None] * DIM + dims[None, :], codes.to(tl.uint8), mask=held[:, None])
-    tl.store(scales_ptr + entry, tl.where(finite, exponent << 23, _NAN_BITS).to(tl.float32, bitcast=True), mask=held)
+    scale_bits = tl.where(finite, scale.to(tl.int32, bitcast=True), _NAN_BITS)
+    tl.store(scales_ptr + entry, scale_bits.to(tl.float32, bitcast=True), mask=held)
 
 
 @triton.jit
@@ -126,7 +134,11 @@ def _store_kernel(
 
 
 def quantize(
-    x: torch.Tensor, rotate: bool, out: tuple[torch.Tensor, torch.Tensor], config: Config | None = None
+    x: torch.Tensor,
+    rotate: bool,
+    out: tuple[torch.Tensor, torch.Tensor],
+    powers: bool = True,
+    config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``index_keys.quantize``."""
     config = config or Config()
@@ -140,6 +152,7 @@ def quantize(
     _quantize_kernel[(triton.cdiv(len(rows), per_program),)](
         *(rows, values.view(torch.uint8), scales, len(rows), rows.stride(0)),
         ROTATE=rotate,
+        POWERS=powers,
         STEPS=dim.bit_length() - 1,
         FACTOR=dim**-0.5,
         BFLOAT16=x.dtype == torch.bfloat16,
@@ -148,6 +161,8 @@ def quantize(
         ROWS=per_program,
         DEPENDENT=dependent,
         num_warps=config.num_warps,
+        # A product that is not rounded before something is added to it would give other bits.
+        enable_fp_fusion=False,
         launch_pdl=dependent,
     )
     return out
