@@ -49,7 +49,7 @@ recipe and seed, and the recall::
 whose active blocks are off those that the file's inputs are made for by two points or a tenth of them is no result.
 
 Prefill of many long prompts takes minutes that decode's figures do not need: with ``--skip-prefill`` it writes the
-generated KV and attends to nothing, and the summary has no figure that prefill is part of.
+generated KV and little else (`eval.structured.prefill`), and the summary has no figure that prefill is part of.
 
 A server's arguments are those of the grid, then ``--server-args``, then its own; the later ones win. ``--server
 dense="--page-size 1"`` gives the dense one some of its own, and any other name starts one more server, dense such as

@@ -18,7 +18,7 @@ ROBSA = {"page_size": 64, "allow_uncalibrated": True}
 # are looked at, and it takes no values of 64 beside queries of 128.
 BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
 _CONTROLS = (("PYTHONPATH", "eval/controls"),)
-THETA1 = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+THETA1 = (0.3, 0.5, 0.7, 0.95)
 # CUDA graphs of larger batches than are asked would take most of a start.
 _AT_ONCE = "16"
 _GRAPHS = ("--mem-fraction-static", "0.4", "--cuda-graph-max-bs-decode", _AT_ONCE)

@@ -70,7 +70,7 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip-prefill",
         action="store_true",
-        help="over --structured inputs prefill writes KV and attends to nothing: for decode alone",
+        help="over --structured inputs prefill writes KV and little else: for decode alone",
     )
     parser.add_argument(
         "--sparsity",

@@ -1,7 +1,9 @@
-"""Prefill of a server over generated inputs: what is asked for, and one that writes KV and attends to nothing."""
+"""Prefill of a server over generated inputs: what is asked for, and one that writes KV and does little else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,3 +71,26 @@ def write_alone(
     if getattr(forward_batch, "mha_return_lse", None):
         return output.view(tokens, heads, -1), q.new_zeros(tokens, heads, dtype=torch.float32)
     return output
+
+
+def skip(backend: Any, model: torch.nn.Module) -> None:
+    """Let prefill past attention, and past the MLPs of a model that tells them what batch they get, as DeepSeek's does.
+
+    KV is generated, so nothing that is measured hangs on either; over millions of tokens both take minutes.
+
+    Args:
+        backend: SGLang's attention backend, or what wraps it.
+        model: SGLang's.
+    """
+    # Of the innermost: what a wrapper does beside attention it still does.
+    dense = getattr(backend, "dense", backend)
+    object.__setattr__(dense, "forward_extend", partial(write_alone, dense.token_to_kv_pool))
+    for module in model.modules():
+        if isinstance(mlp := getattr(module, "mlp", None), torch.nn.Module):
+            mlp.forward = partial(_unless_prefill, mlp.forward)
+
+
+def _unless_prefill(forward: Callable[..., torch.Tensor], x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+    if any(mode.is_extend() for one in others if (mode := getattr(one, "forward_mode", None))):
+        return x
+    return forward(x, *others, **named)

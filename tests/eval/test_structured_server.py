@@ -13,6 +13,8 @@ import torch
 from eval.structured.generator import make_mla, make_qkv
 from eval.structured.structure import Recipe
 
+# Without an MLP.
+MODEL = torch.nn.Identity()
 SERVER = Path(__file__).parent.parent.parent / "eval" / "structured" / "server"
 
 
@@ -106,7 +108,7 @@ def test_every_layer_gets_the_rows_of_its_positions(module, wrapped: bool, layer
     inner = Backend()
     backend: Any = Wrapper(inner) if wrapped else inner
     inputs = module.make_inputs({"seed": 7}, map(make_layer, layer_ids), make_runner())
-    module.install(backend, inputs)
+    module.install(backend, inputs, MODEL)
     q, k, v = make_qkv(300, 4, 2, 64, Recipe(), seed=7, dtype=torch.float32)
     assert backend.structured_inputs["positions"] == 300 and backend.structured_inputs["shape"]["mla"] is False
     assert ("forward" in vars(inner)) is not wrapped
@@ -130,7 +132,7 @@ def test_mla_gets_both_forms_and_expanded_prefill_leaves_latents(module, split: 
     backend: Any = Backend()
     layers = [make_layer(0, 8, 1, 576, 512), make_layer(0, 8, 8, 192, 128), make_layer(1, 8, 1, 576, 512)]
     inputs = module.make_inputs({}, layers, make_runner(mla=True))
-    module.install(backend, inputs)
+    module.install(backend, inputs, MODEL)
     q, k = make_mla(300, 8, Recipe(), 576**-0.5, dtype=torch.float32)
     batch, at = make_batch([20, 21]), torch.tensor([20, 21])
     given = noise(2, 8, 192), noise(2, 8, 192), noise(2, 8, 128)
@@ -154,7 +156,7 @@ def test_mla_gets_both_forms_and_expanded_prefill_leaves_latents(module, split: 
 def test_skipped_prefill_writes_the_rows_and_attends_to_nothing(module, wrapped: bool) -> None:
     inner = Backend()
     backend: Any = Wrapper(inner) if wrapped else inner
-    module.install(backend, module.make_inputs({"prefill": "skip"}, [make_layer(0)], make_runner()))
+    module.install(backend, module.make_inputs({"prefill": "skip"}, [make_layer(0)], make_runner()), MODEL)
     assert backend.structured_inputs["prefill"] == "skip"
     q, k, _ = make_qkv(300, 4, 2, 64, Recipe(), dtype=torch.float32)
     given = noise(2, 256), noise(2, 2, 64), noise(2, 2, 64)
@@ -169,7 +171,7 @@ def test_skipped_prefill_writes_the_rows_and_attends_to_nothing(module, wrapped:
 def test_skipped_prefill_of_mla_in_both_forms(module) -> None:
     backend: Any = Backend()
     layers = [make_layer(0, 8, 1, 576, 512), make_layer(1, 8, 8, 192, 128)]
-    module.install(backend, module.make_inputs({"prefill": "skip"}, layers, make_runner(mla=True)))
+    module.install(backend, module.make_inputs({"prefill": "skip"}, layers, make_runner(mla=True)), MODEL)
     _, k = make_mla(300, 8, Recipe(), 576**-0.5, dtype=torch.float32)
     rope = {"q_rope": noise(2, 8, 64), "k_rope": noise(2, 1, 64)}
     latent = noise(2, 8, 512), noise(2, 1, 512), noise(2, 1, 512)
@@ -186,7 +188,7 @@ def test_skipped_prefill_of_mla_in_both_forms(module) -> None:
 
 def test_what_a_layer_must_not_get(module) -> None:
     backend: Any = Backend()
-    module.install(backend, module.make_inputs({}, [make_layer(0)], make_runner()))
+    module.install(backend, module.make_inputs({}, [make_layer(0)], make_runner()), MODEL)
     given = noise(1, 256), noise(1, 2, 64), noise(1, 2, 64)
     backend.forward(*given, make_layer(0), make_batch([0], idle=True))
     assert backend.calls[0]["q"] is given[0]
@@ -245,7 +247,7 @@ def test_without_the_key_nothing_happens(module) -> None:
     )
     module.report(result, scheduler, None)
     assert "forward" not in vars(backend) and result.internal_state == {}
-    module.install(backend, module.make_inputs({}, [make_layer(0)], make_runner()))
+    module.install(backend, module.make_inputs({}, [make_layer(0)], make_runner()), MODEL)
     module.report(result, scheduler, None)
     assert result.internal_state["structured_inputs"]["recipe"]["sink"] == 0.3
 
@@ -265,7 +267,7 @@ def test_a_graph_fetches_the_rows_of_the_positions_at_replay(module) -> None:
     runner = make_runner()
     runner.device = "cuda"
     inputs = module.make_inputs({}, [make_layer(0), make_layer(1)], runner)
-    module.install(backend, inputs)
+    module.install(backend, inputs, MODEL)
     batch = make_batch([1, 2])
     batch.positions = batch.positions.cuda()
     given = [tensor.cuda() for tensor in (noise(2, 256), noise(2, 2, 64), noise(2, 2, 64))]

@@ -21,8 +21,8 @@ them; layers after the first add nothing but, where the model itself wrote KV, a
 For MLA the absorbed form gets everything. Where prefill expands the latents to heads, attention keeps the model's own
 tensors, and only the latents in the pool are replaced: decode is what can be measured there.
 
-With ``"prefill": "skip"`` prefill writes KV and attends to nothing. KV is generated anyway, so decode reads the same,
-minutes earlier at long contexts; the time to the first token means nothing then, and rectification neither.
+With ``"prefill": "skip"`` prefill writes KV and leaves out attention, and MLPs that are told what batch they get. KV is
+generated anyway, so decode reads the same, minutes earlier at long contexts; the time to the first token means nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,20 +61,18 @@ def replace_inputs(backends: Any, *, model_runner: Any) -> None:
 
     refuse_arguments(model_runner.server_args, isinstance(given, dict) and given.get("prefill") == "skip")
     layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
-    install(backends.attn_backend, make_inputs(given, layers, model_runner))
+    install(backends.attn_backend, make_inputs(given, layers, model_runner), model_runner.model)
 
 
-def install(backend: Any, inputs: Inputs) -> None:
-    """Replace what the backend's ``forward`` gets from now on."""
+def install(backend: Any, inputs: Inputs, model: Any) -> None:
+    """Replace what the backend's ``forward`` gets from now on, and skip prefill in it and in the model if asked to."""
     # A wrapping backend passes plain assignments on to the one that it wraps.
     object.__setattr__(backend, "forward", Overwrite(backend.forward, backend.token_to_kv_pool, inputs))
     object.__setattr__(backend, NAME, inputs.facts)
-    from eval.structured.prefill import SKIP, write_alone
+    from eval.structured.prefill import SKIP, skip
 
     if inputs.facts["prefill"] == SKIP:
-        # Of the innermost: what a wrapper does beside attention it still does.
-        dense = getattr(backend, "dense", backend)
-        object.__setattr__(dense, "forward_extend", partial(write_alone, dense.token_to_kv_pool))
+        skip(backend, model)
 
 
 def report(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:

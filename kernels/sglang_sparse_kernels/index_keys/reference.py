@@ -31,7 +31,8 @@ def quantize(
         mantissa, exponent = torch.frexp(amax)
         scale = torch.ldexp(torch.ones_like(amax), exponent - 9 + (mantissa > 0.875).int())
     else:
-        scale = amax / FP8_MAX
+        # On CUDA torch multiplies by the inverse of a number, which rounds twice.
+        scale = amax / torch.full_like(amax, FP8_MAX)
     infinite = ~amax.isfinite()
     scales.copy_(scale.masked_fill(infinite, float("nan")))
     scaled = rows * (1 / scale)[..., None]
