@@ -44,6 +44,7 @@ from eval.figures import (
     report_tables,
     sanitizer,
     serving,
+    theta2,
     theta_summary,
     throughput,
 )
@@ -103,6 +104,10 @@ def _measured(name: str, made: Callable[[Path], str]) -> str:
     return made(path) if path else f"Not measured yet: `eval/results` has no `{name}.jsonl`."
 
 
+def _is_theta2(name: str) -> bool:
+    return name.startswith(theta2.PREFIX)
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "decode": lambda: decode.decode(
         *sorted(RESULTS.glob("bench-decode-*.jsonl")), beside=sorted(RESULTS.glob("dense-*-fp8-*.jsonl"))
@@ -129,6 +134,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "kept": lambda: kept.kept(_named(lambda name: name.startswith(KEPT))),
     "needles": lambda: needles.needles(_named(lambda name: name.startswith(NEEDLES) and TAILS not in name)),
+    "theta2": lambda: theta2.theta2(_named(_is_theta2)),
     "needles-tail": lambda: needles.needles(_named(lambda name: name.startswith("niah-tiny-gqa") and TAILS in name)),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
     "prefill-perplexity": lambda: prefill_ppl.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
@@ -232,6 +238,7 @@ def documents(check: bool) -> int:
             draw(file(), ROOT / "eval" / "docs" / name)
         cells = serving.cells_of([_file(name) for name in FIRST_TOKEN_FILES])
         serving.plot(cells, ROOT / "eval" / "docs" / FIRST_TOKEN)
+        theta2.plot(_named(_is_theta2), ROOT / "eval" / "docs" / "theta2")
     return status
 
 

@@ -14,7 +14,7 @@ DENSE_BACKENDS = {
     "DSA": ("dsa",),
 }
 GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native", "dsa"}
-CPU_ONLY_METHODS = ("dsa", "rocketkv")
+CPU_ONLY_METHODS = ("rocketkv",)
 # Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
 INDEXER_PAGE = 64
 UNPROVEN = "it is not proven on a GPU server yet"

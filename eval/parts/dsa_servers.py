@@ -59,7 +59,7 @@ def make_asked(args: argparse.Namespace, vocabulary: int) -> Asked:
 
 def server_flags(args: argparse.Namespace, implementation: Mapping[str, str]) -> list[str]:
     """What a server is started with beside its model."""
-    config = {"allow_unproven": True, "implementation": {**implementation}}
+    config = {"implementation": {**implementation}}
     row = -(-(args.length + args.tokens + PAGE) // PAGE) * PAGE
     most = str(args.prompts)
     flags = ["--sparse-method", "dsa", "--sparse-config", json.dumps(config), "--page-size", str(PAGE)]
