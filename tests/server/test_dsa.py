@@ -1,5 +1,6 @@
 """DSA on a trained indexer: what it chooses is found, whatever SGLang does with the request meanwhile."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from server_requests import assert_nothing_leaked, sparse_state
 
 from eval import niah
 from eval.live.record import read_rows
-from eval.texts.text import read_book
+from eval.live.tokens import Tokens
+from eval.texts.text import FORMS, random_number, read_book, unique_keys
 from eval.texts.windows import BOOK
 from launch.server import ServerProcess
 from sglang_sparse.methods.dsa import STAGES
@@ -59,6 +61,25 @@ def test_needles_are_found_at_once_and_retracted(server, tmp_path) -> None:
     (summary,) = (row for row in read_rows(out) if row["kind"] == "summary")
     assert (summary["n"], summary["score"], summary["dense_rows"]) == (5, 1.0, 0)
     assert 0.4 < summary["density"] < 0.6
+
+
+def test_values_are_found_by_their_keys_eight_at_once(server) -> None:
+    """A thousand tokens of pairs each; the card's figure is 1.0 at that length, "json_95%"."""
+    rng, form, tokens = random.Random(0), FORMS["json"], Tokens(str(MODEL))
+    prompts, values = [], []
+    for _ in range(8):
+        keys = unique_keys(rng, 46, lambda rng: random_number(rng, rng.randint(5, 8)))
+        pairs = {key: random_number(rng) for key in keys}
+        asked = rng.choice(keys)
+        text = "\n".join(form.record(key, value=value) for key, value in pairs.items())
+        prompts.append(tokens.chat([{"role": "user", "content": f"{text}\n{form.question(asked)}"}]))
+        values.append(pairs[asked])
+    assert all(len(prompt) > 950 for prompt in prompts)
+    before = sparse_state(server)
+    answers = server.generate(input_ids=prompts, sampling_params={"temperature": 0.0, "max_new_tokens": 12})
+    assert [answer["text"].strip() for answer in answers] == values
+    (dense,) = moved(server, before, "dense_fallback_rows")
+    assert dense == 0
 
 
 def test_prefixes_bring_their_keys_along_and_retraction_changes_nothing(server, texts) -> None:
