@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import plain_dsa
 import pytest
 import torch
 from server_requests import assert_nothing_leaked, sparse_state
@@ -21,7 +22,7 @@ from sglang_sparse.methods.dsa import STAGES
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
 
 MODEL = Path("eval/models/tiny-dsa")
-FLAGS = ("--page-size", "64", "--chunked-prefill-size", "512")
+FLAGS = ("--page-size", "64", "--chunked-prefill-size", "512", "--dtype", "float32")
 TOPK, LAYERS, PAGE = 512, 4, 64
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -107,6 +108,27 @@ def test_decoded_tokens_are_shared_too(server) -> None:
     cold = server.generate(input_ids=turn, **params)
     assert cold["meta_info"]["cached_tokens"] == 0 and cold["output_ids"] == hit["output_ids"]
     assert output_logprobs(hit) == pytest.approx(output_logprobs(cold), abs=1e-3)
+
+
+def test_it_computes_what_transformers_computes(server, texts, monkeypatch) -> None:
+    """In float32, in chunks and token by token; transformers gets the rotation and the float8 that it leaves out."""
+    monkeypatch.setattr(plain_dsa.modeling.DeepseekV32Indexer, "forward", plain_dsa.indexer_forward)
+    plain, decoded = plain_dsa.load(MODEL), 8
+    prompt = server.client.post("/tokenize", json={"model": "x", "prompt": texts[2]}).json()["tokens"]
+    assert len(prompt) > TOPK + 100
+    server.flush_cache()
+    asked = {"return_logprob": True, "logprob_start_len": 0}
+    answer = server.generate(input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": decoded}, **asked)
+    ids = torch.tensor([*prompt, *answer["output_ids"]])
+    with torch.no_grad():
+        logprobs = plain(ids[None]).logits[0].float().log_softmax(-1)
+    expected = logprobs[:-1].gather(1, ids[1:, None]).flatten()
+    read = [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+    differences = (torch.tensor([*read, *output_logprobs(answer)]) - expected).abs()
+    assert answer["output_ids"] == logprobs[-decoded - 1 : -1].argmax(-1).tolist()
+    # Where a key lies between two float8 values, rounding decides.
+    assert differences.quantile(0.9) < 1e-3 and differences.max() < 0.2
+    assert differences[-decoded:].max() < 1e-2
 
 
 def test_decode_computes_what_prefill_computes(server, texts) -> None:
