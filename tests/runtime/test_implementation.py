@@ -222,7 +222,7 @@ def test_prefill_graphs_that_the_indexer_cannot_be_in(
 )
 def test_a_dry_run_judges_it_as_a_start_does(stages: Any, gpu: bool, flags: str, expected: str | None) -> None:
     """Of a GPU that is not here it is what the best one would say."""
-    config = json.dumps({"implementation": stages, "allow_unproven": True})
+    config = json.dumps({"implementation": stages})
     words = ["--model-path", "MODEL", "--sparse-method", "dsa", "--sparse-config", config, *flags.split()]
     said = serve.refusal(words, "DSA", gpu)
     assert said is None if expected is None else expected in str(said), said
