@@ -171,10 +171,17 @@ def settle(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) 
     config = settings.config
     if not isinstance(config, DsaConfig):
         return settings
+    facts = _facts(args, config, gpu)
     try:
-        found = resolve(config.implementation, _facts(args, config, gpu))
+        found = resolve(config.implementation, facts)
     except ValueError as error:
         raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
+    if facts.capability is not None and (facts.capability[0] != BEST[0] or facts.kv_dtype.startswith("fp8")):
+        logger.warning(
+            "sglang_sparse: dsa was measured on GPUs of compute capability %d.x with a bfloat16 KV cache alone; this "
+            "GPU has %s, and --kv-cache-dtype is %s",
+            *(BEST[0], _dotted(facts.capability), facts.kv_dtype),
+        )
     chosen = config.model_copy(update={"implementation": found})
     args.sparse_config = chosen.model_dump_json()
     if on_gpu(gpu) and found["attention"] != NATIVE:

@@ -163,7 +163,7 @@ def choose(
     pool: Any = get_token_to_kv_pool()
     buffer = pool.get_index_k_with_scale_buffer(layer_id)
     query, key, _ = indexer._get_q_k_bf16(q_lora, x, positions, False, forward_batch)
-    # As SGLang's own kernel on CUDA, and what it falls back to elsewhere: both choose the same then.
+    # As SGLang's fused kernel on CUDA, and as its fallback elsewhere.
     quantized = index_keys.quantize(key, rotate=False, powers=not key.is_cuda)
     index_keys.store(*quantized, forward_batch.out_cache_loc, buffer)
     if not return_indices:

@@ -74,7 +74,7 @@ def write_alone(
 
 
 def skip(backend: Any, model: torch.nn.Module) -> None:
-    """Let prefill past attention, and past the MLPs of a model that tells them what batch they get, as DeepSeek's does.
+    """Let prefill past attention, and past the MLPs of a model that tells them what batch they get, as most do.
 
     KV is generated, so nothing that is measured hangs on either; over millions of tokens both take minutes.
 
@@ -91,6 +91,7 @@ def skip(backend: Any, model: torch.nn.Module) -> None:
 
 
 def _unless_prefill(forward: Callable[..., torch.Tensor], x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-    if any(mode.is_extend() for one in others if (mode := getattr(one, "forward_mode", None))):
+    told = (*others, *named.values())
+    if any(mode.is_extend() for one in told if (mode := getattr(one, "forward_mode", None))):
         return x
     return forward(x, *others, **named)

@@ -19,10 +19,11 @@ def test_many_logits_near_the_last_one(length: int, spread: float, exact: bool) 
     # With the small spread all are within one bin of its coarse histogram, of which it keeps 4,096.
     logits = 1.1 + spread * torch.randn(QUERIES, length, device="cuda", generator=generator)
     lengths = torch.full((QUERIES,), length, dtype=torch.int32, device="cuda")
-    best = torch.zeros(QUERIES, length, dtype=torch.bool, device="cuda").scatter_(1, logits.topk(TOPK).indices, True)
+    # Equal tokens may stand for each other.
+    last = logits.topk(TOPK).values[:, -1:]
 
     def in_common(chosen: torch.Tensor) -> float:
-        return best.gather(1, chosen.long()).float().mean().item()
+        return (logits.gather(1, chosen.long()) >= last).float().mean().item()
 
     assert in_common(index_topk(logits, lengths, TOPK)[0]) == 1
     native = in_common(library.fast_topk_v2(logits, lengths, TOPK))

@@ -177,6 +177,18 @@ def test_the_portable_attention_takes_the_place_of_a_backend(capability: tuple[i
         settled(Args(kv_cache_dtype="fp8_e4m3"))
 
 
+@pytest.mark.parametrize(
+    ("capability", "kv_dtype", "warns"),
+    [(HOPPER, "auto", False), (HOPPER, "fp8_e4m3", True), (AMPERE, "auto", True), (DESKTOP, "auto", True)],
+)
+def test_where_it_was_not_measured_it_says_so(
+    capability: tuple[int, int], kv_dtype: str, warns: bool, gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu(capability)
+    settled(Args(kv_cache_dtype=kv_dtype))
+    assert ("dsa was measured on GPUs of compute capability 9.x" in caplog.text) is warns
+
+
 def test_native_attention_leaves_sglangs_arguments_alone(gpu) -> None:
     gpu(HOPPER)
     args = Args(dsa_decode_backend="fa3", kv_cache_dtype="fp8_e4m3")

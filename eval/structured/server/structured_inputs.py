@@ -22,7 +22,8 @@ For MLA the absorbed form gets everything. Where prefill expands the latents to 
 tensors, and only the latents in the pool are replaced: decode is what can be measured there.
 
 With ``"prefill": "skip"`` prefill writes KV and leaves out attention, and MLPs that are told what batch they get. KV is
-generated anyway, so decode reads the same, minutes earlier at long contexts; the time to the first token means nothing.
+generated anyway, so decode reads the same, minutes earlier at long contexts; the time to the first token means nothing
+then, and rectification neither.
 """
 
 from __future__ import annotations
