@@ -171,8 +171,8 @@ def settle(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) 
     config = settings.config
     if not isinstance(config, DsaConfig):
         return settings
-    facts = _facts(args, config, gpu)
     try:
+        facts = _facts(args, config, gpu)
         found = resolve(config.implementation, facts)
     except ValueError as error:
         raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error

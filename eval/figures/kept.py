@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.figures.needles import beside_dense
+from eval.figures.needles import rows_beside_dense
 from eval.figures.report_tables import Column, bounds, length, number, percent, table, text
 
 ASKED = {"chat": "with the text", "second_turn": "in a second turn"}
 
 
+def _of_file(_: Path, header: Mapping[str, Any]) -> dict[str, Any]:
+    served = header["servers"]["base"]["sparse"]
+    asked = {"method": served["method"], "asked": ASKED[header["arguments"]["form"]]}
+    return asked | {"budget": served["config"]["prompt_budget"], "topk": served["config"]["topk"]}
+
+
 def kept(paths: Sequence[Path]) -> str:
     """What was found, by method and form of the question, beside the same server asked to run dense."""
-    rows: list[dict[str, Any]] = []
-    for path in paths:
-        header, found = beside_dense(path)
-        served = header["servers"]["base"]["sparse"]
-        shared = {"method": served["method"], "asked": ASKED[header["arguments"]["form"]]}
-        shared |= {"budget": served["config"]["prompt_budget"], "topk": served["config"]["topk"]}
-        rows += [{**shared, **row} for row in found]
     columns: list[Column] = [
         ("method", text("method")),
         ("asked", text("asked")),
@@ -33,4 +32,4 @@ def kept(paths: Sequence[Path]) -> str:
         ("sparse", number("score", 2)),
         ("95 %", bounds("score_interval", 2, sign=False)),
     ]
-    return table(rows, columns)
+    return table(rows_beside_dense(paths, _of_file), columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,21 @@ def beside_dense(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return header, [{**row, "dense": dense.get((row["task"], row["length"]))} for row in base]
 
 
+def rows_beside_dense(
+    paths: Sequence[Path], shared: Callable[[Path, Mapping[str, Any]], Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows of `beside_dense` of several files, each with what its file, by path and header, has in common."""
+    found = [(path, *beside_dense(path)) for path in paths]
+    return [{**shared(path, header), **row} for path, header, rows in found for row in rows]
+
+
+def _of_file(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
+    name = path.name.split(".jsonl")[0].removeprefix("niah-")
+    return {"file": name, "device": header["servers"]["base"]["device"]}
+
+
 def needles(paths: Sequence[Path]) -> str:
     """A line for each file, task and length."""
-    rows: list[dict[str, Any]] = []
-    for path in paths:
-        header, found = beside_dense(path)
-        shared = {"file": path.name.split(".jsonl")[0].removeprefix("niah-")}
-        shared["device"] = header["servers"]["base"]["device"]
-        rows += [{**shared, **row} for row in found]
     columns: list[Column] = [
         ("file", text("file")),
         ("device", text("device")),
@@ -44,4 +51,4 @@ def needles(paths: Sequence[Path]) -> str:
         ("left out of prefill", percent("sparsity")),
         ("verdict", text("verdict")),
     ]
-    return table(rows, columns)
+    return table(rows_beside_dense(paths, _of_file), columns)

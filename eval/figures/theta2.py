@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.figures.needles import beside_dense
+from eval.figures.needles import rows_beside_dense
 from eval.figures.pictures import save
 from eval.figures.report_tables import Column, bounds, number, percent, table, text
 
@@ -19,16 +19,17 @@ LABELS: Mapping[str, str] = {
 }
 
 
+def _of_file(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
+    layers = path.name.removeprefix(PREFIX).split("-")[0]
+    return {"layers": layers, "theta1": header["arguments"]["custom_params"]["theta1"]}
+
+
 def points(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """What each file found, by ``layers``, ``theta1`` and task; the last two as its header and its rows have them."""
-    rows: list[dict[str, Any]] = []
-    for path in paths:
-        header, found = beside_dense(path)
-        layers = path.name.removeprefix(PREFIX).split("-")[0]
-        asked = {"layers": layers, "theta1": header["arguments"]["custom_params"]["theta1"]}
-        rows += [{**asked, **row} for row in found]
     order = list(LABELS)
-    return sorted(rows, key=lambda row: (order.index(row["layers"]), row["task"], row["theta1"]))
+    return sorted(
+        rows_beside_dense(paths, _of_file), key=lambda row: (order.index(row["layers"]), row["task"], row["theta1"])
+    )
 
 
 def theta2(paths: Sequence[Path]) -> str:

@@ -30,15 +30,7 @@ from unittest.mock import patch
 import torch
 
 from eval.figures.agreement import NATIVE, OWN
-from eval.parts.dsa_sets import (
-    WATCH,
-    WATCH_REPLAYS,
-    captured,
-    compare,
-    joined,
-    positions_of,
-    same_replays,
-)
+from eval.parts.dsa_sets import WATCH, WATCH_REPLAYS, captured, compare, joined, positions_of, same_replays
 from sglang_sparse import indexer as portable
 from sglang_sparse_kernels import index_keys
 from sglang_sparse_kernels.index_keys.reference import parts
