@@ -72,6 +72,7 @@ _VARIANT, _EVERY_64 = "-fp8-r.05", ("--interval", "64")
 # Eight intervals of 64 tokens.
 _4X256K_64, _6X128K_64 = (replace(load, tokens=512, short=256) for load in (_4X256K, _6X128K))
 _FA3 = "--attention-backend fa3 --page-size 16 --mem-fraction-static"
+_FLASHMLA = "--attention-backend flashmla --page-size 64"
 _PROFILE = ("--base-url", URL, "--arm", "sparse", "--batch", "1", "--context", "262144")
 _PASS = ("--base-url", URL, "--arm", "rectified", "--interval", "64", "--batch", "6", "--context", "131072")
 # Tokens of the generated inputs of servers whose longest context is 128k, as their /server_info says.
@@ -108,7 +109,8 @@ def _robsa_serving(contexts: str, batch: str, *more: str, file: str = "", goals:
         "v2-lite",
         *("--sparse-method", "robsa", "--structured", f"{FOLDER}/{_MLA_INPUTS}", "--skip-prefill"),
         *("--contexts", contexts, "--batch", batch),
-        *("--server-args", "--attention-backend flashmla --page-size 64 --mem-fraction-static 0.9"),
+        # Prefill attends to nothing: the larger its chunks, the fewer its launches.
+        *("--server-args", f"{_FLASHMLA} --chunked-prefill-size 16384 --mem-fraction-static 0.9"),
         *("--sparse-config", json.dumps(ROBSA), *more),
         file=file,
         goals=goals,

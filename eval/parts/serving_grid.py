@@ -24,6 +24,8 @@ ROOT = Path(__file__).parent.parent.parent
 STRUCTURED = ROOT / "eval" / "structured" / "server"
 # More than any page, on both sides of a request's KV.
 ROOM = 128
+# Of KV: SGLang admits a prompt only beside what it prefills at once of the one before it.
+MOST_PREFILLED = 16384
 DENSE = "dense"
 # One request fills the cache, and one compiles and allocates what a hit does for the first time.
 UNCOUNTED_HITS = 2
@@ -85,7 +87,7 @@ def server_flags(args: argparse.Namespace, chunk: int | None = None) -> list[str
     """
     # Without a grid prompts come one by one.
     cells = grid(args) or [Cell(context, 1) for context in args.contexts]
-    tokens = max([prefix_tokens(args), *(cell.tokens(args.output_length) for cell in cells)])
+    tokens = max([prefix_tokens(args), *(cell.tokens(args.output_length) for cell in cells)]) + MOST_PREFILLED
     longest = max(max(args.contexts) + args.output_length, args.prefix + args.tail) + ROOM
     most = str(max(cell.batch for cell in cells))
     flags = ["--context-length", str(longest), "--max-total-tokens", str(-(-tokens // ROOM) * ROOM)]
