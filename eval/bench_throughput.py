@@ -37,6 +37,7 @@ from eval.parts.judge_commands import Target, reach, run_judge, serving_command
 from eval.parts.judge_rows import serving_rows
 from eval.parts.measuring import measured
 from eval.parts.serving_arguments import named
+from eval.parts.serving_grid import batch_flags
 from eval.texts.lengths import length
 from launch.server import ServerProcess
 
@@ -48,9 +49,7 @@ RATES = ("duration", "request_throughput", "output_throughput", "ttft_median", "
 
 def server_flags(args: argparse.Namespace) -> list[str]:
     """What every server is started with."""
-    most = str(max(args.batch))
-    flags = ["--context-length", str(args.input_length + args.output_length + ROOM)]
-    flags += ["--cuda-graph-max-bs-decode", most, "--max-running-requests", most]
+    flags = ["--context-length", str(args.input_length + args.output_length + ROOM), *batch_flags(max(args.batch))]
     return flags + (["--load-format", "dummy"] if args.shape else []) + shlex.split(args.server_args)
 
 

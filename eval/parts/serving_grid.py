@@ -24,8 +24,6 @@ ROOT = Path(__file__).parent.parent.parent
 STRUCTURED = ROOT / "eval" / "structured" / "server"
 # More than any page, on both sides of a request's KV.
 ROOM = 128
-# Of KV: SGLang admits a prompt only beside what it prefills at once of the one before it.
-MOST_PREFILLED = 16384
 DENSE = "dense"
 # One request fills the cache, and one compiles and allocates what a hit does for the first time.
 UNCOUNTED_HITS = 2
@@ -78,6 +76,13 @@ def grid(args: argparse.Namespace) -> list[Cell]:
     return [Cell(context, batch) for context in args.contexts for batch in args.batch]
 
 
+def batch_flags(most: int) -> list[str]:
+    """What a server is started with that decodes up to `most` requests at once."""
+    # SGLang 0.5.17 takes a batch for full when one place is left and the last chunk of a prompt is prefilled: the last
+    # prompt would wait until an answer ends.
+    return ["--cuda-graph-max-bs-decode", str(most), "--max-running-requests", str(most + 1)]
+
+
 def server_flags(args: argparse.Namespace, chunk: int | None = None) -> list[str]:
     """What every server is started with: room for the largest cell, and no more.
 
@@ -87,11 +92,10 @@ def server_flags(args: argparse.Namespace, chunk: int | None = None) -> list[str
     """
     # Without a grid prompts come one by one.
     cells = grid(args) or [Cell(context, 1) for context in args.contexts]
-    tokens = max([prefix_tokens(args), *(cell.tokens(args.output_length) for cell in cells)]) + MOST_PREFILLED
+    tokens = max([prefix_tokens(args), *(cell.tokens(args.output_length) for cell in cells)])
     longest = max(max(args.contexts) + args.output_length, args.prefix + args.tail) + ROOM
-    most = str(max(cell.batch for cell in cells))
     flags = ["--context-length", str(longest), "--max-total-tokens", str(-(-tokens // ROOM) * ROOM)]
-    flags += ["--cuda-graph-max-bs-decode", most, "--max-running-requests", most]
+    flags += batch_flags(max(cell.batch for cell in cells))
     flags += ["--chunked-prefill-size", str(chunk)] if chunk else []
     # One that waits would take a core, and another one's step may wait for it.
     flags += ["--sleep-on-idle"] if args.both else []

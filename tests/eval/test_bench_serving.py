@@ -38,7 +38,7 @@ def test_the_grid_on_two_servers(commands: list[list[str]], tmp_path: Path) -> N
     assert [row["arm"] for row in rows if row["kind"] == "server"] == ["sparse", "dense"]
     assert [server.closed for server in FakeServer.started] == [True, True]
     assert rows[0].items() >= this_machine().items()
-    assert rows[1]["command"].startswith("python --context-length 33152 --max-total-tokens 148992 ")
+    assert rows[1]["command"].startswith("python --context-length 33152 --max-total-tokens 132608 ")
     items = kind(rows, "item")
     assert len(items) == 8 and len(commands) == 8
     assert [row["density"] for row in items] == [None, None, 0.1, 0.1, *[None] * 4]

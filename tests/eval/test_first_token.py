@@ -93,7 +93,7 @@ def test_servers_take_turns_and_serve_all_lengths(tmp_path: Path) -> None:
     sparse, dense = FakeServer.started
     for server in (sparse, dense):
         assert after(server.flags, "--chunked-prefill-size") == "16384"
-        assert after(server.flags, "--max-running-requests") == "1" and len(server.asked) == 2 * 6
+        assert after(server.flags, "--max-running-requests") == "2" and len(server.asked) == 2 * 6
         assert int(after(server.flags, "--max-total-tokens")) < 33 * K + 256
         assert all(request["sampling_params"]["max_new_tokens"] == 1 for request in server.asked)
     assert [request["sampling_params"]["custom_params"] for request in sparse.asked] == [{}] * 6 + [{"theta": 9.32}] * 6

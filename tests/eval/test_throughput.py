@@ -65,7 +65,7 @@ def test_each_server_at_its_best_batch(tmp_path: Path, servers: list[list[str]])
     assert not dense.sparse and sparse.sparse and dense.closed and sparse.closed
     for server in (dense, sparse):
         # SGLang sizes the pool itself: how many requests run at once is what a method changes.
-        assert "--max-total-tokens" not in server.flags and after(server.flags, "--max-running-requests") == "32"
+        assert "--max-total-tokens" not in server.flags and after(server.flags, "--max-running-requests") == "33"
         assert after(server.flags, "--context-length") == str(32768 + 256 + 128)
     for command, batch in zip(servers, [8, 16, 32] * 2, strict=True):
         assert after(command, "--max-concurrency") == str(batch) and "--flush-cache" in command
