@@ -1,4 +1,4 @@
-"""Which checkpoint something was measured on.
+"""Which checkpoint something was measured on, and what its tensors are.
 
 It needs neither torch nor transformers, so that a server can ask before it starts anything.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,6 +47,30 @@ def fingerprint(model_path: str, revision: str | None = None) -> str:
     for line in sorted(line for file, names in _weight_files(folder) for line in _tensor_lines(file, names)):
         digest.update(f"\n{line}".encode())
     return digest.hexdigest()
+
+
+def shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of tensors in the safetensors files of a folder, of which only headers are read.
+
+    Args:
+        folder: of a checkpoint.
+        part: of the names that are looked for.
+
+    Returns:
+        By name; nothing where the folder has no safetensors.
+
+    Raises:
+        ValueError: its weights are not readable safetensors.
+    """
+    if not (folder / INDEX).is_file() and not any(folder.glob("*.safetensors")):
+        return {}
+    found: dict[str, tuple[int, ...]] = {}
+    for path, names in _weight_files(folder):
+        if names is None or any(part in name for name in names):
+            with _readable(path) as file:
+                header, _ = _header(file, path.stat().st_size)
+            found |= {name: tuple(entry["shape"]) for name, entry in header.items() if part in name}
+    return found
 
 
 def _folder(model_path: str, revision: str | None) -> Path:
@@ -92,17 +117,24 @@ def _weight_files(folder: Path) -> list[tuple[Path, set[str] | None]]:
 
 
 def _tensor_lines(path: Path, names: set[str] | None) -> Iterator[str]:
+    with _readable(path) as file:
+        header, start = _header(file, path.stat().st_size)
+        missing = sorted((names or set()) - header.keys())
+        if missing:
+            raise ValueError(f"tensor {missing[0]} is missing")
+        for name in header.keys() if names is None else names:
+            entry = header[name]
+            first, end = entry["data_offsets"]
+            contents = _contents(file, start + first, end - first)
+            yield json.dumps([name, entry["dtype"], entry["shape"], contents])
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[BinaryIO]:
+    """A file of weights; what is wrong with it becomes a ``ValueError`` that names it."""
     try:
         with path.open("rb") as file:
-            header, start = _header(file, path.stat().st_size)
-            missing = sorted((names or set()) - header.keys())
-            if missing:
-                raise ValueError(f"tensor {missing[0]} is missing")
-            for name in header.keys() if names is None else names:
-                entry = header[name]
-                first, end = entry["data_offsets"]
-                contents = _contents(file, start + first, end - first)
-                yield json.dumps([name, entry["dtype"], entry["shape"], contents])
+            yield file
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: cannot be read as safetensors ({error})") from error
 

@@ -6,10 +6,12 @@ pool are used as they are; what replaces its kernels is in ``indexer.py``.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from sglang_sparse.calibration.weights import shapes
 from sglang_sparse.limits import INDEXER_LIMITS, INDEXER_PAGE, refuse_sizes
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.method_config import Crossover, MethodConfig
@@ -167,6 +169,25 @@ class Dsa(DecodeMethod):
         other = shared | {name: value for name in OTHER_INDEXERS if (value := getattr(config, name, None))}
         said = ", ".join(f"{name} {value}" for name, value in other.items())
         return f"its indexer has {said}, which is not served yet" if other else None
+
+    def refuse_weights(self, model_config: Any) -> str | None:
+        """Refuse a config whose indexer is not the one of the weights; of a folder, as others are not at hand yet."""
+        folder, config = Path(model_config.model_path), model_config.hf_text_config
+        heads, dim = config.index_n_heads, config.index_head_dim
+        rows = {"wq_b": heads * dim, "wk": dim, "weights_proj": heads}
+        try:
+            found = shapes(folder, ".indexer.") if folder.is_dir() else {}
+        except ValueError as error:
+            return str(error)
+        for name, shape in sorted(found.items()):
+            expected = rows.get(name.removesuffix(".weight").rpartition(".")[2])
+            if expected is not None and shape[0] != expected:
+                return (
+                    f"its weights have another indexer than its config says: {name} has {shape[0]} rows, and "
+                    f"index_n_heads {heads} with index_head_dim {dim} makes {expected}; allowed: the config that "
+                    "belongs to the weights"
+                )
+        return None
 
     def adopt(self, model_config: Any) -> None:
         """Take ``index_topk``."""

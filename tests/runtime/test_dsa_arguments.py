@@ -1,6 +1,7 @@
 """What a DSA server refuses before it takes memory: each with one message that says what is allowed."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from model_configs import write_config
+from safetensors.torch import save_file
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -64,6 +66,31 @@ def test_indexers_that_are_not_served(tmp_path: Path, change: dict[str, int], ex
     config = json.loads((Path(TINY_DSA) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     assert expected in refused(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"wq_b": [4096, 192], "wk": [128, 256], "weights_proj": [64, 256]},
+            "its weights have another indexer than its config says: model.layers.0.self_attn.indexer.weights_proj.weight"
+            " has 64 rows, and index_n_heads 32 with index_head_dim 128 makes 32; allowed: the config that belongs to",
+        ),
+        ({"wk": [64, 256]}, "wk.weight has 64 rows, and index_n_heads 32 with index_head_dim 128 makes 128"),
+        ({"wq_b": [8192, 192]}, "wq_b.weight has 8192 rows, and index_n_heads 32 with index_head_dim 128 makes 4096"),
+    ],
+)
+def test_weights_of_another_indexer(tmp_path: Path, change: dict[str, list[int]], expected: str) -> None:
+    shutil.copy(Path(TINY_DSA) / "config.json", tmp_path)
+    tensors = {f"model.layers.0.self_attn.indexer.{name}.weight": torch.zeros(shape) for name, shape in change.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert expected in refused(str(tmp_path))
+
+
+def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
+    shutil.copy(Path(TINY_DSA) / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    assert "model.safetensors: cannot be read as safetensors" in refused(str(tmp_path))
 
 
 @pytest.mark.parametrize(
