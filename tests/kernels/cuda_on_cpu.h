@@ -1,14 +1,17 @@
-// What a CUDA kernel of this repository uses of CUDA, for a C++ compiler: each of its threads is a thread of the CPU,
-// so that its logic can be tested without a GPU. Nothing here says anything about memory order or speed on one.
+// What a CUDA kernel of this repository uses of CUDA, for a C++ compiler, so that its logic can be tested without a GPU.
+// Its threads take turns on one thread of the CPU: each runs until it has to wait, the next one is any that need not, so
+// what relies on an order without a barrier goes wrong. Nothing here says anything about memory order or speed.
 
 #include <algorithm>
-#include <atomic>
-#include <barrier>
+#include <array>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <thread>
+#include <random>
 #include <vector>
+
+#include <ucontext.h>
 
 #define __device__
 #define __global__
@@ -21,44 +24,71 @@ using std::min;
 struct Index {
     unsigned x, y;
 };
+struct Barrier {
+    unsigned size, arrived = 0, passed = 0;
+    unsigned arrive() {
+        unsigned before = passed;
+        if (++arrived == size) arrived = 0, passed++;
+        return before;
+    }
+    void wait(unsigned before);
+    void arrive_and_wait() { wait(arrive()); }
+};
 struct Warp {
-    std::barrier<> barrier{32};
-    unsigned values[32], operands[32][6];
+    Barrier barrier{32};
+    std::array<unsigned, 32> values;
+    unsigned operands[32][6];
 };
 struct Block {
-    std::barrier<> barrier;
-    std::vector<std::unique_ptr<Warp>> warps;
-    std::atomic<unsigned> running;
+    Barrier barrier;
+    std::vector<Warp> warps;
+    unsigned left;
 };
-static thread_local Index threadIdx, blockIdx;
-static thread_local unsigned place_in_cluster;
-static Index gridDim;
+struct Thread {
+    Index place, block;
+    unsigned rank;
+    std::unique_ptr<char[]> stack{new char[1 << 16]};
+    ucontext_t context;
+    const Barrier* awaited;
+    unsigned before, arrival;
+    bool ended;
+};
+static Index threadIdx, blockIdx, gridDim;
+static unsigned place_in_cluster;
+static Thread* running;
+static ucontext_t scheduler;
 
 // The blocks of one cluster run at a time; where there are no clusters, they are of one block.
-static std::vector<std::unique_ptr<Block>> blocks;
-static std::unique_ptr<std::barrier<>> cluster;
+static std::vector<Block> blocks;
+static Barrier cluster;
 alignas(128) static unsigned char memory[16][1 << 16];
 
-static void __syncthreads() { blocks[place_in_cluster]->barrier.arrive_and_wait(); }
+void Barrier::wait(unsigned before) {
+    if (passed != before) return;
+    running->awaited = this;
+    running->before = before;
+    swapcontext(&running->context, &scheduler);
+}
+
+static void __syncthreads() { blocks[place_in_cluster].barrier.arrive_and_wait(); }
 
 static void launch_dependents() {}
 static void await_inputs() {}
 static void hide(float&) {}
 
-static thread_local std::unique_ptr<std::barrier<>::arrival_token> arrival;
-static void cluster_arrive() { arrival = std::make_unique<std::barrier<>::arrival_token>(cluster->arrive()); }
-static void cluster_wait() { cluster->wait(std::move(*arrival)); }
-static void cluster_barrier() { cluster->arrive_and_wait(); }
+static void cluster_arrive() { running->arrival = cluster.arrive(); }
+static void cluster_wait() { cluster.wait(running->arrival); }
+static void cluster_barrier() { cluster.arrive_and_wait(); }
 static unsigned load_from(unsigned rank, const unsigned* place) {
     return *(const unsigned*)(memory[rank] + ((const unsigned char*)place - memory[place_in_cluster]));
 }
 
 // The values of all lanes.
-static std::vector<unsigned> exchange(unsigned value) {
-    Warp& warp = *blocks[place_in_cluster]->warps[threadIdx.x / 32];
+static std::array<unsigned, 32> exchange(unsigned value) {
+    Warp& warp = blocks[place_in_cluster].warps[threadIdx.x / 32];
     warp.values[threadIdx.x % 32] = value;
     warp.barrier.arrive_and_wait();
-    std::vector<unsigned> all(warp.values, warp.values + 32);
+    auto all = warp.values;
     warp.barrier.arrive_and_wait();
     return all;
 }
@@ -120,17 +150,13 @@ struct int4 {
     int x, y, z, w;
 };
 template <typename Number> static Number atomicAdd(Number* place, Number value) {
-    return __atomic_fetch_add(place, value, __ATOMIC_SEQ_CST);
+    Number before = *place;
+    *place += value;
+    return before;
 }
-static void atomicOr(unsigned* place, unsigned value) { std::atomic_ref(*place) |= value; }
-static void atomicMin(unsigned* place, unsigned value) {
-    std::atomic_ref held(*place);
-    for (unsigned seen = held; value < seen && !held.compare_exchange_weak(seen, value);) {}
-}
-static void atomicMax(unsigned* place, unsigned value) {
-    std::atomic_ref held(*place);
-    for (unsigned seen = held; value > seen && !held.compare_exchange_weak(seen, value);) {}
-}
+static void atomicOr(unsigned* place, unsigned value) { *place |= value; }
+static void atomicMin(unsigned* place, unsigned value) { *place = min(*place, value); }
+static void atomicMax(unsigned* place, unsigned value) { *place = max(*place, value); }
 
 static uint4 load(const unsigned char* place) { return *(const uint4*)place; }
 
@@ -167,7 +193,7 @@ static unsigned of_e4m3(unsigned bits) { return half_of_e4m3(bits & 255) | half_
 
 // Lets `use` read what each lane hands in, at most six words.
 template <int SIZE, typename Use> static void share(const unsigned (&words)[SIZE], Use use) {
-    Warp& warp = *blocks[place_in_cluster]->warps[threadIdx.x / 32];
+    Warp& warp = blocks[place_in_cluster].warps[threadIdx.x / 32];
     std::copy(words, words + SIZE, warp.operands[threadIdx.x % 32]);
     warp.barrier.arrive_and_wait();
     use(warp.operands);
@@ -217,30 +243,60 @@ static void load_matrices(Place place, unsigned (&words)[4]) {
 static float __fmul_rn(float first, float second) { return first * second; }
 static float exp2_of(float number) { return std::exp2(number); }
 
+// Runs the threads of a cluster until all have ended.
+static void take_turns(std::vector<Thread>& threads) {
+    static std::minstd_rand random;
+    std::vector<Thread*> left;
+    for (Thread& thread : threads) left.push_back(&thread);
+    while (!left.empty()) {
+        std::shuffle(left.begin(), left.end(), random);
+        bool stuck = true;
+        for (Thread* thread : left) {
+            if (thread->awaited && thread->awaited->passed == thread->before) continue;
+            stuck = false;
+            running = thread;
+            threadIdx = thread->place;
+            blockIdx = thread->block;
+            place_in_cluster = thread->rank;
+            swapcontext(&scheduler, &thread->context);
+        }
+        // All that are left wait for one that has ended, or for each other.
+        if (stuck) std::abort();
+        std::erase_if(left, [](const Thread* thread) { return thread->ended; });
+    }
+}
+
 // Runs a kernel's body in all threads of a grid, one cluster of `size` blocks of a row after the other.
 template <typename Body>
 static void launch(unsigned columns, unsigned rows, unsigned threads, unsigned size, Body body) {
+    static const Body* shared;
+    shared = &body;
+    void (*run)() = [] {
+        (*shared)();
+        running->ended = true;
+        // A block's memory ends with it.
+        if (--blocks[place_in_cluster].left == 0) std::memset(memory[place_in_cluster], 0x5A, sizeof *memory);
+    };
     gridDim = {columns, rows};
+    std::vector<Thread> all(size * threads);
     for (unsigned place = 0; place < columns * rows; place += size) {
         // What is not written is not zero.
         std::memset(memory, 0xA5, sizeof memory);
-        cluster = std::make_unique<std::barrier<>>(size * threads);
-        blocks.clear();
-        for (unsigned rank = 0; rank < size; rank++) {
-            blocks.emplace_back(new Block{std::barrier<>(threads), {}, threads});
-            for (unsigned warp = 0; warp < threads / 32; warp++)
-                blocks[rank]->warps.push_back(std::make_unique<Warp>());
+        cluster = {size * threads};
+        blocks.assign(size, {{threads}, std::vector<Warp>(threads / 32), threads});
+        for (unsigned thread = 0; thread < size * threads; thread++) {
+            Thread& one = all[thread];
+            one.place = {thread % threads, 0};
+            one.rank = thread / threads;
+            one.block = {place % columns + one.rank, place / columns};
+            one.awaited = nullptr;
+            one.ended = false;
+            getcontext(&one.context);
+            one.context.uc_stack.ss_sp = one.stack.get();
+            one.context.uc_stack.ss_size = 1 << 16;
+            one.context.uc_link = &scheduler;
+            makecontext(&one.context, run, 0);
         }
-        std::vector<std::jthread> running;
-        for (unsigned thread = 0; thread < size * threads; thread++)
-            running.emplace_back([=] {
-                threadIdx = {thread % threads, 0};
-                place_in_cluster = thread / threads;
-                blockIdx = {place % columns + place_in_cluster, place / columns};
-                body();
-                // A block's memory ends with it.
-                if (--blocks[place_in_cluster]->running == 0)
-                    for (unsigned char& byte : memory[place_in_cluster]) byte = 0x5A;
-            });
+        take_turns(all);
     }
 }

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the block mass without a GPU: their source as C++, each of its threads a thread of the CPU."""
+"""The CUDA kernels of the block mass without a GPU: their source as C++, its threads taking turns."""
 
 import ctypes
 import math

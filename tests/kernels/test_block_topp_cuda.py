@@ -1,4 +1,4 @@
-"""The CUDA kernel of the top-p selection without a GPU: its source as C++, each of its threads a thread of the CPU; and
+"""The CUDA kernel of the top-p selection without a GPU: its source as C++, its threads taking turns; and
 with one in graphs."""
 
 import ctypes

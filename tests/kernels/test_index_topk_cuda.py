@@ -1,4 +1,4 @@
-"""The CUDA kernel of the token selection without a GPU: its source as C++, each of its threads a thread of the CPU."""
+"""The CUDA kernel of the token selection without a GPU: its source as C++, its threads taking turns."""
 
 import ctypes
 import dataclasses
