@@ -1,5 +1,11 @@
 """Loaded before any test module."""
 
+import os
+
+# Threads that wait for each other at every small product are slow where cores are shared. PyTorch and NumPy read this
+# while they are imported, and whatever a test starts has it too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import triton_interpreter  # noqa: F401
 from hypothesis import settings

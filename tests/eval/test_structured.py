@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_thread import one_thread  # noqa: F401
 
 from eval.structured import generator
 from eval.structured.codes import chirps

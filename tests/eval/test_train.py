@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from one_thread import one_thread  # noqa: F401
 from tiny_models import write_books
 from tokenizers import Tokenizer
 

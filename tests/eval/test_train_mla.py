@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from one_thread import one_thread  # noqa: F401
 from safetensors.torch import load_file
 from tiny_models import lively, write_books
 from tokenizers import Tokenizer

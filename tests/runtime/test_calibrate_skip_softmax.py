@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import one_thread  # noqa: F401
 import pytest
 import torch
 

@@ -12,7 +12,6 @@ import pytest
 import sglang_cpu_platform
 import torch
 from checkpoints import random_mla, random_qwen3
-from one_thread import one_thread  # noqa: F401
 
 from launch.server import ServerProcess
 

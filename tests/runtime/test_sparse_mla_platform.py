@@ -8,7 +8,6 @@ import pytest
 import torch
 from checkpoints import random_dsa
 from forked_server import ForkedServer
-from one_thread import one_thread  # noqa: F401
 from server_requests import assert_nothing_leaked
 from sglang_cpu_platform import sparse_mla
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import one_thread  # noqa: F401
 import pytest
 from httpx import HTTPStatusError
 from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
