@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,21 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def _group_runs(group: int) -> bool:
+    """Whether any process of the group has not ended yet.
+
+    One that has ended takes signals until its new parent asks for it, which may be seconds later.
+    """
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(its_group) == group and state not in "ZX":
+            return True
+    return False
 
 
 class ServerProcess:
@@ -63,7 +79,9 @@ class ServerProcess:
         self.log_path = Path(log_path)
         # SGLang leaves its sockets behind.
         self.scratch = tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True)
-        self.env = {**os.environ, "TMPDIR": self.scratch.name, **(env or {})}
+        # /health would generate again, and look a second later for what came of it.
+        quick = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        self.env = {**os.environ, **quick, "TMPDIR": self.scratch.name, **(env or {})}
         self.timeout = timeout
         self.start_seconds = 0.0
         self.process: subprocess.Popen[bytes] | None = None
@@ -93,7 +111,7 @@ class ServerProcess:
             if self.process.poll() is not None:
                 raise RuntimeError(f"server exited with {self.process.returncode}; its log ends:\n{self.log_tail()}")
             try:
-                # /health answers 503 until the warm-up request went through; /health_generate would generate again.
+                # 503 until the warm-up request went through.
                 if self.client.get("/health", timeout=5.0).status_code == 200:
                     return
             except httpx.TransportError:
@@ -111,13 +129,12 @@ class ServerProcess:
         self.process.kill()
         self.process.wait(10.0)
         deadline = time.monotonic() + 5.0
-        try:
-            while time.monotonic() < deadline:
-                os.killpg(self.process.pid, 0)
-                time.sleep(0.05)
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        while _group_runs(self.process.pid):
+            if time.monotonic() > deadline:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                break
+            time.sleep(0.05)
         self.process = None
         self.client.close()
         self.scratch.cleanup()
