@@ -30,7 +30,7 @@ def listen(method: str | None = None, prefill: str | None = None) -> Server:
             counts = dict.fromkeys(PREFILL_COUNTED, 0)
             state["prefill"] = {"method": prefill, "config": {"crossover_tokens": 8192}, **counts}
         server.info = {"version": "1", "internal_states": [{"sparse": state}]}
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     return server
 
 

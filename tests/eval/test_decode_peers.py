@@ -80,7 +80,7 @@ class Server(openai_stub.Server):
 @pytest.fixture(params=[False])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     found = Server(sparse=request.param)
-    Thread(target=ThreadingHTTPServer.serve_forever, args=(found,), daemon=True).start()
+    Thread(target=ThreadingHTTPServer.serve_forever, args=(found, 0.02), daemon=True).start()
     yield found
     found.shutdown()
     found.server_close()

@@ -43,7 +43,7 @@ class Sums(Suite):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     found = Server()
-    threading.Thread(target=found.serve_forever, daemon=True).start()
+    threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True).start()
     original = client.post
     monkeypatch.setattr("eval.live.completions.post", lambda c, p, r: original(c, p, r, pause=0.01))
     yield found
@@ -86,7 +86,7 @@ def test_a_turn_before_is_asked_first_and_does_not_count(server: Server, tmp_pat
 
 def test_two_servers_are_compared_question_by_question(server: Server, tmp_path: Path) -> None:
     other = Server()
-    threading.Thread(target=other.serve_forever, daemon=True).start()
+    threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
     server.error = 1
     more = ("--compare-url", other.url, "--expect", "any", "--n", "50")
     assert runner.main(Sums, command(server, tmp_path / "run.jsonl", *more)) == 0

@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     with Recorder() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server
         server.shutdown()
