@@ -30,7 +30,7 @@ def sparse_mla_decode(
         slots, valid = token_slots(indices[part, :, :width], counts[part], last_slots[part], block_size)
         # An unwritten slot may hold NaN, which a weight of zero does not remove.
         latents = kv_cache[slots[:, 0]].float()  # [rows, T, R + r]
-        latents[~valid[:, 0]] = 0.0
+        latents[(~valid[:, 0]).nonzero(as_tuple=True)] = 0.0
         query = torch.cat([q_nope[part], q_rope[part]], dim=-1).float()
         logits = query @ latents.mT * (sm_scale * kv_scale)
         weights = logits.masked_fill_(~valid, float("-inf")).softmax(dim=-1)
