@@ -8,6 +8,7 @@ demo and the tests of the CPU platform start servers the plain way.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -82,6 +83,8 @@ def _run(command: list[str], env: dict[str, str], log: str) -> None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.clear()
     os.environ.update(env)
+    # Each flush of SGLang's cache collects garbage, which would look through all that was imported.
+    gc.freeze()
     _read_again()
     _hook_by_index()
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
