@@ -1,5 +1,6 @@
 """Loaded before any test module."""
 
+import gc
 import os
 
 # Threads that wait for each other at every small product are slow where cores are shared. PyTorch and NumPy read this
@@ -18,3 +19,8 @@ settings.load_profile("suite")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with servers first: a long one that begins last would leave all workers but one idle."""
     items.sort(key=lambda item: item.path.parent.name != "server")
+
+
+def pytest_collection_finish() -> None:
+    """Tests of memory collect garbage at each kernel, which would look through all that was imported."""
+    gc.freeze()
