@@ -47,7 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def resa(serve) -> Iterator[ServerProcess]:
-    with serve(MODEL, "--context-length", "10240", config=TENTH) as server:
+    # Room for all prompts that the judge asks, which are asked once more for its dense reference.
+    with serve(MODEL, "--context-length", "10240", "--max-total-tokens", "131072", config=TENTH) as server:
         yield server
 
 
