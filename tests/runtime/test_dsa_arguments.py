@@ -73,8 +73,8 @@ def test_indexers_that_are_not_served(tmp_path: Path, change: dict[str, int], ex
     [
         (
             {"wq_b": [4096, 192], "wk": [128, 256], "weights_proj": [64, 256]},
-            "its weights have another indexer than its config says: model.layers.0.self_attn.indexer.weights_proj.weight"
-            " has 64 rows, and index_n_heads 32 with index_head_dim 128 makes 32; allowed: the config that belongs to",
+            "another indexer than its config says: model.layers.0.self_attn.indexer.weights_proj.weight has 64 rows, "
+            "and index_n_heads 32 with index_head_dim 128 makes 32; allowed: the config that belongs to",
         ),
         ({"wk": [64, 256]}, "wk.weight has 64 rows, and index_n_heads 32 with index_head_dim 128 makes 128"),
         ({"wq_b": [8192, 192]}, "wq_b.weight has 8192 rows, and index_n_heads 32 with index_head_dim 128 makes 4096"),
