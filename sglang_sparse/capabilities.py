@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import refusals, registry
 from sglang_sparse.config import SparseArgumentError, build, page_size_fields
-from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS, refuse_gpu
+from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
@@ -83,8 +83,6 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Fields that may make a method fit, with the words for an answer that needs them.
 UNCALIBRATED = {"allow_uncalibrated": True}
 UNRECTIFIED = {"rectify_interval": 0}
-# What lets a method that is proven on the CPU platform alone run on a GPU.
-AT_RISK = {"allow_unproven": True}
 
 
 @dataclass(frozen=True)
@@ -255,15 +253,8 @@ def place_of(method: Method) -> Place:
 
 
 def flag_answer(method: Method, flag: Mapping[str, Any]) -> Answer:
-    """What a method says to a flag where it is served; and where that is the CPU platform alone, which lacks some, what
-    a GPU says to one that runs there at its user's risk.
-    """
-    place = place_of(method)
-    found = answer(method, place, flag)
-    if found.served or place.gpu or refuse_gpu(method.name) is None:
-        return found
-    at_risk = Place(place.kind, True, {**place.fields, **AT_RISK})
-    return Answer(True, AT_RISK) if answer(method, at_risk, flag).served else found
+    """What a method says to a flag where it is served."""
+    return answer(method, place_of(method), flag)
 
 
 def backends(method: Method, gpu: bool) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from sglang_sparse import limits, refusals, registry
 from sglang_sparse.capabilities import (
-    AT_RISK,
     FLAGS,
     KINDS,
     UNCALIBRATED,
@@ -49,8 +48,7 @@ def _words(found: Answer) -> str:
         return "no"
     if found.fields == UNCALIBRATED:
         return "calibrated"
-    where = "on a GPU, " if found.fields == AT_RISK else ""
-    return f"{where}with `{json.dumps(found.fields)}`" if found.fields else "yes"
+    return f"with `{json.dumps(found.fields)}`" if found.fields else "yes"
 
 
 def _what(method: Method) -> str:

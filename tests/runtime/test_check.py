@@ -111,19 +111,13 @@ def test_a_method_of_the_cpu_says_so_and_why(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not here")
-def test_what_the_cpu_platform_alone_refuses_is_no_limit_of_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_cpu_platform_alone_refuses_is_no_limit_of_a_method() -> None:
     dsa, flag = Method("dsa", False), {"kv_cache_dtype": "fp8_e4m3"}
     on_gpu = capabilities.place_of(dsa)
     on_cpu = Place(on_gpu.kind, False, on_gpu.fields)
     assert on_gpu.gpu and "this machine has no GPU" in str(capabilities.refusal(dsa, on_cpu, flag))
     assert capabilities.flag_answer(dsa, flag) == capabilities.Answer(True)
-    # Were it served on the CPU platform alone, its answer would be that of a GPU all the same.
-    monkeypatch.setattr(limits, "CPU_ONLY_METHODS", ("dsa",))
-    monkeypatch.setattr(capabilities, "place_of", lambda _: on_cpu)
-    found = capabilities.flag_answer(dsa, flag)
-    assert found.served and found.fields == capabilities.AT_RISK and found.reason is None
     assert not any("no GPU" in reason for _, reason in tables.refused_by(dsa))
-    assert '| on a GPU, with `{"allow_unproven": true}` |' in tables.features_table()
     # What a GPU refuses, too, is a limit.
     assert not capabilities.flag_answer(dsa, {"kv_cache_dtype": "fp8_e5m2"}).served
 
