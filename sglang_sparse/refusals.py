@@ -239,12 +239,14 @@ def require_model(args: SparseServerArgs, settings: Settings, stand_in: bool = F
             parse_layers(config.layers, model.num_hidden_layers)
         except ValueError as error:
             raise SparseArgumentError(f"{origin}: {error}") from error
-    reason = settings.method.refuse(model) or (None if stand_in else settings.method.refuse_weights(model))
+    # Of a model that gets others at random its own say nothing.
+    weightless = stand_in or args.load_format == "dummy"
+    reason = settings.method.refuse(model) or (None if weightless else settings.method.refuse_weights(model))
     if reason:
         raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
     prefill = settings.prefill
     # Weights that the decode method has judged are not read once more.
-    judged = stand_in or settings.comes_along
+    judged = weightless or settings.comes_along
     reason = prefill and (prefill.refuse(model) or (None if judged else prefill.refuse_weights(model)))
     if reason:
         raise SparseArgumentError(f"{settings.prefill_flag} does not fit {architecture}: {reason}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
+from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
 
@@ -43,11 +45,17 @@ def prefill_methods() -> dict[str, str]:
 
 def _with_installed(built_in: dict[str, str], group: str) -> dict[str, str]:
     methods = dict(built_in)
-    for entry_point in entry_points(group=group):
-        if entry_point.name in built_in:
-            raise RuntimeError(f"entry point {entry_point.value!r} redefines the built-in method {entry_point.name!r}")
-        methods[entry_point.name] = entry_point.value
+    for name, value in _installed(group, tuple(sys.path)):
+        if name in built_in:
+            raise RuntimeError(f"entry point {value!r} redefines the built-in method {name!r}")
+        methods[name] = value
     return methods
+
+
+@cache
+def _installed(group: str, path: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """What is installed under `path`: to read it takes longer than all else that is asked of a configuration."""
+    return tuple((found.name, found.value) for found in entry_points(group=group))
 
 
 def require_known(flag: str, name: str, known: dict[str, str]) -> None:

@@ -49,27 +49,36 @@ def fingerprint(model_path: str, revision: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of tensors in the safetensors files of a folder, of which only headers are read.
+def tensors(model_path: str, revision: str | None = None) -> dict[str, tuple[str, tuple[int, ...]]] | None:
+    """What the safetensors files of a checkpoint hold, of which only headers are read.
 
     Args:
-        folder: of a checkpoint.
-        part: of the names that are looked for.
+        model_path: a folder, or a name; nothing is downloaded.
+        revision: of a name.
 
     Returns:
-        By name; nothing where the folder has no safetensors.
+        Element type and shape by name; None where not all of the files are there.
 
     Raises:
-        ValueError: its weights are not readable safetensors.
+        ValueError: a file cannot be read as safetensors.
     """
+    folder = Path(model_path)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        config = try_to_load_from_cache(model_path, "config.json", revision=revision)
+        if not isinstance(config, str):
+            return None
+        folder = Path(config).parent
     if not (folder / INDEX).is_file() and not any(folder.glob("*.safetensors")):
-        return {}
-    found: dict[str, tuple[int, ...]] = {}
-    for path, names in _weight_files(folder):
-        if names is None or any(part in name for name in names):
-            with _readable(path) as file:
-                header, _ = _header(file, path.stat().st_size)
-            found |= {name: tuple(entry["shape"]) for name, entry in header.items() if part in name}
+        return None
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for path, _ in _weight_files(folder):
+        if not path.is_file():
+            return None
+        with _readable(path) as file:
+            header, _ = _header(file, path.stat().st_size)
+            found |= {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
     return found
 
 

@@ -6,12 +6,11 @@ pool are used as they are; what replaces its kernels is in ``indexer.py``.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from sglang_sparse.calibration.weights import shapes
+from sglang_sparse.calibration.weights import tensors
 from sglang_sparse.limits import INDEXER_LIMITS, INDEXER_PAGE, refuse_sizes
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.method_config import Crossover, MethodConfig
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 
 INDEX_DIM = 128
 MOST_HEADS = 64
+# In the names of its weights.
+INDEXER = ".indexer."
 MOST_TOPK = 4096
 # What makes an indexer another one than DeepSeek-V3.2's: choices that layers share (1: none do), tokens that are always
 # chosen, other RoPE.
@@ -171,20 +172,25 @@ class Dsa(DecodeMethod):
         return f"its indexer has {said}, which is not served yet" if other else None
 
     def refuse_weights(self, model_config: Any) -> str | None:
-        """Refuse a config whose indexer is not the one of the weights; of a folder, as others are not at hand yet."""
-        folder, config = Path(model_config.model_path), model_config.hf_text_config
+        """Refuse weights without an indexer, or with another one than the config's; packed elements do not tell."""
+        config = model_config.hf_text_config
         heads, dim = config.index_n_heads, config.index_head_dim
         rows = {"wq_b": heads * dim, "wk": dim, "weights_proj": heads}
         try:
-            found = shapes(folder, ".indexer.") if folder.is_dir() else {}
+            found = tensors(model_config.model_path, model_config.revision)
         except ValueError as error:
             return str(error)
-        for name, shape in sorted(found.items()):
+        if found is None:
+            return None
+        indexers = {name: tensor for name, tensor in found.items() if INDEXER in name}
+        if not indexers:
+            return f"its weights have no indexer: no tensor has {INDEXER!r} in its name; allowed: weights with one"
+        for name, (dtype, shape) in sorted(indexers.items()):
             expected = rows.get(name.removesuffix(".weight").rpartition(".")[2])
-            if expected is not None and shape[0] != expected:
+            if expected is not None and "F" in dtype and shape[:1] != (expected,):
                 return (
-                    f"its weights have another indexer than its config says: {name} has {shape[0]} rows, and "
-                    f"index_n_heads {heads} with index_head_dim {dim} makes {expected}; allowed: the config that "
+                    f"its weights have another indexer than its config says: {name} has the shape {list(shape)}, and "
+                    f"index_n_heads {heads} with index_head_dim {dim} makes {expected} rows; allowed: the config that "
                     "belongs to the weights"
                 )
         return None

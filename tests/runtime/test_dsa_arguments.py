@@ -17,6 +17,7 @@ load_plugins()
 from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse import kv_dtypes
+from sglang_sparse.calibration.weights import INDEX
 from sglang_sparse.config import build
 from sglang_sparse.methods.dsa import STAGES
 from sglang_sparse.plan import plan_decode
@@ -68,29 +69,71 @@ def test_indexers_that_are_not_served(tmp_path: Path, change: dict[str, int], ex
     assert expected in refused(str(tmp_path))
 
 
+LAYER = "model.layers.0.self_attn"
+
+
+def save(folder: Path, *files: dict[str, torch.Tensor]) -> None:
+    """tiny-dsa's config beside other weights, in files that an index names."""
+    shutil.copy(Path(TINY_DSA) / "config.json", folder)
+    names = [f"model-{i}.safetensors" for i in range(len(files))]
+    for name, tensors in zip(names, files, strict=True):
+        save_file(tensors, folder / name)
+    places = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("name", "shape", "expected"),
     [
-        (
-            {"wq_b": [4096, 192], "wk": [128, 256], "weights_proj": [64, 256]},
-            "another indexer than its config says: model.layers.0.self_attn.indexer.weights_proj.weight has 64 rows, "
-            "and index_n_heads 32 with index_head_dim 128 makes 32; allowed: the config that belongs to",
-        ),
-        ({"wk": [64, 256]}, "wk.weight has 64 rows, and index_n_heads 32 with index_head_dim 128 makes 128"),
-        ({"wq_b": [8192, 192]}, "wq_b.weight has 8192 rows, and index_n_heads 32 with index_head_dim 128 makes 4096"),
+        ("weights_proj", [64, 256], "[64, 256], and index_n_heads 32 with index_head_dim 128 makes 32 rows; allowed:"),
+        ("wk", [64, 256], "[64, 256], and index_n_heads 32 with index_head_dim 128 makes 128 rows"),
+        ("wq_b", [8192, 192], "[8192, 192], and index_n_heads 32 with index_head_dim 128 makes 4096 rows"),
+        ("wk", [], "wk.weight has the shape [], and"),
     ],
 )
-def test_weights_of_another_indexer(tmp_path: Path, change: dict[str, list[int]], expected: str) -> None:
-    shutil.copy(Path(TINY_DSA) / "config.json", tmp_path)
-    tensors = {f"model.layers.0.self_attn.indexer.{name}.weight": torch.zeros(shape) for name, shape in change.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert expected in refused(str(tmp_path))
+def test_weights_of_another_indexer(tmp_path: Path, name: str, shape: list[int], expected: str) -> None:
+    folder, link = tmp_path / "model", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    tensor = f"{LAYER}.indexer.{name}.weight"
+    save(folder, {f"{LAYER}.o_proj.weight": torch.zeros(1)}, {tensor: torch.zeros(shape)})
+    for path in (folder, link):
+        message = refused(str(path))
+        assert "its weights have another indexer than its config says" in message and expected in message
+    # As at random as those of `--load-format dummy`.
+    ServerArgs(model_path=str(folder), sparse_method="dsa", load_format="dummy")
+    # Elements that share a byte.
+    save(folder, {f"{LAYER}.o_proj.weight": torch.zeros(1)}, {tensor: torch.zeros(shape, dtype=torch.uint8)})
+    ServerArgs(model_path=str(folder), sparse_method="dsa")
+    # What is still to be downloaded is not there to be judged.
+    (folder / "model-1.safetensors").unlink()
+    ServerArgs(model_path=str(folder), sparse_method="dsa")
+
+
+def test_weights_without_an_indexer(tmp_path: Path) -> None:
+    save(tmp_path, {f"{LAYER}.o_proj.weight": torch.zeros(1)})
+    assert "its weights have no indexer: no tensor has '.indexer.' in its name" in refused(str(tmp_path))
 
 
 def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
     shutil.copy(Path(TINY_DSA) / "config.json", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     assert "model.safetensors: cannot be read as safetensors" in refused(str(tmp_path))
+    header = b'{"a": {"data_offsets": [0, 0]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "model.safetensors: cannot be read as safetensors" in refused(str(tmp_path))
+
+
+def test_a_name_is_judged_by_what_the_cache_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, {f"{LAYER}.indexer.wk.weight": torch.zeros(64, 256)})
+    config = json.loads((Path(TINY_DSA) / "config.json").read_text())
+    model: Any = SimpleNamespace(hf_text_config=SimpleNamespace(**config), model_path="someone/model", revision=None)
+    method = build("dsa", {}).method
+    asked = []
+    for cached, expected in ((None, False), (str(tmp_path / "config.json"), True)):
+        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **_: asked.append(a) or cached)  # noqa: B023
+        assert bool(method.refuse_weights(model)) is expected
+    assert asked == [("someone/model", "config.json")] * 2
 
 
 @pytest.mark.parametrize(
