@@ -44,9 +44,9 @@ def server(serve) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def sharing(serve) -> Iterator[ServerProcess]:
-    """Every other layer reuses a selection; SGLang's backend gets positions."""
+    """Every other layer reuses a selection; SGLang's backend gets positions; prompts are read in one piece."""
     config = {"index_share_layers": 2, "measure_reuse": True}
-    with serve(MODEL, *FLAGS, method="dsa", config=config) as server:
+    with serve(MODEL, *FLAGS, "--chunked-prefill-size", "2048", method="dsa", config=config) as server:
         yield server
 
 
@@ -110,25 +110,33 @@ def test_decoded_tokens_are_shared_too(server) -> None:
     assert output_logprobs(hit) == pytest.approx(output_logprobs(cold), abs=1e-3)
 
 
-def test_it_computes_what_transformers_computes(server, texts, monkeypatch) -> None:
+def test_it_computes_what_transformers_computes(server, monkeypatch) -> None:
     """In float32, in chunks and token by token; transformers gets the rotation and the float8 that it leaves out."""
-    monkeypatch.setattr(plain_dsa.modeling.DeepseekV32Indexer, "forward", plain_dsa.indexer_forward)
-    plain, decoded = plain_dsa.load(MODEL), 8
-    prompt = server.client.post("/tokenize", json={"model": "x", "prompt": texts[2]}).json()["tokens"]
-    assert len(prompt) > TOPK + 100
+    decoded, text = 8, read_book(BOOK)[60000:65000]
+    prompt = server.client.post("/tokenize", json={"model": "x", "prompt": text}).json()["tokens"]
+    assert len(prompt) > 2 * TOPK + 100
     server.flush_cache()
     asked = {"return_logprob": True, "logprob_start_len": 0}
     answer = server.generate(input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": decoded}, **asked)
-    ids = torch.tensor([*prompt, *answer["output_ids"]])
-    with torch.no_grad():
-        logprobs = plain(ids[None]).logits[0].float().log_softmax(-1)
-    expected = logprobs[:-1].gather(1, ids[1:, None]).flatten()
     read = [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
-    differences = (torch.tensor([*read, *output_logprobs(answer)]) - expected).abs()
-    assert answer["output_ids"] == logprobs[-decoded - 1 : -1].argmax(-1).tolist()
+    found = torch.tensor([*read, *output_logprobs(answer)])
+    ids = torch.tensor([*prompt, *answer["output_ids"]])
+    plain = plain_dsa.load(MODEL)
+
+    def differences() -> torch.Tensor:
+        with torch.no_grad():
+            logprobs = plain(ids[None]).logits[0].float().log_softmax(-1)
+        assert answer["output_ids"] == logprobs[-decoded - 1 : -1].argmax(-1).tolist()
+        return (found - logprobs[:-1].gather(1, ids[1:, None]).flatten()).abs()
+
+    # It chooses other tokens, which the limits below have to tell.
+    others = differences()
+    assert others[:TOPK].max() < 1e-4 and others[TOPK:].median() > 1e-4
+    monkeypatch.setattr(plain_dsa.modeling.DeepseekV32Indexer, "forward", plain_dsa.indexer_forward)
+    same = differences()
     # Where a key lies between two float8 values, rounding decides.
-    assert differences.quantile(0.9) < 1e-3 and differences.max() < 0.2
-    assert differences[-decoded:].max() < 1e-2
+    assert same.median() < 1e-5 and same.quantile(0.95) < 1e-4 and same.max() < 0.1
+    assert same[-decoded:].max() < 1e-2
 
 
 def test_decode_computes_what_prefill_computes(server, texts) -> None:
