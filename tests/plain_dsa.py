@@ -13,14 +13,14 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as modeling
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """The Walsh-Hadamard transform of the last dimension, by butterflies, of norm 1."""
-    size = x.shape[-1]
+    """The Walsh-Hadamard transform of the last dimension, by butterflies, of norm 1; exact but for one rounding."""
+    size, dtype, x = x.shape[-1], x.dtype, x.double()
     width = 1
     while width < size:
         left, right = x.unflatten(-1, (-1, 2, width)).unbind(-2)
         x = torch.stack([left + right, left - right], dim=-2).flatten(-3)
         width *= 2
-    return x * size**-0.5
+    return (x * size**-0.5).to(dtype)
 
 
 def round_to_fp8(x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,9 @@
-"""What tiny-dsa chooses, in chunks and token by token: this project's indexer against the one of plain_dsa."""
+"""What tiny-dsa chooses, in chunks and token by token: this project's indexer against the one of plain_dsa.
 
-from functools import partialmethod
+Ours gets queries and keys from SGLang's own code, RoPE included, and the rotation of the CPU platform.
+"""
+
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +11,16 @@ from typing import Any
 import plain_dsa
 import pytest
 import torch
+from sglang.srt.layers.attention.dsa import dsa_indexer
+from sglang.srt.layers.rotary_embedding import get_rope
+from sglang_cpu_platform import sparse_mla
 from transformers import AutoTokenizer
 
 from eval.texts.text import read_book
 from eval.texts.windows import BOOK
 from sglang_sparse import indexer
 from sglang_sparse.config import build
+from sglang_sparse.view import SELECT_STATS, BatchView, allocate_view
 
 MODEL = Path("eval/models/tiny-dsa")
 PAGE, DIM, TOKENS, CHUNKS, TOPK = 64, 128, 800, (300, 300, 196, 1, 1, 1, 1), 512
@@ -40,33 +47,32 @@ class Asked:
         monkeypatch.setattr("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", lambda: pool)
         monkeypatch.setattr(indexer, "served_backend", lambda: self.backend)
         monkeypatch.setattr(plain_dsa.modeling.DeepseekV32Indexer, "forward", partialmethod(_in_turn, self.plainly))
-        # Both make queries and keys by the same matrices; these are rotated, and not quantised yet.
-        monkeypatch.setattr(plain_dsa, "round_to_fp8", self._kept(plain_dsa.round_to_fp8))
+        monkeypatch.setattr(dsa_indexer, "rotate_activation", sparse_mla.rotate)
+        flags = SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
+        monkeypatch.setattr("sglang.srt.layers.rotary_embedding.base.get_exec", lambda: flags)
+        self.decoded = torch.zeros(SELECT_STATS, dtype=torch.int64)
 
-    def _kept(self, original: Any) -> Any:
-        def rounding(x: torch.Tensor) -> torch.Tensor:
-            self.rows.append(x[0])
-            return original(x)
-
-        return rounding
-
-    def plainly(self, module: Any, hidden: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    def plainly(self, module: Any, hidden: torch.Tensor, q_resid: torch.Tensor, *rest: Any, **named: Any) -> Any:
         """``DeepseekV32Indexer.forward``."""
-        self.rows: list[torch.Tensor] = []
-        chosen = plain_dsa.indexer_forward(module, hidden, *rest, **named)
-        key, query = self.rows
-        self._compare(module, hidden[0], query, key.squeeze(1), chosen[0])
+        chosen = plain_dsa.indexer_forward(module, hidden, q_resid, *rest, **named)
+        self._compare(module, hidden[0], q_resid[0], chosen[0])
         return chosen
 
-    def _compare(
-        self, module: Any, x: torch.Tensor, query: torch.Tensor, key: torch.Tensor, plain: torch.Tensor
-    ) -> None:
+    def _view(self, method: Any, length: int) -> BatchView:
+        """Of a decode step of one row."""
+        view = allocate_view(1, 1, TOKENS, TOPK, method.block_size, self.decoded, method.view_buffers)
+        view.n_pages.fill_(length)
+        view.n_select.copy_(method.n_select(view.n_pages))
+        return view
+
+    def _compare(self, module: Any, x: torch.Tensor, q_lora: torch.Tensor, plain: torch.Tensor) -> None:
         layer, new = module.layer_idx, len(x)
         seen = torch.arange(self.done + 1, self.done + new + 1)
         self.pool.setdefault(layer, torch.zeros(self.table.max() + 1, PAGE * (DIM + 4), dtype=torch.uint8))
         slots = self.table[0, (seen - 1) // PAGE].long() * PAGE + (seen - 1) % PAGE
-        mode = SimpleNamespace(is_decode=lambda: False, is_extend=lambda: True)
-        batch = SimpleNamespace(forward_mode=mode, out_cache_loc=slots)
+        decode = new == 1
+        mode = SimpleNamespace(is_decode=lambda: decode, is_extend=lambda: not decode)
+        batch = SimpleNamespace(forward_mode=mode, out_cache_loc=slots, attn_cp_metadata=None)
         metadata = SimpleNamespace(
             real_page_table=self.table,
             dsa_seqlens_expanded=seen.int(),
@@ -76,21 +82,37 @@ class Asked:
         )
         dense = SimpleNamespace(forward_metadata=metadata, use_fused_topk=False)
         method = build("dsa", {}).method
-        self.backend = SimpleNamespace(view=None, dense=dense, first_layer=layer, indexed=None, method=method)
-        served = SimpleNamespace(
-            n_heads=module.n_heads,
-            softmax_scale=module.softmax_scale,
-            index_topk=module.index_topk,
-            weights_proj=module.weights_proj,
-            _get_q_k_bf16=lambda *_: (query, key, None),
-        )
-        ours = indexer.choose(_refuse, served, x, x, seen - 1, batch, layer)
+        method.adopt(SimpleNamespace(hf_text_config=module.config))
+        view = self._view(method, int(seen[-1])) if decode else None
+        self.backend = SimpleNamespace(view=view, dense=dense, first_layer=layer, indexed=None, method=method)
+        ours = indexer.choose(_refuse, _served(module), x, q_lora, seen - 1, batch, layer)
         assert ours is not None
         for length, mine, theirs in zip(seen.tolist(), ours.tolist(), plain.tolist(), strict=True):
             chosen = {place for place in theirs if place < length}
             self.compared += length > TOPK
             if apart := len(chosen ^ (set(mine) - {-1})):
                 self.apart.append((layer, length, apart))
+
+
+def _served(module: Any) -> Any:
+    """What of SGLang's ``Indexer`` is used, with the weights of transformers' one."""
+    names = ("n_heads", "head_dim", "softmax_scale", "index_topk", "weights_proj", "k_norm")
+    rope, config = module.qk_rope_head_dim, module.config
+    served = SimpleNamespace(
+        **{name: getattr(module, name) for name in names},
+        wq_b=lambda x: (module.wq_b(x), None),
+        wk=lambda x: (module.wk(x), None),
+        rope_head_dim=rope,
+        rotary_emb=get_rope(
+            rope, rope, config.max_position_embeddings, int(config.rope_parameters["rope_theta"]), is_neox_style=True
+        ),
+        use_dsa_indexer_fusion=False,
+        alt_stream=None,
+        _update_rope_guarded=dsa_indexer.Indexer._update_rope_guarded,
+    )
+    for name in ("_get_q_k_bf16", "_maybe_rotate"):
+        setattr(served, name, partial(getattr(dsa_indexer.Indexer, name), served))
+    return served
 
 
 def _refuse(*_: Any) -> torch.Tensor:
@@ -110,3 +132,5 @@ def test_the_same_tokens_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.done += chunk
     assert asked.compared == len(asked.pool) * (TOKENS - TOPK) and len(asked.pool) == 4
     assert not asked.apart
+    decoded = len(asked.pool) * CHUNKS.count(1)
+    assert asked.decoded[:2].tolist() == [decoded, decoded * TOPK]

@@ -19,8 +19,8 @@ LEAST = 1e-4  # of a row's largest value, so that a row of zeros has a scale
 
 @cache
 def hadamard(size: int) -> torch.Tensor:
-    """The Hadamard matrix of a power of two, in Sylvester's order, of norm 1: ``[size, size]`` float32."""
-    matrix = torch.ones(1, 1)
+    """The Hadamard matrix of a power of two, in Sylvester's order, of norm 1: ``[size, size]`` float64."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix * size**-0.5
@@ -28,7 +28,8 @@ def hadamard(size: int) -> torch.Tensor:
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Spread each vector of the last dimension over all its places; products of two rotated vectors stay."""
-    return (x.float() @ hadamard(x.shape[-1])).to(x.dtype)
+    # The order of a float32 sum would decide on which side of the edge between two float8 values it falls.
+    return (x.double() @ hadamard(x.shape[-1])).to(x.dtype)
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
