@@ -166,6 +166,9 @@ def choose(
     # As SGLang's fused kernel on CUDA, and as its fallback elsewhere.
     quantized = index_keys.quantize(key, rotate=False, powers=not key.is_cuda)
     index_keys.store(*quantized, forward_batch.out_cache_loc, buffer)
+    if forward_batch.forward_mode.is_extend():
+        # Never inside a graph, see `implementation.py`.
+        backend.counters.index_keys += len(x)
     if not return_indices:
         return None
     if backend.indexed is None or layer_id == backend.first_layer:

@@ -75,7 +75,7 @@ class Rows:
 
     def backend(self, config: dict[str, Any] | None = None, fused: bool = False) -> Any:
         dense = SimpleNamespace(forward_metadata=self.metadata, use_fused_topk=fused)
-        counters = SimpleNamespace(reuse=torch.zeros(2, dtype=torch.int64), sparse_layers=len(LAYERS))
+        counters = SimpleNamespace(reuse=torch.zeros(2, dtype=torch.int64), sparse_layers=len(LAYERS), index_keys=0)
         method = build("dsa", config or {}).method
         return SimpleNamespace(
             view=self.view, dense=dense, first_layer=LAYERS[0], indexed=None, method=method, counters=counters

@@ -51,6 +51,7 @@ class Asked:
         flags = SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
         monkeypatch.setattr("sglang.srt.layers.rotary_embedding.base.get_exec", lambda: flags)
         self.decoded = torch.zeros(SELECT_STATS, dtype=torch.int64)
+        self.counters = SimpleNamespace(index_keys=0)
 
     def plainly(self, module: Any, hidden: torch.Tensor, q_resid: torch.Tensor, *rest: Any, **named: Any) -> Any:
         """``DeepseekV32Indexer.forward``."""
@@ -84,7 +85,9 @@ class Asked:
         method = build("dsa", {}).method
         method.adopt(SimpleNamespace(hf_text_config=module.config))
         view = self._view(method, int(seen[-1])) if decode else None
-        self.backend = SimpleNamespace(view=view, dense=dense, first_layer=layer, indexed=None, method=method)
+        self.backend = SimpleNamespace(
+            view=view, dense=dense, first_layer=layer, indexed=None, method=method, counters=self.counters
+        )
         ours = indexer.choose(_refuse, _served(module), x, q_lora, seen - 1, batch, layer)
         assert ours is not None
         for length, mine, theirs in zip(seen.tolist(), ours.tolist(), plain.tolist(), strict=True):
@@ -133,4 +136,5 @@ def test_the_same_tokens_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked.compared == len(asked.pool) * (TOKENS - TOPK) and len(asked.pool) == 4
     assert not asked.apart
     decoded = len(asked.pool) * CHUNKS.count(1)
+    assert asked.counters.index_keys == len(asked.pool) * (TOKENS - CHUNKS.count(1))
     assert asked.decoded[:2].tolist() == [decoded, decoded * TOPK]

@@ -44,9 +44,12 @@ def server(serve) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def sharing(serve) -> Iterator[ServerProcess]:
-    """Every other layer reuses a selection; SGLang's backend gets positions; prompts are read in one piece."""
+    """Every other layer reuses a selection; SGLang's backend gets positions; prompts are read in one piece, and little
+    is kept of them.
+    """
     config = {"index_share_layers": 2, "measure_reuse": True}
-    with serve(MODEL, *FLAGS, "--chunked-prefill-size", "2048", method="dsa", config=config) as server:
+    flags = (*FLAGS, "--chunked-prefill-size", "2048", "--max-total-tokens", "2560")
+    with serve(MODEL, *flags, method="dsa", config=config) as server:
         yield server
 
 
@@ -89,9 +92,12 @@ def test_prefixes_bring_their_keys_along_and_retraction_changes_nothing(server, 
     together = server.generate(text=texts, sampling_params=params)
     assert any(answer["meta_info"]["num_retractions"] for answer in together)
     for text, first in zip(texts, together, strict=True):
+        before = sparse_state(server)
+        again = server.generate(text=text, sampling_params={**params, "max_new_tokens": 2})
+        tokens, cached = again["meta_info"]["prompt_tokens"], again["meta_info"]["cached_tokens"]
+        assert tokens > TOPK and cached == (tokens - 1) // PAGE * PAGE
+        assert moved(server, before, "index_keys_prefilled") == [(tokens - cached) * LAYERS]
         again = server.generate(text=text, sampling_params=params)
-        tokens = again["meta_info"]["prompt_tokens"]
-        assert tokens > TOPK and again["meta_info"]["cached_tokens"] == (tokens - 1) // PAGE * PAGE
         assert again["output_ids"] == first["output_ids"]
 
 
@@ -162,12 +168,14 @@ def output_logprobs(answer: dict[str, Any]) -> list[float]:
 
 def test_the_same_request_gives_the_same_bits(server, texts) -> None:
     params = {**GREEDY, "max_new_tokens": 8}
-    answers = []
+    answers, together = [], []
     for _ in range(2):
         server.flush_cache()
         answers.append(server.generate(text=texts[0], sampling_params=params, return_logprob=True))
+        server.flush_cache()
+        together.append([one["output_ids"] for one in server.generate(text=texts, sampling_params=params)])
     first, second = (answer["meta_info"]["output_token_logprobs"] for answer in answers)
-    assert first == second
+    assert first == second and together[0] == together[1]
 
 
 def test_it_computes_what_a_stock_server_computes(serve, server, texts) -> None:
@@ -241,6 +249,18 @@ def test_what_shared_selections_write_is_not_shared(sharing) -> None:
     hit = sharing.generate(input_ids=turn, sampling_params={**GREEDY, "max_new_tokens": 1})
     assert hit["meta_info"]["cached_tokens"] == 600 // PAGE * PAGE
     assert_nothing_leaked(sharing)
+
+
+def test_keys_go_with_the_pages_that_are_evicted(sharing, texts) -> None:
+    params = {**GREEDY, "max_new_tokens": 4}
+    sharing.flush_cache()
+    first = sharing.generate(text=texts[0], sampling_params=params)
+    sharing.generate(input_ids=[11 + i * i % 3900 for i in range(1950)], sampling_params=params)
+    before = sparse_state(sharing)
+    again = sharing.generate(text=texts[0], sampling_params=params)
+    tokens, cached = again["meta_info"]["prompt_tokens"], again["meta_info"]["cached_tokens"]
+    assert cached < (tokens - 1) // PAGE * PAGE and again["output_ids"] == first["output_ids"]
+    assert moved(sharing, before, "index_keys_prefilled") == [(tokens - cached) * LAYERS]
 
 
 def test_prompts_are_read_as_the_model_was_trained(server, sharing, texts) -> None:
