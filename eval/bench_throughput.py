@@ -47,9 +47,15 @@ SERVED = ("attention_backend", "page_size", "max_total_num_tokens")
 RATES = ("duration", "request_throughput", "output_throughput", "ttft_median", "tpot_median", "itl_p99")
 
 
-def server_flags(args: argparse.Namespace) -> list[str]:
-    """What every server is started with."""
-    flags = ["--context-length", str(args.input_length + args.output_length + ROOM), *batch_flags(max(args.batch))]
+def batches(args: argparse.Namespace, name: str) -> list[int]:
+    """What a server is asked at once."""
+    return dict(args.batch_of).get(name, args.batch)
+
+
+def server_flags(args: argparse.Namespace, name: str) -> list[str]:
+    """What a server is started with beside its own flags."""
+    most = max(batches(args, name))
+    flags = ["--context-length", str(args.input_length + args.output_length + ROOM), *batch_flags(most)]
     return flags + (["--load-format", "dummy"] if args.shape else []) + shlex.split(args.server_args)
 
 
@@ -109,7 +115,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     log = args.out.with_suffix(f".{name}.log")
     with ExitStack() as stack:
-        process = ServerProcess(folder, *server_flags(args), *flags, log_path=log, timeout=args.start_timeout)
+        process = ServerProcess(folder, *server_flags(args, name), *flags, log_path=log, timeout=args.start_timeout)
         try:
             stack.enter_context(process)
         except (RuntimeError, TimeoutError) as error:
@@ -123,7 +129,7 @@ def measure(
         line = shlex.join(["python", *process.command[1:]])
         record.add("server", arm=name, facts=target.facts, command=line, start_seconds=process.start_seconds)
         served = {f"served_{field}": target.facts.get(field) for field in SERVED}
-        for batch in tqdm(args.batch, desc=name):
+        for batch in tqdm(batches(args, name), desc=name):
             try:
                 row = drive(args, name, process.url, target, batch, scratch) | served
             except EvaluationError as error:
@@ -146,7 +152,8 @@ def run(args: argparse.Namespace) -> int:
     """
     servers = {DENSE: [], **{name: shlex.split(flags) for name, flags in args.server}}
     names = ("shape", "model_path", "input_length", "output_length", "batch", "server_args", "seed")
-    asked = {name: getattr(args, name) for name in names} | {"server": dict(args.server)}
+    asked = {name: getattr(args, name) for name in names}
+    asked |= {"server": dict(args.server), "batch_of": dict(args.batch_of)}
     header = {"arguments": asked, "label": args.label, **this_machine()}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, Record(args.out, COMMAND, args.revision, **header) as record:
@@ -158,7 +165,12 @@ def run(args: argparse.Namespace) -> int:
             raise EvaluationError("nothing was measured on a dense and another server")
         for row in summary:
             record.add("summary", **row)
-    return int(len(rows) < len(servers) * len(args.batch))
+    return int(len(rows) < sum(len(batches(args, server)) for server in servers))
+
+
+def _batches_of(text: str) -> tuple[str, list[int]]:
+    name, numbers = named(text)
+    return name, list_of(int)(numbers)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -173,6 +185,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--input-length", type=length, default="32k", help="tokens of a prompt")
     parser.add_argument("--output-length", type=length, default="4k", help="tokens of an answer")
     parser.add_argument("--batch", type=list_of(int), default="8,16,32", help="prompts at once, ascending")
+    parser.add_argument(
+        "--batch-of",
+        type=_batches_of,
+        action="append",
+        default=[],
+        metavar="NAME=LIST",
+        help=f"the same of one server, or of {DENSE}: the best batch of one that keeps less KV is another one",
+    )
     parser.add_argument("--server", type=named, action="append", default=[], metavar="NAME=ARGS", help="see above")
     parser.add_argument("--server-args", default="", help="further arguments of all servers, as one string")
     parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds until a server must be ready")
@@ -180,8 +200,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--label", help="kept in the file's header")
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
-    if not args.batch or min(args.batch) < 1 or sorted(set(args.batch)) != args.batch:
-        parser.error(f"--batch must be ascending numbers of 1 or more, got {args.batch}")
+    for flag, asked in [("--batch", args.batch), *((f"--batch-of {name}", asked) for name, asked in args.batch_of)]:
+        if not asked or min(asked) < 1 or sorted(set(asked)) != asked:
+            parser.error(f"{flag} must be ascending numbers of 1 or more, got {asked}")
+    known = [DENSE, *(name for name, _ in args.server)]
+    if wrong := [name for name, _ in args.batch_of if name not in known]:
+        parser.error(f"--batch-of {wrong[0]}: there is no such server; allowed: {', '.join(known)}")
     if not args.server or DENSE in dict(args.server) or len(dict(args.server)) < len(args.server):
         parser.error(f"--server must name servers, each once and none of them {DENSE}")
     return args

@@ -75,6 +75,18 @@ def test_each_server_at_its_best_batch(tmp_path: Path, servers: list[list[str]])
     assert (tmp_path / "pictures" / "throughput.svg").exists()
 
 
+def test_a_server_may_have_batches_of_its_own(tmp_path: Path, servers: list[list[str]]) -> None:
+    status, rows = run(tmp_path, *SPARSE, "--batch-of", "compact=16,32", "--batch-of", "dense=8")
+    assert status == 0 and [(row["arm"], row["batch"]) for row in rows if row["kind"] == "item"] == [
+        ("dense", 8),
+        ("compact", 16),
+        ("compact", 32),
+    ]
+    assert [after(server.flags, "--cuda-graph-max-bs-decode") for server in FakeServer.started] == ["8", "32"]
+    assert (rows[-1]["batch"], rows[-1]["dense_batch"]) == (32, 8)
+    assert rows[0]["arguments"]["batch_of"] == {"compact": [16, 32], "dense": [8]}
+
+
 def test_it_is_goal_e4(tmp_path: Path) -> None:
     run(tmp_path, *SPARSE, "--server-args", "--page-size 16 --attention-backend fa3")
     path = tmp_path / "throughput.jsonl"
@@ -135,6 +147,8 @@ def test_a_method_that_the_server_does_not_run_is_refused(tmp_path: Path, capsys
         (["--server", "dense=--page-size 16"], "none of them dense"),
         ([*SPARSE, *SPARSE], "each once"),
         ([*SPARSE, "--batch", "8,4"], "--batch must be ascending numbers of 1 or more, got [8, 4]"),
+        ([*SPARSE, "--batch-of", "compact=0"], "--batch-of compact must be ascending numbers of 1 or more, got [0]"),
+        ([*SPARSE, "--batch-of", "other=8"], "--batch-of other: there is no such server; allowed: dense, compact"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
