@@ -176,11 +176,12 @@ def settle(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) 
         found = resolve(config.implementation, facts)
     except ValueError as error:
         raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
-    if facts.capability is not None and (facts.capability[0] != BEST[0] or facts.kv_dtype.startswith("fp8")):
+    other = facts.capability is not None and facts.capability[0] != BEST[0]
+    if facts.capability is not None and (other or facts.kv_dtype.startswith("fp8") or args.tp_size > 1):
         logger.warning(
-            "sglang_sparse: dsa was measured on GPUs of compute capability %d.x with a bfloat16 KV cache alone; this "
-            "GPU has %s, and --kv-cache-dtype is %s",
-            *(BEST[0], _dotted(facts.capability), facts.kv_dtype),
+            "sglang_sparse: dsa was measured on one GPU of compute capability %d.x with a bfloat16 KV cache alone; "
+            "this GPU has %s, --kv-cache-dtype is %s and --tp-size %d",
+            *(BEST[0], _dotted(facts.capability), facts.kv_dtype, args.tp_size),
         )
     chosen = config.model_copy(update={"implementation": found})
     args.sparse_config = chosen.model_dump_json()

@@ -178,15 +178,21 @@ def test_the_portable_attention_takes_the_place_of_a_backend(capability: tuple[i
 
 
 @pytest.mark.parametrize(
-    ("capability", "kv_dtype", "warns"),
-    [(HOPPER, "auto", False), (HOPPER, "fp8_e4m3", True), (AMPERE, "auto", True), (DESKTOP, "auto", True)],
+    ("capability", "flags", "warns"),
+    [
+        (HOPPER, {"tp_size": 1}, False),
+        (HOPPER, {"tp_size": 1, "kv_cache_dtype": "fp8_e4m3"}, True),
+        (HOPPER, {}, True),
+        (AMPERE, {}, True),
+        (DESKTOP, {}, True),
+    ],
 )
 def test_where_it_was_not_measured_it_says_so(
-    capability: tuple[int, int], kv_dtype: str, warns: bool, gpu, caplog: pytest.LogCaptureFixture
+    capability: tuple[int, int], flags: dict[str, Any], warns: bool, gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu(capability)
-    settled(Args(kv_cache_dtype=kv_dtype))
-    assert ("dsa was measured on GPUs of compute capability 9.x" in caplog.text) is warns
+    settled(Args(**flags))
+    assert ("dsa was measured on one GPU of compute capability 9.x" in caplog.text) is warns
 
 
 def test_native_attention_leaves_sglangs_arguments_alone(gpu) -> None:
