@@ -12,6 +12,7 @@ from sglang_sparse import crossover, hooks, pools
 from sglang_sparse.config import settings_of
 from sglang_sparse.decode_path import SPLIT, DecodePath
 from sglang_sparse.delegate import DelegatingBackend
+from sglang_sparse.index_reuse import step_reuse
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.pass_rows import divider_of
 from sglang_sparse.plan import DecodePlan, plan_decode, usual_selection
@@ -59,6 +60,7 @@ class SparseAttentionBackend(DelegatingBackend):
     Attributes:
         first_layer: the first sparse layer of a pass.
         indexed: what a selection in the model keeps for the layers of a pass.
+        steps: what it keeps for later steps, if they use it.
         divide: divides rows among rectifying passes; None where one pass is as good.
     """
 
@@ -71,6 +73,7 @@ class SparseAttentionBackend(DelegatingBackend):
             "keeps",
             "first_layer",
             "indexed",
+            "steps",
             "divide",
             "_pools",
             "_decoding",
@@ -94,6 +97,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self.indexed: IndexerBatch | None = None
         self._pools: pools.AuxPools = getattr(runner.token_to_kv_pool, pools.ATTRIBUTE)
         self.first_layer = min(self._pools.layers, default=-1)
+        self.steps = step_reuse(self.method, self._pools, runner)
         model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
         self._decoding = DecodePath(self.method, self._pools, runner.token_to_kv_pool, model)
         max_blocks = -(-runner.req_to_token_pool.req_to_token.shape[1] // self.method.block_size)

@@ -47,6 +47,7 @@ class Facts:
         heads: query heads of a tensor-parallel rank.
         topk: the model's ``index_topk``.
         share_layers: the config's ``index_share_layers``.
+        reuse_steps: its ``index_reuse_steps``.
     """
 
     capability: tuple[int, int] | None
@@ -56,6 +57,7 @@ class Facts:
     heads: int
     topk: int
     share_layers: int = 1
+    reuse_steps: int = 1
 
 
 def resolve(asked: Mapping[Any, str], facts: Facts) -> dict[str, str]:
@@ -130,6 +132,8 @@ def _refuse_native(stage: str, facts: Facts) -> str | None:
         f"{package} is not installed": package not in facts.packages,
         "with index_share_layers a layer may write its keys and choose nothing": stage == "indexer"
         and facts.share_layers > 1,
+        "with index_reuse_steps a step may write its keys and choose nothing": stage == "indexer"
+        and facts.reuse_steps > 1,
         f"SGLang's selection takes {NATIVE_TOPK} tokens, and the model's index_topk is {facts.topk}": stage == "topk"
         and facts.topk != NATIVE_TOPK,
         f"SGLang's kernels take a divisor or a multiple of {padded} query heads a rank, and there are "
@@ -209,6 +213,7 @@ def _facts(args: Any, config: DsaConfig, asked: bool | None) -> Facts:
         model.num_attention_heads // args.tp_size,
         model.hf_text_config.index_topk,
         config.index_share_layers,
+        config.index_reuse_steps,
     )
 
 

@@ -23,6 +23,7 @@ from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseAttentionBackend
+    from sglang_sparse.index_reuse import StepChoice
 
 # Queries whose attention is one launch: its grid has room for 65,535.
 ATTENDED = 1 << 15
@@ -46,6 +47,7 @@ class IndexerBatch:
         at_once: queries whose logits are made at a time; 0 where nothing has to be chosen.
         stats: see ``BatchView.stats``; None in prefill.
         tally: int64 ``[3]``, what a layer's selection adds to the first of ``stats``; None in prefill.
+        reuse: what is chosen anew where steps share selections; None elsewhere, and in prefill.
         slots: ``[tokens, index_topk]`` int32, what ``chosen`` is called in the KV cache, then -1; None where SGLang
             looks it up itself.
         offsets: ``[tokens]``, where each query's tokens begin in the copy of the KV that SGLang attends to; None where
@@ -62,6 +64,7 @@ class IndexerBatch:
     at_once: int
     stats: torch.Tensor | None
     tally: torch.Tensor | None = None
+    reuse: StepChoice | None = None
     slots: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
 
@@ -94,9 +97,14 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
     numbers = torch.arange(max(topk, tokens), dtype=torch.int32, device=table.device)
     # What pads a pass beyond its rows sees nothing, whatever its row.
     rows = numbers[:tokens].clamp(max=len(table) - 1)
-    at_once, stats, tally = 0, None, None
+    at_once, stats, tally, reuse = 0, None, None, None
+    if backend.steps is not None and forward_batch.forward_mode.is_extend():
+        backend.steps.forget(forward_batch.req_pool_indices)
     if view is not None:
         lengths, wanted, at_once, stats = view.n_pages, view.n_select, tokens, view.stats
+        if backend.steps is not None:
+            reuse = backend.steps.begin(view.requests, lengths, wanted)
+            wanted = reuse.attended
         tally = index_counts.tally(lengths, wanted)
     else:
         # A decode batch without a view has no row with more tokens than may be chosen.
@@ -113,7 +121,7 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
     slots = torch.empty_like(chosen) if backend.dense.use_fused_topk else None
     offsets = metadata.topk_indices_offset if slots is not None else None
     batch = IndexerBatch(
-        *(table, rows, lengths, wanted, counts, chosen, last_slots, at_once, stats, tally),
+        *(table, rows, lengths, wanted, counts, chosen, last_slots, at_once, stats, tally, reuse),
         slots=slots,
         offsets=offsets if offsets is None else _padded(offsets, tokens).int(),
     )
@@ -189,6 +197,9 @@ def choose(
         mine = replace(batch, chosen=fresh, counts=torch.empty_like(batch.counts), stats=None, slots=None)
     values, scales = index_keys.quantize(query, rotate=False)
     gates = _head_gates(indexer, x) * scales * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+    if mine is batch and batch.reuse is not None:
+        _select_for_steps(backend, batch, layer_id, values, gates, buffer)
+        return batch.selection
     _select(mine, values, gates, buffer)
     if mine is not batch:
         backend.counters.reuse += index_counts.shared_tokens(batch.chosen, mine.chosen, batch.wanted < batch.lengths)
@@ -210,6 +221,28 @@ def _select(batch: IndexerBatch, values: torch.Tensor, gates: torch.Tensor, buff
     names = batch.page_table, batch.rows, batch.offsets
     out = batch.chosen, batch.counts.view(-1), batch.slots
     index_choice.choose(scores, batch.at_once, batch.lengths, batch.wanted, names, out, batch.stats, NO_TOKEN)
+
+
+def _select_for_steps(
+    backend: Any,
+    batch: IndexerBatch,
+    layer_id: int,
+    values: torch.Tensor,
+    gates: torch.Tensor,
+    buffer: torch.Tensor,
+) -> None:
+    """The same of a decode step whose rows may take what they chose before, see ``index_reuse.py``."""
+    reuse, steps = batch.reuse, backend.steps
+    assert reuse is not None and steps is not None and batch.stats is not None and batch.tally is not None
+    _select(replace(batch, lengths=reuse.lengths, wanted=reuse.taken, stats=None, slots=None), values, gates, buffer)
+    steps.complete(layer_id, reuse, batch.chosen, batch.lengths)
+    batch.counts.copy_(batch.wanted[:, None])
+    batch.look_up()
+    batch.stats[:3] += batch.tally
+    if backend.method.measure_reuse:
+        fresh = replace(batch, chosen=torch.full_like(batch.chosen, -1), counts=torch.empty_like(batch.counts))
+        _select(replace(fresh, stats=None, slots=None), values, gates, buffer)
+        backend.counters.reuse += index_counts.shared_tokens(batch.chosen, fresh.chosen, reuse.reused)
 
 
 def attend(

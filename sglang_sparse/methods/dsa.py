@@ -35,6 +35,8 @@ MOST_TOPK = 4096
 # chosen, other RoPE.
 SHARED = ("index_topk_freq", "cli_factor")
 OTHER_INDEXERS = ("index_topk_pattern", "index_init_tokens", "index_local_tokens", "indexer_rope_interleave")
+# Fields that let a selection serve more than a layer of a step.
+REUSE = ("index_share_layers", "index_reuse_steps")
 _TRAINED = "the model was trained with its selection, in all layers and at every length"
 AUTO, NATIVE, PORTABLE, REFERENCE = "auto", "native", "portable", "reference"
 STAGES = ("indexer", "topk", "attention")
@@ -72,10 +74,16 @@ class DsaConfig(MethodConfig):
         description="In a decode step a layer's selection serves this many layers in a row. Above 1 is not what the "
         "model was trained for: what decode writes is then not shared.",
     )
+    index_reuse_steps: int = Field(
+        1,
+        ge=1,
+        description="A row's selection in decode serves this many steps, which attend to the newest tokens beside it; "
+        "the same is true.",
+    )
     measure_reuse: bool = Field(
         False,
-        description="Debug: layers that reuse a selection choose all the same, and `/server_info` says how much of "
-        "their choice they had.",
+        description="Debug: layers and rows that reuse a selection choose all the same, and `/server_info` says how "
+        "much of their choice they had.",
     )
 
     @field_validator("layers", "dense_fallback", "check_exactness", "page_size", "min_seq_len", "crossover_tokens")
@@ -91,7 +99,7 @@ class DsaConfig(MethodConfig):
     @classmethod
     def _nothing_to_rectify(cls, data: object) -> object:
         if isinstance(data, dict) and (given := [name for name in data if str(name).startswith("rectify_")]):
-            shares = (data.get("index_share_layers") or 1) != 1
+            shares = any((data.get(name) or 1) != 1 for name in REUSE)
             why = "what shared selections write is never shared" if shares else f"{_TRAINED}, so its KV is exact"
             raise ValueError(f"{given[0]}: there is nothing to rectify; {why}")
         return data
@@ -99,8 +107,8 @@ class DsaConfig(MethodConfig):
     @field_validator("measure_reuse")
     @classmethod
     def _something_is_reused(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("index_share_layers") == 1:
-            raise ValueError("needs an index_share_layers above 1: no selection is reused")
+        if value and all(info.data.get(name) == 1 for name in REUSE):
+            raise ValueError(f"needs {' or '.join(REUSE)} above 1: no selection is reused")
         return value
 
 
@@ -112,6 +120,7 @@ class Dsa(DecodeMethod):
     Attributes:
         index_topk: tokens that a row attends to at most: the model's.
         share_layers: layers that a selection of a decode step serves.
+        reuse_steps: decode steps that it serves.
         measure_reuse: whether the others choose all the same, to be compared.
     """
 
@@ -126,10 +135,10 @@ class Dsa(DecodeMethod):
     def __init__(self, config: DsaConfig):
         super().__init__(config)
         self._stages: Mapping[str, str] = {**config.implementation}
-        self.share_layers = config.index_share_layers
+        self.share_layers, self.reuse_steps = config.index_share_layers, config.index_reuse_steps
         self.measure_reuse = config.measure_reuse
         # What layers with a selection that is not theirs write is not what the model was trained to compute.
-        self.exact = config.index_share_layers == 1
+        self.exact = all(getattr(config, name) == 1 for name in REUSE)
         self.fp8_kv = self.native("attention")
 
     def native(self, stage: str) -> bool:
@@ -164,8 +173,11 @@ class Dsa(DecodeMethod):
                 f"its index_topk is {config.index_topk} and the context length is {model_config.context_len}: every "
                 "token would attend to all; allowed: a longer context"
             )
-        if self.share_layers > (layers := model_config.num_hidden_layers):
-            return f"index_share_layers is {self.share_layers} and it has {layers} layers; allowed: 1 to {layers}"
+        # A selection that serves n steps has n - 1 tokens less.
+        mosts = {"layers": model_config.num_hidden_layers, "tokens to choose": config.index_topk}
+        for name, (unit, most) in zip(REUSE, mosts.items(), strict=True):
+            if (asked := getattr(self.config, name)) > most:
+                return f"{name} is {asked} and it has {most} {unit}; allowed: 1 to {most}"
         shared = {name: getattr(config, name, None) for name in SHARED if (getattr(config, name, None) or 1) != 1}
         other = shared | {name: value for name in OTHER_INDEXERS if (value := getattr(config, name, None))}
         said = ", ".join(f"{name} {value}" for name, value in other.items())

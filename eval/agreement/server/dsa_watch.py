@@ -139,6 +139,8 @@ class Watch:
             method=SimpleNamespace(native=lambda _: False, share_layers=1, measure_reuse=False),
             first_layer=backend.first_layer,
             indexed=self._indexed,
+            steps=None,
+            counters=SimpleNamespace(index_keys=0),
         )
         found: list[Selected] = []
 
