@@ -74,9 +74,13 @@ PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in ("niah", "infinitebench") for name in ("rocketkv", "random_kept"))
 NEEDLES = tuple(
     f"niah-tiny-{name}"
-    for name in ("gqa-anchor", "gqa-skip_softmax", "gqa-rocketkv-topk", "mla-robsa", "mla-random", "dsa")
+    for name in (
+        *("gqa-anchor", "gqa-skip_softmax", "gqa-rocketkv-topk"),
+        *("mla-robsa", "mla-random", "dsa-auto", "dsa-portable"),
+    )
 )
 TAILS = "-tail-"
+REUSE = tuple(f"niah-tiny-dsa-{part}" for part in ("layers", "steps"))
 # Which goals are whose.
 GOALS = {
     "resa": ("K1", "K2", "K3", "K4", "E1", "E2", "E3", "R1", "R2"),
@@ -125,6 +129,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "prefill": lambda: prefill.prefill(RESULTS / "bench_prefill.jsonl"),
     "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
+    "dsa-reuse": lambda: needles.reuse(_named(lambda name: name.startswith(REUSE))),
     "dsa-agreement": lambda: _measured("dsa_agreement", agreement.agreement),
     "comparison": lambda: report_tables.comparison_table(read_folder(COMPARISON)),
     "comparison-2000": lambda: report_tables.comparison_table(read_folder(RESULTS / "compare-tiny-gqa-2000")),

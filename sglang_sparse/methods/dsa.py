@@ -78,7 +78,7 @@ class DsaConfig(MethodConfig):
         1,
         ge=1,
         description="A row's selection in decode serves this many steps, which attend to the newest tokens beside it; "
-        "the same is true.",
+        "above 1 likewise.",
     )
     measure_reuse: bool = Field(
         False,

@@ -52,6 +52,7 @@ def refused(facts: Facts, **asked: str) -> str:
         (replace(GPU, heads=64, capability=BLACKWELL), FASTEST),
         (replace(GPU, heads=96, capability=BLACKWELL), ALL_PORTABLE),
         (replace(GPU, share_layers=2), ("portable", "portable", "native")),
+        (replace(GPU, reuse_steps=2), ("portable", "portable", "native")),
         (replace(GPU, topk=512), FASTEST),
         (replace(GPU, reference=True, capability=AMPERE), ("reference", "reference", "reference")),
     ],
@@ -88,6 +89,7 @@ def test_what_is_asked_for_decides_the_rest(asked: dict[str, str], expected: tup
         (replace(GPU, topk=512), {"topk": "native"}, "takes 2048 tokens, and the model's index_topk is 512"),
         (replace(GPU, heads=48), {"attention": "native"}, "a multiple of 64 query heads a rank, and there are 48"),
         (replace(GPU, share_layers=2), {"indexer": "native"}, "with index_share_layers a layer may write its keys"),
+        (replace(GPU, reuse_steps=2), {"indexer": "native"}, "with index_reuse_steps a step may write its keys"),
         (replace(GPU, kv_dtype="fp8_e4m3"), {"attention": "portable"}, "allowed: native; not portable: it reads a KV"),
         (
             replace(GPU, kv_dtype="fp8_e4m3", capability=DESKTOP),
@@ -132,6 +134,7 @@ def test_a_config_says_it_for_all_stages_or_for_some() -> None:
     assert method.native("topk") and not method.native("indexer") and not method.fp8_kv
     assert method.kernels("triton") == "indexer auto, topk native, attention auto"
     assert method.exact and not build("dsa", {"index_share_layers": 2}).method.exact
+    assert not build("dsa", {"index_reuse_steps": 2}).method.exact
 
 
 class Args(SimpleNamespace):

@@ -139,6 +139,17 @@ def test_layers_share_what_a_step_took_over(run) -> None:
         assert torch.equal(own, shared) and not torch.equal(own, other)
 
 
+def test_a_step_begins_without_waiting_for_the_device() -> None:
+    """Tensors without values: reading one on the host is an error."""
+    device = torch.device("meta")
+    steps = StepReuse(8, LAYERS, TOPK, STEPS, device)
+    lengths = torch.zeros(4, dtype=torch.int32, device=device)
+    choice = steps.begin(torch.zeros(4, dtype=torch.int64, device=device), lengths, lengths)
+    chosen = torch.zeros(4, TOPK, dtype=torch.int32, device=device)
+    steps.complete(LAYERS[0], choice, chosen, lengths)
+    assert chosen.is_meta and choice.attended.shape == (4,)
+
+
 def test_what_it_takes_is_what_is_charged() -> None:
     method = Dsa(DsaConfig(index_reuse_steps=STEPS, index_share_layers=2))
     method.adopt(SimpleNamespace(hf_text_config=SimpleNamespace(index_topk=TOPK)))
