@@ -10,7 +10,7 @@ import torch
 
 from sglang_sparse import crossover, hooks, pools
 from sglang_sparse.config import settings_of
-from sglang_sparse.decode_path import SPLIT, DecodePath
+from sglang_sparse.decode_path import DecodePath, require_plain
 from sglang_sparse.delegate import DelegatingBackend
 from sglang_sparse.index_reuse import step_reuse
 from sglang_sparse.layers import parse_layers
@@ -259,7 +259,7 @@ class SparseAttentionBackend(DelegatingBackend):
         decodes_sparse = layer.layer_id in self._pools.layers and not self.method.selects_in_model
         if mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
             return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        _require_plain(layer, k, kwargs, latent=self.method.attention == "MLA")
+        require_plain(layer, k, kwargs, latent=self.method.attention == "MLA")
         if prefill and mode.is_extend() and prefill.takes(layer.layer_id):
             output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache)
         elif decodes_sparse and mode.is_decode() and self._view is not None:
@@ -282,23 +282,3 @@ class SparseAttentionBackend(DelegatingBackend):
             self._last_slots = pools.page_ends(forward_batch.out_cache_loc, self.method.entry_tokens)
             self.counters.add_extend(self._last_slots)
         return self._last_slots
-
-
-def _require_plain(layer: Any, k: torch.Tensor | None, kwargs: dict[str, Any], latent: bool) -> None:
-    """Refuse what start-up could not see in the model's config, rather than serve it wrongly."""
-    arguments = sorted(name for name in kwargs if not (latent and name in SPLIT))
-    reasons = {
-        "KV shared with another layer": k is None,
-        "cross attention": layer.is_cross_attention,
-        f"attention type {layer.attn_type.value}": layer.attn_type.value != "decoder",
-        "a sliding window": layer.sliding_window_size > -1,
-        "a soft cap on the logits": bool(layer.logit_cap),
-        f"arguments {arguments}": bool(arguments),
-        "scales of its latents": latent and (layer.k_scale_float or 1.0) != 1.0,
-    }
-    found = [reason for reason, present in reasons.items() if present]
-    if found:
-        raise RuntimeError(
-            f"layer {layer.layer_id} uses {' and '.join(found)}, which sparse attention does not serve; "
-            'leave the layer dense with the config field "layers"'
-        )

@@ -144,3 +144,23 @@ def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
     group = get_attn_tp_group()
     return values if group.world_size == 1 else group.all_reduce(values).div_(group.world_size)
+
+
+def require_plain(layer: Any, k: torch.Tensor | None, kwargs: dict[str, Any], latent: bool) -> None:
+    """Refuse what start-up could not see in the model's config, rather than serve it wrongly."""
+    arguments = sorted(name for name in kwargs if not (latent and name in SPLIT))
+    reasons = {
+        "KV shared with another layer": k is None,
+        "cross attention": layer.is_cross_attention,
+        f"attention type {layer.attn_type.value}": layer.attn_type.value != "decoder",
+        "a sliding window": layer.sliding_window_size > -1,
+        "a soft cap on the logits": bool(layer.logit_cap),
+        f"arguments {arguments}": bool(arguments),
+        "scales of its latents": latent and (layer.k_scale_float or 1.0) != 1.0,
+    }
+    found = [reason for reason, present in reasons.items() if present]
+    if found:
+        raise RuntimeError(
+            f"layer {layer.layer_id} uses {' and '.join(found)}, which sparse attention does not serve; "
+            'leave the layer dense with the config field "layers"'
+        )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang_sparse.methods.dsa import Dsa
 
 
 def tally(lengths: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -41,7 +44,16 @@ def shared_tokens(reused: torch.Tensor, fresh: torch.Tensor, selective: torch.Te
     return torch.stack([meant.sum(), (meant & (held.gather(1, places) == fresh)).sum()])
 
 
-def snapshot(counted: torch.Tensor) -> dict[str, Any]:
-    """Name what ``shared_tokens`` added up: tokens that layers would have chosen, and those they were given."""
-    fresh, held = counted.tolist()
-    return {"tokens": fresh, "held": held, "recall": held / fresh if fresh else None}
+def state(method: Dsa, stored: int, reuse: torch.Tensor) -> dict[str, Any]:
+    """What a server says of its indexer.
+
+    Args:
+        method: of the server.
+        stored: keys that this project's indexer stored in prefill, over all layers; SGLang's own counts none.
+        reuse: what ``shared_tokens`` added up: tokens that layers would have chosen, and those they were given.
+    """
+    found: dict[str, Any] = {} if method.native("indexer") else {"index_keys_prefilled": stored}
+    if method.measure_reuse:
+        fresh, held = reuse.tolist()
+        found["reuse"] = {"tokens": fresh, "held": held, "recall": held / fresh if fresh else None}
+    return found

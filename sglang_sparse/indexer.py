@@ -171,12 +171,7 @@ def choose(
     pool: Any = get_token_to_kv_pool()
     buffer = pool.get_index_k_with_scale_buffer(layer_id)
     query, key, _ = indexer._get_q_k_bf16(q_lora, x, positions, False, forward_batch)
-    # As SGLang's fused kernel on CUDA, and as its fallback elsewhere.
-    quantized = index_keys.quantize(key, rotate=False, powers=not key.is_cuda)
-    index_keys.store(*quantized, forward_batch.out_cache_loc, buffer)
-    if forward_batch.forward_mode.is_extend():
-        # Never inside a graph, see `implementation.py`.
-        backend.counters.index_keys += len(x)
+    _store(backend, key, forward_batch, buffer)
     if not return_indices:
         return None
     if backend.indexed is None or layer_id == backend.first_layer:
@@ -204,6 +199,15 @@ def choose(
     if mine is not batch:
         backend.counters.reuse += index_counts.shared_tokens(batch.chosen, mine.chosen, batch.wanted < batch.lengths)
     return batch.selection
+
+
+def _store(backend: Any, key: torch.Tensor, forward_batch: Any, buffer: torch.Tensor) -> None:
+    # As SGLang's fused kernel on CUDA, and as its fallback elsewhere.
+    quantized = index_keys.quantize(key, rotate=False, powers=not key.is_cuda)
+    index_keys.store(*quantized, forward_batch.out_cache_loc, buffer)
+    if forward_batch.forward_mode.is_extend():
+        # Never inside a graph, see `implementation.py`.
+        backend.counters.index_keys += len(key)
 
 
 def _head_gates(indexer: Any, x: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ class Counters:
         rectify: what rectification did.
         aux_bytes: bytes of the page summaries on this rank.
         sparse_layers: layers that run sparse.
-        reuse: int64 ``[2]`` on the device, see ``index_counts.snapshot``.
+        reuse: int64 ``[2]`` on the device, see ``index_counts.state``.
         index_keys: keys that this project's indexer stored in prefill, over all layers.
         decodes: whether a decode method is at work.
         prefills: whether a prefill method is.
@@ -105,9 +105,7 @@ class Counters:
         self._model = model
         self._prefill = prefill
         self._keeps = keeps
-        method = settings.method
-        self._measures_reuse = isinstance(method, Dsa) and method.measure_reuse
-        self._stores_keys = isinstance(method, Dsa) and not method.native("indexer")
+        self._dsa = settings.method if isinstance(settings.method, Dsa) else None
         self.index_keys = 0
         self.sparse_layers = len(aux_pools.layers)
         self.reuse = torch.zeros(2, dtype=torch.int64, device=select_stats.device)
@@ -235,8 +233,7 @@ class Counters:
             "aux_bytes_accounted": self._pools.accounted_bytes,
             "aux_bytes_measured": self._pools.measured_bytes,
             "allocator": allocator_counts(self.select_stats.device),
-            **({"index_keys_prefilled": self.index_keys} if self._stores_keys else {}),
-            **({"reuse": index_counts.snapshot(self.reuse)} if self._measures_reuse else {}),
+            **(index_counts.state(self._dsa, self.index_keys, self.reuse) if self._dsa else {}),
             **({"kept": self._keeps.snapshot()} if self._keeps else {}),
             **({"prefill": self._prefill_snapshot(self._prefill, prefill)} if self._prefill else {}),
         }
