@@ -111,6 +111,8 @@ class RobsaConfig(RectifyConfig):
             raise ValueError(f"cannot be read: {type(error).__name__}: {error}") from error
         if not isinstance(found, dict):
             raise ValueError(f"its calibration is {found!r}; allowed: what sglang_sparse.calibrate wrote")
+        if (method := found.get("method")) != "robsa":
+            raise ValueError(f"{value} is a calibration of {method!r}; allowed: one of 'robsa'")
         return found
 
     @field_validator("allow_uncalibrated")

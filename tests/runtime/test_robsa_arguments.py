@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from model_configs import write_config
+from rope_calibrations import calibration
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -52,6 +53,7 @@ def test_a_model_with_an_indexer_of_its_own(tmp_path: Path) -> None:
     [
         ('{"allow_uncalibrated": true, "layers": "0-9"}', {}, "layers '0-9': the model has layers 0 to 3"),
         ('{"calibration": "deepseek-v3-paper-ruler"}', {}, "is for DeepseekV3ForCausalLM with 61 layers"),
+        (json.dumps({"calibration": calibration([0.5, 1.0] * 2)}), {}, "the calibration was made on other weights"),
         (OPEN, {"page_size": 64}, "the server's page size is 64 and the config's is 16"),
         (OPEN, {"attention_backend": "flashmla"}, "needs a GPU and this machine has none"),
         (OPEN, {"kv_cache_dtype": "fp8_e4m3"}, "allowed with --kv-cache-dtype fp8_e4m3: triton, flashinfer, flashmla"),
@@ -61,6 +63,12 @@ def test_a_model_with_an_indexer_of_its_own(tmp_path: Path) -> None:
 )
 def test_flags(config: str, kwargs: dict[str, Any], expected: str) -> None:
     assert expected in refused(TINY_MLA, config, **kwargs)
+
+
+def test_a_calibration_of_another_method() -> None:
+    message = refused(TINY_MLA, '{"calibration": "eval/models/tiny-gqa/anchor.json"}')
+    assert "eval/models/tiny-gqa/anchor.json is a calibration of 'anchor'; allowed: one of 'robsa'" in message
+    assert len(message) < 300
 
 
 def test_backends_that_rotate_by_themselves() -> None:

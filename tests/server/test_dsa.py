@@ -211,12 +211,14 @@ def test_a_request_that_asks_for_something_else_is_status_400(server, field, val
 
 def test_an_abort_leaks_nothing(server, texts) -> None:
     request = {"text": texts[2], "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+    before = sparse_state(server)["decode_rows"]
     with (
         httpx.Client(base_url=server.url, timeout=60) as client,
         client.stream("POST", "/generate", json=request) as stream,
     ):
         next(stream.iter_lines())
     assert_nothing_leaked(server)
+    assert sparse_state(server)["decode_rows"] < before + 200
 
 
 def test_it_says_which_kernels_run(server) -> None:

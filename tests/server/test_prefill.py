@@ -166,7 +166,7 @@ def test_a_second_turn_hits_the_groups_of_the_first_prompt(server, long_prompts)
     first = ask(server, long_prompts[-1], tokens=40)
     sparse = used(server, before, "sparse_tokens")
     # Rectifying passes are extend passes, too, and none of the prefill's.
-    assert sparse == len(long_prompts[-1]) - 2 * GROUP
+    assert sparse == len(long_prompts[-1]) - 2 * GROUP and used(server, before, "dense_tokens") == 2 * GROUP
     assert sparse_state(server)["rectified_tokens"] - before["rectified_tokens"] >= 4 * 8
     second = ask(server, [*long_prompts[-1], *first["output_ids"], 11, 12])
     assert second["meta_info"]["cached_tokens"] == len(long_prompts[-1]) // GROUP * GROUP

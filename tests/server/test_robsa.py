@@ -65,6 +65,18 @@ def test_everything_selected_equals_dense_under_forced_retraction_too(serve, mix
         assert_nothing_leaked(server)
 
 
+def test_forced_retraction_while_blocks_are_left_out(serve, config, mixed) -> None:
+    own = {"page_size": PAGE, "rope_copy": "on", "check_exactness": True}
+    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    flags = (*CHUNKS, "--page-size", str(PAGE))
+    with serve(MODEL, *flags, method="robsa", config=config | own, env=retract) as server:
+        assert all(len(answer) == 24 for answer in greedy(server, mixed[-4:], at_once=4))
+        state = sparse_state(server)
+        assert "Testing retraction" in server.log() and 0 < state["pages_attended"] < state["pages_held"]
+        assert_exact(server, 5 * PAGE)
+        assert_nothing_leaked(server)
+
+
 def test_the_heaviest_blocks_of_the_calibrated_layers_are_attended(server, mixed) -> None:
     before = sparse_state(server)
     greedy(server, mixed[-2:])
@@ -110,19 +122,22 @@ def test_prefixes_are_shared_and_exact(server, mixed, alone) -> None:
     assert_nothing_leaked(server)
 
 
-def test_two_ranks_of_other_pages_select_as_one(serve, config, alone, mixed) -> None:
-    """By the mean over the heads of both, from the latent cache itself."""
-    with serve(MODEL, *CHUNKS, "--tp", "2", method="robsa", config=config) as ranks:
-        assert greedy(ranks, mixed[-4:], at_once=4) == alone[-4:]
+@pytest.mark.parametrize("scope", ["global", "rank"])
+def test_two_ranks_of_other_pages(serve, config, alone, mixed, scope) -> None:
+    """By the mean over the heads of both they select as one, from the latent cache itself."""
+    with serve(MODEL, *CHUNKS, "--tp", "2", method="robsa", config={**config, "head_scope": scope}) as ranks:
+        assert (greedy(ranks, mixed[-4:], at_once=4) == alone[-4:]) is (scope == "global")
         assert 0 < sparse_state(ranks)["active_fraction"] < 0.8
         assert_nothing_leaked(ranks)
 
 
 def test_an_abort_leaks_nothing(server, mixed) -> None:
     request = {"input_ids": mixed[-1], "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+    before = sparse_state(server)["decode_rows"]
     with (
         httpx.Client(base_url=server.url, timeout=60) as client,
         client.stream("POST", "/generate", json=request) as stream,
     ):
         next(stream.iter_lines())
     assert_nothing_leaked(server)
+    assert sparse_state(server)["decode_rows"] < before + 200
