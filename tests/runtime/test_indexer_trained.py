@@ -48,6 +48,8 @@ class Asked:
         monkeypatch.setattr(indexer, "served_backend", lambda: self.backend)
         monkeypatch.setattr(plain_dsa.modeling.DeepseekV32Indexer, "forward", partialmethod(_in_turn, self.plainly))
         monkeypatch.setattr(dsa_indexer, "rotate_activation", sparse_mla.rotate)
+        # What a server's arguments leave behind in the process of other tests.
+        monkeypatch.setattr(dsa_indexer, "is_cp_v2_active", lambda _: False)
         flags = SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
         monkeypatch.setattr("sglang.srt.layers.rotary_embedding.base.get_exec", lambda: flags)
         self.decoded = torch.zeros(SELECT_STATS, dtype=torch.int64)
