@@ -188,8 +188,7 @@ def choose(
         batch.stats[:3] += batch.tally
         if not backend.method.measure_reuse:
             return batch.selection
-        fresh = torch.full_like(batch.chosen, -1)
-        mine = replace(batch, chosen=fresh, counts=torch.empty_like(batch.counts), stats=None, slots=None)
+        mine = _beside(batch)
     values, scales = index_keys.quantize(query, rotate=False)
     gates = _head_gates(indexer, x) * scales * (indexer.n_heads**-0.5 * indexer.softmax_scale)
     if mine is batch and batch.reuse is not None:
@@ -227,13 +226,14 @@ def _select(batch: IndexerBatch, values: torch.Tensor, gates: torch.Tensor, buff
     index_choice.choose(scores, batch.at_once, batch.lengths, batch.wanted, names, out, batch.stats, NO_TOKEN)
 
 
+def _beside(batch: IndexerBatch) -> IndexerBatch:
+    """The same queries with results of their own, to be compared: nothing attends to them, and they do not count."""
+    chosen = torch.full_like(batch.chosen, -1)
+    return replace(batch, chosen=chosen, counts=torch.empty_like(batch.counts), stats=None, slots=None)
+
+
 def _select_for_steps(
-    backend: Any,
-    batch: IndexerBatch,
-    layer_id: int,
-    values: torch.Tensor,
-    gates: torch.Tensor,
-    buffer: torch.Tensor,
+    backend: Any, batch: IndexerBatch, layer_id: int, values: torch.Tensor, gates: torch.Tensor, buffer: torch.Tensor
 ) -> None:
     """The same of a decode step whose rows may take what they chose before, see ``index_reuse.py``."""
     reuse, steps = batch.reuse, backend.steps
@@ -244,8 +244,8 @@ def _select_for_steps(
     batch.look_up()
     batch.stats[:3] += batch.tally
     if backend.method.measure_reuse:
-        fresh = replace(batch, chosen=torch.full_like(batch.chosen, -1), counts=torch.empty_like(batch.counts))
-        _select(replace(fresh, stats=None, slots=None), values, gates, buffer)
+        fresh = _beside(batch)
+        _select(fresh, values, gates, buffer)
         backend.counters.reuse += index_counts.shared_tokens(batch.chosen, fresh.chosen, reuse.reused)
 
 

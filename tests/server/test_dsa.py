@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +9,7 @@ import plain_dsa
 import pytest
 import torch
 from server_requests import assert_nothing_leaked, sparse_state
+from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, TOPK, moved
 
 from eval import niah
 from eval.live.record import read_rows
@@ -20,11 +20,6 @@ from launch.server import ServerProcess
 from sglang_sparse.methods.dsa import STAGES
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
-
-MODEL = Path("eval/models/tiny-dsa")
-FLAGS = ("--page-size", "64", "--chunked-prefill-size", "512", "--dtype", "float32")
-TOPK, LAYERS, PAGE = 512, 4, 64
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +46,6 @@ def sharing(serve) -> Iterator[ServerProcess]:
     flags = (*FLAGS, "--chunked-prefill-size", "2048", "--max-total-tokens", "2560")
     with serve(MODEL, *flags, method="dsa", config=config) as server:
         yield server
-
-
-def moved(server: ServerProcess, before: dict[str, Any], *names: str) -> list[int]:
-    after = sparse_state(server)
-    return [after[name] - before[name] for name in names]
 
 
 def test_needles_are_found_at_once_and_retracted(server, tmp_path) -> None:

@@ -1,22 +1,17 @@
 """DSA on a trained indexer whose selections serve several decode steps."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from server_requests import assert_nothing_leaked, sparse_state
+from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, TOPK, moved
 
 from eval import niah
 from eval.live.record import read_rows
 from launch.server import ServerProcess
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
-
-MODEL = Path("eval/models/tiny-dsa")
-FLAGS = ("--page-size", "64", "--chunked-prefill-size", "512", "--dtype", "float32")
-TOPK, LAYERS, PAGE = 512, 4, 64
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +40,7 @@ def test_what_steps_write_that_chose_before_is_not_shared(reusing) -> None:
     before = sparse_state(reusing)
     prompt = [11 + i * i % 3900 for i in range(600)]
     answer = reusing.generate(input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 80})
-    after = sparse_state(reusing)
-    rows, attended = (after[name] - before[name] for name in ("decode_rows", "pages_attended"))
+    rows, attended = moved(reusing, before, "decode_rows", "pages_attended")
     # One of four chooses three less, and each that follows has one more.
     assert TOPK - 3 < attended / (rows * LAYERS) < TOPK
     turn = [*prompt, *answer["output_ids"], 5, 6, 7]
