@@ -35,6 +35,7 @@ from eval.figures import (
     kept,
     latency,
     long_summary,
+    mla,
     needles,
     ppl_summary,
     prefill,
@@ -67,7 +68,8 @@ PROFILE = "profile-qwen3-1.7b-1x256k"
 THETA = ("theta-tiny-gqa", "theta-structured")
 # The planted attention without a level beside them.
 EVEN = (*THETA, "theta-structured-even")
-SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b")
+SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b", "serving-v2-lite-contexts")
+THROUGHPUT = "throughput-qwen3-8b"
 FIRST_TOKEN = "first-token-qwen3-8b"
 FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
@@ -127,6 +129,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "goals": lambda: goals.goals_table(RESULTS),
     **{f"goals-{method}": partial(goals.goals_table, RESULTS, ids=ids) for method, ids in GOALS.items()},
     "prefill": lambda: prefill.prefill(RESULTS / "bench_prefill.jsonl"),
+    "mla": lambda: mla.mla(_file("bench_mla")),
+    "serving-v2-lite": lambda: serving.serving(_file("serving-v2-lite")),
+    "throughput": lambda: throughput.throughput(_file(THROUGHPUT)),
     "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
     "dsa-reuse": lambda: needles.reuse(_named(lambda name: name.startswith(REUSE))),
@@ -152,7 +157,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "rectification-books": lambda: report_tables.rectification(_file("ppl-rectify-book")),
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
-    **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA, *SERVING)},
+    **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA, *SERVING, THROUGHPUT)},
     "bench_prefill": partial(_file, "bench_prefill"),
     "compare-niah": partial(_file, "niah", COMPARISON),
     "compare-long-generation": partial(_file, "long_generation", COMPARISON),

@@ -85,7 +85,7 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
         axes.plot(rates, [row["output_throughput"] for row in line], marker="o", label=arm)
         for row, rate in zip(line, rates, strict=True):
             axes.annotate(str(row["batch"]), (rate, row["output_throughput"]), fontsize=7)
-    axes.set_xlabel("tokens a second of one user, while it is answered (numbers: requests at once)")
+    axes.set_xlabel("tokens a second of one user (numbers: requests at once)")
     axes.set_ylabel("tokens a second of the server")
     axes.grid(alpha=0.3)
     axes.legend()
