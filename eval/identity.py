@@ -111,8 +111,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return summary
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison; exit status 0 when the gate holds."""
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="eval.identity", description=__doc__)
     parser.add_argument("--base-url", required=True, help="the sparse server, see above")
     parser.add_argument("--compare-url", required=True, help="the dense server")
@@ -122,7 +122,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--noise-url", help="a second dense server, with another attention backend")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison; exit status 0 when the gate holds."""
+    args = parse(arguments)
     try:
         summary = run(args)
     except FAILURES as error:

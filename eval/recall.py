@@ -5,7 +5,8 @@ of a prompt the method itself, the code that a server runs, selects from the key
 every layer and query head:
 
 - *mass*: the share of the attention mass that falls on selected tokens, mean and 5th percentile over positions;
-- the same for the *best* selection of as many pages, by true mass for each KV head, and for *random* pages;
+- the same for the *best* selection of as many pages, by true mass for each KV head, and for *random* pages; of an MLA
+  model, which robsa serves, of as many blocks, one selection for all heads;
 - *error*: relative L2 distance of the attention output, over the selected tokens, to that over all of them.
 
 All earlier KV is exact here and no layer sees what a selection did to the one before: for what adds up over layers and
@@ -123,7 +124,7 @@ def prompts(args: argparse.Namespace, tokenizer: Tokens) -> Iterator[Prompt]:
 
 def item_rows(prompt: Prompt, captured: Captured, chosen: Selection, judged: Judged) -> list[dict[str, Any]]:
     """One row for each query head of a layer."""
-    q_heads, kv_heads = captured.query.shape[1], captured.key.shape[1]
+    q_heads, selections = captured.query.shape[1], chosen.counts.shape[1]
     held = captured.positions // chosen.unit + 1
     density = (chosen.counts / held[:, None]).mean(0).tolist()
     rows = []
@@ -140,7 +141,7 @@ def item_rows(prompt: Prompt, captured: Captured, chosen: Selection, judged: Jud
                 "layer": captured.layer,
                 "head": head,
                 "scores": {name: round(score, 6) for name, score in scores.items()},
-                "density": round(density[head * kv_heads // q_heads], 6),
+                "density": round(density[head * selections // q_heads], 6),
                 "kept": {name: [round(mass, 4) for mass in kept[name].tolist()] for name in SELECTORS},
             }
         )
@@ -185,7 +186,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             def visit(captured: Captured, prompt: Prompt = prompt) -> None:
                 if captured.layer not in layers:
                     return
-                chosen = select(settings, captured, described.num_hidden_layers)
+                chosen = select(settings, captured, described)
                 judged = judge(
                     captured, chosen, random.Random(f"{args.seed} {prompt.id} {captured.layer}").getrandbits(60)
                 )

@@ -157,7 +157,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "rectification-books": lambda: report_tables.rectification(_file("ppl-rectify-book")),
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
-    **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA, *SERVING, THROUGHPUT)},
+    **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA)},
+    **{name: partial(_file, name) for name in (*SERVING, THROUGHPUT)},
     "bench_prefill": partial(_file, "bench_prefill"),
     "compare-niah": partial(_file, "niah", COMPARISON),
     "compare-long-generation": partial(_file, "long_generation", COMPARISON),

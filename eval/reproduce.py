@@ -39,7 +39,7 @@ from eval.parts.reproduce_legs import LEGS
 from eval.parts.reproduce_run import Runner, open_record, refuse_folder
 
 # Of the lines of a dry run.
-PORT = "30000"
+PORT = 30000
 
 
 def legs_table(legs: Sequence[Leg]) -> str:
@@ -59,18 +59,20 @@ def legs_table(legs: Sequence[Leg]) -> str:
 
 def dry_run(leg: Leg, folder: Path, revision: str | None) -> str:
     """The command lines of a leg, for a shell in the root of the repository."""
-    url, lines = f"http://127.0.0.1:{PORT}", [f"# {leg.name}: {', '.join(one.file for one in leg.commands)}"]
-    if leg.server:
-        if leg.server.model in model_shapes.SHAPES:
-            make = f"model_shapes.write({json.dumps(leg.server.model)}, Path({json.dumps(str(folder / MODELS))}))"
+    lines = [f"# {leg.name}: {', '.join(one.file for one in leg.commands)}"]
+    ports = range(PORT, PORT + len(leg.servers))
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    for server, port, url in zip(leg.servers, ports, urls, strict=True):
+        if server.model in model_shapes.SHAPES:
+            make = f"model_shapes.write({json.dumps(server.model)}, Path({json.dumps(str(folder / MODELS))}))"
             make = f"from pathlib import Path; from eval.parts import model_shapes; {make}"
             lines.append(shlex.join(["python", "-c", make]))
-        begin = [f"{name}={value}" for name, value in leg.server.environment]
-        begin += ["python", "-m", "sglang.launch_server", "--model-path", str(leg.server.model_path(folder))]
-        lines.append(shlex.join([*begin, "--port", PORT, *leg.server.arguments()]))
+        begin = [f"{name}={value}" for name, value in server.environment]
+        begin += ["python", "-m", "sglang.launch_server", "--model-path", str(server.model_path(folder))]
+        lines.append(shlex.join([*begin, "--port", str(port), *server.arguments()]))
         lines.append(f"# once {url}/health answers 200, in another shell:")
     return "\n".join(
-        [*lines, *(shlex.join(["python", "-m", *one.line(folder, url, revision)]) for one in leg.commands)]
+        [*lines, *(shlex.join(["python", "-m", *one.line(folder, urls, revision)]) for one in leg.commands)]
     )
 
 

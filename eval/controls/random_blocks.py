@@ -1,4 +1,4 @@
-"""A negative control of RoBSA: as many blocks as it would attend to, chosen at random instead of by their mass."""
+"""A negative control of RoBSA: blocks chosen at random, ``theta1`` of all that a row holds."""
 
 import torch
 
@@ -6,18 +6,29 @@ from sglang_sparse.methods.robsa import Robsa
 from sglang_sparse.pools import AuxPools
 from sglang_sparse.view import BatchView, LatentQuery
 
+# By how much the mass of the first choice exceeds that of the last one: enough to order them, too little to count.
+SPREAD = 1 / 64
+
 
 class RandomBlocks(Robsa):
-    """RoBSA with the masses of a row's blocks shuffled; the newest block is attended to as by RoBSA."""
+    """RoBSA whose blocks weigh the same, in an order drawn anew for each row, layer and step.
+
+    So a request's ``theta1`` is the share of the blocks that its rows attend to, whatever is in them; the newest block
+    is one of these, as RoBSA has it.
+    """
 
     def mass(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxPools) -> torch.Tensor:
-        """Draw anew for each row, layer and step."""
-        mass = super().mass(view, layer_id, query, pools)
-        return shuffled(mass, view.n_pages)
+        """Even masses."""
+        return even(torch.rand_like(view.scores[:, 0]), view.n_pages)
 
 
-def shuffled(mass: torch.Tensor, n_blocks: torch.Tensor) -> torch.Tensor:
-    """Masses ``[rows, max_blocks]`` in another order within the first ``n_blocks`` of each row; 0 beyond."""
-    beyond = torch.arange(mass.shape[1], device=mass.device) >= n_blocks[:, None]
-    order = torch.rand_like(mass).masked_fill(beyond, 2.0).argsort(-1)
-    return mass.gather(-1, order).masked_fill(beyond, 0.0)
+def even(order: torch.Tensor, n_blocks: torch.Tensor) -> torch.Tensor:
+    """Masses that add to 1 in each row and differ by little, higher where ``order`` is; 0 beyond a row's blocks.
+
+    Args:
+        order: ``[rows, max_blocks]`` float32, 0 to 1.
+        n_blocks: ``[rows]`` int32; 0 of a row that pads a CUDA graph.
+    """
+    beyond = torch.arange(order.shape[1], device=order.device) >= n_blocks[:, None]
+    mass = (1 + SPREAD * order).masked_fill(beyond, 0.0)
+    return mass / mass.sum(-1, keepdim=True).clamp_min(1)

@@ -19,12 +19,12 @@ SELECTORS = ("method", "best", "random")
 
 @dataclass(frozen=True)
 class Selection:
-    """What each KV head of each query attends to.
+    """What each query attends to: each KV head alone, or all of MLA's, whose keys are one in the pool, together.
 
     Attributes:
-        kept: ``[queries, kv_heads, tokens]`` bool.
-        counts: ``[queries, kv_heads]`` int64, how many units that is.
-        unit: tokens of a unit, which begin at its multiples: the page size, or 1.
+        kept: ``[queries, selections, tokens]`` bool, a selection for each KV head, or one for all.
+        counts: ``[queries, selections]`` int64, how many units that is.
+        unit: tokens of a unit, which begin at its multiples: the page size, the method's block, or 1.
     """
 
     kept: Tensor
@@ -86,8 +86,9 @@ def model_facts(path: str) -> ModelFacts:
 def judge(captured: Captured, selection: Selection, seed: int) -> Judged:
     """What a selection keeps, beside the best one of the same size and a random one.
 
-    Both are made for each query and KV head alone. The best one has the units with the most attention mass, summed over
-    the query heads of the group. The random one has the newest unit, which holds the query's own token, and any others.
+    Both are made for each query and selection alone. The best one has the units with the most attention mass, summed
+    over the query heads that share it. The random one has the newest unit, which holds the query's own token, and any
+    others.
 
     Args:
         captured: of a layer.
@@ -97,17 +98,18 @@ def judge(captured: Captured, selection: Selection, seed: int) -> Judged:
     generator = torch.Generator().manual_seed(seed)
     mass: dict[str, list[Tensor]] = {name: [] for name in SELECTORS}
     error: dict[str, list[Tensor]] = {name: [] for name in SELECTORS}
-    for head in range(captured.key.shape[1]):
-        weights = head_weights(captured, head)
-        value = captured.value[:, head].float()
-        dense = weights @ value
-        for name, kept in _selections(captured, selection, head, weights, generator).items():
-            chosen = weights * kept[:, None]
-            total = chosen.sum(-1)
-            # Without any mass the output is taken as 0, and the error is 1.
-            output = chosen @ value / total[..., None].clamp_min(torch.finfo(total.dtype).tiny)
-            mass[name].append(total)
-            error[name].append((output - dense).norm(dim=-1) / dense.norm(dim=-1))
+    several = selection.kept.shape[1]
+    for which, heads in enumerate(torch.arange(captured.key.shape[1]).chunk(several)):
+        weights = {head: head_weights(captured, head) for head in heads.tolist()}
+        total = torch.stack([part.sum(1) for part in weights.values()]).sum(0)
+        for name, kept in _selections(captured, selection, which, total, generator).items():
+            for head, part in weights.items():
+                chosen, value = part * kept[:, None], captured.value[:, head].float()
+                held, dense = chosen.sum(-1), part @ value
+                # Without any mass the output is taken as 0, and the error is 1.
+                output = chosen @ value / held[..., None].clamp_min(torch.finfo(held.dtype).tiny)
+                mass[name].append(held)
+                error[name].append((output - dense).norm(dim=-1) / dense.norm(dim=-1))
     return Judged(*({name: torch.cat(parts, 1).T for name, parts in found.items()} for found in (mass, error)))
 
 
@@ -121,19 +123,19 @@ def head_weights(captured: Captured, head: int) -> Tensor:
 
 
 def _selections(
-    captured: Captured, selection: Selection, head: int, weights: Tensor, generator: torch.Generator
+    captured: Captured, selection: Selection, which: int, weights: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """``[queries, tokens]`` bool of every selector."""
-    unit, counts, positions = selection.unit, selection.counts[:, head], captured.positions
+    """``[queries, tokens]`` bool of every selector, by the sum ``[queries, tokens]`` of the heads' weights."""
+    unit, counts, positions = selection.unit, selection.counts[:, which], captured.positions
     tokens = weights.shape[-1]
-    padded = torch.nn.functional.pad(weights.sum(1), (0, -tokens % unit))
+    padded = torch.nn.functional.pad(weights, (0, -tokens % unit))
     masses = padded.unflatten(-1, (-1, unit)).sum(-1)
     own = (positions // unit)[:, None]
     place = torch.arange(masses.shape[1], device=masses.device)
     drawn = torch.rand(masses.shape, generator=generator).to(masses.device).masked_fill(place == own, torch.inf)
     found = {"best": masses, "random": drawn}
     seen = torch.arange(tokens, device=masses.device) <= positions[:, None]
-    return {"method": selection.kept[:, head]} | {
+    return {"method": selection.kept[:, which]} | {
         name: _highest(scores.masked_fill(place > own, -torch.inf), counts).repeat_interleave(unit, 1)[:, :tokens]
         & seen
         for name, scores in found.items()

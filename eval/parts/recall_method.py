@@ -6,6 +6,8 @@ say nothing about the first.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from eval.live.counters import EvaluationError
@@ -13,11 +15,11 @@ from eval.parts.recall_attention import Captured, Selection
 from sglang_sparse.calibration.capture import AttentionArch, ModelFacts
 from sglang_sparse.config import Settings, SparseArgumentError, build, read_config
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.layers import parse_layers
 from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.robsa import Robsa
 from sglang_sparse.plan import plan_decode, usual_selection
 from sglang_sparse.pools import AuxPools, page_ends
-from sglang_sparse.view import allocate_view
+from sglang_sparse.view import LatentQuery, allocate_view
 
 
 def method_settings(method: str, config: str | None) -> Settings:
@@ -56,14 +58,23 @@ def require_served(settings: Settings, model: ModelFacts) -> tuple[int, ...]:
     except AttributeError as error:
         raise EvaluationError(f"{settings.name} judges a model by what only a server knows: {error}") from error
     if reason is None and model.attention_arch is AttentionArch.MLA:
-        reason = "recall is measured for MHA and GQA models only; this one uses MLA"
+        reason = _unknown_latents(settings)
     if reason:
         architecture = (model.hf_config.architectures or ["unknown"])[0]
         raise EvaluationError(f"--sparse-method {settings.name} does not fit {architecture}: {reason}")
     try:
-        return parse_layers(settings.config.layers, model.num_hidden_layers)
+        return settings.method.sparse_layers(model.num_hidden_layers)
     except ValueError as error:
         raise EvaluationError(f"--sparse-config of {settings.name}: {error}") from error
+
+
+def _unknown_latents(settings: Settings) -> str | None:
+    """Why the selection of an MLA model cannot be judged: of its keys transformers shows the rotary part alone."""
+    if not isinstance(settings.method, Robsa):
+        return "of MLA models recall is measured for robsa alone"
+    if settings.method.config.insensitive == "full_score":
+        return 'it scores by latent keys, which transformers shows expanded; allowed: {"insensitive": "dense"}'
+    return None
 
 
 def selected_share(settings: Settings, tokens: int) -> float:
@@ -72,48 +83,55 @@ def selected_share(settings: Settings, tokens: int) -> float:
     return float(plan.n_select / plan.n_pages)
 
 
-def select(settings: Settings, captured: Captured, layers: int) -> Selection:
+def select(settings: Settings, captured: Captured, model: ModelFacts) -> Selection:
     """What a method attends to at each of the captured queries, one decode step after the other.
 
-    The page after the dummy page holds the first tokens and so on. As on a server, the method's buffers are refreshed
+    The block after the dummy one holds the first tokens and so on. As on a server, the method's buffers are refreshed
     for all pages by the prefill of the tokens before the first query, and then at the end of each step for the page
     that it writes to; at its begin too where the method asks for that.
 
     Args:
         settings: of `method_settings`.
         captured: of a sparse layer.
-        layers: how many the model has.
+        model: that it is of. Of MLA all heads share a selection, as they share the keys; the latent part is zeros.
 
     Raises:
-        EvaluationError: the method names a page that the row does not hold, or one twice, or a key is out of the range
+        EvaluationError: the method names a block that the row does not hold, or one twice, or a key is out of the range
             of its buffers.
     """
-    method, page = settings.method, settings.config.page_size
-    query, key, layer, device = captured.query, captured.key, captured.layer, captured.key.device
-    (queries, q_heads, head_dim), (tokens, kv_heads, _) = query.shape, key.shape
-    pages = -(-tokens // page)
-    cache = key.new_zeros((pages + 1) * page, kv_heads, head_dim)
-    cache[page : page + tokens] = key
-    shape = ModelShape(layers, q_heads, kv_heads, head_dim, key.dtype)
-    pools = AuxPools(method.aux_specs(shape), (layer,), pages + 1, page, str(device))
+    method, layer, page = settings.method, captured.layer, settings.config.page_size
+    rows = _MlaRows(captured, page, model) if model.rope_dim else _Rows(captured, page)
+    queries, tokens, device = captured.query.shape[0], captured.key.shape[0], captured.key.device
+    unit = block = method.block_size
+    blocks = rows.pages * (page // block)
+    shape = ModelShape(
+        model.num_hidden_layers,
+        captured.query.shape[1],
+        rows.heads,
+        rows.cache.shape[2],
+        rows.cache.dtype,
+        model.rope_dim,
+    )
+    pools = AuxPools(method.aux_specs(shape), (layer,), rows.pages + 1, page, str(device))
     stats = torch.zeros(4, dtype=torch.int64, device=device)
-    view = allocate_view(1, kv_heads, pages, usual_selection(method, pages), page, stats)
-    view.page_table[0, :pages] = torch.arange(1, pages + 1)
+    view = allocate_view(1, rows.heads, blocks, usual_selection(method, blocks), block, stats)
+    first = page // block
+    view.page_table[0, :blocks] = torch.arange(first, first + blocks)
     prefilled = torch.arange(page, page + tokens - queries, device=device)
-    pools.refresh({layer: cache}, page_ends(prefilled, page))
-    kept = torch.zeros(queries, kv_heads, tokens, dtype=torch.bool, device=device)
-    counts = torch.zeros(queries, kv_heads, dtype=torch.int64, device=device)
-    unit = page
+    pools.refresh({layer: rows.cache}, page_ends(prefilled, page))
+    kept = torch.zeros(queries, rows.heads, tokens, dtype=torch.bool, device=device)
+    counts = torch.zeros(queries, rows.heads, dtype=torch.int64, device=device)
     for row, position in enumerate(captured.positions.tolist()):
         written = torch.tensor([page + position], device=device)
-        pools.refresh({layer: cache}, written, before_select=True)
+        pools.refresh({layer: rows.cache}, written, before_select=True)
         plan = plan_decode(method, torch.tensor([position + 1]))
         view.n_pages.copy_(plan.n_pages)
         view.n_select.copy_(plan.n_select)
-        found = method.select(view, layer, query[row : row + 1].contiguous(), pools)
-        pools.refresh({layer: cache}, written)
-        unit = page if found.unit == "page" else 1
-        units = _units(found, page // unit, -(-(position + 1) // unit), (pages * page) // unit)
+        view.values.copy_(plan.values)
+        found = method.select(view, layer, rows.query(row, written), pools)
+        pools.refresh({layer: rows.cache}, written)
+        unit = block if found.unit == "page" else 1
+        units = _units(found, page // unit, -(-(position + 1) // unit), blocks * block // unit)
         kept[row] = units.repeat_interleave(unit, 1)[:, :tokens]
         kept[row, :, position + 1 :] = False
         counts[row] = found.counts[0]
@@ -123,6 +141,44 @@ def select(settings: Settings, captured: Captured, layers: int) -> Selection:
             'would end here; this model needs {"summary_dtype": "bf16"}'
         )
     return Selection(kept, counts, unit)
+
+
+class _Rows:
+    """A KV pool with what was captured, ``[slots, kv_heads, head_dim]``, behind a dummy page; its queries."""
+
+    def __init__(self, captured: Captured, page: int) -> None:
+        self._captured = captured
+        self.pages = -(-captured.key.shape[0] // page)
+        keys = self.keys()
+        self.heads = keys.shape[1]
+        self.cache = keys.new_zeros((self.pages + 1) * page, *keys.shape[1:])
+        self.cache[page : page + keys.shape[0]] = keys
+
+    def keys(self) -> torch.Tensor:
+        """As they are in the pool."""
+        return self._captured.key
+
+    def query(self, row: int, written: torch.Tensor) -> Any:
+        """What a method is asked with at the query of a row, whose token has the slot ``written``."""
+        return self._captured.query[row : row + 1].contiguous()
+
+
+class _MlaRows(_Rows):
+    """The same of MLA: one key for all heads, latent and rotary."""
+
+    def __init__(self, captured: Captured, page: int, model: ModelFacts) -> None:
+        self._latent, self._rope = model.hf_text_config.kv_lora_rank, model.rope_dim
+        super().__init__(captured, page)
+
+    def keys(self) -> torch.Tensor:
+        """Zeros and the rotary key, which is the same in all heads."""
+        return torch.nn.functional.pad(self._captured.key[:, :1, -self._rope :], (self._latent, 0))
+
+    def query(self, row: int, written: torch.Tensor) -> LatentQuery:
+        """See the other."""
+        rope = self._captured.query[row : row + 1, :, -self._rope :].contiguous()
+        nope = rope.new_zeros(1, rope.shape[1], self._latent)
+        return LatentQuery(nope, rope, self.cache[:, 0], written, self._captured.scaling, 1.0, lambda mean: mean)
 
 
 def _units(found: SparseIndices, first: int, held: int, size: int) -> torch.Tensor:

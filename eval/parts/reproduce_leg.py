@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from eval.figures.goals import Goal
 from eval.parts.model_shapes import SHAPES
 
-# In the arguments of a command: the URL of its leg's server, and the folder of the results.
-URL, FOLDER = "{url}", "{folder}"
+# In the arguments of a command: the URL of its leg's server, of those beside it, and the folder of the results.
+URL, URLS_BESIDE, FOLDER = "{url}", ("{url1}", "{url2}"), "{folder}"
 MODELS = "models"
 
 
@@ -44,7 +44,8 @@ class Command:
     Attributes:
         module: what ``python -m`` runs.
         file: name of what it writes in the folder of the results: JSONL with a summary, where it is one of ``eval``.
-        arguments: but for ``--out`` and ``--revision``; ``{url}`` and ``{folder}`` stand for what is known later.
+        arguments: but for ``--out`` and ``--revision``; ``{url}``, ``{url1}`` and so on, and ``{folder}`` stand for
+            what is known later.
         goals: of ``eval/goals.json`` that its file has: ids, or "id: part" for one part alone.
     """
 
@@ -53,12 +54,13 @@ class Command:
     arguments: tuple[str, ...] = ()
     goals: tuple[str, ...] = ()
 
-    def line(self, folder: Path, url: str, revision: str | None = None) -> list[str]:
-        """Module and arguments."""
-        filled = [argument.replace(URL, url).replace(FOLDER, str(folder)) for argument in self.arguments]
+    def line(self, folder: Path, urls: Sequence[str], revision: str | None = None) -> list[str]:
+        """Module and arguments, with the URLs of the leg's servers."""
+        known = {FOLDER: str(folder), **dict(zip((URL, *URLS_BESIDE), urls, strict=False))}
+        filled = [_replaced(argument, known) for argument in self.arguments]
         # Only commands of eval keep the revision in their files.
-        known = ["--revision", revision] if revision and self.module.startswith("eval.") else []
-        return [self.module, *filled, "--out", str(folder / self.file), *known]
+        tail = ["--revision", revision] if revision and self.module.startswith("eval.") else []
+        return [self.module, *filled, "--out", str(folder / self.file), *tail]
 
     def reads(self) -> list[str]:
         """Names of the files in the folder of the results that other commands make for it."""
@@ -73,19 +75,32 @@ class Command:
         return goal.id in self.goals or f"{goal.id}: {goal.part}" in self.goals
 
 
+def _replaced(argument: str, known: Mapping[str, str]) -> str:
+    for name, value in known.items():
+        argument = argument.replace(name, value)
+    return argument
+
+
 @dataclass(frozen=True)
 class Leg:
-    """What is measured together, on one server if any.
+    """What is measured together, on one server if any, or several.
 
     Attributes:
         name: on the command line.
         commands: in their order.
         server: that is started for them; None where they need none or start their own.
+        beside: further ones that stand at the same time, two at most.
     """
 
     name: str
     commands: tuple[Command, ...]
     server: Server | None = None
+    beside: tuple[Server, ...] = ()
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """All of them, in the order in which they are started."""
+        return (self.server, *self.beside) if self.server else ()
 
     def claims(self, goals: Iterable[Goal]) -> str:
         """The goals that it measures, as ``--list`` prints them."""
@@ -95,5 +110,5 @@ class Leg:
     def starts(self) -> str:
         """What it starts beside its commands, as ``--list`` prints it."""
         if self.server:
-            return f"a server of {self.server.model}"
+            return f"{f'{len(self.servers)} servers' if self.beside else 'a server'} of {self.server.model}"
         return "servers of its own" if any(one.module == "eval.bench_serving" for one in self.commands) else "nothing"

@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.parts.decode_load import Load, server_flags
 from eval.parts.reproduce_leg import FOLDER, URL, Command, Leg, Server
-from eval.parts.reproduce_needles import NEEDLES, ROBSA, UNPROVEN
+from eval.parts.reproduce_needles import IDENTITY, NEEDLES, ROBSA, UNPROVEN
 
 
 def _resa(model: str, memory: float, *loads: Load, config: Mapping[str, Any] | None = None) -> Server:
@@ -284,4 +284,5 @@ LEGS: tuple[Leg, ...] = (
     # Not of speed: the tools come with the CUDA toolkit, and not every virtual machine lets them watch its GPU.
     Leg("sanitizer", (Command("eval.sanitize_kernels", "sanitizer.jsonl"),)),
     *NEEDLES,
+    *IDENTITY,
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from eval.parts.reproduce_leg import URL, Command, Leg, Server
+from eval.parts.reproduce_leg import URL, URLS_BESIDE, Command, Leg, Server
 
 # Of methods that are refused on a GPU otherwise.
 UNPROVEN = {"allow_unproven": True}
@@ -18,6 +18,7 @@ ROBSA = {"page_size": 64, "allow_uncalibrated": True}
 # are looked at, and it takes no values of 64 beside queries of 128.
 BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
 _CONTROLS = (("PYTHONPATH", "eval/controls"),)
+TINY_MLA_CALIBRATION = "eval/models/tiny-mla/robsa.json"
 THETA1 = (0.3, 0.5, 0.7, 0.95)
 # CUDA graphs of larger batches than are asked would take most of a start.
 _AT_ONCE = "16"
@@ -80,20 +81,51 @@ def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
 
 def _calibrated_server(method: str, config: Mapping[str, Any], environment: tuple[tuple[str, str], ...] = ()) -> Server:
     """A server of tiny-mla with the layers that its calibration says are sensitive."""
-    config = {"page_size": 64, "calibration": "eval/models/tiny-mla/robsa.json", **_ALWAYS, **config}
+    config = {"page_size": 64, "calibration": TINY_MLA_CALIBRATION, **_ALWAYS, **config}
     flags = ("--sparse-method", method, "--sparse-config", json.dumps(config), "--page-size", "64")
     flags += ("--attention-backend", "flashmla", *_GRAPHS)
     return Server("eval/models/tiny-mla", flags, environment)
 
 
 def _robsa_needles(
-    name: str, config: Mapping[str, Any], method: str = "robsa", environment: tuple[tuple[str, str], ...] = ()
+    method: str, theta1: float, count: int, environment: tuple[tuple[str, str], ...] = (), passkey: bool = False
 ) -> Leg:
-    """Needles with the calibration of the tiny model."""
-    asked = (*_BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", _AT_ONCE, "--lengths", "8k")
-    asked += ("--custom-params", '{"theta1": 0.95}')
-    command = Command("eval.niah", f"niah-tiny-mla-{name}.jsonl", asked)
-    return Leg(f"needles-{name}", (command,), _calibrated_server(method, config, environment))
+    """Needles with the calibration of the tiny model.
+
+    Args:
+        method: or the name of a control.
+        theta1: of the requests; of a control the share of the blocks.
+        count: of each task, length and depth.
+        environment: that the server knows it by.
+        passkey: whether to ask for a pass key, too.
+    """
+    both = (*_BESIDE_DENSE, "--n", str(count), "--concurrency", _AT_ONCE, "--lengths", "8k,32k")
+    both += ("--custom-params", json.dumps({"theta1": theta1}))
+    commands = [Command("eval.niah", f"niah-tiny-mla-{method}.jsonl", (*both, "--tasks", "single,multikey"))]
+    if passkey:
+        file = f"infinitebench-tiny-mla-{method}.jsonl"
+        commands.append(Command("eval.infinitebench", file, (*both, "--tasks", "gen_passkey")))
+    return Leg(f"needles-{method}", tuple(commands), _calibrated_server(method, {}, environment))
+
+
+def _robsa_identity(backend: str, noise: str, *flags: str) -> Leg:
+    """All layers of tiny-mla sparse and nothing left out, against the same server without a method.
+
+    Args:
+        backend: attention backend of both.
+        noise: another one, whose answers show what a kernel's order of summing changes.
+        *flags: of all three.
+    """
+    small = ("--mem-fraction-static", "0.3", "--max-total-tokens", "65536", "--cuda-graph-max-bs-decode", "2")
+    both = ("--page-size", "64", *small, *flags)
+    config = {"page_size": 64, "calibration": TINY_MLA_CALIBRATION, "theta2": 0, "theta1": 1, "dense_fallback": "never"}
+    sparse = ("--sparse-method", "robsa", "--sparse-config", json.dumps(config))
+    model, names = "eval/models/tiny-mla", "-".join((backend, *(("fp8",) if flags else ())))
+    dense, other = (Server(model, ("--attention-backend", name, *both)) for name in (backend, noise))
+    urls = ("--base-url", URL, "--compare-url", URLS_BESIDE[0], "--noise-url", URLS_BESIDE[1])
+    command = Command("eval.identity", f"identity-robsa-{names}.jsonl", urls)
+    server = Server(model, (*sparse, "--attention-backend", backend, *both))
+    return Leg(f"identity-robsa-{names}", (command,), server, (dense, other))
 
 
 def _theta2(name: str, config: Mapping[str, Any]) -> Leg:
@@ -138,8 +170,9 @@ NEEDLES: tuple[Leg, ...] = (
         *("tiny-gqa", "fa3", {"prompt_budget": 1024, **_ALWAYS, **UNPROVEN}, "8k", {"topk": 40}),
         forms=("chat", "second_turn"),
     ),
-    _robsa_needles("robsa", {}),
-    _robsa_needles("random_blocks", {}, "random_blocks", _CONTROLS),
+    _robsa_needles("robsa", 0.95, 100, passkey=True),
+    # More than RoBSA reads at either length.
+    *(_robsa_needles(control, 0.15, 20, _CONTROLS) for control in ("random_blocks", "sink_window")),
     _theta2("calibrated", {}),
     # Every layer by its rotary scores, whatever the calibration says of it.
     _theta2("rotary", {"theta2": 0}),
@@ -147,4 +180,11 @@ NEEDLES: tuple[Leg, ...] = (
     _theta2("full", {"insensitive": "full_score"}),
     _own_needles("portable"),
     _own_needles("auto"),
+)
+
+IDENTITY: tuple[Leg, ...] = (
+    *(_robsa_identity(backend, "triton") for backend in ("flashmla", "flashinfer", "fa3")),
+    _robsa_identity("triton", "flashinfer"),
+    _robsa_identity("flashmla", "triton", "--kv-cache-dtype", "fp8_e4m3"),
+    _robsa_identity("triton", "flashmla", "--kv-cache-dtype", "fp8_e4m3"),
 )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from eval.live.counters import EvaluationError
@@ -91,12 +92,14 @@ class Runner:
             try:
                 # Not for commands that cannot run.
                 ready = any(not self.lacking(leg, command) for command in todo)
-                server = self.start(leg, leg.server, stack) if leg.server and ready else None
+                servers = [self.start(leg, one, stack) for one in leg.servers] if ready else []
             except (RuntimeError, TimeoutError) as error:
-                how, log = str(error).split("; its log")[0], self.server_log(leg)
+                # Those that are up have no word of an error that ends a start.
+                log = [path for path in map(partial(self.server_log, leg), leg.servers) if path.exists()][-1]
+                how = str(error).split("; its log")[0]
                 print(f"{leg.name}: {how}: {last_error(log.read_text(errors='replace'))} ({log})")
                 return False
-            return self.commands(leg, todo, server)
+            return self.commands(leg, todo, servers)
 
     def lacking(self, leg: Leg, command: Command) -> list[str]:
         """The files of other legs that a command reads and that are not there, or unfinished; each with its leg."""
@@ -116,7 +119,7 @@ class Runner:
         """
         if server.model in model_shapes.SHAPES:
             model_shapes.write(server.model, self.folder / MODELS)
-        model, log = server.model_path(self.folder), self.server_log(leg)
+        model, log = server.model_path(self.folder), self.server_log(leg, server)
         env = dict(server.environment)
         if "PYTHONPATH" in env:
             # Beside what this process needs itself.
@@ -126,12 +129,13 @@ class Runner:
         print(f"{leg.name}: server of {server.model} is ready after {process.start_seconds:.0f} s", flush=True)
         return process
 
-    def server_log(self, leg: Leg) -> Path:
-        """What the server of a leg prints."""
-        return self.folder / f"{leg.name}.server.log"
+    def server_log(self, leg: Leg, server: Server) -> Path:
+        """What a server of a leg prints."""
+        place = leg.servers.index(server)
+        return self.folder / f"{leg.name}.server{place or ''}.log"
 
-    def commands(self, leg: Leg, todo: Sequence[Command], server: ServerProcess | None) -> bool:
-        """Run commands on a server that is up, but those that need a file that is not there or of one that failed.
+    def commands(self, leg: Leg, todo: Sequence[Command], servers: Sequence[ServerProcess]) -> bool:
+        """Run commands on servers that are up, but those that need a file that is not there or of one that failed.
 
         Returns:
             Whether all went well.
@@ -142,14 +146,15 @@ class Runner:
             if missing := [*missing, *self.lacking(leg, command)]:
                 self.say(leg, command, f"left out, it needs {', and '.join(missing)}")
                 failed.append(command)
-            elif not self.command(leg, command, server.url if server else ""):
+            elif not self.command(leg, command, [one.url for one in servers]):
                 failed.append(command)
-                if server and server.process and server.process.poll() is not None:
-                    print(f"{leg.name}: the server ended: {last_error(server.log())} ({self.server_log(leg)})")
-                    return False
+                for one in servers:
+                    if one.process and one.process.poll() is not None:
+                        print(f"{leg.name}: the server ended: {last_error(one.log())} ({one.log_path})")
+                        return False
         return not failed
 
-    def command(self, leg: Leg, command: Command, url: str) -> bool:
+    def command(self, leg: Leg, command: Command, urls: Sequence[str]) -> bool:
         """Run one command, with its output in the leg's log.
 
         Returns:
@@ -158,7 +163,7 @@ class Runner:
         log = self.folder / f"{leg.name}.log"
         began = time.monotonic()
         with log.open("a") as output:
-            status = call([sys.executable, "-m", *command.line(self.folder, url, self.revision)], output.fileno())
+            status = call([sys.executable, "-m", *command.line(self.folder, urls, self.revision)], output.fileno())
         seconds = round(time.monotonic() - began, 1)
         row = {"leg": leg.name, "module": command.module, "file": command.file, "revision": self.revision}
         self.record.add("run", **row, status=status, seconds=seconds)

@@ -3,14 +3,17 @@
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_sparse.keep_method import Prompts
 from sglang_sparse.methods.anchor import Anchor, AnchorConfig
+from sglang_sparse.methods.robsa import RobsaConfig
 from sglang_sparse.methods.rocketkv import RocketkvConfig
 from sglang_sparse.prefill_method import PrefillInputs, PrefillSpan
+from sglang_sparse.view import allocate_view
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summary
 
@@ -21,8 +24,8 @@ CONTROLS = Path(__file__).parent.parent.parent / "eval" / "controls"
 def controls(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(CONTROLS))
     yield importlib.import_module
-    for name in ("true_mass", "random_pages", "random_kept", "random_blocks", "random_stripes", "definition"):
-        sys.modules.pop(name, None)
+    for path in CONTROLS.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 def test_mass_of_a_half_filled_page(controls) -> None:
@@ -75,17 +78,29 @@ def test_random_kept_keeps_as_many_blocks_of_each_prompt_as_rocketkv(controls) -
         assert (kept.diff() > 0).all() and kept.min() >= 0 and kept.max() < first_visible
 
 
-def test_random_blocks_have_the_masses_of_a_row_in_another_order(controls) -> None:
-    shuffled = controls("random_blocks").shuffled
+def test_controls_of_robsa_read_the_share_that_a_request_asks_for(controls) -> None:
+    n_blocks = torch.tensor([500, 123, 0], dtype=torch.int32)
+    config = RobsaConfig(page_size=16, allow_uncalibrated=True)
+    view = allocate_view(3, 1, 500, 250, 16, torch.zeros(4, dtype=torch.int64))
+    view.n_pages.copy_(n_blocks)
+    view.n_select.copy_(n_blocks // 2)
+    view.values.fill_(0.12)
+    view.page_table.copy_(torch.arange(view.page_table.shape[1]))
     torch.manual_seed(0)
-    mass, n_blocks = torch.rand(3, 500), torch.tensor([500, 123, 0], dtype=torch.int32)
-    # What lies beyond a row is nobody's.
-    mass[1, 123:] = torch.nan
-    drawn, again = shuffled(mass, n_blocks), shuffled(mass, n_blocks)
-    for row, count in enumerate(n_blocks.tolist()):
-        assert drawn[row, :count].sort().values.equal(mass[row, :count].sort().values)
-        assert drawn[row, count:].eq(0).all()
-    assert not drawn[1, :123].equal(mass[1, :123]) and not drawn[1].equal(again[1])
+    found = {}
+    for name, kind in (("random_blocks", "RandomBlocks"), ("sink_window", "SinkWindow")):
+        method = getattr(controls(name), kind)(config)
+        # Neither looks at the query or at any key.
+        mass = method.mass(view, 0, None, None)
+        torch.testing.assert_close(mass.sum(-1), torch.tensor([1.0, 1.0, 0.0]))
+        assert mass[1, 123:].eq(0).all()
+        query = SimpleNamespace(mean_over_ranks=lambda mean: mean)
+        chosen = method.select(view, 0, query, None)
+        assert [round(0.12 * n) for n in (500, 123, 0)] == pytest.approx(chosen.counts[:, 0].tolist(), abs=1)
+        found[name] = [set(row[:n].tolist()) for row, n in zip(chosen.indices[:, 0], chosen.counts[:, 0], strict=True)]
+    assert found["sink_window"][0] == {0, *range(500 - len(found["sink_window"][0]) + 1, 500)}
+    assert 499 in found["random_blocks"][0] and len(found["random_blocks"][0] & found["sink_window"][0]) < 20
+    assert method.mass(view, 0, None, None).equal(mass)
 
 
 def test_random_stripes_are_as_many_as_were_found(controls) -> None:

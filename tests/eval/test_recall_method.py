@@ -1,5 +1,6 @@
 """Selections of shipped and made-up methods in process, and what they keep of the attention."""
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 from eval.live.counters import EvaluationError
 from eval.parts.recall_attention import Captured, Selection, judge
 from eval.parts.recall_method import ModelFacts, method_settings, require_served, select
+from sglang_sparse.calibration.similarity import select as rope_selection
 from sglang_sparse.config import Settings
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import MethodConfig
+from tests.rope_calibrations import calibration
 
 PAGE, KV_HEADS, GROUP, DIM = 16, 2, 4, 64
 
@@ -48,13 +51,13 @@ class Named(DecodeMethod):
 
 
 def chosen_by(method: DecodeMethod, data: Captured) -> Selection:
-    return select(Settings("named", method), data, 4)
+    return select(Settings("named", method), data, Facts())
 
 
 def test_resa_selects_as_its_paper_says() -> None:
     data = captured()
     settings = method_settings("resa", '{"active_ratio": 0.2, "min_pages": 2, "local_pages": 1}')
-    found = select(settings, data, 4)
+    found = select(settings, data, Facts())
     for row, position in enumerate(data.positions.tolist()):
         pages = data.key[: position + 1].split(PAGE)
         count = max(2, math.ceil(round(0.2 * len(pages), 9)))
@@ -66,6 +69,32 @@ def test_resa_selects_as_its_paper_says() -> None:
             kept = [token for i in best for token in range(i * PAGE, (i + 1) * PAGE) if token <= position]
             assert found.kept[row, head].nonzero().flatten().tolist() == sorted(kept)
             assert found.counts[row, head] == count
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_robsa_selects_for_all_heads_by_the_rotary_keys_that_they_share(page: int) -> None:
+    torch.manual_seed(2)
+    heads, dims, rope, length = 6, 48, 64, 405
+    keys = torch.cat([torch.randn(length, heads, dims), torch.randn(length, 1, rope).expand(-1, heads, -1)], -1)
+    data = Captured(2, 2 * torch.randn(30, heads, dims + rope), keys, torch.randn(length, heads, 32), 0.1)
+    model = Facts(kv_lora_rank=512, qk_rope_head_dim=rope)
+    given = json.dumps({"page_size": page, "theta1": 0.5, "max_active_ratio": 0.9, "allow_uncalibrated": True})
+    settings = method_settings("robsa", given)
+    assert require_served(settings, model) == (0, 1, 2, 3)
+    found = select(settings, data, model)
+    scores = torch.zeros(30, length)
+    for row, position in enumerate(data.positions.tolist()):
+        logits = torch.einsum("hd,td->ht", data.query[row, :, dims:], keys[: position + 1, 0, dims:]) * data.scaling
+        scores[row, : position + 1] = logits.softmax(-1).mean(0)
+    kept = rope_selection(scores, data.positions, 0.5, 16) & (torch.arange(length) <= data.positions[:, None])
+    assert found.unit == 16 and found.kept.shape == (30, 1, length) and found.kept[:, 0].equal(kept)
+    judged = judge(data, found, 0)
+    for head in (0, heads - 1):
+        logits = keys[: data.positions[7] + 1, head] @ data.query[7, head] * data.scaling
+        expected = logits.softmax(0)[kept[7, : data.positions[7] + 1]].sum()
+        torch.testing.assert_close(judged.mass["method"][head, 7], expected)
+    total = {name: mass.sum(0) for name, mass in judged.mass.items()}
+    assert (total["best"] >= total["method"] - 1e-5).all() and (total["best"] >= total["random"] - 1e-5).all()
 
 
 def test_pages_and_tokens_become_masks() -> None:
@@ -90,7 +119,7 @@ def test_keys_out_of_range_are_refused() -> None:
     data.key[17, 0, 3] = 1e4
     settings = method_settings("resa", '{"min_pages": 2, "summary_dtype": "fp8"}')
     with pytest.raises(EvaluationError, match="out of the range"):
-        select(settings, data, 4)
+        select(settings, data, Facts())
 
 
 def test_everything_keeps_everything() -> None:
@@ -119,7 +148,7 @@ def test_mass_and_error_are_those_of_plain_attention() -> None:
 
 def test_best_is_best_and_random_is_none_of_the_worst() -> None:
     data = captured(sharp=3.0)
-    found = select(method_settings("resa", '{"active_ratio": 0.2, "min_pages": 1}'), data, 4)
+    found = select(method_settings("resa", '{"active_ratio": 0.2, "min_pages": 1}'), data, Facts())
     judged = judge(data, found, 0)
     by_group = {name: mass.view(KV_HEADS, GROUP, -1).sum(1) for name, mass in judged.mass.items()}
     assert (by_group["best"] >= by_group["method"] - 1e-5).all() and (
@@ -152,8 +181,14 @@ def test_refused_models() -> None:
     mla = Facts(kv_lora_rank=512)
     with pytest.raises(EvaluationError, match="does not fit TheModel: resa needs an MHA or GQA model"):
         require_served(settings, mla)
-    with pytest.raises(EvaluationError, match="recall is measured for MHA and GQA models only; this one uses MLA"):
+    with pytest.raises(EvaluationError, match="of MLA models recall is measured for robsa alone"):
         require_served(Settings("named", Named(lambda held: [0])), mla)
+    calibrated = {"calibration": calibration([0.999, 0.5, 0.999, 0.5])}
+    mla = Facts(kv_lora_rank=512, qk_rope_head_dim=64)
+    assert require_served(method_settings("robsa", json.dumps(calibrated)), mla) == (0, 2)
+    full = json.dumps({**calibrated, "insensitive": "full_score"})
+    with pytest.raises(EvaluationError, match="scores by latent keys, which transformers shows expanded"):
+        require_served(method_settings("robsa", full), mla)
     with pytest.raises(EvaluationError, match="the model has layers 0 to 3"):
         require_served(method_settings("resa", '{"layers": "7"}'), Facts())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from eval import (
     agree_dsa,
@@ -19,6 +20,8 @@ from eval import (
     bench_mla,
     bench_prefill,
     bench_throughput,
+    identity,
+    infinitebench,
     niah,
     profile_decode,
     reproduce,
@@ -48,11 +51,15 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.bench_prefill": bench_prefill.parse,
     "eval.bench_serving": serving_arguments.parse,
     "eval.bench_throughput": bench_throughput.parse,
+    "eval.identity": identity.parse,
+    "eval.infinitebench": lambda arguments: parser_of(infinitebench.InfiniteBenchSuite).parse_args(arguments),
     "eval.niah": lambda arguments: parser_of(niah.NeedleSuite).parse_args(arguments),
     "eval.profile_decode": profile_decode.parse,
     "eval.sanitize_kernels": sanitize_kernels.parse,
     "sglang_sparse.tune": lambda arguments: tune.parser().parse_args(arguments),
 }
+# Legs on trained tiny models.
+TINY = ("needles-", "identity-")
 COMMANDS = [(leg, command) for leg in LEGS for command in leg.commands]
 README = Path(reproduce.__file__).parent / "README.md"
 
@@ -63,7 +70,7 @@ def parsed(command: Command, folder: Path) -> argparse.Namespace:
     header = {"kind": "header", "command": "eval.bench_mla", "base_recipe": {}, "arguments": arguments}
     row = {"kind": "summary", "op": "mass+topp+attend", "implementation": "rope", "stripe_ratio": 0.003}
     (folder / "mla-v2-lite.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (header, row)))
-    module, *rest = command.line(folder, "http://here", "r1")
+    module, *rest = command.line(folder, ["http://here"], "r1")
     return PARSERS[module](rest)
 
 
@@ -144,7 +151,7 @@ def test_claims_are_goals_and_files_are_distinct() -> None:
 
 def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
     for leg in LEGS:
-        if leg.server is None or leg.name.startswith("needles-"):
+        if leg.server is None or leg.name.startswith(TINY):
             continue
         assert leg.server.model in SHAPES and "--load-format" in leg.server.arguments()
         flags = leg.server.flags
@@ -168,6 +175,23 @@ def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
                 assert config.get("rectify_interval", 32) == args.interval
                 assert args.dense_only == ("--sparse-method" not in flags)
         assert limit["--max-total-tokens"] < max(needed) + 16, "a page less and the largest batch is refused"
+
+
+def test_identities_are_of_servers_that_differ_by_the_method_alone() -> None:
+    legs = [leg for leg in LEGS if leg.name.startswith("identity-")]
+    for leg in legs:
+        assert leg.server is not None
+        (dense, noise), ((command,)) = leg.beside, leg.commands
+        assert dense.model == noise.model == leg.server.model and noise.flags != dense.flags
+        option, name, _, config, *flags = leg.server.flags
+        assert option == "--sparse-method" and tuple(flags) == dense.flags
+        settings = build(name, read_config(config))
+        assert settings.config.dense_fallback == "never" and settings.method.sparse_layers(4) == (0, 1, 2, 3)
+        assert settings.method.n_select(torch.tensor([500])).tolist() == [500]
+        urls = ["http://a", "http://b", "http://c"]
+        given = dict(zip(*[iter(command.line(Path("results"), urls)[1:])] * 2, strict=True))
+        assert [given[f"--{one}-url"] for one in ("base", "compare", "noise")] == urls
+    assert {leg.name.split("-")[2] for leg in legs} == {"flashmla", "flashinfer", "fa3", "triton"}
 
 
 @pytest.mark.parametrize("leg", [leg for leg in LEGS if leg.name.startswith("needles-")], ids=lambda leg: leg.name)
@@ -224,7 +248,7 @@ def test_the_commands_of_the_readme_are_the_same() -> None:
     lines = [shlex.split(line) for block in blocks for line in block.replace("\\\n", "").splitlines()]
     bench = ("eval.bench_decode", "eval.bench_mla", "eval.bench_prefill", "eval.bench_serving")
     shown = [line[2:] for line in lines if line[:2] == ["python", "-m"] and line[2] in bench]
-    known = [[part.removeprefix("./") for part in one.line(Path(), "URL")] for _, one in COMMANDS]
+    known = [[part.removeprefix("./") for part in one.line(Path(), ["URL"])] for _, one in COMMANDS]
     assert len(shown) == 7
     for line in shown:
         assert line in known

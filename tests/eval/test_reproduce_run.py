@@ -15,55 +15,8 @@ import torch
 from eval import reproduce
 from eval.live.record import read_rows
 from eval.parts import reproduce_run
-from eval.parts.reproduce_leg import FOLDER, URL, Command, Leg, Server
-from launch.server import ServerProcess
-
-STUB = """
-import argparse, json, sys, urllib.request
-parser = argparse.ArgumentParser()
-for name in ("out", "revision", "get", "reads"):
-    parser.add_argument(f"--{name}")
-parser.add_argument("--status", type=int, default=0)
-args = parser.parse_args()
-print("measures", args.out)
-if args.get:
-    print(urllib.request.urlopen(args.get).read().decode())
-if args.reads:
-    open(args.reads)
-with open(args.out, "w") as file:
-    print(json.dumps({"kind": "header", "command": "stub", "revision": args.revision}), file=file)
-    print(json.dumps({"kind": "summary"}), file=file)
-print("no luck" if args.status else "done", file=sys.stderr)
-sys.exit(args.status)
-"""
-SERVER = """
-import os, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-if "--broken" in sys.argv:
-    print("loading\\ntorch.OutOfMemoryError: CUDA out of memory\\nReceived sigquit", flush=True)
-    sys.exit(3)
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        if self.path == "/end":
-            print("RuntimeError: no more pages\\nbye", flush=True)
-            os._exit(1)
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"a stub answers")
-HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-
-
-class StubServer(ServerProcess):
-    """A process that answers, in place of SGLang."""
-
-    started: list["StubServer"] = []
-
-    def __init__(self, model_path: Path, *args: str, log_path: Path, env: dict[str, str], timeout: float) -> None:
-        super().__init__(model_path, *args, log_path=log_path, env=env, timeout=timeout)
-        self.meant = self.command
-        self.command = [sys.executable, str(log_path.parent.parent / "stub_server.py"), str(self.port), *args]
-        StubServer.started.append(self)
+from eval.parts.reproduce_leg import FOLDER, URL, URLS_BESIDE, Command, Leg, Server
+from tests.reproduce_stubs import SERVER, STUB, StubServer
 
 
 @pytest.fixture
@@ -129,6 +82,23 @@ def test_a_run_and_its_resume(folder: Path, capsys: pytest.CaptureFixture[str]) 
     ]
     assert run(folder, legs, "--revision", "r2") == 0
     assert [file for file, _ in runs(folder)[4:]] == ["a.jsonl", "b.jsonl", "c.json"]
+
+
+def test_servers_beside_each_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beside = Server("checkpoint", ("--page-size", "64")), Server("checkpoint", ("--page-size", "1"))
+    both = stub("a.jsonl", "--get", f"{URL}/{URLS_BESIDE[0]}/{URLS_BESIDE[1]}")
+    leg = Leg("several", (both,), Server("checkpoint", ("--page-size", "16")), beside)
+    assert run(folder, [leg]) == 0
+    assert outcomes(capsys.readouterr().out)[:3] == ["several: server of checkpoint is ready after N s"] * 3
+    urls = [one.url for one in StubServer.started]
+    assert [one.meant[one.meant.index("--page-size") + 1] for one in StubServer.started] == ["16", "64", "1"]
+    assert both.line(folder, urls)[-3].split("/http")[1:] == [url.removeprefix("http") for url in urls[1:]]
+    assert (folder / "several.server.log").exists() and (folder / "several.server2.log").exists()
+    assert all(server.process is None for server in StubServer.started)
+    broken = Leg("broken", (stub("b.jsonl"),), leg.server, (Server("checkpoint", ("--broken",)),))
+    assert run(folder, [broken]) == 1
+    assert "broken.server1.log" in capsys.readouterr().out and not (folder / "b.jsonl").exists()
+    assert reproduce.dry_run(leg, folder, None).count("sglang.launch_server") == 3
 
 
 def test_what_failed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
