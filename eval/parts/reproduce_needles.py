@@ -88,7 +88,12 @@ def _calibrated_server(method: str, config: Mapping[str, Any], environment: tupl
 
 
 def _robsa_needles(
-    method: str, theta1: float, count: int, environment: tuple[tuple[str, str], ...] = (), passkey: bool = False
+    method: str,
+    theta1: float,
+    count: int,
+    environment: tuple[tuple[str, str], ...] = (),
+    every_layer: bool = False,
+    passkey: bool = False,
 ) -> Leg:
     """Needles with the calibration of the tiny model.
 
@@ -97,15 +102,17 @@ def _robsa_needles(
         theta1: of the requests; of a control the share of the blocks.
         count: of each task, length and depth.
         environment: that the server knows it by.
+        every_layer: whether all layers select by their rotary scores, not those alone that the calibration trusts.
         passkey: whether to ask for a pass key, too.
     """
+    name, config = (f"{method}-all", {"theta2": 0}) if every_layer else (method, {})
     both = (*_BESIDE_DENSE, "--n", str(count), "--concurrency", _AT_ONCE, "--lengths", "8k,32k")
     both += ("--custom-params", json.dumps({"theta1": theta1}))
-    commands = [Command("eval.niah", f"niah-tiny-mla-{method}.jsonl", (*both, "--tasks", "single,multikey"))]
+    commands = [Command("eval.niah", f"niah-tiny-mla-{name}.jsonl", (*both, "--tasks", "single,multikey"))]
     if passkey:
-        file = f"infinitebench-tiny-mla-{method}.jsonl"
+        file = f"infinitebench-tiny-mla-{name}.jsonl"
         commands.append(Command("eval.infinitebench", file, (*both, "--tasks", "gen_passkey")))
-    return Leg(f"needles-{method}", tuple(commands), _calibrated_server(method, {}, environment))
+    return Leg(f"needles-{name}", tuple(commands), _calibrated_server(method, config, environment))
 
 
 def _robsa_identity(backend: str, noise: str, *flags: str) -> Leg:
@@ -171,8 +178,15 @@ NEEDLES: tuple[Leg, ...] = (
         forms=("chat", "second_turn"),
     ),
     _robsa_needles("robsa", 0.95, 100, passkey=True),
-    # More than RoBSA reads at either length.
-    *(_robsa_needles(control, 0.15, 20, _CONTROLS) for control in ("random_blocks", "sink_window")),
+    # The other layers find the needles, so that a window may do in those that the calibration trusts; it must not where
+    # all of them select.
+    _robsa_needles("robsa", 0.7, 100, every_layer=True, passkey=True),
+    # A share that is more than RoBSA reads.
+    *(
+        _robsa_needles(control, 0.15, 20, _CONTROLS, every_layer)
+        for control in ("random_blocks", "sink_window")
+        for every_layer in (False, True)
+    ),
     _theta2("calibrated", {}),
     # Every layer by its rotary scores, whatever the calibration says of it.
     _theta2("rotary", {"theta2": 0}),
