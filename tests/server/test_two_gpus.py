@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,8 @@ TENTH = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never"}
 # In float16, as it leaves fewer ties to rounding than bfloat16: a sum of two halves rounds otherwise than the whole.
 FLAGS = ("--attention-backend", "triton", "--dtype", "float16", "--mem-fraction-static", "0.3")
 TOKENS = 24
+LATENTS = Path(__file__).parents[2] / "eval" / "models" / "tiny-mla"
+ROBSA = {"allow_uncalibrated": True, "page_size": 64, "theta1": 0.6, "dense_fallback": "never"}
 
 
 class Answer(NamedTuple):
@@ -81,3 +84,29 @@ def test_many_at_once_on_two_gpus(pair, asked) -> None:
     # Counted by the first rank, which has one of two KV heads, in all of four layers.
     assert state["dense_fallback_rows"] == 0 and state["sparse_layer_rows"] == 4 * state["decode_rows"]
     assert 0 < state["pages_attended"] < state["pages_held"] / 4
+
+
+@pytest.fixture(scope="module")
+def latents_alone(serve, asked) -> list[Answer]:
+    with serve(LATENTS, *FLAGS, method="robsa", config=ROBSA) as server:
+        return [answer(server, prompt, ask(server, prompt, TOKENS)["output_ids"]) for prompt in asked]
+
+
+@pytest.mark.parametrize("scope", ["global", "rank"])
+def test_mla_on_two_gpus(serve, asked, latents_alone, scope) -> None:
+    """Both GPUs hold all latents and half of the heads; by the mean over all heads they select as one GPU does."""
+    sparse, far = [], []
+    with serve(LATENTS, *FLAGS, "--tp-size", "2", method="robsa", config={**ROBSA, "head_scope": scope}) as pair:
+        for prompt, one in zip(asked, latents_alone, strict=True):
+            two = answer(pair, prompt, one.tokens)
+            assert max(differences(one.dense, two.dense)) < 0.05, (len(prompt), one, two)
+            sparse += differences(one.sparse, two.sparse)
+            far += differences(one.sparse, one.dense)
+        before = sparse_state(pair)
+        greedy(pair, asked, TOKENS, at_once=len(asked))
+        state = spent(pair, before)
+        assert state["sparse_layer_rows"] == 4 * state["decode_rows"] > 0
+        assert 0 < state["pages_attended"] < 0.8 * state["pages_held"]
+        assert_nothing_leaked(pair)
+    if scope == "global":
+        assert statistics.fmean(sparse) < 0.02 < statistics.fmean(far)
