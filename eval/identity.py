@@ -161,7 +161,7 @@ def summarise(
     if after["method"] is not None:
         wanted = counts["decode_rows"] * after["sparse_layers"]
         proofs.append(counts["sparse_layer_rows"] == wanted > 0 and after["dense_fallback_rows"] == 0)
-    if after["prefill"]:
+    if after.get("prefill"):
         proofs.append(counts["prefill_pairs_attended"] == counts["prefill_pairs_causal"])
         wanted = sum(sparse_tokens(row, after["prefill"]["config"]) for row in rows)
         proofs.append(counts["prefill_sparse_tokens"] == wanted > 0)

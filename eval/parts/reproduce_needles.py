@@ -115,6 +115,13 @@ def _robsa_needles(
     return Leg(f"needles-{name}", tuple(commands), _calibrated_server(method, config, environment))
 
 
+def _backend(name: str) -> tuple[str, ...]:
+    """Flags of an attention backend; of FA3, which has no prefill for values of 64 beside keys of 128, in decode."""
+    if name == "fa3":
+        return ("--prefill-attention-backend", "flashinfer", "--decode-attention-backend", name)
+    return ("--attention-backend", name)
+
+
 def _robsa_identity(backend: str, noise: str, *flags: str) -> Leg:
     """All layers of tiny-mla sparse and nothing left out, against the same server without a method.
 
@@ -128,10 +135,10 @@ def _robsa_identity(backend: str, noise: str, *flags: str) -> Leg:
     config = {"page_size": 64, "calibration": TINY_MLA_CALIBRATION, "theta2": 0, "theta1": 1, "dense_fallback": "never"}
     sparse = ("--sparse-method", "robsa", "--sparse-config", json.dumps(config))
     model, names = "eval/models/tiny-mla", "-".join((backend, *(("fp8",) if flags else ())))
-    dense, other = (Server(model, ("--attention-backend", name, *both)) for name in (backend, noise))
+    dense, other = (Server(model, (*_backend(name), *both)) for name in (backend, noise))
     urls = ("--base-url", URL, "--compare-url", URLS_BESIDE[0], "--noise-url", URLS_BESIDE[1])
     command = Command("eval.identity", f"identity-robsa-{names}.jsonl", urls)
-    server = Server(model, (*sparse, "--attention-backend", backend, *both))
+    server = Server(model, (*sparse, *_backend(backend), *both))
     return Leg(f"identity-robsa-{names}", (command,), server, (dense, other))
 
 

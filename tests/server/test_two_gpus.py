@@ -88,7 +88,7 @@ def test_many_at_once_on_two_gpus(pair, asked) -> None:
 
 @pytest.fixture(scope="module")
 def latents_alone(serve, asked) -> list[Answer]:
-    with serve(LATENTS, *FLAGS, method="robsa", config=ROBSA) as server:
+    with serve(LATENTS, *FLAGS, "--page-size", "64", method="robsa", config=ROBSA) as server:
         return [answer(server, prompt, ask(server, prompt, TOKENS)["output_ids"]) for prompt in asked]
 
 
@@ -96,7 +96,8 @@ def latents_alone(serve, asked) -> list[Answer]:
 def test_mla_on_two_gpus(serve, asked, latents_alone, scope) -> None:
     """Both GPUs hold all latents and half of the heads; by the mean over all heads they select as one GPU does."""
     sparse, far = [], []
-    with serve(LATENTS, *FLAGS, "--tp-size", "2", method="robsa", config={**ROBSA, "head_scope": scope}) as pair:
+    config = {**ROBSA, "head_scope": scope}
+    with serve(LATENTS, *FLAGS, "--page-size", "64", "--tp-size", "2", method="robsa", config=config) as pair:
         for prompt, one in zip(asked, latents_alone, strict=True):
             two = answer(pair, prompt, one.tokens)
             assert max(differences(one.dense, two.dense)) < 0.05, (len(prompt), one, two)
