@@ -2,6 +2,7 @@
 
 import torch
 
+from ..latent_rows.reference import read_latents
 from ..sparse_decode.reference import token_slots
 
 # Rows at a time: bounds the keys that are gathered.
@@ -29,7 +30,9 @@ def sparse_mla_decode(
             continue
         slots, valid = token_slots(indices[part, :, :width], counts[part], last_slots[part], block_size)
         # An unwritten slot may hold NaN, which a weight of zero does not remove.
-        latents = kv_cache[slots[:, 0]].float()  # [rows, T, R + r]
+        gathered = kv_cache[slots[:, 0]]
+        scaled = gathered.dtype == torch.uint8
+        latents = read_latents(gathered, q_nope.shape[2]) if scaled else gathered.float()  # [rows, T, R + r]
         latents[(~valid[:, 0]).nonzero(as_tuple=True)] = 0.0
         query = torch.cat([q_nope[part], q_rope[part]], dim=-1).float()
         logits = query @ latents.mT * (sm_scale * kv_scale)
