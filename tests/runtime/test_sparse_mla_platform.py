@@ -98,7 +98,7 @@ def test_prefixes_bring_their_keys_along_and_retraction_changes_nothing(trained)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype fp8_e4m3: .* takes auto or bfloat16"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype fp8_e5m2: .* takes auto, bfloat16 or fp8_e4m3"),
         (["--dsa-decode-backend", "fa3"], "--dsa-decode-backend fa3: without a CUDA device"),
         (["--dsa-topk-backend", "flashinfer"], "--dsa-topk-backend flashinfer: without a CUDA device"),
     ],
