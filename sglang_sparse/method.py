@@ -110,7 +110,7 @@ class DecodeMethod(ABC):
     decides_on_device: ClassVar[bool] = False
     selects_in_model: ClassVar[bool] = False
     view_buffers: ClassVar[tuple[ViewBuffer, ...]] = ("page_table", "scores", "selected")
-    fp8_kv: bool = True
+    fp8_kv: ClassVar[bool] = True
     needs_float8: ClassVar[bool] = True
     flag_limits: ClassVar[tuple[FlagLimit, ...]] = ()
     more_counts: ClassVar[tuple[str, ...]] = ()
