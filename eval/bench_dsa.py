@@ -64,7 +64,7 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
     """
     for name, good, allowed in (
         ("heads", args.heads >= 1, "1 or more"),
-        ("latent", args.latent in (64, 128, 256, 512), "64, 128, 256 or 512"),
+        ("latent", args.latent in (128, 256, 512), "128, 256 or 512"),
         ("rope", args.rope in (16, 32, 64), "16, 32 or 64"),
         ("index_heads", 1 <= args.index_heads <= 64, "1 to 64"),
         ("topk", args.topk >= 1, "1 or more"),

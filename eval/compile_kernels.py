@@ -58,6 +58,7 @@ OPERATIONS = {
     "index_keys": "quantize",
     "index_logits": "index_logits",
     "kt_score": "kt_score",
+    "latent_rows": "write_latents",
     "page_score": "page_score",
     "page_summary": "update_page_summary",
     "page_table": "load_page_table",

@@ -88,9 +88,25 @@ DSA_SEAMS = (
     Seam(
         "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang",
         "AROUND",
-        "indexer:attend",
+        "dsa_latents:attend",
         "scheduler",
         "DSA: attend to them",
         "dsa",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._write_mla_kv_buffer",
+        "AROUND",
+        "dsa_latents:write",
+        "scheduler",
+        "DSA: write float8 latents, which SGLang does on GPUs that have float8",
+        "dsa",
+    ),
+    Seam(
+        "sglang.srt.server_args.ServerArgs._set_default_dsa_backends",
+        "AROUND",
+        "implementation:keep_slot",
+        "main",
+        "DSA on a GPU: float8 latents go with the backend in whose place the portable attention stands",
+        gpu=True,
     ),
 )

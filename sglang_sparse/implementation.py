@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.config import SparseArgumentError
+from sglang_sparse.config import SparseArgumentError, settings_of
 from sglang_sparse.limits import on_gpu
 from sglang_sparse.methods.dsa import AUTO, NATIVE, PORTABLE, REFERENCE, STAGES, Dsa, DsaConfig
 
@@ -31,6 +31,8 @@ LEAST_CAPABILITY = (8, 0)
 BEST = (9, 0)
 # SGLang's selection in prefill is compiled for this number of tokens.
 NATIVE_TOPK = 2048
+# Latent and rotated key of a token whose KV SGLang keeps in float8.
+FLOAT8_LATENT = (512, 64)
 # The backend of SGLang in whose place the portable attention stands.
 SLOT = "tilelang"
 
@@ -48,6 +50,7 @@ class Facts:
         topk: the model's ``index_topk``.
         share_layers: the config's ``index_share_layers``.
         reuse_steps: its ``index_reuse_steps``.
+        latent: the model's ``kv_lora_rank`` and ``qk_rope_head_dim``.
     """
 
     capability: tuple[int, int] | None
@@ -58,6 +61,7 @@ class Facts:
     topk: int
     share_layers: int = 1
     reuse_steps: int = 1
+    latent: tuple[int, int] = FLOAT8_LATENT
 
 
 def resolve(asked: Mapping[Any, str], facts: Facts) -> dict[str, str]:
@@ -103,6 +107,11 @@ def _allowed(stage: str, asked: str, ours: str, facts: Facts) -> list[str]:
 
 def _refuse(stage: str, choice: str, ours: str, facts: Facts) -> str | None:
     """Why a stage cannot run in one way on this machine, or None."""
+    if stage == "attention" and facts.kv_dtype.startswith("fp8") and facts.latent != FLOAT8_LATENT:
+        return (
+            f"SGLang keeps float8 KV of a latent of {FLOAT8_LATENT[0]} and a rotated key of {FLOAT8_LATENT[1]}, and "
+            f"the model's have {facts.latent[0]} and {facts.latent[1]}"
+        )
     if choice == NATIVE:
         return _refuse_native(stage, facts)
     if choice != ours:
@@ -115,8 +124,6 @@ def _refuse(stage: str, choice: str, ours: str, facts: Facts) -> str | None:
         return f"it needs compute capability {_dotted(LEAST_CAPABILITY)} or later, and this GPU has " + _dotted(
             facts.capability
         )
-    if stage == "attention" and facts.kv_dtype.startswith("fp8"):
-        return f"it reads a KV cache of the model's own dtype, and --kv-cache-dtype is {facts.kv_dtype}"
     return None
 
 
@@ -214,6 +221,7 @@ def _facts(args: Any, config: DsaConfig, asked: bool | None) -> Facts:
         model.hf_text_config.index_topk,
         config.index_share_layers,
         config.index_reuse_steps,
+        (model.hf_text_config.kv_lora_rank, model.hf_text_config.qk_rope_head_dim),
     )
 
 
@@ -228,6 +236,21 @@ def _take_slot(args: Any, settings: Settings, attention: str) -> None:
     if args.kv_cache_dtype == "auto":
         # SGLang would take float8 on Blackwell.
         args.kv_cache_dtype = "bfloat16"
+
+
+def keep_slot(original: Callable[..., None], args: SparseServerArgs, major: int) -> None:
+    """Around ``ServerArgs._set_default_dsa_backends``: nothing where ``settle`` has put the portable attention there.
+
+    SGLang would leave it there, but for float8 latents, which its own backend there reads on AMD's GPUs alone.
+
+    Args:
+        original: SGLang's function.
+        args: the server's.
+        major: compute capability of the GPU.
+    """
+    settings = settings_of(args)
+    if settings is None or not isinstance(settings.method, Dsa) or settings.method.native("attention"):
+        original(args, major)
 
 
 def leave_graphs(args: SparseServerArgs, settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""DSA in the model: the indexer's selection, and attention over it, in place of SGLang's kernels.
+"""DSA in the model: the indexer's selection in place of SGLang's kernels; what attends to it is in ``dsa_latents.py``.
 
 SGLang's ``Indexer`` makes queries and keys, rotated; its KV pool holds the keys, page for page with the latents, so
 that prefix hits, chunks and retraction carry them along. Here they are quantised, stored and scored, and the best are
@@ -19,14 +19,11 @@ from sglang_sparse import index_counts
 from sglang_sparse_kernels import index_choice, index_keys
 from sglang_sparse_kernels.index_logits import index_logits
 from sglang_sparse_kernels.index_parts import queries_at_once, slots_of
-from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseAttentionBackend
     from sglang_sparse.index_reuse import StepChoice
 
-# Queries whose attention is one launch: its grid has room for 65,535.
-ATTENDED = 1 << 15
 # The first slot of a query that pads a pass: it sees nothing, but SGLang's attention counts one token of it.
 NO_TOKEN = 0
 
@@ -247,47 +244,6 @@ def _select_for_steps(
         fresh = _beside(batch)
         _select(fresh, values, gates, buffer)
         backend.counters.reuse += index_counts.shared_tokens(batch.chosen, fresh.chosen, reuse.reused)
-
-
-def attend(
-    original: Callable[..., torch.Tensor],
-    dense: Any,
-    q_all: torch.Tensor,
-    kv_cache: torch.Tensor,
-    v_head_dim: int,
-    page_table_1: torch.Tensor,
-    sm_scale: float,
-) -> torch.Tensor:
-    """Around ``DeepseekSparseAttnBackend._forward_tilelang``: attend to the chosen slots.
-
-    Args:
-        original: SGLang's function, for servers without the method, or with native attention.
-        dense: SGLang's backend.
-        q_all: ``[tokens, heads, rank + rope]``, absorbed.
-        kv_cache: ``[slots, 1, rank + rope]``.
-        v_head_dim: rank.
-        page_table_1: ``[tokens, index_topk]`` int32 slots, then -1.
-        sm_scale: of the logits.
-
-    Returns:
-        ``[tokens, heads, rank]``.
-
-    Raises:
-        RuntimeError: nothing was chosen in this pass.
-    """
-    backend = served_backend()
-    if backend is None or backend.method.native("attention"):
-        return original(dense, q_all, kv_cache, v_head_dim, page_table_1, sm_scale)
-    batch = backend.indexed
-    if batch is None:
-        raise RuntimeError("the attention of a layer was asked for before its indexer")
-    out = q_all.new_empty(*q_all.shape[:2], v_head_dim)
-    for first in range(0, len(q_all), ATTENDED):
-        mine = slice(first, first + ATTENDED)
-        query = q_all[mine, :, :v_head_dim], q_all[mine, :, v_head_dim:]
-        selected = page_table_1[mine, None].contiguous(), batch.counts[mine], batch.last_slots[mine]
-        sparse_mla_decode(*query, kv_cache[:, 0], *selected, block_size=1, sm_scale=sm_scale, out=out[mine])
-    return out
 
 
 def served_backend() -> Any | None:

@@ -47,7 +47,7 @@ def require_dtypes(args: SparseServerArgs, settings: Settings, gpu: bool | None 
             "none; allowed with --sparse-prefill-method: --kv-cache-dtype auto, a checkpoint with scales of its KV "
             "(kv_cache_scheme or kv_cache_quant_algo of its quantization), or --quantization-param-path FILE"
         )
-    if cache == "fp8_e4m3" and gpu is None and on_gpu():
+    if cache == "fp8_e4m3" and settings.method.needs_float8 and gpu is None and on_gpu():
         _require_float8(settings)
     if dtype == "float32" and on_gpu(gpu):
         raise SparseArgumentError(

@@ -96,6 +96,7 @@ class DecodeMethod(ABC):
         view_buffers: what `select`, or what takes its place, uses of the view's large buffers; others are not
             allocated.
         fp8_kv: it serves a KV cache of float8_e4m3fn.
+        needs_float8: that takes a GPU that has float8.
         flag_limits: server flags that it refuses beside those that no method serves.
         more_counts: names of what it counts on the device itself, in ``BatchView.method_stats``.
         config: the configuration.
@@ -109,7 +110,8 @@ class DecodeMethod(ABC):
     decides_on_device: ClassVar[bool] = False
     selects_in_model: ClassVar[bool] = False
     view_buffers: ClassVar[tuple[ViewBuffer, ...]] = ("page_table", "scores", "selected")
-    fp8_kv: bool = True
+    fp8_kv: ClassVar[bool] = True
+    needs_float8: ClassVar[bool] = True
     flag_limits: ClassVar[tuple[FlagLimit, ...]] = ()
     more_counts: ClassVar[tuple[str, ...]] = ()
 

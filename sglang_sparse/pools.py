@@ -40,6 +40,7 @@ class AuxPools:
     Attributes:
         accounted_bytes: what SGLang's sizing was charged for these buffers.
         measured_bytes: what the GPU's allocator really handed out for them; None on the CPU.
+        kv_bytes_per_token: what a token takes in SGLang's pool on this rank, see ``kv_bytes_per_token``.
         kept: what the requests keep of their prompts, where the method is a ``KeepMethod``.
     """
 
@@ -67,6 +68,7 @@ class AuxPools:
         self._overflow_seen = torch.zeros(1, dtype=torch.int32, pin_memory=self.overflow.is_cuda)
         self.accounted_bytes = 0
         self.measured_bytes: int | None = None
+        self.kv_bytes_per_token = 0
         self.kept: Kept | None = None
 
     def require_kept(self) -> Kept:
@@ -179,6 +181,14 @@ def aux_bytes_per_token(settings: Settings, model: ModelShape) -> int:
     return -(-per_page // settings.config.page_size)
 
 
+def kv_bytes_per_token(kv_pool: Any) -> int:
+    """Bytes of a token in SGLang's pool over all its layers: keys and values or latents, and an indexer's keys."""
+    names = ("kv_buffer",) if hasattr(kv_pool, "kv_buffer") else ("k_buffer", "v_buffer")
+    slots = sum(buffer[0].nbytes for name in names for buffer in getattr(kv_pool, name))
+    pages = getattr(kv_pool, "index_k_with_scale_buffer", ())
+    return slots + sum(buffer[0].nbytes for buffer in pages) // kv_pool.page_size
+
+
 def charge_aux_bytes(cell_size: int, configurator: Any, kvc: Any, num_layers: int) -> int:
     """After ``_compute_cell_size``: add the buffers' share to the bytes that SGLang counts per token.
 
@@ -252,6 +262,7 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
     before = torch.cuda.memory_allocated() if on_gpu else 0
     pools = AuxPools(specs, layers, num_pages, page_size, configurator.device, settings.method.entry_tokens)
     pools.accounted_bytes = aux_bytes_per_token(settings, model) * kv_pool.size
+    pools.kv_bytes_per_token = kv_bytes_per_token(kv_pool)
     if on_gpu:
         pools.measured_bytes = torch.cuda.memory_allocated() - before
     setattr(kv_pool, ATTRIBUTE, pools)

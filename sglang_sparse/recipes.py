@@ -16,9 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sglang_sparse.capabilities import KINDS
 from sglang_sparse.config import Settings, build, explain_value, read_config
+from sglang_sparse.implementation import FLOAT8_LATENT
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.registry import require_known
+from sglang_sparse_kernels.latent_rows import row_bytes
 
 FOLDER = Path(__file__).with_name("recipe_files")
 GIB = 2**30
@@ -254,13 +256,18 @@ def memory(recipe: Recipe) -> Memory:
     fp8 = recipe.flags.get("kv-cache-dtype") == "fp8_e4m3"
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     index = sizes.index_dim + _INDEX_SCALE if sizes.index_dim else 0
-    kv = sizes.layers * (copies * heads * sizes.head_dim * dtype.itemsize + index)
+    row = copies * heads * sizes.head_dim * dtype.itemsize
+    elements = f"{copies} x {heads} heads x {sizes.head_dim} x {dtype.itemsize} B"
+    if fp8 and recipe.attention == "DSA":
+        # Of other sizes SGLang has none.
+        row = row_bytes(*FLOAT8_LATENT)
+        elements = f"{row} B of values, scales and a rotated key"
+    kv = sizes.layers * (row + index)
     shape = ModelShape(sizes.layers, -(-sizes.q_heads // recipe.gpus), heads, sizes.head_dim, dtype)
     page, layers = sum(spec.bytes_per_page for spec in method.aux_specs(shape)), method.sparse_layers(sizes.layers)
     summaries = len(layers) * page / method.config.page_size
     weights = sizes.parameters * sizes.weight_bytes / recipe.gpus
     room = recipe.gpu_memory_gib * GIB * recipe.mem_fraction_static - weights
-    elements = f"{copies} x {heads} heads x {sizes.head_dim} x {dtype.itemsize} B"
     formulas = (
         f"{sizes.parameters:.4g} parameters x {sizes.weight_bytes:g} B / {recipe.gpus}",
         f"{sizes.layers} layers x ({elements}{f' + {index} B of the indexer' if index else ''})",

@@ -229,6 +229,7 @@ class Counters:
             "max_active_fraction": None if self._settings.method.decides_on_device else self._max_active_fraction,
             "extend_pages_summarised": int(self._extend_pages),
             "summary_overflows": int(self._pools.overflow),
+            "kv_bytes_per_token": self._pools.kv_bytes_per_token,
             "aux_bytes": self.aux_bytes,
             "aux_bytes_accounted": self._pools.accounted_bytes,
             "aux_bytes_measured": self._pools.measured_bytes,

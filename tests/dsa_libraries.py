@@ -16,7 +16,7 @@ from eval.parts.kernel_table import Implementation
 from sglang_sparse_kernels.index_keys.reference import parts
 
 # The newest page is partly filled, and no two sizes are equal.
-SHAPE = Shape(2, 300, heads=6, latent=64, rope=16, index_heads=4, topk=70)
+SHAPE = Shape(2, 300, heads=6, latent=128, rope=16, index_heads=4, topk=70)
 PROMPT = replace(SHAPE, batch=1, length=200, chunk=90)
 
 
@@ -92,14 +92,14 @@ def flashmla_stand_in() -> SimpleNamespace:
         return "plan", "splits"
 
     def attend(q: Any, cache: Any, table: Any, lengths: Any, dim: int, *plans: str, **options: Any) -> Any:
-        assert q.shape == (2, 1, 64, 80) and cache.shape[1:] == (64, 1, 80) and table.shape == (2, 0)
+        assert q.shape == (2, 1, 64, 144) and cache.shape[1:] == (64, 1, 144) and table.shape == (2, 0)
         assert plans == ("plan", "splits") and options["is_fp8_kvcache"] and options["indices"].shape == (2, 1, 70)
         keys, scale = cache.flatten(0, 2), options["softmax_scale"]
         made = [over(q[row, 0], keys[slots[0].long()], dim, scale) for row, slots in enumerate(options["indices"])]
         return torch.stack(made)[:, None].bfloat16(), None
 
     def tokens(q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, topk_length: Any) -> Any:
-        assert q.shape == (2, 64, 80) and kv.shape[1:] == (1, 80) and topk_length.tolist() == [70, 70]
+        assert q.shape == (2, 64, 144) and kv.shape[1:] == (1, 144) and topk_length.tolist() == [70, 70]
         made = [over(q[row], kv[slots[0].long(), 0], d_v, sm_scale) for row, slots in enumerate(indices)]
         return torch.stack(made).bfloat16(), None, None
 
@@ -107,10 +107,10 @@ def flashmla_stand_in() -> SimpleNamespace:
 
 
 def fa3(q: Any, k_cache: Any, v_cache: Any, qv: Any, page_table: Any, cache_seqlens: Any, **options: Any) -> Any:
-    assert k_cache.shape[1:] == (1, 1, 16) and v_cache.shape[1:] == (1, 1, 64) and cache_seqlens.tolist() == [70, 70]
+    assert k_cache.shape[1:] == (1, 1, 16) and v_cache.shape[1:] == (1, 1, 128) and cache_seqlens.tolist() == [70, 70]
     assert options["cu_seqlens_q"].tolist() == [0, 1, 2] and options["cu_seqlens_k_new"].tolist() == [0, 70, 140]
     keys, query = torch.cat([v_cache, k_cache], -1).flatten(0, 2), torch.cat([qv, q], -1)
-    made = [over(query[row], keys[slots.long()], 64, options["softmax_scale"]) for row, slots in enumerate(page_table)]
+    made = [over(query[row], keys[slots.long()], 128, options["softmax_scale"]) for row, slots in enumerate(page_table)]
     return torch.stack(made).bfloat16()
 
 

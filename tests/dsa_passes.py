@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import indexer
+from sglang_sparse import dsa_latents, indexer
 from sglang_sparse.config import build
 from sglang_sparse.plan import plan_decode
 from sglang_sparse.view import BatchView, allocate_view
@@ -110,7 +110,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     def layer(rows: Rows, backend: Any, model: Model, layer_id: int) -> torch.Tensor:
         pool = SimpleNamespace(get_index_k_with_scale_buffer=rows.pool.__getitem__)
         monkeypatch.setattr("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", lambda: pool)
-        monkeypatch.setattr(indexer, "served_backend", lambda: backend)
+        for module in (indexer, dsa_latents):
+            monkeypatch.setattr(module, "served_backend", lambda: backend)
         x = torch.randn(rows.tokens, HIDDEN, generator=rows.generator)
         positions = torch.zeros(rows.tokens, dtype=torch.int64)
         chosen = indexer.choose(no_original, model, x, x, positions, rows.batch, layer_id)

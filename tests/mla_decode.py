@@ -18,6 +18,18 @@ def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
     )
 
 
+def stored(arguments: dict[str, Any], slots: list[int]) -> torch.Tensor:
+    """What the cache holds at some slots, in float64."""
+    cache, latent_dim = arguments["kv_cache"][slots], arguments["q_nope"].shape[2]
+    if cache.dtype != torch.uint8:
+        return cache.double()
+    tiles = latent_dim // 128
+    values, scales, rotated = cache.split([latent_dim, 4 * tiles, 2 * arguments["q_rope"].shape[2]], -1)
+    factors = scales.contiguous().view(torch.float32).double().repeat_interleave(128, -1)
+    latent = values.view(torch.float8_e4m3fn).double() * factors
+    return torch.cat([latent, rotated.contiguous().view(torch.bfloat16).double()], -1)
+
+
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return ((got.float() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 

@@ -23,6 +23,7 @@ OPERATIONS = (
     "sparse_mla_decode",
     "index_keys",
     "index_logits",
+    "latent_rows",
     "window_score",
     "kt_score",
     "visible_blocks",

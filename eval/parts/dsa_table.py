@@ -7,11 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from eval.figures.dsa import ATTEND, AUTO, DECODE, DECODE_TOPK, NATIVE, PORTABLE, PREFILL, PREFILL_TOPK
 from eval.parts import dsa_native
 from eval.parts.dsa_inputs import FP8, LOGITS, Layer, Shape, Step
 from eval.parts.kernel_rows import Row
 from eval.parts.kernel_table import Implementation
+from sglang_sparse_kernels.latent_rows import row_bytes, write_latents
 from sglang_sparse_kernels.timing import Run
 
 # How the reason of a row begins whose library is not installed.
@@ -23,6 +26,19 @@ def _portable(step: Step) -> list[Run]:
         if step.op in LOGITS:
             layer = replace(layer, logits=layer.logits.contiguous())
         return partial(step.attend, layer) if step.op == ATTEND else partial(step.portable, layer)
+
+    return [made(layer) for layer in step.layers]
+
+
+def _float8(step: Step) -> list[Run]:
+    """As a server with a float8 KV cache: rows that this project wrote."""
+    latent, size = step.shape.latent, row_bytes(step.shape.latent, step.shape.rope)
+
+    def made(layer: Layer) -> Run:
+        cache, slots = layer.cache, torch.arange(len(layer.cache), device=layer.cache.device)
+        rows = torch.empty(len(cache), size, dtype=torch.uint8, device=cache.device)
+        write_latents(cache[:, :latent], cache[:, latent:], slots, rows)
+        return partial(step.attend, replace(layer, cache=rows))
 
     return [made(layer) for layer in step.layers]
 
@@ -56,6 +72,7 @@ TABLE: tuple[Implementation[Step], ...] = (
     Implementation(ATTEND, "native-flashmla-sparse", dsa_native.flashmla_sparse),
     Implementation(ATTEND, "native-fp8", dsa_native.flashmla_kv, kv_dtype=FP8),
     Implementation(ATTEND, PORTABLE, _portable, False),
+    Implementation(ATTEND, "portable-fp8", _float8, False, kv_dtype=FP8),
 )
 
 

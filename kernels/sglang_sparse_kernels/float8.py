@@ -55,3 +55,15 @@ def four_numbers(words, NATIVE: tl.constexpr):
 @triton.jit
 def _number(bits):
     return as_half(bits).to(tl.float32) * 256.0
+
+
+@triton.jit
+def float8_bits(x):
+    """The nearest float8_e4m3fn of finite float32 that round to no more than +-448, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Normal numbers keep 3 of 23 mantissa bits; the exponent bias goes from 127 to 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # Subnormal numbers, below 2^-6, are multiples of 2^-9, which is what 2^14 leaves of a number when added.
+    subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 0xFFFFF
+    return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)

@@ -129,6 +129,8 @@ class Dsa(DecodeMethod):
     selects_in_model = True
     # The indexer makes logits and selection of its own, and names tokens by their positions.
     view_buffers = ()
+    # Those of this project make float8 of integers.
+    needs_float8 = False
     flag_limits = INDEXER_LIMITS
     index_topk = 0
 
@@ -139,7 +141,6 @@ class Dsa(DecodeMethod):
         self.measure_reuse = config.measure_reuse
         # What layers with a selection that is not theirs write is not what the model was trained to compute.
         self.exact = all(getattr(config, name) == 1 for name in REUSE)
-        self.fp8_kv = self.native("attention")
 
     def native(self, stage: str) -> bool:
         """Whether SGLang's own kernels run a stage: one of ``STAGES``."""

@@ -55,6 +55,7 @@ OPERATIONS = (
     Operation("update_page_summary", "page_summary", ()),
     Operation("visible_blocks", results=("blocks", "counts", "wanted"), stats=3),
     Operation("window_score", query="q"),
+    Operation("write_latents", "latent_rows", (), query="latent"),
 )
 QUERIES = [operation for operation in OPERATIONS if operation.query]
 

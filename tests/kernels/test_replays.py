@@ -20,6 +20,7 @@ from sglang_sparse_kernels.index_keys import cases as key_cases
 from sglang_sparse_kernels.index_logits import cases as logit_cases
 from sglang_sparse_kernels.index_topk import cases as token_cases
 from sglang_sparse_kernels.kt_score import cases as kt_cases
+from sglang_sparse_kernels.latent_rows import cases as row_cases
 from sglang_sparse_kernels.page_summary import cases as summary_cases
 from sglang_sparse_kernels.page_table import cases as table_cases
 from sglang_sparse_kernels.skip_softmax_decode import cases as skip_decode_cases
@@ -51,6 +52,8 @@ ELSEWHERE = {
 NO_KERNELS = {"__init__", "cases", "launch", "plan", "reference"}
 BF16 = torch.bfloat16
 LATENT = mla_cases.Case((150, 0, 33, 1, 96, 512), 16, 16, 512, BF16, BF16, ratio=0.4, max_select=40, gpu_only=True)
+
+FLOAT8_ROWS = mla_cases.Case((90, 0, 33), 1, 16, 128, BF16, mla_cases.ROWS, ratio=0.6)
 
 
 def with_result(operation: "Operation", case: Any, device: str) -> dict[str, Any]:
@@ -135,7 +138,7 @@ OPERATIONS = [
     operation("kt_score", kt_cases, small={"candidates": (40, 0, 3), "width": 50, "heads": 1}),
     operation("window_score", window_cases, small={"lengths": (60, 0, 5), "width": 5, "heads": 1}),
     operation("visible_blocks", visible_cases, counts=3),
-    operation("sparse_mla_decode", mla_cases, more=(LATENT,)),
+    operation("sparse_mla_decode", mla_cases, more=(LATENT, FLOAT8_ROWS)),
     operation(
         "sparse_mla_decode",
         mla_cases,
@@ -159,6 +162,7 @@ OPERATIONS = [
     ),
     operation("index_keys", key_cases, function="quantize"),
     operation("index_keys", key_cases, function="store", written=("buffer",), arguments=to_be_stored),
+    operation("latent_rows", row_cases, function="write_latents", written=("rows",), arguments=in_place),
     operation("page_table", table_cases, function="load_page_table", written=("page_table",), arguments=in_place),
     operation(
         "page_summary",

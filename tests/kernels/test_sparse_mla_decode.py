@@ -7,13 +7,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mla_decode import TOLERANCE, poisoned, relative_error, run_reference
+from mla_decode import TOLERANCE, poisoned, relative_error, run_reference, stored
 
+from sglang_sparse_kernels.latent_rows.reference import read_latents
 from sglang_sparse_kernels.launch import properties
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import triton as kernels
-from sglang_sparse_kernels.sparse_mla_decode.cases import CASES, Case, make
+from sglang_sparse_kernels.sparse_mla_decode.cases import CASES, ROWS, Case, make
 from sglang_sparse_kernels.sparse_mla_decode.triton import Config
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -30,8 +31,7 @@ def naive(arguments: dict[str, Any], row: int) -> torch.Tensor:
     for block in arguments["indices"][row, 0, : arguments["counts"][row, 0]].tolist():
         slots = range(block * block_size, (block + 1) * block_size)
         tokens += [slot for slot in slots if block != last_slot // block_size or slot <= last_slot]
-    stored = arguments["kv_cache"][tokens].double() * arguments["kv_scale"]
-    latent, rotated = stored[:, : q_nope.shape[1]], stored[:, q_nope.shape[1] :]
+    latent, rotated = (stored(arguments, tokens) * arguments["kv_scale"]).split([q_nope.shape[1], q_rope.shape[1]], -1)
     logits = arguments["sm_scale"] * (q_nope @ latent.T + q_rope @ rotated.T)
     return logits.softmax(dim=-1) @ latent
 
@@ -77,6 +77,16 @@ def test_one_kv_head_of_sparse_decode_gives_the_same_result(device: str) -> None
     latent_dim = CASES[0].latent_dim
     by_gqa = sparse_decode(q, cache, cache[..., :latent_dim], **common)
     assert relative_error(sparse_mla_decode(**arguments), by_gqa.float()) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.kv_dtype == ROWS], ids=str)
+def test_rows_of_float8_latents_are_read_as_what_they_hold(case: Case, device: str) -> None:
+    if case.dtype == FP32 and device == "cuda":
+        pytest.skip("float32 caches are for the CPU")
+    arguments = poisoned(make(case, device))
+    got = sparse_mla_decode(**arguments)
+    plain = read_latents(arguments["kv_cache"], case.latent_dim).to(case.dtype)
+    assert relative_error(got, sparse_mla_decode(**{**arguments, "kv_cache": plain}).float()) < TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 32, 64])
@@ -206,6 +216,7 @@ def test_every_default_on_the_gpu(case: Case, config: Config, device: str) -> No
         ({"kv_cache": torch.zeros(8, 1, 80).bfloat16()}, "kv_cache must have 2 dimensions, got shape"),
         ({"kv_cache": torch.zeros(8, 64).bfloat16()}, r"kv_cache must have the shape \(8, 80\), got \(8, 64\)"),
         ({"kv_cache": torch.zeros(8, 80)}, "kv_cache must have one of the dtypes torch.bfloat16, torch.float8_e4m3fn"),
+        ({"kv_cache": torch.zeros(8, 100).byte()}, "kv_cache must not be rows of float8 latents: 64 is no multiple of"),
         ({"kv_cache": torch.zeros(80, 8).bfloat16().T}, "kv_cache must be contiguous along its last dimension"),
         ({"q_nope": torch.zeros(3, 64, 20).bfloat16().mT}, "q_nope must be contiguous along its last dimension"),
         ({"indices": torch.zeros(3, 2, 3).int()}, r"indices must have the shape \(3, 1, 3\), got \(3, 2, 3\)"),

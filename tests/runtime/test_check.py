@@ -112,14 +112,21 @@ def test_a_method_of_the_cpu_says_so_and_why(name: str, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not here")
 def test_what_the_cpu_platform_alone_refuses_is_no_limit_of_a_method() -> None:
-    dsa, flag = Method("dsa", False), {"kv_cache_dtype": "fp8_e4m3"}
-    on_gpu = capabilities.place_of(dsa)
+    flag = {"kv_cache_dtype": "fp8_e4m3"}
+    on_gpu = capabilities.place_of(RESA)
     on_cpu = Place(on_gpu.kind, False, on_gpu.fields)
-    assert on_gpu.gpu and "this machine has no GPU" in str(capabilities.refusal(dsa, on_cpu, flag))
-    assert capabilities.flag_answer(dsa, flag) == capabilities.Answer(True)
-    assert not any("no GPU" in reason for _, reason in tables.refused_by(dsa))
+    assert on_gpu.gpu and "torch_native writes fp8 KV without" in str(capabilities.refusal(RESA, on_cpu, flag))
+    assert capabilities.flag_answer(RESA, flag) == capabilities.Answer(True)
+    assert not any("torch_native" in reason for _, reason in tables.refused_by(RESA))
     # What a GPU refuses, too, is a limit.
-    assert not capabilities.flag_answer(dsa, {"kv_cache_dtype": "fp8_e5m2"}).served
+    assert not capabilities.flag_answer(RESA, {"kv_cache_dtype": "fp8_e5m2"}).served
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not here")
+def test_float8_latents_are_served_with_a_gpu_and_without() -> None:
+    dsa = Method("dsa", False)
+    places = [Place("DSA", gpu) for gpu in (True, False)]
+    assert [capabilities.refusal(dsa, place, {"kv_cache_dtype": "fp8_e4m3"}) for place in places] == [None, None]
 
 
 def test_a_method_of_both_phases_has_two_columns_that_tell_them_apart() -> None:

@@ -154,7 +154,11 @@ def test_a_name_is_judged_by_what_the_cache_has(tmp_path: Path, monkeypatch: pyt
         ('{"implementation": {"topk": "portable"}}', {}, "topk: got 'portable', allowed: reference; not portable:"),
         (None, {"page_size": 16}, "a page size (got 16): the indexer's keys are laid out in pages of 64"),
         (None, {"attention_backend": "torch_native"}, "'torch_native' is not supported; allowed: dsa"),
-        (None, {"kv_cache_dtype": "fp8_e4m3"}, "attention: got 'auto', allowed: nothing"),
+        (
+            None,
+            {"kv_cache_dtype": "fp8_e5m2"},
+            "KV cache dtype (got 'fp8_e5m2'): allowed: auto, bf16, bfloat16",
+        ),
         (None, {"enable_return_indexer_topk": True}, "returned indexer top-k"),
         (None, {"speculative_algorithm": "EAGLE"}, "speculative decoding"),
         (None, {"sparse_prefill_method": "anchor"}, "anchor does not fit DeepseekV32ForCausalLM"),
@@ -165,14 +169,14 @@ def test_flags(config: str | None, kwargs: dict[str, Any], expected: str) -> Non
 
 
 def test_a_cache_that_a_method_does_not_take_is_refused_by_its_contract() -> None:
-    """The CPU platform refuses it earlier."""
     model = SimpleNamespace(dtype=torch.bfloat16)
     args: Any = SimpleNamespace(
         get_model_config=lambda: model, kv_cache_dtype="fp8_e4m3", get_attention_backends=lambda: ["dsa"]
     )
     with pytest.raises(ValueError, match=r"the KV cache dtype is fp8_e4m3 and the model's is bfloat16; allowed: auto$"):
-        kv_dtypes.require_dtypes(args, build("dsa", {}))
-    kv_dtypes.require_dtypes(args, build("resa", {}))
+        kv_dtypes.require_dtypes(args, build("rocketkv", {}))
+    for method in ("resa", "dsa"):
+        kv_dtypes.require_dtypes(args, build(method, {}))
 
 
 def test_what_a_model_decides_is_taken_when_a_scheduler_starts() -> None:

@@ -42,7 +42,7 @@ def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
     hooks.hook_method(lambda _: loaded.append(list(hooked)), runner)
     expected = [seam.target for seam in hooks.SEAMS if seam.method == "dsa" and seam.gpu is not False]
     assert loaded == [expected if method == "dsa" else []]
-    assert len(expected) == 5 and not any(target.endswith("forward_native") for target in expected)
+    assert len(expected) == 6 and not any(target.endswith("forward_native") for target in expected)
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
     monkeypatch.setattr(HookRegistry, "_patched", set())
     if method == "dsa":
@@ -50,9 +50,7 @@ def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
             hooks.hook_method(lambda _: None, runner)
 
 
-@pytest.mark.parametrize(
-    "seam", [seam for seam in hooks.SEAMS if seam.gpu and seam.method], ids=lambda seam: seam.function
-)
+@pytest.mark.parametrize("seam", [seam for seam in hooks.SEAMS if seam.gpu], ids=lambda seam: seam.function)
 def test_what_only_a_gpu_calls_has_the_arguments_that_its_hook_takes(seam: hooks.Seam) -> None:
     if "deep_gemm" in seam.target:
         # It is imported next to CUDA only; where it is called its arguments are written out.

@@ -44,6 +44,9 @@ def refused(facts: Facts, **asked: str) -> str:
         (GPU, FASTEST),
         (replace(GPU, capability=BLACKWELL), FASTEST),
         (replace(GPU, kv_dtype="fp8_e4m3"), FASTEST),
+        (replace(GPU, kv_dtype="fp8_e4m3", capability=AMPERE), ALL_PORTABLE),
+        (replace(GPU, kv_dtype="fp8_e4m3", capability=DESKTOP), ALL_PORTABLE),
+        (replace(CPU, kv_dtype="fp8_e4m3"), ("reference", "reference", "reference")),
         (replace(GPU, packages=PACKAGES - {"deep_gemm"}), ("portable", "portable", "native")),
         (replace(GPU, packages=PACKAGES - {"sgl_kernel"}), ALL_PORTABLE),
         # 48 heads a rank are no kernel's, and 96 are Hopper's no more than Blackwell's.
@@ -90,13 +93,11 @@ def test_what_is_asked_for_decides_the_rest(asked: dict[str, str], expected: tup
         (replace(GPU, heads=48), {"attention": "native"}, "a multiple of 64 query heads a rank, and there are 48"),
         (replace(GPU, share_layers=2), {"indexer": "native"}, "with index_share_layers a layer may write its keys"),
         (replace(GPU, reuse_steps=2), {"indexer": "native"}, "with index_reuse_steps a step may write its keys"),
-        (replace(GPU, kv_dtype="fp8_e4m3"), {"attention": "portable"}, "allowed: native; not portable: it reads a KV"),
         (
-            replace(GPU, kv_dtype="fp8_e4m3", capability=DESKTOP),
+            replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64)),
             {},
-            "attention: got 'auto', allowed: nothing; not native: SGLang's kernels are for compute capabilities 9.x "
-            "and 10.x, and this GPU has 12.0; not portable: it reads a KV cache of the model's own dtype, and "
-            "--kv-cache-dtype is fp8_e4m3",
+            "attention: got 'auto', allowed: nothing; not native: SGLang keeps float8 KV of a latent of 512 and a "
+            "rotated key of 64, and the model's have 256 and 64; not portable: SGLang keeps float8 KV",
         ),
         (GPU, {"indexer": "portable", "topk": "native"}, "topk: native needs a native indexer"),
         (GPU, {"indexer": "native", "attention": "portable"}, "attention: portable needs the indexer of the same kind"),
@@ -131,7 +132,7 @@ def test_a_config_says_it_for_all_stages_or_for_some() -> None:
         STAGES, "native"
     )
     method: Any = build("dsa", {"implementation": {"topk": "native"}}).method
-    assert method.native("topk") and not method.native("indexer") and not method.fp8_kv
+    assert method.native("topk") and not method.native("indexer")
     assert method.kernels("triton") == "indexer auto, topk native, attention auto"
     assert method.exact and not build("dsa", {"index_share_layers": 2}).method.exact
     assert not build("dsa", {"index_reuse_steps": 2}).method.exact
@@ -154,7 +155,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(implementation, "find_spec", lambda _: object())
-        model = SimpleNamespace(num_attention_heads=128, hf_text_config=SimpleNamespace(index_topk=2048))
+        text = SimpleNamespace(index_topk=2048, kv_lora_rank=512, qk_rope_head_dim=64)
+        model = SimpleNamespace(num_attention_heads=128, hf_text_config=text)
         monkeypatch.setattr(implementation, "_model", lambda _: model)
 
     return see
@@ -177,8 +179,20 @@ def test_the_portable_attention_takes_the_place_of_a_backend(capability: tuple[i
         settled(Args(dsa_decode_backend="fa3"))
     with pytest.raises(SparseArgumentError, match="--sparse-config of dsa: implementation: indexer: got 'native'"):
         settled(Args('{"implementation": "native"}'))
-    with pytest.raises(SparseArgumentError, match="--kv-cache-dtype is fp8_e4m3"):
-        settled(Args(kv_cache_dtype="fp8_e4m3"))
+    args = Args(kv_cache_dtype="fp8_e4m3")
+    assert settled(args).implementation == dict.fromkeys(STAGES, "portable")
+    assert (args.dsa_prefill_backend, args.kv_cache_dtype) == ("tilelang", "fp8_e4m3")
+
+
+@pytest.mark.parametrize(("attention", "left"), [("portable", True), ("native", False)])
+def test_sglang_does_not_refuse_float8_in_the_place_of_a_backend(attention: str, left: bool, gpu) -> None:
+    gpu(HOPPER)
+    args = Args(json.dumps({"implementation": {"attention": attention}}), kv_cache_dtype="fp8_e4m3")
+    settled(args)
+    asked: list[Any] = []
+    for one in (args, SimpleNamespace(sparse_method=None)):
+        implementation.keep_slot(lambda *given: asked.append(given), one, 9)
+    assert [one is args for one, _ in asked] == ([False] if left else [True, False])
 
 
 @pytest.mark.parametrize(
@@ -205,7 +219,6 @@ def test_native_attention_leaves_sglangs_arguments_alone(gpu) -> None:
     config = settled(args)
     assert config.implementation == {"indexer": "native", "topk": "portable", "attention": "native"}
     assert (args.dsa_prefill_backend, args.dsa_decode_backend, args.kv_cache_dtype) == (None, "fa3", "fp8_e4m3")
-    assert build("dsa", config.model_dump()).method.fp8_kv
 
 
 @pytest.mark.parametrize(
@@ -236,7 +249,14 @@ def test_prefill_graphs_that_the_indexer_cannot_be_in(
         ("auto", False, "", None),
         ("auto", True, "--kv-cache-dtype fp8_e4m3", None),
         ({"indexer": "portable", "topk": "native"}, True, "", "topk: native needs a native indexer"),
-        ({"attention": "portable"}, True, "--kv-cache-dtype fp8_e4m3", "--kv-cache-dtype is fp8_e4m3"),
+        ({"attention": "portable"}, True, "--kv-cache-dtype fp8_e4m3", None),
+        ("auto", True, "--kv-cache-dtype fp8_e5m2", "KV cache dtype (got 'fp8_e5m2'): allowed: auto, bf16"),
+        (
+            {"attention": "portable"},
+            True,
+            "--kv-cache-dtype fp8_e4m3 --dsa-decode-backend trtllm",
+            "--dsa-decode-backend is trtllm and the attention is portable",
+        ),
         ("reference", True, "", "not reference: this machine runs the kernels"),
         ("portable", True, "--dsa-decode-backend fa3", "--dsa-decode-backend is fa3 and the attention is portable"),
         ("native", False, "", "not native: this machine has no GPU"),

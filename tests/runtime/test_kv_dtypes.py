@@ -52,3 +52,15 @@ def test_fp8_on_a_gpu_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
         kv_dtypes._require_float8(settings)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     kv_dtypes._require_float8(settings)
+
+
+def test_only_methods_whose_kernels_need_float8_refuse_such_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    model = SimpleNamespace(dtype=torch.bfloat16)
+    args = SimpleNamespace(
+        kv_cache_dtype="fp8_e4m3", get_model_config=lambda: model, get_attention_backends=lambda: ["dsa"]
+    )
+    kv_dtypes.require_dtypes(args, config.build("dsa", {}))
+    with pytest.raises(ValueError, match=r"8\.9 or later, and this one has 8\.0"):
+        kv_dtypes.require_dtypes(args, config.build("resa", {}))

@@ -47,6 +47,15 @@ def test_bytes_per_token(dtype: str, expected: int) -> None:
     assert pools.aux_bytes_per_token(build("resa", {"summary_dtype": dtype}), SHAPE) == expected
 
 
+def test_what_a_token_takes_in_sglangs_pool() -> None:
+    keys, values = torch.zeros(48, 2, 64, dtype=torch.bfloat16), torch.zeros(48, 2, 32, dtype=torch.bfloat16)
+    plain = SimpleNamespace(k_buffer=[keys] * 3, v_buffer=[values] * 3, page_size=16)
+    assert pools.kv_bytes_per_token(plain) == 3 * 2 * (64 + 32) * 2
+    rows, pages = torch.zeros(128, 1, 656, dtype=torch.uint8), torch.zeros(2, 64 * 132, dtype=torch.uint8)
+    latent = SimpleNamespace(kv_buffer=[rows] * 3, index_k_with_scale_buffer=[pages] * 3, page_size=64)
+    assert pools.kv_bytes_per_token(latent) == 3 * (656 + 132)
+
+
 def test_dense_layers_are_not_charged() -> None:
     assert pools.aux_bytes_per_token(build("resa", {"layers": "2-"}), SHAPE) == 64
 

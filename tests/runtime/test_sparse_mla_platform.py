@@ -98,7 +98,7 @@ def test_prefixes_bring_their_keys_along_and_retraction_changes_nothing(trained)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype fp8_e4m3: .* takes auto or bfloat16"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype fp8_e5m2: .* takes auto, bfloat16 or fp8_e4m3"),
         (["--dsa-decode-backend", "fa3"], "--dsa-decode-backend fa3: without a CUDA device"),
         (["--dsa-topk-backend", "flashinfer"], "--dsa-topk-backend flashinfer: without a CUDA device"),
     ],
@@ -146,6 +146,32 @@ def test_attention_is_a_softmax_over_the_chosen_slots() -> None:
         latents = cache[[slot for slot in slots[i].tolist() if slot >= 0], 0]
         want = (query[i] @ latents.T * 0.3).softmax(-1) @ latents[:, :64]
         torch.testing.assert_close(got[i], want, rtol=1e-5, atol=1e-5)
+
+
+def test_float8_rows_hold_latents_with_a_scale_for_each_tile() -> None:
+    generator = torch.Generator().manual_seed(0)
+    latent, rotated = torch.randn(9, 1, 256, generator=generator), torch.randn(9, 1, 16, generator=generator)
+    latent[0, 0, :128], latent[1, 0, 128:] = 0.0, 100 * latent[1, 0, 128:]
+    rows = torch.full((12, 1, 256 + 8 + 32), 0xFF, dtype=torch.uint8)
+    sparse_mla.write_latents(rows, torch.arange(3, 12), *sparse_mla.quantize_latents(latent, rotated))
+    assert bool((rows[:3] == 0xFF).all())
+    # As a server's first page, which is read where nothing is chosen.
+    rows[0] = 0
+    found = sparse_mla.expand(rows[3:, 0].view(torch.float8_e4m3fn), 256)
+    assert torch.equal(found[:, 256:], rotated[:, 0].bfloat16().float())
+    for got, want in zip(found[:, :256].reshape(-1, 128), latent.reshape(-1, 128), strict=True):
+        scale = want.abs().max() / 448
+        expected = (want / scale).to(torch.float8_e4m3fn).float() * scale if scale else want
+        # Where a value lies between two others, a product with the inverse may round elsewhere.
+        assert (got - expected).abs().max() <= 32 * scale and ((got - expected).abs() > 1e-6 * scale).sum() < 3
+    query = torch.randn(4, 2, 272, generator=generator)
+    slots = torch.tensor([[3, 5, -1], [4, 6, 7], [11, -1, -1], [8, 9, 10]], dtype=torch.int32)
+    plain = torch.zeros(12, 1, 272)
+    plain[3:, 0] = found
+    got, want = (
+        sparse_mla.attend(None, query, cache, 256, slots, 0.1) for cache in (rows.view(torch.float8_e4m3fn), plain)
+    )
+    assert torch.equal(got, want)
 
 
 def test_positions_become_slots() -> None:

@@ -116,9 +116,8 @@ def test_dsa_goes_by_the_model() -> None:
     }
     cache = {"tokens_per_block": 32, "dtype": "fp8", "free_gpu_memory_fraction": 0.8}
     fields, left = converted({"sparse_attention_config": given, "kv_cache_config": cache, "cuda_graph_config": None})
-    assert fields == {"sparse_method": "dsa", "disable_decode_cuda_graph": True}
+    assert fields == {"sparse_method": "dsa", "disable_decode_cuda_graph": True, "kv_cache_dtype": "fp8_e4m3"}
     assert "page_size: got 32; must be 64 with dsa" in left.pop("kv_cache_config.tokens_per_block")
-    assert "--kv-cache-dtype is fp8_e4m3" in left.pop("kv_cache_config.dtype")
     assert "--mem-fraction-static" in left.pop("kv_cache_config.free_gpu_memory_fraction")
     names = ("index_n_heads", "index_topk", "enable_heuristic_topk", "use_cute_dsl_topk", "indexer_k_dtype")
     assert set(left) == {f"sparse_attention_config.{name}" for name in names}

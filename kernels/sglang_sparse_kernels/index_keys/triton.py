@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..float8 import float8_bits
 from ..launch import await_inputs, dependent_launch
 from .reference import LEAST_AMAX, PAGE_SIZE
 
@@ -54,18 +55,6 @@ def _rounded(x, BFLOAT16: tl.constexpr, FLOAT16: tl.constexpr):
 
 
 @triton.jit
-def _float8_bits(x):
-    """The nearest float8_e4m3fn of finite float32 that round to no more than +-448, ties to even."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # Normal numbers keep 3 of 23 mantissa bits; the exponent bias goes from 127 to 7.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Subnormal numbers, below 2^-6, are multiples of 2^-9, which is what 2^14 leaves of a number when added.
-    subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 0xFFFFF
-    return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
 def _quantize_kernel(
     x_ptr,
     values_ptr,
@@ -101,7 +90,7 @@ def _quantize_kernel(
         # Rounded as IEEE 754 says; the operator is not.
         scale = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full([ROWS], 448.0, tl.float32))
         inverse = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), scale)
-    codes = tl.where(finite[:, None], _float8_bits(rows * inverse[:, None]), 0x7F)
+    codes = tl.where(finite[:, None], float8_bits(rows * inverse[:, None]), 0x7F)
     tl.store(values_ptr + entry[:, None] * DIM + dims[None, :], codes.to(tl.uint8), mask=held[:, None])
     scale_bits = tl.where(finite, scale.to(tl.int32, bitcast=True), _NAN_BITS)
     tl.store(scales_ptr + entry, scale_bits.to(tl.float32, bitcast=True), mask=held)

@@ -8,6 +8,7 @@ attends to the blocks of many rows (``fa3``).
 import torch
 
 from .. import dispatch
+from ..latent_rows import check_rows
 from . import reference
 
 LATENT_DIMS = (64, 128, 256, 512)
@@ -40,7 +41,9 @@ def sparse_mla_decode(
             is 64, 128, 256 or 512, and contiguous.
         q_rope: ``[B, H, r]`` in the dtype of ``q_nope``, the query's part after RoPE; ``r`` is 16, 32 or 64, and
             contiguous. Both queries may be slices of one ``[B, H, R + r]`` tensor.
-        kv_cache: ``[S, R + r]``, the dtype of ``q_nope`` or float8_e4m3fn: latent, then rotated key, contiguous.
+        kv_cache: ``[S, R + r]``, the dtype of ``q_nope`` or float8_e4m3fn: latent, then rotated key, contiguous. Or
+            ``[S, bytes]`` uint8: rows of float8 latents with scales, see ``latent_rows.check_rows``; then ``R`` is a
+            multiple of 128, and the kernels round what they read to the dtype of ``q_nope``.
         indices: ``[B, 1, K]`` int32, contiguous: physical blocks (slot // ``block_size``), of which the first
             ``counts`` are read.
         counts: ``[B, 1]`` int32, contiguous.
@@ -132,7 +135,7 @@ def _check_arguments(
 ) -> None:
     dispatch.check_query("q_nope", q_nope, 3)
     dispatch.check_tensor("q_rope", q_rope, 3, (q_nope.dtype,))
-    dispatch.check_tensor("kv_cache", kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn))
+    dispatch.check_tensor("kv_cache", kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn, torch.uint8))
     dispatch.check_tensor("indices", indices, 3, (torch.int32,))
     dispatch.check_tensor("counts", counts, 2, (torch.int32,))
     dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
@@ -145,7 +148,10 @@ def _check_arguments(
         if dim not in dims:
             raise ValueError(f"the last dimension of {name} must be one of {', '.join(map(str, dims))}, got {dim}")
     dispatch.check_shape("q_rope", q_rope, (batch, num_heads, rope_dim))
-    dispatch.check_shape("kv_cache", kv_cache, (kv_cache.shape[0], latent_dim + rope_dim))
+    if kv_cache.dtype == torch.uint8:
+        check_rows("kv_cache", kv_cache, latent_dim, rope_dim)
+    else:
+        dispatch.check_shape("kv_cache", kv_cache, (kv_cache.shape[0], latent_dim + rope_dim))
     dispatch.check_shape("indices", indices, (batch, 1, indices.shape[2]))
     dispatch.check_shape("counts", counts, (batch, 1))
     dispatch.check_shape("last_slots", last_slots, (batch,))

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..latent_rows.reference import read_latents
 from ..sparse_decode.reference import token_slots
 
 # Rows at a time: bounds the keys that are gathered.
@@ -29,7 +30,7 @@ def sparse_mla_decode(
             continue
         slots, valid = token_slots(indices[part, :, :width], counts[part], last_slots[part], block_size)
         # An unwritten slot may hold NaN, which a weight of zero does not remove.
-        latents = kv_cache[slots[:, 0]].float()  # [rows, T, R + r]
+        latents = _latents(kv_cache, slots[:, 0], q_nope.shape[2])  # [rows, T, R + r]
         latents[(~valid[:, 0]).nonzero(as_tuple=True)] = 0.0
         query = torch.cat([q_nope[part], q_rope[part]], dim=-1).float()
         logits = query @ latents.mT * (sm_scale * kv_scale)
@@ -38,3 +39,11 @@ def sparse_mla_decode(
         # The softmax over no tokens at all is NaN.
         out[part] = result.masked_fill_((counts[part] == 0)[..., None], 0.0)
     return out
+
+
+def _latents(kv_cache: torch.Tensor, slots: torch.Tensor, latent_dim: int) -> torch.Tensor:
+    if kv_cache.dtype != torch.uint8:
+        return kv_cache[slots].float()
+    # Neighbours choose much the same, and what they choose is read once.
+    named, places = slots.unique(return_inverse=True)
+    return read_latents(kv_cache[named], latent_dim)[places]

@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from ..float8 import converts_float8
+from ..latent_rows.reference import TILE
+from ..latent_rows.triton import read_latents
 from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors, properties
 from ..sparse_decode.plan import num_splits, split_results
 from ..sparse_decode.triton import combine, load_ids, token_slots
@@ -84,6 +87,8 @@ def _attend(
     ROPE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    NATIVE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Online softmax over one split's tiles: unnormalised output, row sums and row maxima (base 2).
@@ -103,13 +108,20 @@ def _attend(
         ids = load_ids(indices_ptr, first + STEP_BLOCKS, count, tokens, BLOCK)
         tokens_ptr = kv_ptr + slot[:, None] * kv_stride
         # One load for key and value. An unwritten slot may hold NaN, which a weight of zero would not remove.
-        latent = tl.load(tokens_ptr + latent_dims[None, :], mask=valid[:, None], other=0.0).to(query.dtype)
-        values = latent
-        if (kv_ptr.dtype.element_ty.primitive_bitwidth == 8) & (not WIDE):
-            # Here a float8 load for both would not be pipelined. The other policy keeps the two from becoming one.
-            pointers = tokens_ptr + latent_dims[None, :]
-            values = tl.load(pointers, mask=valid[:, None], other=0.0, eviction_policy="evict_first").to(query.dtype)
-        rotated = tl.load(tokens_ptr + rope_dims[None, :], mask=valid[:, None], other=0.0).to(query.dtype)
+        if kv_ptr.dtype.element_ty == tl.uint8:
+            latent, rotated = read_latents(kv_ptr + slot * kv_stride, valid, LATENT, ROPE, TILE, NATIVE)
+            latent = latent.to(query.dtype)
+            values = latent
+        else:
+            latent = tl.load(tokens_ptr + latent_dims[None, :], mask=valid[:, None], other=0.0).to(query.dtype)
+            values = latent
+            if (kv_ptr.dtype.element_ty.primitive_bitwidth == 8) & (not WIDE):
+                # Here a float8 load for both would not be pipelined. The other policy keeps the two from becoming one.
+                pointers = tokens_ptr + latent_dims[None, :]
+                values = tl.load(pointers, mask=valid[:, None], other=0.0, eviction_policy="evict_first")
+                values = values.to(query.dtype)
+            rotated = tl.load(tokens_ptr + rope_dims[None, :], mask=valid[:, None], other=0.0)
+        rotated = rotated.to(query.dtype)
         # Two products that are added afterwards: one that starts from the other counts as chained, see below.
         logits = tl.dot(query, tl.trans(latent), input_precision="ieee") * logit_scale
         logits += tl.dot(rotated_query, tl.trans(rotated), input_precision="ieee") * logit_scale
@@ -154,6 +166,8 @@ def _split_kernel(
     BLOCK: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    NATIVE: tl.constexpr,
     UPCAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -197,6 +211,8 @@ def _split_kernel(
             ROPE,
             BLOCK,
             BLOCK_TOKENS,
+            TILE,
+            NATIVE,
             BLOCK_HEADS >= _WGMMA_ROWS,
         )
         output *= (kv_scale / tl.where(total == 0.0, 1.0, total))[:, None]
@@ -317,6 +333,8 @@ def sparse_mla_decode(
         BLOCK=block_size,
         BLOCK_TOKENS=tile_blocks * block_size,
         SPLITS=splits,
+        TILE=TILE,
+        NATIVE=converts_float8(q_nope.device),
         # The interpreter multiplies the bit patterns of bfloat16.
         UPCAST=knobs.runtime.interpret,
         DEPENDENT=dependent,

@@ -77,9 +77,14 @@ def keep_kv_dtype(server_args: Any, major: int, quantization: str | None) -> Non
     """SGLang's sparse attention kernels take bfloat16 or float8 latents; those in PyTorch take any."""
 
 
+def keep_dsa_backends(server_args: Any, major: int) -> None:
+    """The platform has chosen; SGLang would by GPU, and refuse float8 latents in the place that PyTorch takes."""
+
+
 _MLA = "sglang.srt.models.deepseek_common.attention_backend_handler"
 _NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _DSA = "sglang.srt.layers.attention"
+_LATENTS = "sglang.kernels.ops.attention.dsa.quant_k_cache.quantize_k_cache_separate"
 _INDEX = "sglang.kernels.ops.attention.dsa.transform_index"
 _XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 _HOOKS: dict[str, tuple[Callable, HookType]] = {
@@ -92,6 +97,9 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     f"{_NATIVE}._run_sdpa_forward_extend": (attention.extend, HookType.AROUND),
     f"{_NATIVE}._run_sdpa_forward_decode": (attention.decode, HookType.AROUND),
     "sglang.srt.server_args.ServerArgs._set_default_dsa_kv_cache_dtype": (keep_kv_dtype, HookType.REPLACE),
+    "sglang.srt.server_args.ServerArgs._set_default_dsa_backends": (keep_dsa_backends, HookType.REPLACE),
+    _LATENTS: (sparse_mla.quantize_latents, HookType.REPLACE),
+    "sglang.kernels.ops.kvcache.mla_buffer.set_mla_kv_buffer_triton": (sparse_mla.write_latents, HookType.REPLACE),
     f"{_DSA}.dsa.dsa_indexer.Indexer.forward_native": (sparse_mla.indexer_forward, HookType.REPLACE),
     f"{_DSA}.dsa.dsa_indexer.rotate_activation": (sparse_mla.rotate, HookType.REPLACE),
     f"{_INDEX}.transform_index_page_table_prefill": (sparse_mla.slots_of_extend, HookType.REPLACE),

@@ -154,10 +154,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             if getattr(server_args, name) not in (None, type(server_args).__dataclass_fields__[name].default):
                 flag, got = f"--{name.replace('_', '-')}", getattr(server_args, name)
                 raise ValueError(f"{flag} {got}: without a CUDA device DeepSeek Sparse Attention runs in plain PyTorch")
-        if server_args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"):
+        if server_args.kv_cache_dtype not in ("auto", "bfloat16", "bf16", "fp8_e4m3"):
             got = server_args.kv_cache_dtype
             raise ValueError(
-                f"--kv-cache-dtype {got}: DeepSeek Sparse Attention in plain PyTorch takes auto or bfloat16"
+                f"--kv-cache-dtype {got}: DeepSeek Sparse Attention in plain PyTorch takes auto, bfloat16 or fp8_e4m3"
             )
         model = ModelConfig.from_server_args(server_args).hf_text_config
         for name in ("index_init_tokens", "index_local_tokens", "indexer_rope_interleave"):

@@ -10,14 +10,7 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
 
 
 class IndexedLatentPool(DSATokenToKVPool):
-    """SGLang's pool of latents and indexer keys, written without Triton."""
-
-    def set_mla_kv_buffer(
-        self, layer: Any, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
-    ) -> None:
-        """Write the latents ``[tokens, 1, rank]`` and rotary keys ``[tokens, 1, rope]`` of the slots ``loc``."""
-        latent = torch.cat([cache_k_nope, cache_k_rope], dim=-1)
-        self.kv_buffer[layer.layer_id - self.start_layer][loc] = latent.to(self.store_dtype)
+    """SGLang's pool of latents and indexer keys, whose keys are written without Triton; for latents see ``patches``."""
 
     def set_index_k_scale_buffer(
         self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor

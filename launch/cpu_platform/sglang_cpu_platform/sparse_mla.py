@@ -14,6 +14,7 @@ import torch
 
 ROWS = 64  # queries per product: bounds the scores of all heads
 FP8_MAX = 448.0
+TILE = 128  # values of a latent that share a scale
 LEAST = 1e-4  # of a row's largest value, so that a row of zeros has a scale
 
 
@@ -135,6 +136,37 @@ def slots_of_decode(page_table: torch.Tensor, topk_indices: torch.Tensor, page_s
     return slots.masked_fill(topk_indices < 0, -1).int()
 
 
+def quantize_latents(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of SGLang's ``quantize_k_cache_separate``: what a float8 cache keeps of some tokens.
+
+    Args:
+        latent: ``[tokens, 1, rank]``; rank is a multiple of 128.
+        rotated: ``[tokens, 1, rope]``.
+
+    Returns:
+        Bytes: ``[tokens, 1, rank + rank / 32]``, e4m3 and then the float32 scale of each 128 values, ``amax / 448``;
+        and ``[tokens, 1, 2 * rope]``, bfloat16.
+    """
+    tiles = latent.float().unflatten(-1, (-1, TILE))
+    scales = tiles.abs().amax(-1) / FP8_MAX
+    # A tile of zeros has a scale of zero.
+    values = (tiles * (1 / scales.clamp(min=torch.finfo().tiny))[..., None]).clamp(-FP8_MAX, FP8_MAX)
+    stored = values.to(torch.float8_e4m3fn).flatten(-2)
+    return torch.cat([stored.view(torch.uint8), scales.view(torch.uint8)], -1), rotated.bfloat16().view(torch.uint8)
+
+
+def expand(rows: torch.Tensor, rank: int) -> torch.Tensor:
+    """Latents and rotary keys of rows ``[tokens, bytes]`` of a float8 cache, float32."""
+    values, scales, rotated = rows.view(torch.uint8).tensor_split((rank, rank + rank // 32), -1)
+    latent = values.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, TILE)) * scales.view(torch.float32)[..., None]
+    return torch.cat([latent.flatten(-2), rotated.view(torch.bfloat16).float()], -1)
+
+
+def write_latents(cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor) -> None:
+    """In place of SGLang's ``set_mla_kv_buffer_triton``: write to the slots of a cache ``[slots, 1, rank + rope]``."""
+    cache[slots] = torch.cat([latent, rotated], -1)
+
+
 def attend(
     backend: Any,
     q_all: torch.Tensor,
@@ -148,7 +180,7 @@ def attend(
     Args:
         backend: SGLang's backend.
         q_all: ``[tokens, heads, rank + rope]``, absorbed.
-        kv_cache: ``[slots, 1, rank + rope]``.
+        kv_cache: ``[slots, 1, rank + rope]``, or rows of bytes if it is float8.
         v_head_dim: rank, of which the values are.
         page_table_1: ``[tokens, topk]`` int32 slots, -1 where there are fewer.
         sm_scale: of the logits.
@@ -163,7 +195,9 @@ def attend(
         # Neighbours choose much the same: one product with all that any of them chose, and a mask, beats a copy each.
         slots, places = chosen.unique(return_inverse=True)
         seen = torch.zeros(len(chosen), len(slots), dtype=torch.bool).scatter_(1, places, True) & (slots >= 0)
-        latents = kv_cache[slots.clamp(min=0), 0].to(q_all.dtype)
+        stored = kv_cache[slots.clamp(min=0), 0]
+        float8 = stored.dtype == torch.float8_e4m3fn
+        latents = (expand(stored, v_head_dim) if float8 else stored).to(q_all.dtype)
         logits = (q_all[part] @ latents.T).float() * sm_scale
         weights = logits.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
         output[part] = weights.to(q_all.dtype) @ latents[:, :v_head_dim]
