@@ -59,7 +59,7 @@ def forget_exact_length(_: None, request: Any) -> None:
     state = state_of(request)
     if state is not None:
         state.exact_len = None
-        state.split_group = None
+        state.split_group = state.cut = None
         state.kept, state.compacted = (0, 0), False
 
 

@@ -22,13 +22,14 @@ import torch
 
 from sglang_sparse.compact_running import room_for_a_copy
 from sglang_sparse.config import settings_of
-from sglang_sparse.prefill_method import PrefillSpan
+from sglang_sparse.prefill_method import CutGroup, PrefillSpan
 from sglang_sparse.requests import options_of, state_of
 from sglang_sparse.windows import outside, window_start
 
 if TYPE_CHECKING:
     from sglang_sparse.config import Settings, SparseServerArgs
     from sglang_sparse.prefill_method import PrefillMethod
+    from sglang_sparse.requests import RequestState
 
 
 def current_settings() -> Settings | None:
@@ -67,14 +68,21 @@ def share_limit(request: Any, method: PrefillMethod) -> int:
     return limit if split is None else min(limit, split)
 
 
-def split_prompt(row: int, start: int, end: int, prompt: int, method: PrefillMethod | None) -> Iterator[PrefillSpan]:
+def split_prompt(
+    row: int,
+    start: int,
+    end: int,
+    prompt: int,
+    method: PrefillMethod | None,
+    cuts: tuple[CutGroup | None, CutGroup | None] = (None, None),
+) -> Iterator[PrefillSpan]:
     """Split a row's query tokens: those of the prompt are the method's, its tail and generated tokens are dense.
 
-    Generated tokens are in a prefill after a retraction.
+    Generated tokens are in a prefill after a retraction. ``cuts``: see ``follow_cuts``.
     """
     dense = prompt if method is None else method.dense_from(prompt)
     if start < min(end, dense):
-        yield PrefillSpan(row, start, min(end, dense), method)
+        yield PrefillSpan(row, start, min(end, dense), method, before=cuts[0], after=cuts[1])
     if max(start, dense) < end:
         yield PrefillSpan(row, max(start, dense), end, None)
 
@@ -87,6 +95,23 @@ def note_chunk_end(request: Any, end: int) -> None:
     boundary = method.boundary(end)
     if boundary < end:
         state.split_group = boundary if state.split_group is None else min(boundary, state.split_group)
+
+
+def follow_cuts(
+    state: RequestState, start: int, end: int, prompt: int, method: PrefillMethod | None
+) -> tuple[CutGroup | None, CutGroup | None]:
+    """Return the group that a pass goes on with, and the one that it leaves cut, which is in ``state`` then.
+
+    A pass that begins within a group behind a cached prefix goes on with none: nothing is kept of the queries before.
+    """
+    before = state.cut if state.cut is not None and state.cut.end == start else None
+    state.cut = None
+    if method is not None and end < method.dense_from(prompt) and (first := method.boundary(end)) < end:
+        if before is None:
+            state.cut = CutGroup(max(first, start), end)
+        else:
+            state.cut = CutGroup(max(first, before.start), end, before.kept)
+    return before, state.cut
 
 
 def limit_match(found: int, request: Any, *_: Any) -> int:
@@ -197,6 +222,8 @@ def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
             if id(request) in decoding:
                 spans.append(PrefillSpan(row, start, end, None, decodes=True))
                 continue
-            spans += split_prompt(row, start, end, len(request.origin_input_ids), method_of(request))
+            state, prompt, method = state_of(request), len(request.origin_input_ids), method_of(request)
+            cuts = (None, None) if state is None else follow_cuts(state, start, end, prompt, method)
+            spans += split_prompt(row, start, end, prompt, method, cuts)
             note_chunk_end(request, end)
     backend.prefill.begin(spans, forward_batch.req_pool_indices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -46,6 +46,27 @@ class PrefillConfig(SparseConfig):
 
 
 @dataclass(frozen=True)
+class CutGroup:
+    """A group of a prompt that a pass has cut, until the pass that goes on with it.
+
+    Attributes:
+        start: position of its first query token that a pass has seen; others were cached.
+        end: position behind the last.
+        kept: what the method keeps of it, by layer: it puts it there, nobody else reads it, and it ends with the group,
+            the prompt or the request.
+    """
+
+    start: int
+    end: int
+    kept: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens that passes have seen."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
 class PrefillSpan:
     """Consecutive query tokens of one row of an extend batch that are treated alike.
 
@@ -55,6 +76,8 @@ class PrefillSpan:
         end: position behind the last.
         method: the method with this request's config; None attends densely.
         decodes: the one token of a row that decodes within a mixed batch. It is no prefill's, and is not counted.
+        before: the group that earlier passes have begun, if the span goes on with one.
+        after: the group that it leaves cut, if it does; what is kept of it goes where ``before`` keeps it.
     """
 
     row: int
@@ -62,6 +85,8 @@ class PrefillSpan:
     end: int
     method: PrefillMethod | None
     decodes: bool = False
+    before: CutGroup | None = None
+    after: CutGroup | None = None
 
     @property
     def tokens(self) -> int:
@@ -180,6 +205,16 @@ class PrefillMethod(ABC):
             max_tokens: query tokens of a pass.
             max_context: tokens of a row, its prefix included.
         """
+
+    def kept_bytes(self, model: ModelShape, layers: int, dtype: torch.dtype) -> int:
+        """Return how much GPU memory the method keeps of a ``CutGroup``, in bytes; charged as scratch is.
+
+        Args:
+            model: the model.
+            layers: that run sparse.
+            dtype: of queries.
+        """
+        return 0
 
     @abstractmethod
     def plan(self, spans: Sequence[PrefillSpan], device: torch.device) -> Any:

@@ -15,7 +15,7 @@ from sglang_sparse import refusals
 from sglang_sparse.config import Settings, explain_value, settings_of
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import SparseConfig
-from sglang_sparse.prefill_method import PrefillMethod
+from sglang_sparse.prefill_method import CutGroup, PrefillMethod
 
 if TYPE_CHECKING:
     from sglang_sparse.stats import RectifyCounts
@@ -71,6 +71,7 @@ class RequestState:
         exact_len: KV of positions ``[0, exact_len)`` is exact; None while nothing of it is computed. What a sparse
             prefill wrote counts as exact here: nothing makes it better.
         split_group: position of the first group of the prompt that a sparse prefill did not see in one piece, if any.
+        cut: the group that its last pass of prefill has cut, if the prompt goes on.
         kept: what it keeps of its prompt, see ``KeepMethod.kept``; (0, 0) also while that is not decided.
         compacted: it holds this alone, and no longer its prompt, see ``compact.py``.
     """
@@ -79,6 +80,7 @@ class RequestState:
     counts: RectifyCounts
     exact_len: int | None = None
     split_group: int | None = None
+    cut: CutGroup | None = None
     kept: tuple[int, int] = (0, 0)
     compacted: bool = False
 

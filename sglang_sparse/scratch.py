@@ -11,6 +11,7 @@ import torch
 from sglang_sparse import compact, index_reuse
 from sglang_sparse.config import prefill_chunk
 from sglang_sparse.keep_method import KeepMethod
+from sglang_sparse.layers import parse_layers
 from sglang_sparse.methods.dsa import Dsa
 from sglang_sparse.plan import usual_selection
 from sglang_sparse.view import allocate_view
@@ -64,7 +65,9 @@ def needs(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> 
 
 
 def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
-    """What a pass of the prefill method needs; see ``needs``.
+    """What a pass of the prefill method needs, with what is kept of cut groups; see ``needs``.
+
+    SGLang has one prompt at a time that goes on in a later pass, and in one pass it may end and another begin.
 
     Its output and its page table are not charged: the dense backend would allocate an output of the same size in the
     same place, and a row of the table comes with a query token, for each of which SGLang leaves 1.5 MB, unless
@@ -73,8 +76,10 @@ def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
     assert settings.prefill is not None
     context = kvc.model_config.context_len
     tokens = most_query_tokens(kvc.server_args, context)
+    layers = len(parse_layers(settings.prefill.config.layers, model.num_layers))
+    kept = 2 * settings.prefill.kept_bytes(model, layers, kvc.model_dtype)
     return Need(
-        settings.prefill.scratch_bytes(model, tokens, context),
+        settings.prefill.scratch_bytes(model, tokens, context) + kept,
         "prefill",
         settings.prefill_flag,
         f"passes of up to {tokens} tokens",

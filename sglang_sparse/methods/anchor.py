@@ -3,8 +3,9 @@
 Source: "AnchorAttention: Difference-Aware Sparse Attention with Stripe Granularity", section 3 and appendix C; what its
 pseudo-code leaves open is settled in ``sglang_sparse_kernels.anchor_prefill``. Differences: groups are aligned to
 absolute positions of the sequence, cached prefix included; a group sees the block before it, without which a number
-that stands across its edge was read wrong; positions below ``crossover_tokens`` are dense, and so is the ``dense_tail``
-of a prompt: the mean query of a block hides a question of a few words, and with it what it asks for.
+that stands across its edge was read wrong; a part of a group that chunks cut finds keys with the queries up to its own
+last one; positions below ``crossover_tokens`` are dense, and so is the ``dense_tail`` of a prompt: the mean query of a
+block hides a question of a few words, and with it what it asks for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from pydantic import BeforeValidator, Field, field_validator
 from sglang_sparse.method import ModelShape
 from sglang_sparse.passes import to_device
 from sglang_sparse.prefill_method import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
-from sglang_sparse_kernels.anchor_prefill import AnchorPlan, anchor_prefill, make_plan, scratch_bound
+from sglang_sparse_kernels.anchor_prefill import (
+    AnchorPlan,
+    GroupMeans,
+    anchor_prefill,
+    make_plan,
+    means_bytes,
+    scratch_bound,
+)
 
 # A threshold at which all keys count.
 ALL_KEYS = 1e9
@@ -63,11 +71,20 @@ class AnchorConfig(PrefillConfig):
 class _Plan:
     """The op's plan, and what each row's request asked for: ``[layers, rows]`` float32 on the device.
 
-    One layer stands for all where no row has a threshold for each.
+    One layer stands for all where no row has a threshold for each. ``kept`` has, by row, what is kept of a cut group.
     """
 
     op: AnchorPlan
     theta: torch.Tensor
+    kept: dict[int, dict[int, Any]]
+
+    def means(self, layer_id: int, query: torch.Tensor) -> dict[int, GroupMeans]:
+        """The means of cut groups in a layer with queries ``[tokens, q_heads, head_dim]``, by row."""
+        heads, dim = query.shape[1:]
+        for kept in self.kept.values():
+            if layer_id not in kept:
+                kept[layer_id] = GroupMeans.allocate(self.op.step, heads, dim, query.dtype, query.device)
+        return {row: kept[layer_id] for row, kept in self.kept.items()}
 
 
 class Anchor(PrefillMethod):
@@ -108,23 +125,31 @@ class Anchor(PrefillMethod):
         heads, dim = model.num_q_heads, model.head_dim
         return scratch_bound(max_tokens, max_context, heads, dim, dim, self.config.block_size, self.config.step)
 
+    def kept_bytes(self, model: ModelShape, layers: int, dtype: torch.dtype) -> int:
+        """The means of a group's blocks."""
+        return layers * means_bytes(self.config.step, model.num_q_heads, model.head_dim, dtype)
+
     def plan(self, spans: Sequence[PrefillSpan], device: torch.device) -> _Plan:
         """Lay out blocks and groups. A row's sparse tokens come before its dense ones."""
         rows = 1 + max(span.row for span in spans)
         starts, ends, ranges = [0] * rows, [0] * rows, [(0, 0)] * rows
         thetas: list[float | list[float]] = [0.0] * rows
+        carried, kept = [0] * rows, {}
         for span in reversed(spans):
             starts[span.row] = span.start
             ends[span.row] = max(ends[span.row], span.end)
             if isinstance(span.method, Anchor):
                 ranges[span.row] = self.dense_below, span.end
                 thetas[span.row] = span.method.config.theta
+                carried[span.row] = span.before.tokens if span.before else 0
+                if cut := span.before or span.after:
+                    kept[span.row] = cut.kept
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-        op = make_plan(starts, lengths, self.config.block_size, self.config.step, device, ranges)
+        op = make_plan(starts, lengths, self.config.block_size, self.config.step, device, ranges, carried=carried)
         layers = max(len(theta) if isinstance(theta, list) else 1 for theta in thetas)
         by_row = [theta if isinstance(theta, list) else [theta] * layers for theta in thetas]
         by_layer = list(zip(*by_row, strict=True))
-        return _Plan(op, to_device(by_layer, torch.float32, device))
+        return _Plan(op, to_device(by_layer, torch.float32, device), kept)
 
     def attend(self, plan: _Plan, layer_id: int, inputs: PrefillInputs) -> None:
         """One call of the op."""
@@ -141,4 +166,5 @@ class Anchor(PrefillMethod):
             inputs.v_scale,
             out=inputs.out,
             stats=inputs.pairs,
+            means=plan.means(layer_id, inputs.query),
         )

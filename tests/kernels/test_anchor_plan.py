@@ -21,18 +21,18 @@ def test_plan_lists_blocks_and_parts() -> None:
     made = make_plan([30, 7, 0], [37, 0, 17], BLOCK, STEP, "cpu")
     (piece,) = made.slices
     assert [tuple(block) for block in piece.blocks] == [
-        (0, 1, 30, 0, 2, 0, 0),
-        (0, 2, 32, 2, 16, 1, 32),
-        (0, 3, 48, 18, 16, 1, 32),
-        (0, 4, 64, 34, 3, 2, 64),
-        (2, 0, 0, 37, 16, 3, 0),
-        (2, 1, 16, 53, 1, 3, 0),
+        (0, 1, 30, 0, 2, 0, 0, 0, 0),
+        (0, 2, 32, 2, 16, 1, 32, 1, 0),
+        (0, 3, 48, 18, 16, 1, 32, 2, 0),
+        (0, 4, 64, 34, 3, 2, 64, 3, 0),
+        (2, 0, 0, 37, 16, 3, 0, 4, 0),
+        (2, 1, 16, 53, 1, 3, 0, 5, 0),
     ]
     assert [tuple(part) for part in piece.parts] == [
-        (0, 0, 0, 1, 2, 0, 0, 0),
-        (0, 1, 1, 2, 32, 16, 0, 0),
-        (0, 2, 3, 1, 3, 48, 16, 1),
-        (2, 0, 4, 2, 17, 0, 64, 2),
+        (0, 0, 0, 1, 2, 0, 0, 0, 0, 1),
+        (0, 1, 1, 2, 32, 16, 0, 0, 1, 2),
+        (0, 2, 3, 1, 3, 48, 16, 1, 3, 1),
+        (2, 0, 4, 2, 17, 0, 64, 2, 4, 2),
     ]
     assert piece.block_table.tolist() == [list(block) for block in piece.blocks]
     assert piece.part_table.tolist() == [list(part) for part in piece.parts]
@@ -64,14 +64,22 @@ class Pass:
     step: int
     ranges: list[tuple[int, int]] | None
     limits: tuple[int, int, int]
+    carries: bool
 
     def bounded(self, patch: pytest.MonkeyPatch) -> None:
-        for name, limit in zip(("SLICE_QUERIES", "SLICE_BLOCKS", "SLICE_CANDIDATES"), self.limits, strict=True):
+        for name, limit in zip(("SLICE_QUERIES", "SLICE_MEANS", "SLICE_CANDIDATES"), self.limits, strict=True):
             patch.setattr(plan, name, limit)
 
     def plan(self, tile_keys: int) -> AnchorPlan:
         prefixes, extends = [prefix for prefix, _ in self.rows], [extend for _, extend in self.rows]
-        return make_plan(prefixes, extends, self.block_size, self.step, "cpu", self.ranges, tile_keys)
+        carried = [self._carried(row) for row in range(len(self.rows))] if self.carries else None
+        return make_plan(prefixes, extends, self.block_size, self.step, "cpu", self.ranges, tile_keys, carried)
+
+    def _carried(self, row: int) -> int:
+        """As much as there can be."""
+        prefix, span = self.rows[row][0], self.block_size * self.step
+        low = self.ranges[row][0] if self.ranges else 0
+        return max(0, prefix - max(low, prefix // span * span))
 
 
 @st.composite
@@ -79,8 +87,8 @@ def passes(draw: st.DrawFn) -> Pass:
     rows = draw(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 90)), max_size=12))
     position = st.integers(0, 800)
     ranges = draw(st.none() | st.lists(st.tuples(position, position), min_size=len(rows), max_size=len(rows)))
-    limit = st.integers(1, 300)
-    return Pass(rows, draw(st.sampled_from([16, 32])), draw(st.integers(1, 4)), ranges, draw(st.tuples(*[limit] * 3)))
+    limits = draw(st.tuples(*[st.integers(1, 300)] * 3))
+    return Pass(rows, draw(st.sampled_from([16, 32])), draw(st.integers(1, 4)), ranges, limits, draw(st.booleans()))
 
 
 @given(passes(), st.sampled_from([16, 128]))
@@ -102,7 +110,13 @@ def test_tables_hold_each_tile_and_chunk_of_each_part_once(case: Pass, keys: int
         queries, candidates = (
             sum(getattr(part, name) for part in piece.parts) for name in ("num_queries", "candidates")
         )
-        assert piece.size == (queries, len(piece.blocks), len(piece.parts), candidates, len(tiles))
+        means = [part.first_mean + mean for part in piece.parts for mean in range(part.num_means)]
+        assert means == list(range(len(means)))
+        assert piece.size == (queries, len(means), len(piece.parts), candidates, len(tiles))
+        for part in piece.parts:
+            blocks = piece.blocks[part.first_block : part.first_block + part.num_blocks]
+            # Those of the part's own blocks come last.
+            assert [block.mean for block in blocks] == means[: part.first_mean + part.num_means][-len(blocks) :]
         assert len(tiles) <= candidates / keys + len(piece.parts)
 
 

@@ -110,7 +110,7 @@ def triton_active(arguments: dict[str, Any], case: Case) -> list[tuple[GroupPart
         scale = arguments["sm_scale"] * case.k_scale
         k_cache, v_cache, table, made = (arguments[name] for name in ("k_cache", "v_cache", "page_table", "plan"))
         launch = kernels.Launch(q, k_cache, v_cache, table, made, piece, case.page_size, scale, config)
-        scratch = kernels.find_active_keys(launch, arguments["theta"])
+        scratch = kernels.find_active_keys(launch, arguments["theta"], {})
         for number, part in enumerate(piece.parts):
             slots = row_slots(arguments, part.row, case.block_size + part.candidates)
             position = torch.full((arguments["k_cache"].shape[0],), -1, dtype=torch.int64, device=q.device)
@@ -221,4 +221,4 @@ def test_a_pass_without_queries_is_empty(run: Any, device: str) -> None:
     assert run(arguments).shape == (0, 2, 64)
     assert arguments["plan"].scratch_bytes(2, 64, 64) == 0
     with pytest.raises(ValueError, match="row 0 has no sparse query of group 0"):
-        reference_active(arguments, GroupPart(0, 0, 0, 0, 0, 0, 0, 0))
+        reference_active(arguments, GroupPart(0, 0, 0, 0, 0, 0, 0, 0, 0, 0))

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from checkpoints import random_qwen3
 from server_requests import ask, assert_exact, assert_nothing_leaked, sparse_state
 
 PAGE, GROUP, CHUNK, SHARED = 16, 128, 512, 1024
@@ -65,3 +66,30 @@ def test_incomplete_groups_are_shared_if_asked_for(serve, checkpoint, family: li
             if share:
                 assert again["output_ids"] == first["output_ids"]
             assert_nothing_leaked(server)
+
+
+def test_a_chunk_that_cuts_a_group_sees_what_a_prompt_that_ends_there_sees(
+    serve, tmp_path, family: list[list[int]]
+) -> None:
+    """Its queries find keys with all of the group so far. With one layer, a token's logits show which it had."""
+    model, prefill = random_qwen3(tmp_path, layers=1), {**ANCHOR, "share_partial_groups": True, "theta": 2.0}
+    prompt, chunk = family[-2], 208
+
+    def logprobs(server: Any, prompt: list[int], options: dict[str, Any] | None = None) -> list[float]:
+        params = {"max_new_tokens": 1, "temperature": 0.0, "custom_params": options}
+        answer = server.generate(input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=0)
+        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+    with (
+        serve(model, "--chunked-prefill-size", str(chunk), prefill=prefill) as server,
+        serve(model, "--chunked-prefill-size", "-1", prefill=prefill) as whole,
+    ):
+        for options in (None, {"theta": 2.2}):
+            found = logprobs(server, prompt, options)
+            for start in range(0, len(prompt), chunk):
+                end = min(start + chunk, len(prompt))
+                expected = logprobs(whole, prompt[:end], options)[start:]
+                assert found[start : end - 1] == pytest.approx(expected, abs=1e-4), (start, end)
+        dense = logprobs(whole, prompt, {"exact_prefix": True})
+        assert max(abs(a - b) for a, b in zip(found, dense, strict=True)) > 1e-2
+        assert_nothing_leaked(server)

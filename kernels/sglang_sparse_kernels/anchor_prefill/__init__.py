@@ -3,13 +3,16 @@
 Source: AnchorAttention (arXiv:2505.23520, section 3 and algorithms 1 to 3), on a paged cache and in chunks of any size.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from .. import dispatch
 from . import reference
+from .means import GroupMeans, check_means, means_bytes
 from .plan import AnchorPlan, make_plan, scratch_bound
 
-__all__ = ["AnchorPlan", "anchor_prefill", "make_plan", "scratch_bound"]
+__all__ = ["AnchorPlan", "GroupMeans", "anchor_prefill", "make_plan", "means_bytes", "scratch_bound"]
 
 
 def anchor_prefill(
@@ -25,6 +28,7 @@ def anchor_prefill(
     v_scale: float = 1.0,
     out: torch.Tensor | None = None,
     stats: torch.Tensor | None = None,
+    means: Mapping[int, GroupMeans] | None = None,
 ) -> torch.Tensor:
     """Attention of a ragged extend batch in which each step group of queries picks the earlier keys it attends to.
 
@@ -35,8 +39,11 @@ def anchor_prefill(
     groups give what one piece gives. Differences from the paper: the block before a group, without which the first
     queries of the group do not see what stands right before them, such as the beginning of a number; equality counts as
     a hit, and so does a difference that is infinite or NaN, so that a broken key shows in the output as in dense
-    attention; blocks of queries and keys have one size; a block that a chunk cuts has the mean of its queries in this
-    pass.
+    attention; blocks of queries and keys have one size.
+
+    Of a group that a pass ends within, the queries pick keys by those of the group so far: its blocks up to the end of
+    the pass, the last of which may be cut, with those of earlier passes as far as ``means`` hands them on. What earlier
+    parts of the group have attended to stays as it is. The last part so picks what all of the group would in one piece.
 
     Args:
         q: ``[N, Hq, d]``, float32 (CPU only), float16 or bfloat16, the query tokens of all rows one after the other;
@@ -54,13 +61,15 @@ def anchor_prefill(
         out: optional ``[N, Hq, dv]`` in the dtype of ``q``, contiguous.
         stats: optional ``[2]`` int64 on the device of ``q``, to which the query-key pairs attended and the pairs of
             dense causal attention are added, over all query heads.
+        means: by row, what the parts of a cut group hand on: read where the plan has carried queries, and written where
+            the row's sparse queries end within a group. Without, a part picks keys by its own queries.
 
     Returns:
         ``[N, Hq, dv]`` in the dtype of ``q``.
 
     Raises:
-        ValueError: a wrong dimension, dtype, device, head count, layout, page size or scale, or a plan of another
-            batch.
+        ValueError: a wrong dimension, dtype, device, head count, layout, page size or scale, a plan of another batch,
+            or no means for a row with carried queries.
 
     Example:
         >>> import torch
@@ -78,7 +87,9 @@ def anchor_prefill(
         raise ValueError(f"block_size must be a multiple of page_size, got {plan.block_size} and {page_size}")
     dispatch.check_plan(q, page_table, plan, page_size)
     dispatch.check_logit_scale(sm_scale, k_scale)
-    arguments = (q, k_cache, v_cache, page_table, plan, theta, page_size, sm_scale, k_scale, v_scale, out, stats)
+    means = means or {}
+    check_means(q, plan, means)
+    arguments = (q, k_cache, v_cache, page_table, plan, theta, page_size, sm_scale, k_scale, v_scale, out, stats, means)
     if dispatch.use_reference(q):
         return reference.anchor_prefill(*arguments)
     from . import triton

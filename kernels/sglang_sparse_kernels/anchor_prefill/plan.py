@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 _MIN_BLOCK, _MAX_BLOCK = 16, 128
-# Bounds of one slice: a query head takes 4 * dv + 8 bytes for a query, 4 * d + 4 for a block and 5 for a candidate key.
+# Bounds of one slice: a query head takes 4 * dv + 8 bytes for a query, 4 * d + 4 for a block's means and 5 for a
+# candidate key.
 SLICE_QUERIES = 16384
-SLICE_BLOCKS = 2048
+SLICE_MEANS = 2048
 # An 8k chunk of one row at 128k: the keys before each of its four groups.
 SLICE_CANDIDATES = 1 << 19
 # Candidates of one program of the identification, and tiles of one program of the compaction.
@@ -25,7 +26,8 @@ class QueryBlock(NamedTuple):
 
     ``block`` is the absolute position divided by the block size. ``first_query`` counts from the first query of the
     slice and ``part`` from its first part; ``first_position`` is absolute. The anchor region has all keys from
-    ``window`` on: the first of the group, or 0 for dense queries.
+    ``window`` on: the first of the group, or 0 for dense queries. Its means are the ``mean``-th of the slice, and those
+    of ``earlier`` more queries of the block are in them, which are carried from an earlier pass.
     """
 
     row: int
@@ -35,6 +37,8 @@ class QueryBlock(NamedTuple):
     num_queries: int
     part: int
     window: int
+    mean: int
+    earlier: int
 
 
 class GroupPart(NamedTuple):
@@ -42,7 +46,8 @@ class GroupPart(NamedTuple):
 
     ``group`` is the absolute position divided by block size times step. ``first_block`` counts from the first block of
     the slice. ``candidates`` keys follow the first block of keys; their list starts at ``offset`` times the number of
-    query heads in the slice's lists, and its tiles at ``first_tile`` times that number.
+    query heads in the slice's lists, and its tiles at ``first_tile`` times that number. The ``num_means`` means from
+    the slice's ``first_mean``-th on are those of the group's blocks so far: carried ones, and then its own blocks'.
     """
 
     row: int
@@ -53,13 +58,15 @@ class GroupPart(NamedTuple):
     candidates: int
     offset: int
     first_tile: int
+    first_mean: int
+    num_means: int
 
 
 class SliceSize(NamedTuple):
-    """How many queries, query blocks, group parts, candidate keys and tiles of candidates a slice has."""
+    """How many queries, means of blocks, group parts, candidate keys and tiles of candidates a slice has."""
 
     queries: int
-    blocks: int
+    means: int
     parts: int
     candidates: int
     tiles: int
@@ -111,9 +118,9 @@ class AnchorPlan:
     def scratch_bytes(self, num_q_heads: int, head_dim: int, v_head_dim: int) -> int:
         """Scratch memory of one call in bytes, at most; slices run one after the other and share it.
 
-        A query token takes ``4 * dv + 8`` bytes a query head, a query block ``4 * d + 4`` (``2 * d + 4`` if the query
-        has 16 bits), a group part 4, a candidate key of a part 5 and each tile of them 4. A part has at most as many
-        candidates as its row has keys, so that a query token's share of the lists is about
+        A query token takes ``4 * dv + 8`` bytes a query head, the means of a block ``4 * d + 4`` (``2 * d + 4`` if the
+        query has 16 bits), a group part 4, a candidate key of a part 5 and each tile of them 4. A part has at most as
+        many candidates as its row has keys, so that a query token's share of the lists is about
         ``5 * keys / (block_size * step)`` bytes a query head.
         """
         return max((_scratch_bytes(piece.size, num_q_heads, head_dim, v_head_dim) for piece in self.slices), default=0)
@@ -137,10 +144,11 @@ def scratch_bound(
         Bytes, without what an allocator adds.
     """
     queries = min(max_queries, max(SLICE_QUERIES, block_size * step))
-    # A group has ``step`` blocks, and the ends of a row's sparse range cut two of them.
-    blocks = min(queries, max(SLICE_BLOCKS, step + 2))
-    candidates = min(blocks * max_context, max(SLICE_CANDIDATES, max_context))
-    size = SliceSize(queries, blocks, blocks, candidates, candidates // TILE_KEYS + blocks)
+    # A group has ``step`` blocks, and the ends of a row's sparse range cut two of them; all may be carried to a query.
+    means = min(queries * step, max(SLICE_MEANS, step + 2))
+    parts = min(queries, means)
+    candidates = min(parts * max_context, max(SLICE_CANDIDATES, max_context))
+    size = SliceSize(queries, means, parts, candidates, candidates // TILE_KEYS + parts)
     return _scratch_bytes(size, num_q_heads, head_dim, v_head_dim)
 
 
@@ -149,7 +157,7 @@ class Scratch:
     """What the kernels of one slice hand on.
 
     ``maximum`` and ``total`` are ``[Hq, n]`` and ``output`` ``[n, Hq, dv]``, float32; maxima are products of query and
-    key before any scale. ``pooled`` ``[blocks, Hq, d]`` has the dtype of the query, ``anchors`` ``[blocks, Hq]`` is
+    key before any scale. ``pooled`` ``[means, Hq, d]`` has the dtype of the query, ``anchors`` ``[means, Hq]`` is
     float32. ``hits`` (int8) and ``slots`` (int32) hold ``[Hq, candidates]`` of one part after the other and
     ``tile_counts`` (int32) its ``[Hq, tiles]``; ``counts`` is ``[parts, Hq]`` int32.
     """
@@ -180,8 +188,8 @@ def _scratch_shapes(
         "maximum": ((heads, size.queries), torch.float32),
         "total": ((heads, size.queries), torch.float32),
         "output": ((size.queries, heads, v_dim), torch.float32),
-        "pooled": ((size.blocks, heads, dim), dtype),
-        "anchors": ((size.blocks, heads), torch.float32),
+        "pooled": ((size.means, heads, dim), dtype),
+        "anchors": ((size.means, heads), torch.float32),
         "hits": ((heads * size.candidates,), torch.int8),
         "slots": ((heads * size.candidates,), torch.int32),
         "tile_counts": ((heads * size.tiles,), torch.int32),
@@ -202,6 +210,7 @@ def make_plan(
     device: torch.device | str,
     sparse_ranges: Sequence[tuple[int, int]] | None = None,
     tile_keys: int = TILE_KEYS,
+    carried: Sequence[int] | None = None,
 ) -> AnchorPlan:
     """Cut the queries of a pass into blocks and step groups, both aligned to absolute positions.
 
@@ -214,12 +223,14 @@ def make_plan(
         sparse_ranges: for each row, the first sparse position and the one behind the last; queries outside attend
             densely. All queries are sparse if not given.
         tile_keys: keys that one program of the identification takes, a power of two of at least 16.
+        carried: for each row, how many sparse queries right before its prefix's end, all of the group that it goes on
+            with, have their means in the row's ``GroupMeans``; 0 if not given.
 
     Returns:
         A plan for any number of calls with these rows.
 
     Raises:
-        ValueError: a wrong block size, step, length, number of ranges or tile.
+        ValueError: a wrong block size, step, length, number of ranges, tile or number of carried queries.
     """
     _check_sizes(prefix_lens, extend_lens, block_size, step, tile_keys)
     rows = list(zip(prefix_lens, extend_lens, strict=True))
@@ -227,7 +238,9 @@ def make_plan(
         sparse_ranges = [(0, prefix + extend) for prefix, extend in rows]
     if len(sparse_ranges) != len(rows):
         raise ValueError(f"as many sparse ranges as rows are needed, got {len(sparse_ranges)} and {len(rows)}")
-    groups = _groups(rows, sparse_ranges, block_size, step)
+    carried = [0] * len(rows) if carried is None else carried
+    _check_carried(rows, sparse_ranges, carried, block_size * step)
+    groups = _groups(rows, sparse_ranges, carried, block_size, step)
     device = torch.device(device)
     return AnchorPlan(
         block_size=block_size,
@@ -258,23 +271,46 @@ def _check_sizes(
         raise ValueError(f"lengths must be at least 0, got {list(prefix_lens)} and {list(extend_lens)}")
 
 
+def _check_carried(
+    rows: list[tuple[int, int]], sparse_ranges: Sequence[tuple[int, int]], carried: Sequence[int], group: int
+) -> None:
+    if len(carried) != len(rows):
+        raise ValueError(f"as many numbers of carried queries as rows are needed, got {len(carried)} and {len(rows)}")
+    for row, ((prefix, _), (low, _), count) in enumerate(zip(rows, sparse_ranges, carried, strict=True)):
+        most = max(0, prefix - max(low, prefix // group * group))
+        if not 0 <= count <= most:
+            raise ValueError(f"row {row} may have 0 to {most} carried queries, got {count}")
+
+
 def _groups(
-    rows: list[tuple[int, int]], sparse_ranges: Sequence[tuple[int, int]], block_size: int, step: int
+    rows: list[tuple[int, int]],
+    sparse_ranges: Sequence[tuple[int, int]],
+    carried: Sequence[int],
+    block_size: int,
+    step: int,
 ) -> list[list[QueryBlock]]:
-    """The blocks of each group part; queries and parts are counted over the whole pass."""
+    """The blocks of each group part; queries and parts are counted over the whole pass, means from the part's first."""
     groups: list[list[QueryBlock]] = []
     first_query = 0
     for row, ((prefix, extend), (low, high)) in enumerate(zip(rows, sparse_ranges, strict=True)):
         position, end, last = prefix, prefix + extend, (-1, False)
+        # Whole blocks that are carried alone, and what of the first block of this pass is.
+        before = prefix // block_size - (prefix - carried[row]) // block_size
+        earlier = min(carried[row], prefix % block_size)
         while position < end:
             block, sparse = position // block_size, low <= position < high
             if (block // step, sparse) != last:
                 last = block // step, sparse
                 groups.append([])
+                before = before if position == prefix else 0
             cuts = [cut for cut in (low, high, (block + 1) * block_size) if cut > position]
             count = min(end, *cuts) - position
             window = block // step * step * block_size if sparse else 0
-            groups[-1].append(QueryBlock(row, block, position, first_query, count, len(groups) - 1, window))
+            mean = before + len(groups[-1])
+            groups[-1].append(
+                QueryBlock(row, block, position, first_query, count, len(groups) - 1, window, mean, earlier)
+            )
+            earlier = 0
             position += count
             first_query += count
     return groups
@@ -296,25 +332,31 @@ class _Draft(NamedTuple):
 def _slices(groups: list[list[QueryBlock]], block_size: int, step: int, tile_keys: int) -> list[_Draft]:
     """A part that exceeds the bounds alone is a slice of its own."""
     drafts: list[_Draft] = []
-    queries = offset = first_tile = SLICE_QUERIES + SLICE_CANDIDATES
+    queries = offset = first_tile = first_mean = SLICE_QUERIES + SLICE_CANDIDATES
     for group in groups:
         count = sum(block.num_queries for block in group)
         index = group[0].block // step
         candidates = max(0, group[0].window - block_size)
+        means = group[-1].mean + 1
         if (
             queries + count > SLICE_QUERIES
             or offset + candidates > SLICE_CANDIDATES
-            or len(drafts[-1].blocks) + len(group) > SLICE_BLOCKS
+            or first_mean + means > SLICE_MEANS
         ):
             drafts.append(_Draft(group[0].first_query, [], []))
-            queries = offset = first_tile = 0
+            queries = offset = first_tile = first_mean = 0
         first_query, blocks, parts = drafts[-1]
-        parts.append(GroupPart(group[0].row, index, len(blocks), len(group), count, candidates, offset, first_tile))
+        part = GroupPart(
+            *(group[0].row, index, len(blocks), len(group), count, candidates, offset, first_tile, first_mean, means)
+        )
         for block in group:
-            blocks.append(block._replace(first_query=block.first_query - first_query, part=len(parts) - 1))
+            first, mean = block.first_query - first_query, first_mean + block.mean
+            blocks.append(block._replace(first_query=first, part=len(parts), mean=mean))
+        parts.append(part)
         queries += count
         offset += candidates
         first_tile += math.ceil(candidates / tile_keys)
+        first_mean += means
     return drafts
 
 
@@ -349,7 +391,7 @@ def _size(draft: _Draft, tile_keys: int) -> SliceSize:
     last = parts[-1]
     return SliceSize(
         queries=sum(part.num_queries for part in parts),
-        blocks=len(draft.blocks),
+        means=last.first_mean + last.num_means,
         parts=len(parts),
         candidates=last.offset + last.candidates,
         tiles=last.first_tile + math.ceil(last.candidates / tile_keys),

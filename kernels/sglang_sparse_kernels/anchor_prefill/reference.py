@@ -1,10 +1,11 @@
 """The definition of anchor attention in plain torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
+from .means import GroupMeans, carried_means, is_cut
 from .plan import AnchorPlan, GroupPart, QueryBlock
 
 
@@ -14,6 +15,13 @@ class State(NamedTuple):
     maximum: torch.Tensor
     total: torch.Tensor
     output: torch.Tensor
+
+
+class Means(NamedTuple):
+    """Mean query ``[n, Hkv, G, d]`` and mean anchor ``[n, Hkv, G]``, in natural units, of a group's blocks so far."""
+
+    query: torch.Tensor
+    anchor: torch.Tensor
 
 
 class Row(NamedTuple):
@@ -42,6 +50,7 @@ def anchor_prefill(
     v_scale: float,
     out: torch.Tensor,
     stats: torch.Tensor | None = None,
+    means: Mapping[int, GroupMeans] | None = None,
     replace: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """See ``anchor_prefill.anchor_prefill``.
@@ -58,8 +67,12 @@ def anchor_prefill(
             blocks = piece.blocks[part.first_block : part.first_block + part.num_blocks]
             row = _row(k_cache, v_cache, page_table, part, blocks, page_size)
             states = [_anchor(queries, row, block, plan, scale) for block in blocks]
-            active = _gaps(queries, row, blocks, states, part, plan.block_size, scale)
-            active = _hit(active, theta[part.row]).any(0)
+            held = (means or {}).get(part.row)
+            known = _means(queries, blocks, states, part, held, scale)
+            active = _hit(_gaps(known, row, part, plan.block_size, scale), theta[part.row]).any(0)
+            if held is not None and is_cut(plan, part, blocks[-1]):
+                held.queries[: part.num_means] = known.query.flatten(1, 2)
+                held.anchors[: part.num_means] = known.anchor.flatten(1, 2) / scale
             active = replace(active, min(plan.block_size, part.candidates)) if replace else active
             attended += int(active.sum()) * part.num_queries
             for block, state in zip(blocks, states, strict=True):
@@ -81,12 +94,14 @@ def key_gaps(
     k_scale: float,
     row: int,
     group: int,
+    means: Mapping[int, GroupMeans] | None = None,
 ) -> torch.Tensor:
     """How far each candidate key of a row's group lies below the anchor, in natural logarithm units.
 
     Returns:
-        ``[blocks, Hq, candidates]`` float32: mean anchor of the query block minus its mean query's logit; negative
-        infinity for the block before the group. Candidate ``c`` is the key at position ``block_size + c``.
+        ``[means, Hq, candidates]`` float32: mean anchor of the query block minus its mean query's logit; negative
+        infinity for the block before the group. Candidate ``c`` is the key at position ``block_size + c``. Blocks whose
+        means are carried come first.
 
     Raises:
         ValueError: the pass has no sparse query of this group.
@@ -99,8 +114,8 @@ def key_gaps(
             if (part.row, part.group, blocks[0].window) == (row, group, group * plan.step * plan.block_size):
                 keys = _row(k_cache, k_cache, page_table, part, blocks, page_size)
                 states = [_anchor(queries, keys, block, plan, sm_scale * k_scale) for block in blocks]
-                gaps = _gaps(queries, keys, blocks, states, part, plan.block_size, sm_scale * k_scale)
-                return gaps.flatten(1, 2)
+                known = _means(queries, blocks, states, part, (means or {}).get(row), sm_scale * k_scale)
+                return _gaps(known, keys, part, plan.block_size, sm_scale * k_scale).flatten(1, 2)
     raise ValueError(f"row {row} has no sparse query of group {group} in this pass")
 
 
@@ -115,9 +130,10 @@ def active_keys(
     k_scale: float,
     row: int,
     group: int,
+    means: Mapping[int, GroupMeans] | None = None,
 ) -> torch.Tensor:
     """Which candidate keys are active for a row's group, ``[Hq, candidates]`` bool; see ``key_gaps``."""
-    gaps = key_gaps(q, k_cache, page_table, plan, page_size, sm_scale, k_scale, row, group)
+    gaps = key_gaps(q, k_cache, page_table, plan, page_size, sm_scale, k_scale, row, group, means)
     return _hit(gaps, theta[row]).any(0)
 
 
@@ -156,20 +172,35 @@ def _anchor(queries: torch.Tensor, row: Row, block: QueryBlock, plan: AnchorPlan
     return _continue(empty, query, *row.read(keys), causal, scale)
 
 
-def _gaps(
+def _means(
     queries: torch.Tensor,
-    row: Row,
     blocks: tuple[QueryBlock, ...],
     states: list[State],
     part: GroupPart,
-    block_size: int,
+    held: GroupMeans | None,
     scale: float,
-) -> torch.Tensor:
-    """``[blocks, Hkv, G, candidates]``."""
-    keys = row.k_cache[row.slots[block_size : block_size + part.candidates]].float()
+) -> Means:
+    """Means of a part's blocks behind those that are carried to it."""
     query = torch.stack([_of_block(queries, block).mean(2) for block in blocks])
     anchor = torch.stack([state.maximum.mean(2) for state in states])
-    gaps = anchor[..., None] - query @ keys.permute(1, 2, 0) * scale
+    first = blocks[0]
+    count = carried_means(part, first)
+    if held is None or not count:
+        return Means(query, anchor)
+    heads = anchor.shape[1:]
+    of_queries, of_anchors = (known[:count].unflatten(1, heads) for known in (held.queries, held.anchors * scale))
+    if first.earlier:
+        total = first.earlier + first.num_queries
+        query[0] = (query[0] * first.num_queries + of_queries[-1].float() * first.earlier) / total
+        anchor[0] = (anchor[0] * first.num_queries + of_anchors[-1] * first.earlier) / total
+    whole = part.num_means - part.num_blocks
+    return Means(torch.cat([of_queries[:whole].float(), query]), torch.cat([of_anchors[:whole], anchor]))
+
+
+def _gaps(means: Means, row: Row, part: GroupPart, block_size: int, scale: float) -> torch.Tensor:
+    """``[means, Hkv, G, candidates]``."""
+    keys = row.k_cache[row.slots[block_size : block_size + part.candidates]].float()
+    gaps = means.anchor[..., None] - means.query @ keys.permute(1, 2, 0) * scale
     # The block right before the group is as near as a key can be.
     gaps[..., max(0, part.candidates - block_size) :] = float("-inf")
     return gaps

@@ -3,6 +3,8 @@
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,7 @@ import triton.language as tl
 from ..launch import LOG2_E, MIN_DOT
 from ..paged_prefill import load_rows, load_slots, softmax_step
 from .launch import Config, Launch, default_config
+from .means import GroupMeans, carried_means, is_cut
 from .plan import CHUNK_TILES, AnchorPlan, GroupPart, QueryBlock, Scratch
 
 # Mean queries that one product of the identification takes, over a KV head's query heads and a group's blocks.
@@ -48,6 +51,14 @@ def _attend(
 def _tile_start(tile, init_tiles, group_start, TILE: tl.constexpr):
     """Position of a tile of the anchor region: first those of the initial block, then those of the group."""
     return tl.where(tile < init_tiles, tile * TILE, group_start + (tile - init_tiles) * TILE)
+
+
+@triton.jit
+def _mean(total, block_ptr, carried_ptr, mask):
+    """Mean over a block's queries, from the total of those in this pass and the mean of earlier ones, if there are."""
+    earlier = tl.load(block_ptr + 8)
+    carried = tl.load(carried_ptr, mask=(earlier > 0) & mask, other=0.0).to(tl.float32)
+    return (total + carried * earlier) / (tl.load(block_ptr + 4) + earlier)
 
 
 @triton.jit(do_not_specialize=["num_queries", "table_stride"], do_not_specialize_on_alignment=["blocks_ptr"])
@@ -103,7 +114,10 @@ def _anchor_kernel(
     v_ptr += (head // GROUP).to(tl.int64) * v_stride_head
     q_ptr += first_query * q_stride_row + head.to(tl.int64) * q_stride_head
     query = load_rows(q_ptr + members[:, None] * q_stride_row + dims[None, :], in_block, dims, DIM)
-    mean_query = tl.sum(query.to(tl.float32), axis=0) / count
+    entry = tl.load(blocks_ptr + 7).to(tl.int64) * HEADS + head
+    pooled_ptr += entry * DIM + dims
+    mean_query = _mean(tl.sum(query.to(tl.float32), axis=0), blocks_ptr, pooled_ptr, dims < DIM)
+    tl.store(pooled_ptr, mean_query.to(pooled_ptr.dtype.element_ty), mask=dims < DIM)
     if UPCAST:
         query = query.to(tl.float32)
     maximum = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -136,10 +150,8 @@ def _anchor_kernel(
     offsets = (first_query + members)[:, None] * (HEADS * V_DIM) + head * V_DIM + v_dims[None, :]
     tl.store(output_ptr + offsets, output, mask=in_block[:, None] & (v_dims < V_DIM)[None, :])
     # The hardware's maximum drops NaN, the sum does not.
-    anchor = tl.where(total >= 0, maximum, float("nan"))
-    entry = block.to(tl.int64) * HEADS + head
-    tl.store(anchors_ptr + entry, tl.sum(tl.where(in_block, anchor, 0.0), axis=0) / count)
-    tl.store(pooled_ptr + entry * DIM + dims, mean_query.to(pooled_ptr.dtype.element_ty), mask=dims < DIM)
+    anchor = tl.where(in_block, tl.where(total >= 0, maximum, float("nan")), 0.0)
+    tl.store(anchors_ptr + entry, _mean(tl.sum(anchor, axis=0), blocks_ptr, anchors_ptr + entry, True))
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tiles_ptr", "parts_ptr", "theta_ptr"])
@@ -195,14 +207,14 @@ def _identify_kernel(
     q_head = kv_head * GROUP + members
     for part in range(first_part, end_part):
         part_ptr = parts_ptr + part * _PART_FIELDS
-        first_block = tl.load(part_ptr + 2)
-        num_blocks = tl.load(part_ptr + 3)
         candidates = tl.load(part_ptr + 5)
+        first_mean = tl.load(part_ptr + 8)
+        num_means = tl.load(part_ptr + 9)
         hit = tl.full([TILE, BLOCK_GROUP], 0, tl.int32)
-        for first in range(0, num_blocks, BLOCK_STEP):
-            block = first + pairs % BLOCK_STEP
-            used = (block < num_blocks) & (member < GROUP)
-            entry = (first_block + block).to(tl.int64) * HEADS + kv_head * GROUP + member
+        for first in range(0, num_means, BLOCK_STEP):
+            mean = first + pairs % BLOCK_STEP
+            used = (mean < num_means) & (member < GROUP)
+            entry = (first_mean + mean).to(tl.int64) * HEADS + kv_head * GROUP + member
             pooled = load_rows(pooled_ptr + entry[:, None] * DIM + dims[None, :], used, dims, DIM)
             if UPCAST:
                 pooled = pooled.to(tl.float32)
@@ -370,6 +382,7 @@ def anchor_prefill(
     v_scale: float,
     out: torch.Tensor,
     stats: torch.Tensor | None = None,
+    means: Mapping[int, GroupMeans] | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
     """See ``anchor_prefill.anchor_prefill``."""
@@ -378,7 +391,7 @@ def anchor_prefill(
     for piece in plan.slices:
         window = slice(piece.first_query, piece.first_query + piece.num_queries)
         launch = Launch(q[window], k_cache, v_cache, page_table, plan, piece, page_size, sm_scale * k_scale, config)
-        counts = _attend_slice(launch, theta, out[window], v_scale)
+        counts = _attend_slice(launch, theta, out[window], v_scale, means or {})
         pairs += (counts.sum(dim=1) * piece.part_table[:, 4]).sum() if stats is not None else 0
     if stats is not None:
         stats[0] += pairs + plan.anchor_pairs * q.shape[1]
@@ -386,10 +399,11 @@ def anchor_prefill(
     return out
 
 
-def find_active_keys(launch: Launch, theta: torch.Tensor) -> Scratch:
+def find_active_keys(launch: Launch, theta: torch.Tensor, means: Mapping[int, GroupMeans]) -> Scratch:
     """The anchor's state of every query, and the slots of each part's active keys in ascending order of position."""
     piece, config, heads = launch.piece, launch.config, launch.q.shape[1]
     scratch = Scratch.allocate(piece, launch.q, launch.v_cache.shape[2])
+    _take_over(launch, scratch, means)
     table, table_stride = launch.page_table, launch.page_table.stride(0)
     _anchor_kernel[(len(piece.blocks), heads)](
         *(launch.q, launch.k_cache, launch.v_cache, table, piece.block_table),
@@ -399,6 +413,7 @@ def find_active_keys(launch: Launch, theta: torch.Tensor) -> Scratch:
         **launch.constants("GROUP", "DIM", "V_DIM", "BLOCK_DIM", "BLOCK_V_DIM", "PAGE", "TILE", "UPCAST"),
         **launch.attention_options,
     )
+    _hand_on(launch, scratch, means)
     if not len(piece.tile_table):
         return scratch
     group = heads // launch.k_cache.shape[1]
@@ -426,9 +441,31 @@ def find_active_keys(launch: Launch, theta: torch.Tensor) -> Scratch:
     return scratch
 
 
-def _attend_slice(launch: Launch, theta: torch.Tensor, out: torch.Tensor, v_scale: float) -> torch.Tensor:
+def _take_over(launch: Launch, scratch: Scratch, means: Mapping[int, GroupMeans]) -> None:
+    """Copy what is carried to where the kernels find it. Few parts have any."""
+    for part in launch.piece.parts:
+        count = carried_means(part, launch.piece.blocks[part.first_block])
+        if count:
+            taken = slice(part.first_mean, part.first_mean + count)
+            scratch.pooled[taken] = means[part.row].queries[:count]
+            scratch.anchors[taken] = means[part.row].anchors[:count]
+
+
+def _hand_on(launch: Launch, scratch: Scratch, means: Mapping[int, GroupMeans]) -> None:
+    """Keep the means of parts that end within their group."""
+    for part in launch.piece.parts:
+        last = launch.piece.blocks[part.first_block + part.num_blocks - 1]
+        if part.row in means and is_cut(launch.plan, part, last):
+            given = slice(part.first_mean, part.first_mean + part.num_means)
+            means[part.row].queries[: part.num_means] = scratch.pooled[given]
+            means[part.row].anchors[: part.num_means] = scratch.anchors[given]
+
+
+def _attend_slice(
+    launch: Launch, theta: torch.Tensor, out: torch.Tensor, v_scale: float, means: Mapping[int, GroupMeans]
+) -> torch.Tensor:
     """Attend in one slice, whose scratch ends here; returns the active keys' counts."""
-    piece, scratch = launch.piece, find_active_keys(launch, theta)
+    piece, scratch = launch.piece, find_active_keys(launch, theta, means)
     _sparse_kernel[(len(piece.blocks), launch.q.shape[1])](
         *(launch.q, launch.k_cache, launch.v_cache, piece.block_table, piece.part_table),
         *(scratch.maximum, scratch.total, scratch.output, scratch.slots, scratch.counts, out),

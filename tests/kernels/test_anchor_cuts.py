@@ -1,0 +1,169 @@
+"""Anchor attention where chunks end within groups: what the parts of a group hand on, and who sees it."""
+
+from typing import Any
+
+import pytest
+import torch
+from anchor_runs import BLOCK, STEP, chunked, empty_means, relative_error, run_reference, run_triton
+
+from sglang_sparse_kernels.anchor_prefill import GroupMeans, anchor_prefill, make_plan, means_bytes, plan, reference
+from sglang_sparse_kernels.anchor_prefill.cases import Case, make
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+GROUP = BLOCK * STEP
+# Relative L2 error by the dtype of the result.
+TOLERANCE = {FP32: 1e-5, FP16: 2e-3}
+# Rows of a schedule of passes: the prefix that each begins behind, and its tokens pass by pass.
+PREFIXES = (0, 70, 45, 3)
+PASSES = ((40, 7, 0, 1), (11, 22, 33, 0), (30, 0, 21, 80), (25, 40, 3, 4))
+LENGTHS = tuple(map(sum, zip(*PASSES, strict=True)))
+
+
+def prompts(prefixes: tuple[int, ...], lengths: tuple[int, ...], run: Any, device: str) -> dict[str, Any]:
+    """Rows with keys of all strengths, and thresholds among them: of those of the last group most are left out."""
+    dtype = FP32 if run is run_reference else FP16
+    arguments = make(Case(prefixes, lengths, 16, 1, 2, 64, dtype, dtype, stripes=1.0), device)
+    names = ("q", "k_cache", "page_table", "plan", "page_size", "sm_scale", "k_scale")
+    thetas = []
+    for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+        last = (prefix + length - 1) // GROUP
+        gaps = reference.key_gaps(*(arguments[name] for name in names), row, last).amin(0)
+        found = gaps[gaps.isfinite()].sort().values
+        # Between two, so that rounding changes nothing.
+        thetas.append(found[len(found) // 8 - 1 :][:2].mean())
+    return {**arguments, "theta": torch.stack(thetas)}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "carried", "blocks", "parts"),
+    [
+        # Of block 2 (positions 64 to 95) nothing, a part of it, or it and more of its group.
+        (70, 0, [(2, 0, 0), (3, 1, 0), (4, 2, 0)], [(0, 2), (2, 1)]),
+        (70, 6, [(2, 0, 6), (3, 1, 0), (4, 2, 0)], [(0, 2), (2, 1)]),
+        (110, 13, [(3, 0, 13), (4, 1, 0)], [(0, 1), (1, 1)]),
+        (110, 46, [(3, 1, 14), (4, 2, 0)], [(0, 2), (2, 1)]),
+        (96, 17, [(3, 1, 0), (4, 2, 0)], [(0, 2), (2, 1)]),
+    ],
+)
+def test_carried_means_come_before_those_of_a_part(prefix: int, carried: int, blocks: Any, parts: Any) -> None:
+    (piece,) = make_plan([prefix], [140 - prefix], 32, 2, "cpu", carried=[carried]).slices
+    assert [(block.block, block.mean, block.earlier) for block in piece.blocks] == blocks
+    assert [(part.first_mean, part.num_means) for part in piece.parts] == parts
+
+
+@pytest.mark.parametrize(
+    ("prefix", "ranges", "carried", "message"),
+    [
+        (70, None, [7], "row 0 may have 0 to 6 carried queries, got 7"),
+        (70, None, [-1], "0 to 6 carried queries, got -1"),
+        (64, None, [1], "0 to 0 carried queries, got 1"),
+        (70, [(68, 99)], [3], "0 to 2 carried queries, got 3"),
+        (70, None, [0, 0], "as many numbers of carried queries as rows are needed, got 2 and 1"),
+    ],
+)
+def test_carried_queries_that_cannot_be_are_refused(prefix: int, ranges: Any, carried: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan([prefix], [40], 32, 2, "cpu", ranges, carried=carried)
+
+
+def test_wrong_means_are_refused() -> None:
+    arguments = make(Case((40,), (30,), 16, 1, 2, 64, FP32, FP32), "cpu")
+    arguments["plan"] = make_plan([40], [30], BLOCK, STEP, "cpu", carried=[8])
+    good = empty_means(arguments, STEP, run_reference)
+    for means, message in [
+        (None, "row 0 has carried queries in the plan, and no means"),
+        ({1: good}, "row 0 has carried queries"),
+        (
+            {0: GroupMeans.allocate(STEP + 1, 2, 64, FP32, "cpu")},
+            r"the queries of the means of row 0 must be \(2, 2, 64\)",
+        ),
+        ({0: GroupMeans.allocate(STEP, 2, 64, FP16, "cpu")}, "must be .* torch.float32 on cpu, got .* torch.float16"),
+        ({0: GroupMeans(good.queries, good.anchors[:, :1])}, r"anchors .* must be \(2, 2\) .* got \(2, 1\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            anchor_prefill(**arguments, means=means)
+
+
+def test_means_take_what_is_said() -> None:
+    for dtype in (FP32, BF16):
+        means = GroupMeans.allocate(16, 32, 128, dtype, "meta")
+        assert means.queries.nbytes + means.anchors.nbytes == means_bytes(16, 32, 128, dtype)
+    # As AnchorAttention's page says.
+    assert means_bytes(16, 32, 128, BF16) == 133_120
+
+
+@pytest.mark.parametrize("chunks", [[40, 20, 45], [64, 16, 16, 9], [66, 1, 1, 37]])
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_a_chunk_sees_what_a_prompt_that_ends_there_sees(run: Any, chunks: list[int], device: str) -> None:
+    """A part picks its keys by all queries of its group so far, as if these were a prompt in one piece."""
+    arguments = prompts((0,), (105,), run, device)
+    got, end = chunked(arguments, chunks, run).split(chunks), 0
+    for size, chunk in zip(chunks, got, strict=True):
+        end += size
+        made = make_plan([0], [end], BLOCK, STEP, device)
+        whole = run({**arguments, "q": arguments["q"][:end], "plan": made})[end - size :]
+        assert relative_error(chunk, whole) < TOLERANCE[chunk.dtype]
+        if not end % BLOCK and not size % BLOCK:
+            assert torch.equal(chunk, whole)
+
+
+def passes(arguments: dict[str, Any], run: Any, carry: bool = True) -> list[torch.Tensor]:
+    """A ragged batch pass by pass; returns each row's output."""
+    rows = [[] for _ in PREFIXES]
+    queries = [row.split([tokens[i] for tokens in PASSES]) for i, row in enumerate(arguments["q"].split(LENGTHS))]
+    starts, means = list(PREFIXES), {row: empty_means(arguments, STEP, run) for row in range(len(PREFIXES))}
+    for number, tokens in enumerate(PASSES):
+        begun = [max(prefix, start // GROUP * GROUP) for prefix, start in zip(PREFIXES, starts, strict=True)]
+        carried = [start - first if carry else 0 for start, first in zip(starts, begun, strict=True)]
+        made = make_plan(starts, tokens, BLOCK, STEP, arguments["q"].device, carried=carried)
+        q = torch.cat([row[number] for row in queries])
+        for row, out in enumerate(run({**arguments, "q": q, "plan": made, "means": means}).split(tokens)):
+            rows[row].append(out)
+        starts = [start + count for start, count in zip(starts, tokens, strict=True)]
+    return [torch.cat(row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("run", "limits"),
+    [(run_reference, {}), (run_triton, {"SLICE_QUERIES": 20, "SLICE_MEANS": 3})],
+    ids=["reference", "triton"],
+)
+def test_rows_of_a_batch_keep_their_means_apart(
+    run: Any, limits: dict[str, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever slices, and whatever the thresholds of the others."""
+    for name, limit in limits.items():
+        monkeypatch.setattr(plan, name, limit)
+    arguments = prompts(PREFIXES, LENGTHS, run, device)
+    got = passes(arguments, run)
+    for row, (prefix, own) in enumerate(zip(PREFIXES, arguments["q"].split(LENGTHS), strict=True)):
+        alone = {**arguments, "q": own, "page_table": arguments["page_table"][row : row + 1]}
+        alone["theta"] = arguments["theta"][row : row + 1]
+        chunks = [tokens[row] for tokens in PASSES if tokens[row]]
+        assert relative_error(got[row], chunked(alone, chunks, run, prefix)) < 1e-5
+    if run is run_reference:
+        without = passes(arguments, run, carry=False)
+        assert all(relative_error(*pair) > 0.005 for pair in zip(got, without, strict=True))
+
+
+def test_only_rows_with_means_hand_them_on() -> None:
+    arguments = make(Case((40, 40), (30, 30), 16, 1, 2, 64, FP32, FP32), "cpu")
+    held = empty_means(arguments, STEP, run_reference)
+    held.queries.fill_(7.0)
+    run_reference({**arguments, "means": {1: held}})
+    # The group of position 64 on has one block so far.
+    assert (held.queries[0] != 7.0).all() and (held.queries[1] == 7.0).all()
+    expected = arguments["q"][30 + 24 :].mean(0)
+    torch.testing.assert_close(held.queries[0], expected)
+
+
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_a_broken_key_shows_in_later_parts_of_a_group(run: Any, device: str) -> None:
+    """Its anchor is NaN, and so all keys count, in the parts that it is carried to, too."""
+    arguments = make(Case((32,), (100,), 16, 1, 1, 64, FP16, FP16), device)
+    chunks = [36, 40, 24]
+    arguments["q"][33, 0, 0] = float("nan")
+    got = chunked(arguments, chunks, run, 32)
+    made = make_plan([32], [100], BLOCK, STEP, device)
+    whole = run({**arguments, "plan": made})
+    assert torch.equal(got.isnan(), whole.isnan()) and whole.isnan().any()
