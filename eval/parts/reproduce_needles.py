@@ -19,6 +19,7 @@ ROBSA = {"page_size": 64, "allow_uncalibrated": True}
 BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
 _CONTROLS = (("PYTHONPATH", "eval/controls"),)
 TINY_MLA_CALIBRATION = "eval/models/tiny-mla/robsa.json"
+_FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 THETA1 = (0.3, 0.5, 0.7, 0.95)
 # CUDA graphs of larger batches than are asked would take most of a start.
 _AT_ONCE = "16"
@@ -164,14 +165,20 @@ def _theta2(name: str, config: Mapping[str, Any]) -> Leg:
     )
 
 
-def _own_needles(implementation: str) -> Leg:
-    """Needles on the tiny model that chooses by itself, which has no dense answers to compare with."""
+def _own_needles(implementation: str, *more: str) -> Leg:
+    """Needles on the tiny model that chooses by itself, which has no dense answers to compare with.
+
+    Args:
+        implementation: of DSA.
+        *more: what its KV cache has, if not bfloat16.
+    """
+    name = "-".join(("dsa", implementation, *(("fp8",) if more else ())))
     config = json.dumps({"implementation": implementation})
-    flags = ("--sparse-method", "dsa", "--sparse-config", config, "--page-size", "64", *_GRAPHS)
+    flags = ("--sparse-method", "dsa", "--sparse-config", config, "--page-size", "64", *_GRAPHS, *more)
     asked = ("--base-url", URL, "--expect", "dsa", "--lengths", "1k,8k,32k")
     asked += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", _AT_ONCE)
-    command = Command("eval.niah", f"niah-tiny-dsa-{implementation}.jsonl", asked)
-    return Leg(f"needles-dsa-{implementation}", (command,), Server("eval/models/tiny-dsa", flags, BY_INDEX))
+    command = Command("eval.niah", f"niah-tiny-{name}.jsonl", asked)
+    return Leg(f"needles-{name}", (command,), Server("eval/models/tiny-dsa", flags, BY_INDEX))
 
 
 NEEDLES: tuple[Leg, ...] = (
@@ -200,12 +207,13 @@ NEEDLES: tuple[Leg, ...] = (
     # What it does not trust by the scores of all dimensions: as many layers select as above.
     _theta2("full", {"insensitive": "full_score"}),
     _own_needles("portable"),
+    _own_needles("portable", *_FP8),
     _own_needles("auto"),
 )
 
 IDENTITY: tuple[Leg, ...] = (
     *(_robsa_identity(backend, "triton") for backend in ("flashmla", "flashinfer", "fa3")),
     _robsa_identity("triton", "flashinfer"),
-    _robsa_identity("flashmla", "triton", "--kv-cache-dtype", "fp8_e4m3"),
-    _robsa_identity("triton", "flashmla", "--kv-cache-dtype", "fp8_e4m3"),
+    _robsa_identity("flashmla", "triton", *_FP8),
+    _robsa_identity("triton", "flashmla", *_FP8),
 )
