@@ -42,6 +42,7 @@ from eval.figures import (
     prefill_ppl,
     profile,
     recall_summary,
+    recall_table,
     report_tables,
     sanitizer,
     serving,
@@ -74,12 +75,13 @@ FIRST_TOKEN = "first-token-qwen3-8b"
 FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in ("niah", "infinitebench") for name in ("rocketkv", "random_kept"))
-NEEDLES = tuple(
-    f"niah-tiny-{name}"
-    for name in (
-        *("gqa-anchor", "gqa-skip_softmax", "gqa-rocketkv-topk"),
-        *("mla-robsa", "mla-random", "dsa-auto", "dsa-portable"),
-    )
+NEEDLES = (
+    *(
+        f"niah-tiny-{name}"
+        for name in ("gqa-anchor", "gqa-skip_softmax", "gqa-rocketkv-topk", "dsa-auto", "dsa-portable")
+    ),
+    *(f"niah-tiny-mla-{name}" for name in ("robsa", "random_blocks", "sink_window")),
+    "infinitebench-tiny-mla",
 )
 TAILS = "-tail-"
 REUSE = tuple(f"niah-tiny-dsa-{part}" for part in ("layers", "steps"))
@@ -143,6 +145,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "agreement": lambda: report_tables.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "kept": lambda: kept.kept(_named(lambda name: name.startswith(KEPT))),
+    "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
     "needles": lambda: needles.needles(_named(lambda name: name.startswith(NEEDLES) and TAILS not in name)),
     "theta2": lambda: theta2.theta2(_named(_is_theta2)),
     "needles-tail": lambda: needles.needles(_named(lambda name: name.startswith("niah-tiny-gqa") and TAILS in name)),

@@ -52,9 +52,15 @@ def test_triton_equals_the_reference(case: Case, device: str) -> None:
     got, expected = written(arguments, write_latents), written(arguments)
     if device == "cpu":
         assert torch.equal(got, expected)
-    assert (got != expected).float().mean() < 1e-3
-    got, expected = (read_latents(rows[arguments["slots"]], case.latent_dim) for rows in (got, expected))
-    torch.testing.assert_close(got, expected, rtol=0.13, atol=0.0)
+    untouched = torch.ones(len(got), dtype=torch.bool, device=device)
+    untouched[arguments["slots"]] = False
+    assert torch.equal(got[untouched], expected[untouched])
+    got, expected = (parts(rows[arguments["slots"]], case.latent_dim) for rows in (got, expected))
+    torch.testing.assert_close(got[1], expected[1], rtol=2**-22, atol=0.0)
+    assert torch.equal(got[2], expected[2])
+    # A value between two codes falls to either side then, and no further.
+    assert (got[0] != expected[0]).float().mean() < 1e-3
+    torch.testing.assert_close(got[0].view(FP8).float(), expected[0].view(FP8).float(), rtol=0.13, atol=2**-9)
 
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
