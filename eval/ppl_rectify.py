@@ -7,7 +7,7 @@ told in the suffix and one is asked for at its end, and its answer is what is sc
 Settings, each over the same windows:
 
 - ``dense``: the requests say ``sparse: false``;
-- ``off``: a ratio, never rectified;
+- ``off``: a ratio, of RoBSA its ``theta1``, never rectified;
 - ``rectified``: a ratio and an interval of f tokens, left out where S <= f: none would fall into the suffix;
 - ``bound``: a ratio; all earlier KV is exact and only the scored step is sparse, see `eval.live.forced`.
 
@@ -54,6 +54,8 @@ TEXTS = ("book", "repeat", "records")
 MAX_DIFFERENCE = 0.01
 MAX_ABSOLUTE_DIFFERENCE = 0.03
 CHECKED_WINDOWS = 16
+# What a request sets of a method that a ratio can stand for.
+FIELDS = ("active_ratio", "theta1")
 
 
 def make_cells(text: str, ratios: Sequence[float], intervals: Sequence[int], suffix: int) -> list[Cell]:
@@ -67,7 +69,7 @@ def make_cells(text: str, ratios: Sequence[float], intervals: Sequence[int], suf
     return cells
 
 
-def require_settings(config: dict[str, Any], prompt: int, length: int, ratios: Sequence[float]) -> None:
+def require_settings(config: dict[str, Any], prompt: int, length: int, ratios: Sequence[float]) -> str:
     """Refuse a server that would run these windows dense, or give two ratios the same pages where they are scored.
 
     Args:
@@ -76,8 +78,11 @@ def require_settings(config: dict[str, Any], prompt: int, length: int, ratios: S
         length: tokens of the windows.
         ratios: wanted.
 
+    Returns:
+        What a ratio is called in the requests of this method.
+
     Raises:
-        EvaluationError: names the field to change.
+        EvaluationError: names the field to change, or the method has none that a ratio could be.
     """
     if config.get("dense_fallback") != "never":
         for field in ("min_seq_len", "crossover_tokens"):
@@ -86,6 +91,12 @@ def require_settings(config: dict[str, Any], prompt: int, length: int, ratios: S
                     f"the server runs a prompt of {prompt} tokens dense: its {field} is {config[field]}; start it with "
                     f"a smaller one, or with dense_fallback: never"
                 )
+    found = [field for field in FIELDS if field in config]
+    if not found:
+        raise EvaluationError(f"the server's method has none of {', '.join(FIELDS)}, which a ratio is here")
+    if found != ["active_ratio"]:
+        # How many pages hold a share of the mass, no ratio says.
+        return found[0]
     pages = (length - SCORED) // config["page_size"]
     least = config.get("min_pages", 0)
     budgets = {max(least, math.ceil(pages * ratio - 1e-9)) for ratio in ratios}
@@ -94,6 +105,7 @@ def require_settings(config: dict[str, Any], prompt: int, length: int, ratios: S
             f"ratios {list(ratios)} of {pages} pages with min_pages {least} are {sorted(budgets)} pages: they must "
             "differ and be fewer than all; start the server with a smaller min_pages"
         )
+    return found[0]
 
 
 def make_text(text: str, plain: list[Window], prompt: int, seed: int, server: LiveServer) -> list[Window]:
@@ -135,7 +147,7 @@ def check_forcing(server: LiveServer, record: Record, text: str, windows: Sequen
 
 
 def measure(
-    server: LiveServer, record: Record, cell: Cell, windows: Sequence[Window], suffix: int
+    server: LiveServer, record: Record, cell: Cell, windows: Sequence[Window], suffix: int, field: str
 ) -> list[dict[str, Any]]:
     """Measure one setting and write its rows.
 
@@ -147,7 +159,7 @@ def measure(
     """
     label = " ".join(str(part) for part in cell if part is not None)
     before = server.counters()
-    nlls = server.each(lambda client, window: mean_nll(client, window, suffix, cell), windows, label)
+    nlls = server.each(lambda client, window: mean_nll(client, window, suffix, cell, field), windows, label)
     counts = moved(before, server.counters())
     if cell.setting == "dense":
         require_dense(label, counts)
@@ -176,7 +188,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     prompt = args.length - args.suffix
     with LiveServer(args.base_url, args.concurrency) as server:
         facts = server.facts()
-        require_settings(decode_config(server), prompt, args.length, args.ratios)
+        field = require_settings(decode_config(server), prompt, args.length, args.ratios)
         plain = read_windows(args, server.tokenize)
         texts = {text: make_text(text, plain, prompt, args.seed, server) for text in args.kind}
         names = ("length", "suffix", "intervals", "ratios", "kind", "seed")
@@ -199,7 +211,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                     check_forcing(server, record, text, texts[text], args.suffix)
                 for cell in make_cells(text, args.ratios, args.intervals, args.suffix):
                     if cell not in done:
-                        rows += measure(server, record, cell, texts[text], args.suffix)
+                        rows += measure(server, record, cell, texts[text], args.suffix, field)
             summary = summarise(rows, args.seed)
             for row in summary:
                 record.add("summary", length=args.length, suffix=args.suffix, **row)
@@ -218,7 +230,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_arguments(parser, length=4096, concurrency=32)
     parser.add_argument("--suffix", type=int, default=256, help="tokens of it forced through decode")
     parser.add_argument("--intervals", type=list_of(int), default="8,16,32,64,128,0", help="0 (never) is always run")
-    parser.add_argument("--ratios", type=list_of(float), default=".02,.05,.1", help="shares of the pages")
+    parser.add_argument(
+        "--ratios", type=list_of(float), default=".02,.05,.1", help="shares of the pages, or of the mass: theta1"
+    )
     parser.add_argument("--kind", type=list_of(str), default="book,repeat,records", help=f"of {', '.join(TEXTS)}")
     args = parser.parse_args(arguments)
     if args.file is None and (args.base_url is None or args.out is None):

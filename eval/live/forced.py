@@ -19,11 +19,11 @@ from eval.live.counters import EvaluationError
 from eval.texts.windows import Window
 
 
-def custom_params(cell: Cell) -> dict[str, Any]:
-    """What the requests of a setting ask of the server."""
+def custom_params(cell: Cell, field: str) -> dict[str, Any]:
+    """What the requests of a setting ask of the server; ``field`` is what its ratio is called there."""
     if cell.setting == "dense":
         return {"sparse": False}
-    return {"active_ratio": cell.ratio, "rectify_interval": cell.interval or 0}
+    return {field: cell.ratio, "rectify_interval": cell.interval or 0}
 
 
 def forced_request(prompt: Sequence[int], forced: Sequence[int], params: dict[str, Any]) -> dict[str, Any]:
@@ -86,9 +86,9 @@ async def suffix_logprobs(
     return forced_logprobs(await generate(client, forced_request(tokens[:-suffix], forced, params)), forced)
 
 
-async def mean_nll(client: httpx.AsyncClient, window: Window, suffix: int, cell: Cell) -> float:
-    """Mean negative log-likelihood of the scored tokens of a window, in nats."""
-    params = custom_params(cell)
+async def mean_nll(client: httpx.AsyncClient, window: Window, suffix: int, cell: Cell, field: str) -> float:
+    """Mean negative log-likelihood of the scored tokens of a window, in nats; ``field`` as of `custom_params`."""
+    params = custom_params(cell, field)
     if cell.setting != "bound":
         return -fmean((await suffix_logprobs(client, window.tokens, suffix, params))[-window.scored :])
     scored = []

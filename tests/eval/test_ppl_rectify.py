@@ -40,8 +40,8 @@ def test_settings_leave_intervals_beyond_the_suffix_out() -> None:
             )
         ),
     ]
-    assert custom_params(cells[0]) == {"sparse": False}
-    asked = [custom_params(cell) for cell in cells[1:5]]
+    assert custom_params(cells[0], "active_ratio") == {"sparse": False}
+    asked = [custom_params(cell, "active_ratio") for cell in cells[1:5]]
     assert [params["rectify_interval"] for params in asked] == [0, 8, 32, 0]
     assert all(params["active_ratio"] == 0.1 for params in asked)
 
@@ -139,8 +139,12 @@ def test_dense_settings_without_proof_are_refused() -> None:
 
 
 def test_servers_that_would_run_dense_are_refused() -> None:
-    config = {"page_size": 16, "min_pages": 4, "dense_fallback": "auto", "min_seq_len": 0, "crossover_tokens": 0}
-    ppl_rectify.require_settings(config, 3840, 4096, [0.02, 0.05, 0.1])
+    limits = {"page_size": 16, "dense_fallback": "auto", "min_seq_len": 0, "crossover_tokens": 0}
+    config = {**limits, "active_ratio": 0.1, "min_pages": 4}
+    assert ppl_rectify.require_settings(config, 3840, 4096, [0.02, 0.05, 0.1]) == "active_ratio"
+    assert ppl_rectify.require_settings({**limits, "theta1": 0.9}, 3840, 4096, [0.9, 0.95]) == "theta1"
+    with pytest.raises(EvaluationError, match="none of active_ratio, theta1"):
+        ppl_rectify.require_settings({**limits, "topk": 64}, 3840, 4096, [0.1])
     ppl_rectify.require_settings({**config, "dense_fallback": "never", "min_seq_len": 9999}, 3840, 4096, [0.1])
     for field in ("min_seq_len", "crossover_tokens"):
         with pytest.raises(EvaluationError, match=f"its {field} is 4096"):
