@@ -81,7 +81,7 @@ NEEDLES = (
         for name in ("gqa-anchor", "gqa-skip_softmax", "gqa-rocketkv-topk", "dsa-auto", "dsa-portable")
     ),
     *(f"niah-tiny-mla-{name}" for name in ("robsa", "random_blocks", "sink_window")),
-    "infinitebench-tiny-mla",
+    *("infinitebench-tiny-mla", "infinitebench-tiny-gqa-anchor"),
 )
 TAILS = "-tail-"
 REUSE = tuple(f"niah-tiny-dsa-{part}" for part in ("layers", "steps"))

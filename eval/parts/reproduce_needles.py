@@ -66,18 +66,21 @@ def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
     flags += ("--page-size", "16", "--attention-backend", "fa3", *_GRAPHS)
     asked = (
         *_BESIDE_DENSE,
-        "--tasks",
-        "single,multikey",
         "--n",
         str(count),
         "--concurrency",
         _AT_ONCE,
         "--lengths",
         "32k",
+        "--least-sparsity",
+        "0.6",
     )
-    asked += ("--least-sparsity", "0.6")
-    command = Command("eval.niah", f"niah-tiny-gqa-{name}.jsonl", asked)
-    return Leg(f"needles-{name}", (command,), Server("eval/models/tiny-gqa", flags))
+    suites = (("niah", "single,multikey"), ("infinitebench", "gen_passkey"))
+    commands = tuple(
+        Command(f"eval.{suite}", f"{suite}-tiny-gqa-{name}.jsonl", (*asked, "--tasks", tasks))
+        for suite, tasks in suites
+    )
+    return Leg(f"needles-{name}", commands, Server("eval/models/tiny-gqa", flags))
 
 
 def _calibrated_server(method: str, config: Mapping[str, Any], environment: tuple[tuple[str, str], ...] = ()) -> Server:
