@@ -103,6 +103,7 @@ def follow_cuts(
     """Return the group that a pass goes on with, and the one that it leaves cut, which is in ``state`` then.
 
     A pass that begins within a group behind a cached prefix goes on with none: nothing is kept of the queries before.
+    To be asked once for a pass: asked again it would find that the group no longer ends where the pass begins.
     """
     before = state.cut if state.cut is not None and state.cut.end == start else None
     state.cut = None

@@ -71,18 +71,20 @@ class AnchorConfig(PrefillConfig):
 class _Plan:
     """The op's plan, and what each row's request asked for: ``[layers, rows]`` float32 on the device.
 
-    One layer stands for all where no row has a threshold for each. ``kept`` has, by row, what is kept of a cut group.
+    One layer stands for all where no row has a threshold for each. ``kept`` has, by row, what is kept of a cut group;
+    rows that go on with one, ``continued``, have it already.
     """
 
     op: AnchorPlan
     theta: torch.Tensor
     kept: dict[int, dict[int, Any]]
+    continued: frozenset[int]
 
     def means(self, layer_id: int, query: torch.Tensor) -> dict[int, GroupMeans]:
         """The means of cut groups in a layer with queries ``[tokens, q_heads, head_dim]``, by row."""
         heads, dim = query.shape[1:]
-        for kept in self.kept.values():
-            if layer_id not in kept:
+        for row, kept in self.kept.items():
+            if layer_id not in kept and row not in self.continued:
                 kept[layer_id] = GroupMeans.allocate(self.op.step, heads, dim, query.dtype, query.device)
         return {row: kept[layer_id] for row, kept in self.kept.items()}
 
@@ -149,7 +151,8 @@ class Anchor(PrefillMethod):
         layers = max(len(theta) if isinstance(theta, list) else 1 for theta in thetas)
         by_row = [theta if isinstance(theta, list) else [theta] * layers for theta in thetas]
         by_layer = list(zip(*by_row, strict=True))
-        return _Plan(op, to_device(by_layer, torch.float32, device), kept)
+        continued = frozenset(row for row, count in enumerate(carried) if count)
+        return _Plan(op, to_device(by_layer, torch.float32, device), kept, continued)
 
     def attend(self, plan: _Plan, layer_id: int, inputs: PrefillInputs) -> None:
         """One call of the op."""

@@ -58,6 +58,7 @@ def test_carried_means_come_before_those_of_a_part(prefix: int, carried: int, bl
         (70, None, [-1], "0 to 6 carried queries, got -1"),
         (64, None, [1], "0 to 0 carried queries, got 1"),
         (70, [(68, 99)], [3], "0 to 2 carried queries, got 3"),
+        (70, [(0, 60)], [6], "0 to 0 carried queries, got 6"),
         (70, None, [0, 0], "as many numbers of carried queries as rows are needed, got 2 and 1"),
     ],
 )
@@ -158,12 +159,17 @@ def test_only_rows_with_means_hand_them_on() -> None:
 
 
 @pytest.mark.parametrize("run", [run_reference, run_triton])
-def test_a_broken_key_shows_in_later_parts_of_a_group(run: Any, device: str) -> None:
-    """Its anchor is NaN, and so all keys count, in the parts that it is carried to, too."""
-    arguments = make(Case((32,), (100,), 16, 1, 1, 64, FP16, FP16), device)
-    chunks = [36, 40, 24]
+def test_a_broken_query_counts_in_later_parts_of_its_group(run: Any, device: str) -> None:
+    """The anchor of its block is NaN, and so all keys count, in the parts that it is carried to, too."""
+    arguments = make(Case((32,), (100,), 16, 1, 1, 64, FP16, FP16, theta=0.5), device)
+    chunks, second = [36, 40, 24], slice(36, 76)
+    sound = chunked(arguments, chunks, run, 32)[second]
     arguments["q"][33, 0, 0] = float("nan")
     got = chunked(arguments, chunks, run, 32)
-    made = make_plan([32], [100], BLOCK, STEP, device)
-    whole = run({**arguments, "plan": made})
-    assert torch.equal(got.isnan(), whole.isnan()) and whole.isnan().any()
+    assert got[33].isnan().all() and got.isnan().sum() == got[33].numel()
+    infinite = {**arguments, "theta": torch.full_like(arguments["theta"], float("inf"))}
+    everything = chunked(infinite, chunks, run, 32)[second]
+    # Up to the end of the group.
+    inside = slice(0, 3 * GROUP - 32 - 36)
+    assert relative_error(got[second][inside], everything[inside]) < TOLERANCE[got.dtype]
+    assert relative_error(sound[inside], everything[inside]) > 0.01

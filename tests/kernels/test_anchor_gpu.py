@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse_kernels.anchor_prefill import anchor_prefill, cases, make_plan
+from sglang_sparse_kernels.anchor_prefill import GroupMeans, anchor_prefill, cases, make_plan
 from sglang_sparse_kernels.anchor_prefill.cases import Case, make
 
 pytestmark = pytest.mark.gpu
@@ -27,11 +27,14 @@ def inputs(
 
 def in_chunks(arguments: dict[str, Any], prefix: int, chunk: int) -> torch.Tensor:
     """A prompt of one row in chunks behind a prefix."""
-    outs, first = [], 0
-    for part in arguments["q"].split(chunk):
-        plan = make_plan([prefix + first], [len(part)], BLOCK, STEP, part.device)
-        outs.append(anchor_prefill(**{**arguments, "q": part, "plan": plan}))
-        first += len(part)
+    q = arguments["q"]
+    outs, start = [], prefix
+    means = {0: GroupMeans.allocate(STEP, *q.shape[1:], q.dtype, q.device)}
+    for part in q.split(chunk):
+        carried = [start - max(prefix, start // GROUP * GROUP)]
+        plan = make_plan([start], [len(part)], BLOCK, STEP, q.device, carried=carried)
+        outs.append(anchor_prefill(**{**arguments, "q": part, "plan": plan, "means": means}))
+        start += len(part)
     return torch.cat(outs)
 
 

@@ -1,6 +1,5 @@
 """What requests keep of groups of their prompts that a pass has cut, from pass to pass, and when it ends."""
 
-import gc
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -70,6 +69,10 @@ class Server:
         alone = make_request(request.req_pool_idx, end, request.sampling_params.custom_params)
         return self.run((alone, 0, end))[0][start:]
 
+    def whole_from(self, request: Any, start: int, end: int) -> torch.Tensor:
+        """The same behind a cached prefix that ends at ``start``."""
+        return self.run((make_request(request.req_pool_idx, end, request.sampling_params.custom_params), start, end))[0]
+
 
 def make_request(row: int, prompt: int = TOKENS, params: dict[str, Any] | None = None) -> Any:
     request = SimpleNamespace(
@@ -115,9 +118,25 @@ def test_what_was_cached_of_a_group_hands_nothing_on() -> None:
     (known,) = server.run((other, 150, 180))
     assert not torch.allclose(after, known)
     assert_same(known, server.whole(other, 150, 180))
-    # From there on as ever.
+    # From there on as ever: as in one piece from where the cached prefix ends, which is where its group begins.
     assert cut_of(other).start == 128
-    assert not torch.equal(more, server.run((make_request(0), 180, 192))[0])
+    (piece,) = server.run((make_request(0), 150, 192))
+    assert_same(more, piece[30:])
+    assert not torch.allclose(more, server.run((make_request(0), 180, 192))[0])
+    third, start = make_request(0), 150
+    for end in (160, 170, 192):
+        (part,) = server.run((third, start, end))
+        assert_same(part, server.whole_from(third, 150, end)[start - 150 :])
+        start = end
+    assert cut_of(third) is None
+
+
+def test_a_cut_that_ends_elsewhere_is_not_gone_on_with() -> None:
+    server, request = Server(), make_request(0)
+    server.run((request, 0, 150))
+    (after,) = server.run((request, 160, 180))
+    assert_same(after, server.whole_from(request, 160, 180))
+    assert cut_of(request).start == 160
 
 
 @pytest.mark.parametrize("how", ["retracted", "aborted", "complete", "at the end of the prompt"])
@@ -138,7 +157,6 @@ def test_what_is_kept_ends_with_the_group_and_the_request(how: str) -> None:
     else:
         server.run((request, 150, 256))
     server.decode()
-    gc.collect()
     assert [tensor() for tensor in tensors] == [None] * len(LAYERS)
 
 

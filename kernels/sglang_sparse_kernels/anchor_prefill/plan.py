@@ -276,8 +276,8 @@ def _check_carried(
 ) -> None:
     if len(carried) != len(rows):
         raise ValueError(f"as many numbers of carried queries as rows are needed, got {len(carried)} and {len(rows)}")
-    for row, ((prefix, _), (low, _), count) in enumerate(zip(rows, sparse_ranges, carried, strict=True)):
-        most = max(0, prefix - max(low, prefix // group * group))
+    for row, ((prefix, _), (low, high), count) in enumerate(zip(rows, sparse_ranges, carried, strict=True)):
+        most = max(0, prefix - max(low, prefix // group * group)) if prefix <= high else 0
         if not 0 <= count <= most:
             raise ValueError(f"row {row} may have 0 to {most} carried queries, got {count}")
 
