@@ -1,6 +1,6 @@
 """``python -m eval.compile_kernels``: what the Triton kernels take on GPUs that are not at hand.
 
-    python -m eval.compile_kernels --out compiled.jsonl --targets 8.0,8.9,9.0,12.0
+    python -m eval.compile_kernels --out compiled.jsonl --targets 8.0,8.6,8.9,12.0
 
 Each operation is called with the cases of its tests, on CPU tensors, and whatever it would launch on a GPU of such a
 compute capability is compiled by Triton and ptxas instead; nothing runs, and no GPU is needed. A row has the registers

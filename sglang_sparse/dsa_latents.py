@@ -1,8 +1,8 @@
 """DSA's latents: written to SGLang's KV pool in float8, and attended to where the indexer has chosen.
 
 A float8 pool holds rows of bytes with scales, see ``latent_rows``. SGLang's writer of them does not compile for GPUs
-without float8, and none of its readers is for other GPUs than Hopper and Blackwell for data centers; those here run
-wherever the portable attention does.
+without float8, and its readers are for Hopper and Blackwell alone (on desktop Blackwell FlashInfer's, its backend
+``flashinfer_sparse_mla``); those here run wherever the portable attention does.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -31,10 +31,12 @@ LEAST_CAPABILITY = (8, 0)
 BEST = (9, 0)
 # SGLang's selection in prefill is compiled for this number of tokens.
 NATIVE_TOPK = 2048
-# Latent and rotated key of a token whose KV SGLang keeps in float8.
+# Latent and rotated key of which SGLang keeps float8 KV with scales.
 FLOAT8_LATENT = (512, 64)
 # The backend of SGLang in whose place the portable attention stands.
 SLOT = "tilelang"
+# The one that keeps float8 KV without scales, and SGLang's own choice for it on Blackwell.
+RAW_BACKEND = "trtllm"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Facts:
         share_layers: the config's ``index_share_layers``.
         reuse_steps: its ``index_reuse_steps``.
         latent: the model's ``kv_lora_rank`` and ``qk_rope_head_dim``.
+        raw: whether SGLang's attention would keep float8 KV without scales, see ``raw_latents``.
     """
 
     capability: tuple[int, int] | None
@@ -62,6 +65,17 @@ class Facts:
     share_layers: int = 1
     reuse_steps: int = 1
     latent: tuple[int, int] = FLOAT8_LATENT
+    raw: bool = False
+
+
+def raw_latents(backends: Collection[object], blackwell: bool) -> bool:
+    """Whether SGLang keeps float8 latents as a byte a number, without scales.
+
+    Args:
+        backends: ``--dsa-prefill-backend`` and ``--dsa-decode-backend``; None where it is left to SGLang.
+        blackwell: whether the GPU has compute capability 10.x.
+    """
+    return RAW_BACKEND in backends or (None in backends and blackwell)
 
 
 def resolve(asked: Mapping[Any, str], facts: Facts) -> dict[str, str]:
@@ -99,7 +113,8 @@ def _allowed(stage: str, asked: str, ours: str, facts: Facts) -> list[str]:
     reasons = {choice: _refuse(stage, choice, ours, facts) for choice in choices}
     allowed = [choice for choice, reason in reasons.items() if reason is None]
     if not allowed:
-        said = "; ".join(f"not {choice}: {reason}" for choice, reason in reasons.items())
+        same = {reason: [choice for choice in choices if reasons[choice] == reason] for reason in reasons.values()}
+        said = "; ".join(f"not {' or '.join(refused)}: {reason}" for reason, refused in same.items())
         others = [choice for choice in order if choice not in choices and not _refuse(stage, choice, ours, facts)]
         raise ValueError(f"{stage}: got {asked!r}, allowed: {', '.join(others) or 'nothing'}; {said}")
     return allowed
@@ -107,10 +122,11 @@ def _allowed(stage: str, asked: str, ours: str, facts: Facts) -> list[str]:
 
 def _refuse(stage: str, choice: str, ours: str, facts: Facts) -> str | None:
     """Why a stage cannot run in one way on this machine, or None."""
-    if stage == "attention" and facts.kv_dtype.startswith("fp8") and facts.latent != FLOAT8_LATENT:
+    scaled = stage == "attention" and facts.kv_dtype.startswith("fp8") and not (choice == NATIVE and facts.raw)
+    if scaled and facts.latent != FLOAT8_LATENT:
         return (
-            f"SGLang keeps float8 KV of a latent of {FLOAT8_LATENT[0]} and a rotated key of {FLOAT8_LATENT[1]}, and "
-            f"the model's have {facts.latent[0]} and {facts.latent[1]}"
+            f"SGLang keeps float8 KV with scales of a latent of {FLOAT8_LATENT[0]} and a rotated key of "
+            f"{FLOAT8_LATENT[1]}, and the model's have {facts.latent[0]} and {facts.latent[1]}"
         )
     if choice == NATIVE:
         return _refuse_native(stage, facts)
@@ -212,8 +228,10 @@ def _facts(args: Any, config: DsaConfig, asked: bool | None) -> Facts:
     reference = dispatch.use_reference(torch.empty(0, device="meta" if gpu else "cpu")) if gpu == here else not gpu
     packages = NATIVE_PACKAGES.values()
     model = _model(args)
+    capability = (torch.cuda.get_device_capability() if here else BEST) if gpu else None
+    blackwell = capability is not None and capability[0] == NATIVE_MAJORS[-1]
     return Facts(
-        (torch.cuda.get_device_capability() if here else BEST) if gpu else None,
+        capability,
         frozenset(name for name in packages if find_spec(name)) if gpu == here else frozenset(packages),
         reference,
         args.kv_cache_dtype,
@@ -222,6 +240,7 @@ def _facts(args: Any, config: DsaConfig, asked: bool | None) -> Facts:
         config.index_share_layers,
         config.index_reuse_steps,
         (model.hf_text_config.kv_lora_rank, model.hf_text_config.qk_rope_head_dim),
+        raw_latents((args.dsa_prefill_backend, args.dsa_decode_backend), blackwell),
     )
 
 

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sglang_sparse.capabilities import KINDS
 from sglang_sparse.config import Settings, build, explain_value, read_config
-from sglang_sparse.implementation import FLOAT8_LATENT
-from sglang_sparse.method import ModelShape
+from sglang_sparse.implementation import FLOAT8_LATENT, raw_latents
+from sglang_sparse.method import MethodConfig, ModelShape
+from sglang_sparse.methods.dsa import PORTABLE, DsaConfig
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.registry import require_known
 from sglang_sparse_kernels.latent_rows import row_bytes
@@ -258,8 +259,7 @@ def memory(recipe: Recipe) -> Memory:
     index = sizes.index_dim + _INDEX_SCALE if sizes.index_dim else 0
     row = copies * heads * sizes.head_dim * dtype.itemsize
     elements = f"{copies} x {heads} heads x {sizes.head_dim} x {dtype.itemsize} B"
-    if fp8 and recipe.attention == "DSA":
-        # Of other sizes SGLang has none.
+    if fp8 and recipe.attention == "DSA" and not _raw(recipe, method.config):
         row = row_bytes(*FLOAT8_LATENT)
         elements = f"{row} B of values, scales and a rotated key"
     kv = sizes.layers * (row + index)
@@ -275,6 +275,13 @@ def memory(recipe: Recipe) -> Memory:
         f"({recipe.gpu_memory_gib:g} GiB x {recipe.mem_fraction_static:g} - weights) / (KV + summaries)",
     )
     return Memory(weights, kv, summaries, int(room / (kv + summaries)), formulas)
+
+
+def _raw(recipe: Recipe, config: MethodConfig) -> bool:
+    """Whether SGLang keeps float8 latents without scales, which portable attention does not read."""
+    portable = isinstance(config, DsaConfig) and config.implementation["attention"] == PORTABLE
+    backends = [recipe.flags.get(f"dsa-{phase}-backend") for phase in ("prefill", "decode")]
+    return not portable and raw_latents(backends, blackwell=recipe.gpu in ("B200", "B300", "GB200", "GB300"))
 
 
 def figures(recipe: Recipe) -> list[Figure]:

@@ -23,6 +23,7 @@ from sglang_sparse_kernels.index_keys import PAGE_SIZE
 from sglang_sparse_kernels.index_keys import reference as index_keys
 from sglang_sparse_kernels.index_logits import index_logits
 from sglang_sparse_kernels.index_parts import queries_at_once
+from sglang_sparse_kernels.latent_rows import row_bytes
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 from sglang_sparse_kernels.testing import paged_batch, seeded
 
@@ -30,8 +31,6 @@ INDEX_DIM = 128
 # A token of the indexer's cache: its key in float8, and a float32 scale.
 KEY_BYTES = INDEX_DIM + 4
 FP8 = torch.float8_e4m3fn
-# Of SGLang's float8 layout: the latent, a float32 scale for every 128 of it, and the rotated dimensions in bfloat16.
-FP8_SCALED = 128
 # Of the cache that attention reads. It does not see how long a row is, only which slots were chosen; that of 32 rows of
 # 128k would have more elements than 32 bits count, and a kernel that counts so would end the process.
 MOST_SLOTS = 1 << 21
@@ -87,9 +86,7 @@ class Shape:
         table = self.batch * 4 * math.ceil(self.length / PAGE_SIZE)
         named = self.queries * 4 * self.topk
         if op == ATTEND:
-            token = (self.latent + self.rope) * 2
-            if kv_dtype == FP8:
-                token = self.latent + 4 * (self.latent // FP8_SCALED) + 2 * self.rope
+            token = row_bytes(self.latent, self.rope) if kv_dtype == FP8 else 2 * (self.latent + self.rope)
             attended = self.heads * (2 * self.latent + self.rope) * QUERY_BYTES
             return self.batch * (self.topk * token + attended) + named
         if op in LOGITS:

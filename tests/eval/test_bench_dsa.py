@@ -55,8 +55,20 @@ def test_the_kernels_that_a_gpu_runs(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     shape = replace(PROMPT, chunk=9) if op == PREFILL else replace(SHAPE, length=150)
-    for row in measure(shape, op, of(op, PORTABLE, FLOAT8), machine(), 2):
-        assert "us" in row, row.get("unavailable")
+    rows = measure(shape, op, of(op, PORTABLE, FLOAT8), machine(), 2)
+    assert [row["implementation"] for row in rows] == ([PORTABLE, FLOAT8] if op == ATTEND else [PORTABLE])
+    assert all("us" in row for row in rows), [row.get("unavailable") for row in rows]
+    capsys.readouterr()
+
+
+@pytest.mark.usefixtures("libraries")
+def test_float8_rows_of_a_latent_that_has_none_say_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("eval.parts.dsa_inputs.MOST_SLOTS", 256)
+    exact, float8 = measure(replace(SHAPE, latent=64), ATTEND, of(ATTEND, PORTABLE, FLOAT8), machine(), 2)
+    assert "us" in exact and "a dimension of 128, 256, 512, got 64" in float8["unavailable"]
+    assert not failed([exact, float8]) and failed([exact, {**float8, "latent": 128}])
     capsys.readouterr()
 
 
@@ -167,7 +179,7 @@ def test_the_file_its_table_and_the_goals(tmp_path: Path, capsys: pytest.Capture
         ("--peers trtllm", "--peers: there is no 'trtllm', there are native, native-v1, native-flashmla-sparse"),
         ("--ops topk", "--ops: there is no 'topk', there are dsa_decode_selection, dsa_prefill_selection"),
         ("--topk 0", "--topk must be 1 or more, got 0"),
-        ("--latent 100", "--latent must be 128, 256 or 512, got 100"),
+        ("--latent 100", "--latent must be 64, 128, 256 or 512, got 100"),
         ("--rope 20", "--rope must be 16, 32 or 64, got 20"),
         ("--heads 0", "--heads must be 1 or more, got 0"),
         ("--index-heads 65", "--index-heads must be 1 to 64, got 65"),

@@ -138,10 +138,27 @@ def test_nothing_else_is_written(device: str) -> None:
     assert torch.equal(wide, before)
 
 
+@pytest.mark.parametrize("triton", [False, True])
+def test_a_slot_of_minus_one_is_skipped(triton: bool, device: str) -> None:
+    """What comes before the rows and the last of them, to which -1 could lead, stay."""
+    arguments = make(Case(9, 128, 16, BF16), device)
+    around = torch.full((13, row_bytes(128, 16)), 0x55, dtype=torch.uint8, device=device)
+    kept = torch.tensor([0, 3, 4, 8], device=device)
+    slots = torch.full((9,), -1, device=device)
+    slots[kept] = torch.tensor([5, 0, 7, 2], device=device)
+    by = write_latents if triton else reference.write_latents
+    by(arguments["latent"], arguments["rotated"], slots, around[1:])
+    expected = torch.full_like(around, 0x55)
+    by(arguments["latent"][kept], arguments["rotated"][kept], slots[kept], expected[1:])
+    assert torch.equal(around, expected)
+    assert bool((expected[1 + slots[kept]] != 0x55).any(dim=1).all())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"latent": torch.zeros(5, 96)}, "rows must not be rows of float8 latents: 96 is no multiple of 128"),
+        ({"latent": torch.zeros(5, 384)}, "latent of float8 rows must have a dimension of 128, 256, 512, got 384"),
+        ({"rotated": torch.zeros(5, 48)}, "rotated key of float8 rows must have a dimension of 16, 32, 64, got 48"),
         ({"latent": torch.zeros(5, 256)}, r"rows must have the shape \(8, 296\), got \(8, 164\)"),
         ({"latent": torch.zeros(5, 128).long()}, "latent must have one of the dtypes torch.float32"),
         ({"rotated": torch.zeros(5, 16).bfloat16()}, "rotated must have one of the dtypes torch.float32, got"),

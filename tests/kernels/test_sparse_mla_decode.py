@@ -216,7 +216,10 @@ def test_every_default_on_the_gpu(case: Case, config: Config, device: str) -> No
         ({"kv_cache": torch.zeros(8, 1, 80).bfloat16()}, "kv_cache must have 2 dimensions, got shape"),
         ({"kv_cache": torch.zeros(8, 64).bfloat16()}, r"kv_cache must have the shape \(8, 80\), got \(8, 64\)"),
         ({"kv_cache": torch.zeros(8, 80)}, "kv_cache must have one of the dtypes torch.bfloat16, torch.float8_e4m3fn"),
-        ({"kv_cache": torch.zeros(8, 100).byte()}, "kv_cache must not be rows of float8 latents: 64 is no multiple of"),
+        (
+            {"kv_cache": torch.zeros(8, 100).byte()},
+            "kv_cache: the latent of float8 rows must have a dimension of 128, 256, 512",
+        ),
         ({"kv_cache": torch.zeros(80, 8).bfloat16().T}, "kv_cache must be contiguous along its last dimension"),
         ({"q_nope": torch.zeros(3, 64, 20).bfloat16().mT}, "q_nope must be contiguous along its last dimension"),
         ({"indices": torch.zeros(3, 2, 3).int()}, r"indices must have the shape \(3, 1, 3\), got \(3, 2, 3\)"),

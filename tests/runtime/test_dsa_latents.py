@@ -7,7 +7,7 @@ import pytest
 import torch
 from dsa_passes import PAGE, PAGES, PASSES, Model, Rows, no_original, runner
 
-from sglang_sparse import dsa_latents, indexer
+from sglang_sparse import dsa_latents
 from sglang_sparse_kernels.latent_rows import reference, row_bytes
 
 LATENT, ROPE, HEADS = 128, 16, 2
@@ -65,4 +65,3 @@ def test_rows_of_another_layout_are_an_error(monkeypatch: pytest.MonkeyPatch) ->
     selection = backend.indexed.selection
     with pytest.raises(ValueError, match=r"kv_cache must have the shape \(\d+, 164\), got \(\d+, 144\)"):
         dsa_latents.attend(no_original, None, query, cache, LATENT, selection, 0.3)
-    assert indexer.served_backend() is backend

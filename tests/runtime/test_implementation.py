@@ -47,6 +47,8 @@ def refused(facts: Facts, **asked: str) -> str:
         (replace(GPU, kv_dtype="fp8_e4m3", capability=AMPERE), ALL_PORTABLE),
         (replace(GPU, kv_dtype="fp8_e4m3", capability=DESKTOP), ALL_PORTABLE),
         (replace(CPU, kv_dtype="fp8_e4m3"), ("reference", "reference", "reference")),
+        # Without scales, as SGLang's backend trtllm keeps it, it has any size.
+        (replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64), raw=True), FASTEST),
         (replace(GPU, packages=PACKAGES - {"deep_gemm"}), ("portable", "portable", "native")),
         (replace(GPU, packages=PACKAGES - {"sgl_kernel"}), ALL_PORTABLE),
         # 48 heads a rank are no kernel's, and 96 are Hopper's no more than Blackwell's.
@@ -96,8 +98,13 @@ def test_what_is_asked_for_decides_the_rest(asked: dict[str, str], expected: tup
         (
             replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64)),
             {},
-            "attention: got 'auto', allowed: nothing; not native: SGLang keeps float8 KV of a latent of 512 and a "
-            "rotated key of 64, and the model's have 256 and 64; not portable: SGLang keeps float8 KV",
+            "attention: got 'auto', allowed: nothing; not native or portable: SGLang keeps float8 KV with scales of a "
+            "latent of 512 and a rotated key of 64, and the model's have 256 and 64",
+        ),
+        (
+            replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64), raw=True),
+            {"attention": "portable"},
+            "attention: got 'portable', allowed: native; not portable: SGLang keeps float8 KV with scales of a latent",
         ),
         (GPU, {"indexer": "portable", "topk": "native"}, "topk: native needs a native indexer"),
         (GPU, {"indexer": "native", "attention": "portable"}, "attention: portable needs the indexer of the same kind"),
@@ -190,9 +197,11 @@ def test_sglang_does_not_refuse_float8_in_the_place_of_a_backend(attention: str,
     args = Args(json.dumps({"implementation": {"attention": attention}}), kv_cache_dtype="fp8_e4m3")
     settled(args)
     asked: list[Any] = []
-    for one in (args, SimpleNamespace(sparse_method=None)):
+    resa = SimpleNamespace(sparse_method="resa", sparse_config=build("resa", {}).config.model_dump_json())
+    servers: tuple[Any, ...] = args, resa, SimpleNamespace(sparse_method=None)
+    for one in servers:
         implementation.keep_slot(lambda *given: asked.append(given), one, 9)
-    assert [one is args for one, _ in asked] == ([False] if left else [True, False])
+    assert asked == [(one, 9) for one in (servers[1:] if left else servers)]
 
 
 @pytest.mark.parametrize(

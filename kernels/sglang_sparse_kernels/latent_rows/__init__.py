@@ -9,12 +9,11 @@ import torch
 
 from .. import dispatch
 from . import reference
-from .reference import TILE
+from .reference import row_bytes as row_bytes
 
-
-def row_bytes(latent_dim: int, rope_dim: int) -> int:
-    """Bytes of a token with ``latent_dim`` latents and ``rope_dim`` rotated ones."""
-    return latent_dim + 4 * (latent_dim // TILE) + 2 * rope_dim
+# Sizes that the kernels take.
+LATENT_DIMS = (128, 256, 512)
+ROPE_DIMS = (16, 32, 64)
 
 
 def write_latents(latent: torch.Tensor, rotated: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -27,10 +26,10 @@ def write_latents(latent: torch.Tensor, rotated: torch.Tensor, slots: torch.Tens
     value by value and in its scale; SGLang's kernel clamps what is not finite to +-448.
 
     Args:
-        latent: ``[N, R]``, float32 (CPU only), float16 or bfloat16; ``R`` is a multiple of 128, and contiguous.
-        rotated: ``[N, r]`` in the dtype of ``latent``, keys after RoPE; ``r`` is contiguous.
-        slots: ``[N]`` int64, contiguous. Slots do not repeat, but for slot 0, to which a server writes what pads a
-            batch.
+        latent: ``[N, R]``, float32 (CPU only), float16 or bfloat16; ``R`` is 128, 256 or 512, and contiguous.
+        rotated: ``[N, r]`` in the dtype of ``latent``, keys after RoPE; ``r`` is 16, 32 or 64, and contiguous.
+        slots: ``[N]`` int64, contiguous. One of -1 is skipped. Slots do not repeat, but for slot 0, to which a server
+            writes what pads a batch.
         rows: ``[S, bytes]`` uint8, see ``check_rows``.
 
     Raises:
@@ -63,10 +62,15 @@ def write_latents(latent: torch.Tensor, rotated: torch.Tensor, slots: torch.Tens
 
 
 def check_rows(name: str, rows: torch.Tensor, latent_dim: int, rope_dim: int) -> None:
-    """Raise ValueError unless ``rows`` are ``[S, row_bytes]`` uint8, each contiguous and at a multiple of 4 bytes."""
+    """Raise ValueError unless ``rows`` are ``[S, row_bytes]`` uint8, each contiguous and at a multiple of 4 bytes, of
+    a latent and a rotated key of sizes in ``LATENT_DIMS`` and ``ROPE_DIMS``.
+    """
     dispatch.check_tensor(name, rows, 2, (torch.uint8,))
-    if latent_dim % TILE:
-        raise ValueError(f"{name} must not be rows of float8 latents: {latent_dim} is no multiple of {TILE}")
+    for part, dim, dims in (("latent", latent_dim, LATENT_DIMS), ("rotated key", rope_dim, ROPE_DIMS)):
+        if dim not in dims:
+            raise ValueError(
+                f"{name}: the {part} of float8 rows must have a dimension of {', '.join(map(str, dims))}, got {dim}"
+            )
     dispatch.check_shape(name, rows, (rows.shape[0], row_bytes(latent_dim, rope_dim)))
     dispatch.check_last(**{name: rows})
     if rows.data_ptr() % 4 or rows.stride(0) % 4:

@@ -8,12 +8,17 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
+def row_bytes(latent_dim: int, rope_dim: int) -> int:
+    """Bytes of a token with ``latent_dim`` latents and ``rope_dim`` rotated ones; without these, where they begin."""
+    return latent_dim + 4 * (latent_dim // TILE) + 2 * rope_dim
+
+
 def parts(rows: torch.Tensor, latent_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of rows ``[..., bytes]``: values ``[..., tiles, 128]`` uint8, scales ``[..., tiles]`` float32, and rotated
     keys ``[..., r]`` bfloat16.
     """
     tiles = latent_dim // TILE
-    values, scales, rotated = rows.tensor_split((latent_dim, latent_dim + 4 * tiles), dim=-1)
+    values, scales, rotated = rows.tensor_split((latent_dim, row_bytes(latent_dim, 0)), dim=-1)
     return values.unflatten(-1, (tiles, TILE)), scales.view(torch.float32), rotated.view(torch.bfloat16)
 
 
@@ -31,7 +36,8 @@ def write_latents(latent: torch.Tensor, rotated: torch.Tensor, slots: torch.Tens
     values.copy_(scaled.to(torch.float8_e4m3fn).view(torch.uint8))
     scales.copy_(scale.masked_fill(infinite, float("nan")))
     keys.copy_(rotated)
-    rows[slots] = stored
+    kept = slots >= 0
+    rows[slots[kept]] = stored[kept]
 
 
 def read_latents(rows: torch.Tensor, latent_dim: int) -> torch.Tensor:

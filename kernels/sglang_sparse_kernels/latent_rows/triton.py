@@ -14,11 +14,12 @@ import triton.language as tl
 
 from ..float8 import as_half, float8_bits
 from ..launch import await_inputs, dependent_launch
-from .reference import FP8_MAX, LEAST_SCALE, TILE
+from .reference import FP8_MAX, LEAST_SCALE, TILE, row_bytes
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _NAN_BITS = tl.constexpr(0x7FC00000)
 _LEAST_SCALE, _FP8_MAX = tl.constexpr(LEAST_SCALE), tl.constexpr(FP8_MAX)
+_row_bytes = triton.constexpr_function(row_bytes)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def read_latents(rows_ptr, valid, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE
         values = as_half(bits).to(tl.float32)
         scales *= 256.0
     latent = tl.reshape(values * scales[:, :, None], [rows_ptr.shape[0], LATENT])
-    rotated_ptr = (rows_ptr + LATENT + 4 * (LATENT // TILE)).to(tl.pointer_type(tl.bfloat16))
+    rotated_ptr = (rows_ptr + _row_bytes(LATENT, 0)).to(tl.pointer_type(tl.bfloat16))
     rotated = tl.load(rotated_ptr[:, None] + rope_dims[None, :], mask=valid[:, None], other=0.0)
     return latent, rotated
 
@@ -77,7 +78,9 @@ def _write_kernel(
     tiles, dims, rope_dims = tl.arange(0, LATENT // TILE), tl.arange(0, TILE), tl.arange(0, ROPE)
     entry = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     held = entry < entries
-    rows_ptr += tl.load(slots_ptr + entry, mask=held, other=0) * row_stride
+    slot = tl.load(slots_ptr + entry, mask=held, other=-1)
+    kept = slot >= 0
+    rows_ptr += slot * row_stride
     offsets = tiles[None, :, None] * TILE + dims[None, None, :]
     pointers = latent_ptr + entry[:, None, None] * latent_stride + offsets
     x = tl.load(pointers, mask=held[:, None, None], other=0.0).to(tl.float32)
@@ -87,13 +90,13 @@ def _write_kernel(
     scale = tl.where(finite, amax, 0).to(tl.float32, bitcast=True) / _FP8_MAX
     inverse = tl.where(scale < _LEAST_SCALE, 0.0, 1.0 / tl.maximum(scale, _LEAST_SCALE))
     codes = tl.where(finite[:, :, None], float8_bits(x * inverse[:, :, None]), 0x7F)
-    tl.store(rows_ptr[:, None, None] + offsets, codes.to(tl.uint8), mask=held[:, None, None])
+    tl.store(rows_ptr[:, None, None] + offsets, codes.to(tl.uint8), mask=kept[:, None, None])
     scale_bits = tl.where(finite, scale.to(tl.int32, bitcast=True), _NAN_BITS)
     scales_ptr = (rows_ptr + LATENT).to(tl.pointer_type(tl.float32))
-    tl.store(scales_ptr[:, None] + tiles[None, :], scale_bits.to(tl.float32, bitcast=True), mask=held[:, None])
+    tl.store(scales_ptr[:, None] + tiles[None, :], scale_bits.to(tl.float32, bitcast=True), mask=kept[:, None])
     keys = tl.load(rotated_ptr + entry[:, None] * rotated_stride + rope_dims[None, :], mask=held[:, None])
-    keys_ptr = (rows_ptr + LATENT + 4 * (LATENT // TILE)).to(tl.pointer_type(tl.bfloat16))
-    tl.store(keys_ptr[:, None] + rope_dims[None, :], keys, mask=held[:, None])
+    keys_ptr = (rows_ptr + _row_bytes(LATENT, 0)).to(tl.pointer_type(tl.bfloat16))
+    tl.store(keys_ptr[:, None] + rope_dims[None, :], keys, mask=kept[:, None])
 
 
 def write_latents(

@@ -7,12 +7,11 @@ attends to the blocks of many rows (``fa3``).
 
 import torch
 
-from .. import dispatch
-from ..latent_rows import check_rows
+from .. import dispatch, latent_rows
 from . import reference
 
-LATENT_DIMS = (64, 128, 256, 512)
-ROPE_DIMS = (16, 32, 64)
+LATENT_DIMS = (64, *latent_rows.LATENT_DIMS)
+ROPE_DIMS = latent_rows.ROPE_DIMS
 
 
 def sparse_mla_decode(
@@ -42,8 +41,8 @@ def sparse_mla_decode(
         q_rope: ``[B, H, r]`` in the dtype of ``q_nope``, the query's part after RoPE; ``r`` is 16, 32 or 64, and
             contiguous. Both queries may be slices of one ``[B, H, R + r]`` tensor.
         kv_cache: ``[S, R + r]``, the dtype of ``q_nope`` or float8_e4m3fn: latent, then rotated key, contiguous. Or
-            ``[S, bytes]`` uint8: rows of float8 latents with scales, see ``latent_rows.check_rows``; then ``R`` is a
-            multiple of 128, and the kernels round what they read to the dtype of ``q_nope``.
+            ``[S, bytes]`` uint8: rows of float8 latents with scales, see ``latent_rows.check_rows``; then ``R`` is
+            not 64, and the kernels round what they read to the dtype of ``q_nope``.
         indices: ``[B, 1, K]`` int32, contiguous: physical blocks (slot // ``block_size``), of which the first
             ``counts`` are read.
         counts: ``[B, 1]`` int32, contiguous.
@@ -149,7 +148,7 @@ def _check_arguments(
             raise ValueError(f"the last dimension of {name} must be one of {', '.join(map(str, dims))}, got {dim}")
     dispatch.check_shape("q_rope", q_rope, (batch, num_heads, rope_dim))
     if kv_cache.dtype == torch.uint8:
-        check_rows("kv_cache", kv_cache, latent_dim, rope_dim)
+        latent_rows.check_rows("kv_cache", kv_cache, latent_dim, rope_dim)
     else:
         dispatch.check_shape("kv_cache", kv_cache, (kv_cache.shape[0], latent_dim + rope_dim))
     dispatch.check_shape("indices", indices, (batch, 1, indices.shape[2]))
