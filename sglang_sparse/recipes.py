@@ -15,11 +15,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from sglang_sparse.capabilities import KINDS
-from sglang_sparse.config import Settings, build, explain_value, read_config
+from sglang_sparse.config import Settings, build, read_config
 from sglang_sparse.implementation import FLOAT8_LATENT
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.registry import require_known
+from sglang_sparse.validation import explain_value
 from sglang_sparse_kernels.latent_rows import row_bytes
 
 FOLDER = Path(__file__).with_name("recipe_files")
