@@ -19,6 +19,7 @@ from sglang_sparse.backend import SparseAttentionBackend
 from sglang_sparse.composite import Composite, count_sizes, with_parts
 from sglang_sparse.config import Settings, SparseArgumentError, build, read_config
 from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.plan import DecodePlan, plan_decode
 from sglang_sparse.requests import parse_options
 from sglang_sparse.stats import Counters
@@ -189,6 +190,28 @@ def test_fields_go_to_the_parts_that_have_them_once() -> None:
     assert rectified.rectify_interval == 8 == rectified.method.config.model_dump()["rectify_interval"]
     with pytest.raises(ValueError, match="theta: --sparse-method resa has no such field"):
         parse_options(settings, {"theta": 1})
+
+
+def test_a_factor_of_each_phase_beside_a_prefill_method() -> None:
+    settings = build("resa", {"layers": RULES, **SHARED}, "skip_softmax", {"threshold_scale_factor": 90})
+    both, prefill = (parse_options(settings, {"threshold_scale_factor": value}) for value in (3, {"prefill": 7}))
+    assert both.method.parts[2].row_value == 3 and both.prefill is not None
+    assert both.prefill.config.model_dump()["threshold_scale_factor"] == 3
+    assert prefill.method is settings.method and prefill.prefill is not None and prefill.namespace != both.namespace
+    assert prefill.prefill.config.model_dump()["threshold_scale_factor"] == 7
+
+
+def test_a_share_to_skip_is_resolved_by_the_checkpoint() -> None:
+    rules = {"0": {}, "1-": {"method": "skip_softmax", "target_sparsity": {"decode": 0.5}}}
+    settings = build("resa", {"layers": rules, **SHARED}, checkpoint=lambda: STAND_IN)
+    found = settings.method.configs[1].model_dump()
+    assert found["threshold_scale_factor"]["decode"] > 1 and found["threshold_scale_factor"]["prefill"] == 0
+    again = build("resa", json.loads(json.dumps(settings.resolved)))
+    assert again.method.configs == settings.method.configs
+    with pytest.raises(
+        SparseArgumentError, match=r'rule "1-": target_sparsity: got .*; is resolved when a server starts'
+    ):
+        build("resa", {"layers": rules, **SHARED})
 
 
 def test_buffers_are_those_of_the_layers_that_have_them() -> None:
