@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse import crossover, hooks, pools
+from sglang_sparse.composite import count_sizes, view_buffers, with_parts
 from sglang_sparse.config import settings_of
-from sglang_sparse.decode_path import DecodePath, require_plain
+from sglang_sparse.decode_path import DecodePath, PartsPath, require_plain
 from sglang_sparse.delegate import DelegatingBackend
 from sglang_sparse.index_reuse import step_reuse
 from sglang_sparse.layers import parse_layers
@@ -18,7 +19,7 @@ from sglang_sparse.pass_rows import divider_of
 from sglang_sparse.plan import DecodePlan, plan_decode, usual_selection
 from sglang_sparse.prefill_path import PrefillPath
 from sglang_sparse.stats import Counters
-from sglang_sparse.view import SELECT_STATS, BatchView, allocate_view
+from sglang_sparse.view import BatchView, allocate_view
 from sglang_sparse.windows import make_path
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ class SparseAttentionBackend(DelegatingBackend):
         self.first_layer = min(self._pools.layers, default=-1)
         self.steps = step_reuse(self.method, self._pools, runner)
         model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
-        self._decoding = DecodePath(self.method, self._pools, runner.token_to_kv_pool, model)
+        path = PartsPath if self.method.parts else DecodePath
+        self._decoding = path(self.method, self._pools, runner.token_to_kv_pool, model)
         max_blocks = -(-runner.req_to_token_pool.req_to_token.shape[1] // self.method.block_size)
         usual = usual_selection(self.method, max_blocks)
         self._limits = (model.num_kv_heads, max_blocks, usual, self.method.block_size)
@@ -120,7 +122,7 @@ class SparseAttentionBackend(DelegatingBackend):
                 self.prefill.warm_up(runner.dtype)
             logger.info("sglang_sparse: prefill %s, %s", settings.prefill_name, self.prefill.describe(model.num_layers))
         self.keeps = make_path(self.method, self._pools, runner, model.num_kv_heads)
-        select_stats = torch.zeros(SELECT_STATS + len(self.method.more_counts), dtype=torch.int64, device=device)
+        select_stats = torch.zeros(sum(count_sizes(self.method)), dtype=torch.int64, device=device)
         self.counters = Counters(settings, self._pools, model, select_stats, self.prefill, self.keeps)
         self._view: BatchView | None = None
         self._graph_view: BatchView | None = None
@@ -194,7 +196,8 @@ class SparseAttentionBackend(DelegatingBackend):
         return self._eager_view.rows(rows)
 
     def _allocate(self, rows: int) -> BatchView:
-        return allocate_view(rows, *self._limits, self.counters.select_stats, self.method.view_buffers)
+        view = allocate_view(rows, *self._limits, self.counters.select_stats, view_buffers(self.method))
+        return with_parts(view, self.method, self._limits[1])
 
     def begin_capture(self, rows: int, sparse: bool) -> None:
         """Choose the path that the next captured decode graph records.

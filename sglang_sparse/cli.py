@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -86,7 +87,7 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
     hooks.verify()
     settings = resolve(self)
     if settings.name:
-        self.sparse_config = settings.config.model_dump_json()
+        self.sparse_config = json.dumps(settings.resolved)
     if settings.prefill:
         # It may have come with the decode method.
         self.sparse_prefill_method = settings.prefill_name
@@ -100,7 +101,7 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
         settings = settings_of(self) or settings
         refusals.require_after(self, settings)
         implementation.leave_graphs(self, settings)
-    names = dict.fromkeys((settings.name, settings.prefill_name))
+    names = dict.fromkeys((settings.name, settings.prefill_name, limits.SEVERAL if settings.method.parts else None))
     risks = map(limits.unproven, names) if limits.on_gpu() else ()
     for text in (*settings.method.warnings(), *filter(None, risks)):
         logger.warning("sglang_sparse: %s", text)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import ValidationError
 
 from sglang_sparse import registry
+from sglang_sparse.layer_rules import build_rules
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import PAGE_SIZES, MethodConfig, RectifyConfig, SparseConfig
 from sglang_sparse.methods.dense import Dense
 from sglang_sparse.prefill_method import PrefillMethod
+from sglang_sparse.validation import SparseArgumentError, validated
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
         sparse_prefill_config: str | dict[str, Any] | None
 
 
-class SparseArgumentError(ValueError):
-    """A sparse flag, config field or combination that cannot be served; the message is meant for the user."""
-
-
 @dataclass(frozen=True)
 class Settings:
     """What the user asked for, validated: one instance a process.
@@ -50,12 +46,14 @@ class Settings:
         method: the decode method.
         prefill_name: the prefill method's; None for dense prefill.
         prefill: the prefill method.
+        rules: the config's ``layers`` in full where it is a mapping, see ``layer_rules.py``.
     """
 
     name: str | None
     method: DecodeMethod
     prefill_name: str | None = None
     prefill: PrefillMethod | None = None
+    rules: Mapping[str, Any] | None = None
 
     @property
     def flag(self) -> str:
@@ -83,6 +81,17 @@ class Settings:
         return self.method.config
 
     @property
+    def described(self) -> str:
+        """The decode method's name, or where each of several has its layers."""
+        parts = zip(self.method.names, self.method.parts, strict=True)
+        return ", ".join(f"{name} in layers {part.config.layers}" for name, part in parts) or str(self.name)
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """The same in full, as ``--sparse-config`` says it."""
+        return self.config.model_dump(mode="json") | ({"layers": dict(self.rules)} if self.rules else {})
+
+    @property
     def check_exactness(self) -> bool:
         """Whether an idle server proves what its prefix cache holds."""
         return self.config.check_exactness or (self.prefill is not None and self.prefill.config.check_exactness)
@@ -94,8 +103,20 @@ class Settings:
         return config if isinstance(config, RectifyConfig) else None
 
 
+class _Twice(ValueError):
+    """A mapping says a name twice; Python would keep the last."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Twice(f"it says {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
+
+
 _PARSERS = {
-    ".json": (json.loads, json.JSONDecodeError),
+    ".json": (partial(json.loads, object_pairs_hook=_once), json.JSONDecodeError),
     ".toml": (tomllib.loads, tomllib.TOMLDecodeError),
     ".yaml": (yaml.safe_load, yaml.YAMLError),
     ".yml": (yaml.safe_load, yaml.YAMLError),
@@ -139,7 +160,7 @@ def _parse(text: str, suffix: str, origin: str) -> dict[str, Any]:
     parse, parse_error = _PARSERS[suffix]
     try:
         data = parse(text)
-    except parse_error as error:
+    except (parse_error, _Twice) as error:
         raise SparseArgumentError(f"{origin}: not valid {suffix[1:].upper()}: {error}") from error
     if data is None:
         return {}
@@ -173,18 +194,22 @@ def build(
         prefill_class = registry.load_prefill_method(prefill_name) if prefill_name else None
     except ValueError as error:
         raise SparseArgumentError(str(error)) from error
-    method = method_class(_validated(f"--sparse-config of {name}", method_class.config_class, fields, checkpoint))
+    rules = None
+    if name and isinstance(fields.get("layers"), dict):
+        method, rules = build_rules(name, fields, checkpoint)
+    else:
+        method = method_class(validated(f"--sparse-config of {name}", method_class.config_class, fields, checkpoint))
     # Asked for by its name and without a config of its own, it is the one that comes along all the same.
     comes_along = name and (prefill_name is None or (prefill_name == name and not prefill_fields))
     if name and comes_along and (own := method.prefill_fields()) is not None:
         prefill_name, prefill_fields, prefill_class = name, own, registry.load_prefill_method(name)
     origin = f"--sparse-prefill-config of {prefill_name}"
     prefill = prefill_class and prefill_class(
-        _validated(origin, prefill_class.config_class, prefill_fields or {}, checkpoint)
+        validated(origin, prefill_class.config_class, prefill_fields or {}, checkpoint)
     )
     if name == prefill_name and prefill and prefill_fields and not comes_along:
         _require_own(origin, prefill_fields, method.config, prefill.config)
-    return Settings(name, method, prefill_name, prefill)
+    return Settings(name, method, prefill_name, prefill, rules)
 
 
 def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, prefill: SparseConfig) -> None:
@@ -197,45 +222,6 @@ def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, p
                 "for prefill, of which a config of its own takes over nothing; allowed: repeat here the share or "
                 'factor of prefill, or leave it out there: {"decode": …}'
             )
-
-
-C = TypeVar("C", bound=SparseConfig)
-
-
-def _validated(
-    origin: str,
-    config_class: type[C],
-    fields: dict[str, Any],
-    checkpoint: Callable[[], Mapping[str, Any]] | None,
-) -> C:
-    try:
-        return config_class.model_validate(config_class.from_checkpoint(fields, checkpoint) if checkpoint else fields)
-    except ValidationError as error:
-        raise SparseArgumentError(_explain(origin, config_class, error)) from error
-    except ValueError as error:
-        raise SparseArgumentError(f"{origin}: {error}") from error
-
-
-def explain_value(detail: Mapping[str, Any]) -> str:
-    """Say of one of pydantic's errors which field it is about, what was got and what is allowed."""
-    field = detail["loc"][0] if detail["loc"] else "config"
-    return f"{field}: got {detail['input']!r}; {detail['msg'].removeprefix('Value error, ')}"
-
-
-def _explain(origin: str, config_class: type[SparseConfig], error: ValidationError) -> str:
-    allowed = list(config_class.model_fields)
-    messages = []
-    for detail in error.errors():
-        field = str(detail["loc"][0]) if detail["loc"] else "config"
-        if detail["type"] == "extra_forbidden":
-            nearest = difflib.get_close_matches(field, allowed, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            message = f"unknown field {field!r}, allowed: {', '.join(allowed)}{hint}"
-        else:
-            message = explain_value(detail)
-        if message not in messages:
-            messages.append(message)
-    return f"{origin}: " + "; ".join(messages)
 
 
 def prefill_chunk(server_args: Any) -> int | None:

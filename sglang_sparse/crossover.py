@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,6 +88,11 @@ def find(
         device: of the KV pool.
         table: entries to look in; the packaged ones by default.
     """
+    if settings.method.parts:
+        # As late as the part that pays last.
+        each = zip(settings.method.names, settings.method.parts, strict=True)
+        found = [find(replace(settings, name=name, method=part), model, device, table) for name, part in each]
+        return max(found, key=lambda one: one.tokens)
     config = settings.config
     if config.dense_fallback == "never":
         return Crossover(0, "dense_fallback is never")

@@ -139,6 +139,39 @@ class DecodePath:
         )
 
 
+class PartsPath(DecodePath):
+    """The sparse layers of a method with parts: each layer takes the path of its part.
+
+    Args:
+        method: the decode method.
+        aux: the buffers of all parts beside the KV pool.
+        kv_pool: SGLang's.
+        model: the attention layers of this rank.
+    """
+
+    def __init__(self, method: DecodeMethod, aux: AuxPools, kv_pool: Any, model: ModelShape):
+        super().__init__(method, aux, kv_pool, model)
+        self._by_layer: dict[int, tuple[int, DecodePath]] = {}
+        for place, part in enumerate(method.parts):
+            path = DecodePath(part, aux, kv_pool, model)
+            self._by_layer |= dict.fromkeys(part.sparse_layers(model.num_layers), (place, path))
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        slots: torch.Tensor,
+        view: BatchView,
+        save_kv_cache: bool,
+        rotated: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Attend in one layer by the part that has it, with that part's view of the batch; see ``DecodePath``."""
+        place, path = self._by_layer[layer.layer_id]
+        return path.attend(q, k, v, layer, slots, view.parts[place], save_kv_cache, rotated)
+
+
 def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
     from sglang.srt.distributed.parallel_state import get_attn_tp_group
 

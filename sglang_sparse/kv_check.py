@@ -65,7 +65,7 @@ def stale_summaries(kv_pool: Any, last_slots: torch.Tensor) -> torch.Tensor:
     stale = torch.zeros_like(pages, dtype=torch.bool)
     for layer in sorted(aux.layers):
         keys = _gather(kv_pool.get_key_buffer(layer), slots)
-        for spec in aux.specs:
+        for spec in aux.specs_of(layer):
             stored = _gather(aux.buffer(spec.name, layer), pages)
             fresh = torch.zeros_like(stored)
             spec.refresh([keys], [fresh], compact, size, torch.zeros_like(aux.overflow))
@@ -179,8 +179,9 @@ def _differences(
 def _places(kv_pool: Any, slots: torch.Tensor, pages: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """All buffers with their rows of these slots and their pages: K and V of each layer, then the summaries."""
     aux: pools.AuxPools = getattr(kv_pool, pools.ATTRIBUTE)
+    entries = ((layer, spec) for layer in sorted(aux.layers) for spec in aux.specs_of(layer))
     places = [(buffer, slots) for _, _, buffer in _buffers(kv_pool)]
-    return places + [(aux.buffer(spec.name, layer), pages) for spec in aux.specs for layer in sorted(aux.layers)]
+    return places + [(aux.buffer(spec.name, layer), pages) for layer, spec in entries]
 
 
 def _buffers(kv_pool: Any) -> Iterator[tuple[str, int, torch.Tensor]]:

@@ -4,6 +4,28 @@ from __future__ import annotations
 
 import re
 
+# The first and the last layer of a range; None is the model's last one.
+LayerSpan = tuple[int, int | None]
+
+
+def parse_spans(spec: str) -> list[LayerSpan]:
+    """Turn a ``layers`` field into ranges, in its order.
+
+    Args:
+        spec: ``"all"``, or comma-separated ids and ranges such as ``"0-3,8,20-"``.
+
+    Raises:
+        ValueError: the form is wrong.
+    """
+    spans: list[LayerSpan] = []
+    for part in ("0-" if spec == "all" else spec).split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(-\s*(\d*)\s*)?", part)
+        if match is None:
+            raise ValueError(f'must be "all", ids or ranges such as "2-" or "0-3,8", or a list of ids; got {spec!r}')
+        first = int(match[1])
+        spans.append((first, first if match[2] is None else int(match[3]) if match[3] else None))
+    return spans
+
 
 def parse_layers(spec: str | list[int], num_layers: int | None) -> tuple[int, ...]:
     """Turn a ``layers`` field into layer ids.
@@ -20,17 +42,12 @@ def parse_layers(spec: str | list[int], num_layers: int | None) -> tuple[int, ..
     """
     if isinstance(spec, list):
         spec = ",".join(str(layer) for layer in spec)
-    if spec == "all":
-        spec = "0-"
     chosen: set[int] = set()
-    for part in spec.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(-\s*(\d*)\s*)?", part)
-        if match is None:
-            raise ValueError(f'must be "all", ids or ranges such as "2-" or "0-3,8", or a list of ids; got {spec!r}')
-        if num_layers is None:
-            continue
-        first = int(match[1])
-        last = first if match[2] is None else int(match[3] or num_layers - 1)
+    spans = parse_spans(spec)
+    if num_layers is None:
+        return ()
+    for (first, end), part in zip(spans, spec.split(","), strict=True):
+        last = num_layers - 1 if end is None else end
         if first > last or last >= num_layers:
             raise ValueError(f"layers {part.strip()!r}: the model has layers 0 to {num_layers - 1}")
         chosen.update(range(first, last + 1))

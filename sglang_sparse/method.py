@@ -61,6 +61,7 @@ class AuxSpec:
         before_select: ``select`` reads the newest page's entries too: a decode step then refreshes each layer's before
             it, which is one more launch a layer.
         remedy: the config that helps where ``dtype`` cannot hold a key.
+        layers: the layers that have it; None: all sparse ones.
     """
 
     name: str
@@ -69,6 +70,7 @@ class AuxSpec:
     refresh: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor, int, torch.Tensor], None]
     before_select: bool = False
     remedy: str = '{"summary_dtype": "bf16"}'
+    layers: tuple[int, ...] | None = None
 
     @property
     def bytes_per_page(self) -> int:
@@ -98,6 +100,10 @@ class DecodeMethod(ABC):
         fp8_kv: it serves a KV cache of float8_e4m3fn.
         needs_float8: that takes a GPU that has float8.
         flag_limits: server flags that it refuses beside those that no method serves.
+        combines: its layers may stand beside those of another method, or of another config. It serves MHA, takes whole
+            KV pages as blocks and entries, is told all it needs by each call, and its config is a ``RectifyConfig``.
+        parts: the methods of a ``Composite``, which has one for each layer; nothing else has any.
+        names: what these are called.
         more_counts: names of what it counts on the device itself, in ``BatchView.method_stats``.
         config: the configuration.
         crossover_tokens: the config's number, or what "auto" stands for; a server that starts puts here what was
@@ -107,18 +113,26 @@ class DecodeMethod(ABC):
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
     attention: ClassVar[Literal["MHA", "MLA", "DSA"]] = "MHA"
     exact: bool = False
-    decides_on_device: ClassVar[bool] = False
+    decides_on_device: bool = False
     selects_in_model: ClassVar[bool] = False
     view_buffers: ClassVar[tuple[ViewBuffer, ...]] = ("page_table", "scores", "selected")
     fp8_kv: ClassVar[bool] = True
     needs_float8: ClassVar[bool] = True
     flag_limits: ClassVar[tuple[FlagLimit, ...]] = ()
-    more_counts: ClassVar[tuple[str, ...]] = ()
+    combines: ClassVar[bool] = False
+    more_counts: tuple[str, ...] = ()
+    parts: tuple[DecodeMethod, ...] = ()
+    names: tuple[str, ...] = ()
 
     def __init__(self, config: MethodConfig):
         self.config = config
         asked = config.crossover_tokens
         self.crossover_tokens = DEFAULT_CROSSOVER if asked == "auto" else asked
+
+    @property
+    def configs(self) -> tuple[MethodConfig, ...]:
+        """The configurations that a request's fields may change."""
+        return (self.config,)
 
     @property
     def block_size(self) -> int:

@@ -102,6 +102,11 @@ class RectifyConfig(MethodConfig):
 
     request_fields: ClassVar[tuple[str, ...]] = ("rectify_interval",)
 
+    layers: str | list[int] = Field(
+        "all",
+        description='Layers that run sparse: "all", a range "2-", or a list; a mapping has rules for layers, '
+        "see README.",
+    )
     rectify_interval: int = Field(
         32, ge=0, description="A dense pass re-encodes a request's last tokens when they are this many; 0: never."
     )
@@ -125,3 +130,7 @@ class RectifyConfig(MethodConfig):
         if value and info.data.get("rectify_interval") == 0:
             raise ValueError("needs rectification, and rectify_interval is 0 (never)")
         return value
+
+
+# What is said once for all layers of a server, whatever methods they have.
+SHARED = tuple(field for field in RectifyConfig.model_fields if field != "layers")

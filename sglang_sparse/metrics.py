@@ -18,6 +18,7 @@ import torch
 
 from sglang_sparse.config import settings_of
 from sglang_sparse.method_counters import method_counters
+from sglang_sparse.selection_counts import added
 
 if TYPE_CHECKING:
     from sglang_sparse.stats import Counters
@@ -266,7 +267,7 @@ class IntervalReport:
             return
         host, max_delay = self._pending
         self._pending = None
-        totals = host | self._counters.device_totals(self._copy.read())
+        totals = added([host, self._counters.device_totals(self._copy.read())])
         interval = Interval({name: totals[name] - before for name, before in self._published.items()}, max_delay)
         self._published = {name: totals[name] for name in self._published}
         if self._metrics is not None:

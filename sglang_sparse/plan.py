@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ class DecodePlan:
             to be tested as sparse, even where it selects every page.
         values: ``[rows]`` float32 on the CPU, each row's ``DecodeMethod.row_value``; with a ``KernelMethod`` 0 for a
             dense row.
+        parts: of a method with parts the plan of each; the whole one then has the most that one of them attends to.
     """
 
     sparse: bool
@@ -38,6 +39,7 @@ class DecodePlan:
     n_select: torch.Tensor
     covered: torch.Tensor
     values: torch.Tensor
+    parts: tuple[DecodePlan, ...] = ()
 
 
 def plan_decode(
@@ -57,31 +59,49 @@ def plan_decode(
     if config.dense_fallback != "never" and sum(seq_lens.tolist()) < crossover:
         # Whatever the rows are, and before anything else: a short batch waits for the host more than a long one.
         return _dense(len(seq_lens))
+    asked_dense = (
+        torch.tensor([not row.sparse for row in rows]) if rows else torch.zeros_like(seq_lens, dtype=torch.bool)
+    )
     n_pages = ((seq_lens + method.block_size - 1) // method.block_size).to(torch.int32)
+    dense = asked_dense | (seq_lens < config.min_seq_len)
+    if method.parts:
+        owns = zip(*(row.method.parts for row in rows), strict=True) if rows else [()] * len(method.parts)
+        plan = _whole([_of_rows(part, n_pages, own, dense) for part, own in zip(method.parts, owns, strict=True)])
+    else:
+        plan = _of_rows(method, n_pages, [row.method for row in rows], dense)
+    if config.dense_fallback == "never":
+        return replace(plan, covered=asked_dense)
+    sparse_tokens = int(seq_lens[~plan.covered].sum())
+    if sparse_tokens == 0 or sparse_tokens < crossover:
+        return _dense(len(seq_lens))
+    return plan
+
+
+def _of_rows(
+    method: DecodeMethod, n_pages: torch.Tensor, rows: Sequence[DecodeMethod], dense: torch.Tensor
+) -> DecodePlan:
+    """Decide how much rows attend to, each by the method of its request, in a batch that runs sparse."""
     values = torch.full(n_pages.shape, method.row_value, dtype=torch.float32)
     n_select = method.n_select(n_pages)
     others: dict[DecodeMethod, list[int]] = {}
     for i, row in enumerate(rows):
-        if row.method is not method:
-            others.setdefault(row.method, []).append(i)
+        if row is not method:
+            others.setdefault(row, []).append(i)
     for own, mine in others.items():
         n_select[mine] = own.n_select(n_pages[mine])
         values[mine] = own.row_value
-    asked_dense = (
-        torch.tensor([not row.sparse for row in rows]) if rows else torch.zeros_like(n_pages, dtype=torch.bool)
-    )
-    dense = asked_dense | (seq_lens < config.min_seq_len)
     n_select = torch.where(dense, n_pages, torch.minimum(n_select, n_pages))
     by_value = isinstance(method, KernelMethod)
     if by_value:
         values[dense] = 0.0
-    if config.dense_fallback == "never":
-        return DecodePlan(True, n_pages, n_select, asked_dense, values)
-    covered = values == 0 if by_value else n_select >= n_pages
-    sparse_tokens = int(seq_lens[~covered].sum())
-    if sparse_tokens == 0 or sparse_tokens < crossover:
-        return _dense(len(seq_lens))
-    return DecodePlan(True, n_pages, n_select, covered, values)
+    return DecodePlan(True, n_pages, n_select, values == 0 if by_value else n_select >= n_pages, values)
+
+
+def _whole(parts: Sequence[DecodePlan]) -> DecodePlan:
+    """One plan of those of a method's parts: a row is covered where it is in all of them."""
+    n_select = torch.stack([part.n_select for part in parts]).amax(0)
+    covered = torch.stack([part.covered for part in parts]).all(0)
+    return DecodePlan(True, parts[0].n_pages, n_select, covered, torch.zeros_like(parts[0].values), tuple(parts))
 
 
 @cache

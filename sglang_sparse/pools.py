@@ -57,12 +57,11 @@ class AuxPools:
         self.layers = frozenset(layers)
         self.page_size = page_size
         self.entry_tokens = entry_tokens or page_size
-        self._buffers = {
-            spec.name: {
-                layer: torch.zeros(num_pages, *spec.page_shape, dtype=spec.dtype, device=device) for layer in layers
-            }
-            for spec in specs
-        }
+        self._buffers: dict[str, dict[int, torch.Tensor]] = {spec.name: {} for spec in specs}
+        for spec in specs:
+            for layer in layers if spec.layers is None else spec.layers:
+                buffer = torch.zeros(num_pages, *spec.page_shape, dtype=spec.dtype, device=device)
+                self._buffers[spec.name][layer] = buffer
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self._uncounted = torch.zeros_like(self.overflow)
         self._overflow_seen = torch.zeros(1, dtype=torch.int32, pin_memory=self.overflow.is_cuda)
@@ -85,6 +84,10 @@ class AuxPools:
         """Return a buffer ``[num_pages, *page_shape]``."""
         return self._buffers[name][layer_id]
 
+    def specs_of(self, layer_id: int) -> tuple[AuxSpec, ...]:
+        """Return which buffers a sparse layer has."""
+        return tuple(spec for spec in self.specs if spec.layers is None or layer_id in spec.layers)
+
     def refresh(
         self, k_caches: Mapping[int, torch.Tensor], last_slots: torch.Tensor, before_select: bool = False
     ) -> None:
@@ -98,10 +101,13 @@ class AuxPools:
         for spec in self.specs:
             if before_select and not spec.before_select:
                 continue
-            buffers = [self._buffers[spec.name][layer] for layer in k_caches]
+            own = k_caches if spec.layers is None else {i: k_caches[i] for i in spec.layers if i in k_caches}
+            if not own:
+                continue
+            buffers = [self._buffers[spec.name][layer] for layer in own]
             # The refresh at the end of the pass counts.
             overflow = self._uncounted if before_select else self.overflow
-            spec.refresh(list(k_caches.values()), buffers, last_slots, self.page_size, overflow)
+            spec.refresh(list(own.values()), buffers, last_slots, self.page_size, overflow)
 
     def require_in_range(self) -> None:
         """End the server when an entry could not hold a key, one or two passes after it happened.
@@ -176,8 +182,9 @@ def model_shape(model_config: Any, kv_dtype: torch.dtype) -> ModelShape:
 
 def aux_bytes_per_token(settings: Settings, model: ModelShape) -> int:
     """Bytes that the method's buffers take per token of KV cache, over all layers, rounded up."""
-    layers = len(settings.method.sparse_layers(model.num_layers))
-    per_page = sum(spec.bytes_per_page for spec in settings.method.aux_specs(model)) * layers
+    layers = settings.method.sparse_layers(model.num_layers)
+    specs = settings.method.aux_specs(model)
+    per_page = sum(spec.bytes_per_page * len(layers if spec.layers is None else spec.layers) for spec in specs)
     return -(-per_page // settings.config.page_size)
 
 
@@ -271,7 +278,7 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
     logger.info(
         "sglang_sparse: method %s, %d of %d layers, page size %d, %s; aux memory %d bytes per token, %.1f MiB in all; "
         "kernels %s",
-        settings.name,
+        settings.described,
         len(layers),
         model.num_layers,
         page_size,

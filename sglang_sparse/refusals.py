@@ -9,6 +9,7 @@ from sglang_sparse import implementation
 from sglang_sparse.config import Settings, SparseArgumentError, prefill_chunk
 from sglang_sparse.keep_method import KeepMethod
 from sglang_sparse.kv_dtypes import require_dtypes
+from sglang_sparse.layer_rules import require_range
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.limits import (
     COMPACT_LIMITS,
@@ -18,13 +19,14 @@ from sglang_sparse.limits import (
     MODEL_LIMITS,
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
+    SEVERAL,
     FlagLimit,
     ModelLimit,
     on_gpu,
     refuse_gpu,
 )
 from sglang_sparse.method import DecodeMethod
-from sglang_sparse.method_config import PAGE_SIZES, SparseConfig
+from sglang_sparse.method_config import PAGE_SIZES
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
@@ -166,6 +168,11 @@ def require_after(args: SparseServerArgs, settings: Settings, gpu: bool | None =
 
 def _require_cpu(settings: Settings) -> None:
     decode = ("method", settings.name, settings.config)
+    if settings.method.parts and (reason := refuse_gpu(SEVERAL, settings.config.allow_unproven)):
+        raise SparseArgumentError(
+            f"--sparse-config of {settings.name}: got {SEVERAL} and a GPU, allowed in this release: the CPU platform, "
+            f'or {{"allow_unproven": true}} beside "layers"; {reason}'
+        )
     prefill = ("prefill-method", settings.prefill_name, settings.prefill and settings.prefill.config)
     for flag, name, config in (decode, prefill):
         if reason := refuse_gpu(name, config is not None and config.allow_unproven):
@@ -231,14 +238,15 @@ def require_model(args: SparseServerArgs, settings: Settings, stand_in: bool = F
     for limit in MODEL_LIMITS:
         if limit.applies(model) and excludes(limit, settings.method):
             raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {limit.name}; {limit.reason}")
-    configs: dict[str, SparseConfig] = {f"--sparse-config of {settings.name}": settings.config}
-    if settings.prefill:
-        configs[f"--sparse-prefill-config of {settings.prefill_name}"] = settings.prefill.config
-    for origin, config in configs.items():
-        try:
-            parse_layers(config.layers, model.num_hidden_layers)
-        except ValueError as error:
-            raise SparseArgumentError(f"{origin}: {error}") from error
+    origin = f"--sparse-config of {settings.name}"
+    try:
+        require_range(settings.rules or {}, model.num_hidden_layers)
+        settings.method.sparse_layers(model.num_hidden_layers)
+        if settings.prefill:
+            origin = f"--sparse-prefill-config of {settings.prefill_name}"
+            parse_layers(settings.prefill.config.layers, model.num_hidden_layers)
+    except ValueError as error:
+        raise SparseArgumentError(f"{origin}: {error}") from error
     # Of a model that gets others at random its own say nothing.
     weightless = stand_in or args.load_format == "dummy"
     reason = settings.method.refuse(model) or (None if weightless else settings.method.refuse_weights(model))

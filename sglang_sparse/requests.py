@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from sglang_sparse import refusals
-from sglang_sparse.config import Settings, explain_value, settings_of
+from sglang_sparse.composite import Composite
+from sglang_sparse.config import Settings, settings_of
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import SparseConfig
 from sglang_sparse.prefill_method import CutGroup, PrefillMethod
+from sglang_sparse.validation import explain_value
 
 if TYPE_CHECKING:
     from sglang_sparse.stats import RectifyCounts
@@ -97,8 +99,10 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
     """
     params = params or {}
     by_phase = _by_phase(settings, params)
-    of_decode = settings.config.request_fields
-    of_prefill = settings.prefill.config.request_fields if settings.prefill else ()
+    of_decode, of_prefill = (
+        tuple(dict.fromkeys(name for config in configs for name in config.request_fields))
+        for configs in _configs(settings).values()
+    )
     overridable = tuple(dict.fromkeys((*of_decode, *of_prefill)))
     names = (*overridable, SPARSE, FORCED_TOKENS)
     for key in params:
@@ -106,7 +110,7 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
             continue
         if key in KNOWN_ELSEWHERE:
             raise ValueError(f"{key}: {settings.flag} has no such field; allowed: {', '.join(names)}")
-        if any(key in type(config).model_fields for config in _configs(settings)):
+        if any(key in type(config).model_fields for configs in _configs(settings).values() for config in configs):
             raise ValueError(f"{key}: belongs to the server's config; allowed in a request: {', '.join(names)}")
         # A short name such as "sparse" is close to too many that mean something else.
         nearest = difflib.get_close_matches(str(key), [*overridable, FORCED_TOKENS], n=1, cutoff=0.85)
@@ -134,8 +138,9 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
     return RequestOptions(method, sparse, interval, tuple(forced), prefill, namespace)
 
 
-def _configs(settings: Settings) -> list[SparseConfig]:
-    return [settings.config, *([settings.prefill.config] if settings.prefill else [])]
+def _configs(settings: Settings) -> dict[str, Sequence[SparseConfig]]:
+    """The configs of each phase: of decode one, or that of each part."""
+    return {DECODE: settings.method.configs, PREFILL: [settings.prefill.config] if settings.prefill else []}
 
 
 def _by_phase(settings: Settings, params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -144,8 +149,8 @@ def _by_phase(settings: Settings, params: Mapping[str, Any]) -> dict[str, dict[s
     for name, value in params.items():
         having = [
             phase
-            for phase, config in zip((DECODE, PREFILL), _configs(settings), strict=False)
-            if name in config.phase_fields
+            for phase, configs in _configs(settings).items()
+            if any(name in config.phase_fields for config in configs)
         ]
         if not having or not isinstance(value, dict):
             continue
@@ -189,7 +194,13 @@ def _config_with(config: C, overrides: Overrides) -> C:
 
 @lru_cache(maxsize=256)
 def _method_with(method: DecodeMethod, overrides: Overrides) -> DecodeMethod:
-    return type(method)(_config_with(method.config, overrides)) if overrides else method
+    if not overrides:
+        return method
+    if method.parts:
+        # A field is for the parts that have it.
+        asked = {part: tuple(one for one in overrides if one[0] in part.config.request_fields) for part in method.parts}
+        return Composite(method.names, [_method_with(part, own) for part, own in asked.items()])
+    return type(method)(_config_with(method.config, overrides))
 
 
 @lru_cache(maxsize=256)

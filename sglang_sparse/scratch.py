@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse import compact, index_reuse
+from sglang_sparse.composite import count_sizes, view_buffers, with_parts
 from sglang_sparse.config import prefill_chunk
 from sglang_sparse.keep_method import KeepMethod
 from sglang_sparse.layers import parse_layers
@@ -98,10 +99,11 @@ def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int)
     max_blocks = -(-table_width // method.block_size)
     limits = (model.num_kv_heads, max_blocks, usual_selection(method, max_blocks), method.block_size)
     captured, eager = decode_batches(kvc.server_args)
-    counters = torch.zeros(4, dtype=torch.int64, device="meta")
-    nbytes = allocate_view(max(captured, default=0), *limits, counters, method.view_buffers).nbytes
+    counters = torch.zeros(sum(count_sizes(method)), dtype=torch.int64, device="meta")
+    static = allocate_view(max(captured, default=0), *limits, counters, view_buffers(method))
+    nbytes = with_parts(static, method, max_blocks).nbytes
     for batches in (captured, eager):
-        view = allocate_view(max(batches, default=0), *limits, counters)
+        view = with_parts(allocate_view(max(batches, default=0), *limits, counters), method, max_blocks)
         sizes = (method.scratch_bytes(model, view.rows(rows), kvc.model_dtype, device) for rows in batches)
         nbytes += max(sizes, default=0)
     graphs = f"CUDA graphs of up to {captured[-1]} rows" if captured else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +12,10 @@ import torch
 from sglang_sparse import index_counts
 from sglang_sparse.config import settings_of
 from sglang_sparse.crossover import gpu_name
-from sglang_sparse.kernel_method import KernelMethod
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.dsa import Dsa
+from sglang_sparse.selection_counts import SelectionCounts, added
 from sglang_sparse.versions import installed_sglang, package_versions
-from sglang_sparse.view import SELECT_STATS
 
 if TYPE_CHECKING:
     from sglang_sparse.config import Settings
@@ -59,14 +59,7 @@ class RectifyCounts:
 class Counters:
     """Counts since the server started. A *row* is one request in one decode pass; a *layer row* that in one layer.
 
-    ``sparse_layer_rows``, ``pages_attended`` and ``pages_held`` count what the selection kernel did, which includes the
-    dense rows of a sparse batch: these select all their pages, and count among ``dense_fallback_rows`` as well. A page
-    is the method's block. ``overflowed_layer_rows`` needed more than their method allows and got all; rows whose
-    scores say nothing (NaN) get all too, and are not among them. ``max_active_fraction`` is None where the
-    device decides.
-
-    A ``KernelMethod`` looks at all keys of the rows of a sparse batch, so that all their pages count as attended to;
-    what it skips of them are its own ``more_counts``.
+    What the selection did is counted by each part of a method with parts, and added up; see ``SelectionCounts``.
 
     Args:
         settings: the method and its config.
@@ -116,9 +109,11 @@ class Counters:
         self._decode_steps = 0
         self._decode_rows = 0
         self._dense_rows = 0
-        # What a selection counts on the device, where there is none.
-        self._looked_at = [0] * SELECT_STATS if isinstance(settings.method, KernelMethod) else None
-        self._max_active_fraction = 0.0
+        methods = {part: len(part.sparse_layers(model.num_layers)) for part in settings.method.parts}
+        self._selections = [
+            SelectionCounts(method, layers, model.num_kv_heads)
+            for method, layers in (methods or {settings.method: self.sparse_layers}).items()
+        ]
         self._max_delay_steps = 0
         self._extend_pages = torch.zeros(1, dtype=torch.int64, device=select_stats.device)
 
@@ -134,15 +129,8 @@ class Counters:
             self._dense_rows += plan.covered.shape[0]
             return
         self._dense_rows += int(plan.covered.sum())
-        if self._looked_at is not None:
-            rows, pages = plan.n_pages.shape[0], int(plan.n_pages.sum())
-            pairs = len(self._pools.layers) * self._model.num_kv_heads
-            for place, count in enumerate((rows, pages, pages)):
-                self._looked_at[place] += pairs * count
-        if not self._settings.method.decides_on_device:
-            selective = plan.n_select < plan.n_pages
-            fractions = (plan.n_select / plan.n_pages)[selective].tolist()
-            self._max_active_fraction = max([self._max_active_fraction, *fractions])
+        for counts, own in zip(self._selections, plan.parts or (plan,), strict=True):
+            counts.add(own)
 
     def take_max_delay(self) -> int:
         """Return the longest wait of a rectified row since the last call, in decode steps, and start anew.
@@ -169,7 +157,7 @@ class Counters:
             "finish_passes": rectify.finish_passes,
             "finish_tokens_rectified": rectify.finish_tokens,
             "tail_tokens_dropped": rectify.tail_tokens_dropped,
-            **(self._of_selection(*self._looked_at) if self._looked_at else {}),
+            **added([counts.host_totals() for counts in self._selections]),
             **(
                 {"prefill_sparse_tokens": path.sparse_tokens, "prefill_dense_tokens": path.dense_tokens} if path else {}
             ),
@@ -189,29 +177,25 @@ class Counters:
         own = len(self.select_stats)
         names = (*PREFILL_TOTALS[2:], *self.prefill_more_counts) if self._prefill else ()
         return {
-            **({} if self._looked_at else self._of_selection(*counted[:SELECT_STATS])),
-            **dict(zip(self.more_counts, counted[SELECT_STATS:own], strict=True)),
+            **added(self._of_parts(counted[:own])),
             **{f"prefill_{name}": count for name, count in zip(names, counted[own:], strict=True)},
         }
 
-    def _of_selection(self, selections: int, attended: int, held: int, overflowed: int) -> dict[str, int]:
-        return {
-            "sparse_layer_rows": selections // self._model.num_kv_heads,
-            "pages_attended": attended,
-            "pages_held": held,
-            "overflowed_layer_rows": overflowed // self._model.num_kv_heads,
-        }
+    def _of_parts(self, counted: Sequence[int]) -> list[dict[str, int]]:
+        left = iter(counted)
+        return [counts.device_totals(list(islice(left, counts.size))) for counts in self._selections]
 
     def snapshot(self) -> dict[str, Any]:
         """Return all counts as plain values, and which device and packages they are of.
 
         Waits for the device, so not for every step.
         """
-        totals = self.host_totals()
-        totals |= self.device_totals([count for counts in self.device_stats for count in counts.tolist()])
+        counted = [count for counts in self.device_stats for count in counts.tolist()]
+        totals = added([self.host_totals(), self.device_totals(counted)])
         attended, held = totals["pages_attended"], totals["pages_held"]
         names = (*PREFILL_TOTALS, *self.prefill_more_counts) if self._prefill else ()
         prefill = {name: totals.pop(f"prefill_{name}") for name in names}
+        fractions = [own.max_active_fraction for own in self._selections if own.max_active_fraction is not None]
         return {
             "device": gpu_name(self.select_stats.device),
             "versions": package_versions(),
@@ -226,7 +210,7 @@ class Counters:
             **totals,
             "rectify_max_delay_steps": max(self._max_delay_steps, self.rectify.max_delay_steps),
             "active_fraction": attended / held if held else 0.0,
-            "max_active_fraction": None if self._settings.method.decides_on_device else self._max_active_fraction,
+            "max_active_fraction": max(fractions, default=None),
             "extend_pages_summarised": int(self._extend_pages),
             "summary_overflows": int(self._pools.overflow),
             "kv_bytes_per_token": self._pools.kv_bytes_per_token,
@@ -235,9 +219,24 @@ class Counters:
             "aux_bytes_measured": self._pools.measured_bytes,
             "allocator": allocator_counts(self.select_stats.device),
             **(index_counts.state(self._dsa, self.index_keys, self.reuse) if self._dsa else {}),
+            **({"parts": self._parts_snapshot(counted)} if self._settings.method.parts else {}),
             **({"kept": self._keeps.snapshot()} if self._keeps else {}),
             **({"prefill": self._prefill_snapshot(self._prefill, prefill)} if self._prefill else {}),
         }
+
+    def _parts_snapshot(self, counted: Sequence[int]) -> list[dict[str, Any]]:
+        method = self._settings.method
+        on_device = self._of_parts(counted[: len(self.select_stats)])
+        return [
+            {
+                "method": name,
+                "layers": list(part.sparse_layers(self._model.num_layers)),
+                "config": part.config.model_dump(mode="json"),
+                **added([counts.host_totals(), own]),
+                "max_active_fraction": counts.max_active_fraction,
+            }
+            for name, part, counts, own in zip(method.names, method.parts, self._selections, on_device, strict=True)
+        ]
 
     def _prefill_snapshot(self, path: PrefillPath, totals: Mapping[str, int]) -> dict[str, Any]:
         causal = totals["pairs_causal"]

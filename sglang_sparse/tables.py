@@ -24,6 +24,7 @@ from sglang_sparse.capabilities import (
     page_sizes,
     partners,
     place_of,
+    rule_partners,
 )
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.methods.dense import Dense
@@ -83,6 +84,7 @@ def properties() -> dict[str, Callable[[Method], str]]:
         "models": _kinds,
         "runs on": _machine,
         "together with": lambda m: ", ".join(partners(m)) or "none",
+        "other layers by `layers` rules": lambda m: ", ".join(rule_partners(m)) or "none",
     }
 
 

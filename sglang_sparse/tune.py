@@ -29,10 +29,10 @@ import torch
 from pydantic import ValidationError
 
 from sglang_sparse import crossover
-from sglang_sparse.config import explain_value
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.resa import Resa, ResaConfig
 from sglang_sparse.tune_step import PEERS, Peer, Run, Step, Timer, TuneError, graph_timer, num_layers
+from sglang_sparse.validation import explain_value
 from sglang_sparse.versions import package_versions
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}

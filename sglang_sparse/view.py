@@ -68,6 +68,7 @@ class BatchView:
             more than ``n_select`` and got all; behind these four, ``method_stats``.
         page_size: tokens per page.
         logit_scale: of the layer that selects, what its products of query and stored key are multiplied with.
+        parts: of a method with parts the view of each, see ``composite.with_parts``.
     """
 
     page_table: torch.Tensor
@@ -83,6 +84,7 @@ class BatchView:
     stats: torch.Tensor
     page_size: int
     logit_scale: float = 1.0
+    parts: tuple[BatchView, ...] = ()
 
     def rows(self, count: int) -> BatchView:
         """Return the view of the first ``count`` rows; the memory is the same."""
@@ -97,6 +99,7 @@ class BatchView:
             requests=self.requests[:count],
             visible=(self.visible[0][:count], self.visible[1][:count], self.visible[2][:count]),
             arrivals=self.arrivals[:count],
+            parts=tuple(part.rows(count) for part in self.parts),
         )
 
     @property
@@ -112,7 +115,8 @@ class BatchView:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        small = (self.n_pages, self.n_select, self.values, self.requests, self.arrivals)
+        own = [buffer for part in self.parts for buffer in (part.n_select, part.values)]
+        small = (self.n_pages, self.n_select, self.values, self.requests, self.arrivals, *own)
         return sum(x.nbytes for x in (self.page_table, *small, self.scores, *self.selected, *self.visible))
 
     def load(self, plan: DecodePlan, forward_batch: Any, req_to_token: torch.Tensor) -> None:
@@ -124,11 +128,22 @@ class BatchView:
             req_to_token: ``[requests, max_context]``, SGLang's token table.
         """
         self._load(req_to_token, forward_batch.req_pool_indices, plan.n_pages, plan.n_select, plan.values)
+        for part, own in zip(self.parts, plan.parts, strict=True):
+            part._load_counts((part.n_select, own.n_select), (part.values, own.values))
 
     def clear(self, req_to_token: torch.Tensor) -> None:
         """Make all rows padding; by the same kernel, so that a server with CUDA graphs compiles it before it serves."""
         nothing, requests = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
         self._load(req_to_token, requests.to(req_to_token.device), nothing, nothing, nothing.float())
+        for part in self.parts:
+            part._load_counts((part.n_select, nothing), (part.values, nothing.float()))
+
+    def _load_counts(self, *loads: tuple[torch.Tensor, torch.Tensor]) -> None:
+        rows = self.n_pages.shape[0]
+        for target, counts in loads:
+            # From pageable memory, which the driver has read when the call returns. A pinned buffer that is used again
+            # could be overwritten before its copy: the host runs ahead of the device.
+            target.copy_(torch.nn.functional.pad(counts, (0, rows - counts.shape[0])), non_blocking=True)
 
     def _load(
         self,
@@ -138,11 +153,8 @@ class BatchView:
         n_select: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
-        real, rows = n_pages.shape[0], self.n_pages.shape[0]
-        for target, counts in ((self.n_pages, n_pages), (self.n_select, n_select), (self.values, values)):
-            # From pageable memory, which the driver has read when the call returns. A pinned buffer that is used again
-            # could be overwritten before its copy: the host runs ahead of the device.
-            target.copy_(torch.nn.functional.pad(counts, (0, rows - real)), non_blocking=True)
+        real = n_pages.shape[0]
+        self._load_counts((self.n_pages, n_pages), (self.n_select, n_select), (self.values, values))
         self.requests[:real].copy_(requests[:real])
         if self.page_table.shape[1] == 0:
             return

@@ -63,6 +63,7 @@ class Resa(DecodeMethod):
 
     config_class = ResaConfig
     config: ResaConfig
+    combines = True
 
     def refuse(self, model_config: Any) -> str | None:
         """Refuse MLA models: their cache holds latents, not the keys of KV heads."""

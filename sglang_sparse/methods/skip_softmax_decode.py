@@ -80,6 +80,7 @@ class SkipSoftmaxDecode(KernelMethod):
 
     config_class = SkipSoftmaxDecodeConfig
     config: SkipSoftmaxDecodeConfig
+    combines = True
     more_counts = ("blocks_visited", "blocks_skipped")
 
     @property

@@ -27,7 +27,7 @@ def last_key(k_caches: Any, buffers: Any, last_slots: torch.Tensor, page_size: i
 class Keep:
     """Attends to one page, and keeps what it saw in its buffers."""
 
-    attention, selects_in_model, view_buffers, entry_tokens = "MHA", False, VIEW_BUFFERS, PAGE
+    attention, selects_in_model, view_buffers, entry_tokens, parts = "MHA", False, VIEW_BUFFERS, PAGE, ()
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []

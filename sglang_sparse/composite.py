@@ -1,0 +1,134 @@
+"""Several decode methods, or configs of one, in one model: each has layers of its own.
+
+Everything that asks a method about memory, limits and refusals asks a ``Composite``; a plan, a view and a decode path
+have a part for each of its methods. Their blocks are the KV pages, so that page table, lengths and scratch are the same
+for all parts, which take turns in them as the layers of one method do; how much a row attends to, what it runs with and
+what is counted are each part's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
+from sglang_sparse.method_config import SHARED, MethodConfig, RectifyConfig
+from sglang_sparse.plan import usual_selection
+from sglang_sparse.view import SELECT_STATS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_sparse.indices import SparseIndices
+    from sglang_sparse.method import ViewBuffer
+    from sglang_sparse.pools import AuxPools
+    from sglang_sparse.view import BatchView
+
+
+class Composite(DecodeMethod):
+    """Methods by layer.
+
+    Its ``config`` has what they share. A batch runs sparse or dense as a whole; a row attends densely where all parts
+    let it attend to everything.
+
+    Args:
+        names: what the parts are called in the registry.
+        parts: methods that ``combine``, of no common layer, whose configs agree in ``SHARED``.
+    """
+
+    combines = True
+
+    def __init__(self, names: Sequence[str], parts: Sequence[DecodeMethod]):
+        shared: dict[str, Any] = {field: getattr(parts[0].config, field) for field in SHARED}
+        layers = ",".join(str(part.config.layers) for part in parts)
+        super().__init__(RectifyConfig.model_validate({**shared, "layers": layers}))
+        self.names = tuple(names)
+        self.parts = tuple(parts)
+        self.more_counts = tuple(dict.fromkeys(name for part in parts for name in part.more_counts))
+        self.decides_on_device = all(part.decides_on_device for part in parts)
+
+    @property
+    def configs(self) -> tuple[MethodConfig, ...]:
+        """Those of the parts."""
+        return tuple(part.config for part in self.parts)
+
+    def refuse(self, model_config: object) -> str | None:
+        """What a part refuses."""
+        return next((reason for part in self.parts if (reason := part.refuse(model_config))), None)
+
+    def refuse_weights(self, model_config: object) -> str | None:
+        """What a part refuses."""
+        return next((reason for part in self.parts if (reason := part.refuse_weights(model_config))), None)
+
+    def adopt(self, model_config: object) -> None:
+        """Tell the parts."""
+        for part in self.parts:
+            part.adopt(model_config)
+
+    def kernels(self, usual: str) -> str:
+        """Those of the parts."""
+        return ", ".join(dict.fromkeys(part.kernels(usual) for part in self.parts))
+
+    def warnings(self) -> tuple[str, ...]:
+        """Those of the parts."""
+        return tuple(dict.fromkeys(text for part in self.parts for text in part.warnings()))
+
+    def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
+        """Those of the parts, each for its part's layers."""
+        return tuple(
+            replace(spec, layers=part.sparse_layers(model.num_layers))
+            for part in self.parts
+            for spec in part.aux_specs(model)
+        )
+
+    def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
+        """The most of the parts."""
+        return torch.stack([part.n_select(n_pages) for part in self.parts]).amax(0)
+
+    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxPools) -> SparseIndices:
+        """Never called: each layer has its part.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("a layer was not given to the part that it belongs to")
+
+    def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
+        """The most of the parts."""
+        parts = zip(self.parts, view.parts, strict=True)
+        return max(part.scratch_bytes(model, own, dtype, device) for part, own in parts)
+
+
+def view_buffers(method: DecodeMethod) -> tuple[ViewBuffer, ...]:
+    """Return which of a view's large buffers a method uses, or any of its parts."""
+    return tuple(dict.fromkeys(name for part in method.parts or (method,) for name in part.view_buffers))
+
+
+def count_sizes(method: DecodeMethod) -> list[int]:
+    """Return how many numbers each part of a method counts on the device, or the method itself."""
+    return [SELECT_STATS + len(part.more_counts) for part in method.parts or (method,)]
+
+
+def with_parts(view: BatchView, method: DecodeMethod, max_pages: int) -> BatchView:
+    """Return a view with a part for each part of a method, which share all of its buffers but the small ones.
+
+    Args:
+        view: of the whole batch, with the counts of all parts one behind the other.
+        method: of the server; a view of one without parts is returned as it is.
+        max_pages: pages of the longest context.
+    """
+    if not method.parts:
+        return view
+    parts = tuple(
+        replace(
+            view,
+            n_select=torch.zeros_like(view.n_select),
+            values=torch.zeros_like(view.values),
+            usual_select=usual_selection(part, max_pages),
+            stats=stats,
+        )
+        for part, stats in zip(method.parts, view.stats.split(count_sizes(method)), strict=True)
+    )
+    return replace(view, parts=parts)
