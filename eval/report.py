@@ -157,6 +157,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "theta-bounds": lambda: _measured("theta-tiny-gqa-bounds", lambda path: theta_summary.bounds([path])),
     "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),
     "rectification": lambda: report_tables.rectification(_file("ppl-rectify-records")),
+    "rectification-mla": lambda: report_tables.rectification(_file("ppl-rectify-mla-records-cpu")),
+    "rectification-mla-texts": lambda: report_tables.rectification(_file("ppl-rectify-mla-texts-cpu")),
     "rectification-books": lambda: report_tables.rectification(_file("ppl-rectify-book")),
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
