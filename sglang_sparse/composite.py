@@ -48,6 +48,9 @@ class Composite(DecodeMethod):
         self.parts = tuple(parts)
         self.more_counts = tuple(dict.fromkeys(name for part in parts for name in part.more_counts))
         self.decides_on_device = all(part.decides_on_device for part in parts)
+        self.fp8_kv = all(part.fp8_kv for part in parts)
+        self.needs_float8 = any(part.needs_float8 for part in parts)
+        self.flag_limits = tuple(dict.fromkeys(limit for part in parts for limit in part.flag_limits))
 
     @property
     def configs(self) -> tuple[MethodConfig, ...]:
@@ -72,8 +75,10 @@ class Composite(DecodeMethod):
         return ", ".join(dict.fromkeys(part.kernels(usual) for part in self.parts))
 
     def warnings(self) -> tuple[str, ...]:
-        """Those of the parts."""
-        return tuple(dict.fromkeys(text for part in self.parts for text in part.warnings()))
+        """Those of the parts; and that what has both phases alone is of decode here."""
+        both = [name for name, part in zip(self.names, self.parts, strict=True) if part.config.phase_fields]
+        said = [f"{name} decodes in layers of its own; prefill is what --sparse-prefill-method says" for name in both]
+        return tuple(dict.fromkeys((*said, *(text for part in self.parts for text in part.warnings()))))
 
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
         """Those of the parts, each for its part's layers."""

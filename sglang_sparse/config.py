@@ -115,11 +115,23 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """YAML whose mappings say a name once, and in which a number that is a name is one as it is written."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+        for key, _ in node.value:
+            # 012 and 1_0 would be 10.
+            if key.tag == "tag:yaml.org,2002:int":
+                key.tag = "tag:yaml.org,2002:str"
+        return super().construct_mapping(node, deep)
+
+
 _PARSERS = {
     ".json": (partial(json.loads, object_pairs_hook=_once), json.JSONDecodeError),
     ".toml": (tomllib.loads, tomllib.TOMLDecodeError),
-    ".yaml": (yaml.safe_load, yaml.YAMLError),
-    ".yml": (yaml.safe_load, yaml.YAMLError),
+    ".yaml": (partial(yaml.load, Loader=_OnceLoader), yaml.YAMLError),
+    ".yml": (partial(yaml.load, Loader=_OnceLoader), yaml.YAMLError),
 }
 
 

@@ -116,9 +116,9 @@ class DecodeMethod(ABC):
     decides_on_device: bool = False
     selects_in_model: ClassVar[bool] = False
     view_buffers: ClassVar[tuple[ViewBuffer, ...]] = ("page_table", "scores", "selected")
-    fp8_kv: ClassVar[bool] = True
-    needs_float8: ClassVar[bool] = True
-    flag_limits: ClassVar[tuple[FlagLimit, ...]] = ()
+    fp8_kv: bool = True
+    needs_float8: bool = True
+    flag_limits: tuple[FlagLimit, ...] = ()
     combines: ClassVar[bool] = False
     more_counts: tuple[str, ...] = ()
     parts: tuple[DecodeMethod, ...] = ()

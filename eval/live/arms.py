@@ -72,9 +72,13 @@ def decode_config(server: LiveServer) -> dict[str, Any]:
     """The config of a server's decode method.
 
     Raises:
-        EvaluationError: there is none, or see `LiveServer.sparse_state`.
+        EvaluationError: there is none, or one for each of several parts, or see `LiveServer.sparse_state`.
     """
     state = server.sparse_state()
+    if state.get("parts"):
+        raise EvaluationError(
+            f"the server decodes by rules of several methods or fields, {_of_parts(state)}; wanted is one config"
+        )
     if state["config"] is None:
         raise EvaluationError(f"the server runs {state['prefill']['method']} alone and decodes dense")
     return state["config"]
@@ -83,7 +87,13 @@ def decode_config(server: LiveServer) -> dict[str, Any]:
 def phases_of(facts: dict[str, Any]) -> tuple[str | None, str | None]:
     """The decode method and the prefill method that a server runs; None where the phase is dense."""
     state = facts.get("sparse") or {}
-    return state.get("method"), (state.get("prefill") or {}).get("method")
+    decode = _of_parts(state) if state.get("parts") else state.get("method")
+    return decode, (state.get("prefill") or {}).get("method")
+
+
+def _of_parts(state: dict[str, Any]) -> str:
+    """The methods of rules by layer, such as "resa/skip_softmax"."""
+    return "/".join(part["method"] for part in state["parts"])
 
 
 def together(*names: str | None) -> str | None:

@@ -33,9 +33,12 @@ def method_settings(method: str, config: str | None) -> Settings:
         EvaluationError: as the server refuses them.
     """
     try:
-        return build(method, {**read_config(config), "dense_fallback": "never"})
+        settings = build(method, {**read_config(config), "dense_fallback": "never"})
     except SparseArgumentError as error:
         raise EvaluationError(str(error)) from error
+    if settings.method.parts:
+        raise EvaluationError("--sparse-config: layers has rules of several methods or fields; recall is of one")
+    return settings
 
 
 def require_served(settings: Settings, model: ModelFacts) -> tuple[int, ...]:

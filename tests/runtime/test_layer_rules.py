@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,13 @@ load_plugins()
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_sparse import capabilities, crossover, limits, pools
+from sglang_sparse import capabilities, limits, pools
 from sglang_sparse.backend import SparseAttentionBackend
 from sglang_sparse.composite import Composite, count_sizes, with_parts
 from sglang_sparse.config import Settings, SparseArgumentError, build, read_config
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
-from sglang_sparse.plan import DecodePlan, plan_decode
+from sglang_sparse.plan import plan_decode
 from sglang_sparse.requests import parse_options
 from sglang_sparse.stats import Counters
 from sglang_sparse.view import BatchView, allocate_view
@@ -126,6 +127,15 @@ def test_bad_rules_are_refused(rules: dict[Any, Any], fields: dict[str, Any], sa
 def test_two_rules_of_one_name_are_refused() -> None:
     with pytest.raises(SparseArgumentError, match="not valid JSON: it says '2-' twice"):
         read_config('{"layers": {"2-": "dense", "2-": {}}}')
+
+
+def test_yaml_names_layers_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text("layers:\n  0: dense\n  012: {active_ratio: 0.2}\n")
+    assert list(read_config(str(path))["layers"]) == ["0", "012"]
+    path.write_text("layers:\n  2-: dense\n  2-: {}\n")
+    with pytest.raises(SparseArgumentError, match="it says '2-' twice"):
+        read_config(str(path))
 
 
 def test_rules_must_fit_the_model(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -253,18 +263,6 @@ def test_parts_of_a_view_share_all_but_what_is_their_own() -> None:
     assert view.parts[2].values.tolist() == [40, 40, 0] and view.rows(1).parts[1].n_select.tolist() == [20]
     view.clear(table)
     assert not any(part.n_select.any() or part.values.any() for part in view.parts)
-
-
-def test_the_crossover_is_that_of_the_part_that_pays_last() -> None:
-    method = build("resa", {"layers": {"0": {}, "1": {"active_ratio": 0.5}}})
-    entry = crossover.setup("resa", method.method.parts[0].config, SHAPE, "cpu")
-    table = [{**entry, "active_ratio": ratio, "crossover_tokens": tokens} for ratio, tokens in ((0.1, 20), (0.5, 70))]
-    assert crossover.find(method, SHAPE, torch.device("cpu"), table).tokens == 70
-
-
-def test_a_dense_plan_has_no_parts() -> None:
-    plan = plan_decode(three().method, torch.tensor([10]))
-    assert not plan.sparse and isinstance(plan, DecodePlan) and plan.parts == ()
 
 
 def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with() -> None:
