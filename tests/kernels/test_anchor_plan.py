@@ -78,8 +78,8 @@ class Pass:
     def _carried(self, row: int) -> int:
         """As much as there can be."""
         prefix, span = self.rows[row][0], self.block_size * self.step
-        low = self.ranges[row][0] if self.ranges else 0
-        return max(0, prefix - max(low, prefix // span * span))
+        low, high = self.ranges[row] if self.ranges else (0, prefix)
+        return max(0, prefix - max(low, prefix // span * span)) if prefix <= high else 0
 
 
 @st.composite
