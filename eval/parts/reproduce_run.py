@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from eval.live.counters import EvaluationError
@@ -89,14 +88,14 @@ class Runner:
         if not todo:
             return True
         with contextlib.ExitStack() as stack:
+            # Not for commands that cannot run.
+            ready = any(not self.lacking(leg, command) for command in todo)
+            servers: list[ServerProcess] = []
             try:
-                # Not for commands that cannot run.
-                ready = any(not self.lacking(leg, command) for command in todo)
-                servers = [self.start(leg, one, stack) for one in leg.servers] if ready else []
+                for one in leg.servers if ready else ():
+                    servers.append(self.start(leg, one, stack))
             except (RuntimeError, TimeoutError) as error:
-                # Those that are up have no word of an error that ends a start.
-                log = [path for path in map(partial(self.server_log, leg), leg.servers) if path.exists()][-1]
-                how = str(error).split("; its log")[0]
+                how, log = str(error).split("; its log")[0], self.server_log(leg, leg.servers[len(servers)])
                 print(f"{leg.name}: {how}: {last_error(log.read_text(errors='replace'))} ({log})")
                 return False
             return self.commands(leg, todo, servers)
