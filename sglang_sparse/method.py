@@ -113,7 +113,7 @@ class DecodeMethod(ABC):
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
     attention: ClassVar[Literal["MHA", "MLA", "DSA"]] = "MHA"
     exact: bool = False
-    decides_on_device: bool = False
+    decides_on_device: ClassVar[bool] = False
     selects_in_model: ClassVar[bool] = False
     view_buffers: ClassVar[tuple[ViewBuffer, ...]] = ("page_table", "scores", "selected")
     fp8_kv: bool = True

@@ -5,12 +5,27 @@ from typing import Any
 
 from server_requests import sparse_state
 
+from eval.texts.text import read_book
+from eval.texts.windows import BOOK
 from launch.server import ServerProcess
 
 MODEL = Path("eval/models/tiny-dsa")
 FLAGS = ("--page-size", "64", "--chunked-prefill-size", "512", "--dtype", "float32")
 TOPK, LAYERS, PAGE = 512, 4, 64
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
+# Requests are retracted again and again; SGLang's backend gets slots, as on a GPU.
+RETRACTING = {
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "5",
+    "SGLANG_DSA_FUSE_TOPK": "1",
+    "SGLANG_OPT_USE_TOPK_V2": "0",
+}
+
+
+def long_texts() -> list[str]:
+    """Three stretches of a book, each of more tokens than are chosen."""
+    book = read_book(BOOK)
+    return [book[first : first + 2500] for first in (0, 20000, 40000)]
 
 
 def moved(server: ServerProcess, before: dict[str, Any], *names: str) -> list[int]:

@@ -9,7 +9,7 @@ import plain_dsa
 import pytest
 import torch
 from server_requests import assert_nothing_leaked, sparse_state
-from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, TOPK, moved
+from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, RETRACTING, TOPK, long_texts, moved
 
 from eval import niah
 from eval.live.record import read_rows
@@ -24,16 +24,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next 
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    book = read_book(BOOK)
-    return [book[first : first + 2500] for first in (0, 20000, 40000)]
+    return long_texts()
 
 
 @pytest.fixture(scope="module")
 def server(serve) -> Iterator[ServerProcess]:
-    """Requests are retracted again and again; SGLang's backend gets slots, as on a GPU."""
-    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-    slots = {"SGLANG_DSA_FUSE_TOPK": "1", "SGLANG_OPT_USE_TOPK_V2": "0"}
-    with serve(MODEL, *FLAGS, method="dsa", config={}, env=retract | slots) as server:
+    with serve(MODEL, *FLAGS, method="dsa", config={}, env=RETRACTING) as server:
         yield server
 
 

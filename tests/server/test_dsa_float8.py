@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from server_requests import assert_nothing_leaked, sparse_state
-from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, TOPK, moved
+from tiny_dsa import FLAGS, GREEDY, LAYERS, MODEL, PAGE, RETRACTING, TOPK, long_texts, moved
 
-from eval.texts.text import read_book
-from eval.texts.windows import BOOK
 from launch.server import ServerProcess
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
@@ -27,16 +25,12 @@ TOKEN_BYTES = LAYERS * (512 + 4 * 4 + 64 * 2 + 128 + 4)
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    book = read_book(BOOK)
-    return [book[first : first + 2500] for first in (0, 20000, 40000)]
+    return long_texts()
 
 
 @pytest.fixture(scope="module")
 def server(serve) -> Iterator[ServerProcess]:
-    """Requests are retracted again and again; SGLang's backend gets slots, as on a GPU."""
-    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-    slots = {"SGLANG_DSA_FUSE_TOPK": "1", "SGLANG_OPT_USE_TOPK_V2": "0"}
-    with serve(MODEL, *FLOAT8, method="dsa", config={}, env=retract | slots | ALONE) as server:
+    with serve(MODEL, *FLOAT8, method="dsa", config={}, env=RETRACTING | ALONE) as server:
         yield server
         assert_nothing_leaked(server)
 
