@@ -126,24 +126,38 @@ def _backend(name: str) -> tuple[str, ...]:
     return ("--attention-backend", name)
 
 
-def _robsa_identity(backend: str, noise: str, *flags: str) -> Leg:
-    """All layers of tiny-mla sparse and nothing left out, against the same server without a method.
+def _identity(name: str, model: str, sparse: Sequence[str], backend: str, noise: str, both: Sequence[str]) -> Leg:
+    """A method that leaves nothing out, against the same server without it.
 
     Args:
+        name: of leg and file.
+        model: of all three servers.
+        sparse: flags of the one with the method.
         backend: attention backend of both.
         noise: another one, whose answers show what a kernel's order of summing changes.
-        *flags: of all three.
+        both: flags of all three.
     """
-    small = ("--mem-fraction-static", "0.3", "--max-total-tokens", "65536", "--cuda-graph-max-bs-decode", "2")
-    both = ("--page-size", "64", *small, *flags)
+    both = (*both, "--mem-fraction-static", "0.3", "--max-total-tokens", "65536", "--cuda-graph-max-bs-decode", "2")
+    path = f"eval/models/{model}"
+    dense, other = (Server(path, (*_backend(one), *both)) for one in (backend, noise))
+    urls = ("--base-url", URL, "--compare-url", URLS_BESIDE[0], "--noise-url", URLS_BESIDE[1])
+    command = Command("eval.identity", f"identity-{name}.jsonl", urls)
+    return Leg(f"identity-{name}", (command,), Server(path, (*sparse, *_backend(backend), *both)), (dense, other))
+
+
+def _robsa_identity(backend: str, noise: str, *flags: str) -> Leg:
+    """All layers of tiny-mla; ``flags`` are those of another KV dtype."""
     config = {"page_size": 64, "calibration": TINY_MLA_CALIBRATION, "theta2": 0, "theta1": 1, "dense_fallback": "never"}
     sparse = ("--sparse-method", "robsa", "--sparse-config", json.dumps(config))
-    model, names = "eval/models/tiny-mla", "-".join((backend, *(("fp8",) if flags else ())))
-    dense, other = (Server(model, (*_backend(name), *both)) for name in (backend, noise))
-    urls = ("--base-url", URL, "--compare-url", URLS_BESIDE[0], "--noise-url", URLS_BESIDE[1])
-    command = Command("eval.identity", f"identity-robsa-{names}.jsonl", urls)
-    server = Server(model, (*sparse, *_backend(backend), *both))
-    return Leg(f"identity-robsa-{names}", (command,), server, (dense, other))
+    name = "-".join(("robsa", backend, *(("fp8",) if flags else ())))
+    return _identity(name, "tiny-mla", sparse, backend, noise, ("--page-size", "64", *flags))
+
+
+def _framework_identity(method: str, config: Mapping[str, Any]) -> Leg:
+    """All layers of tiny-gqa with a method of the framework, see ``_robsa_identity``."""
+    config = {**config, "dense_fallback": "never", **UNPROVEN}
+    sparse = ("--sparse-method", method, "--sparse-config", json.dumps(config))
+    return _identity(f"{method}-fa3", "tiny-gqa", sparse, "fa3", "flashinfer", ("--page-size", "16"))
 
 
 def _theta2(name: str, config: Mapping[str, Any]) -> Leg:
@@ -219,4 +233,7 @@ IDENTITY: tuple[Leg, ...] = (
     _robsa_identity("triton", "flashinfer"),
     _robsa_identity("flashmla", "triton", *_FP8),
     _robsa_identity("triton", "flashmla", *_FP8),
+    # A budget that covers the context, and a factor so small that nothing is below it.
+    _framework_identity("rocketkv", {"prompt_budget": 65536, "topk": 32768}),
+    _framework_identity("skip_softmax", {"threshold_scale_factor": 1e-30}),
 )

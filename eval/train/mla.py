@@ -1,11 +1,11 @@
 """Trains the tiny MLA model: ``python -m eval.train.mla --data DIR --tokenizer DIR --out DIR --budget-seconds 500``.
 
 The lengths grow from 256 to 32k tokens, and each stage up to 8k ends as soon as the questions with word keys are
-answered. A last stage lets the answer rows attend to chosen blocks only and, in the first half of the layers, draws the
+answered. A last stage lets the answer rows attend to chosen blocks only and, in all layers but the last, draws the
 scores of the rotary part alone and the full ones together, at these rows and at random ones. So the model can show what
 a selection by RoPE scores does, and a calibration finds layers of both kinds: such whose rotary part is a reliable
-proxy, and such whose is not. It is the stage in which the learning rate falls from its full height to zero, and it has
-the time that the others leave.
+proxy, the one that looks numbers up among them, and such whose is not. It is the stage in which the learning rate falls
+from its full height to zero, and it has the time that the others leave.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from eval.train.trainer import Trainer
 WORD_FORMS = ("records", "needle_ruler")
 WORD_CHAT_FORMS = (*WORD_FORMS, "needle")
 PROXY_WEIGHT = 4.0
-"""Of the divergence of the RoPE-only scores, summed over the first half of the layers."""
-PROXY_LAYERS = LAYERS // 2
-"""How many layers, from the first one, get a reliable proxy. The others stay insensitive, because RoBSA runs both kinds
+"""Of the divergence of the RoPE-only scores, summed over `PROXY_LAYERS`."""
+PROXY_LAYERS = tuple(range(LAYERS - 1))
+"""Layers that get a reliable proxy: the first two attend nearby, and the third looks numbers up; with the first two
+alone a window answers as well as a selection. The last one stays insensitive, because RoBSA runs both kinds
 differently (its section 2.3.1) and a calibration of this model has to tell them apart."""
 SAMPLED = 64
 """Rows of a sequence that are drawn at random for the divergence, beside those in answers: a calibration looks at rows
@@ -82,9 +83,9 @@ class MLATrainer(Trainer):
         return replace(super().rows(batch), extra=torch.randint(length, (size, SAMPLED), device=self.device))
 
     def auxiliary(self, rows: Rows) -> Tensor:
-        """The weighted divergence () of the RoPE-only scores in the first `PROXY_LAYERS` layers."""
+        """The weighted divergence () of the RoPE-only scores in `PROXY_LAYERS`."""
         assert rows.divergence
-        return PROXY_WEIGHT * torch.stack(rows.divergence[:PROXY_LAYERS]).sum()
+        return PROXY_WEIGHT * torch.stack([rows.divergence[i] for i in PROXY_LAYERS]).sum()
 
 
 def main() -> None:
