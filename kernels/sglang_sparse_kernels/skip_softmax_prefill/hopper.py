@@ -1,0 +1,390 @@
+"""Gluon kernel of Skip-Softmax prefill for Hopper: pages arrive by TMA, and two heads share them."""
+
+# Type checkers know neither the launch options of a kernel nor its compile-time values.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from triton import knobs
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..dispatch import HALF_DTYPES
+from ..launch import LOG2_E, capability
+from .plan import BLOCK_KEYS, TILE_QUERIES, QueryTile, SkipSoftmaxPlan
+
+DIMS = (64, 128)
+MIN_PAGE = 16
+# Elements of a row that one TMA copy brings: what 128 bytes, the widest swizzle of shared memory, hold.
+SLAB = 64
+_SLAB = gl.constexpr(SLAB)
+_TILE = gl.constexpr(TILE_QUERIES)
+_KEYS = gl.constexpr(BLOCK_KEYS)
+_FIELDS = gl.constexpr(len(QueryTile._fields))
+_NAN = gl.constexpr(tl.PropagateNan.ALL)
+# Rows of a piece of values that are cleared at a time.
+_PIECE = gl.constexpr(8)
+_SMEM = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+_LOGITS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+_ROWS = gl.constexpr(gl.SliceLayout(1, _LOGITS.value))
+# All four elements in every thread.
+_EVERYWHERE = gl.constexpr(gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [4]))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters: blocks of keys and values in flight, and registers of the threads that compute and load."""
+
+    num_stages: int = 5
+    consumer_registers: int = 240
+    producer_registers: int = 24
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=_NAN)
+
+
+@gluon.jit
+def _triangle(n):
+    """Keys of a block that ``n`` queries see together, the first of them none, each other one more than before."""
+    n = gl.maximum(n, 0)
+    part = gl.minimum(n, _KEYS + 1)
+    return part * (part - 1) // 2 + (n - part) * _KEYS
+
+
+@gluon.jit
+def _any(near):
+    """Whether any of ``[tile, 4]`` is not 0, for all warps of the consumer."""
+    # By register, warp, register, and the lanes of a warp, as the accumulators of wgmma lie.
+    parts = gl.max(gl.max(gl.reshape(near, [2, 4, 2, 8, 4]), axis=2), axis=0)
+    by_warp = gl.max(gl.reshape(parts, [4, 32]), axis=1)
+    return gl.max(gl.convert_layout(by_warp, _EVERYWHERE), axis=0) != 0
+
+
+@gluon.jit
+def _visit(shared, stage, phase, limits, members, scale, gap, state, counts, count, lost, MASKED: gl.constexpr):
+    """One block of keys: skipped, and ``lost`` pairs counted, or one step of the online softmax.
+
+    With ``MASKED``, query ``m`` sees only the first ``limits[m]`` keys. Maxima stay products of query and key, and
+    ``gap`` is the logarithm of the threshold in these units.
+    """
+    query, keys, values, keys_ready, values_ready, free = shared
+    maximum, total, reach, output = state
+    mbarrier.wait(keys_ready.index(stage), phase)
+    zero = gl.zeros([_TILE, _KEYS], gl.float32, _LOGITS)
+    product = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    logits = warpgroup_mma_wait(0, deps=(product,))
+    if MASKED:
+        columns = gl.arange(0, _KEYS, gl.SliceLayout(0, _LOGITS))
+        logits = gl.where(columns[None, :] < limits[:, None], logits, float("-inf"))
+    # What a thread holds of a row, before threads talk to each other: whether all are far can be said from that.
+    largest = gl.reduce(gl.reduce(gl.reshape(logits, [_TILE, 8, 4, 2]), 3, _larger), 1, _larger)
+    by_thread: gl.constexpr = gl.SliceLayout(1, largest.type.layout)
+    far = largest < gl.convert_layout(reach, by_thread)[:, None]
+    near = _any(gl.where(far, 0, gl.convert_layout(members, by_thread)[:, None]))
+    if near:
+        new_maximum = _larger(maximum, gl.convert_layout(gl.reduce(largest, 1, _larger), _ROWS))
+        # Infinite keys may leave a query without any finite logit, and -inf - -inf would be NaN.
+        finite = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) * scale
+        decay = gl.exp2(maximum * scale - finite)
+        weights = gl.exp2(logits * scale - finite[:, None])
+        total = total * decay + gl.sum(weights, axis=1)
+        maximum = new_maximum
+        # A row with an infinite or broken key has a total of NaN, and keeps all blocks after it.
+        reach = gl.where(total >= 0, maximum + gap, float("nan"))
+        outputs: gl.constexpr = output.type.layout
+        output = output * gl.convert_layout(decay, gl.SliceLayout(1, outputs))[:, None]
+        rounded = gl.convert_layout(weights.to(query.dtype), gl.DotOperandLayout(0, outputs, 2))
+        mbarrier.wait(values_ready.index(stage), phase)
+        output = warpgroup_mma(rounded, values.index(stage), output)
+    # After every warp has seen its products finished: the decision is a barrier, and wgmma reads as one.
+    mbarrier.arrive(free.index(stage), count=1)
+    skipped = gl.where(near, 0, 1)
+    counts = (counts[0] + skipped, counts[1] + skipped * lost)
+    return (maximum, total, reach, output), counts
+
+
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _consume(shared, q_ready, tile, pointers, scale, gap, v_scale, head, HEADS: gl.constexpr, STATS: gl.constexpr):
+    """The tile of one query head, by four warps."""
+    query, keys, values, keys_ready, values_ready, free = shared
+    first_position, first_query, count = tile
+    out_ptr, stats_ptr = pointers
+    STAGES: gl.constexpr = keys.shape[0]
+    V_DIM: gl.constexpr = values.shape[2]
+    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
+    rows = gl.arange(0, _TILE, _ROWS)
+    members = gl.where(rows < count, 1, 0)
+    maximum = gl.full([_TILE], float("-inf"), gl.float32, _ROWS)
+    state = (maximum, gl.zeros([_TILE], gl.float32, _ROWS), maximum, gl.zeros([_TILE, V_DIM], gl.float32, outputs))
+    counts = (gl.to_tensor(0), gl.to_tensor(0))
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    blocks = (first_position + count + _KEYS - 1) // _KEYS
+    # Blocks that every query sees whole, and at least the first one, which is visited before any other.
+    whole = gl.maximum((first_position + 1) // _KEYS, 1)
+    mbarrier.wait(q_ready, 0)
+    for i in range(blocks - whole + 1):
+        seen = first_position + 1 - gl.where(i == 0, 0, blocks - i) * _KEYS
+        lost = _triangle(seen + count) - _triangle(seen)
+        state, counts = _visit(
+            shared, stage, phase, seen + rows, members, scale, gap, state, counts, count, lost, True
+        )
+        stage, phase = _next(stage, phase, STAGES)
+    for _ in range(1, whole):
+        state, counts = _visit(
+            shared, stage, phase, rows, members, scale, gap, state, counts, count, count * _KEYS, False
+        )
+        stage, phase = _next(stage, phase, STAGES)
+    by_row: gl.constexpr = gl.SliceLayout(1, outputs)
+    output = state[3] * gl.convert_layout(v_scale / state[1], by_row)[:, None]
+    members = gl.arange(0, _TILE, by_row)
+    dims = gl.arange(0, V_DIM, gl.SliceLayout(0, outputs))
+    offsets = (first_query + members).to(gl.int64)[:, None] * (HEADS * V_DIM) + head * V_DIM + dims[None, :]
+    gl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=(members < count)[:, None])
+    if STATS:
+        gl.atomic_add(stats_ptr, -counts[1].to(gl.int64))
+        gl.atomic_add(stats_ptr + 2, counts[0].to(gl.int64))
+
+
+@gluon.jit
+def _copy_pages(desc, table_ptr, block, last_page, column, ready, slabs, stage, PAGE: gl.constexpr, DIM: gl.constexpr):
+    """Start the copies of a block's pages; those past the row's last page are that one again."""
+    PAGES: gl.constexpr = _KEYS // PAGE
+    for page in gl.static_range(PAGES):
+        slot = gl.load(table_ptr + gl.minimum(block * PAGES + page, last_page)) * PAGE
+        for slab in gl.static_range(DIM // _SLAB):
+            to = slabs.index((stage * (DIM // _SLAB) + slab) * PAGES + page)
+            tma.async_copy_global_to_shared(desc, [slot, column + slab * _SLAB], ready, to)
+
+
+@gluon.jit
+def _clear(values, stage, first, DIM: gl.constexpr):
+    """Zeros in the place of a block's values from row ``first`` on: never written slots may hold NaN."""
+    SLABS: gl.constexpr = DIM // _SLAB
+    PIECES: gl.constexpr = _KEYS // _PIECE
+    pieces = values._reinterpret(values.dtype, [values.shape[0] * SLABS * PIECES, _PIECE, _SLAB], _SMEM)
+    lanes: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
+    rows = gl.arange(0, _PIECE, gl.SliceLayout(1, lanes))
+    for i in range(first // _PIECE, PIECES):
+        for slab in gl.static_range(SLABS):
+            piece = pieces.index((stage * SLABS + slab) * PIECES + i)
+            kept = (i * _PIECE + rows < first)[:, None]
+            piece.store(gl.where(kept, piece.load(lanes), 0.0))
+
+
+@gluon.jit
+def _produce(descs, shared, more, table_ptr, end, first_query, columns, PAGE: gl.constexpr):
+    """Bring the queries, and block after block of keys and values, by one warp."""
+    q_desc, k_desc, v_desc = descs
+    queries, keys, values, keys_ready, values_ready, free = shared
+    q_ready, tail_ready = more
+    q_column, q_step, k_column, v_column = columns
+    STAGES: gl.constexpr = keys.shape[0]
+    DIM: gl.constexpr = keys.shape[2]
+    V_DIM: gl.constexpr = values.shape[2]
+    element: gl.constexpr = keys.dtype
+    q_slabs = queries._reinterpret(element, [2 * (DIM // _SLAB), _TILE, _SLAB], _SMEM)
+    k_slabs = keys._reinterpret(element, [STAGES * (DIM // _SLAB) * (_KEYS // PAGE), PAGE, _SLAB], _SMEM)
+    v_slabs = values._reinterpret(element, [STAGES * (V_DIM // _SLAB) * (_KEYS // PAGE), PAGE, _SLAB], _SMEM)
+    mbarrier.expect(q_ready, 2 * _TILE * DIM * 2)
+    for head in gl.static_range(2):
+        for slab in gl.static_range(DIM // _SLAB):
+            to = q_slabs.index(head * (DIM // _SLAB) + slab)
+            column = q_column + head * q_step + slab * _SLAB
+            tma.async_copy_global_to_shared(q_desc, [first_query, column], q_ready, to)
+    blocks = (end + _KEYS - 1) // _KEYS
+    last_page = (end - 1) // PAGE
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for i in range(blocks + gl.minimum(blocks, STAGES)):
+        # Values of skipped blocks are waited for by nobody else, and have to be there before anything takes their
+        # place, be it the next program.
+        mbarrier.wait(values_ready.index(stage), phase ^ 1, pred=i >= STAGES)
+        if i < blocks:
+            block = gl.where(i == 0, 0, blocks - i)
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            k_ready = keys_ready.index(stage)
+            mbarrier.expect(k_ready, _KEYS * DIM * 2)
+            _copy_pages(k_desc, table_ptr, block, last_page, k_column, k_ready, k_slabs, stage, PAGE, DIM)
+            v_ready = values_ready.index(stage)
+            rows = end - block * _KEYS
+            if rows < _KEYS:
+                mbarrier.expect(tail_ready, _KEYS * V_DIM * 2)
+                _copy_pages(v_desc, table_ptr, block, last_page, v_column, tail_ready, v_slabs, stage, PAGE, V_DIM)
+                mbarrier.wait(tail_ready, 0)
+                _clear(values, stage, rows, V_DIM)
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(v_ready, count=1)
+            else:
+                mbarrier.expect(v_ready, _KEYS * V_DIM * 2)
+                _copy_pages(v_desc, table_ptr, block, last_page, v_column, v_ready, v_slabs, stage, PAGE, V_DIM)
+        stage, phase = _next(stage, phase, STAGES)
+
+
+@gluon.jit(do_not_specialize=["table_stride"])
+def _skip_softmax_hopper_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    table_ptr,
+    tiles_ptr,
+    factor_ptr,
+    out_ptr,
+    stats_ptr,
+    q_stride_head,
+    k_stride_head,
+    v_stride_head,
+    table_stride,
+    scale,
+    v_scale,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    V_DIM: gl.constexpr,
+    PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """One query tile of two heads that share their keys and values."""
+    # The last tiles of a row have the most keys: they start first.
+    tiles_ptr += (gl.num_programs(0) - 1 - gl.program_id(0)) * _FIELDS
+    head = gl.program_id(1) * 2
+    row = gl.load(tiles_ptr).to(gl.int64)
+    first_position = gl.load(tiles_ptr + 1)
+    first_query = gl.load(tiles_ptr + 2)
+    count = gl.load(tiles_ptr + 3)
+    context = gl.load(tiles_ptr + 4)
+    factor = gl.load(factor_ptr + row)
+    threshold = gl.where((context > 0) & (factor > 0), factor, 1.0) / gl.maximum(context, 1).to(gl.float32)
+    gap = gl.where((context > 0) & (factor > 0), gl.log2(gl.minimum(threshold, 1.0)) / scale, float("-inf"))
+    element: gl.constexpr = q_desc.dtype
+    queries = gl.allocate_shared_memory(element, [2, _TILE, DIM], _SMEM)
+    keys = gl.allocate_shared_memory(element, [STAGES, _KEYS, DIM], _SMEM)
+    values = gl.allocate_shared_memory(element, [STAGES, _KEYS, V_DIM], _SMEM)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tail_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(keys_ready.index(i), count=1)
+        mbarrier.init(values_ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(tail_ready, count=1)
+    first_head = (queries.index(0), keys, values, keys_ready, values_ready, free)
+    second_head = (queries.index(1), keys, values, keys_ready, values_ready, free)
+    both_heads = (queries, keys, values, keys_ready, values_ready, free)
+    tile = (first_position, first_query, count)
+    pointers = (out_ptr, stats_ptr)
+    STATS: gl.constexpr = stats_ptr is not None
+    kv_head = head // GROUP
+    columns = (head * q_stride_head, q_stride_head, kv_head * k_stride_head, kv_head * v_stride_head)
+    first = (first_head, q_ready, tile, pointers, scale, gap, v_scale, head, HEADS, STATS)
+    second = (second_head, q_ready, tile, pointers, scale, gap, v_scale, head + 1, HEADS, STATS)
+    more = (q_ready, tail_ready)
+    table_ptr += row * table_stride
+    end = first_position + count
+    gl.warp_specialize(
+        [
+            (_consume, first),
+            (_consume, second),
+            (
+                _produce,
+                ((q_desc, k_desc, v_desc), both_heads, more, table_ptr, end, first_query, columns, PAGE),
+            ),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+def _box(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Of ``[n, heads, d]``: ``rows`` rows of one slab at a time, all heads one after the other."""
+    width = (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(tensor, [tensor.shape[0], width], [tensor.stride(0), 1], [rows, SLAB], layout)
+
+
+def _fits(tensor: torch.Tensor) -> bool:
+    """Whether TMA reads ``[n, heads, d]`` as rows of all heads, which takes alignment to 16 bytes."""
+    width = (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
+    step = tensor.stride(0) * tensor.itemsize
+    if tensor.data_ptr() % 16 or step % 16 or tensor.stride(0) < width or tensor.stride(1) < tensor.shape[2]:
+        return False
+    return tensor.shape[0] > 0 and step < 2**40
+
+
+def takes(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: SkipSoftmaxPlan, page_size: int
+) -> bool:
+    """Whether these are served from here."""
+    if capability(q.device)[0] != 9 or knobs.runtime.interpret or page_size < MIN_PAGE:
+        return False
+    if (plan.tile_queries, plan.block_keys) != (TILE_QUERIES, BLOCK_KEYS):
+        return False
+    if q.dtype not in HALF_DTYPES or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+        return False
+    if q.shape[2] not in DIMS or v_cache.shape[2] not in DIMS or q.shape[1] // k_cache.shape[1] % 2:
+        return False
+    return all(map(_fits, (q, k_cache, v_cache)))
+
+
+def skip_softmax_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    plan: SkipSoftmaxPlan,
+    threshold_scale_factor: torch.Tensor,
+    page_size: int,
+    sm_scale: float,
+    k_scale: float,
+    v_scale: float,
+    out: torch.Tensor,
+    stats: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """See ``skip_softmax_prefill.skip_softmax_prefill``; what ``takes`` accepts."""
+    heads, dim, v_dim = q.shape[1], q.shape[2], v_cache.shape[2]
+    config = config or Config()
+    if stats is not None:
+        stats.add_(plan.totals, alpha=heads)
+    if not plan.tiles:
+        return out
+    _skip_softmax_hopper_kernel[(len(plan.tiles), heads // 2)](
+        *(_box(q, TILE_QUERIES), _box(k_cache, page_size), _box(v_cache, page_size)),
+        *(page_table, plan.table, threshold_scale_factor, out, stats),
+        *(q.stride(1), k_cache.stride(1), v_cache.stride(1), page_table.stride(0)),
+        *(sm_scale * k_scale * LOG2_E, v_scale),
+        HEADS=heads,
+        GROUP=heads // k_cache.shape[1],
+        DIM=dim,
+        V_DIM=v_dim,
+        PAGE=page_size,
+        STAGES=config.num_stages,
+        CONSUMER_REGISTERS=config.consumer_registers,
+        PRODUCER_REGISTERS=config.producer_registers,
+        num_warps=4,
+    )
+    return out
