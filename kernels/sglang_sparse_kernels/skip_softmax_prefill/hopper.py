@@ -73,14 +73,14 @@ def _any(near):
 
 
 @gluon.jit
-def _visit(shared, stage, phase, limits, members, scale, gap, state, counts, count, lost, MASKED: gl.constexpr):
+def _visit(shared, stage, phase, limits, scale, gap, state, counts, count, lost, MASKED: gl.constexpr):
     """One block of keys: skipped, and ``lost`` pairs counted, or one step of the online softmax.
 
     With ``MASKED``, query ``m`` sees only the first ``limits[m]`` keys. Maxima stay products of query and key, and
     ``gap`` is the logarithm of the threshold in these units.
     """
     query, keys, values, keys_ready, values_ready, free = shared
-    maximum, total, reach, output = state
+    maximum, total, output = state
     mbarrier.wait(keys_ready.index(stage), phase)
     zero = gl.zeros([_TILE, _KEYS], gl.float32, _LOGITS)
     product = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -91,18 +91,19 @@ def _visit(shared, stage, phase, limits, members, scale, gap, state, counts, cou
     # What a thread holds of a row, before threads talk to each other: whether all are far can be said from that.
     largest = gl.reduce(gl.reduce(gl.reshape(logits, [_TILE, 8, 4, 2]), 3, _larger), 1, _larger)
     by_thread: gl.constexpr = gl.SliceLayout(1, largest.type.layout)
-    far = largest < gl.convert_layout(reach, by_thread)[:, None]
-    near = _any(gl.where(far, 0, gl.convert_layout(members, by_thread)[:, None]))
+    far = largest < gl.convert_layout(maximum + gap, by_thread)[:, None]
+    members = gl.arange(0, _TILE, by_thread) < count
+    near = _any(gl.where(far, 0, 1) * gl.where(members, 1, 0)[:, None])
     if near:
         new_maximum = _larger(maximum, gl.convert_layout(gl.reduce(largest, 1, _larger), _ROWS))
+        # A row with an infinite key is NaN, as one with a broken key: such a row keeps all blocks from then on.
+        new_maximum = gl.where(new_maximum < float("inf"), new_maximum, float("nan"))
         # Infinite keys may leave a query without any finite logit, and -inf - -inf would be NaN.
         finite = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) * scale
         decay = gl.exp2(maximum * scale - finite)
         weights = gl.exp2(logits * scale - finite[:, None])
         total = total * decay + gl.sum(weights, axis=1)
         maximum = new_maximum
-        # A row with an infinite or broken key has a total of NaN, and keeps all blocks after it.
-        reach = gl.where(total >= 0, maximum + gap, float("nan"))
         outputs: gl.constexpr = output.type.layout
         output = output * gl.convert_layout(decay, gl.SliceLayout(1, outputs))[:, None]
         rounded = gl.convert_layout(weights.to(query.dtype), gl.DotOperandLayout(0, outputs, 2))
@@ -112,7 +113,7 @@ def _visit(shared, stage, phase, limits, members, scale, gap, state, counts, cou
     mbarrier.arrive(free.index(stage), count=1)
     skipped = gl.where(near, 0, 1)
     counts = (counts[0] + skipped, counts[1] + skipped * lost)
-    return (maximum, total, reach, output), counts
+    return (maximum, total, output), counts
 
 
 @gluon.jit
@@ -131,9 +132,8 @@ def _consume(shared, q_ready, tile, pointers, scale, gap, v_scale, head, HEADS: 
     V_DIM: gl.constexpr = values.shape[2]
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
     rows = gl.arange(0, _TILE, _ROWS)
-    members = gl.where(rows < count, 1, 0)
     maximum = gl.full([_TILE], float("-inf"), gl.float32, _ROWS)
-    state = (maximum, gl.zeros([_TILE], gl.float32, _ROWS), maximum, gl.zeros([_TILE, V_DIM], gl.float32, outputs))
+    state = (maximum, gl.zeros([_TILE], gl.float32, _ROWS), gl.zeros([_TILE, V_DIM], gl.float32, outputs))
     counts = (gl.to_tensor(0), gl.to_tensor(0))
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -145,16 +145,16 @@ def _consume(shared, q_ready, tile, pointers, scale, gap, v_scale, head, HEADS: 
         seen = first_position + 1 - gl.where(i == 0, 0, blocks - i) * _KEYS
         lost = _triangle(seen + count) - _triangle(seen)
         state, counts = _visit(
-            shared, stage, phase, seen + rows, members, scale, gap, state, counts, count, lost, True
+            shared, stage, phase, seen + rows, scale, gap, state, counts, count, lost, True
         )
         stage, phase = _next(stage, phase, STAGES)
     for _ in range(1, whole):
         state, counts = _visit(
-            shared, stage, phase, rows, members, scale, gap, state, counts, count, count * _KEYS, False
+            shared, stage, phase, rows, scale, gap, state, counts, count, count * _KEYS, False
         )
         stage, phase = _next(stage, phase, STAGES)
     by_row: gl.constexpr = gl.SliceLayout(1, outputs)
-    output = state[3] * gl.convert_layout(v_scale / state[1], by_row)[:, None]
+    output = state[2] * gl.convert_layout(v_scale / state[1], by_row)[:, None]
     members = gl.arange(0, _TILE, by_row)
     dims = gl.arange(0, V_DIM, gl.SliceLayout(0, outputs))
     offsets = (first_query + members).to(gl.int64)[:, None] * (HEADS * V_DIM) + head * V_DIM + dims[None, :]
@@ -214,7 +214,7 @@ def _produce(descs, shared, more, table_ptr, end, first_query, columns, PAGE: gl
     last_page = (end - 1) // PAGE
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for i in range(blocks + gl.minimum(blocks, STAGES)):
+    for i in range(blocks + STAGES):
         # Values of skipped blocks are waited for by nobody else, and have to be there before anything takes their
         # place, be it the next program.
         mbarrier.wait(values_ready.index(stage), phase ^ 1, pred=i >= STAGES)
@@ -292,6 +292,7 @@ def _skip_softmax_hopper_kernel(
         mbarrier.init(free.index(i), count=2)
     mbarrier.init(q_ready, count=1)
     mbarrier.init(tail_ready, count=1)
+    fence_async_shared()
     first_head = (queries.index(0), keys, values, keys_ready, values_ready, free)
     second_head = (queries.index(1), keys, values, keys_ready, values_ready, free)
     both_heads = (queries, keys, values, keys_ready, values_ready, free)
