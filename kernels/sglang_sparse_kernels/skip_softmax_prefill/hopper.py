@@ -29,6 +29,7 @@ MIN_PAGE = 16
 SLAB = 64
 _SLAB = gl.constexpr(SLAB)
 _TILE = gl.constexpr(TILE_QUERIES)
+_HALF = gl.constexpr(TILE_QUERIES // 2)
 _KEYS = gl.constexpr(BLOCK_KEYS)
 _FIELDS = gl.constexpr(len(QueryTile._fields))
 _NAN = gl.constexpr(tl.PropagateNan.ALL)
@@ -65,55 +66,82 @@ def _triangle(n):
 
 @gluon.jit
 def _any(near):
-    """Whether any of ``[tile, 4]`` is not 0, for all warps of the consumer."""
-    # By register, warp, register, and the lanes of a warp, as the accumulators of wgmma lie.
-    parts = gl.max(gl.max(gl.reshape(near, [2, 4, 2, 8, 4]), axis=2), axis=0)
+    """Whether any of ``[half, 4]`` is not 0, for all warps of the consumer."""
+    # By warp, register, and the lanes of a warp, as the accumulators of wgmma lie.
+    parts = gl.max(gl.reshape(near, [4, 2, 8, 4]), axis=1)
     by_warp = gl.max(gl.reshape(parts, [4, 32]), axis=1)
     return gl.max(gl.convert_layout(by_warp, _EVERYWHERE), axis=0) != 0
 
 
 @gluon.jit
-def _visit(shared, stage, phase, limits, scale, gap, state, counts, count, lost, MASKED: gl.constexpr):
+def _near(logits, state, gap, first, count):
+    """What each thread holds of a query's largest logit, and 1 where that is near the query's largest one before.
+
+    Whether a block is skipped can be said before threads talk of a query. ``first`` of ``count`` queries come before.
+    """
+    largest = gl.reduce(gl.reduce(gl.reshape(logits, [_HALF, 8, 4, 2]), 3, _larger), 1, _larger)
+    by_thread: gl.constexpr = gl.SliceLayout(1, largest.type.layout)
+    far = largest < gl.convert_layout(state[0] + gap, by_thread)[:, None]
+    members = first + gl.arange(0, _HALF, by_thread) < count
+    return largest, gl.where(far, 0, 1) * gl.where(members, 1, 0)[:, None]
+
+
+@gluon.jit
+def _soften(logits, largest, state, scale, element: gl.constexpr):
+    """A step of the online softmax but for the product with the values: the state before it, and the weights."""
+    maximum, total, output = state
+    outputs: gl.constexpr = output.type.layout
+    new_maximum = _larger(maximum, gl.convert_layout(gl.reduce(largest, 1, _larger), _ROWS))
+    # A row with an infinite key is NaN, as one with a broken key: such a row keeps all blocks from then on.
+    new_maximum = gl.where(new_maximum < float("inf"), new_maximum, float("nan"))
+    # Infinite keys may leave a query without any finite logit, and -inf - -inf would be NaN.
+    finite = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) * scale
+    decay = gl.exp2(maximum * scale - finite)
+    weights = gl.exp2(logits * scale - finite[:, None])
+    total = total * decay + gl.sum(weights, axis=1)
+    output = output * gl.convert_layout(decay, gl.SliceLayout(1, outputs))[:, None]
+    return (new_maximum, total, output), gl.convert_layout(weights.to(element), gl.DotOperandLayout(0, outputs, 2))
+
+
+@gluon.jit
+def _visit(shared, stage, phase, limits, scale, gap, upper, lower, counts, count, lost, MASKED: gl.constexpr):
     """One block of keys: skipped, and ``lost`` pairs counted, or one step of the online softmax.
 
-    With ``MASKED``, query ``m`` sees only the first ``limits[m]`` keys. Maxima stay products of query and key, and
-    ``gap`` is the logarithm of the threshold in these units.
+    With ``MASKED``, query ``m`` of either half sees only the first ``limits[m]`` keys, and 64 more in the second one.
+    Maxima stay products of query and key, and ``gap`` is the logarithm of the threshold in these units. Half of a tile
+    is multiplied while the other half is exponentiated.
     """
-    query, keys, values, keys_ready, values_ready, free = shared
-    maximum, total, output = state
+    queries, head, keys, values, keys_ready, values_ready, free = shared
     mbarrier.wait(keys_ready.index(stage), phase)
-    zero = gl.zeros([_TILE, _KEYS], gl.float32, _LOGITS)
-    product = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    logits = warpgroup_mma_wait(0, deps=(product,))
+    zero = gl.zeros([_HALF, _KEYS], gl.float32, _LOGITS)
+    block = keys.index(stage).permute((1, 0))
+    first = warpgroup_mma(queries.index(2 * head), block, zero, use_acc=False, is_async=True)
+    second = warpgroup_mma(queries.index(2 * head + 1), block, zero, use_acc=False, is_async=True)
+    above = warpgroup_mma_wait(1, deps=(first,))
     if MASKED:
         columns = gl.arange(0, _KEYS, gl.SliceLayout(0, _LOGITS))
-        logits = gl.where(columns[None, :] < limits[:, None], logits, float("-inf"))
-    # What a thread holds of a row, before threads talk to each other: whether all are far can be said from that.
-    largest = gl.reduce(gl.reduce(gl.reshape(logits, [_TILE, 8, 4, 2]), 3, _larger), 1, _larger)
-    by_thread: gl.constexpr = gl.SliceLayout(1, largest.type.layout)
-    far = largest < gl.convert_layout(maximum + gap, by_thread)[:, None]
-    members = gl.arange(0, _TILE, by_thread) < count
-    near = _any(gl.where(far, 0, 1) * gl.where(members, 1, 0)[:, None])
+        above = gl.where(columns[None, :] < limits[:, None], above, float("-inf"))
+    largest_above, near_above = _near(above, upper, gap, 0, count)
+    below = warpgroup_mma_wait(0, deps=(second,))
+    if MASKED:
+        below = gl.where(columns[None, :] < limits[:, None] + _HALF, below, float("-inf"))
+    largest_below, near_below = _near(below, lower, gap, _HALF, count)
+    near = _any(near_above | near_below)
     if near:
-        new_maximum = _larger(maximum, gl.convert_layout(gl.reduce(largest, 1, _larger), _ROWS))
-        # A row with an infinite key is NaN, as one with a broken key: such a row keeps all blocks from then on.
-        new_maximum = gl.where(new_maximum < float("inf"), new_maximum, float("nan"))
-        # Infinite keys may leave a query without any finite logit, and -inf - -inf would be NaN.
-        finite = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) * scale
-        decay = gl.exp2(maximum * scale - finite)
-        weights = gl.exp2(logits * scale - finite[:, None])
-        total = total * decay + gl.sum(weights, axis=1)
-        maximum = new_maximum
-        outputs: gl.constexpr = output.type.layout
-        output = output * gl.convert_layout(decay, gl.SliceLayout(1, outputs))[:, None]
-        rounded = gl.convert_layout(weights.to(query.dtype), gl.DotOperandLayout(0, outputs, 2))
+        upper, weights_above = _soften(above, largest_above, upper, scale, keys.dtype)
         mbarrier.wait(values_ready.index(stage), phase)
-        output = warpgroup_mma(rounded, values.index(stage), output)
+        output_above = warpgroup_mma(weights_above, values.index(stage), upper[2], is_async=True)
+        lower, weights_below = _soften(below, largest_below, lower, scale, keys.dtype)
+        output_below = warpgroup_mma(weights_below, values.index(stage), lower[2], is_async=True)
+        output_above, output_below, _, _ = warpgroup_mma_wait(
+            0, deps=(output_above, output_below, weights_above, weights_below)
+        )
+        upper = (upper[0], upper[1], output_above)
+        lower = (lower[0], lower[1], output_below)
     # After every warp has seen its products finished: the decision is a barrier, and wgmma reads as one.
     mbarrier.arrive(free.index(stage), count=1)
     skipped = gl.where(near, 0, 1)
-    counts = (counts[0] + skipped, counts[1] + skipped * lost)
-    return (maximum, total, output), counts
+    return upper, lower, (counts[0] + skipped, counts[1] + skipped * lost)
 
 
 @gluon.jit
@@ -123,17 +151,35 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _consume(shared, q_ready, tile, pointers, scale, gap, v_scale, head, HEADS: gl.constexpr, STATS: gl.constexpr):
+def _write(state, out_ptr, first, first_query, count, v_scale, head, HEADS: gl.constexpr):
+    """Half of a tile's output."""
+    V_DIM: gl.constexpr = state[2].shape[1]
+    outputs: gl.constexpr = state[2].type.layout
+    by_row: gl.constexpr = gl.SliceLayout(1, outputs)
+    output = state[2] * gl.convert_layout(v_scale / state[1], by_row)[:, None]
+    members = first + gl.arange(0, _HALF, by_row)
+    dims = gl.arange(0, V_DIM, gl.SliceLayout(0, outputs))
+    offsets = (first_query + members).to(gl.int64)[:, None] * (HEADS * V_DIM) + head * V_DIM + dims[None, :]
+    gl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=(members < count)[:, None])
+
+
+@gluon.jit
+def _consume(
+    shared, q_ready, tile, pointers, scale, gap, v_scale, first_head, HEADS: gl.constexpr, STATS: gl.constexpr
+):
     """The tile of one query head, by four warps."""
-    query, keys, values, keys_ready, values_ready, free = shared
+    queries, head, keys, values, keys_ready, values_ready, free = shared
     first_position, first_query, count = tile
     out_ptr, stats_ptr = pointers
     STAGES: gl.constexpr = keys.shape[0]
     V_DIM: gl.constexpr = values.shape[2]
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
-    rows = gl.arange(0, _TILE, _ROWS)
-    maximum = gl.full([_TILE], float("-inf"), gl.float32, _ROWS)
-    state = (maximum, gl.zeros([_TILE], gl.float32, _ROWS), gl.zeros([_TILE, V_DIM], gl.float32, outputs))
+    rows = gl.arange(0, _HALF, _ROWS)
+    maximum = gl.full([_HALF], float("-inf"), gl.float32, _ROWS)
+    total = gl.zeros([_HALF], gl.float32, _ROWS)
+    output = gl.zeros([_HALF, V_DIM], gl.float32, outputs)
+    upper = (maximum, total, output)
+    lower = (maximum, total, output)
     counts = (gl.to_tensor(0), gl.to_tensor(0))
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -144,21 +190,17 @@ def _consume(shared, q_ready, tile, pointers, scale, gap, v_scale, head, HEADS: 
     for i in range(blocks - whole + 1):
         seen = first_position + 1 - gl.where(i == 0, 0, blocks - i) * _KEYS
         lost = _triangle(seen + count) - _triangle(seen)
-        state, counts = _visit(
-            shared, stage, phase, seen + rows, scale, gap, state, counts, count, lost, True
+        upper, lower, counts = _visit(
+            shared, stage, phase, seen + rows, scale, gap, upper, lower, counts, count, lost, True
         )
         stage, phase = _next(stage, phase, STAGES)
     for _ in range(1, whole):
-        state, counts = _visit(
-            shared, stage, phase, rows, scale, gap, state, counts, count, count * _KEYS, False
+        upper, lower, counts = _visit(
+            shared, stage, phase, rows, scale, gap, upper, lower, counts, count, count * _KEYS, False
         )
         stage, phase = _next(stage, phase, STAGES)
-    by_row: gl.constexpr = gl.SliceLayout(1, outputs)
-    output = state[2] * gl.convert_layout(v_scale / state[1], by_row)[:, None]
-    members = gl.arange(0, _TILE, by_row)
-    dims = gl.arange(0, V_DIM, gl.SliceLayout(0, outputs))
-    offsets = (first_query + members).to(gl.int64)[:, None] * (HEADS * V_DIM) + head * V_DIM + dims[None, :]
-    gl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=(members < count)[:, None])
+    _write(upper, out_ptr, 0, first_query, count, v_scale, first_head + head, HEADS)
+    _write(lower, out_ptr, _HALF, first_query, count, v_scale, first_head + head, HEADS)
     if STATS:
         gl.atomic_add(stats_ptr, -counts[1].to(gl.int64))
         gl.atomic_add(stats_ptr + 2, counts[0].to(gl.int64))
@@ -194,22 +236,22 @@ def _clear(values, stage, first, DIM: gl.constexpr):
 def _produce(descs, shared, more, table_ptr, end, first_query, columns, PAGE: gl.constexpr):
     """Bring the queries, and block after block of keys and values, by one warp."""
     q_desc, k_desc, v_desc = descs
-    queries, keys, values, keys_ready, values_ready, free = shared
+    queries, _, keys, values, keys_ready, values_ready, free = shared
     q_ready, tail_ready = more
     q_column, q_step, k_column, v_column = columns
     STAGES: gl.constexpr = keys.shape[0]
     DIM: gl.constexpr = keys.shape[2]
     V_DIM: gl.constexpr = values.shape[2]
     element: gl.constexpr = keys.dtype
-    q_slabs = queries._reinterpret(element, [2 * (DIM // _SLAB), _TILE, _SLAB], _SMEM)
+    q_slabs = queries._reinterpret(element, [4 * (DIM // _SLAB), _HALF, _SLAB], _SMEM)
     k_slabs = keys._reinterpret(element, [STAGES * (DIM // _SLAB) * (_KEYS // PAGE), PAGE, _SLAB], _SMEM)
     v_slabs = values._reinterpret(element, [STAGES * (V_DIM // _SLAB) * (_KEYS // PAGE), PAGE, _SLAB], _SMEM)
     mbarrier.expect(q_ready, 2 * _TILE * DIM * 2)
-    for head in gl.static_range(2):
+    for part in gl.static_range(4):
         for slab in gl.static_range(DIM // _SLAB):
-            to = q_slabs.index(head * (DIM // _SLAB) + slab)
-            column = q_column + head * q_step + slab * _SLAB
-            tma.async_copy_global_to_shared(q_desc, [first_query, column], q_ready, to)
+            to = q_slabs.index(part * (DIM // _SLAB) + slab)
+            place = [first_query + part % 2 * _HALF, q_column + part // 2 * q_step + slab * _SLAB]
+            tma.async_copy_global_to_shared(q_desc, place, q_ready, to)
     blocks = (end + _KEYS - 1) // _KEYS
     last_page = (end - 1) // PAGE
     stage = gl.to_tensor(0)
@@ -278,7 +320,7 @@ def _skip_softmax_hopper_kernel(
     threshold = gl.where((context > 0) & (factor > 0), factor, 1.0) / gl.maximum(context, 1).to(gl.float32)
     gap = gl.where((context > 0) & (factor > 0), gl.log2(gl.minimum(threshold, 1.0)) / scale, float("-inf"))
     element: gl.constexpr = q_desc.dtype
-    queries = gl.allocate_shared_memory(element, [2, _TILE, DIM], _SMEM)
+    queries = gl.allocate_shared_memory(element, [4, _HALF, DIM], _SMEM)
     keys = gl.allocate_shared_memory(element, [STAGES, _KEYS, DIM], _SMEM)
     values = gl.allocate_shared_memory(element, [STAGES, _KEYS, V_DIM], _SMEM)
     keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -293,16 +335,15 @@ def _skip_softmax_hopper_kernel(
     mbarrier.init(q_ready, count=1)
     mbarrier.init(tail_ready, count=1)
     fence_async_shared()
-    first_head = (queries.index(0), keys, values, keys_ready, values_ready, free)
-    second_head = (queries.index(1), keys, values, keys_ready, values_ready, free)
-    both_heads = (queries, keys, values, keys_ready, values_ready, free)
+    first_shared = (queries, 0, keys, values, keys_ready, values_ready, free)
+    second_shared = (queries, 1, keys, values, keys_ready, values_ready, free)
     tile = (first_position, first_query, count)
     pointers = (out_ptr, stats_ptr)
     STATS: gl.constexpr = stats_ptr is not None
     kv_head = head // GROUP
     columns = (head * q_stride_head, q_stride_head, kv_head * k_stride_head, kv_head * v_stride_head)
-    first = (first_head, q_ready, tile, pointers, scale, gap, v_scale, head, HEADS, STATS)
-    second = (second_head, q_ready, tile, pointers, scale, gap, v_scale, head + 1, HEADS, STATS)
+    first = (first_shared, q_ready, tile, pointers, scale, gap, v_scale, head, HEADS, STATS)
+    second = (second_shared, q_ready, tile, pointers, scale, gap, v_scale, head, HEADS, STATS)
     more = (q_ready, tail_ready)
     table_ptr += row * table_stride
     end = first_position + count
@@ -312,7 +353,7 @@ def _skip_softmax_hopper_kernel(
             (_consume, second),
             (
                 _produce,
-                ((q_desc, k_desc, v_desc), both_heads, more, table_ptr, end, first_query, columns, PAGE),
+                ((q_desc, k_desc, v_desc), first_shared, more, table_ptr, end, first_query, columns, PAGE),
             ),
         ],
         [4, 1],
@@ -374,7 +415,7 @@ def skip_softmax_prefill(
     if not plan.tiles:
         return out
     _skip_softmax_hopper_kernel[(len(plan.tiles), heads // 2)](
-        *(_box(q, TILE_QUERIES), _box(k_cache, page_size), _box(v_cache, page_size)),
+        *(_box(q, TILE_QUERIES // 2), _box(k_cache, page_size), _box(v_cache, page_size)),
         *(page_table, plan.table, threshold_scale_factor, out, stats),
         *(q.stride(1), k_cache.stride(1), v_cache.stride(1), page_table.stride(0)),
         *(sm_scale * k_scale * LOG2_E, v_scale),
