@@ -74,6 +74,20 @@ def _any(near):
 
 
 @gluon.jit
+def _hide(logits, seen):
+    """-inf where row ``m`` of ``[half, keys]`` does not see a key, being the one ``seen + m`` or later."""
+    # Keys as they lie in threads: what tells the keys of a thread apart then needs no register.
+    by_thread = gl.reshape(logits, [_HALF, 8, 4, 2])
+    lanes: gl.constexpr = by_thread.type.layout
+    eights = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, lanes))))[None, :, None, None]
+    twos = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, lanes))))[None, None, :, None]
+    ones = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, lanes))))[None, None, None, :]
+    rows = gl.arange(0, _HALF, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, lanes))))[:, None, None, None]
+    hidden = seen + rows - 2 * twos <= 8 * eights + ones
+    return gl.convert_layout(gl.reshape(gl.where(hidden, float("-inf"), by_thread), [_HALF, _KEYS]), _LOGITS)
+
+
+@gluon.jit
 def _near(logits, state, gap, first, count):
     """What each thread holds of a query's largest logit, and 1 where that is near the query's largest one before.
 
@@ -104,11 +118,10 @@ def _soften(logits, largest, state, scale, element: gl.constexpr):
 
 
 @gluon.jit
-def _visit(shared, stage, phase, limits, scale, gap, upper, lower, counts, count, lost, MASKED: gl.constexpr):
+def _visit(shared, stage, phase, seen, scale, gap, upper, lower, counts, count, lost, MASKED: gl.constexpr):
     """One block of keys: skipped, and ``lost`` pairs counted, or one step of the online softmax.
 
-    With ``MASKED``, query ``m`` of either half sees only the first ``limits[m]`` keys, and 64 more in the second one.
-    Maxima stay products of query and key, and ``gap`` is the logarithm of the threshold in these units. Half of a tile
+    With ``MASKED``, query ``m`` sees only the first ``seen + m`` keys. Maxima stay products of query and key, and ``gap`` is the logarithm of the threshold in these units. Half of a tile
     is multiplied while the other half is exponentiated.
     """
     queries, head, keys, values, keys_ready, values_ready, free = shared
@@ -119,12 +132,11 @@ def _visit(shared, stage, phase, limits, scale, gap, upper, lower, counts, count
     second = warpgroup_mma(queries.index(2 * head + 1), block, zero, use_acc=False, is_async=True)
     above = warpgroup_mma_wait(1, deps=(first,))
     if MASKED:
-        columns = gl.arange(0, _KEYS, gl.SliceLayout(0, _LOGITS))
-        above = gl.where(columns[None, :] < limits[:, None], above, float("-inf"))
+        above = _hide(above, seen)
     largest_above, near_above = _near(above, upper, gap, 0, count)
     below = warpgroup_mma_wait(0, deps=(second,))
     if MASKED:
-        below = gl.where(columns[None, :] < limits[:, None] + _HALF, below, float("-inf"))
+        below = _hide(below, seen + _HALF)
     largest_below, near_below = _near(below, lower, gap, _HALF, count)
     near = _any(near_above | near_below)
     if near:
@@ -174,7 +186,6 @@ def _consume(
     STAGES: gl.constexpr = keys.shape[0]
     V_DIM: gl.constexpr = values.shape[2]
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
-    rows = gl.arange(0, _HALF, _ROWS)
     maximum = gl.full([_HALF], float("-inf"), gl.float32, _ROWS)
     total = gl.zeros([_HALF], gl.float32, _ROWS)
     output = gl.zeros([_HALF, V_DIM], gl.float32, outputs)
@@ -191,12 +202,12 @@ def _consume(
         seen = first_position + 1 - gl.where(i == 0, 0, blocks - i) * _KEYS
         lost = _triangle(seen + count) - _triangle(seen)
         upper, lower, counts = _visit(
-            shared, stage, phase, seen + rows, scale, gap, upper, lower, counts, count, lost, True
+            shared, stage, phase, seen, scale, gap, upper, lower, counts, count, lost, True
         )
         stage, phase = _next(stage, phase, STAGES)
     for _ in range(1, whole):
         upper, lower, counts = _visit(
-            shared, stage, phase, rows, scale, gap, upper, lower, counts, count, count * _KEYS, False
+            shared, stage, phase, 0, scale, gap, upper, lower, counts, count, count * _KEYS, False
         )
         stage, phase = _next(stage, phase, STAGES)
     _write(upper, out_ptr, 0, first_query, count, v_scale, first_head + head, HEADS)
