@@ -118,18 +118,33 @@ def _soften(logits, largest, state, scale, element: gl.constexpr):
 
 
 @gluon.jit
-def _visit(shared, stage, phase, seen, scale, gap, upper, lower, counts, count, lost, MASKED: gl.constexpr):
+def _visit(
+    shared,
+    stage,
+    phase,
+    seen,
+    scale,
+    gap,
+    upper,
+    lower,
+    counts,
+    count,
+    lost,
+    HEAD: gl.constexpr,
+    MASKED: gl.constexpr,
+):
     """One block of keys: skipped, and ``lost`` pairs counted, or one step of the online softmax.
 
-    With ``MASKED``, query ``m`` sees only the first ``seen + m`` keys. Maxima stay products of query and key, and ``gap`` is the logarithm of the threshold in these units. Half of a tile
-    is multiplied while the other half is exponentiated.
+    With ``MASKED``, query ``m`` sees only the first ``seen + m`` keys. Maxima stay products of query and key, and
+    ``gap`` is the logarithm of the threshold in these units. Half of a tile is multiplied while the other half is
+    exponentiated.
     """
-    queries, head, keys, values, keys_ready, values_ready, free = shared
+    queries, keys, values, keys_ready, values_ready, free = shared
     mbarrier.wait(keys_ready.index(stage), phase)
     zero = gl.zeros([_HALF, _KEYS], gl.float32, _LOGITS)
     block = keys.index(stage).permute((1, 0))
-    first = warpgroup_mma(queries.index(2 * head), block, zero, use_acc=False, is_async=True)
-    second = warpgroup_mma(queries.index(2 * head + 1), block, zero, use_acc=False, is_async=True)
+    first = warpgroup_mma(queries.index(2 * HEAD), block, zero, use_acc=False, is_async=True)
+    second = warpgroup_mma(queries.index(2 * HEAD + 1), block, zero, use_acc=False, is_async=True)
     above = warpgroup_mma_wait(1, deps=(first,))
     if MASKED:
         above = _hide(above, seen)
@@ -177,14 +192,22 @@ def _write(state, out_ptr, first, first_query, count, v_scale, head, HEADS: gl.c
 
 @gluon.jit
 def _consume(
-    shared, q_ready, tile, pointers, scale, gap, v_scale, first_head, HEADS: gl.constexpr, STATS: gl.constexpr
+    shared,
+    q_ready,
+    tile,
+    out_ptr,
+    stats_ptr,
+    scale,
+    gap,
+    v_scale,
+    first_head,
+    HEAD: gl.constexpr,
+    HEADS: gl.constexpr,
 ):
     """The tile of one query head, by four warps."""
-    queries, head, keys, values, keys_ready, values_ready, free = shared
     first_position, first_query, count = tile
-    out_ptr, stats_ptr = pointers
-    STAGES: gl.constexpr = keys.shape[0]
-    V_DIM: gl.constexpr = values.shape[2]
+    STAGES: gl.constexpr = shared[1].shape[0]
+    V_DIM: gl.constexpr = shared[2].shape[2]
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
     maximum = gl.full([_HALF], float("-inf"), gl.float32, _ROWS)
     total = gl.zeros([_HALF], gl.float32, _ROWS)
@@ -202,17 +225,17 @@ def _consume(
         seen = first_position + 1 - gl.where(i == 0, 0, blocks - i) * _KEYS
         lost = _triangle(seen + count) - _triangle(seen)
         upper, lower, counts = _visit(
-            shared, stage, phase, seen, scale, gap, upper, lower, counts, count, lost, True
+            shared, stage, phase, seen, scale, gap, upper, lower, counts, count, lost, HEAD, True
         )
         stage, phase = _next(stage, phase, STAGES)
     for _ in range(1, whole):
         upper, lower, counts = _visit(
-            shared, stage, phase, 0, scale, gap, upper, lower, counts, count, count * _KEYS, False
+            shared, stage, phase, 0, scale, gap, upper, lower, counts, count, count * _KEYS, HEAD, False
         )
         stage, phase = _next(stage, phase, STAGES)
-    _write(upper, out_ptr, 0, first_query, count, v_scale, first_head + head, HEADS)
-    _write(lower, out_ptr, _HALF, first_query, count, v_scale, first_head + head, HEADS)
-    if STATS:
+    _write(upper, out_ptr, 0, first_query, count, v_scale, first_head + HEAD, HEADS)
+    _write(lower, out_ptr, _HALF, first_query, count, v_scale, first_head + HEAD, HEADS)
+    if stats_ptr is not None:
         gl.atomic_add(stats_ptr, -counts[1].to(gl.int64))
         gl.atomic_add(stats_ptr + 2, counts[0].to(gl.int64))
 
@@ -244,11 +267,10 @@ def _clear(values, stage, first, DIM: gl.constexpr):
 
 
 @gluon.jit
-def _produce(descs, shared, more, table_ptr, end, first_query, columns, PAGE: gl.constexpr):
+def _produce(descs, shared, q_ready, tail_ready, table_ptr, end, first_query, columns, PAGE: gl.constexpr):
     """Bring the queries, and block after block of keys and values, by one warp."""
     q_desc, k_desc, v_desc = descs
-    queries, _, keys, values, keys_ready, values_ready, free = shared
-    q_ready, tail_ready = more
+    queries, keys, values, keys_ready, values_ready, free = shared
     q_column, q_step, k_column, v_column = columns
     STAGES: gl.constexpr = keys.shape[0]
     DIM: gl.constexpr = keys.shape[2]
@@ -346,55 +368,49 @@ def _skip_softmax_hopper_kernel(
     mbarrier.init(q_ready, count=1)
     mbarrier.init(tail_ready, count=1)
     fence_async_shared()
-    first_shared = (queries, 0, keys, values, keys_ready, values_ready, free)
-    second_shared = (queries, 1, keys, values, keys_ready, values_ready, free)
+    shared = (queries, keys, values, keys_ready, values_ready, free)
     tile = (first_position, first_query, count)
-    pointers = (out_ptr, stats_ptr)
-    STATS: gl.constexpr = stats_ptr is not None
     kv_head = head // GROUP
     columns = (head * q_stride_head, q_stride_head, kv_head * k_stride_head, kv_head * v_stride_head)
-    first = (first_shared, q_ready, tile, pointers, scale, gap, v_scale, head, HEADS, STATS)
-    second = (second_shared, q_ready, tile, pointers, scale, gap, v_scale, head, HEADS, STATS)
-    more = (q_ready, tail_ready)
+    descs = (q_desc, k_desc, v_desc)
     table_ptr += row * table_stride
     end = first_position + count
+    # Constants stay constants in tuples that have no name.
     gl.warp_specialize(
         [
-            (_consume, first),
-            (_consume, second),
-            (
-                _produce,
-                ((q_desc, k_desc, v_desc), first_shared, more, table_ptr, end, first_query, columns, PAGE),
-            ),
+            (_consume, (shared, q_ready, tile, out_ptr, stats_ptr, scale, gap, v_scale, head, 0, HEADS)),
+            (_consume, (shared, q_ready, tile, out_ptr, stats_ptr, scale, gap, v_scale, head, 1, HEADS)),
+            (_produce, (descs, shared, q_ready, tail_ready, table_ptr, end, first_query, columns, PAGE)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
+def _width(tensor: torch.Tensor) -> int:
+    return (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
+
+
 def _box(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Of ``[n, heads, d]``: ``rows`` rows of one slab at a time, all heads one after the other."""
-    width = (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(tensor, [tensor.shape[0], width], [tensor.stride(0), 1], [rows, SLAB], layout)
+    """Of ``[n, heads, d]``, a row of which has all heads: ``rows`` rows of one slab at a time."""
+    shape, strides = [tensor.shape[0], _width(tensor)], [tensor.stride(0), 1]
+    return TensorDescriptor(tensor, shape, strides, [rows, SLAB], _SMEM.value)
 
 
 def _fits(tensor: torch.Tensor) -> bool:
-    """Whether TMA reads ``[n, heads, d]`` as rows of all heads, which takes alignment to 16 bytes."""
-    width = (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
+    """Whether TMA reads ``[n, heads, d]``: rows that have all heads and are aligned to 16 bytes."""
+    rows, heads, _ = tensor.shape
     step = tensor.stride(0) * tensor.itemsize
-    if tensor.data_ptr() % 16 or step % 16 or tensor.stride(0) < width or tensor.stride(1) < tensor.shape[2]:
-        return False
-    return tensor.shape[0] > 0 and step < 2**40
+    apart = tensor.stride(0) >= _width(tensor) and (heads == 1 or tensor.stride(1) >= tensor.shape[2])
+    return apart and 0 < rows < 2**31 and step < 2**40 and not tensor.data_ptr() % 16 and not step % 16
 
 
-def takes(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: SkipSoftmaxPlan, page_size: int
-) -> bool:
-    """Whether these are served from here."""
-    if capability(q.device)[0] != 9 or knobs.runtime.interpret or page_size < MIN_PAGE:
+def takes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: SkipSoftmaxPlan, page_size: int) -> bool:
+    """Whether these are served from here: pairs of heads, the usual tiles and blocks, and what TMA and wgmma read."""
+    # AMD numbers its GPUs from 9, too.
+    if torch.version.hip is not None or capability(q.device)[0] != 9 or knobs.runtime.interpret:
         return False
-    if (plan.tile_queries, plan.block_keys) != (TILE_QUERIES, BLOCK_KEYS):
+    if (plan.tile_queries, plan.block_keys) != (TILE_QUERIES, BLOCK_KEYS) or page_size < MIN_PAGE:
         return False
     if q.dtype not in HALF_DTYPES or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
         return False
