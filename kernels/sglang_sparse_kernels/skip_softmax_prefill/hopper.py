@@ -242,14 +242,23 @@ def _consume(
 
 
 @gluon.jit
-def _copy_pages(desc, table_ptr, block, last_page, column, ready, slabs, stage, PAGE: gl.constexpr, DIM: gl.constexpr):
-    """Start the copies of a block's pages; those past the row's last page are that one again."""
+def _load_slots(table_ptr, block, last_page, PAGE: gl.constexpr):
+    """The first slots of a block's pages; those past the row's last page are that one again."""
+    PAGES: gl.constexpr = _KEYS // PAGE
+    slots = (gl.load(table_ptr + gl.minimum(block * PAGES, last_page)) * PAGE,)
+    for page in gl.static_range(1, PAGES):
+        slots = slots + (gl.load(table_ptr + gl.minimum(block * PAGES + page, last_page)) * PAGE,)  # noqa: RUF005
+    return slots
+
+
+@gluon.jit
+def _copy(desc, slots, column, ready, slabs, stage, PAGE: gl.constexpr, DIM: gl.constexpr):
+    """Start the copies of a block's pages."""
     PAGES: gl.constexpr = _KEYS // PAGE
     for page in gl.static_range(PAGES):
-        slot = gl.load(table_ptr + gl.minimum(block * PAGES + page, last_page)) * PAGE
         for slab in gl.static_range(DIM // _SLAB):
             to = slabs.index((stage * (DIM // _SLAB) + slab) * PAGES + page)
-            tma.async_copy_global_to_shared(desc, [slot, column + slab * _SLAB], ready, to)
+            tma.async_copy_global_to_shared(desc, [slots[page], column + slab * _SLAB], ready, to)
 
 
 @gluon.jit
@@ -268,7 +277,7 @@ def _clear(values, stage, first, DIM: gl.constexpr):
 
 
 @gluon.jit
-def _produce(descs, shared, q_ready, tail_ready, table_ptr, end, first_query, columns, PAGE: gl.constexpr):
+def _produce(descs, shared, q_ready, table_ptr, end, first_query, columns, PAGE: gl.constexpr):
     """Bring the queries, and block after block of keys and values, by one warp."""
     q_desc, k_desc, v_desc = descs
     queries, keys, values, keys_ready, values_ready, free = shared
@@ -291,28 +300,28 @@ def _produce(descs, shared, q_ready, tail_ready, table_ptr, end, first_query, co
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for i in range(blocks + STAGES):
+        # Before anything is waited for.
+        block = gl.where(i == 0, 0, gl.maximum(blocks - i, 0))
+        slots = _load_slots(table_ptr, block, last_page, PAGE)
         # Values of skipped blocks are waited for by nobody else, and have to be there before anything takes their
         # place, be it the next program.
         mbarrier.wait(values_ready.index(stage), phase ^ 1, pred=i >= STAGES)
         if i < blocks:
-            block = gl.where(i == 0, 0, blocks - i)
             mbarrier.wait(free.index(stage), phase ^ 1)
             k_ready = keys_ready.index(stage)
             mbarrier.expect(k_ready, _KEYS * DIM * 2)
-            _copy_pages(k_desc, table_ptr, block, last_page, k_column, k_ready, k_slabs, stage, PAGE, DIM)
-            v_ready = values_ready.index(stage)
+            _copy(k_desc, slots, k_column, k_ready, k_slabs, stage, PAGE, DIM)
             rows = end - block * _KEYS
+            v_ready = values_ready.index(gl.where(rows < _KEYS, STAGES, stage))
+            mbarrier.expect(v_ready, _KEYS * V_DIM * 2)
+            _copy(v_desc, slots, v_column, v_ready, v_slabs, stage, PAGE, V_DIM)
             if rows < _KEYS:
-                mbarrier.expect(tail_ready, _KEYS * V_DIM * 2)
-                _copy_pages(v_desc, table_ptr, block, last_page, v_column, tail_ready, v_slabs, stage, PAGE, V_DIM)
-                mbarrier.wait(tail_ready, 0)
+                # Only the row's last block is cut: the barrier behind the others is used once.
+                mbarrier.wait(v_ready, 0)
                 _clear(values, stage, rows, V_DIM)
                 fence_async_shared()
                 gl.thread_barrier()
-                mbarrier.arrive(v_ready, count=1)
-            else:
-                mbarrier.expect(v_ready, _KEYS * V_DIM * 2)
-                _copy_pages(v_desc, table_ptr, block, last_page, v_column, v_ready, v_slabs, stage, PAGE, V_DIM)
+                mbarrier.arrive(values_ready.index(stage), count=1)
         stage, phase = _next(stage, phase, STAGES)
 
 
@@ -358,16 +367,15 @@ def _skip_softmax_hopper_kernel(
     keys = gl.allocate_shared_memory(element, [STAGES, _KEYS, DIM], _SMEM)
     values = gl.allocate_shared_memory(element, [STAGES, _KEYS, V_DIM], _SMEM)
     keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tail_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(keys_ready.index(i), count=1)
-        mbarrier.init(values_ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
+    for i in gl.static_range(STAGES + 1):
+        mbarrier.init(values_ready.index(i), count=1)
     mbarrier.init(q_ready, count=1)
-    mbarrier.init(tail_ready, count=1)
     fence_async_shared()
     shared = (queries, keys, values, keys_ready, values_ready, free)
     tile = (first_position, first_query, count)
@@ -381,7 +389,7 @@ def _skip_softmax_hopper_kernel(
         [
             (_consume, (shared, q_ready, tile, out_ptr, stats_ptr, scale, gap, v_scale, head, 0, HEADS)),
             (_consume, (shared, q_ready, tile, out_ptr, stats_ptr, scale, gap, v_scale, head, 1, HEADS)),
-            (_produce, (descs, shared, q_ready, tail_ready, table_ptr, end, first_query, columns, PAGE)),
+            (_produce, (descs, shared, q_ready, table_ptr, end, first_query, columns, PAGE)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
