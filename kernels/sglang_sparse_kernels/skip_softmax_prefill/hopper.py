@@ -1,4 +1,11 @@
-"""Gluon kernel of Skip-Softmax prefill for Hopper: pages arrive by TMA, and two heads share them."""
+"""Gluon kernel of Skip-Softmax prefill for Hopper.
+
+A program has a tile of two query heads that share a KV head, each with four warps of its own, and one warp that brings
+blocks of keys and values by TMA, page by page, some blocks ahead. So what is read from the L2 cache serves two tiles, a
+head decides about its blocks without waiting for the other one, and tensor cores multiply for one of them while the
+other one looks for its maxima and exponentiates. The values of a block that is skipped are brought all the same: nobody
+knows in time.
+"""
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
@@ -299,29 +306,31 @@ def _produce(descs, shared, q_ready, table_ptr, end, first_query, columns, PAGE:
     last_page = (end - 1) // PAGE
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for i in range(blocks + STAGES):
+    for i in range(blocks):
         # Before anything is waited for.
-        block = gl.where(i == 0, 0, gl.maximum(blocks - i, 0))
+        block = gl.where(i == 0, 0, blocks - i)
         slots = _load_slots(table_ptr, block, last_page, PAGE)
-        # Values of skipped blocks are waited for by nobody else, and have to be there before anything takes their
-        # place, be it the next program.
+        # Values of skipped blocks are waited for by nobody else, and have to be there before others take their place.
         mbarrier.wait(values_ready.index(stage), phase ^ 1, pred=i >= STAGES)
-        if i < blocks:
-            mbarrier.wait(free.index(stage), phase ^ 1)
-            k_ready = keys_ready.index(stage)
-            mbarrier.expect(k_ready, _KEYS * DIM * 2)
-            _copy(k_desc, slots, k_column, k_ready, k_slabs, stage, PAGE, DIM)
-            rows = end - block * _KEYS
-            v_ready = values_ready.index(gl.where(rows < _KEYS, STAGES, stage))
-            mbarrier.expect(v_ready, _KEYS * V_DIM * 2)
-            _copy(v_desc, slots, v_column, v_ready, v_slabs, stage, PAGE, V_DIM)
-            if rows < _KEYS:
-                # Only the row's last block is cut: the barrier behind the others is used once.
-                mbarrier.wait(v_ready, 0)
-                _clear(values, stage, rows, V_DIM)
-                fence_async_shared()
-                gl.thread_barrier()
-                mbarrier.arrive(values_ready.index(stage), count=1)
+        mbarrier.wait(free.index(stage), phase ^ 1)
+        k_ready = keys_ready.index(stage)
+        mbarrier.expect(k_ready, _KEYS * DIM * 2)
+        _copy(k_desc, slots, k_column, k_ready, k_slabs, stage, PAGE, DIM)
+        rows = end - block * _KEYS
+        v_ready = values_ready.index(gl.where(rows < _KEYS, STAGES, stage))
+        mbarrier.expect(v_ready, _KEYS * V_DIM * 2)
+        _copy(v_desc, slots, v_column, v_ready, v_slabs, stage, PAGE, V_DIM)
+        if rows < _KEYS:
+            # Only the row's last block is cut: the barrier behind the others is used once.
+            mbarrier.wait(v_ready, 0)
+            _clear(values, stage, rows, V_DIM)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(values_ready.index(stage), count=1)
+        stage, phase = _next(stage, phase, STAGES)
+    # Nor may they come when the next program has this memory.
+    for i in range(blocks, blocks + STAGES):
+        mbarrier.wait(values_ready.index(stage), phase ^ 1, pred=i >= STAGES)
         stage, phase = _next(stage, phase, STAGES)
 
 
