@@ -157,9 +157,11 @@ def _visit(
     if MASKED:
         above = _hide(above, seen)
     largest_above, near_above = _near(above, upper, gap, 0, count)
-    below = warpgroup_mma_wait(0, deps=(second,))
     if MASKED:
-        below = _hide(below, seen + _HALF)
+        below = _hide(warpgroup_mma_wait(0, deps=(second,)), seen + _HALF)
+    else:
+        # The compiler would move the maxima behind the wait.
+        below, largest_above = warpgroup_mma_wait(0, deps=(second, largest_above))
     largest_below, near_below = _near(below, lower, gap, _HALF, count)
     near = _any(near_above | near_below)
     if near:
