@@ -45,6 +45,8 @@ CASES = [
     Case((50,), (47,), 16, 1, 2, 128, BF16, BF16, v_dim=64),
     Case((33,), (90,), 2, 1, 2, 80, FP16, FP16, tile_queries=16, block_keys=64),
     Case((300,), (200,), 32, 1, 1, 64, BF16, BF16, factor=50.0, stripes=0.01, **_FULL),
+    Case((400, 0), (250, 70), 16, 1, 2, 128, BF16, BF16, factor=50.0, stripes=0.01, **_FULL),
+    Case((500,), (100,), 64, 1, 2, 64, FP16, FP16, v_dim=128, factor=50.0, stripes=0.01, **_FULL),
     Case((0,), (32768,), 16, 8, 4, 128, BF16, BF16, **_LARGE),
     Case((24576,), (8192,), 64, 8, 4, 128, BF16, BF16, **_LARGE),
     Case((12001, 0, 5, 2048), (3001, 1, 0, 4096), 1, 4, 7, 128, FP16, FP16, **_LARGE),

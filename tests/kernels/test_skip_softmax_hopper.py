@@ -1,0 +1,226 @@
+"""Skip-Softmax prefill on Hopper: the Gluon kernel against the reference, at the sizes that it takes."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from anchor_runs import relative_error, row_slots
+from skip_softmax_runs import BF16, FP16, INF, NAN, TOLERANCE, counts, dense, run_reference, with_factor
+
+from sglang_sparse_kernels.skip_softmax_prefill import Span, make_plan, skip_softmax_prefill
+from sglang_sparse_kernels.skip_softmax_prefill.cases import Case, make
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+# Sums in another order may move a block across the threshold; so many of all blocks, at most.
+BORDERLINE = 2e-4
+FULL: dict[str, Any] = {"tile_queries": 128, "block_keys": 64}
+ROWS = Case((4000, 0, 63), (3000, 8192, 1), 16, 2, 4, 128, BF16, BF16, factor=300.0, stripes=0.002, **FULL)
+SMALL = Case((0,), (300,), 16, 1, 2, 128, FP16, FP16, factor=30.0, **FULL)
+
+hopper_only = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+
+
+def taken(arguments: dict[str, Any]) -> bool:
+    from sglang_sparse_kernels.skip_softmax_prefill import hopper
+
+    return hopper.takes(*(arguments[name] for name in ("q", "k_cache", "v_cache", "plan", "page_size")))
+
+
+def run_hopper(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
+    assert taken(arguments)
+    return skip_softmax_prefill(**arguments, stats=stats)
+
+
+def assert_as_the_reference(arguments: dict[str, Any]) -> None:
+    stats, expected = counts("cuda"), counts("cuda")
+    got = run_hopper(arguments, stats)
+    assert relative_error(got, run_reference(arguments, expected)) < TOLERANCE[got.dtype]
+    assert stats[1] == expected[1] and stats[3] == expected[3]
+    assert abs(stats[2] - expected[2]) <= BORDERLINE * expected[3]
+    # The pairs of a borderline block may count, too.
+    assert abs(stats[0] - expected[0]) <= BORDERLINE * expected[1]
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (128, 128), (128, 64), (64, 128)])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_long_rows_in_one_pass(page_size: int, dim: int, v_dim: int, dtype: torch.dtype) -> None:
+    """Rows that end within a page, a block and a tile; never written slots are NaN."""
+    case = replace(ROWS, page_size=page_size, dim=dim, v_dim=v_dim, dtype=dtype, kv_dtype=dtype)
+    assert_as_the_reference(make(case, "cuda"))
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257, 319, 383, 641])
+@pytest.mark.parametrize("prefix", [0, 5, 64, 1000])
+def test_short_rows(length: int, prefix: int) -> None:
+    assert_as_the_reference(make(replace(SMALL, prefixes=(prefix,), extends=(length,)), "cuda"))
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_dense_spans_beside_sparse_ones() -> None:
+    arguments = make(ROWS, "cuda")
+    spans = [Span(0, 4000, 5100), Span(0, 5100, 7000, sparse=False), Span(1, 0, 3001, sparse=False)]
+    spans += [Span(1, 3001, 8192), Span(2, 63, 64)]
+    assert_as_the_reference({**arguments, "plan": make_plan(spans, 3, "cuda")})
+    assert_as_the_reference(with_factor(arguments, 0.0, 500.0, NAN))
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("group", [2, 6, 8])
+def test_groups_of_heads(group: int) -> None:
+    assert_as_the_reference(make(replace(SMALL, prefixes=(2000,), heads=3, group=group), "cuda"))
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_chunks_of_whole_tiles_equal_one_piece() -> None:
+    arguments = make(replace(ROWS, prefixes=(0,), extends=(8000,)), "cuda")
+    whole = run_hopper(arguments)
+    for size in (128, 1024, 4096):
+        outs = []
+        for first in range(0, 8000, size):
+            part = arguments["q"][first : first + size]
+            plan = make_plan([Span(0, first, first + len(part))], 1, "cuda")
+            outs.append(run_hopper({**arguments, "q": part, "plan": plan}))
+        assert torch.equal(torch.cat(outs), whole), f"chunks of {size}"
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_results_are_equal_from_run_to_run_and_for_other_launch_parameters() -> None:
+    from sglang_sparse_kernels.skip_softmax_prefill import hopper
+
+    arguments = make(ROWS, "cuda")
+    expected = run_hopper(arguments)
+    for _ in range(20):
+        assert torch.equal(run_hopper(arguments), expected)
+    for config in (hopper.Config(num_stages=2), hopper.Config(4, 232, 40)):
+        out = torch.empty_like(expected)
+        assert torch.equal(hopper.skip_softmax_prefill(**arguments, out=out, config=config), expected)
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_what_lies_behind_a_row_is_not_read() -> None:
+    """Neither pages behind the last one, nor slots behind the last token, finite or not."""
+    arguments = make(SMALL, "cuda")
+    expected = run_hopper(arguments)
+    table = torch.full((1, 64), 2**31 - 1, dtype=torch.int32, device="cuda")
+    table[:, :19] = arguments["page_table"]
+    written = torch.zeros(len(arguments["k_cache"]), dtype=torch.bool, device="cuda")
+    written[row_slots(arguments, 0, 300)] = True
+    for other in (NAN, INF, 1e4):
+        changed = {**arguments, "page_table": table}
+        for name in ("k_cache", "v_cache"):
+            changed[name] = torch.where(written[:, None, None], arguments[name], other)
+        assert torch.equal(run_hopper(changed), expected)
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_views_of_larger_tensors() -> None:
+    arguments = make(SMALL, "cuda")
+    expected, q = run_hopper(arguments), arguments["q"]
+    both = torch.cat([arguments["k_cache"], arguments["v_cache"]], dim=1)
+    arguments.update(k_cache=both[:, :1], v_cache=both[:, 1:])
+    arguments["q"] = torch.cat([q, torch.randn_like(q)], dim=1)[:, : q.shape[1]]
+    assert torch.equal(run_hopper(arguments), expected)
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("broken", [NAN, INF])
+def test_broken_keys_show_where_they_are_seen(broken: float) -> None:
+    arguments = with_factor(make(SMALL, "cuda"), 1e9)
+    arguments["q"][:, :, 0] = 2.0**-10
+    arguments["k_cache"][row_slots(arguments, 0, 300)[140], 0, 0] = broken
+    got = run_hopper(arguments)
+    assert got[140:].isnan().all() and not got[:140].isnan().any()
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_a_query_that_is_broken_keeps_the_blocks_of_its_tile() -> None:
+    """To the first head's queries of a tile, one block of keys is fainter than all others."""
+    arguments = with_factor(make(SMALL, "cuda"), 1e9)
+    arguments["q"][:, :, 0] = arguments["k_cache"][:, :, 0] = 0.0
+    arguments["q"][128:256, 0] = 0.0
+    arguments["q"][128:256, 0, 0] = 1.0
+    arguments["k_cache"][row_slots(arguments, 0, 128)[64:], 0, 0] = -3.0 / arguments["sm_scale"]
+    sparse, exact = run_hopper(arguments), dense(arguments, SMALL)
+    arguments["q"][200, 0] = NAN
+    got = run_hopper(arguments)
+    others = [*range(128, 200), *range(201, 256)]
+    assert got[200, 0].isnan().all()
+    assert relative_error(got[others, 0], exact[others, 0]) < TOLERANCE[FP16]
+    assert relative_error(sparse[others, 0], exact[others, 0]) > TOLERANCE[FP16]
+    assert torch.equal(got[:128], sparse[:128]) and torch.equal(got[256:], sparse[256:])
+    assert torch.equal(got[:, 1], sparse[:, 1])
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_keys_of_minus_infinity_have_no_weight() -> None:
+    arguments = with_factor(make(SMALL, "cuda"), 0.0)
+    arguments["q"][:] = arguments["q"].abs() + 0.1
+    arguments["k_cache"][row_slots(arguments, 0, 300)[1:128]] = -INF
+    got = run_hopper(arguments)
+    assert not got.isnan().any() and relative_error(got, dense(arguments, SMALL)) < TOLERANCE[FP16]
+
+
+COMPILE = """
+import dataclasses, json, sys, torch
+from unittest import mock
+from eval import compile_kernels
+from sglang_sparse_kernels import launch
+from sglang_sparse_kernels.skip_softmax_prefill import hopper, skip_softmax_prefill
+from sglang_sparse_kernels.skip_softmax_prefill.cases import Case, make
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+case = Case((100,), (200,), 16, 2, 4, 128, BF16, BF16, tile_queries=128, block_keys=64)
+with compile_kernels.compiling("9.0") as found:
+    for page, dim, dtype in ((16, 128, BF16), (64, 128, FP16), (32, 64, BF16)):
+        changes = {"page_size": page, "dim": dim, "dtype": dtype, "kv_dtype": dtype}
+        skip_softmax_prefill(**make(dataclasses.replace(case, **changes), "cpu"))
+for kernel in found:
+    used = compile_kernels.resources(kernel)
+    # At most some values of the loading warp, and none of those that compute.
+    print(used["kernel"], used["stack_bytes"] <= 16, used["shared_bytes"] <= 232448, "wgmma" in kernel.asm["ptx"])
+
+def taken(change=None, target="9.0", **changes):
+    arguments = make(dataclasses.replace(case, **changes), "cpu") | (change or {})
+    with mock.patch.object(launch, "stand_in", compile_kernels.TARGETS[target]):
+        return hopper.takes(*(arguments[name] for name in ("q", "k_cache", "v_cache", "plan", "page_size")))
+
+odd, wide = torch.zeros(320, 2, 258, dtype=BF16), torch.zeros(320, 2, 264, dtype=BF16)
+print([taken(), taken(group=2), taken(dim=64), taken({"q": torch.zeros(200, 8, 256, dtype=BF16)[..., :128]})])
+print([
+    *(taken(target=target) for target in ("8.0", "10.0", "12.0")),
+    *(taken(page_size=size) for size in (1, 8)),
+    *(taken(group=group) for group in (1, 7)),
+    *(taken(dim=dim) for dim in (96, 256)),
+    *(taken(tile_queries=64), taken(block_keys=128), taken(kv_dtype=FP8), taken(v_dim=96)),
+    *(taken({"k_cache": odd[..., :128]}), taken({"v_cache": wide[..., 4:132]})),
+    taken({"v_cache": torch.zeros(2, 320, 128, dtype=BF16).transpose(0, 1)}),
+    taken({"k_cache": torch.zeros(320, 1, 128, dtype=BF16).expand(320, 2, 128)}),
+])
+"""
+
+
+def test_it_compiles_for_hopper_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+    *kernels, yes, no = done.stdout.splitlines() or [done.stderr[-2000:]] * 3
+    assert kernels == ["_skip_softmax_hopper_kernel True True True"] * 3, done.stderr[-2000:]
+    assert "False" not in yes and "True" not in no, (yes, no)
