@@ -151,6 +151,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "needles-tail": lambda: needles.needles(_named(lambda name: name.startswith("niah-tiny-gqa") and TAILS in name)),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
     "prefill-perplexity": lambda: prefill_ppl.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
+    "prefill-gate": lambda: prefill_ppl.gates(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "prefill-control": lambda: prefill_ppl.controls(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "theta": lambda: theta_summary.theta([_file(name) for name in THETA]),
     "theta-equal": lambda: theta_summary.equal([_file(name) for name in EVEN]),
