@@ -18,7 +18,9 @@ Row = Mapping[str, Any]
 VISIBLE = 0.005
 # Shares of the pairs left out at which the two comparisons are set side by side.
 SHARES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
-SHARED = ("sparsity", "recall", "oracle", "random")
+SHARED = ("sparsity", "recall", "oracle", "random", "window", "always")
+# By whom planted keys are found.
+PLANTED = ("anchor", "random", "window")
 LABELS = {True: "with anchor", False: "without anchor"}
 
 
@@ -27,7 +29,7 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     Args:
         rows: of the JSONL file: ``item`` rows with task, length, layer, anchor, theta, and by head sparsity, recall
-            and, in later files, oracle and random. Of equal items the last counts.
+            and, in later files, oracle, random, window and always. Of equal items the last counts.
 
     Returns:
         One dict for each task, length, comparison and threshold: these shares, means of all heads, and of the recall
