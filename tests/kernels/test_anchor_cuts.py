@@ -24,7 +24,7 @@ from sglang_sparse_kernels.anchor_prefill.cases import Case, make
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 GROUP = BLOCK * STEP
 LARGE: dict[str, Any] = {"block_size": 128, "step": 16, "stripes": 1.0, "gpu_only": True}
-SCALES = {"k_scale": 0.5, "v_scale": 2.0}
+SCALES: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0}
 # Prompts of one row in which chunks cut every group.
 CUT = [
     Case((0,), (205,), 16, 1, 2, 64, FP16, FP16, step=4, stripes=1.0),
@@ -50,7 +50,7 @@ def prompts(prefixes: tuple[int, ...], lengths: tuple[int, ...], run: Any, devic
     thetas = []
     for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
         last = (prefix + length - 1) // GROUP
-        gaps = reference.key_gaps(*(arguments[name] for name in names), row, last).amin(0)
+        gaps = reference.key_gaps(*(arguments[name] for name in names), row=row, group=last).amin(0)
         found = gaps[gaps.isfinite()].sort().values
         # Between two, so that rounding changes nothing.
         thetas.append(found[len(found) // 8 - 1 :][:2].mean())
@@ -143,7 +143,7 @@ def cut_prompt(case: Case, device: str) -> tuple[dict[str, Any], int]:
     q = arguments["q"] * (0.5 + place / group)[:, None, None]
     arguments["q"] = q.to(case.dtype)
     names = ("q", "k_cache", "page_table", "plan", "page_size", "sm_scale", "k_scale")
-    gaps = reference.key_gaps(*(arguments[name] for name in names), 0, (prefix + length - 1) // group).amin(0)
+    gaps = reference.key_gaps(*(arguments[name] for name in names), row=0, group=(prefix + length - 1) // group).amin(0)
     arguments["theta"] = gaps[gaps.isfinite()].median()[None]
     return arguments, group * 3 // 8 + 1
 
