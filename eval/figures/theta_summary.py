@@ -102,6 +102,70 @@ def bounds(paths: Sequence[Path]) -> str:
     return table(rows, columns)
 
 
+def selectors(paths: Sequence[Path]) -> str:
+    """Of the mass of keys that may be left out, what is kept by as many keys of each selector, by files with these."""
+    rows = []
+    for row in (row for path in paths for row in visible(summarise(read_finished(path))) if row["anchor"]):
+        optional = 1 - row["always"]
+        kept = {name: (row[name] - row["always"]) / optional for name in ("recall", "oracle", "random", "window")}
+        rows.append({**row, **kept, "threshold": f"{row['theta']:g}", "optional": optional})
+    columns = [
+        ("input", text("task")),
+        ("length", length),
+        ("θ", text("threshold")),
+        ("left out", percent("sparsity")),
+        ("mass of keys that may be left out", number("optional", 3)),
+        ("kept of it", percent("recall")),
+        ("by the best keys", percent("oracle")),
+        ("by random keys", percent("random")),
+        ("by the newest keys", percent("window")),
+    ]
+    return table(rows, columns)
+
+
+def planted(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Which share of planted keys is found.
+
+    Args:
+        rows: of the JSONL file: ``planted`` rows; of equal ones the last counts.
+
+    Returns:
+        One dict for each task, length and threshold: ``n``, the planted keys of all heads and prompts for one number of
+        queries; for each of these numbers its share that AnchorAttention finds, ``anchor`` and the number; and
+        ``random`` and ``window``, the shares that others find, whatever the queries.
+    """
+    kept = {row["id"]: row for row in rows if row["kind"] == "planted"}
+    groups: dict[tuple[str, int, float], list[Row]] = {}
+    for row in kept.values():
+        groups.setdefault((row["task"], row["length"], row["theta"]), []).append(row)
+    found = []
+    for (task, size, limit), mine in sorted(groups.items()):
+        line: dict[str, Any] = {"task": task, "length": size, "theta": limit}
+        for queries in sorted({row["queries"] for row in mine}):
+            same = [row for row in mine if row["queries"] == queries]
+            line["n"] = sum(row["keys"] * len(row["anchor"]) for row in same)
+            line[f"anchor {queries}"] = fmean(share for row in same for share in row["anchor"])
+        others = {name: fmean(share for row in mine for share in row[name]) for name in ("random", "window")}
+        found.append({**line, **others})
+    return found
+
+
+def planted_keys(paths: Sequence[Path]) -> str:
+    """A line for each threshold of files with planted keys, see `planted`."""
+    rows = [{**row, "threshold": f"{row['theta']:g}"} for path in paths for row in planted(read_finished(path))]
+    counts = sorted({int(name.split()[1]) for row in rows for name in row if name.startswith("anchor ")}, reverse=True)
+    columns = [
+        ("input", text("task")),
+        ("length", length),
+        ("θ", text("threshold")),
+        ("planted keys", text("n")),
+        *((f"found, {count} queries", percent(f"anchor {count}")) for count in counts),
+        ("by random keys", percent("random")),
+        ("by the newest keys", percent("window")),
+    ]
+    return table(rows, columns)
+
+
 def at_equal_sparsity(summary: Sequence[Row], shares: Sequence[float] = SHARES) -> list[dict[str, Any]]:
     """The recall of both comparisons where they leave out as much, on straight lines between their thresholds.
 

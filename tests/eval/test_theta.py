@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from eval import theta
-from eval.figures.theta_summary import PLANTED, SHARED, at_equal_sparsity, spread, summarise
+from eval.figures.theta_summary import PLANTED, SHARED, at_equal_sparsity, planted, spread, summarise
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows, result_files
 from eval.parts.recall_attention import Captured
 from eval.parts.recall_planted import SHARE, Key, find, places, plant
 from eval.parts.recall_prefill import anchors, measure
-from eval.report import EVEN, RESULTS, THETA
+from eval.report import EVEN, RESULTS, SELECTORS, THETA
 
 BLOCK, STEP, TOKENS, HEADS = 16, 2, 90, 4
 SMALL = ["--structured", "{}", "--lengths", "600", "--block-size", "64", "--step", "2", "--thetas", "2,6"]
@@ -207,6 +207,31 @@ def test_the_anchor_keeps_more_of_the_same_size(name: str) -> None:
     found = at_equal_sparsity(summarise(rows), [share / 20 for share in range(1, 20)])
     assert len(found) >= 13 * len(rows[0]["arguments"]["lengths"])
     assert all(row["recall"] > row["recall_without"] for row in found)
+
+
+def test_planted_keys_tell_selectors_apart() -> None:
+    """Of the file that the documents are made from, where few keys are kept: its mean hides a part of a block."""
+    rows = read_rows(result_files(RESULTS)[SELECTORS])
+    lines = [line for line in planted(rows) if line["random"] < 0.05]
+    assert {line["length"] for line in lines} == {8192, 16384, 32768}
+    for line in lines:
+        assert line["anchor 128"] > 0.95 and line["window"] < 0.01 and line["n"] >= 48
+        assert line["anchor 8"] < 0.05
+    kept = [row for row in summarise(rows) if row["anchor"] and row["sparsity"] > 0.6]
+    for row in kept:
+        best, found, *others = (row[name] - row["always"] for name in ("oracle", "recall", "random", "window"))
+        assert max(others) < 0.5 * found <= 0.5 * best + 1e-6
+    assert len(kept) >= 15
+
+
+def test_planted_keys_are_counted_once() -> None:
+    row = {"kind": "planted", "id": "a", "task": "it", "length": 8192, "theta": 2.0, "queries": 8, "keys": 3}
+    row |= {"anchor": [0.0, 0.5], "random": [0.1, 0.3], "window": [0.0, 0.0]}
+    other = {**row, "id": "b", "queries": 128, "anchor": [1.0, 1.0], "window": [0.0, 1.0]}
+    again = {**other, "id": "c", "window": [0.5, 0.5]}
+    (line,) = planted([{**row, "anchor": [9.0, 9.0]}, row, other, again, {"kind": "item"}])
+    assert (line["anchor 8"], line["anchor 128"], line["n"]) == (0.25, 1.0, 12)
+    assert line["random"] == pytest.approx(0.2) and line["window"] == pytest.approx(1 / 3)
 
 
 def test_the_planted_level_is_the_model_s() -> None:
