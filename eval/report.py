@@ -69,6 +69,7 @@ PROFILE = "profile-qwen3-1.7b-1x256k"
 THETA = ("theta-tiny-gqa", "theta-structured")
 # The planted attention without a level beside them.
 EVEN = (*THETA, "theta-structured-even")
+SELECTORS = "theta-structured-selectors"
 SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b", "serving-v2-lite-contexts")
 THROUGHPUT = "throughput-qwen3-8b"
 FIRST_TOKEN = "first-token-qwen3-8b"
@@ -151,10 +152,13 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "needles-tail": lambda: needles.needles(_named(lambda name: name.startswith("niah-tiny-gqa") and TAILS in name)),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
     "prefill-perplexity": lambda: prefill_ppl.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
+    "prefill-gate": lambda: prefill_ppl.gates(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "prefill-control": lambda: prefill_ppl.controls(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "theta": lambda: theta_summary.theta([_file(name) for name in THETA]),
     "theta-equal": lambda: theta_summary.equal([_file(name) for name in EVEN]),
     "theta-bounds": lambda: _measured("theta-tiny-gqa-bounds", lambda path: theta_summary.bounds([path])),
+    "theta-selectors": lambda: theta_summary.selectors([_file(SELECTORS)]),
+    "theta-planted": lambda: theta_summary.planted_keys([_file(SELECTORS)]),
     "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),
     "rectification": lambda: report_tables.rectification(_file("ppl-rectify-records")),
     "rectification-mla": lambda: report_tables.rectification(_file("ppl-rectify-mla-records-cpu")),

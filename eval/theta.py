@@ -7,11 +7,15 @@ thresholds below 0 are of interest, too), averaged over layers and heads:
 
 - *sparsity*: the share of the causal query-key pairs that are left out;
 - *recall*: the share of the attention mass that falls on the pairs that are kept, mean over queries;
-- *oracle*: the most that as many keys of each group of queries and head could keep, and *random*: what as many random
-  ones keep, beside those that the method always keeps.
+- *oracle*: the most that as many keys of each group of queries and head could keep, and beside those that the method
+  always keeps, which alone keep *always*, *random*: what as many random ones keep, and *window*: as many of the newest.
 
 Rows of the kind ``anchors`` say how far apart the anchors are that the scores are compared with: by query head the mean
 over its blocks of queries, and their standard deviation.
+
+With ``--planted`` there are rows of the kind ``planted``: in each group so many queries of a block look for one key far
+before it (`eval.parts.recall_planted`), and the rows say which share of such keys the method finds, and as many random
+or newest keys do.
 
 Prompts are needles in books or stretches of a text (``--text``) on a checkpoint, as for `eval.recall`, or attention of
 a known structure (``--structured``, see `eval.structured`), which needs no model.
@@ -30,18 +34,31 @@ import torch
 from tqdm import tqdm
 
 from eval.figures.pictures import add_file_arguments, rows_of
-from eval.figures.theta_summary import plot, summarise
+from eval.figures.theta_summary import PLANTED, SHARED, plot, summarise
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record
 from eval.live.tokens import tokens
 from eval.parts.recall_attention import Captured, capture, load_model
+from eval.parts.recall_planted import find, places, plant
 from eval.parts.recall_prefill import anchors, measure
 from eval.recall import add_prompt_arguments, prompts
 from eval.structured.generator import make_qkv, read_recipe
 
 COMMAND = "eval.theta"
-ARGUMENTS = ("model_path", "structured", "lengths", "n", "thetas", "block_size", "step", "text", "book", "no_chat")
+ARGUMENTS = (
+    "model_path",
+    "structured",
+    "lengths",
+    "n",
+    "thetas",
+    "block_size",
+    "step",
+    "text",
+    "book",
+    "no_chat",
+    "planted",
+)
 
 
 def sources(args: argparse.Namespace) -> Iterator[tuple[str, int, Callable[[Callable[[Captured], None]], None]]]:
@@ -71,7 +88,7 @@ def task_of(args: argparse.Namespace) -> str:
 
 
 def judged(args: argparse.Namespace, captured: Captured, prompt: str, length: int) -> Iterator[dict[str, Any]]:
-    """The rows of a layer: one of the kind ``anchors``, and an ``item`` for each comparison and threshold."""
+    """The rows of a layer: ``anchors``, an ``item`` for each comparison and threshold, and ``planted`` if asked for."""
     place = {"task": task_of(args), "length": length, "layer": captured.layer}
 
     def by_head(values: torch.Tensor) -> list[float]:
@@ -82,8 +99,15 @@ def judged(args: argparse.Namespace, captured: Captured, prompt: str, length: in
     yield {"kind": "anchors", "id": f"{prompt}/{captured.layer}", **place, **spread}
     for kept in measure(captured, args.thetas, args.block_size, args.step):
         name = f"{prompt}/{captured.layer}/{kept.anchor}/{kept.theta}"
-        shares = {share: by_head(getattr(kept, share)) for share in ("sparsity", "recall", "oracle", "random")}
+        shares = {share: by_head(getattr(kept, share)) for share in SHARED}
         yield {"kind": "item", "id": name, **place, "anchor": kept.anchor, "theta": kept.theta, **shares}
+    sizes = args.block_size, args.step
+    keys = places(length, captured.key.shape[1], args.planted, *sizes, f"{args.seed} {prompt}")
+    for one in find(plant(captured, keys), keys, args.thetas, *sizes) if keys else ():
+        name = f"{prompt}/{captured.layer}/planted/{one.queries}/{one.theta}"
+        shares = {share: by_head(getattr(one, share)) for share in PLANTED}
+        facts = {"queries": one.queries, "theta": one.theta, "keys": one.keys}
+        yield {"kind": "planted", "id": name, **place, **facts, **shares}
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -132,6 +156,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--thetas", type=list_of(float), default="-8,-6,-4,-2,0,2,4,6,8,10,12,14", help="thresholds")
     parser.add_argument("--block-size", type=int, default=128, help="queries of a block")
     parser.add_argument("--step", type=int, default=16, help="query blocks of a group")
+    parser.add_argument(
+        "--planted", type=list_of(int), default=[], metavar="N,N", help="queries that look for a planted key each"
+    )
     add_file_arguments(parser, "a model")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     args = parser.parse_args(arguments)
@@ -145,6 +172,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     group = args.block_size * args.step
     if not args.lengths or args.lengths[0] <= group:
         raise EvaluationError(f"--lengths {args.lengths}: allowed is a list of lengths above a group of {group} tokens")
+    if not all(1 <= count <= args.block_size for count in args.planted) or len(args.planted) > args.step:
+        raise EvaluationError(
+            f"--planted {args.planted}: allowed are up to {args.step} numbers from 1 to {args.block_size}, a block"
+        )
     return args
 
 

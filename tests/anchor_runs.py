@@ -1,12 +1,18 @@
 """What the tests of anchor attention share: its two implementations, and a pass in pieces."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from sglang_sparse_kernels.anchor_prefill import GroupMeans, anchor_prefill, cases, make_plan, reference
+from sglang_sparse_kernels.anchor_prefill.plan import GroupPart
 
 BLOCK, STEP = 16, 2
+# Relative L2 error by the dtype of the query; bfloat16 also rounds the weights of the softmax.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# Keys this close to the threshold may be active or not: the kernel rounds the mean queries to the dtype of the query.
+BORDERLINE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}
 
 
 def run_reference(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,3 +49,33 @@ def chunked(arguments: dict[str, Any], chunks: list[int], run: Any, prefix: int 
         outs.append(run({**arguments, "q": q, "plan": plan, "means": means}))
         start += size
     return torch.cat(outs)
+
+
+def triton_active(
+    arguments: dict[str, Any], means: Mapping[int, GroupMeans] | None = None
+) -> list[tuple[GroupPart, torch.Tensor]]:
+    """The kernels' active keys ``[Hq, candidates]`` of each part; asserts that the lists ascend. ``means`` move on."""
+    # The interpreter has to be turned on before Triton is imported, and not all tests that import this file need it.
+    from sglang_sparse_kernels.anchor_prefill import triton as kernels
+
+    masks, made = [], arguments["plan"]
+    for piece in made.slices:
+        q = arguments["q"][piece.first_query : piece.first_query + piece.num_queries]
+        config = kernels.default_config(made.block_size, q.shape[2], q.device)
+        scale = arguments["sm_scale"] * arguments["k_scale"]
+        k_cache, v_cache, table, size = (arguments[name] for name in ("k_cache", "v_cache", "page_table", "page_size"))
+        launch = kernels.Launch(q, k_cache, v_cache, table, made, piece, size, scale, config)
+        scratch = kernels.find_active_keys(launch, arguments["theta"], means or {})
+        for number, part in enumerate(piece.parts):
+            slots = row_slots(arguments, part.row, made.block_size + part.candidates)
+            position = torch.full((k_cache.shape[0],), -1, dtype=torch.int64, device=q.device)
+            position[slots] = torch.arange(len(slots), device=q.device) - made.block_size
+            mask = torch.zeros(q.shape[1], part.candidates, dtype=torch.bool, device=q.device)
+            for head in range(q.shape[1]):
+                start = part.offset * q.shape[1] + head * part.candidates
+                listed = scratch.slots[start : start + int(scratch.counts[number, head])].long()
+                keys = position[listed]
+                assert (keys.diff() > 0).all()
+                mask[head, keys] = True
+            masks.append((part, mask))
+    return masks

@@ -4,7 +4,9 @@ A goal that is set for several shapes is several entries with one ``id``. ``row`
 ``summary`` row, so that unfinished runs do not, with these fields; what the row lacks is looked up among the
 ``arguments`` of the file's header and in the header itself. Where it names a ``target_sparsity``, the ``sparsity`` of
 the row must be within two points of it; where it also names an ``active``, the target is one of active blocks, and
-their share must be within a tenth of its own size, too (`near_active`). ``read`` is the field with the figure.
+their share must be within a tenth of its own size, too (`near_active`). ``read`` is the field with the figure;
+``search``, the share of an operation's time in which it finds the keys, is made of the times of its kernels, ``parts``
+of the ``item`` row with the same ``id``.
 
 Where several files have such a row, the newest file counts: the one whose header says the latest ``started`` (UTC, ISO
 8601); files that do not say it are older than those that do, and among equals the last by name counts.
@@ -29,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from eval.figures.prefill import with_search
 from eval.figures.report_tables import Column, table, text
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows, result_files
@@ -47,6 +50,7 @@ UNITS = {
     "us": ("{} µs", False),
     "of dense": ("{} of dense", False),
     "pages": ("{} pages", False),
+    "share": ("{} of its time", False),
 }
 QUALITY = {
     "relative_l2": "relative L2 {:.2g}",
@@ -78,8 +82,8 @@ class Goal:
         id: as performance goals are called, such as "K1".
         part: which of its shapes or settings.
         what: is measured.
-        unit: of `UNITS`: times faster than the strongest dense peer, or an upper bound in microseconds, in pages, or as
-            a multiple of the dense peer's time.
+        unit: of `UNITS`: times faster than the strongest dense peer, or an upper bound: in microseconds, pages, times
+            the dense peer's time, or a share of the operation's own.
         must: the figure to reach.
         stretch: a better one.
         limit: what the hardware allows.
@@ -160,9 +164,7 @@ def near_active(share: float, target: float) -> bool:
 
 
 def near_target(sparsity: float, target: float, active: object) -> bool:
-    """Whether a measured sparsity is the one that inputs were made for. Where these name the share of the blocks that
-    are `active` (None elsewhere) that one must be near in its own size too, see `near_active`.
-    """
+    """Whether a sparsity is what inputs were made for; the share of `active` blocks, if any, as `near_active` says."""
     if active is not None:
         return near_active(1 - sparsity, 1 - target)
     return abs(sparsity - target) <= SPARSITY_TOLERANCE
@@ -195,7 +197,9 @@ def read_results(folder: Path, commands: Iterable[str]) -> list[Results]:
         header, *rows = read_rows(path) or [{}]
         if header.get("command") in wanted:
             shared = {**header, **header.get("arguments", {})}
+            parts = {row.get("id"): row.get("parts") for row in rows if row.get("kind") == "item"}
             summary = [{**shared, **row} for row in rows if row.get("kind") == "summary"]
+            summary = [{**with_search({**row, "parts": parts.get(row.get("id"))})} for row in summary]
             found.append(Results(path, header.get("started", ""), summary))
     return sorted(found, key=lambda results: (results.started, results.path.name), reverse=True)
 
@@ -220,15 +224,7 @@ def measured(goal: Goal, results: Iterable[Results]) -> tuple[dict[str, Any], Pa
 
 
 def operation(goal: Goal, results: Iterable[Results]) -> dict[str, Any] | None:
-    """The row that ``quality_from`` of a goal names, None where it names none or nobody measured it.
-
-    Args:
-        goal: which.
-        results: newest first.
-
-    Raises:
-        EvaluationError: a file has two such rows.
-    """
+    """The row that ``quality_from`` of a goal names, as `measured` finds it; None where it names none."""
     if not goal.quality_from:
         return None
     found = measured(replace(goal, row=goal.quality_from, read=OPERATION[0], bounds={}), results)

@@ -34,7 +34,7 @@ def prefill(path: Path) -> str:
         ("why not", text("unavailable")),
     ]
     items = _absent_once([row for row in read_finished(path) if row["kind"] == "item"])
-    return table(with_equal_recall([_with_search(row) for row in items]), columns)
+    return table(with_equal_recall([with_search(row) for row in items]), columns)
 
 
 def _absent_once(items: Sequence[Row]) -> list[Row]:
@@ -69,8 +69,8 @@ def with_equal_recall(items: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _with_search(row: Row) -> Row:
-    """With the share of the kernels' time that finding the active keys takes."""
+def with_search(row: Row) -> Row:
+    """With ``search``, the share of the kernels' time that finding the active keys takes, where ``parts`` say it."""
     parts = row.get("parts") or {}
     search = sum(us for name, us in parts.items() if "identify" in name or "compact" in name)
     return {**row, "search": search / sum(parts.values())} if search else row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,69 @@ def against(rows: Sequence[dict[str, Any]], control: Sequence[dict[str, Any]], s
             changes = {"change": float(np.mean(row["change"])), "control_change": float(np.mean(other["change"]))}
             found.append({"task": task, "positions": f"{row['from']}-{row['to']}", **line, **changes})
     return found
+
+
+def gate(
+    rows: Sequence[dict[str, Any]], control: Sequence[dict[str, Any]], seed: int = 0, bound: float = BOUND
+) -> list[dict[str, Any]]:
+    """Gate E with its control: whether a loss is within the bound, and whether a selection as large would lose more.
+
+    Args:
+        rows: of the method's file, see `summarise`.
+        control: of the control's, over the same windows.
+        seed: of the bootstrap.
+        bound: largest share by which perplexity may grow.
+
+    Returns:
+        One dict for each text, with ``positions`` "judged", and for each of its buckets in which something changed:
+        ``lost``, the mean difference of the log-perplexity of its windows, sparse minus dense, in nats a token, with
+        its 95 % interval; ``control``, likewise the control's; ``over``, the control's minus the method's; ``passed``
+        and ``control_passed``, whether an interval ends within the bound; ``apart``, whether all of the last one is
+        above 0.
+
+    Raises:
+        EvaluationError: they are not of the same windows.
+    """
+    found = []
+    parts = (summarise(rows, seed, bound), summarise(control, seed, bound), against(rows, control, seed))
+    for lines in zip(*parts, strict=True):
+        if lines[0].get("change") == 0:
+            continue
+        row = {name: lines[0][name] for name in ("task", "positions", "windows")}
+        for name, line in zip(("lost", "control", "over"), lines, strict=True):
+            row |= {name: math.log1p(line["relative"])}
+            row |= {f"{name}_interval": tuple(math.log1p(end) for end in line["relative_interval"])}
+        limit = math.log1p(bound)
+        row |= {"passed": row["lost_interval"][1] <= limit, "control_passed": row["control_interval"][1] <= limit}
+        found.append({**row, "apart": row["over_interval"][0] > 0})
+    return found
+
+
+def gates(path: Path, control: Path) -> str:
+    """Gate E of a file's texts beside a control's, see `gate`."""
+    header, *rows = read_finished(path)
+    found = gate(rows, read_finished(control), header["arguments"]["seed"])
+    yes_no = {True: "yes", False: "no"}
+    columns: list[Column] = [
+        ("text", text("task")),
+        ("positions", text("positions")),
+        ("windows", text("windows")),
+        ("log-perplexity lost, found", _nats("lost")),
+        ("random", _nats("control")),
+        ("random minus found", _nats("over")),
+        (f"found within {math.log1p(BOUND):.4f}", lambda row: yes_no[row["passed"]]),
+        ("random within it", lambda row: yes_no[row["control_passed"]]),
+        ("random loses more", lambda row: yes_no[row["apart"]]),
+    ]
+    return table(found, columns)
+
+
+def _nats(name: str) -> Callable[[Row], str]:
+    def written(row: Row) -> str:
+        low, high = row[f"{name}_interval"]
+        return f"{row[name]:+.4f} ({low:+.4f} … {high:+.4f})"
+
+    return written
 
 
 def controls(path: Path, control: Path) -> str:

@@ -18,7 +18,9 @@ Row = Mapping[str, Any]
 VISIBLE = 0.005
 # Shares of the pairs left out at which the two comparisons are set side by side.
 SHARES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
-SHARED = ("sparsity", "recall", "oracle", "random")
+SHARED = ("sparsity", "recall", "oracle", "random", "window", "always")
+# By whom planted keys are found.
+PLANTED = ("anchor", "random", "window")
 LABELS = {True: "with anchor", False: "without anchor"}
 
 
@@ -27,7 +29,7 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     Args:
         rows: of the JSONL file: ``item`` rows with task, length, layer, anchor, theta, and by head sparsity, recall
-            and, in later files, oracle and random. Of equal items the last counts.
+            and, in later files, oracle, random, window and always. Of equal items the last counts.
 
     Returns:
         One dict for each task, length, comparison and threshold: these shares, means of all heads, and of the recall
@@ -96,6 +98,70 @@ def bounds(paths: Sequence[Path]) -> str:
         ("by the best keys", number("oracle", 3)),
         ("by random keys", number("random", 3)),
         ("of the best's", percent("of_oracle")),
+    ]
+    return table(rows, columns)
+
+
+def selectors(paths: Sequence[Path]) -> str:
+    """Of the mass of keys that may be left out, what is kept by as many keys of each selector, by files with these."""
+    rows = []
+    for row in (row for path in paths for row in visible(summarise(read_finished(path))) if row["anchor"]):
+        optional = 1 - row["always"]
+        kept = {name: (row[name] - row["always"]) / optional for name in ("recall", "oracle", "random", "window")}
+        rows.append({**row, **kept, "threshold": f"{row['theta']:g}", "optional": optional})
+    columns = [
+        ("input", text("task")),
+        ("length", length),
+        ("θ", text("threshold")),
+        ("left out", percent("sparsity")),
+        ("mass of keys that may be left out", number("optional", 3)),
+        ("kept of it", percent("recall")),
+        ("by the best keys", percent("oracle")),
+        ("by random keys", percent("random")),
+        ("by the newest keys", percent("window")),
+    ]
+    return table(rows, columns)
+
+
+def planted(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Which share of planted keys is found.
+
+    Args:
+        rows: of the JSONL file: ``planted`` rows; of equal ones the last counts.
+
+    Returns:
+        One dict for each task, length and threshold: ``n``, the planted keys of all heads and prompts for one number of
+        queries; for each of these numbers its share that AnchorAttention finds, ``anchor`` and the number; and
+        ``random`` and ``window``, the shares that others find, whatever the queries.
+    """
+    kept = {row["id"]: row for row in rows if row["kind"] == "planted"}
+    groups: dict[tuple[str, int, float], list[Row]] = {}
+    for row in kept.values():
+        groups.setdefault((row["task"], row["length"], row["theta"]), []).append(row)
+    found = []
+    for (task, size, limit), mine in sorted(groups.items()):
+        line: dict[str, Any] = {"task": task, "length": size, "theta": limit}
+        for queries in sorted({row["queries"] for row in mine}):
+            same = [row for row in mine if row["queries"] == queries]
+            line["n"] = sum(row["keys"] * len(row["anchor"]) for row in same)
+            line[f"anchor {queries}"] = fmean(share for row in same for share in row["anchor"])
+        others = {name: fmean(share for row in mine for share in row[name]) for name in ("random", "window")}
+        found.append({**line, **others})
+    return found
+
+
+def planted_keys(paths: Sequence[Path]) -> str:
+    """A line for each threshold of files with planted keys, see `planted`."""
+    rows = [{**row, "threshold": f"{row['theta']:g}"} for path in paths for row in planted(read_finished(path))]
+    counts = sorted({int(name.split()[1]) for row in rows for name in row if name.startswith("anchor ")}, reverse=True)
+    columns = [
+        ("input", text("task")),
+        ("length", length),
+        ("θ", text("threshold")),
+        ("planted keys", text("n")),
+        *((f"found, {count} queries", percent(f"anchor {count}")) for count in counts),
+        ("by random keys", percent("random")),
+        ("by the newest keys", percent("window")),
     ]
     return table(rows, columns)
 

@@ -23,6 +23,9 @@ class Kept:
         recall: ``[q_heads]``, share of the attention mass that falls on the others, mean over queries.
         oracle: ``[q_heads]``, the most that as many keys of every group of queries could keep.
         random: ``[q_heads]``, what as many random ones keep on average, beside those that are always kept.
+        window: ``[q_heads]``, what as many of the newest ones keep, right before those that are always kept: the first
+            block and these are sinks and a sliding window.
+        always: ``[q_heads]``, what those keep that are always kept.
     """
 
     anchor: bool
@@ -31,6 +34,8 @@ class Kept:
     recall: Tensor
     oracle: Tensor
     random: Tensor
+    window: Tensor
+    always: Tensor
 
 
 def measure(
@@ -47,22 +52,24 @@ def measure(
             tensor of zeros in the anchor's place.
     """
     tokens, heads = captured.query.shape[:2]
-    # Of what is left out: the mass, that of the oracle's choice, and that of a random one.
-    mass = {(anchor, theta): torch.zeros(3, heads) for anchor in with_anchor for theta in thetas}
+    # Of what is left out: the mass, that of the other choices in the order of `Kept`, and that of all that may be.
+    mass = {(anchor, theta): torch.zeros(5, heads) for anchor in with_anchor for theta in thetas}
     left_out = {place: torch.zeros(heads, dtype=torch.int64) for place in mass}
     for first in range(0, tokens, block_size * step):
         end = min(first + block_size * step, tokens)
         compared, weights = candidates(captured, first, end, block_size)
         least = torch.nn.functional.pad(weights.sort(1).values.cumsum(1), (1, 0))
         optional = compared > -torch.inf
-        average = (weights * optional).sum(1) / optional.sum(1).clamp_min(1)
+        oldest = torch.nn.functional.pad((weights * optional).cumsum(1), (1, 0))
+        most = oldest[:, -1]
+        average = most / optional.sum(1).clamp_min(1)
         for anchor in with_anchor:
             gaps = compared if anchor else -_mean_logits(captured, first, end, block_size)
             for theta in thetas:
                 missed = gaps > theta
                 count = missed.sum(1)
-                without = least.gather(1, count[:, None])[:, 0]
-                mass[anchor, theta] += torch.stack([(weights * missed).sum(1), without, average * count])
+                without, old = (part.gather(1, count[:, None])[:, 0] for part in (least, oldest))
+                mass[anchor, theta] += torch.stack([(weights * missed).sum(1), without, average * count, old, most])
                 left_out[anchor, theta] += count * (end - first)
     causal = tokens * (tokens + 1) // 2
     return [Kept(*place, left_out[place] / causal, *(1 - mass[place] / tokens)) for place in mass]

@@ -86,6 +86,22 @@ def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
     return Leg(f"needles-{name}", commands, Server("eval/models/tiny-gqa", flags))
 
 
+def _anchor_batches(name: str, *more: str) -> Leg:
+    """The same thresholds in batches of mixed lengths, with and without prefixes of prompts in the cache.
+
+    Ten questions of each length, in its order: of those that are asked at once there are always two lengths or more.
+    """
+    flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", "eval/models/tiny-gqa/anchor.json")
+    flags += ("--page-size", "16", "--attention-backend", "fa3", *_GRAPHS, *more)
+    lengths = ",".join(f"{thousands}k" for thousands in range(10, 33, 2))
+    asked = (*_BESIDE_DENSE, "--tasks", "single,multikey", "--n", "1", "--concurrency", _AT_ONCE, "--lengths", lengths)
+    commands = tuple(
+        Command("eval.niah", f"niah-mixed-tiny-gqa-{name}-{form}.jsonl", (*asked, "--form", form))
+        for form in ("chat", "second_turn")
+    )
+    return Leg(f"needles-mixed-{name}", commands, Server("eval/models/tiny-gqa", flags))
+
+
 def _calibrated_server(method: str, config: Mapping[str, Any], environment: tuple[tuple[str, str], ...] = ()) -> Server:
     """A server of tiny-mla with the layers that its calibration says are sensitive."""
     config = {"page_size": 64, "calibration": TINY_MLA_CALIBRATION, **_ALWAYS, **config}
@@ -204,6 +220,8 @@ def _own_needles(implementation: str, *more: str) -> Leg:
 NEEDLES: tuple[Leg, ...] = (
     _anchor_needles("anchor", (), 100),
     _anchor_needles("anchor-resa", ("--sparse-method", "resa"), 20),
+    _anchor_batches("anchor"),
+    _anchor_batches("anchor-no-graphs", "--disable-cuda-graph"),
     _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 250}),
     # 2 % of a text of 8k are read, of an eighth of it that is kept.
     *(

@@ -136,15 +136,23 @@ def test_the_file_its_table_and_the_goal(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "pictures" / "prefill.svg").exists()
     sizes = {"shape": "1x128k", "q_heads": 32, "kv_heads": 8, "dim": 128}
 
-    def goal(asked: dict[str, Any], **measured: Any) -> str:
+    def goal(asked: dict[str, Any], part: str = "1x128k", **measured: Any) -> str:
         """K9, where the last row had been measured so."""
         last = {**summary[-1], **sizes, "target_sparsity": 0.89, "sparsity": 0.9, **measured}
         changed = {**header, "arguments": header["arguments"] | asked}
-        out.write_text(json.dumps(changed) + "\n" + json.dumps(last) + "\n")
-        (found,) = [line for line in goals_table(tmp_path).splitlines() if line.startswith("| K9 ")]
+        item = {
+            "kind": "item",
+            "id": summary[-1]["id"],
+            "parts": {"_identify_kernel": 2, "_compact_kernel": 1, "_rest": 7},
+        }
+        out.write_text("".join(json.dumps(row) + "\n" for row in (changed, item, last)))
+        lines = [line for line in goals_table(tmp_path).splitlines() if line.startswith("| K9 ")]
+        (found,) = [line for line in lines if f": {part} |" in line]
         return found
 
     assert "prefill.jsonl" in goal({}) and "sparsity 90.0%" in goal({})
+    assert "| 0.3 of its time | ≤ 0.25 of its time |  |  | missed |" in goal({}, "1x128k, finding the keys")
+    assert "not measured" in goal({}, "1x128k, finding the keys", id="another")
     wrong = (goal({"recipe": {"noise": 0.0}}), goal({"dense_below": 8192}), goal({}, sparsity=0.84))
     assert all("not measured" in line for line in wrong)
 

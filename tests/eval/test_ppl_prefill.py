@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eval import ppl_prefill
-from eval.figures.prefill_ppl import against, edges, summarise
+from eval.figures.prefill_ppl import against, edges, gate, summarise
 from eval.live.counters import EvaluationError
 from eval.texts.windows import BOOK, SCORED, Window
 
@@ -74,6 +74,30 @@ def test_a_control_of_other_windows_is_refused() -> None:
     for control in (others, [row for row in rows(0.03) if row.get("window") != 3]):
         with pytest.raises(EvaluationError, match="book: the control's windows are not those of the method"):
             against(rows(0.01), control)
+
+
+@pytest.mark.parametrize(
+    ("lost", "control", "noise", "verdict"),
+    [
+        (0.001, 0.02, 0.0, (True, False, True)),
+        # A control that passes, too, tells nothing of which keys were found.
+        (0.001, 0.002, 0.0, (True, True, True)),
+        (0.001, 0.001, 0.0, (True, True, False)),
+        (0.02, 0.001, 0.0, (False, True, False)),
+        # Of few windows neither passes, though they tell the two apart.
+        (0.0, 0.002, 0.05, (False, False, True)),
+    ],
+)
+def test_a_gate_stands_beside_its_control(lost: float, control: float, noise: float, verdict: tuple[bool, ...]) -> None:
+    judged, *rest, sparse = gate(rows(lost, noise=noise), rows(control, noise=noise))
+    # Where nothing changed there is nothing to tell.
+    assert len(rest) == bool(noise)
+    assert (judged["positions"], sparse["positions"]) == ("judged", "100-300")
+    assert judged["over"] == pytest.approx(control - lost, abs=2e-6)
+    for line in (judged, sparse):
+        assert tuple(line[name] for name in ("passed", "control_passed", "apart")) == verdict
+        low, high = line["lost_interval"]
+        assert low <= line["lost"] <= high and (noise or line["lost"] == pytest.approx(lost, abs=2e-6))
 
 
 def test_of_a_repetition_its_end_is_judged() -> None:

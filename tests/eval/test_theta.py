@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from eval import theta
-from eval.figures.theta_summary import at_equal_sparsity, spread, summarise
+from eval.figures.theta_summary import PLANTED, SHARED, at_equal_sparsity, planted, spread, summarise
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows, result_files
 from eval.parts.recall_attention import Captured
+from eval.parts.recall_planted import SHARE, Key, find, places, plant
 from eval.parts.recall_prefill import anchors, measure
-from eval.report import EVEN, RESULTS, THETA
+from eval.report import EVEN, RESULTS, SELECTORS, THETA
 
 BLOCK, STEP, TOKENS, HEADS = 16, 2, 90, 4
 SMALL = ["--structured", "{}", "--lengths", "600", "--block-size", "64", "--step", "2", "--thetas", "2,6"]
@@ -26,14 +27,14 @@ def captured() -> Captured:
 
 
 def loops(captured: Captured, limit: float, anchor: bool) -> tuple[torch.Tensor, ...]:
-    """Sparsity, recall, and that of the best and of random keys by head, pair by pair."""
-    kept_mass, left_out, oracle, random = torch.zeros(4, HEADS)
+    """Sparsity, recall, and that of the best, of random and of the newest keys and of none by head, pair by pair."""
+    kept_mass, left_out, oracle, random, window, always = torch.zeros(6, HEADS)
     for head in range(HEADS):
         logits = captured.query[:, head] @ captured.key[:, head // 2].T * captured.scaling
         causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
         weights = logits.masked_fill(~causal, -torch.inf).softmax(1)
         kept = causal.clone()
-        lost = by_chance = 0.0
+        lost = by_chance = old = most = 0.0
         for start in range(BLOCK * STEP, TOKENS, BLOCK * STEP):
             rows = range(start, min(start + BLOCK * STEP, TOKENS))
             region = causal.clone()
@@ -50,10 +51,12 @@ def loops(captured: Captured, limit: float, anchor: bool) -> tuple[torch.Tensor,
             lost += mass[BLOCK:start].sort().values[:count].sum().item()
             optional = mass[BLOCK : start - BLOCK]
             by_chance += optional.mean().item() * count if len(optional) else 0.0
+            old, most = old + optional[:count].sum().item(), most + optional.sum().item()
         kept_mass[head] = (weights * kept).sum() / TOKENS
         left_out[head] = 1 - kept.sum() / causal.sum()
         oracle[head], random[head] = 1 - lost / TOKENS, 1 - by_chance / TOKENS
-    return left_out, kept_mass, oracle, random
+        window[head], always[head] = 1 - old / TOKENS, 1 - most / TOKENS
+    return left_out, kept_mass, oracle, random, window, always
 
 
 def test_the_measure_is_what_it_says(captured: Captured) -> None:
@@ -61,10 +64,56 @@ def test_the_measure_is_what_it_says(captured: Captured) -> None:
     assert [(kept.anchor, kept.theta) for kept in found] == [(a, t) for a in (True, False) for t in (5.0, 20.0, 30.0)]
     for kept in found:
         expected = loops(captured, kept.theta, kept.anchor)
-        for got, one in zip((kept.sparsity, kept.recall, kept.oracle, kept.random), expected, strict=True):
+        for got, one in zip((getattr(kept, name) for name in SHARED), expected, strict=True):
             torch.testing.assert_close(got, one, atol=1e-5, rtol=0)
         assert (kept.oracle >= kept.recall - 1e-5).all()
     assert 0 < found[1].sparsity.mean() < found[0].sparsity.mean()
+
+
+def test_planted_keys_have_their_share_and_nothing_else_changes(captured: Captured) -> None:
+    keys = [Key(torch.tensor([20, 25]), range(64, 80)), Key(torch.tensor([31, 16]), range(80, 83))]
+    planted = plant(captured, keys)
+
+    def weights(one: Captured, row: int, head: int) -> torch.Tensor:
+        return (one.query[row, head] @ one.key[: row + 1, head // 2].T * one.scaling).softmax(0)
+
+    for row in range(60, TOKENS):
+        for head in range(HEADS):
+            before, after = (weights(one, row, head) for one in (captured, planted))
+            for one in keys:
+                if row in one.queries:
+                    at = int(one.positions[head // 2])
+                    assert after[at].item() == pytest.approx(SHARE, abs=1e-4)
+                    after[at] = before[at] = 0.0
+            torch.testing.assert_close(after / after.sum(), before / before.sum(), atol=1e-5, rtol=1e-4)
+
+
+def test_places_are_old_and_differ_by_prompt() -> None:
+    keys, others = (places(700, 2, [64, 8, 1], 64, 2, seed) for seed in ("0 a", "0 b"))
+    # The second group has no key that it may leave out, and the last one is cut.
+    assert [one.queries for one in keys[:3]] == [range(256, 320), range(256, 264), range(320, 321)]
+    assert keys[-1].queries == range(576, 577) and len(keys) == 9
+    for one in keys:
+        first = one.queries.start // 128 * 128
+        assert ((one.positions >= 64) & (one.positions < 64 + (first - 128) // 2)).all()
+    assert any((one.positions != other.positions).any() for one, other in zip(keys, others, strict=True))
+
+
+def test_what_finds_planted_keys(captured: Captured) -> None:
+    keys = [Key(torch.tensor([20, 47]), range(64, 80)), Key(torch.tensor([31, 16]), range(80, 83))]
+    planted, optional = plant(captured, keys), 32
+    for found in find(planted, keys, [0.0, 5.0, 20.0], BLOCK, STEP):
+        (one,) = [one for one in keys if len(one.queries) == found.queries]
+        for head in range(HEADS):
+            logits = planted.query[:, head] @ planted.key[:, head // 2].T * planted.scaling
+            hit = torch.zeros(TOKENS, dtype=torch.bool)
+            for block in torch.arange(64, TOKENS).split(BLOCK):
+                best = [logits[row, [*range(BLOCK), *range(64, row + 1)]].max() for row in block.tolist()]
+                hit |= torch.stack(best).mean() - logits[block].mean(0) <= found.theta
+            kept, at = int(hit[BLOCK : BLOCK + optional].sum()), int(one.positions[head // 2])
+            by_window = at >= BLOCK + optional - kept
+            got = [getattr(found, name)[head].item() for name in PLANTED]
+            assert got == pytest.approx([float(hit[at]), kept / optional, float(by_window)])
 
 
 def test_anchors_are_the_best_of_the_region(captured: Captured) -> None:
@@ -119,11 +168,12 @@ def test_the_spread_of_anchors() -> None:
 
 def test_the_command_writes_once_and_goes_on(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "theta.jsonl"
-    command = [*SMALL, "--n", "2", "--out", str(out), "--revision", "test"]
+    command = [*SMALL, "--n", "2", "--planted", "64,8", "--out", str(out), "--revision", "test"]
     assert theta.main(command) == 0
     rows = read_rows(out)
     kinds = [row["kind"] for row in rows]
     assert kinds.count("item") == 2 * 2 * 2 and kinds.count("anchors") == 2
+    assert kinds.count("planted") == 2 * 2 * 2
     summary = [row for row in rows if row["kind"] == "summary"]
     assert [(row["anchor"], row["theta"]) for row in summary] == [(True, 2.0), (True, 6.0), (False, 2.0), (False, 6.0)]
     assert summary[0]["sparsity"] > summary[1]["sparsity"] and summary[0]["recall"] < summary[1]["recall"] <= 1
@@ -139,6 +189,8 @@ def test_the_command_writes_once_and_goes_on(tmp_path: Path, capsys: Any) -> Non
         (["--out", "x"], "one of --model-path and --structured is needed"),
         ([*SMALL], "--out is needed"),
         ([*SMALL, "--out", "x", "--n", "0"], "--n 0: allowed is 1 or more"),
+        ([*SMALL, "--out", "x", "--planted", "65"], "--planted [65]: allowed are up to 2 numbers from 1 to 64"),
+        ([*SMALL, "--out", "x", "--planted", "1,1,1"], "allowed are up to 2 numbers"),
         ([*SMALL[2:], "--structured", '{"sinks": 1}', "--out", "/tmp/never/x"], "sinks"),
     ],
 )
@@ -155,6 +207,31 @@ def test_the_anchor_keeps_more_of_the_same_size(name: str) -> None:
     found = at_equal_sparsity(summarise(rows), [share / 20 for share in range(1, 20)])
     assert len(found) >= 13 * len(rows[0]["arguments"]["lengths"])
     assert all(row["recall"] > row["recall_without"] for row in found)
+
+
+def test_planted_keys_tell_selectors_apart() -> None:
+    """Of the file that the documents are made from, where few keys are kept: its mean hides a part of a block."""
+    rows = read_rows(result_files(RESULTS)[SELECTORS])
+    lines = [line for line in planted(rows) if line["random"] < 0.05]
+    assert {line["length"] for line in lines} == {8192, 16384, 32768}
+    for line in lines:
+        assert line["anchor 128"] > 0.95 and line["window"] < 0.01 and line["n"] >= 48
+        assert line["anchor 8"] < 0.05
+    kept = [row for row in summarise(rows) if row["anchor"] and row["sparsity"] > 0.6]
+    for row in kept:
+        best, found, *others = (row[name] - row["always"] for name in ("oracle", "recall", "random", "window"))
+        assert max(others) < 0.5 * found <= 0.5 * best + 1e-6
+    assert len(kept) >= 15
+
+
+def test_planted_keys_are_counted_once() -> None:
+    row = {"kind": "planted", "id": "a", "task": "it", "length": 8192, "theta": 2.0, "queries": 8, "keys": 3}
+    row |= {"anchor": [0.0, 0.5], "random": [0.1, 0.3], "window": [0.0, 0.0]}
+    other = {**row, "id": "b", "queries": 128, "anchor": [1.0, 1.0], "window": [0.0, 1.0]}
+    again = {**other, "id": "c", "window": [0.5, 0.5]}
+    (line,) = planted([{**row, "anchor": [9.0, 9.0]}, row, other, again, {"kind": "item"}])
+    assert (line["anchor 8"], line["anchor 128"], line["n"]) == (0.25, 1.0, 12)
+    assert line["random"] == pytest.approx(0.2) and line["window"] == pytest.approx(1 / 3)
 
 
 def test_the_planted_level_is_the_model_s() -> None:

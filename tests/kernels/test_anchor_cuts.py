@@ -1,18 +1,41 @@
 """Anchor attention where chunks end within groups: what the parts of a group hand on, and who sees it."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from anchor_runs import BLOCK, STEP, chunked, empty_means, relative_error, run_reference, run_triton
+from anchor_runs import (
+    BLOCK,
+    BORDERLINE,
+    STEP,
+    TOLERANCE,
+    chunked,
+    empty_means,
+    relative_error,
+    run_reference,
+    run_triton,
+    triton_active,
+)
 
 from sglang_sparse_kernels.anchor_prefill import GroupMeans, anchor_prefill, make_plan, means_bytes, plan, reference
 from sglang_sparse_kernels.anchor_prefill.cases import Case, make
 
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 GROUP = BLOCK * STEP
-# Relative L2 error by the dtype of the result.
-TOLERANCE = {FP32: 1e-5, FP16: 2e-3}
+LARGE: dict[str, Any] = {"block_size": 128, "step": 16, "stripes": 1.0, "gpu_only": True}
+SCALES: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0}
+# Prompts of one row in which chunks cut every group.
+CUT = [
+    Case((0,), (205,), 16, 1, 2, 64, FP16, FP16, step=4, stripes=1.0),
+    Case((70,), (150,), 1, 1, 2, 128, BF16, BF16, step=4, stripes=1.0),
+    Case((20,), (190,), 1, 1, 2, 64, BF16, FP8, step=4, stripes=1.0, **SCALES),
+    Case((0,), (760,), 64, 1, 2, 64, BF16, FP8, block_size=64, step=4, stripes=1.0, **SCALES),
+    Case((0,), (10_000,), 16, 2, 4, 64, FP16, FP16, **LARGE),
+    Case((3001,), (9000,), 64, 2, 4, 128, BF16, BF16, **LARGE),
+    Case((3001,), (9000,), 1, 2, 4, 64, BF16, FP8, **LARGE, **SCALES),
+    Case((0,), (9000,), 64, 2, 4, 64, BF16, FP8, **LARGE, **SCALES),
+]
 # Rows of a schedule of passes: the prefix that each begins behind, and its tokens pass by pass.
 PREFIXES = (0, 70, 45, 3)
 PASSES = ((40, 7, 0, 1), (11, 22, 33, 0), (30, 0, 21, 80), (25, 40, 3, 4))
@@ -27,7 +50,7 @@ def prompts(prefixes: tuple[int, ...], lengths: tuple[int, ...], run: Any, devic
     thetas = []
     for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
         last = (prefix + length - 1) // GROUP
-        gaps = reference.key_gaps(*(arguments[name] for name in names), row, last).amin(0)
+        gaps = reference.key_gaps(*(arguments[name] for name in names), row=row, group=last).amin(0)
         found = gaps[gaps.isfinite()].sort().values
         # Between two, so that rounding changes nothing.
         thetas.append(found[len(found) // 8 - 1 :][:2].mean())
@@ -106,6 +129,57 @@ def test_a_chunk_sees_what_a_prompt_that_ends_there_sees(run: Any, chunks: list[
         assert relative_error(chunk, whole) < TOLERANCE[chunk.dtype]
         if not end % BLOCK and not size % BLOCK:
             assert torch.equal(chunk, whole)
+
+
+def cut_prompt(case: Case, device: str) -> tuple[dict[str, Any], int]:
+    """A prompt whose threshold leaves out half of the keys of its last group, and the size of chunks for it.
+
+    The first blocks of a group have the smallest scores and so ask for the most keys: later parts attend to these only
+    as they are handed on.
+    """
+    arguments, (prefix,), (length,) = make(case, device), case.prefixes, case.extends
+    group = case.block_size * case.step
+    place = (prefix + torch.arange(length, device=device)) % group
+    q = arguments["q"] * (0.5 + place / group)[:, None, None]
+    arguments["q"] = q.to(case.dtype)
+    names = ("q", "k_cache", "page_table", "plan", "page_size", "sm_scale", "k_scale")
+    gaps = reference.key_gaps(*(arguments[name] for name in names), row=0, group=(prefix + length - 1) // group).amin(0)
+    arguments["theta"] = gaps[gaps.isfinite()].median()[None]
+    return arguments, group * 3 // 8 + 1
+
+
+@pytest.mark.parametrize("case", CUT, ids=str)
+def test_parts_of_a_group_pick_what_the_definition_picks(case: Case, device: str) -> None:
+    """And attend to it, and count it, with what each has handed on to the next."""
+    arguments, chunk = cut_prompt(case, device)
+    names = ("q", "k_cache", "page_table", "plan", "page_size", "sm_scale", "k_scale")
+    (start,), group, alone, picked = case.prefixes, case.block_size * case.step, 0, 0
+    means, defined = ({0: empty_means(arguments, case.step, run)} for run in (run_triton, run_reference))
+    for q in arguments["q"].split(chunk):
+        carried = start - max(case.prefixes[0], start // group * group)
+        made = make_plan([start], [len(q)], case.block_size, case.step, device, carried=[carried])
+        one = {**arguments, "q": q, "plan": made}
+        found = triton_active(one, deepcopy(means))
+        for part, mask in found:
+            if part.candidates:
+                gaps, own = (
+                    reference.key_gaps(*(one[name] for name in names), row=0, group=part.group, means=held).amin(0)
+                    for held in (defined, None)
+                )
+                surely, possibly = (gaps <= arguments["theta"] + sign * BORDERLINE[case.dtype] for sign in (-1, 1))
+                assert (mask | ~surely).all() and (~mask | possibly).all()
+                alone, picked = alone + int((own <= arguments["theta"]).sum()), picked + int(mask.sum())
+        stats = torch.zeros(2, dtype=torch.int64, device=device)
+        got = run_triton({**one, "means": means, "stats": stats})
+        # Over the kernel's own picks: those on the border may be others.
+        masks = iter([mask for _, mask in found])
+        same = run_reference({**one, "means": defined, "replace": lambda keys, _, m=masks: next(m).view_as(keys)})
+        assert relative_error(got, same) < TOLERANCE[case.dtype]
+        attended = made.anchor_pairs * q.shape[1] + sum(int(mask.sum()) * part.num_queries for part, mask in found)
+        assert stats.tolist() == [attended, made.causal_pairs * q.shape[1]]
+        start += len(q)
+    # What is handed on decides.
+    assert alone < 0.9 * picked
 
 
 def passes(arguments: dict[str, Any], run: Any, carry: bool = True) -> list[torch.Tensor]:

@@ -4,7 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from anchor_runs import BLOCK, STEP, chunked, relative_error, row_slots, run_reference, run_triton
+from anchor_runs import (
+    BLOCK,
+    BORDERLINE,
+    STEP,
+    TOLERANCE,
+    chunked,
+    relative_error,
+    row_slots,
+    run_reference,
+    run_triton,
+    triton_active,
+)
 
 from sglang_sparse_kernels.anchor_prefill import anchor_prefill, make_plan, plan, reference
 from sglang_sparse_kernels.anchor_prefill import triton as kernels
@@ -12,10 +23,6 @@ from sglang_sparse_kernels.anchor_prefill.cases import CASES, Case, make
 from sglang_sparse_kernels.anchor_prefill.plan import GroupPart
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# Relative L2 error by the dtype of the query; bfloat16 also rounds the weights of the softmax.
-TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 1e-2}
-# Keys this close to the threshold may be active or not: the kernel rounds the mean queries to the dtype of the query.
-BORDERLINE = {FP32: 1e-4, FP16: 0.02, BF16: 0.15}
 SMALL = [case for case in CASES if not case.gpu_only]
 GROUP = BLOCK * STEP
 
@@ -101,31 +108,6 @@ def test_cases_have_active_and_inactive_keys(case: Case) -> None:
     assert not all(part.group == 0 for part in parts(arguments))
 
 
-def triton_active(arguments: dict[str, Any], case: Case) -> list[tuple[GroupPart, torch.Tensor]]:
-    """The kernels' active keys ``[Hq, candidates]`` of each part; asserts that the lists ascend."""
-    masks = []
-    for piece in arguments["plan"].slices:
-        q = arguments["q"][piece.first_query : piece.first_query + piece.num_queries]
-        config = kernels.default_config(case.block_size, case.dim, q.device)
-        scale = arguments["sm_scale"] * case.k_scale
-        k_cache, v_cache, table, made = (arguments[name] for name in ("k_cache", "v_cache", "page_table", "plan"))
-        launch = kernels.Launch(q, k_cache, v_cache, table, made, piece, case.page_size, scale, config)
-        scratch = kernels.find_active_keys(launch, arguments["theta"], {})
-        for number, part in enumerate(piece.parts):
-            slots = row_slots(arguments, part.row, case.block_size + part.candidates)
-            position = torch.full((arguments["k_cache"].shape[0],), -1, dtype=torch.int64, device=q.device)
-            position[slots] = torch.arange(len(slots), device=q.device) - case.block_size
-            mask = torch.zeros(q.shape[1], part.candidates, dtype=torch.bool, device=q.device)
-            for head in range(q.shape[1]):
-                start = part.offset * q.shape[1] + head * part.candidates
-                listed = scratch.slots[start : start + int(scratch.counts[number, head])].long()
-                keys = position[listed]
-                assert (keys.diff() > 0).all()
-                mask[head, keys] = True
-            masks.append((part, mask))
-    return masks
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_triton_equals_the_reference(case: Case, device: str) -> None:
     if case.dtype == FP32 and device == "cuda":
@@ -137,7 +119,7 @@ def test_triton_equals_the_reference(case: Case, device: str) -> None:
     assert relative_error(got, run_reference(arguments)) < TOLERANCE[case.dtype]
     names = ("q", "k_cache", "page_table", "plan", "page_size", "sm_scale", "k_scale")
     attended = arguments["plan"].anchor_pairs * got.shape[1]
-    for part, mask in triton_active(arguments, case):
+    for part, mask in triton_active(arguments):
         attended += int(mask.sum()) * part.num_queries
         gaps = reference.key_gaps(*(arguments[name] for name in names), row=part.row, group=part.group)
         surely = (gaps <= case.theta - BORDERLINE[case.dtype]).any(0)
