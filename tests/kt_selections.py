@@ -25,11 +25,13 @@ def selected(found: Any, arguments: dict[str, Any]) -> list[list[list[int]]]:
 def check(found: Any, arguments: dict[str, Any]) -> None:
     """Of ``indices``, ``counts`` and counters: the highest of the visible blocks in their order, nothing beyond."""
     indices, counts, stats = (tensor.cpu() for tensor in found)
-    given = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    given: dict[str, Any] = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
+    }
     shape, expected = indices.shape, torch.zeros(3, dtype=torch.int64)
-    options = {"dtype": torch.int32}
+    options: dict[str, Any] = {"dtype": torch.int32}
     lists = torch.empty(shape, **options), torch.empty(shape[:2], **options), torch.empty(shape[:2], **options)
-    visible, held, wanted = visible_blocks(*(given[name] for name in TABLES), lists, expected)
+    visible, held, wanted = visible_blocks(*(given[name] for name in TABLES), out=lists, stats=expected)
     assert torch.equal(counts, wanted) and torch.equal(stats, expected)
     scores = torch.empty(shape)
     if scores.numel():

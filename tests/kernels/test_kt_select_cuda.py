@@ -15,19 +15,20 @@ from sglang_sparse_kernels.kt_select import cuda
 from sglang_sparse_kernels.kt_select.cases import BF16, CASES, E5M2, FP16, Case, Row, make
 
 NAN, INF = math.nan, math.inf
-# Dimension, group, type of the queries, dimensions that count, threads of a block.
+# Dimension, group, type of the queries, dimensions that count, threads of a block, blocks of a cluster.
 KINDS = [
-    (128, 4, BF16, 128, 256),
-    (128, 4, BF16, 32, 512),
-    (64, 8, FP16, 64, 256),
-    (64, 1, FP16, 16, 256),
-    (64, 5, BF16, 63, 512),
+    (128, 4, BF16, 128, 256, 1),
+    (128, 4, BF16, 32, 512, 2),
+    (64, 8, FP16, 64, 256, 1),
+    (64, 1, FP16, 16, 256, 4),
+    (64, 5, BF16, 63, 512, 1),
 ]
 KERNEL = """
 #define kt_select kernel_{number}
 #define DIM {DIM}
 #define GROUP {GROUP}
 #define KIND {KIND}
+#define CLUSTER {CLUSTER}
 #define CHOOSE {CHOOSE}
 #define THREADS {THREADS}
 #define RESIDENT {RESIDENT}
@@ -40,12 +41,12 @@ static void multiply(float (&sums)[4], const unsigned (&bounds)[4], uint2 query)
 #include "{source}"
 }}
 extern "C" void run_{number}(
-    unsigned heads, unsigned rows, const unsigned short* q, const unsigned char* summary, const int* kept,
+    unsigned blocks, unsigned rows, const unsigned short* q, const unsigned char* summary, const int* kept,
     const int* n_kept, const int* first_visible, const long long* requests, const int* table, const int* n_blocks,
     const int* n_select, float* scratch, int* indices, int* counts, unsigned long long* stats, long long q_row,
     long long q_head, long long max_kept, long long table_stride, long long width, long long topr, long long scale,
     long long tables_ready) {{
-    launch(heads, rows, THREADS, 1, [=] {{
+    launch(blocks, rows, THREADS, CLUSTER, [=] {{
         kind_{number}::kernel_{number}(q, summary, kept, n_kept, first_visible, requests, table, n_blocks, n_select,
                                        scratch, indices, counts, stats, q_row, q_head, max_kept, table_stride, width,
                                        topr, scale, tables_ready);
@@ -55,6 +56,7 @@ extern "C" void run_{number}(
 #undef DIM
 #undef GROUP
 #undef KIND
+#undef CLUSTER
 #undef CHOOSE
 #undef THREADS
 #undef RESIDENT
@@ -62,8 +64,8 @@ extern "C" void run_{number}(
 every = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(str(part).split(".")[-1] for part in kind))
 
 
-def config_of(kind: tuple[int, int, torch.dtype, int, int]) -> cuda.Config:
-    return cuda.Config(kind[-1], 1)
+def config_of(kind: tuple[int, int, torch.dtype, int, int, int]) -> cuda.Config:
+    return cuda.Config(kind[4], 1, kind[5])
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +104,13 @@ def run(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
-def case_of(kind: tuple[int, int, torch.dtype, int, int], *rows: Row, **more: Any) -> Case:
-    dim, group, dtype, topr, _ = kind
+def case_of(kind: tuple[int, int, torch.dtype, int, int, int], *rows: Row, **more: Any) -> Case:
+    dim, group, dtype, topr, _, _ = kind
     return Case(rows, group=group, dim=dim, topr=topr, dtype=dtype, **more)
 
 
 @every
-def test_it_equals_the_operations(kind: tuple[int, int, torch.dtype, int, int], run: Any) -> None:
+def test_it_equals_the_operations(kind: tuple[int, int, torch.dtype, int, int, int], run: Any) -> None:
     """Rows of all kinds; strided queries; before and behind the wait."""
     for ready in (False, True):
         arguments = make(case_of(kind, *CASES[0].rows, Row(700, 300, 650, 600), Row(600, 2, 50, 3)), "cpu")
@@ -128,8 +130,21 @@ def test_long_rows(rows: int, run: Any, monkeypatch: pytest.MonkeyPatch) -> None
     check(found, arguments)
 
 
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[3]], ids=["2", "4"])
+def test_long_rows_are_divided(kind: tuple[int, int, torch.dtype, int, int, int], run: Any) -> None:
+    """Among the blocks of a cluster; some with nothing, with the newest alone, with parts of a tile; dense and tied."""
+    for blocks, wanted in ((1025, 64), (1025, 1024), (1029, 1), (1100, 1100), (1090, 2), (3000, 700)):
+        arguments = make(case_of(kind, Row(blocks, wanted), Row(40, 7), heads=1), "cpu")
+        check(run(arguments), arguments)
+    arguments = make(case_of(kind, Row(2000, 1201), heads=1), "cpu")
+    bounds = arguments["summary"].fill_(1.0)
+    bounds[arguments["block_table"][0, 1900]] = 2.0
+    arguments["q"] = arguments["q"].abs() + 0.1
+    assert selected(run(arguments), arguments)[0][0] == [*range(1199), 1900, 1999]
+
+
 @every
-def test_ties_go_to_the_lowest(kind: tuple[int, int, torch.dtype, int, int], run: Any) -> None:
+def test_ties_go_to_the_lowest(kind: tuple[int, int, torch.dtype, int, int, int], run: Any) -> None:
     """All blocks are alike but for three, of which one scores less; the newest is selected whatever it scores."""
     arguments = make(case_of(kind, Row(900, 20), heads=1), "cpu")
     arguments["q"] = arguments["q"].abs() + 0.1
@@ -215,13 +230,18 @@ def test_every_number_of_float8(dim: int, run: Any) -> None:
 def test_it_compiles(capability: tuple[int, int], tmp_path: Path) -> None:
     """Without spills, or with few outside of the loops; two blocks fit a multiprocessor of 100 KB."""
     pytest.importorskip("cuda.bindings.nvrtc")
-    for pairs in (8, 256):
+    for pairs in (8, 32, 256):
         for topr in (128, 32):
-            config = cuda.config_of(pairs, 132)
+            config = cuda.config_of(pairs, 132, capability >= (9, 0))
             image = nvrtc.compile_file(cuda.SOURCE, capability, cuda.defines(128, 4, BF16, topr, config))
             registers, stack, shared = resources(image, tmp_path)
             assert registers * config.threads * config.resident <= 65536 and shared <= 48 * 1024
-            assert stack <= (48 if capability in ((8, 6), (8, 9)) else 0)
+            assert stack <= (64 if capability in ((8, 6), (8, 9)) else 0)
+
+
+def test_clusters() -> None:
+    found = [cuda.config_of(pairs, 132, True).cluster for pairs in (8, 16, 17, 33, 66, 67, 132, 133)]
+    assert found == [8, 8, 4, 4, 2, 1, 1, 1] and cuda.config_of(8, 132, False).cluster == 1
 
 
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:

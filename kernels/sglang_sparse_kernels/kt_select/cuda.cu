@@ -1,9 +1,12 @@
-// The blocks that a row's KV head attends to in a step, by one block of threads: lists what is visible, scores it by the
-// KT cache and selects; see cuda.py for the method and the launch.
+// The blocks that a row's KV head attends to in a step, by a cluster of blocks of threads: lists what is visible, scores
+// it by the KT cache and selects; see cuda.py for the method and the launch.
 //
-// Compile-time: DIM (64 or 128), GROUP (query heads of a KV head, 1 to 8), KIND (of the queries: BFLOAT16 or FLOAT16),
+// Compile-time: CLUSTER (blocks of a cluster; 1 before Hopper), DIM (64 or 128), GROUP (query heads of a KV head, 1 to 8), KIND (of the queries: BFLOAT16 or FLOAT16),
 // CHOOSE (whether some dimensions do not count), THREADS (of a block, a power of two, at least 256), RESIDENT (blocks
 // that a multiprocessor is to run at once).
+//
+// A row of few candidates is its cluster's first block's alone. Of others the blocks hold consecutive parts; all take the
+// same decisions from the same numbers, only read from one another, and none ends before all have read.
 //
 // A product's rows are candidates, its columns query heads. Its 16 dimensions are any that the query has in the same
 // order: so four lanes hold a candidate's bounds as they were loaded, 16 bytes at a time.
@@ -22,6 +25,7 @@
 #define COLUMN (DIM / 2 + 4)         // words between heads, so that they lie in different banks
 #define HELD (8192 / GROUP)          // candidates whose logits fit shared memory
 #define LISTED 2048                  // and whose numbers do
+#define ALONE 1024                    // candidates of a row that one block takes
 #define BINS 256
 #define INFINITE __uint_as_float(0x7F800000u)
 #define LARGEST 3.402823466e38f
@@ -53,12 +57,14 @@ __device__ void multiply(float (&sums)[4], const unsigned (&bounds)[4], uint2 qu
 }
 #endif
 
-// The blocks that a row and KV head may attend to, in ascending order.
+__device__ unsigned block_rank() { return blockIdx.x % CLUSTER; }
+
+// The blocks that a row and KV head may attend to, in ascending order, from `first` on.
 struct List {
     const int *kept, *table;
-    int n_kept, left_out, n_blocks, count;
-    __device__ int page(int position) const {
-        int logical = position + left_out;
+    int n_kept, left_out, n_blocks, first;
+    __device__ int page(int place) const {
+        int position = first + place, logical = position + left_out;
         if (position < n_kept) logical = max(min(kept[position], n_blocks - 1), 0);
         return table[logical];
     }
@@ -71,11 +77,38 @@ struct Shared {
     uint4 upper[DIM / 16], lower[DIM / 16]; // bytes: of a dimension that counts with its maximum, or minimum, all ones
     int pages[LISTED];
     float magnitudes[DIM], factors[HEADS];
-    unsigned maxima[HEADS], totals[HEADS][2];
-    unsigned histogram[BINS];
+    unsigned maxima[HEADS], totals[2 * HEADS], range[2], histogram[BINS], taken[2];
+    // What the blocks of a row have in common of these.
+    struct {
+        unsigned maxima[HEADS], totals[2 * HEADS], range[2], histogram[BINS];
+    } common;
     unsigned warps[3][WARPS];
-    unsigned lowest, highest, bin, above, inside;
+    unsigned bin, above, inside;
 };
+
+// All threads of the `blocks` that take a row come here before any of them goes on.
+__device__ void meet(int blocks) {
+    if (CLUSTER > 1 && blocks > 1) cluster_barrier();
+    else __syncthreads();
+}
+
+__device__ unsigned sum_of(unsigned one, unsigned other) { return one + other; }
+
+__device__ unsigned larger_of(unsigned one, unsigned other) { return max(one, other); }
+
+// Combines what all blocks have at `own`; `common` is written where they are several. All threads call it.
+template <typename Combine>
+__device__ const unsigned* combined(const unsigned* own, unsigned* common, int count, int blocks, Combine combine) {
+    meet(blocks);
+    if (CLUSTER == 1 || blocks == 1) return own;
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        unsigned number = load_from(0, own + i);
+        for (int rank = 1; rank < blocks; rank++) number = combine(number, load_from(rank, own + i));
+        common[i] = number;
+    }
+    __syncthreads();
+    return common;
+}
 
 // Order of the keys is that of the numbers.
 __device__ unsigned key_of(float number) {
@@ -135,13 +168,10 @@ __device__ void prepare(const unsigned short* q, long long stride_head, int topr
     }
     if (dim < HEADS) {
         shared.maxima[dim] = key_of(-LARGEST);
-        shared.totals[dim][0] = shared.totals[dim][1] = 0;
+        shared.totals[2 * dim] = shared.totals[2 * dim + 1] = 0;
         shared.factors[dim] = dim < GROUP ? scale / unit : 0.0f;
     }
-    if (dim == 0) {
-        shared.lowest = 0xFFFFFFFFu;
-        shared.highest = 0;
-    }
+    if (dim < 2) shared.range[dim] = shared.taken[dim] = 0;
     __syncthreads();
     if (!CHOOSE) return;
     // SparQ's temperature.
@@ -248,8 +278,8 @@ __device__ void score(int count, const unsigned char* summary, int page_bytes, B
     __syncthreads();
 }
 
-// Each head's highest logit.
-__device__ void look_up(int count, const float* logits, Shared& shared) {
+// Keys of each head's highest logit.
+__device__ const unsigned* look_up(int count, const float* logits, int blocks, Shared& shared) {
     float highest[GROUP];
 #pragma unroll
     for (int head = 0; head < GROUP; head++) highest[head] = -LARGEST;
@@ -264,18 +294,18 @@ __device__ void look_up(int count, const float* logits, Shared& shared) {
         unsigned key = __reduce_max_sync(ALL, key_of(highest[head]));
         if (threadIdx.x % 32 == 0) atomicMax(&shared.maxima[head], key);
     }
-    __syncthreads();
+    return combined(shared.maxima, shared.common.maxima, GROUP, blocks, larger_of);
 }
 
-// Each head's sum of weights. In whole numbers, so that their order does not matter.
-__device__ void add_up(int count, const float* logits, Shared& shared) {
+// Each head's sum of weights, in two parts. In whole numbers, so that their order does not matter.
+__device__ const unsigned* add_up(int count, const float* logits, const unsigned* maxima, int blocks, Shared& shared) {
     unsigned long long sums[GROUP] = {};
     for (long long i = threadIdx.x; i < count; i += THREADS) {
 #pragma unroll
         for (int head = 0; head < GROUP; head++) {
             float logit = logits[i * GROUP + head];
             if (logit < INFINITE)
-                sums[head] += (unsigned long long)(exp2_of(logit - number_of(shared.maxima[head])) * ONE);
+                sums[head] += (unsigned long long)(exp2_of(logit - number_of(maxima[head])) * ONE);
         }
     }
 #pragma unroll
@@ -283,22 +313,23 @@ __device__ void add_up(int count, const float* logits, Shared& shared) {
         unsigned low = __reduce_add_sync(ALL, (unsigned)sums[head] & (1u << LOW_BITS) - 1);
         unsigned high = __reduce_add_sync(ALL, (unsigned)(sums[head] >> LOW_BITS));
         if (threadIdx.x % 32 == 0) {
-            atomicAdd(&shared.totals[head][0], low);
-            atomicAdd(&shared.totals[head][1], high);
+            atomicAdd(&shared.totals[2 * head], low);
+            atomicAdd(&shared.totals[2 * head + 1], high);
         }
     }
-    __syncthreads();
+    return combined(shared.totals, shared.common.totals, 2 * GROUP, blocks, sum_of);
 }
 
-// Replaces a candidate's first logit by the key of its score, and finds the range of the keys. A score is the logarithm
-// of the heads' mean but for what is the same for all.
-__device__ void rate(int count, float* logits, Shared& shared) {
+// Replaces a candidate's first logit by the key of its score; finds the inverse of the lowest key, and the highest one.
+// A score is the logarithm of the heads' mean but for what is the same for all.
+__device__ const unsigned* rate(int count, float* logits, const unsigned* maxima, const unsigned* totals, int blocks,
+                                Shared& shared) {
     float sums[GROUP];
     unsigned lowest = 0xFFFFFFFFu, highest = 0;
 #pragma unroll
     for (int head = 0; head < GROUP; head++) {
-        unsigned long long total = ((unsigned long long)shared.totals[head][1] << LOW_BITS) + shared.totals[head][0];
-        sums[head] = number_of(shared.maxima[head]) + log2f((float)total / ONE);
+        unsigned long long total = ((unsigned long long)totals[2 * head + 1] << LOW_BITS) + totals[2 * head];
+        sums[head] = number_of(maxima[head]) + log2f((float)total / ONE);
     }
     for (long long i = threadIdx.x; i < count; i += THREADS) {
         float shares[GROUP], largest = -LARGEST, weight = 0.0f;
@@ -318,10 +349,10 @@ __device__ void rate(int count, float* logits, Shared& shared) {
     lowest = __reduce_min_sync(ALL, lowest);
     highest = __reduce_max_sync(ALL, highest);
     if (threadIdx.x % 32 == 0) {
-        atomicMin(&shared.lowest, lowest);
-        atomicMax(&shared.highest, highest);
+        atomicMax(&shared.range[0], ~lowest);
+        atomicMax(&shared.range[1], highest);
     }
-    __syncthreads();
+    return combined(shared.range, shared.common.range, 2, blocks, larger_of);
 }
 
 // What is selected: all keys above `high`, and of those from `low` to `high`, which are equal or all taken, some.
@@ -330,8 +361,9 @@ struct Threshold {
 };
 
 // The range is divided into bins until that of the key of rank `wanted` is taken whole, or has one key.
-__device__ Threshold find(int count, const float* logits, unsigned wanted, Shared& shared) {
-    unsigned low = shared.lowest, high = shared.highest;
+__device__ Threshold find(int count, const float* logits, const unsigned* range, unsigned wanted, int blocks,
+                          Shared& shared) {
+    unsigned low = ~range[0], high = range[1];
     while (true) {
         if (threadIdx.x < BINS) shared.histogram[threadIdx.x] = 0;
         __syncthreads();
@@ -341,15 +373,16 @@ __device__ Threshold find(int count, const float* logits, unsigned wanted, Share
             unsigned distance = high - __float_as_uint(logits[i * GROUP]);
             if (distance <= span) atomicAdd(&shared.histogram[distance >> shift], 1u);
         }
-        __syncthreads();
-        unsigned mine = threadIdx.x < BINS ? shared.histogram[threadIdx.x] : 0;
+        const unsigned* histogram = combined(shared.histogram, shared.common.histogram, BINS, blocks, sum_of);
+        unsigned mine = threadIdx.x < BINS ? histogram[threadIdx.x] : 0;
         unsigned before = threads_before(mine, shared.warps[0]);
         if (before < wanted && wanted <= before + mine) {
             shared.bin = threadIdx.x;
             shared.above = before;
             shared.inside = mine;
         }
-        __syncthreads();
+        // All have read this block's histogram as well.
+        meet(blocks);
         unsigned start = shared.bin << shift;
         low = high - min(span, start + (1u << shift) - 1);
         high -= start;
@@ -358,10 +391,29 @@ __device__ Threshold find(int count, const float* logits, unsigned wanted, Share
     }
 }
 
-// Stores what is selected in ascending order: of `count` candidates, and the one behind them.
-__device__ void place(int count, const float* logits, Threshold threshold, int* indices, Shared& shared) {
+// Stores what is selected of a block's `count` candidates, in ascending order, behind what blocks before it select.
+__device__ void place(int count, const float* logits, Threshold threshold, int blocks, int* indices, Shared& shared) {
     int lane = threadIdx.x % 32;
     unsigned sure_before = 0, ties_before = 0;
+    if (CLUSTER > 1 && blocks > 1) {
+        unsigned sure = 0, ties = 0;
+        for (long long i = threadIdx.x; i < count; i += THREADS) {
+            unsigned key = __float_as_uint(logits[i * GROUP]);
+            sure += key > threshold.high;
+            ties += key <= threshold.high && key >= threshold.low;
+        }
+        sure = __reduce_add_sync(ALL, sure);
+        ties = __reduce_add_sync(ALL, ties);
+        if (lane == 0) {
+            atomicAdd(&shared.taken[0], sure);
+            atomicAdd(&shared.taken[1], ties);
+        }
+        meet(blocks);
+        for (unsigned rank = 0; rank < block_rank(); rank++) {
+            sure_before += load_from(rank, &shared.taken[0]);
+            ties_before += load_from(rank, &shared.taken[1]);
+        }
+    }
     for (int first = 0; first < count; first += THREADS) {
         int i = first + threadIdx.x;
         unsigned key = i < count ? __float_as_uint(logits[(long long)i * GROUP]) : 0;
@@ -376,7 +428,6 @@ __device__ void place(int count, const float* logits, Threshold threshold, int* 
         sure_before += total & 0xFFFF;
         ties_before += total >> 16;
     }
-    if (threadIdx.x == 0) indices[sure_before + min(ties_before, threshold.ties)] = page_of(count, shared);
 }
 
 // No pointer is __restrict__: what the kernel before this one wrote must not be read as constant, or before the wait.
@@ -390,7 +441,7 @@ kt_select(const unsigned short* q, const unsigned char* summary, const int* kept
     SHARED(Shared, shared);
     launch_dependents();
     if (!tables_ready) await_inputs();
-    int head = blockIdx.x, heads = gridDim.x;
+    int head = blockIdx.x / CLUSTER, heads = gridDim.x / CLUSTER, rank = block_rank();
     long long row = blockIdx.y, pair = row * heads + head, request = requests[row];
     List list;
     list.n_blocks = max(min(n_blocks_ptr[row], (int)width), 0);
@@ -401,26 +452,29 @@ kt_select(const unsigned short* q, const unsigned char* summary, const int* kept
         list.n_kept = max(min(min(n_kept_ptr[request], first_visible), (int)max_kept), 0);
     }
     list.left_out = first_visible - list.n_kept;
-    list.count = list.n_blocks - list.left_out;
     list.kept = kept + (request * heads + head) * max_kept;
     list.table = table + row * table_stride;
-    for (int i = threadIdx.x; i < min(list.count, LISTED); i += THREADS) shared.pages[i] = list.page(i);
+    int all = list.n_blocks - list.left_out, wanted = min(n_select, all), blocks = all <= ALONE ? 1 : CLUSTER;
+    int size = (all + blocks * TILE - 1) / (blocks * TILE) * TILE;
+    list.first = rank * size;
+    // Those of this block.
+    int count = rank < blocks ? max(min(size, all - list.first), 0) : 0;
+    for (int i = threadIdx.x; i < min(count, LISTED); i += THREADS) shared.pages[i] = list.page(i);
     // Nothing is written before it: the kernel before this one may still read what the last selection was.
     await_inputs();
-    int wanted = min(n_select, list.count);
     indices += pair * width;
     if (threadIdx.x == 0) {
         shared.list = list;
-        counts[pair] = wanted;
-        if (stats && head == 0 && wanted > 0) {
+        if (rank == 0) counts[pair] = wanted;
+        if (stats && head == 0 && rank == 0 && wanted > 0) {
             atomicAdd(stats, (unsigned long long)heads);
             atomicAdd(stats + 1, (unsigned long long)wanted * heads);
             atomicAdd(stats + 2, (unsigned long long)list.n_blocks * heads);
         }
     }
-    if (wanted == 0) return;
-    if (wanted == list.count) {
-        for (int i = threadIdx.x; i < wanted; i += THREADS) indices[i] = list.page(i);
+    if (wanted == 0 || rank >= blocks) return;
+    if (wanted == all) {
+        for (int i = threadIdx.x; i < count; i += THREADS) indices[list.first + i] = list.page(i);
         return;
     }
     // All of the list is in shared memory.
@@ -429,18 +483,22 @@ kt_select(const unsigned short* q, const unsigned char* summary, const int* kept
     int page_bytes = heads * 2 * DIM;
     Bounds bounds, next;
     int first = threadIdx.x / 32 * TILE;
-    bounds.load_tile(first, list.count, summary, page_bytes, shared);
-    next.load_tile(first + STEP, list.count, summary, page_bytes, shared);
-    float* logits = list.count <= HELD ? shared.logits : scratch + pair * width * GROUP;
+    bounds.load_tile(first, count, summary, page_bytes, shared);
+    next.load_tile(first + STEP, count, summary, page_bytes, shared);
+    float* logits = count <= HELD ? shared.logits : scratch + (pair * width + list.first) * GROUP;
     q += row * q_row + head * GROUP * q_head;
     prepare(q, q_head, (int)topr, __uint_as_float((unsigned)scale), shared);
-    score(list.count, summary, page_bytes, bounds, next, logits, shared);
-    look_up(list.count, logits, shared);
-    add_up(list.count, logits, shared);
+    score(count, summary, page_bytes, bounds, next, logits, shared);
+    const unsigned* maxima = look_up(count, logits, blocks, shared);
+    const unsigned* totals = add_up(count, logits, maxima, blocks, shared);
     // The newest block, the last one, is selected whatever its score.
-    int others = list.count - 1;
-    rate(others, logits, shared);
+    bool has_last = count > 0 && list.first + count == all;
+    if (has_last && threadIdx.x == 0) indices[wanted - 1] = list.page(count - 1);
+    count -= has_last;
+    const unsigned* range = rate(count, logits, maxima, totals, blocks, shared);
     Threshold threshold = {0xFFFFFFFFu, 0xFFFFFFFFu, 0};
-    if (wanted > 1) threshold = find(others, logits, wanted - 1, shared);
-    place(others, logits, threshold, indices, shared);
+    if (wanted > 1) threshold = find(count, logits, range, wanted - 1, blocks, shared);
+    place(count, logits, threshold, blocks, indices, shared);
+    // Others may still read what this block has taken.
+    if (CLUSTER > 1 && blocks > 1) cluster_barrier();
 }

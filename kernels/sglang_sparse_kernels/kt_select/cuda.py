@@ -1,9 +1,12 @@
-"""CUDA kernel of the KT selection: what is visible, its scores and the choice in one launch, by a block for each pair.
+"""CUDA kernel of the KT selection: what is visible, its scores and the choice in one launch.
 
 Its times are those of loads that wait for others, so that it has few: which blocks are visible is read while the kernel
-before it still runs, and of the bounds on keys each thread has 128 bytes on their way at once. What separate kernels
-hand on through memory stays in shared memory. A row of so many candidates that their logits do not fit it has them in
-global memory; it is divided among no other blocks of threads, so that rows of ten thousands of candidates are slower.
+before it still runs, and of the bounds on keys each thread has 256 bytes on their way at once, before it looks at the
+query. What separate kernels hand on through memory stays in shared memory; the logits of a row of so many candidates
+that it cannot hold them are in global memory.
+
+A pair of a row and a KV head has one block of threads. That of a long row, in a small batch, has a cluster of them
+(Hopper and later), which divide it: whether it is long is known on the device alone, and what is not needed ends.
 
 Scores are those of ``kt_score``, by other means: products of float16, which holds float8_e5m2, and queries multiplied
 by a power of two; sums of weights in whole numbers. So they are a function of the row alone, too.
@@ -17,13 +20,14 @@ import torch
 
 from .. import nvrtc
 from ..block_mass.cuda import float_bits
-from ..launch import LOG2_E, num_processors
+from ..launch import LOG2_E, dependent_launch, num_processors
 from ..window_score.triton import rows_at_once
 
 SOURCE = Path(__file__).with_name("cuda.cu")
 KINDS = {torch.bfloat16: 0, torch.float16: 1}
 DIMS = (64, 128)
 MAX_GROUP = 8
+_CLUSTERS = (1, 2, 4, 8)
 _SCRATCH_BYTES = 256 << 20
 # Numbers of logits that a block of threads keeps in shared memory.
 _HELD = 8192
@@ -31,18 +35,22 @@ _HELD = 8192
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters: threads of a block, and blocks that a multiprocessor is to run at once."""
+    """Launch parameters: threads of a block, blocks that a multiprocessor is to run at once, blocks of a cluster."""
 
     threads: int
     resident: int
+    cluster: int = 1
 
 
-def config_of(pairs: int, processors: int) -> Config:
-    """As many threads as a multiprocessor has registers for, in one block where each has one of its own.
+def config_of(pairs: int, processors: int, clusters: bool) -> Config:
+    """As many threads as a multiprocessor has registers for, in one block where each has one of its own; and as many
+    blocks for each of the pairs of a row and a KV head as then have one, for the long rows that may come.
 
     Not measured yet.
     """
-    return Config(512, 1) if pairs <= processors else Config(256, 2)
+    if pairs > processors:
+        return Config(256, 2)
+    return Config(512, 1, max(size for size in _CLUSTERS if size * pairs <= processors) if clusters else 1)
 
 
 def takes(q: torch.Tensor, summary: torch.Tensor, width: int) -> bool:
@@ -63,12 +71,12 @@ def takes(q: torch.Tensor, summary: torch.Tensor, width: int) -> bool:
 def defines(dim: int, group: int, dtype: torch.dtype, topr: int, config: Config) -> dict[str, int]:
     """What the source is compiled with."""
     sizes = {"DIM": dim, "GROUP": group, "KIND": KINDS[dtype], "CHOOSE": int(topr < dim)}
-    return {**sizes, "THREADS": config.threads, "RESIDENT": config.resident}
+    return {**sizes, "CLUSTER": config.cluster, "THREADS": config.threads, "RESIDENT": config.resident}
 
 
 @functools.cache
 def _kernel(device: torch.device, dim: int, group: int, dtype: torch.dtype, topr: int, config: Config) -> nvrtc.Kernel:
-    return nvrtc.Kernel(SOURCE, "kt_select", device, defines(dim, group, dtype, topr, config))
+    return nvrtc.Kernel(SOURCE, "kt_select", device, defines(dim, group, dtype, topr, config), config.cluster)
 
 
 def kt_select(
@@ -91,7 +99,7 @@ def kt_select(
     (batch, num_q_heads, dim), (heads, width) = q.shape, out[0].shape[1:]
     if batch == 0:
         return out
-    config = config or config_of(batch * heads, num_processors(q.device))
+    config = config or config_of(batch * heads, num_processors(q.device), dependent_launch(q.device))
     kernel = _kernel(q.device, dim, num_q_heads // heads, q.dtype, topr, config)
     rows, scratch = batch, None
     if width * num_q_heads // heads > _HELD:
@@ -102,6 +110,6 @@ def kt_select(
         part = slice(first, first + rows)
         inputs = (q[part], summary, kept, n_kept, first_visible, *(tensor[part] for tensor in by_row), scratch)
         results = (*(tensor[part] for tensor in out), stats)
-        grid = (heads, min(rows, batch - first))
+        grid = (config.cluster * heads, min(rows, batch - first))
         kernel(grid, config.threads, *inputs, *results, *sizes, int(tables_ready))
     return out

@@ -15,11 +15,11 @@ def kt_select(
     scale: float,
     out: tuple[torch.Tensor, torch.Tensor],
     stats: torch.Tensor | None = None,
-    scratch: tuple[torch.Tensor, ...] | None = None,
+    scratch: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``kt_select.kt_select``, whose tables these are, in its order."""
     lists, scores = (scratch[:3], scratch[3]) if scratch else (None, None)
-    visible, counts, wanted = visible_blocks(*tables, lists, stats)
+    visible, counts, wanted = visible_blocks(*tables, out=lists, stats=stats)
     if visible.numel() == 0:
         return out[0], out[1].zero_()
     scores = kt_score(q, summary, visible, counts, topr, scale, out=scores)
