@@ -1,12 +1,12 @@
-// The blocks that a row's KV head attends to in a step, by a cluster of blocks of threads: lists what is visible, scores
-// it by the KT cache and selects; see cuda.py for the method and the launch.
+// The blocks that a row's KV head attends to in a step, by a cluster of blocks of threads: lists what is visible,
+// scores it by the KT cache and selects; see cuda.py for the method and the launch.
 //
-// Compile-time: CLUSTER (blocks of a cluster; 1 before Hopper), DIM (64 or 128), GROUP (query heads of a KV head, 1 to 8), KIND (of the queries: BFLOAT16 or FLOAT16),
-// CHOOSE (whether some dimensions do not count), THREADS (of a block, a power of two, at least 256), RESIDENT (blocks
-// that a multiprocessor is to run at once).
+// Compile-time: CLUSTER (blocks of a cluster; 1 before Hopper), DIM (64 or 128), GROUP (query heads of a KV head, up to
+// 8), KIND (of the queries: BFLOAT16 or FLOAT16), CHOOSE (whether some dimensions do not count), THREADS (of a block,
+// at least 256), RESIDENT (blocks that a multiprocessor is to run at once).
 //
-// A row of few candidates is its cluster's first block's alone. Of others the blocks hold consecutive parts; all take the
-// same decisions from the same numbers, only read from one another, and none ends before all have read.
+// A row of few candidates is its cluster's first block's alone. Of others the blocks hold consecutive parts; all take
+// the same decisions from the same numbers, only read from one another, and none ends before all have read.
 //
 // A product's rows are candidates, its columns query heads. Its 16 dimensions are any that the query has in the same
 // order: so four lanes hold a candidate's bounds as they were loaded, 16 bytes at a time.
@@ -25,12 +25,12 @@
 #define COLUMN (DIM / 2 + 4)         // words between heads, so that they lie in different banks
 #define HELD (8192 / GROUP)          // candidates whose logits fit shared memory
 #define LISTED 2048                  // and whose numbers do
-#define ALONE 1024                    // candidates of a row that one block takes
+#define ALONE 1024                   // candidates of a row that one block takes
 #define BINS 256
 #define INFINITE __uint_as_float(0x7F800000u)
 #define LARGEST 3.402823466e38f
-#define ONE 17179869184.0f           // 2^34, what a weight of 1 counts as
-#define LOW_BITS 22                  // of a thread's sum of weights, so that 1,024 of them fit a word
+#define ONE 4294967296.0f            // 2^32, what a weight of 1 counts as
+#define LOW_BITS 20                  // of a thread's sum of weights, so that those of 4,096 threads fit a word
 
 #ifdef __CUDACC__
 __device__ uint4 load(const unsigned char* place) { return *(const uint4*)place; }
@@ -71,8 +71,8 @@ struct List {
 };
 
 struct Shared {
-    List list; // so that threads need not hold it
     float logits[HELD * GROUP];
+    List list; // so that threads need not hold it
     uint4 query[HEADS * COLUMN / 4];        // float16, in the order of the products' dimensions
     uint4 upper[DIM / 16], lower[DIM / 16]; // bytes: of a dimension that counts with its maximum, or minimum, all ones
     int pages[LISTED];
@@ -116,9 +116,7 @@ __device__ unsigned key_of(float number) {
     return bits ^ ((int)bits < 0 ? 0xFFFFFFFFu : 0x80000000u);
 }
 
-__device__ float number_of(unsigned key) {
-    return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu));
-}
+__device__ float number_of(unsigned key) { return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu)); }
 
 __device__ int page_of(int position, const Shared& shared) {
     return position < LISTED ? shared.pages[position] : shared.list.page(position);
@@ -174,16 +172,21 @@ __device__ void prepare(const unsigned short* q, long long stride_head, int topr
     if (dim < 2) shared.range[dim] = shared.taken[dim] = 0;
     __syncthreads();
     if (!CHOOSE) return;
-    // SparQ's temperature.
-    if (dim < GROUP) {
+    // SparQ's temperature, of a head by a warp.
+    if (warp < GROUP) {
         const unsigned char *upper = (const unsigned char*)shared.upper, *lower = (const unsigned char*)shared.lower;
         float whole = 0.0f, kept = 0.0f;
-        for (int i = 0; i < DIM; i++) {
-            float size = fabsf(of_query(q[dim * stride_head + i]));
+        for (int i = lane; i < DIM; i += 32) {
+            float size = fabsf(of_query(q[warp * stride_head + i]));
             whole += size;
             if (upper[i] | lower[i]) kept += size;
         }
-        if (kept > 0.0f) shared.factors[dim] *= sqrtf(whole / kept);
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) {
+            whole += __uint_as_float(__shfl_xor_sync(ALL, __float_as_uint(whole), step));
+            kept += __uint_as_float(__shfl_xor_sync(ALL, __float_as_uint(kept), step));
+        }
+        if (lane == 0 && kept > 0.0f) shared.factors[warp] *= sqrtf(whole / kept);
     }
     __syncthreads();
 }
@@ -211,15 +214,7 @@ struct Bounds {
     }
 };
 
-__device__ unsigned word_of(const uint4& words, int i) {
-    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-}
-
-// The bounds of four dimensions that count, as bytes.
-__device__ unsigned pick(const uint4& upper, const uint4& lower, const uint4& is_upper, const uint4& is_lower, int i) {
-    unsigned mask = word_of(is_upper, i);
-    return word_of(upper, i) & mask | word_of(lower, i) & (CHOOSE ? word_of(is_lower, i) : ~mask);
-}
+__device__ unsigned word_of(const uint4& words, int i) { return ((const unsigned*)&words)[i]; }
 
 // Products of two candidates' bounds with the lane's columns, before they are scaled.
 __device__ void multiply_tile(const Bounds& bounds, const Shared& shared, float (&sums)[4]) {
@@ -228,15 +223,16 @@ __device__ void multiply_tile(const Bounds& bounds, const Shared& shared, float 
     for (int i = 0; i < 4; i++) sums[i] = 0.0f;
 #pragma unroll
     for (int load = 0; load < LOADS; load++) {
-        uint4 is_upper = shared.upper[load * 4 + lane % 4], is_lower = {};
-        if (CHOOSE) is_lower = shared.lower[load * 4 + lane % 4];
+        uint4 is_upper = shared.upper[load * 4 + lane % 4], is_lower = shared.lower[load * 4 + lane % 4];
         const uint4* column = shared.query + (lane / 4 * COLUMN + load * 32 + lane % 4 * 8) / 4;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             unsigned operand[4];
 #pragma unroll
             for (int which = 0; which < 2; which++) {
-                unsigned bytes = pick(bounds.upper[which][load], bounds.lower[which][load], is_upper, is_lower, i);
+                unsigned mask = word_of(is_upper, i), other = CHOOSE ? word_of(is_lower, i) : ~mask;
+                unsigned bytes =
+                    word_of(bounds.upper[which][load], i) & mask | word_of(bounds.lower[which][load], i) & other;
                 // A float8_e5m2 is the upper half of a float16.
                 operand[which] = bytes & 0xFF00FF00u;
                 operand[2 + which] = bytes << 8 & 0xFF00FF00u;
@@ -248,8 +244,8 @@ __device__ void multiply_tile(const Bounds& bounds, const Shared& shared, float 
     }
 }
 
-// Logits (base 2) of all candidates, infinite in all heads for a broken block.
-// `bounds` and `next` are those of the warp's first two tiles, which may still be on their way.
+// Logits (base 2) of all candidates, infinite in all heads for a broken block. `bounds` and `next` are those of the
+// warp's first two tiles, which may still be on their way.
 __device__ void score(int count, const unsigned char* summary, int page_bytes, Bounds& bounds, Bounds& next,
                       float* logits, Shared& shared) {
     int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
@@ -278,17 +274,29 @@ __device__ void score(int count, const unsigned char* summary, int page_bytes, B
     __syncthreads();
 }
 
+// A candidate's logits, which lie at a multiple of their size.
+__device__ void load_logits(const float* logits, float (&numbers)[GROUP]) {
+    if (GROUP % 4 == 0) {
+#pragma unroll
+        for (int head = 0; head < GROUP; head += 4) load_some<float4>(logits + head, 4, true, numbers + head);
+    } else {
+#pragma unroll
+        for (int head = 0; head < GROUP; head++) numbers[head] = logits[head];
+    }
+}
+
 // Keys of each head's highest logit.
 __device__ const unsigned* look_up(int count, const float* logits, int blocks, Shared& shared) {
     float highest[GROUP];
 #pragma unroll
     for (int head = 0; head < GROUP; head++) highest[head] = -LARGEST;
-    for (long long i = threadIdx.x; i < count; i += THREADS)
+    for (long long i = threadIdx.x; i < count; i += THREADS) {
+        float numbers[GROUP];
+        load_logits(logits + i * GROUP, numbers);
 #pragma unroll
-        for (int head = 0; head < GROUP; head++) {
-            float logit = logits[i * GROUP + head];
-            if (logit < INFINITE) highest[head] = fmaxf(highest[head], logit);
-        }
+        for (int head = 0; head < GROUP; head++)
+            if (numbers[head] < INFINITE) highest[head] = fmaxf(highest[head], numbers[head]);
+    }
 #pragma unroll
     for (int head = 0; head < GROUP; head++) {
         unsigned key = __reduce_max_sync(ALL, key_of(highest[head]));
@@ -301,12 +309,12 @@ __device__ const unsigned* look_up(int count, const float* logits, int blocks, S
 __device__ const unsigned* add_up(int count, const float* logits, const unsigned* maxima, int blocks, Shared& shared) {
     unsigned long long sums[GROUP] = {};
     for (long long i = threadIdx.x; i < count; i += THREADS) {
+        float numbers[GROUP];
+        load_logits(logits + i * GROUP, numbers);
 #pragma unroll
-        for (int head = 0; head < GROUP; head++) {
-            float logit = logits[i * GROUP + head];
-            if (logit < INFINITE)
-                sums[head] += (unsigned long long)(exp2_of(logit - number_of(maxima[head])) * ONE);
-        }
+        for (int head = 0; head < GROUP; head++)
+            if (numbers[head] < INFINITE)
+                sums[head] += (unsigned long long)(exp2_of(numbers[head] - number_of(maxima[head])) * ONE);
     }
 #pragma unroll
     for (int head = 0; head < GROUP; head++) {
@@ -333,10 +341,11 @@ __device__ const unsigned* rate(int count, float* logits, const unsigned* maxima
     }
     for (long long i = threadIdx.x; i < count; i += THREADS) {
         float shares[GROUP], largest = -LARGEST, weight = 0.0f;
-        bool broken = logits[i * GROUP] == INFINITE;
+        load_logits(logits + i * GROUP, shares);
+        bool broken = shares[0] == INFINITE;
 #pragma unroll
         for (int head = 0; head < GROUP; head++) {
-            shares[head] = logits[i * GROUP + head] - sums[head];
+            shares[head] -= sums[head];
             largest = fmaxf(largest, shares[head]);
         }
 #pragma unroll
@@ -430,6 +439,30 @@ __device__ void place(int count, const float* logits, Threshold threshold, int b
     }
 }
 
+// Selects `wanted` of a row's `all` candidates, of which this one of its `blocks` has `count`.
+__device__ void select(const unsigned short* q, long long q_head, const unsigned char* summary, int page_bytes, int topr,
+                       float scale, int all, int wanted, int count, int blocks, float* logits, int* indices,
+                       Shared& shared) {
+    Bounds bounds, next;
+    int first = threadIdx.x / 32 * TILE;
+    bounds.load_tile(first, count, summary, page_bytes, shared);
+    next.load_tile(first + STEP, count, summary, page_bytes, shared);
+    prepare(q, q_head, topr, scale, shared);
+    score(count, summary, page_bytes, bounds, next, logits, shared);
+    const unsigned* maxima = look_up(count, logits, blocks, shared);
+    const unsigned* totals = add_up(count, logits, maxima, blocks, shared);
+    // The newest block, the last one, is selected whatever its score.
+    bool has_last = count > 0 && shared.list.first + count == all;
+    if (has_last && threadIdx.x == 0) indices[wanted - 1] = page_of(count - 1, shared);
+    count -= has_last;
+    const unsigned* range = rate(count, logits, maxima, totals, blocks, shared);
+    Threshold threshold = {0xFFFFFFFFu, 0xFFFFFFFFu, 0};
+    if (wanted > 1) threshold = find(count, logits, range, wanted - 1, blocks, shared);
+    place(count, logits, threshold, blocks, indices, shared);
+    // Others may still read what this block has taken.
+    if (CLUSTER > 1 && blocks > 1) cluster_barrier();
+}
+
 // No pointer is __restrict__: what the kernel before this one wrote must not be read as constant, or before the wait.
 // With `tables_ready` all that says which blocks are visible is older, and read while that kernel still runs.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -479,26 +512,9 @@ kt_select(const unsigned short* q, const unsigned char* summary, const int* kept
     }
     // All of the list is in shared memory.
     __syncthreads();
-    summary += head * 2 * DIM;
-    int page_bytes = heads * 2 * DIM;
-    Bounds bounds, next;
-    int first = threadIdx.x / 32 * TILE;
-    bounds.load_tile(first, count, summary, page_bytes, shared);
-    next.load_tile(first + STEP, count, summary, page_bytes, shared);
-    float* logits = count <= HELD ? shared.logits : scratch + (pair * width + list.first) * GROUP;
     q += row * q_row + head * GROUP * q_head;
-    prepare(q, q_head, (int)topr, __uint_as_float((unsigned)scale), shared);
-    score(count, summary, page_bytes, bounds, next, logits, shared);
-    const unsigned* maxima = look_up(count, logits, blocks, shared);
-    const unsigned* totals = add_up(count, logits, maxima, blocks, shared);
-    // The newest block, the last one, is selected whatever its score.
-    bool has_last = count > 0 && list.first + count == all;
-    if (has_last && threadIdx.x == 0) indices[wanted - 1] = list.page(count - 1);
-    count -= has_last;
-    const unsigned* range = rate(count, logits, maxima, totals, blocks, shared);
-    Threshold threshold = {0xFFFFFFFFu, 0xFFFFFFFFu, 0};
-    if (wanted > 1) threshold = find(count, logits, range, wanted - 1, blocks, shared);
-    place(count, logits, threshold, blocks, indices, shared);
-    // Others may still read what this block has taken.
-    if (CLUSTER > 1 && blocks > 1) cluster_barrier();
+    float* logits = count <= HELD ? shared.logits : scratch + (pair * width + list.first) * GROUP;
+    const unsigned char* bounds = summary + head * 2 * DIM;
+    float factor = __uint_as_float((unsigned)scale);
+    select(q, q_head, bounds, heads * 2 * DIM, (int)topr, factor, all, wanted, count, blocks, logits, indices, shared);
 }
