@@ -16,7 +16,6 @@
 #include "block.cuh"
 
 #define BFLOAT16 0
-
 #define HEADS 8                      // columns of a product
 #define TILE 16                      // candidates of a product
 #define WARPS (THREADS / 32)
@@ -33,15 +32,6 @@
 #define LOW_BITS 20                  // of a thread's sum of weights, so that those of 4,096 threads fit a word
 
 #ifdef __CUDACC__
-__device__ uint4 load(const unsigned char* place) { return *(const uint4*)place; }
-
-__device__ float of_query(unsigned bits) {
-    float number;
-    if (KIND == BFLOAT16) return __uint_as_float(bits << 16);
-    asm("{\n.reg .b16 half;\ncvt.u16.u32 half, %1;\ncvt.f32.f16 %0, half;\n}" : "=f"(number) : "r"(bits));
-    return number;
-}
-
 __device__ unsigned short to_float16(float number) {
     unsigned short half;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(number));
@@ -58,6 +48,8 @@ __device__ void multiply(float (&sums)[4], const unsigned (&bounds)[4], uint2 qu
 #endif
 
 __device__ unsigned block_rank() { return blockIdx.x % CLUSTER; }
+
+__device__ float of_query(unsigned bits) { return KIND == BFLOAT16 ? __uint_as_float(bits << 16) : of_float16(bits); }
 
 // The blocks that a row and KV head may attend to, in ascending order, from `first` on.
 struct List {
@@ -93,7 +85,6 @@ __device__ void meet(int blocks) {
 }
 
 __device__ unsigned sum_of(unsigned one, unsigned other) { return one + other; }
-
 __device__ unsigned larger_of(unsigned one, unsigned other) { return max(one, other); }
 
 // Combines what all blocks have at `own`; `common` is written where they are several. All threads call it.
@@ -130,9 +121,8 @@ __device__ void prepare(const unsigned short* q, long long stride_head, int topr
     unsigned largest = 0;
     if (dim < DIM) {
 #pragma unroll
-        for (int head = 0; head < GROUP; head++) query[head] = of_query(q[head * stride_head + dim]);
-#pragma unroll
         for (int head = 0; head < GROUP; head++) {
+            query[head] = of_query(q[head * stride_head + dim]);
             sum += query[head];
             magnitude += fabsf(query[head]);
             largest = max(largest, __float_as_uint(fabsf(query[head])));
@@ -276,31 +266,25 @@ __device__ void score(int count, const unsigned char* summary, int page_bytes, B
 
 // A candidate's logits, which lie at a multiple of their size.
 __device__ void load_logits(const float* logits, float (&numbers)[GROUP]) {
-    if (GROUP % 4 == 0) {
 #pragma unroll
-        for (int head = 0; head < GROUP; head += 4) load_some<float4>(logits + head, 4, true, numbers + head);
-    } else {
-#pragma unroll
-        for (int head = 0; head < GROUP; head++) numbers[head] = logits[head];
-    }
+    for (int head = 0; head < GROUP; head += 4)
+        load_some<float4>(logits + head, GROUP - head, GROUP % 4 == 0, numbers + head);
 }
 
 // Keys of each head's highest logit.
 __device__ const unsigned* look_up(int count, const float* logits, int blocks, Shared& shared) {
-    float highest[GROUP];
-#pragma unroll
-    for (int head = 0; head < GROUP; head++) highest[head] = -LARGEST;
+    unsigned highest[GROUP] = {};
     for (long long i = threadIdx.x; i < count; i += THREADS) {
         float numbers[GROUP];
         load_logits(logits + i * GROUP, numbers);
 #pragma unroll
         for (int head = 0; head < GROUP; head++)
-            if (numbers[head] < INFINITE) highest[head] = fmaxf(highest[head], numbers[head]);
+            if (numbers[head] < INFINITE) highest[head] = max(highest[head], key_of(numbers[head]));
     }
 #pragma unroll
     for (int head = 0; head < GROUP; head++) {
-        unsigned key = __reduce_max_sync(ALL, key_of(highest[head]));
-        if (threadIdx.x % 32 == 0) atomicMax(&shared.maxima[head], key);
+        highest[head] = __reduce_max_sync(ALL, highest[head]);
+        if (threadIdx.x % 32 == 0) atomicMax(&shared.maxima[head], highest[head]);
     }
     return combined(shared.maxima, shared.common.maxima, GROUP, blocks, larger_of);
 }
@@ -365,9 +349,7 @@ __device__ const unsigned* rate(int count, float* logits, const unsigned* maxima
 }
 
 // What is selected: all keys above `high`, and of those from `low` to `high`, which are equal or all taken, some.
-struct Threshold {
-    unsigned low, high, ties;
-};
+struct Threshold { unsigned low, high, ties; };
 
 // The range is divided into bins until that of the key of rank `wanted` is taken whole, or has one key.
 __device__ Threshold find(int count, const float* logits, const unsigned* range, unsigned wanted, int blocks,
@@ -440,8 +422,8 @@ __device__ void place(int count, const float* logits, Threshold threshold, int b
 }
 
 // Selects `wanted` of a row's `all` candidates, of which this one of its `blocks` has `count`.
-__device__ void select(const unsigned short* q, long long q_head, const unsigned char* summary, int page_bytes, int topr,
-                       float scale, int all, int wanted, int count, int blocks, float* logits, int* indices,
+__device__ void select(const unsigned short* q, long long q_head, const unsigned char* summary, int page_bytes,
+                       int topr, float scale, int all, int wanted, int count, int blocks, float* logits, int* indices,
                        Shared& shared) {
     Bounds bounds, next;
     int first = threadIdx.x / 32 * TILE;
