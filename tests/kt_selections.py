@@ -40,7 +40,8 @@ def check(found: Any, arguments: dict[str, Any]) -> None:
         for head in range(shape[1]):
             blocks = visible[row, head, : held[row, head]].tolist()
             chosen = indices[row, head, : wanted[row, head]].tolist()
-            places = [blocks.index(block) for block in chosen]
+            place_of = {block: place for place, block in enumerate(blocks)}
+            places = [place_of[block] for block in chosen]
             assert places == sorted(set(places)) and (indices[row, head, len(chosen) :] == -1).all()
             others = sorted(set(range(len(blocks))) - set(places))
             if places and others:

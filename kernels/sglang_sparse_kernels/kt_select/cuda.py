@@ -5,6 +5,9 @@ before it still runs, and of the bounds on keys each thread has 256 bytes on the
 query. What separate kernels hand on through memory stays in shared memory; the logits of a row of so many candidates
 that it cannot hold them are in global memory.
 
+Of 32 rows of Qwen3-8B with 512 visible blocks the bounds are 34 MB, which a GPU of 4.8 TB/s reads in 7 us; of one row
+they are 1 MB, and eight multiprocessors take above 1 us to read 131 KB each.
+
 A pair of a row and a KV head has one block of threads. That of a long row, in a small batch, has a cluster of them
 (Hopper and later), which divide it: whether it is long is known on the device alone, and what is not needed ends.
 
