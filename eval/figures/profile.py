@@ -21,6 +21,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("page_summary", r"page_summary"),
     ("page_score", r"page_score"),
     ("page_topk", r"page_topk"),
+    ("kt_select", r"kt_select"),
     ("index_topk", r"index_topk"),
     ("sparse_decode, combine", r"^_combine_kernel|sparse_decode\w*combine"),
     ("sparse_decode, split", r"^_split_kernel|sparse_decode"),

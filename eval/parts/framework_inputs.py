@@ -11,12 +11,11 @@ import torch
 from eval.figures.goals import SPARSITY_TOLERANCE
 from eval.parts.kernel_inputs import Layer, Shape, Step
 from eval.structured.structure import Recipe
-from sglang_sparse_kernels.kt_score import kt_score
+from sglang_sparse_kernels.kt_select import kt_select
 from sglang_sparse_kernels.page_summary import update_page_summary
 from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.skip_softmax_decode import BLOCK_KEYS, LOCAL_BLOCKS, skip_softmax_decode
 from sglang_sparse_kernels.sparse_decode import sparse_decode
-from sglang_sparse_kernels.visible_blocks import visible_blocks
 from sglang_sparse_kernels.window_score import window_score
 
 PREDICT, ROCKET = "rocketkv_predict", "rocketkv_predict+attend"
@@ -140,12 +139,11 @@ class FrameworkStep(Step):
     def predict(self, layer: Layer) -> torch.Tensor:
         """RocketKV's second stage; the result is ``[B, Hkv, blocks]``, physical blocks of which ``topk`` are meant."""
         own = self.rockets[id(layer)]
-        rows = (own.table, own.n_blocks, own.n_select)
-        visible, counts, wanted = visible_blocks(own.kept, own.n_kept, own.first, own.requests, *rows, own.visible)
-        topr = self.settings.topr or self.shape.dim
-        scores = kt_score(layer.q, own.summary, visible, counts, topr, self.sm_scale, out=own.scores)
-        pairs = (visible.flatten(0, 1), counts.flatten(), wanted.flatten(), own.table.shape[1])
-        page_topk(scores.flatten(0, 1)[:, None], *pairs, (own.indices.flatten(0, 1)[:, None], own.counts.view(-1, 1)))
+        tables = (own.kept, own.n_kept, own.first, own.requests, own.table, own.n_blocks, own.n_select)
+        sizes = (self.settings.topr or self.shape.dim, self.sm_scale)
+        scratch = (*own.visible, own.scores)
+        selected = (own.indices, own.counts)
+        kt_select(layer.q, own.summary, *tables, *sizes, out=selected, scratch=scratch, tables_ready=True)
         return own.indices
 
     def rocket(self, layer: Layer) -> torch.Tensor:
@@ -154,7 +152,8 @@ class FrameworkStep(Step):
         own = self.rockets[id(layer)]
         blocks = (own.indices, own.counts, self.batch.last_slots, self.settings.kt_page_size)
         caches = (layer.k_cache, layer.v_cache)
-        return sparse_decode(layer.q, *caches, *blocks, self.sm_scale, out=layer.out, arrivals=self.view.arrivals)
+        scratch = {"usual_pages": self.settings.topk, "arrivals": self.view.arrivals}
+        return sparse_decode(layer.q, *caches, *blocks, self.sm_scale, out=layer.out, **scratch)
 
     def skip(self, layer: Layer, stats: torch.Tensor | None = None) -> torch.Tensor:
         """Skip-Softmax; the result is ``[B, Hq, d]``."""

@@ -27,9 +27,9 @@ from sglang_sparse_kernels.float8 import converts_float8
 
 DONE = "sanitizer_inside: done "
 # By operation: the function that its cases are the arguments of; with those that have no Triton kernel.
-OPERATIONS = {**IN_TRITON, "index_topk": "index_topk"}
+OPERATIONS = {**IN_TRITON, "index_topk": "index_topk", "kt_select": "kt_select"}
 # Those that have a kernel in CUDA C++ and another one for devices that do not take it.
-TWO_KERNELS = ("block_mass", "block_topp", "index_topk", "page_score", "page_topk")
+TWO_KERNELS = ("block_mass", "block_topp", "index_topk", "kt_select", "page_score", "page_topk")
 
 
 def is_float8(case: Any) -> bool:
@@ -132,6 +132,8 @@ def as_served(operation: str, given: dict[str, Any]) -> dict[str, Any]:
     if operation == "page_topk":
         stats = torch.zeros(3, dtype=torch.int64, device=given["scores"].device)
         return {"tables_ready": True, "stats": stats}
+    if operation == "kt_select":
+        return {"tables_ready": True, "stats": torch.zeros(3, dtype=torch.int64, device=given["q"].device)}
     if operation == "index_topk":
         return {"nothing": 0, "stats": torch.zeros(3, dtype=torch.int64, device=given["logits"].device)}
     if operation == "sparse_decode":

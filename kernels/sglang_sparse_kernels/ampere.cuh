@@ -8,6 +8,20 @@ __device__ float exp2_of(float number) {
     return power;
 }
 
+__device__ float of_float16(unsigned bits) {
+    float number;
+    asm("{\n.reg .b16 half;\ncvt.u16.u32 half, %1;\ncvt.f32.f16 %0, half;\n}" : "=f"(number) : "r"(bits));
+    return number;
+}
+
+// 16 bytes that are read once. Volatile, so that all of such loads are on their way before the first of them is used.
+__device__ uint4 load(const unsigned char* place) {
+    uint4 words;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(place) : "memory");
+    return words;
+}
+
 // In shared memory.
 typedef unsigned Place;
 

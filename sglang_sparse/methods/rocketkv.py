@@ -1,7 +1,7 @@
 """RocketKV: what a prompt keeps is chosen once, by its last queries; what a step reads of it, by bounds on its keys.
 
 Source: RocketKV (arXiv:2502.14051) and TensorRT-LLM's ``RocketSparseAttentionConfig``, from which the names of the
-fields come, but for ``kt_page_size``, their ``page_size``. Its two stages are ``window_score`` and ``kt_score``.
+fields come, but for ``kt_page_size``, their ``page_size``. Its two stages are ``window_score`` and ``kt_select``.
 
 Differences from the source. Where ``eviction`` is "visibility", what a prompt does not keep stays in the KV pool and in
 the radix tree, and is only invisible to the request's own decode steps; where it is "compact", the request lets go of
@@ -24,12 +24,11 @@ from sglang_sparse.keep_method import KeepMethod, Prompts
 from sglang_sparse.limits import refuse_sizes
 from sglang_sparse.method import VIEW_BUFFERS, AuxSpec, ModelShape
 from sglang_sparse.method_config import RectifyConfig
-from sglang_sparse_kernels import kt_score as kt
+from sglang_sparse_kernels import kt_select as kt
 from sglang_sparse_kernels import window_score as window
 from sglang_sparse_kernels.page_summary import update_page_summaries
 from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.sparse_decode import scratch_bytes
-from sglang_sparse_kernels.visible_blocks import visible_blocks
 
 if TYPE_CHECKING:
     from sglang_sparse.pools import AuxPools
@@ -220,13 +219,9 @@ class Rocketkv(KeepMethod):
         topr = self.config.topr or query.shape[-1]
         tables = (kept.blocks[layer_id], kept.counts, kept.first_visible, view.requests)
         rows = (view.page_table, view.n_pages, view.n_select)
-        visible, counts, wanted = visible_blocks(*tables, *rows, view.visible, view.stats)
-        scores = kt.kt_score(query, summary, visible, counts, topr, view.logit_scale, out=view.scores)
-        # The blocks differ from head to head, which to the selection is a row of its own.
-        pairs = (visible.flatten(0, 1), counts.flatten(), wanted.flatten(), view.max_select)
-        out = view.selected[0].flatten(0, 1)[:, None], view.selected[1].view(-1, 1)
-        page_topk(scores.flatten(0, 1)[:, None], *pairs, out)
-        return SparseIndices(*view.selected)
+        scratch = (*view.visible, view.scores)
+        sizes = (topr, view.logit_scale, view.selected, view.stats, scratch)
+        return SparseIndices(*kt.kt_select(query, summary, *tables, *rows, *sizes, tables_ready=True))
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
         """That of the scores and of the attention, one after the other."""

@@ -74,6 +74,7 @@ def test_time_is_charged_once() -> None:
         ("_page_score_kernel", "page_score"),
         ("page_topk", "page_topk"),
         ("_page_topk_kernel", "page_topk"),
+        ("kt_select", "kt_select"),
         ("index_topk", "index_topk"),
         ("_split_kernel", "sparse_decode, split"),
         ("_combine_kernel", "sparse_decode, combine"),

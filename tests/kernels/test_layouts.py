@@ -43,6 +43,7 @@ OPERATIONS = (
     Operation("index_logits"),
     Operation("index_topk", results=("positions", "counts", "slots"), stats=3),
     Operation("kt_score"),
+    Operation("kt_select", results=("indices", "counts"), stats=3),
     Operation("load_page_table", "page_table", ()),
     Operation("page_score"),
     Operation("page_topk", results=("indices", "counts"), stats=3),

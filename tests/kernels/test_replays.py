@@ -47,6 +47,7 @@ ELSEWHERE = {
     ("block_topp", "triton"): "test_block_topp_cuda.py",
     ("block_topp", "cuda"): "test_block_topp_cuda.py",
     ("index_topk", "cuda"): "test_index_topk.py",
+    ("kt_select", "cuda"): "test_kt_select.py",
     ("sparse_decode", "triton"): "test_sparse_decode_plan.py",
 }
 NO_KERNELS = {"__init__", "cases", "launch", "means", "plan", "reference"}

@@ -109,6 +109,25 @@ def scratch_bytes(batch: int, num_q_heads: int, num_kv_heads: int, max_candidate
     return triton.scratch_bytes(batch, num_q_heads, num_kv_heads, max_candidates)
 
 
+def check_bounds(q: torch.Tensor, summary: torch.Tensor, topr: int) -> None:
+    """Raise ValueError unless these are queries and bounds on keys, and a number of their dimensions."""
+    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    dispatch.check_tensor("summary", summary, 4, _SUMMARY_DTYPES)
+    _, num_q_heads, head_dim = q.shape
+    num_pages, num_kv_heads = summary.shape[:2]
+    dispatch.check_heads(num_q_heads, num_kv_heads)
+    if not _MIN_DIM <= head_dim <= _MAX_DIM or head_dim & (head_dim - 1):
+        raise ValueError(
+            f"the last dimension of q must be a power of two from {_MIN_DIM} to {_MAX_DIM}, got {head_dim}"
+        )
+    dispatch.check_shape("summary", summary, (num_pages, num_kv_heads, 2, head_dim))
+    dispatch.check_last(q=q)
+    dispatch.check_contiguous("summary", summary)
+    dispatch.check_device(q.device, summary=summary)
+    if not 1 <= topr <= head_dim:
+        raise ValueError(f"topr must be 1 to {head_dim}, the last dimension of q, got {topr}")
+
+
 def _check_arguments(
     q: torch.Tensor,
     summary: torch.Tensor,
@@ -118,28 +137,17 @@ def _check_arguments(
     out: torch.Tensor,
     local_pages: int,
 ) -> None:
-    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
-    dispatch.check_tensor("summary", summary, 4, _SUMMARY_DTYPES)
+    check_bounds(q, summary, topr)
     dispatch.check_tensor("candidates", candidates, 3, (torch.int32,))
     dispatch.check_tensor("n_candidates", n_candidates, 2, (torch.int32,))
     dispatch.check_tensor("out", out, 3, (torch.float32,))
-    batch, num_q_heads, head_dim = q.shape
-    num_pages, num_kv_heads = summary.shape[:2]
-    dispatch.check_heads(num_q_heads, num_kv_heads)
-    if not _MIN_DIM <= head_dim <= _MAX_DIM or head_dim & (head_dim - 1):
-        raise ValueError(
-            f"the last dimension of q must be a power of two from {_MIN_DIM} to {_MAX_DIM}, got {head_dim}"
-        )
-    dispatch.check_shape("summary", summary, (num_pages, num_kv_heads, 2, head_dim))
+    batch, num_kv_heads = q.shape[0], summary.shape[1]
     dispatch.check_shape("candidates", candidates, (batch, num_kv_heads, candidates.shape[2]))
     dispatch.check_shape("n_candidates", n_candidates, (batch, num_kv_heads))
     dispatch.check_shape("out", out, tuple(candidates.shape))
-    dispatch.check_last(q=q)
-    tensors = {"summary": summary, "candidates": candidates, "n_candidates": n_candidates, "out": out}
+    tensors = {"candidates": candidates, "n_candidates": n_candidates, "out": out}
     for name, tensor in tensors.items():
         dispatch.check_contiguous(name, tensor)
     dispatch.check_device(q.device, **tensors)
-    if not 1 <= topr <= head_dim:
-        raise ValueError(f"topr must be 1 to {head_dim}, the last dimension of q, got {topr}")
     if local_pages < 0:
         raise ValueError(f"local_pages must be at least 0, got {local_pages}")

@@ -9,6 +9,7 @@
 // lane multiplies what it has read, as it lies in memory.
 
 #include "hopper.cuh"
+#include "ampere.cuh"
 
 #define BFLOAT16 0
 #define FLOAT16 1
@@ -28,26 +29,12 @@
 #define LOWER 4.8828125e-4f              // 2^-11, what a float16 leaves of a number
 
 #ifdef __CUDACC__
-// Volatile, so that all loads of a page are on their way before the first of them is used.
-__device__ uint4 load(const unsigned char* place) {
-    uint4 words;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(place) : "memory");
-    return words;
-}
-
 // Two numbers in the element type of the products; the first one is in the lower half.
 __device__ unsigned pack(float first, float second) {
     unsigned both;
     if (KIND == BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
     else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
     return both;
-}
-
-__device__ float of_float16(unsigned bits) {
-    float number;
-    asm("{\n.reg .b16 half;\ncvt.u16.u32 half, %1;\ncvt.f32.f16 %0, half;\n}" : "=f"(number) : "r"(bits));
-    return number;
 }
 
 // Two numbers of float8 as float16.

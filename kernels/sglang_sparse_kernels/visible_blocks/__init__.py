@@ -66,7 +66,7 @@ def visible_blocks(
         >>> blocks[0, 0, : counts[0, 0]].tolist(), wanted.tolist()
         ([5, 9, 6], [[2]])
     """
-    _check_inputs(kept, n_kept, first_visible, requests, block_table, n_blocks, n_select)
+    check_inputs(kept, n_kept, first_visible, requests, block_table, n_blocks, n_select)
     batch, width = block_table.shape
     num_kv_heads = kept.shape[1]
     if out is None:
@@ -83,7 +83,7 @@ def visible_blocks(
     return triton.visible_blocks(*arguments)
 
 
-def _check_inputs(
+def check_inputs(
     kept: torch.Tensor,
     n_kept: torch.Tensor,
     first_visible: torch.Tensor,
@@ -92,6 +92,7 @@ def _check_inputs(
     n_blocks: torch.Tensor,
     n_select: torch.Tensor,
 ) -> None:
+    """Raise ValueError unless these say what is visible, and how much of it is wanted."""
     dispatch.check_tensor("kept", kept, 3, (torch.int32,))
     dispatch.check_tensor("block_table", block_table, 2, (torch.int32,))
     dispatch.check_contiguous("kept", kept)

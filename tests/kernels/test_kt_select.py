@@ -1,0 +1,98 @@
+"""KT selection: the operations that define it, and the kernel of the machine that runs the tests."""
+
+from typing import Any
+
+import pytest
+import torch
+from kt_selections import TABLES, check
+
+from sglang_sparse_kernels import nvrtc
+from sglang_sparse_kernels.kt_select import cuda, kt_select
+from sglang_sparse_kernels.kt_select.cases import BF16, CASES, E5M2, Case, Row, make
+from sglang_sparse_kernels.launch import dependent_launch
+
+STEP = Row(8192, 64, 8184, 504)
+
+
+def run(arguments: dict[str, Any], **more: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is selected and counted; places that are left unwritten are -1."""
+    q, table = arguments["q"], arguments["block_table"]
+    shape = len(q), arguments["summary"].shape[1], table.shape[1]
+    options = {"dtype": torch.int32, "device": q.device}
+    out = torch.full(shape, -1, **options), torch.full(shape[:2], -7, **options)
+    stats = torch.zeros(3, dtype=torch.int64, device=q.device)
+    return *kt_select(**arguments, out=out, stats=stats, **more), stats
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_selects_the_highest(case: Case, device: str) -> None:
+    arguments = make(case, device)
+    for ready in (False, True):
+        found = run(arguments, tables_ready=ready)
+        check(found, arguments)
+        again = run(arguments)
+        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+def test_scratch_that_is_given_is_used(device: str) -> None:
+    arguments = make(CASES[0], device)
+    shape = len(arguments["q"]), 2, arguments["block_table"].shape[1]
+    lists = torch.empty(shape, dtype=torch.int32, device=device), *torch.empty(2, *shape[:2], device=device).int()
+    scratch = (*lists, torch.empty(shape, device=device))
+    check(run(arguments, scratch=scratch), arguments)
+    if not cuda.takes(arguments["q"], arguments["summary"], shape[2]):
+        assert scratch[1][0].tolist() == [50, 50], "visible blocks of the first row"
+
+
+def test_wrong_arguments_are_refused() -> None:
+    arguments = make(CASES[0], "cpu")
+    for change, message in [
+        ({"q": arguments["q"][0]}, "q must have 3 dimensions"),
+        ({"q": arguments["q"][:, :7]}, "query heads must be a multiple of KV heads, got 7 and 2"),
+        ({"q": arguments["q"][:3]}, r"block_table must have the shape \(3, 110\)"),
+        ({"kept": arguments["kept"][:, :1].contiguous()}, r"kept must have the shape \(\d+, 2, 30\)"),
+        ({"n_select": arguments["n_select"].long()}, "n_select must have one of the dtypes torch.int32"),
+        ({"topr": 0}, "topr must be 1 to 128"),
+        ({"sm_scale": 0.0}, r"sm_scale \* k_scale must be positive"),
+        ({"stats": torch.zeros(2, dtype=torch.int64)}, "stats must have at least 3 counters"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            kt_select(**{**arguments, **change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("config", [(256, 2, 1), (512, 1, 1), (512, 1, 8)], ids=str)
+def test_replays_of_a_graph_give_the_same_bits(config: tuple[int, int, int], rows: int, device: str) -> None:
+    """A hundred times, between kernels that are launched dependently, into poisoned outputs; and in any batch."""
+    arguments = make(Case((Row(8192, 64), STEP, Row(30, 40))[:rows] + (STEP,) * (rows - 3), heads=8), device)
+    if not cuda.takes(arguments["q"], arguments["summary"], 8192):
+        pytest.skip("needs a GPU for which NVRTC compiles the CUDA kernels")
+    given = arguments["q"], arguments["summary"], tuple(arguments[name] for name in TABLES), 128, 128**-0.5
+    shape = len(arguments["q"]), 8, 8192
+    options = {"dtype": torch.int32, "device": device}
+    out = torch.full(shape, -1, **options), torch.full(shape[:2], -7, **options)
+    if config[2] > 1 and not dependent_launch(arguments["q"].device):
+        pytest.skip("needs clusters of blocks")
+    launch = cuda.Config(*config)
+    cuda.kt_select(*given, out, config=launch)
+    expected = [tensor.clone() for tensor in run(arguments)[:2]]
+    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+    graph, summary = torch.cuda.CUDAGraph(), arguments["summary"].clone()
+    with torch.cuda.graph(graph):
+        arguments["summary"].copy_(summary)
+        for _ in range(2):
+            cuda.kt_select(*given, out, tables_ready=True, config=launch)
+    for _ in range(100):
+        arguments["summary"].view(torch.uint8).fill_(0)
+        for tensor in out:
+            tensor.fill_(-1)
+        graph.replay()
+        assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+
+
+@pytest.mark.gpu
+def test_it_runs_where_it_is_compiled(device: str) -> None:
+    """The kernel in CUDA C++ is what serves the default configuration on NVIDIA GPUs."""
+    q, summary = torch.zeros(1, 4, 128, dtype=BF16, device=device), torch.zeros(1, 1, 2, 128, device=device).to(E5M2)
+    assert cuda.takes(q, summary, 9) == nvrtc.available(q.device)

@@ -1,0 +1,253 @@
+"""The CUDA kernel of the KT selection without a GPU: its source as C++, its threads taking turns."""
+
+import ctypes
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_library import build, resources
+from kt_selections import check, selected
+
+from sglang_sparse_kernels import nvrtc
+from sglang_sparse_kernels.kt_select import cuda
+from sglang_sparse_kernels.kt_select.cases import BF16, CASES, E5M2, FP16, Case, Row, make
+
+NAN, INF = math.nan, math.inf
+# Dimension, group, type of the queries, dimensions that count, threads of a block, blocks of a cluster.
+KINDS = [
+    (128, 4, BF16, 128, 256, 1),
+    (128, 4, BF16, 32, 512, 2),
+    (64, 8, FP16, 64, 256, 1),
+    (64, 1, FP16, 16, 256, 4),
+    (64, 5, BF16, 63, 512, 1),
+]
+KERNEL = """
+#define kt_select kernel_{number}
+#define DIM {DIM}
+#define GROUP {GROUP}
+#define KIND {KIND}
+#define CLUSTER {CLUSTER}
+#define CHOOSE {CHOOSE}
+#define THREADS {THREADS}
+#define RESIDENT {RESIDENT}
+namespace kind_{number} {{
+static unsigned short to_float16(float number) {{ return half_of(false, number); }}
+static void multiply(float (&sums)[4], const unsigned (&bounds)[4], uint2 query) {{
+    multiply_as(false, sums, bounds, query);
+}}
+#include "{source}"
+}}
+extern "C" void run_{number}(
+    unsigned blocks, unsigned rows, const unsigned short* q, const unsigned char* summary, const int* kept,
+    const int* n_kept, const int* first_visible, const long long* requests, const int* table, const int* n_blocks,
+    const int* n_select, float* scratch, int* indices, int* counts, unsigned long long* stats, long long q_row,
+    long long q_head, long long max_kept, long long table_stride, long long width, long long topr, long long scale,
+    long long tables_ready) {{
+    launch(blocks, rows, THREADS, CLUSTER, [=] {{
+        kind_{number}::kernel_{number}(q, summary, kept, n_kept, first_visible, requests, table, n_blocks, n_select,
+                                       scratch, indices, counts, stats, q_row, q_head, max_kept, table_stride, width,
+                                       topr, scale, tables_ready);
+    }});
+}}
+#undef kt_select
+#undef DIM
+#undef GROUP
+#undef KIND
+#undef CLUSTER
+#undef CHOOSE
+#undef THREADS
+#undef RESIDENT
+"""
+every = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(str(part).split(".")[-1] for part in kind))
+
+
+def config_of(kind: tuple[int, int, torch.dtype, int, int, int]) -> cuda.Config:
+    return cuda.Config(kind[4], 1, kind[5])
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel of every kind."""
+    kernels = (
+        KERNEL.format(source=cuda.SOURCE, number=i, **cuda.defines(*kind[:4], config_of(kind)))
+        for i, kind in enumerate(KINDS)
+    )
+    return build(tmp_path_factory.mktemp("cuda"), kernels)
+
+
+@pytest.fixture
+def run(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernel of a case's kind, which finds anything in its scratch."""
+
+    def call(arguments: dict[str, Any], **more: Any) -> Any:
+        q, summary = arguments["q"], arguments["summary"]
+        key = q.shape[2], q.shape[1] // summary.shape[1], q.dtype, arguments["topr"]
+        number = next(i for i, kind in enumerate(KINDS) if kind[:4] == key)
+
+        def launch(grid: tuple[int, int], threads: int, *given: torch.Tensor | int | None) -> None:
+            values = [ctypes.c_longlong(x) if isinstance(x, int) else x if x is None else x.data_ptr() for x in given]
+            pointers = [x if isinstance(x, ctypes.c_longlong) else ctypes.c_void_p(x) for x in values]
+            library[f"run_{number}"](*grid, *pointers)
+
+        monkeypatch.setattr(cuda, "_kernel", lambda *_: launch)
+        names = ("kept", "n_kept", "first_visible", "requests", "block_table", "n_blocks", "n_select")
+        tables = tuple(arguments[name] for name in names)
+        shape = (len(q), summary.shape[1], arguments["block_table"].shape[1])
+        out = torch.full(shape, -1, dtype=torch.int32), torch.full(shape[:2], -7, dtype=torch.int32)
+        stats = torch.zeros(3, dtype=torch.int64)
+        sizes = (arguments["topr"], arguments["sm_scale"], out, stats)
+        return *cuda.kt_select(q, summary, tables, *sizes, config=config_of(KINDS[number]), **more), stats
+
+    return call
+
+
+def case_of(kind: tuple[int, int, torch.dtype, int, int, int], *rows: Row, **more: Any) -> Case:
+    dim, group, dtype, topr, _, _ = kind
+    return Case(rows, group=group, dim=dim, topr=topr, dtype=dtype, **more)
+
+
+@every
+def test_it_equals_the_operations(kind: tuple[int, int, torch.dtype, int, int, int], run: Any) -> None:
+    """Rows of all kinds; strided queries; before and behind the wait."""
+    for ready in (False, True):
+        arguments = make(case_of(kind, *CASES[0].rows, Row(700, 300, 650, 600), Row(600, 2, 50, 3)), "cpu")
+        q = arguments["q"]
+        arguments["q"] = torch.cat([q, torch.randn_like(q)], dim=1)[:, : q.shape[1]]
+        check(run(arguments, tables_ready=ready), arguments)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_long_rows(rows: int, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more candidates than shared memory holds the numbers of, and the logits; rows take turns in the scratch."""
+    case = case_of(KINDS[2], Row(2300, 64), Row(3000, 64, 2000, 40), Row(1040, 900, 100, 90), heads=1)
+    arguments, empty = make(case, "cpu"), torch.empty
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
+        found = run(arguments, limit=rows * 8 * 3000 * 4)
+    check(found, arguments)
+
+
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[3]], ids=["2", "4"])
+def test_long_rows_are_divided(kind: tuple[int, int, torch.dtype, int, int, int], run: Any) -> None:
+    """Among the blocks of a cluster; some with nothing, with the newest alone, with parts of a tile; dense and tied."""
+    for blocks, wanted in ((1025, 64), (1025, 1024), (1029, 1), (1100, 1100), (1090, 2), (3000, 700)):
+        arguments = make(case_of(kind, Row(blocks, wanted), Row(40, 7), heads=1), "cpu")
+        check(run(arguments), arguments)
+    arguments = make(case_of(kind, Row(2000, 1201), heads=1), "cpu")
+    bounds = arguments["summary"].fill_(1.0)
+    bounds[arguments["block_table"][0, 1900]] = 2.0
+    arguments["q"] = arguments["q"].abs() + 0.1
+    assert selected(run(arguments), arguments)[0][0] == [*range(1199), 1900, 1999]
+
+
+@every
+def test_ties_go_to_the_lowest(kind: tuple[int, int, torch.dtype, int, int, int], run: Any) -> None:
+    """All blocks are alike but for three, of which one scores less; the newest is selected whatever it scores."""
+    arguments = make(case_of(kind, Row(900, 20), heads=1), "cpu")
+    arguments["q"] = arguments["q"].abs() + 0.1
+    table, bounds = arguments["block_table"][0].tolist(), torch.ones_like(arguments["summary"], dtype=torch.float32)
+    for block, factor in ((700, 2.0), (850, 2.0), (5, 0.5), (899, 0.25)):
+        bounds[table[block]] *= factor
+    arguments["summary"] = bounds.to(E5M2)
+    found = selected(run(arguments), arguments)[0][0]
+    assert found == [*range(5), *range(6, 18), 700, 850, 899]
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 3, 4, 17, 98, 99])
+def test_any_number_is_selected(wanted: int, run: Any) -> None:
+    for rows in ((Row(100, wanted),), (Row(150, wanted, 130, 80),)):
+        arguments = make(case_of(KINDS[0], *rows), "cpu")
+        check(run(arguments), arguments)
+
+
+def test_a_broken_block_comes_before_all_but_the_newest(run: Any) -> None:
+    """A NaN and an infinity in dimensions that count; the rest is scored without them."""
+    for kind in KINDS[:2]:
+        arguments = make(case_of(kind, Row(80, 6), heads=1), "cpu")
+        arguments["q"][0, :, 7] = 40.0
+        table, bounds = arguments["block_table"][0], arguments["summary"].float()
+        bounds[table[3], 0, 0, 7], bounds[table[50], 0, 0, 7] = NAN, INF
+        # Of no dimension that counts with its minimum.
+        bounds[table[60], 0, 1, 7] = NAN
+        arguments["summary"] = bounds.to(E5M2)
+        found = run(arguments)
+        check(found, arguments)
+        assert {3, 50, 79} <= set(selected(found, arguments)[0][0])
+
+
+def test_queries_that_are_no_numbers_or_zero(run: Any) -> None:
+    """All blocks are alike then, and the first ones are selected."""
+    for value in (NAN, INF, 0.0):
+        arguments = make(case_of(KINDS[0], Row(80, 6), heads=1), "cpu")
+        arguments["q"][0] = value if value == 0 else arguments["q"][0]
+        arguments["q"][0, 1, 9] = value
+        found = selected(run(arguments), arguments)[0][0]
+        assert found == [0, 1, 2, 3, 4, 79]
+
+
+@pytest.mark.parametrize("size", [2.0**-40, 2.0**-100, 2.0**40, 2.0**100])
+def test_queries_of_any_size_keep_their_precision(size: float, run: Any) -> None:
+    """Numbers a million times as large as others, whose dimension all blocks have in common."""
+    arguments = make(case_of(KINDS[0], Row(200, 30), heads=1), "cpu")
+    arguments["q"][..., 1:] *= 2.0**-20
+    arguments["q"] *= size
+    arguments["summary"][:, :, :, 0] = 0
+    arguments["sm_scale"] = 2.0**20 / size / 10
+    check(run(arguments), arguments)
+
+
+def test_logits_far_apart_keep_their_order(run: Any) -> None:
+    arguments = make(case_of(KINDS[3], Row(90, 30), heads=1), "cpu")
+    arguments["sm_scale"] = 200.0
+    check(run(arguments), arguments)
+
+
+@pytest.mark.parametrize("dim", [0, 5, 62, 63])
+def test_every_number_of_float8(dim: int, run: Any) -> None:
+    """A row for each finite number and the next one, the larger one first in every other; then what is no number."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    values = numbers.view(E5M2).float()
+    finite = numbers[values.isfinite()][values[values.isfinite()].argsort(stable=True)]
+    pairs = torch.stack([finite[:-1], finite[1:]], dim=1)
+    pairs[::2] = pairs[::2].flip(1)
+    broken = numbers[~values.isfinite()]
+    pairs = torch.cat([pairs, torch.stack([torch.zeros_like(broken), broken], dim=1)])
+    arguments = make(case_of(KINDS[3], *[Row(3, 2)] * len(pairs), heads=1), "cpu")
+    arguments["q"] = torch.zeros_like(arguments["q"])
+    arguments["q"][:, 0, dim], arguments["sm_scale"] = 1, 1024.0
+    summary = torch.zeros_like(arguments["summary"].view(torch.uint8))
+    summary[arguments["block_table"][:, :2].long(), 0, 0, dim] = pairs
+    arguments["summary"] = summary.view(E5M2)
+    larger = pairs.view(E5M2).float().nan_to_num(1e9, 1e9, 1e9)
+    expected = [[[int(second > first), 2]] for first, second in larger.tolist()]
+    assert selected(run(arguments), arguments) == expected
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
+def test_it_compiles(capability: tuple[int, int], tmp_path: Path) -> None:
+    """Without spills, or with few outside of the loops; two blocks fit a multiprocessor of 100 KB."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for pairs in (8, 32, 256):
+        for topr in (128, 32):
+            config = cuda.config_of(pairs, 132, capability >= (9, 0))
+            image = nvrtc.compile_file(cuda.SOURCE, capability, cuda.defines(128, 4, BF16, topr, config))
+            registers, stack, shared = resources(image, tmp_path)
+            assert registers * config.threads * config.resident <= 65536 and shared <= 48 * 1024
+            assert stack <= (32 if capability in ((8, 6), (8, 9)) else 0)
+
+
+def test_clusters() -> None:
+    found = [cuda.config_of(pairs, 132, True).cluster for pairs in (8, 16, 17, 33, 66, 67, 132, 133)]
+    assert found == [8, 8, 4, 4, 2, 1, 1, 1] and cuda.config_of(8, 132, False).cluster == 1
+
+
+def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes(dim: int = 128, group: int = 4, query: torch.dtype = BF16, dtype: torch.dtype = E5M2, width: int = 9):
+        return cuda.takes(torch.zeros(1, group, dim, dtype=query), torch.zeros(1, 1, 2, dim).to(dtype), width)
+
+    assert not takes()
+    monkeypatch.setattr(nvrtc, "available", lambda _: True)
+    assert takes() and takes(64, 8, FP16)
+    assert not any((takes(dim=32), takes(group=9), takes(query=torch.float32), takes(dtype=BF16), takes(width=1 << 20)))
