@@ -204,10 +204,11 @@ def settle(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) 
     except ValueError as error:
         raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
     other = facts.capability is not None and facts.capability[0] != BEST[0]
-    if facts.capability is not None and (other or facts.kv_dtype.startswith("fp8") or args.tp_size > 1):
+    native_float8 = facts.kv_dtype.startswith("fp8") and found["attention"] == NATIVE
+    if facts.capability is not None and (other or native_float8 or args.tp_size > 1):
         logger.warning(
-            "sglang_sparse: dsa was measured on one GPU of compute capability %d.x with a bfloat16 KV cache alone; "
-            "this GPU has %s, --kv-cache-dtype is %s and --tp-size %d",
+            "sglang_sparse: dsa was measured on one GPU of compute capability %d.x alone, and over float8 KV with "
+            "portable attention alone; this GPU has %s, --kv-cache-dtype is %s and --tp-size %d",
             *(BEST[0], _dotted(facts.capability), facts.kv_dtype, args.tp_size),
         )
     chosen = config.model_copy(update={"implementation": found})
