@@ -20,6 +20,11 @@ BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
 _CONTROLS = (("PYTHONPATH", "eval/controls"),)
 TINY_MLA_CALIBRATION = "eval/models/tiny-mla/robsa.json"
 _FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+# Two methods, and one of them with two sets of fields, in the four layers of tiny-gqa.
+_BY_LAYER = {
+    "layers": {"0": {"method": "skip_softmax"}, "1": {"active_ratio": 0.2}, "2-": {"active_ratio": 0.1}},
+    "rectify_interval": 32,
+}
 THETA1 = (0.3, 0.5, 0.7, 0.95)
 # CUDA graphs of larger batches than are asked would take most of a start.
 _AT_ONCE = "16"
@@ -67,21 +72,16 @@ def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
     """Needles with the thresholds that were calibrated for the tiny model, which leave out three fifths at 32k."""
     flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", "eval/models/tiny-gqa/anchor.json", *more)
     flags += ("--page-size", "16", "--attention-backend", "fa3", *_GRAPHS)
-    asked = (
-        *_BESIDE_DENSE,
-        "--n",
-        str(count),
-        "--concurrency",
-        _AT_ONCE,
-        "--lengths",
-        "32k",
-        "--least-sparsity",
-        "0.6",
-    )
-    suites = (("niah", "single,multikey"), ("infinitebench", "gen_passkey"))
+    asked = (*_BESIDE_DENSE, "--n", str(count), "--concurrency", _AT_ONCE, "--lengths", "32k")
+    # The text around a pass key is one sentence again and again, of which more is kept.
+    suites = (("niah", "single,multikey", "0.6"), ("infinitebench", "gen_passkey", "0.5"))
     commands = tuple(
-        Command(f"eval.{suite}", f"{suite}-tiny-gqa-{name}.jsonl", (*asked, "--tasks", tasks))
-        for suite, tasks in suites
+        Command(
+            f"eval.{suite}",
+            f"{suite}-tiny-gqa-{name}.jsonl",
+            (*asked, "--tasks", tasks, "--least-sparsity", sparsity),
+        )
+        for suite, tasks, sparsity in suites
     )
     return Leg(f"needles-{name}", commands, Server("eval/models/tiny-gqa", flags))
 
@@ -117,6 +117,7 @@ def _robsa_needles(
     environment: tuple[tuple[str, str], ...] = (),
     every_layer: bool = False,
     passkey: bool = False,
+    depths: str = "0,25,50,75,100",
 ) -> Leg:
     """Needles with the calibration of the tiny model.
 
@@ -127,9 +128,10 @@ def _robsa_needles(
         environment: that the server knows it by.
         every_layer: whether all layers select by their rotary scores, not those alone that the calibration trusts.
         passkey: whether to ask for a pass key, too.
+        depths: of the needles, in percent.
     """
     name, config = (f"{method}-all", {"theta2": 0}) if every_layer else (method, {})
-    both = (*_BESIDE_DENSE, "--n", str(count), "--concurrency", _AT_ONCE, "--lengths", "8k,32k")
+    both = (*_BESIDE_DENSE, "--n", str(count), "--concurrency", _AT_ONCE, "--lengths", "8k,32k", "--depths", depths)
     both += ("--custom-params", json.dumps({"theta1": theta1}))
     commands = [Command("eval.niah", f"niah-tiny-mla-{name}.jsonl", (*both, "--tasks", "single,multikey"))]
     if passkey:
@@ -223,6 +225,7 @@ NEEDLES: tuple[Leg, ...] = (
     _anchor_batches("anchor"),
     _anchor_batches("anchor-no-graphs", "--disable-cuda-graph"),
     _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 250}),
+    _needles("resa", "tiny-gqa", "fa3", {**_BY_LAYER, **_ALWAYS, **UNPROVEN}, "8k", {}, label="layers"),
     # 2 % of a text of 8k are read, of an eighth of it that is kept.
     *(
         _needles(
@@ -236,9 +239,9 @@ NEEDLES: tuple[Leg, ...] = (
     # The other layers find the needles, so that a window may do in those that the calibration trusts; it must not where
     # all of them select.
     _robsa_needles("robsa", 0.7, 100, every_layer=True, passkey=True),
-    # A share that is more than RoBSA reads.
+    # A share that is more than RoBSA reads. One needle in eleven stands at the end, where a window always has it.
     *(
-        _robsa_needles(control, 0.15, 20, _CONTROLS, every_layer)
+        _robsa_needles(control, 0.15, 10, _CONTROLS, every_layer, depths=",".join(map(str, range(0, 101, 10))))
         for control in ("random_blocks", "sink_window")
         for every_layer in (False, True)
     ),

@@ -187,7 +187,11 @@ def test_identities_are_of_servers_that_differ_by_the_method_alone() -> None:
         assert option == "--sparse-method" and tuple(flags) == dense.flags
         settings = build(name, read_config(config))
         assert settings.config.dense_fallback == "never" and settings.method.sparse_layers(4) == (0, 1, 2, 3)
-        assert settings.method.n_select(torch.tensor([500])).tolist() == [500]
+        if name == "skip_softmax":
+            # None at all would leave the rows dense.
+            assert all(0 < factor < 1e-20 for factor in settings.config.threshold_scale_factor.values())
+        else:
+            assert settings.method.n_select(torch.tensor([500])) >= 500
         urls = ["http://a", "http://b", "http://c"]
         given = dict(zip(*[iter(command.line(Path("results"), urls)[1:])] * 2, strict=True))
         assert [given[f"--{one}-url"] for one in ("base", "compare", "noise")] == urls
