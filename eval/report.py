@@ -137,6 +137,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "throughput": lambda: throughput.throughput(_file(THROUGHPUT)),
     "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
+    "dsa-attention": lambda: _measured("bench_dsa_attention", dsa.dsa),
     "dsa-reuse": lambda: needles.reuse(_named(lambda name: name.startswith(REUSE))),
     "dsa-agreement": lambda: _measured("dsa_agreement", agreement.agreement),
     "comparison": lambda: report_tables.comparison_table(read_folder(COMPARISON)),

@@ -218,6 +218,10 @@ LEGS: tuple[Leg, ...] = (
         ),
     ),
     Leg("dsa", (Command("eval.bench_dsa", "bench_dsa.jsonl", goals=("K7", "K8", "K12", "K13")),)),
+    Leg(
+        "dsa-attention",
+        (Command("eval.bench_dsa", "bench_dsa_attention.jsonl", ("--ops", "dsa_attention", "--prefill", "")),),
+    ),
     # Not of speed: that both implementations choose and answer alike.
     Leg("dsa-agreement", (Command("eval.agree_dsa", "dsa_agreement.jsonl"),)),
     Leg("framework", (Command("eval.bench_framework", "bench_framework.jsonl", goals=("K5", "K11")),)),

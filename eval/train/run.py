@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from eval.texts.text import read_books
 from eval.train import accuracy
 from eval.train.checkpoint import load, load_weights, save, save_weights
-from eval.train.layers import causal
+from eval.train.layers import LAYERS, causal
 from eval.train.mla_model import TinyMLA
 from eval.train.schedule import next_stage
 from eval.train.trainer import Trainer
@@ -26,11 +28,14 @@ PROMPTS = 64
 Line = dict[str, Any]
 
 
-def arguments(description: str, budget: float, evaluation: float, trunk: bool = False) -> argparse.Namespace:
+def arguments(
+    description: str, budget: float, evaluation: float, trunk: bool = False, proxies: Sequence[float] = ()
+) -> argparse.Namespace:
     """Parses the command line; defaults are in seconds.
 
     Args:
         trunk: the model is built on a finished one, whose folder takes the place of the tokenizer's.
+        proxies: defaults of ``--proxy-weights``, one a layer; without any there is no such argument.
 
     Returns:
         The arguments, with `train_seconds`: what the budget leaves for the stages.
@@ -51,11 +56,30 @@ def arguments(description: str, budget: float, evaluation: float, trunk: bool = 
     parser.add_argument("--budget-seconds", type=float, default=budget, help="for the whole run, from its start")
     parser.add_argument("--evaluate-seconds", type=float, default=evaluation, help="of these, for the accuracy")
     parser.add_argument("--revision", default="unknown", help="of the code; goes into the log")
+    if proxies:
+        parser.add_argument(
+            "--proxy-weights", type=weights_by_layer, default=proxies, help="of RoPE-only scores, by layer"
+        )
     args = parser.parse_args()
     if trunk:
         args.tokenizer = args.trunk
     args.train_seconds = args.budget_seconds - args.evaluate_seconds
     return args
+
+
+def weights_by_layer(text: str) -> tuple[float, ...]:
+    """Comma-separated numbers, one a layer.
+
+    Raises:
+        argparse.ArgumentTypeError: not as many, or one that is negative or no number.
+    """
+    try:
+        weights = tuple(map(float, text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed are {LAYERS} numbers with commas") from error
+    if len(weights) != LAYERS or not all(0 <= weight < math.inf for weight in weights):
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed are {LAYERS} numbers from 0 on")
+    return weights
 
 
 def attention_backends(device: torch.device, size: int, widths: tuple[int, ...]) -> tuple[list[SDPBackend], int]:

@@ -278,4 +278,19 @@ def test_parser_leaves_time_for_the_accuracy(monkeypatch: pytest.MonkeyPatch) ->
     flags = ["mla", "--data", "d", "--tokenizer", "t", "--out", "o", "--budget-seconds", "500"]
     monkeypatch.setattr(sys, "argv", flags)
     args: argparse.Namespace = run.arguments("", 400.0, 60.0)
-    assert args.train_seconds == 440.0
+    assert args.train_seconds == 440.0 and not hasattr(args, "proxy_weights")
+
+
+def test_weights_of_rotary_scores_are_one_a_layer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["mla", "--data", "d", "--tokenizer", "t", "--out", "o"]
+    monkeypatch.setattr(sys, "argv", flags)
+    assert run.arguments("", 400.0, 60.0, proxies=mla.PROXY_WEIGHTS).proxy_weights == (4.0, 4.0, 0.0, 0.0)
+    monkeypatch.setattr(sys, "argv", [*flags, "--proxy-weights", "4,4,.3,0"])
+    assert run.arguments("", 400.0, 60.0, proxies=mla.PROXY_WEIGHTS).proxy_weights == (4.0, 4.0, 0.3, 0.0)
+    for wrong in ("4,4", "4,4,-1,0", "4,4,inf,0", "4,4,nan,0", "all"):
+        monkeypatch.setattr(sys, "argv", [*flags, f"--proxy-weights={wrong}"])
+        with pytest.raises(SystemExit):
+            run.arguments("", 400.0, 60.0, proxies=mla.PROXY_WEIGHTS)
+        assert f"got '{wrong}', allowed are 4 numbers" in capsys.readouterr().err
