@@ -156,9 +156,10 @@ class Bare(mla.MLATrainer):
 
     def __init__(self) -> None:
         self.device, self.rng = CPU, random.Random(0)
+        self.args = argparse.Namespace(proxy_weights=(4.0, 3.0, 0.0, 0.0))
 
 
-def test_random_rows_count_and_only_the_first_half_of_the_layers_is_weighed() -> None:
+def test_random_rows_count_and_layers_are_weighed_as_asked() -> None:
     torch.manual_seed(0)
     weight = torch.zeros(2, 128)
     weight[:, 40:110] = 1.0
@@ -173,7 +174,7 @@ def test_random_rows_count_and_only_the_first_half_of_the_layers_is_weighed() ->
     model(tokens, rows)
     loss = bare.auxiliary(rows)
     assert rows.divergence is not None and len(rows.divergence) == 4
-    torch.testing.assert_close(loss, 4.0 * (rows.divergence[0] + rows.divergence[1]))
+    torch.testing.assert_close(loss, 4.0 * rows.divergence[0] + 3.0 * rows.divergence[1])
     loss.backward()
     gradients = [model.layer_weights(i)["self_attn.q_b_proj"].grad for i in range(4)]
     assert [gradient is not None and bool(gradient.any()) for gradient in gradients] == [True, True, False, False]
