@@ -77,10 +77,8 @@ FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "sho
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in ("niah", "infinitebench") for name in ("rocketkv", "random_kept"))
 NEEDLES = (
-    *(
-        f"niah-tiny-{name}"
-        for name in ("gqa-anchor", "gqa-skip_softmax", "gqa-rocketkv-topk", "dsa-auto", "dsa-portable")
-    ),
+    *(f"niah-tiny-gqa-{name}" for name in ("anchor", "skip_softmax", "rocketkv-topk", "rocketkv-compact")),
+    *(f"niah-tiny-dsa-{name}" for name in ("auto", "portable")),
     *(f"niah-tiny-mla-{name}" for name in ("robsa", "random_blocks", "sink_window")),
     *("infinitebench-tiny-mla", "infinitebench-tiny-gqa-anchor"),
 )

@@ -15,13 +15,15 @@ ASKED = {"chat": "with the text", "second_turn": "in a second turn"}
 def _of_file(_: Path, header: Mapping[str, Any]) -> dict[str, Any]:
     served = header["servers"]["base"]["sparse"]
     asked = {"method": served["method"], "asked": ASKED[header["arguments"]["form"]]}
-    return asked | {"budget": served["config"]["prompt_budget"], "topk": served["config"]["topk"]}
+    config = served["config"]
+    return asked | {"budget": config["prompt_budget"], "topk": config["topk"], "eviction": config["eviction"]}
 
 
 def kept(paths: Sequence[Path]) -> str:
     """What was found, by method and form of the question, beside the same server asked to run dense."""
     columns: list[Column] = [
         ("method", text("method")),
+        ("eviction", text("eviction")),
         ("asked", text("asked")),
         ("task", text("task")),
         ("length", length),
