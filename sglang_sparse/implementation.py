@@ -203,9 +203,8 @@ def settle(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) 
         found = resolve(config.implementation, facts)
     except ValueError as error:
         raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
-    other = facts.capability is not None and facts.capability[0] != BEST[0]
     native_float8 = facts.kv_dtype.startswith("fp8") and found["attention"] == NATIVE
-    if facts.capability is not None and (other or native_float8 or args.tp_size > 1):
+    if facts.capability is not None and (facts.capability[0] != BEST[0] or native_float8 or args.tp_size > 1):
         logger.warning(
             "sglang_sparse: dsa was measured on one GPU of compute capability %d.x alone, and over float8 KV with "
             "portable attention alone; this GPU has %s, --kv-cache-dtype is %s and --tp-size %d",

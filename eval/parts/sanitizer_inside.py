@@ -24,12 +24,15 @@ from eval.compile_kernels import OPERATIONS as IN_TRITON
 from eval.compile_kernels import cases_of
 from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.float8 import converts_float8
+from sglang_sparse_kernels.skip_softmax_prefill import launch as skip_softmax_launch
 
 DONE = "sanitizer_inside: done "
 # By operation: the function that its cases are the arguments of; with those that have no Triton kernel.
 OPERATIONS = {**IN_TRITON, "index_topk": "index_topk", "kt_select": "kt_select"}
 # Those that have a kernel in CUDA C++ and another one for devices that do not take it.
-TWO_KERNELS = ("block_mass", "block_topp", "index_topk", "kt_select", "page_score", "page_topk")
+IN_CUDA = ("block_mass", "block_topp", "index_topk", "kt_select", "page_score", "page_topk")
+# And the one with a kernel in Gluon.
+IN_GLUON = "skip_softmax_prefill"
 
 
 def is_float8(case: Any) -> bool:
@@ -59,6 +62,9 @@ def own_cases(operation: str) -> list[Any]:
         return [
             cases.Case((9000, 300), 200, (1, 0), width=width, kind=kind) for width in (9001, 33000) for kind in kinds
         ]
+    if operation == IN_GLUON:
+        # A last block that is cut within a page, of a tile that is cut, behind whole ones.
+        return [cases.Case((200, 0), (170, 63), 16, 1, 2, 128, *[torch.bfloat16] * 2, 128, 64, factor=50.0)]
     if operation == "sparse_decode":
         return [cases.Case((4300,), 16, 8, 4, 128, torch.bfloat16, torch.bfloat16, ratio=1.0)]
     return []
@@ -75,6 +81,19 @@ def chosen(operation: str, number: int, float8: bool = True) -> list[Any]:
     small = [case for case in cases_of(operation) if not case.gpu_only and (float8 or not is_float8(case))]
     picked = spread(small, number)
     return [case for case in small if case in picked or is_float8(case)] + own_cases(operation)
+
+
+@contextmanager
+def other_kernel(operation: str) -> Iterator[bool]:
+    """An operation runs by its kernel for devices that do not take the one here; whether it has two."""
+    if operation in IN_CUDA:
+        with mock.patch.object(nvrtc, "available", return_value=False):
+            yield True
+    elif operation == IN_GLUON:
+        with mock.patch.object(skip_softmax_launch, "hopper_kernel", return_value=None):
+            yield True
+    else:
+        yield False
 
 
 @contextmanager
@@ -142,7 +161,7 @@ def as_served(operation: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def call(operation: str, cases: Sequence[Any], device: str) -> None:
-    """Call an operation alone and as a server does; where it has a kernel in CUDA C++, the other one as well."""
+    """Call an operation alone and as a server does; where it has two kernels, by the other one as well."""
     module = importlib.import_module(f"sglang_sparse_kernels.{operation}")
     make = importlib.import_module(f"sglang_sparse_kernels.{operation}.cases").make
     function: Callable[..., Any] = getattr(module, OPERATIONS[operation])
@@ -155,8 +174,8 @@ def call(operation: str, cases: Sequence[Any], device: str) -> None:
 
     for case in cases:
         run(case)
-        if operation in TWO_KERNELS:
-            with mock.patch.object(nvrtc, "available", return_value=False):
+        with other_kernel(operation) as is_there:
+            if is_there:
                 run(case)
         if operation == "page_score":
             score_in_cuda(case, device)

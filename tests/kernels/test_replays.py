@@ -24,7 +24,9 @@ from sglang_sparse_kernels.latent_rows import cases as row_cases
 from sglang_sparse_kernels.page_summary import cases as summary_cases
 from sglang_sparse_kernels.page_table import cases as table_cases
 from sglang_sparse_kernels.skip_softmax_decode import cases as skip_decode_cases
+from sglang_sparse_kernels.skip_softmax_prefill import BLOCK_KEYS, TILE_QUERIES
 from sglang_sparse_kernels.skip_softmax_prefill import cases as skip_prefill_cases
+from sglang_sparse_kernels.skip_softmax_prefill import launch as skip_prefill_launch
 from sglang_sparse_kernels.sparse_decode import cases as decode_cases
 from sglang_sparse_kernels.sparse_mla_decode import cases as mla_cases
 from sglang_sparse_kernels.sparse_mla_decode import fa3
@@ -111,7 +113,7 @@ class Operation:
     more: tuple[Any, ...] = ()
 
     def params(self) -> Iterator[Any]:
-        marks = [pytest.mark.gpu] if self.implementation in ("cuda", "fa3") else []
+        marks = [pytest.mark.gpu] if self.implementation in ("cuda", "fa3", "hopper") else []
         large = (case for case in self.cases.CASES if case.gpu_only)
         for case in filter(self.serves, (self.small, *large, *self.more)):
             yield pytest.param(self, case, marks=marks, id=f"{self.function}-{self.implementation}-{case}")
@@ -124,9 +126,27 @@ def operation(folder: str, cases: ModuleType, **options: Any) -> Operation:
 
 
 SHORT = {"prefixes": (70, 0), "extends": (20, 1), "heads": 1}
+FULL = {"tile_queries": TILE_QUERIES, "block_keys": BLOCK_KEYS}
 OPERATIONS = [
     operation("anchor_prefill", anchor_cases, small=SHORT, counts=2, in_graphs=False),
     operation("skip_softmax_prefill", skip_prefill_cases, small=SHORT, counts=4, in_graphs=False),
+    operation(
+        "skip_softmax_prefill",
+        skip_prefill_cases,
+        small={**SHORT, **FULL},
+        implementation="hopper",
+        counts=4,
+        # Those that end within a tile.
+        more=tuple(case for case in skip_prefill_cases.CASES if not case.gpu_only),
+        serves=lambda case: (
+            {name: getattr(case, name) for name in FULL} == FULL
+            and case.page_size >= 16
+            and case.group % 2 == 0
+            and case.kv_dtype == case.dtype
+            and {case.dim, case.v_dim or case.dim} <= {64, 128}
+        ),
+        in_graphs=False,
+    ),
     operation("skip_softmax_decode", skip_decode_cases, small={"lengths": (200, 0, 1), "heads": 1}, counts=2),
     operation("sparse_decode", decode_cases, small={"heads": 1}),
     operation("block_mass", mass_cases),
@@ -184,6 +204,11 @@ def require(operation: Operation, arguments: dict[str, Any]) -> None:
 
     if operation.implementation == "cuda" and not taken(mass_cuda.takes, "q", "k_cache", "block_size"):
         pytest.skip("needs a GPU for which NVRTC compiles the CUDA kernels")
+    if operation.implementation == "hopper":
+        hopper = skip_prefill_launch.hopper_kernel(arguments["q"].device)
+        if hopper is None:
+            pytest.skip("needs a Hopper GPU")
+        assert taken(hopper.takes, "q", "k_cache", "v_cache", "plan", "page_size")
     if operation.implementation == "fa3":
         if not fa3.installed(arguments["q_nope"].device):
             pytest.skip("FA3 is not installed for this GPU")

@@ -1,9 +1,12 @@
 """Skip-Softmax prefill on Hopper: the Gluon kernel against the reference, at the sizes that it takes."""
 
+import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +14,14 @@ import torch
 from anchor_runs import relative_error, row_slots
 from skip_softmax_runs import BF16, FP16, INF, NAN, TOLERANCE, counts, dense, run_reference, with_factor
 
-from sglang_sparse_kernels.skip_softmax_prefill import Span, make_plan, skip_softmax_prefill
+from sglang_sparse_kernels import launch as device_launch
+from sglang_sparse_kernels.skip_softmax_prefill import Span, launch, make_plan, skip_softmax_prefill, triton
 from sglang_sparse_kernels.skip_softmax_prefill.cases import Case, make
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 # Sums in another order may move a block across the threshold; so many of all blocks, at most.
 BORDERLINE = 2e-4
+NAMES = ("q", "k_cache", "v_cache", "plan", "page_size")
 FULL: dict[str, Any] = {"tile_queries": 128, "block_keys": 64}
 ROWS = Case((4000, 0, 63), (3000, 8192, 1), 16, 2, 4, 128, BF16, BF16, factor=300.0, stripes=0.002, **FULL)
 SMALL = Case((0,), (300,), 16, 1, 2, 128, FP16, FP16, factor=30.0, **FULL)
@@ -25,9 +30,7 @@ hopper_only = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 
 
 def taken(arguments: dict[str, Any]) -> bool:
-    from sglang_sparse_kernels.skip_softmax_prefill import hopper
-
-    return hopper.takes(*(arguments[name] for name in ("q", "k_cache", "v_cache", "plan", "page_size")))
+    return launch.kernels(*(arguments[name] for name in NAMES)) is launch.hopper_kernel(arguments["q"].device)
 
 
 def run_hopper(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
@@ -178,12 +181,68 @@ def test_keys_of_minus_infinity_have_no_weight() -> None:
     assert not got.isnan().any() and relative_error(got, dense(arguments, SMALL)) < TOLERANCE[FP16]
 
 
+@pytest.fixture
+def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Nothing has imported the kernel yet, and devices are GPUs to Triton; what is asked for is noted."""
+    asked: list[str] = []
+
+    def noted(name: str, package: str) -> Any:
+        asked.append(name)
+        return importlib.import_module(name, package)
+
+    monkeypatch.setattr(launch, "importlib", SimpleNamespace(import_module=noted))
+    monkeypatch.setattr(launch.knobs.runtime, "interpret", False)
+    launch._gluon.cache_clear()
+    yield asked
+    launch._gluon.cache_clear()
+
+
+CPU, HOPPER = torch.device("cpu"), device_launch.Properties((9, 0), 132, 232448)
+NOTHING: Any = [None] * 4
+MODULE = f"{launch.__package__}.hopper"
+
+
+def test_gluon_is_imported_on_hopper_alone(imports: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        monkeypatch.setattr(device_launch, "stand_in", replace(HOPPER, capability=capability))
+        assert launch.hopper_kernel(CPU) is None
+    monkeypatch.setattr(device_launch, "stand_in", HOPPER)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "hip", "6.4")
+        assert launch.hopper_kernel(CPU) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.knobs.runtime, "interpret", True)
+        assert launch.hopper_kernel(CPU) is None
+    assert not imports
+    gl = SimpleNamespace(shared_memory_descriptor=SimpleNamespace(_reinterpret=None))
+    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(gl=gl, takes=lambda *_: True))
+    assert launch.kernels(torch.zeros(1), *NOTHING) is sys.modules[MODULE] and imports == [".hopper"]
+    sys.modules[MODULE].takes = lambda *_: False
+    assert launch.kernels(torch.zeros(1), *NOTHING) is triton
+
+
+@pytest.mark.parametrize("module", [None, SimpleNamespace(), SimpleNamespace(gl=SimpleNamespace())], ids=str)
+def test_without_gluon_triton_serves_and_says_so_once(
+    module: Any, imports: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not there, or another Triton's."""
+    monkeypatch.setattr(device_launch, "stand_in", HOPPER)
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    for _ in range(3):
+        assert launch.kernels(torch.zeros(1), *NOTHING) is triton
+    assert len(imports) == 1
+    assert [record.message.split(": ")[1] for record in caplog.records] == [
+        "Skip-Softmax prefill has no kernel of its own on Hopper"
+    ]
+
+
 COMPILE = """
 import dataclasses, json, sys, torch
 from unittest import mock
 from eval import compile_kernels
 from sglang_sparse_kernels import launch
 from sglang_sparse_kernels.skip_softmax_prefill import hopper, skip_softmax_prefill
+from sglang_sparse_kernels.skip_softmax_prefill import launch as chosen
 from sglang_sparse_kernels.skip_softmax_prefill.cases import Case, make
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -200,7 +259,8 @@ for kernel in found:
 def taken(change=None, target="9.0", **changes):
     arguments = make(dataclasses.replace(case, **changes), "cpu") | (change or {})
     with mock.patch.object(launch, "stand_in", compile_kernels.TARGETS[target]):
-        return hopper.takes(*(arguments[name] for name in ("q", "k_cache", "v_cache", "plan", "page_size")))
+        names = ("q", "k_cache", "v_cache", "plan", "page_size")
+        return chosen.kernels(*(arguments[name] for name in names)) is hopper
 
 odd, wide = torch.zeros(320, 2, 258, dtype=BF16), torch.zeros(320, 2, 264, dtype=BF16)
 print([taken(), taken(group=2), taken(dim=64), taken({"q": torch.zeros(200, 8, 256, dtype=BF16)[..., :128]})])

@@ -104,7 +104,7 @@ def test_triton_equals_the_reference(case: Case, device: str) -> None:
         pytest.skip("float32 caches are for the CPU")
     arguments = make(case, device)
     stats, expected = torch.tensor([5, 7, 9, 11], device=device), counts(device)
-    got = skip_softmax_prefill(**arguments, stats=stats)
+    got = run_triton(arguments, stats)
     assert got.dtype == case.dtype
     assert relative_error(got, run_reference(arguments, expected)) < TOLERANCE[case.dtype]
     differences = (stats - expected).tolist()
@@ -137,7 +137,7 @@ def test_random_batches(seed: int, device: str) -> None:
     assert_definition(arguments, case, factors)
     if device == "cpu":
         stats, expected = counts(), counts()
-        got = skip_softmax_prefill(**arguments, stats=stats)
+        got = run_triton(arguments, stats)
         assert relative_error(got, run_reference(arguments, expected)) < TOLERANCE[FP32]
         assert torch.equal(stats, expected)
 
@@ -147,7 +147,7 @@ def test_without_a_threshold_it_is_dense_attention(case: Case, factor: float, de
     if device == "cuda" and case.dtype == FP32:
         pytest.skip("float32 caches are for the CPU")
     arguments, stats = with_factor(make(case, device), factor), counts(device)
-    got = skip_softmax_prefill(**arguments, stats=stats)
+    got = run_triton(arguments, stats)
     expected = dense(arguments, case)
     assert relative_error(got, expected) < TOLERANCE[case.dtype]
     assert relative_error(run_reference(arguments), expected) < 1e-5
@@ -173,13 +173,13 @@ def test_strided_queries_and_caches(device: str) -> None:
     both = torch.cat([arguments["k_cache"], arguments["v_cache"]], dim=1)
     arguments.update(k_cache=both[:, :heads], v_cache=both[:, heads:])
     arguments["q"] = torch.cat([q, torch.randn_like(q)], dim=1)[:, : q.shape[1]]
-    assert relative_error(skip_softmax_prefill(**arguments), expected) < TOLERANCE[BF16]
+    assert relative_error(run_triton(arguments), expected) < TOLERANCE[BF16]
 
 
 def test_results_are_equal_from_run_to_run_and_for_other_launch_parameters(device: str) -> None:
     arguments = make(PLAIN, device)
-    expected = skip_softmax_prefill(**arguments)
-    assert torch.equal(skip_softmax_prefill(**arguments), expected)
+    expected = run_triton(arguments)
+    assert torch.equal(run_triton(arguments), expected)
     out = torch.empty_like(expected)
     kernels.skip_softmax_prefill(**arguments, out=out, config=kernels.Config(num_warps=8, num_stages=1))
     assert relative_error(out, expected) < TOLERANCE[FP16]

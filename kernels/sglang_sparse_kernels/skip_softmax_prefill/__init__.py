@@ -87,7 +87,6 @@ def skip_softmax_prefill(
     arguments = (q, k_cache, v_cache, page_table, plan, threshold_scale_factor, page_size, sm_scale, k_scale, v_scale)
     if dispatch.use_reference(q):
         return reference.skip_softmax_prefill(*arguments, out, stats)
-    from . import hopper, triton
+    from . import launch
 
-    kernels = hopper if hopper.takes(q, k_cache, v_cache, plan, page_size) else triton
-    return kernels.skip_softmax_prefill(*arguments, out, stats)
+    return launch.kernels(q, k_cache, v_cache, plan, page_size).skip_softmax_prefill(*arguments, out, stats)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 import triton.language as tl
-from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..dispatch import HALF_DTYPES
-from ..launch import LOG2_E, capability
+from ..launch import LOG2_E
 from .plan import BLOCK_KEYS, TILE_QUERIES, QueryTile, SkipSoftmaxPlan
 
 DIMS = (64, 128)
@@ -426,10 +425,9 @@ def _fits(tensor: torch.Tensor) -> bool:
 
 
 def takes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: SkipSoftmaxPlan, page_size: int) -> bool:
-    """Whether these are served from here: pairs of heads, the usual tiles and blocks, and what TMA and wgmma read."""
-    # AMD numbers its GPUs from 9, too.
-    if torch.version.hip is not None or capability(q.device)[0] != 9 or knobs.runtime.interpret:
-        return False
+    """Whether these are served, on a GPU that this kernel is for (``launch.hopper_kernel``): pairs of heads, the usual
+    tiles and blocks, and what TMA and wgmma read.
+    """
     if (plan.tile_queries, plan.block_keys) != (TILE_QUERIES, BLOCK_KEYS) or page_size < MIN_PAGE:
         return False
     if q.dtype not in HALF_DTYPES or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
