@@ -1,13 +1,15 @@
 """KT selection: the operations that define it, and the kernel of the machine that runs the tests."""
 
+import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from kt_selections import TABLES, check
 
-from sglang_sparse_kernels import nvrtc
-from sglang_sparse_kernels.kt_select import cuda, kt_select
+from sglang_sparse_kernels import kt_score, nvrtc
+from sglang_sparse_kernels.kt_select import cuda, kt_select, scratch_bytes
 from sglang_sparse_kernels.kt_select.cases import BF16, CASES, E5M2, Case, Row, make
 from sglang_sparse_kernels.launch import dependent_launch
 
@@ -37,11 +39,62 @@ def test_it_selects_the_highest(case: Case, device: str) -> None:
 def test_scratch_that_is_given_is_used(device: str) -> None:
     arguments = make(CASES[0], device)
     shape = len(arguments["q"]), 2, arguments["block_table"].shape[1]
-    lists = torch.empty(shape, dtype=torch.int32, device=device), *torch.empty(2, *shape[:2], device=device).int()
-    scratch = (*lists, torch.empty(shape, device=device))
+    lists = (torch.full(size, -7, dtype=torch.int32, device=device) for size in (shape, shape[:2], shape[:2]))
+    scratch = (*lists, torch.full(shape, -7.0, device=device))
     check(run(arguments, scratch=scratch), arguments)
-    if not cuda.takes(arguments["q"], arguments["summary"], shape[2]):
+    if cuda.takes(arguments["q"], arguments["summary"], shape[2]):
+        assert all((tensor == -7).all() for tensor in scratch)
+    else:
         assert scratch[1][0].tolist() == [50, 50], "visible blocks of the first row"
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_what_is_allocated_is_in_scratch_bytes(given: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the three operations, where the kernel in CUDA C++ does not serve."""
+    monkeypatch.setattr(nvrtc, "available", lambda _: False)
+    arguments, taken, empty = make(CASES[0], device), [], torch.empty
+    rows, heads, width = len(arguments["q"]), 2, arguments["block_table"].shape[1]
+    lists = (empty(size, dtype=torch.int32, device=device) for size in ((rows, heads, width), (rows, 2), (rows, 2)))
+    scratch = (*lists, empty(rows, heads, width, device=device)) if given else None
+
+    def noted(*shape: Any, **options: Any) -> torch.Tensor:
+        taken.append(empty(*shape, **options))
+        return taken[-1]
+
+    monkeypatch.setattr(torch, "empty", noted)
+    run(arguments, scratch=scratch)
+    assert sum(tensor.nbytes for tensor in taken) == scratch_bytes(rows, 8, heads, width, given)
+
+
+@pytest.mark.parametrize("heads", [(64, 8), (32, 4), (8, 8), (40, 8)], ids=str)
+def test_what_a_call_allocates_is_reserved(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the widest rows, whatever the width of a call; launch parameters are those of the rows that go at once."""
+    grids: list[tuple[tuple[int, int], int]] = []
+    monkeypatch.setattr(cuda, "_kernel", lambda *_: lambda grid, threads, *_: grids.append((grid, threads)))
+    monkeypatch.setattr(cuda, "config_of", lambda pairs, *_: cuda.Config(pairs, 1))
+    monkeypatch.setattr(cuda, "num_processors", lambda _: 132)
+    monkeypatch.setattr(cuda, "dependent_launch", lambda _: True)
+    group, empty = heads[0] // heads[1], partial(torch.empty, device="meta")
+    for rows, widest in (
+        (1, 262144),
+        (4, 262144),
+        (7, 200000),
+        (300, 9000),
+        (5, 8192 // group),
+        (3, 8192 // group + 1),
+    ):
+        reserved = scratch_bytes(rows, *heads, widest)
+        assert reserved >= kt_score.scratch_bytes(rows, *heads, widest)
+        for width in (widest, widest - 1, widest * 3 // 4, widest // 2):
+            q, tables = empty(rows, heads[0], 128, dtype=BF16), (empty(rows, heads[1], 4), *[empty(rows, 9)] * 6)
+            out, taken = (empty(rows, heads[1], width), empty(rows, heads[1])), []
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "empty", lambda *shape, **_: taken.append(4 * math.prod(shape)))  # noqa: B023
+                cuda.kt_select(q, q, tables, 128, 0.1, out)
+            assert sum(taken) <= reserved and bool(taken) == (width * group > 8192)
+            assert sum(grid[1] for grid, _ in grids) == rows
+            assert {threads for _, threads in grids} == {grids[0][0][1] * heads[1]}
+            grids.clear()
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -92,7 +145,14 @@ def test_replays_of_a_graph_give_the_same_bits(config: tuple[int, int, int], row
 
 
 @pytest.mark.gpu
-def test_it_runs_where_it_is_compiled(device: str) -> None:
+def test_it_runs_where_it_is_compiled(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel in CUDA C++ is what serves the default configuration on NVIDIA GPUs."""
-    q, summary = torch.zeros(1, 4, 128, dtype=BF16, device=device), torch.zeros(1, 1, 2, 128, device=device).to(E5M2)
-    assert cuda.takes(q, summary, 9) == nvrtc.available(q.device)
+    pytest.importorskip("cuda.bindings.nvrtc")
+    if torch.version.cuda is None or torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs an NVIDIA GPU from Ampere on")
+    arguments, launched = make(CASES[0], device), []
+    assert (arguments["q"].dtype, arguments["summary"].dtype) == (BF16, E5M2)
+    kernel = nvrtc.Kernel.__call__
+    monkeypatch.setattr(nvrtc.Kernel, "__call__", lambda *given: launched.append(kernel(*given)))
+    kt_select(**arguments)
+    assert len(launched) == 1

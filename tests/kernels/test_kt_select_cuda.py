@@ -1,18 +1,20 @@
-"""The CUDA kernel of the KT selection without a GPU: its source as C++, its threads taking turns."""
+"""The CUDA kernel of the KT selection: without a GPU its source as C++, its threads taking turns; and on one."""
 
 import ctypes
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cuda_library import build, resources
-from kt_selections import check, selected
+from kt_selections import TABLES, check, selected
 
 from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.kt_select import cuda
 from sglang_sparse_kernels.kt_select.cases import BF16, CASES, E5M2, FP16, Case, Row, make
+from sglang_sparse_kernels.launch import dependent_launch
 
 NAN, INF = math.nan, math.inf
 # Dimension, group, type of the queries, dimensions that count, threads of a block, blocks of a cluster.
@@ -32,6 +34,8 @@ KERNEL = """
 #define CHOOSE {CHOOSE}
 #define THREADS {THREADS}
 #define RESIDENT {RESIDENT}
+#define HEADS {HEADS}
+#define HELD {HELD}
 namespace kind_{number} {{
 static unsigned short to_float16(float number) {{ return half_of(false, number); }}
 static void multiply(float (&sums)[4], const unsigned (&bounds)[4], uint2 query) {{
@@ -59,6 +63,8 @@ extern "C" void run_{number}(
 #undef CHOOSE
 #undef THREADS
 #undef RESIDENT
+#undef HEADS
+#undef HELD
 """
 every = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(str(part).split(".")[-1] for part in kind))
 
@@ -77,14 +83,32 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build(tmp_path_factory.mktemp("cuda"), kernels)
 
 
-@pytest.fixture
-def run(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Any:
+def select(arguments: dict[str, Any], device: str, config: cuda.Config, **more: Any) -> Any:
+    q, summary, *tables = (arguments[name].to(device) for name in ("q", "summary", *TABLES))
+    shape = (len(q), summary.shape[1], tables[TABLES.index("block_table")].shape[1])
+    out = torch.full(shape, -1, dtype=torch.int32), torch.full(shape[:2], -7, dtype=torch.int32)
+    out, stats = (out[0].to(device), out[1].to(device)), torch.zeros(3, dtype=torch.int64, device=device)
+    sizes = (arguments["topr"], arguments["sm_scale"], out, stats)
+    found = *cuda.kt_select(q, summary, tuple(tables), *sizes, config=config, **more), stats
+    return tuple(tensor.cpu() for tensor in found)
+
+
+@pytest.fixture(params=["emulated", pytest.param("compiled", marks=pytest.mark.gpu)])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernel of a case's kind, which finds anything in its scratch."""
+    compiled = request.param == "compiled"
+    library = None if compiled else request.getfixturevalue("library")
+    if compiled and not nvrtc.available(torch.device("cuda", 0)):
+        pytest.skip("needs a GPU for which NVRTC compiles the CUDA kernels")
 
     def call(arguments: dict[str, Any], **more: Any) -> Any:
         q, summary = arguments["q"], arguments["summary"]
         key = q.shape[2], q.shape[1] // summary.shape[1], q.dtype, arguments["topr"]
         number = next(i for i, kind in enumerate(KINDS) if kind[:4] == key)
+        config = config_of(KINDS[number])
+        if compiled:
+            clusters = dependent_launch(torch.device("cuda", 0))
+            return select(arguments, "cuda", config if clusters else replace(config, cluster=1), **more)
 
         def launch(grid: tuple[int, int], threads: int, *given: torch.Tensor | int | None) -> None:
             values = [ctypes.c_longlong(x) if isinstance(x, int) else x if x is None else x.data_ptr() for x in given]
@@ -92,13 +116,7 @@ def run(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Any:
             library[f"run_{number}"](*grid, *pointers)
 
         monkeypatch.setattr(cuda, "_kernel", lambda *_: launch)
-        names = ("kept", "n_kept", "first_visible", "requests", "block_table", "n_blocks", "n_select")
-        tables = tuple(arguments[name] for name in names)
-        shape = (len(q), summary.shape[1], arguments["block_table"].shape[1])
-        out = torch.full(shape, -1, dtype=torch.int32), torch.full(shape[:2], -7, dtype=torch.int32)
-        stats = torch.zeros(3, dtype=torch.int64)
-        sizes = (arguments["topr"], arguments["sm_scale"], out, stats)
-        return *cuda.kt_select(q, summary, tables, *sizes, config=config_of(KINDS[number]), **more), stats
+        return select(arguments, "cpu", config, **more)
 
     return call
 
@@ -123,10 +141,18 @@ def test_long_rows(rows: int, run: Any, monkeypatch: pytest.MonkeyPatch) -> None
     """Of more candidates than shared memory holds the numbers of, and the logits; rows take turns in the scratch."""
     case = case_of(KINDS[2], Row(2300, 64), Row(3000, 64, 2000, 40), Row(1040, 900, 100, 90), heads=1)
     arguments, empty = make(case, "cpu"), torch.empty
+    one_row, taken = 8 * 3000 * 4, []
+
+    def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options).fill_(NAN)
+        taken.append(tensor.nbytes)
+        return tensor
+
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
-        found = run(arguments, limit=rows * 8 * 3000 * 4)
+        patch.setattr(torch, "empty", poisoned)
+        found = run(arguments, limit=rows * one_row)
     check(found, arguments)
+    assert sum(taken) == max(rows, 1) * one_row == cuda.scratch_bytes(3, 8, 1, 3000, rows * one_row)
 
 
 @pytest.mark.parametrize("kind", [KINDS[1], KINDS[3]], ids=["2", "4"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kt_selections import TABLES
 from triton_interpreter import HAS_GPU
 
 from sglang_sparse_kernels.anchor_prefill import cases as anchor_cases
@@ -20,6 +21,7 @@ from sglang_sparse_kernels.index_keys import cases as key_cases
 from sglang_sparse_kernels.index_logits import cases as logit_cases
 from sglang_sparse_kernels.index_topk import cases as token_cases
 from sglang_sparse_kernels.kt_score import cases as kt_cases
+from sglang_sparse_kernels.kt_select import cases as selection_cases
 from sglang_sparse_kernels.latent_rows import cases as row_cases
 from sglang_sparse_kernels.page_summary import cases as summary_cases
 from sglang_sparse_kernels.page_table import cases as table_cases
@@ -71,6 +73,11 @@ def with_names(operation: "Operation", case: Any, device: str) -> dict[str, Any]
     arguments = with_result(operation, case, device)
     names = arguments.pop("page_table"), arguments.pop("rows"), None
     return {"first": None, "wanted": None, **arguments, "names": names}
+
+
+def with_tables(operation: "Operation", case: Any, device: str) -> dict[str, Any]:
+    arguments = with_result(operation, case, device)
+    return {"tables": tuple(map(arguments.pop, TABLES)), "scale": arguments.pop("sm_scale"), **arguments}
 
 
 def of_layers(operation: "Operation", case: Any, device: str) -> dict[str, Any]:
@@ -157,6 +164,7 @@ OPERATIONS = [
         serves=lambda case: case.dim == mass_cuda.DIM and case.kv_dtype == case.dtype,
     ),
     operation("kt_score", kt_cases, small={"candidates": (40, 0, 3), "width": 50, "heads": 1}),
+    operation("kt_select", selection_cases, implementation="portable", counts=3, arguments=with_tables),
     operation("window_score", window_cases, small={"lengths": (60, 0, 5), "width": 5, "heads": 1}),
     operation("visible_blocks", visible_cases, counts=3),
     operation("sparse_mla_decode", mla_cases, more=(LATENT, FLOAT8_ROWS)),

@@ -35,7 +35,7 @@ from sglang_sparse.plan import plan_decode
 from sglang_sparse.pools import AuxPools, page_ends
 from sglang_sparse.requests import parse_options
 from sglang_sparse.view import allocate_view
-from sglang_sparse_kernels.kt_select import reference
+from sglang_sparse_kernels.kt_select import portable
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 
 
@@ -262,7 +262,7 @@ def test_a_step_takes_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refreshing, selecting and attending in one layer, by the kernels."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     rows = Rows(rocketkv(**SMALL))
-    collect_after(monkeypatch, reference, "kt_score")
+    collect_after(monkeypatch, portable, "kt_score")
     with Peak() as peak:
         rows.aux.refresh({0: rows.cache}, rows.last_slots, before_select=True)
         found = rows.method.select(rows.view, 0, rows.query, rows.aux)

@@ -16,7 +16,7 @@ from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_proces
 from ..page_score.reference import UNBOUNDED
 from ..window_score.triton import merged_lse, rows_at_once
 
-_SCRATCH_BYTES = 256 << 20
+SCRATCH_BYTES = 256 << 20
 # Candidates whose logits share a maximum and a sum: fixed, so that a row's scores do not depend on the batch.
 _TILE = 32
 _MERGE_TILES = 64
@@ -198,17 +198,17 @@ def _score_kernel(
             tl.store(out_ptr + pair * width + candidate, score, mask=candidate < count)
 
 
-def _row_bytes(num_q_heads: int, max_candidates: int) -> int:
+def row_bytes(num_q_heads: int, max_candidates: int) -> int:
     """Bytes of one row's logits, and of the maxima and sums of its tiles."""
     return num_q_heads * (max_candidates + 2 * triton.cdiv(max_candidates, _TILE)) * torch.float32.itemsize
 
 
 def scratch_bytes(
-    batch: int, num_q_heads: int, num_kv_heads: int, max_candidates: int, limit: int = _SCRATCH_BYTES
+    batch: int, num_q_heads: int, num_kv_heads: int, max_candidates: int, limit: int = SCRATCH_BYTES
 ) -> int:
     """See ``kt_score.scratch_bytes``; ``limit`` is that of the call."""
-    row_bytes = _row_bytes(num_q_heads, max_candidates)
-    return rows_at_once(batch, row_bytes, limit) * row_bytes
+    of_row = row_bytes(num_q_heads, max_candidates)
+    return rows_at_once(batch, of_row, limit) * of_row
 
 
 def kt_score(
@@ -222,7 +222,7 @@ def kt_score(
     out: torch.Tensor,
     local_pages: int = 1,
     config: Config | None = None,
-    limit: int = _SCRATCH_BYTES,
+    limit: int = SCRATCH_BYTES,
 ) -> torch.Tensor:
     """See ``kt_score.kt_score``; entries at or beyond ``n_candidates`` are left unwritten.
 
@@ -232,7 +232,7 @@ def kt_score(
     width = candidates.shape[2]
     if batch == 0 or width == 0:
         return out
-    rows = rows_at_once(batch, _row_bytes(num_q_heads, width), limit)
+    rows = rows_at_once(batch, row_bytes(num_q_heads, width), limit)
     logits = torch.empty(rows, width, num_q_heads, dtype=torch.float32, device=q.device)
     tiles = torch.empty(2, rows, triton.cdiv(width, _TILE), num_q_heads, dtype=torch.float32, device=q.device)
     for first in range(0, batch, rows):

@@ -7,9 +7,8 @@ import torch
 
 from .. import dispatch
 from ..kt_score import check_bounds
-from ..kt_score import scratch_bytes as scratch_bytes
 from ..visible_blocks import check_inputs
-from . import reference
+from . import portable
 
 
 def kt_select(
@@ -41,18 +40,21 @@ def kt_select(
     Args:
         q: ``[B, Hq, d]``, see ``kt_score``.
         summary: ``[num_blocks, Hkv, 2, d]``, see ``kt_score``.
-        kept: ``[S, Hkv, K]`` int32; this and the next six are those of ``visible_blocks``.
-        n_kept: ``[S]`` int32.
-        first_visible: ``[S]`` int32.
-        requests: ``[B]`` int64.
-        block_table: ``[B, M]`` int32.
-        n_blocks: ``[B]`` int32.
-        n_select: ``[B]`` int32.
+        kept: ``[S, Hkv, K]`` int32, by request slot and KV head the logical blocks that were kept, see
+            ``visible_blocks``.
+        n_kept: ``[S]`` int32, kept blocks of each KV head.
+        first_visible: ``[S]`` int32, the logical block from which on everything is visible.
+        requests: ``[B]`` int64, the request slot of each row.
+        block_table: ``[B, M]`` int32, the physical block of each logical block.
+        n_blocks: ``[B]`` int32, blocks of each row; 0 marks a padded row.
+        n_select: ``[B]`` int32, blocks that the row attends to.
         topr: dimensions that count, 1 to ``d``.
         sm_scale: scale of the products of query and stored key.
         out: optional ``(indices, counts)``, contiguous, shaped and typed as the result.
         stats: optional int64 counters, the first three of which are incremented as by ``visible_blocks``.
-        scratch: optional, the three results of ``visible_blocks`` and that of ``kt_score``, which may be written.
+        scratch: optional, what the three operations hand on, contiguous: ``[B, Hkv, M]`` and twice ``[B, Hkv]`` int32,
+            the results of ``visible_blocks``, and ``[B, Hkv, M]`` float32, that of ``kt_score``. The kernel in CUDA C++
+            neither reads nor writes them.
         tables_ready: the seven tables were written before the last launch of the stream that waited for its
             predecessors as launches do by default, or before the graph's, see ``page_topk``.
 
@@ -96,4 +98,22 @@ def kt_select(
 
         if cuda.takes(q, summary, width):
             return cuda.kt_select(q, summary, tables, topr, sm_scale, out, stats, tables_ready)
-    return reference.kt_select(q, summary, tables, topr, sm_scale, out, stats, scratch)
+    return portable.kt_select(q, summary, tables, topr, sm_scale, out, stats, scratch)
+
+
+def scratch_bytes(batch: int, num_q_heads: int, num_kv_heads: int, width: int, given: bool = True) -> int:
+    """Bytes that one call allocates beside the result, at most, whatever serves it, and at a smaller width too.
+
+    The references allocate more.
+
+    Args:
+        batch: rows, at least one.
+        num_q_heads: query heads.
+        num_kv_heads: KV heads.
+        width: ``M``, at least one.
+        given: whether the call gets ``scratch``, which is not counted.
+    """
+    from . import cuda
+
+    sizes = (batch, num_q_heads, num_kv_heads, width)
+    return max(portable.scratch_bytes(*sizes, given), cuda.scratch_bytes(*sizes))

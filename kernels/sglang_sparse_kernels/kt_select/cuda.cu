@@ -2,8 +2,9 @@
 // scores it by the KT cache and selects; see cuda.py for the method and the launch.
 //
 // Compile-time: CLUSTER (blocks of a cluster; 1 before Hopper), DIM (64 or 128), GROUP (query heads of a KV head, up to
-// 8), KIND (of the queries: BFLOAT16 or FLOAT16), CHOOSE (whether some dimensions do not count), THREADS (of a block,
-// at least 256), RESIDENT (blocks that a multiprocessor is to run at once).
+// HEADS, the columns of a product), KIND (of the queries: BFLOAT16 or FLOAT16), CHOOSE (whether some dimensions do not
+// count), HELD (candidates whose logits fit shared memory), THREADS (of a block, at least 256), RESIDENT (blocks that a
+// multiprocessor is to run at once).
 //
 // A row of few candidates is its cluster's first block's alone. Of others the blocks hold consecutive parts; all take
 // the same decisions from the same numbers, only read from one another, and none ends before all have read.
@@ -16,14 +17,12 @@
 #include "block.cuh"
 
 #define BFLOAT16 0
-#define HEADS 8                      // columns of a product
 #define TILE 16                      // candidates of a product
 #define WARPS (THREADS / 32)
 #define STEP (WARPS * TILE)          // candidates that all warps take at once
 #define LOADS (DIM / 64)             // 16 bytes that a lane has of a candidate's maxima
 #define COLUMN (DIM / 2 + 4)         // words between heads, so that they lie in different banks
-#define HELD (8192 / GROUP)          // candidates whose logits fit shared memory
-#define LISTED 2048                  // and whose numbers do
+#define LISTED 2048                  // candidates whose numbers fit shared memory
 #define ALONE 1024                   // candidates of a row that one block takes
 #define BINS 256
 #define INFINITE __uint_as_float(0x7F800000u)
@@ -31,6 +30,8 @@
 #define ONE 4294967296.0f            // 2^32, what a weight of 1 counts as
 #define LOW_BITS 20                  // of a thread's sum of weights, so that those of 4,096 threads fit a word
 
+static_assert(HEADS == 8 && GROUP <= HEADS, "mma.sync has eight columns");
+static_assert(THREADS * CLUSTER <= 4096, "sums of weights overflow");
 #ifdef __CUDACC__
 __device__ unsigned short to_float16(float number) {
     unsigned short half;

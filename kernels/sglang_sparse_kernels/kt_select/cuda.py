@@ -1,12 +1,12 @@
 """CUDA kernel of the KT selection: what is visible, its scores and the choice in one launch.
 
-Its times are those of loads that wait for others, so that it has few: which blocks are visible is read while the kernel
-before it still runs, and of the bounds on keys each thread has 256 bytes on their way at once, before it looks at the
-query. What separate kernels hand on through memory stays in shared memory; the logits of a row of so many candidates
-that it cannot hold them are in global memory.
+Few of its loads wait for others: which blocks are visible is read while the kernel before it still runs, and of the
+bounds on keys each thread has 256 bytes on their way at once, before it looks at the query. What separate kernels hand
+on through memory stays in shared memory; the logits of a row of so many candidates that it cannot hold them are in
+global memory.
 
-Of 32 rows of Qwen3-8B with 512 visible blocks the bounds are 34 MB, which a GPU of 4.8 TB/s reads in 7 us; of one row
-they are 1 MB, and eight multiprocessors take above 1 us to read 131 KB each.
+Of 32 rows of Qwen3-8B with 512 visible blocks the bounds are 34 MB; of one row they are 1 MB, 131 KB for each of eight
+blocks of threads.
 
 A pair of a row and a KV head has one block of threads. That of a long row, in a small batch, has a cluster of them
 (Hopper and later), which divide it: whether it is long is known on the device alone, and what is not needed ends.
@@ -24,7 +24,7 @@ import torch
 from .. import nvrtc
 from ..block_mass.cuda import float_bits
 from ..launch import LOG2_E, dependent_launch, num_processors
-from ..window_score.triton import rows_at_once
+from ..window_score.triton import most_bytes, rows_at_once
 
 SOURCE = Path(__file__).with_name("cuda.cu")
 KINDS = {torch.bfloat16: 0, torch.float16: 1}
@@ -32,7 +32,7 @@ DIMS = (64, 128)
 MAX_GROUP = 8
 _CLUSTERS = (1, 2, 4, 8)
 _SCRATCH_BYTES = 256 << 20
-# Numbers of logits that a block of threads keeps in shared memory.
+# Logits that a block of threads keeps in shared memory.
 _HELD = 8192
 
 
@@ -74,7 +74,19 @@ def takes(q: torch.Tensor, summary: torch.Tensor, width: int) -> bool:
 def defines(dim: int, group: int, dtype: torch.dtype, topr: int, config: Config) -> dict[str, int]:
     """What the source is compiled with."""
     sizes = {"DIM": dim, "GROUP": group, "KIND": KINDS[dtype], "CHOOSE": int(topr < dim)}
+    sizes |= {"HEADS": MAX_GROUP, "HELD": _HELD // group}
     return {**sizes, "CLUSTER": config.cluster, "THREADS": config.threads, "RESIDENT": config.resident}
+
+
+def _row_bytes(num_q_heads: int, num_kv_heads: int, width: int) -> int:
+    """Of the logits of a row that shared memory may not hold."""
+    fits = width <= _HELD // (num_q_heads // num_kv_heads)
+    return 0 if fits else num_q_heads * width * torch.float32.itemsize
+
+
+def scratch_bytes(batch: int, num_q_heads: int, num_kv_heads: int, width: int, limit: int = _SCRATCH_BYTES) -> int:
+    """See ``kt_select.scratch_bytes``; ``limit`` is that of the call."""
+    return most_bytes(batch, _row_bytes(num_q_heads, num_kv_heads, width), limit)
 
 
 @functools.cache
@@ -102,12 +114,12 @@ def kt_select(
     (batch, num_q_heads, dim), (heads, width) = q.shape, out[0].shape[1:]
     if batch == 0:
         return out
-    config = config or config_of(batch * heads, num_processors(q.device), dependent_launch(q.device))
-    kernel = _kernel(q.device, dim, num_q_heads // heads, q.dtype, topr, config)
     rows, scratch = batch, None
-    if width * num_q_heads // heads > _HELD:
-        rows = rows_at_once(batch, num_q_heads * width * torch.float32.itemsize, limit)
+    if row_bytes := _row_bytes(num_q_heads, heads, width):
+        rows = rows_at_once(batch, row_bytes, limit)
         scratch = torch.empty(rows, num_q_heads, width, dtype=torch.float32, device=q.device)
+    config = config or config_of(rows * heads, num_processors(q.device), dependent_launch(q.device))
+    kernel = _kernel(q.device, dim, num_q_heads // heads, q.dtype, topr, config)
     sizes = (q.stride(0), q.stride(1), kept.shape[2], by_row[1].stride(0), width, topr, float_bits(scale * LOG2_E))
     for first in range(0, batch, rows):
         part = slice(first, first + rows)

@@ -281,6 +281,11 @@ def rows_at_once(batch: int, row_bytes: int, limit: int) -> int:
     return max(1, min(batch, limit // row_bytes))
 
 
+def most_bytes(batch: int, row_bytes: int, limit: int) -> int:
+    """No less than the rows of `rows_at_once` take, whether a row has these bytes or fewer."""
+    return min(batch * row_bytes, max(limit, row_bytes))
+
+
 def scratch_bytes(
     batch: int, window: int, num_q_heads: int, num_kv_heads: int, max_length: int, limit: int = _SCRATCH_BYTES
 ) -> int:

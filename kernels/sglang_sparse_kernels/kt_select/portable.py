@@ -1,10 +1,11 @@
-"""The definition of the KT selection by the operations that it consists of, which run where its kernel does not."""
+"""The KT selection by the three operations that it consists of, which define it and run where its kernel does not."""
 
 import torch
 
 from ..kt_score import kt_score
 from ..page_topk import page_topk
 from ..visible_blocks import visible_blocks
+from ..window_score.triton import most_bytes
 
 
 def kt_select(
@@ -27,3 +28,11 @@ def kt_select(
     pairs = (visible.flatten(0, 1), counts.flatten(), wanted.flatten(), visible.shape[2])
     page_topk(scores.flatten(0, 1)[:, None], *pairs, (out[0].flatten(0, 1)[:, None], out[1].view(-1, 1)))
     return out
+
+
+def scratch_bytes(batch: int, num_q_heads: int, num_kv_heads: int, width: int, given: bool) -> int:
+    """See ``kt_select.scratch_bytes``, by the kernels of the operations."""
+    from ..kt_score import triton
+
+    lists = 0 if given else batch * num_kv_heads * (2 * width + 2) * torch.int32.itemsize
+    return lists + most_bytes(batch, triton.row_bytes(num_q_heads, width), triton.SCRATCH_BYTES)
