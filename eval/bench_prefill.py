@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eval.figures.goals import SPARSITY_TOLERANCE
 from eval.figures.prefill import COMMAND
+from eval.figures.targets import SPARSITY_TOLERANCE
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.parts.kernel_table import UNAVAILABLE, report_unavailable

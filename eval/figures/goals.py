@@ -33,12 +33,10 @@ from typing import Any
 
 from eval.figures.prefill import with_search
 from eval.figures.report_tables import Column, table, text
+from eval.figures.targets import near_target
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows, result_files
 
-SPARSITY_TOLERANCE = 0.02
-# Of a share of active blocks: two points are a third of the 6 % that are active at 128k.
-ACTIVE_TOLERANCE = 0.1
 # Share of a limit by which noise may exceed it.
 LIMIT_TOLERANCE = 0.01
 # How many times its floor SGLang's own kernel may take to leave nothing that could be gained.
@@ -156,20 +154,6 @@ class Goal:
         return "" if figure is None else UNITS[self.unit][0].format(f"{figure:.4g}")
 
 
-def near_active(share: float, target: float) -> bool:
-    """Whether a share of active blocks is the one that inputs were made for: within `SPARSITY_TOLERANCE` of it, and
-    within `ACTIVE_TOLERANCE` of its size.
-    """
-    return abs(share - target) <= min(SPARSITY_TOLERANCE, ACTIVE_TOLERANCE * target)
-
-
-def near_target(sparsity: float, target: float, active: object) -> bool:
-    """Whether a sparsity is what inputs were made for; the share of `active` blocks, if any, as `near_active` says."""
-    if active is not None:
-        return near_active(1 - sparsity, 1 - target)
-    return abs(sparsity - target) <= SPARSITY_TOLERANCE
-
-
 @dataclass(frozen=True)
 class Results:
     """The summary of a result file: where it is, when it was made, and its rows, the header's fields among theirs."""
@@ -184,8 +168,13 @@ def read_goals(path: Path = GOALS) -> list[Goal]:
     return [Goal(**entry) for entry in json.loads(path.read_text())]
 
 
-def read_results(folder: Path, commands: Iterable[str]) -> list[Results]:
+def read_results(folder: Path, commands: Iterable[str], searched: Collection[str] = ()) -> list[Results]:
     """The result files that some commands wrote, newest first.
+
+    Args:
+        folder: of the files.
+        commands: that wrote them.
+        searched: those of them whose rows get a ``search``.
 
     Raises:
         EvaluationError: there is no such folder, or a file is no JSONL.
@@ -197,9 +186,10 @@ def read_results(folder: Path, commands: Iterable[str]) -> list[Results]:
         header, *rows = read_rows(path) or [{}]
         if header.get("command") in wanted:
             shared = {**header, **header.get("arguments", {})}
-            parts = {row.get("id"): row.get("parts") for row in rows if row.get("kind") == "item"}
             summary = [{**shared, **row} for row in rows if row.get("kind") == "summary"]
-            summary = [{**with_search({**row, "parts": parts.get(row.get("id"))})} for row in summary]
+            parts = {row.get("id"): row.get("parts") for row in rows if row.get("kind") == "item"}
+            for row in summary if header["command"] in searched else ():
+                row["search"] = with_search({"parts": parts.get(row.get("id"))}).get("search")
             found.append(Results(path, header.get("started", ""), summary))
     return sorted(found, key=lambda results: (results.started, results.path.name), reverse=True)
 
@@ -224,7 +214,15 @@ def measured(goal: Goal, results: Iterable[Results]) -> tuple[dict[str, Any], Pa
 
 
 def operation(goal: Goal, results: Iterable[Results]) -> dict[str, Any] | None:
-    """The row that ``quality_from`` of a goal names, as `measured` finds it; None where it names none."""
+    """The row that ``quality_from`` of a goal names, None where it names none or nobody measured it.
+
+    Args:
+        goal: which.
+        results: newest first.
+
+    Raises:
+        EvaluationError: a file has two such rows.
+    """
     if not goal.quality_from:
         return None
     found = measured(replace(goal, row=goal.quality_from, read=OPERATION[0], bounds={}), results)
@@ -276,7 +274,8 @@ def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = 
         EvaluationError: see `read_results` and `measured`.
     """
     goals = [goal for goal in read_goals(path) if ids is None or goal.id in ids]
-    results = read_results(folder, {row["command"] for goal in goals for row in (goal.row, goal.quality_from) if row})
+    commands = {row["command"] for goal in goals for row in (goal.row, goal.quality_from) if row}
+    results = read_results(folder, commands, {goal.row["command"] for goal in goals if goal.read == "search"})
     lines = [line(goal, measured(goal, results), operation(goal, results)) for goal in goals]
     columns: list[Column] = [
         ("id", text("id")),

@@ -133,6 +133,9 @@ def planted(rows: Sequence[Row]) -> list[dict[str, Any]]:
         One dict for each task, length and threshold: ``n``, the planted keys of all heads and prompts for one number of
         queries; for each of these numbers its share that AnchorAttention finds, ``anchor`` and the number; and
         ``random`` and ``window``, the shares that others find, whatever the queries.
+
+    Raises:
+        EvaluationError: there are not as many planted keys for each number of queries.
     """
     kept = {row["id"]: row for row in rows if row["kind"] == "planted"}
     groups: dict[tuple[str, int, float], list[Row]] = {}
@@ -143,7 +146,11 @@ def planted(rows: Sequence[Row]) -> list[dict[str, Any]]:
         line: dict[str, Any] = {"task": task, "length": size, "theta": limit}
         for queries in sorted({row["queries"] for row in mine}):
             same = [row for row in mine if row["queries"] == queries]
-            line["n"] = sum(row["keys"] * len(row["anchor"]) for row in same)
+            count = sum(row["keys"] * len(row["anchor"]) for row in same)
+            if line.setdefault("n", count) != count:
+                raise EvaluationError(
+                    f"{task}, {size}: {line['n']} keys are planted for some queries, {count} for others"
+                )
             line[f"anchor {queries}"] = fmean(share for row in same for share in row["anchor"])
         others = {name: fmean(share for row in mine for share in row[name]) for name in ("random", "window")}
         found.append({**line, **others})

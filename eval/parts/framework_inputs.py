@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eval.figures.goals import SPARSITY_TOLERANCE
+from eval.figures.targets import SPARSITY_TOLERANCE
 from eval.parts.kernel_inputs import Layer, Shape, Step
 from eval.structured.structure import Recipe
 from sglang_sparse_kernels.kt_select import kt_select

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from eval.figures.goals import ACTIVE_TOLERANCE, SPARSITY_TOLERANCE, near_active
 from eval.figures.mla import DENSE, FULL, MASS, ROPE, SCORES, TOPP, WHOLE
+from eval.figures.targets import ACTIVE_TOLERANCE, SPARSITY_TOLERANCE, near_active
 from eval.parts.kernel_quality import require, require_near
 from eval.parts.kernel_table import Implementation
 from eval.parts.mla_inputs import SM_SCALE, Selection, Step, by

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eval.figures.goals import SPARSITY_TOLERANCE, near_target
 from eval.figures.mla import COMMAND as MLA_COMMAND
 from eval.figures.mla import ROPE, WHOLE
 from eval.figures.pictures import rows_of
 from eval.figures.prefill import COMMAND as PREFILL_COMMAND
+from eval.figures.targets import SPARSITY_TOLERANCE, near_target
 from eval.live.counters import EvaluationError
 from eval.parts.serving_grid import QUALITY, Cell, dense_by_limits
 from eval.structured.generator import read_recipe

@@ -13,8 +13,9 @@ from triton_interpreter import INTERPRETED
 from eval import bench_mla
 from eval.bench_mla import measure, parse
 from eval.figures import report_tables
-from eval.figures.goals import goals_table, near_active
+from eval.figures.goals import goals_table
 from eval.figures.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
+from eval.figures.targets import near_active
 from eval.live.record import read_rows
 from eval.parts import mla_peers
 from eval.parts.mla_inputs import Step

@@ -7,8 +7,8 @@ import torch
 from mla_layers import BASE, OWN, SHAPE, dense, exact, machine, wrong
 
 from eval.bench_mla import measure
-from eval.figures.goals import near_active
 from eval.figures.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
+from eval.figures.targets import near_active
 from eval.live.counters import EvaluationError
 from eval.parts.kernel_machine import Bench
 from eval.parts.kernel_table import Implementation

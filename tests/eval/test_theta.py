@@ -229,9 +229,12 @@ def test_planted_keys_are_counted_once() -> None:
     row |= {"anchor": [0.0, 0.5], "random": [0.1, 0.3], "window": [0.0, 0.0]}
     other = {**row, "id": "b", "queries": 128, "anchor": [1.0, 1.0], "window": [0.0, 1.0]}
     again = {**other, "id": "c", "window": [0.5, 0.5]}
-    (line,) = planted([{**row, "anchor": [9.0, 9.0]}, row, other, again, {"kind": "item"}])
+    few = {**row, "id": "d", "anchor": [0.25, 0.25]}
+    (line,) = planted([{**row, "anchor": [9.0, 9.0]}, row, few, other, again, {"kind": "item"}])
     assert (line["anchor 8"], line["anchor 128"], line["n"]) == (0.25, 1.0, 12)
-    assert line["random"] == pytest.approx(0.2) and line["window"] == pytest.approx(1 / 3)
+    assert line["random"] == pytest.approx(0.2) and line["window"] == pytest.approx(0.25)
+    with pytest.raises(EvaluationError, match="it, 8192: 6 keys are planted for some queries, 12 for others"):
+        planted([row, other, again])
 
 
 def test_the_planted_level_is_the_model_s() -> None:
