@@ -83,7 +83,7 @@ def paused(
                 done = since(server, before)
                 end = done["sparse_tokens"] + done["dense_tokens"]
                 if end < LENGTH:
-                    assert GROUP + CHUNK < end and end % CHUNK == 0 and end % GROUP
+                    assert end > GROUP + CHUNK and end % CHUNK == 0 and end % GROUP
                     yield running, end, before
                     return
             finally:
