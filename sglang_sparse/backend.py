@@ -80,6 +80,7 @@ class SparseAttentionBackend(DelegatingBackend):
             "_decoding",
             "_config",
             "_limits",
+            "_buffers",
             "_view",
             "_graph_view",
             "_eager_view",
@@ -106,6 +107,7 @@ class SparseAttentionBackend(DelegatingBackend):
         usual = usual_selection(self.method, max_blocks)
         self._limits = (model.num_kv_heads, max_blocks, usual, self.method.block_size)
         device = self._pools.overflow.device
+        self._buffers = view_buffers(self.method, model, max_blocks, runner.dtype, device)
         self.divide = divider_of(runner.server_args.get_attention_backends()[0], model, device)
         if settings.name and self.method.has_crossover:
             found = crossover.find(settings, model, device)
@@ -196,7 +198,7 @@ class SparseAttentionBackend(DelegatingBackend):
         return self._eager_view.rows(rows)
 
     def _allocate(self, rows: int) -> BatchView:
-        view = allocate_view(rows, *self._limits, self.counters.select_stats, view_buffers(self.method))
+        view = allocate_view(rows, *self._limits, self.counters.select_stats, self._buffers)
         return with_parts(view, self.method, self._limits[1])
 
     def begin_capture(self, rows: int, sparse: bool) -> None:

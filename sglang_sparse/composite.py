@@ -105,9 +105,12 @@ class Composite(DecodeMethod):
         return max(part.scratch_bytes(model, own, dtype, device) for part, own in parts)
 
 
-def view_buffers(method: DecodeMethod) -> tuple[ViewBuffer, ...]:
-    """Return which of a view's large buffers a method uses, or any of its parts."""
-    return tuple(dict.fromkeys(name for part in method.parts or (method,) for name in part.view_buffers))
+def view_buffers(
+    method: DecodeMethod, model: ModelShape, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[ViewBuffer, ...]:
+    """Return which of a view's large buffers a method uses, or any of its parts; see ``DecodeMethod.buffers``."""
+    used = (part.buffers(model, width, dtype, device) for part in method.parts or (method,))
+    return tuple(dict.fromkeys(name for names in used for name in names))
 
 
 def count_sizes(method: DecodeMethod) -> list[int]:

@@ -96,7 +96,7 @@ class DecodeMethod(ABC):
             and every layer goes to the dense backend, which attends to what was chosen. Models that select by
             themselves are served by such methods only, and no request may ask to run dense.
         view_buffers: what `select`, or what takes its place, uses of the view's large buffers; others are not
-            allocated.
+            allocated. Where that depends on the server, see `buffers`.
         fp8_kv: it serves a KV cache of float8_e4m3fn.
         needs_float8: that takes a GPU that has float8.
         flag_limits: server flags that it refuses beside those that no method serves.
@@ -234,6 +234,19 @@ class DecodeMethod(ABC):
             query: ``[rows, q_heads, head_dim]``, after RoPE; a method for MLA gets a ``LatentQuery``.
             pools: the buffers that ``aux_specs`` asked for.
         """
+
+    def buffers(
+        self, model: ModelShape, width: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[ViewBuffer, ...]:
+        """Return those of `view_buffers` that are used on a server of these; others are not allocated.
+
+        Args:
+            model: the model.
+            width: blocks of the longest row.
+            dtype: of the query.
+            device: where batches run.
+        """
+        return self.view_buffers
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
         """Return the bytes that a sparse layer of a decode step takes and a dense one would not, at most.

@@ -92,15 +92,16 @@ def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int)
     """What a layer of a decode step needs, and the view of the CUDA graphs; see ``needs``. The layers take turns in it.
 
     CUDA graphs keep what they were captured with, so that it is needed once for them and once for the batches that run
-    without one. The view of these is not charged: half a MB a row (8 KV heads, 128k tokens in pages of 16; 3 MB in
-    RocketKV's blocks of 4) is left to --mem-fraction-static.
+    without one. The view of these is not charged: half a MB a row (8 KV heads, 128k tokens in pages of 16; up to
+    3 MB in RocketKV's blocks of 4) is left to --mem-fraction-static.
     """
     method, device = settings.method, torch.device(kvc.device)
     max_blocks = -(-table_width // method.block_size)
     limits = (model.num_kv_heads, max_blocks, usual_selection(method, max_blocks), method.block_size)
     captured, eager = decode_batches(kvc.server_args)
     counters = torch.zeros(sum(count_sizes(method)), dtype=torch.int64, device="meta")
-    static = allocate_view(max(captured, default=0), *limits, counters, view_buffers(method))
+    buffers = view_buffers(method, model, max_blocks, kvc.model_dtype, device)
+    static = allocate_view(max(captured, default=0), *limits, counters, buffers)
     nbytes = with_parts(static, method, max_blocks).nbytes
     for batches in (captured, eager):
         view = with_parts(allocate_view(max(batches, default=0), *limits, counters), method, max_blocks)

@@ -22,7 +22,7 @@ from pydantic import Field, field_validator
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.keep_method import KeepMethod, Prompts
 from sglang_sparse.limits import refuse_sizes
-from sglang_sparse.method import VIEW_BUFFERS, AuxSpec, ModelShape
+from sglang_sparse.method import VIEW_BUFFERS, AuxSpec, ModelShape, ViewBuffer
 from sglang_sparse.method_config import RectifyConfig
 from sglang_sparse_kernels import kt_select as kt
 from sglang_sparse_kernels import window_score as window
@@ -219,9 +219,20 @@ class Rocketkv(KeepMethod):
         topr = self.config.topr or query.shape[-1]
         tables = (kept.blocks[layer_id], kept.counts, kept.first_visible, view.requests)
         rows = (view.page_table, view.n_pages, view.n_select)
-        scratch = (*view.visible, view.scores)
+        # Without columns where the method's buffers are not used.
+        scratch = (*view.visible, view.scores) if view.scores.shape[2] else None
         sizes = (topr, view.logit_scale, view.selected, view.stats, scratch)
         return SparseIndices(*kt.kt_select(query, summary, *tables, *rows, *sizes, tables_ready=True))
+
+    def buffers(
+        self, model: ModelShape, width: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[ViewBuffer, ...]:
+        """Without lists of visible blocks and scores where the selection keeps both to itself."""
+        # A view is up to fifteen wider.
+        sizes = (model.num_q_heads, model.num_kv_heads, model.head_dim, width + 15, dtype)
+        if kt.uses_scratch(*sizes, KT_DTYPES[self.config.kt_cache_dtype], device):
+            return self.view_buffers
+        return ("page_table", "selected")
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
         """That of the scores and of the attention, one after the other."""

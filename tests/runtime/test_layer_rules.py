@@ -17,7 +17,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse import capabilities, limits, pools
 from sglang_sparse.backend import SparseAttentionBackend
-from sglang_sparse.composite import Composite, count_sizes, with_parts
+from sglang_sparse.composite import Composite, count_sizes, view_buffers, with_parts
 from sglang_sparse.config import Settings, SparseArgumentError, build, read_config
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
@@ -275,6 +275,7 @@ def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with() 
     backend.method = method
     backend._pools = pools.AuxPools(method.aux_specs(SHAPE), (1, 2, 3), 8, 16, "cpu")
     backend._limits, backend._graph_view, backend._planned = (2, 64, 64, 16), None, None
+    backend._buffers = view_buffers(method, SHAPE, 64, torch.bfloat16, torch.device("cpu"))
     counts = torch.zeros(sum(count_sizes(method)), dtype=torch.int64)
     backend.counters = Counters(three(), backend._pools, SHAPE, counts)
     backend.init_cuda_graph_state(4, 4)

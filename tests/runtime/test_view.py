@@ -1,13 +1,16 @@
 """What a decode batch looks like to methods and kernels after it was loaded."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from plain_rocketkv import BLOCK, HEADS, SMALL, Rows, rocketkv
 
-from sglang_sparse.method import VIEW_BUFFERS, ViewBuffer
+from sglang_sparse.method import VIEW_BUFFERS, ModelShape, ViewBuffer
 from sglang_sparse.plan import DecodePlan
 from sglang_sparse.view import BatchView, allocate_view
+from sglang_sparse_kernels import nvrtc
 
 REQUESTS, CONTEXT = 6, 70
 
@@ -92,3 +95,29 @@ def test_a_step_allocates_nothing_on_the_device() -> None:
     for _ in range(3):
         view.load(plan, batch, table)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_lists_and_scores_are_there_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RocketKV's, which the selection keeps to itself where it has a kernel of its own."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    shape, cpu = ModelShape(36, 32, 8, 128, torch.bfloat16), torch.device("cpu")
+    sizes = (1000, torch.bfloat16, cpu)
+    assert rocketkv().buffers(shape, *sizes) == VIEW_BUFFERS
+    monkeypatch.setattr(nvrtc, "available", lambda _: True)
+    few = rocketkv().buffers(shape, *sizes)
+    assert few == ("page_table", "selected")
+    for other in (replace(shape, head_dim=32), replace(shape, num_kv_heads=2)):
+        assert rocketkv().buffers(other, *sizes) == VIEW_BUFFERS
+    assert rocketkv(kt_cache_dtype="bfloat16").buffers(shape, *sizes) == VIEW_BUFFERS
+    assert rocketkv().buffers(shape, (1 << 20) - 15, *sizes[1:]) == VIEW_BUFFERS
+    assert rocketkv().buffers(shape, 1000, torch.float32, cpu) == VIEW_BUFFERS
+    monkeypatch.setenv("SGLANG_SPARSE_REFERENCE", "1")
+    assert rocketkv().buffers(shape, *sizes) == VIEW_BUFFERS
+    # What selects all the same makes its own.
+    rows = Rows(rocketkv(**SMALL))
+    found = rows.method.select(rows.view, 0, rows.query, rows.aux)
+    expected = found.indices.clone(), found.counts.clone()
+    view = allocate_view(len(rows.table), HEADS, 90, 10, BLOCK, torch.zeros(4, dtype=torch.int64), few)
+    without = replace(rows.view, scores=view.scores, visible=view.visible)
+    again = rows.method.select(without, 0, rows.query, rows.aux)
+    assert torch.equal(again.indices, expected[0]) and torch.equal(again.counts, expected[1])

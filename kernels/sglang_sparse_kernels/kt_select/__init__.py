@@ -117,3 +117,30 @@ def scratch_bytes(batch: int, num_q_heads: int, num_kv_heads: int, width: int, g
 
     sizes = (batch, num_q_heads, num_kv_heads, width)
     return max(portable.scratch_bytes(*sizes, given), cuda.scratch_bytes(*sizes))
+
+
+def uses_scratch(
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    width: int,
+    dtype: torch.dtype,
+    summary_dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether calls of these sizes, or of a smaller width, use the ``scratch`` that they get.
+
+    Args:
+        num_q_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim: ``d``.
+        width: ``M``.
+        dtype: of the query.
+        summary_dtype: of the bounds, which begin at a multiple of 16 bytes.
+        device: where the call runs.
+    """
+    from . import cuda
+
+    heads = num_q_heads, num_kv_heads
+    forced = dispatch.use_reference(torch.empty(0, device=device))
+    return forced or not cuda.takes_sizes(heads, head_dim, width, dtype, summary_dtype, device)

@@ -56,19 +56,32 @@ def config_of(pairs: int, processors: int, clusters: bool) -> Config:
     return Config(512, 1, max(size for size in _CLUSTERS if size * pairs <= processors) if clusters else 1)
 
 
-def takes(q: torch.Tensor, summary: torch.Tensor, width: int) -> bool:
-    """Whether these are served from here: on NVIDIA GPUs, bounds in float8_e5m2, at most eight heads to a group, and
-    rows of less than a million blocks, whose weights add up in a word.
+def takes_sizes(
+    heads: tuple[int, int],
+    dim: int,
+    width: int,
+    dtype: torch.dtype,
+    summary_dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether calls of these sizes are served from here: on NVIDIA GPUs, bounds in float8_e5m2, at most eight query
+    ``heads`` to a KV head, and rows of less than a million blocks, whose weights add up in a word.
     """
     return (
-        q.dtype in KINDS
-        and summary.dtype == torch.float8_e5m2
-        and q.shape[2] in DIMS
-        and q.shape[1] <= MAX_GROUP * summary.shape[1]
-        and summary.data_ptr() % 16 == 0
+        dtype in KINDS
+        and summary_dtype == torch.float8_e5m2
+        and dim in DIMS
+        and heads[0] <= MAX_GROUP * heads[1]
         and width < 1 << 20
-        and nvrtc.available(q.device)
+        and nvrtc.available(device)
     )
+
+
+def takes(q: torch.Tensor, summary: torch.Tensor, width: int) -> bool:
+    """Whether these are served from here: calls of such sizes, whose bounds are read 16 bytes at a time."""
+    heads = q.shape[1], summary.shape[1]
+    sizes = takes_sizes(heads, q.shape[2], width, q.dtype, summary.dtype, q.device)
+    return sizes and summary.data_ptr() % 16 == 0
 
 
 def defines(dim: int, group: int, dtype: torch.dtype, topr: int, config: Config) -> dict[str, int]:
