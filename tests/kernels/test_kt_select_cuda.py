@@ -97,7 +97,7 @@ def select(arguments: dict[str, Any], device: str, config: cuda.Config, **more: 
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernel of a case's kind, which finds anything in its scratch."""
     compiled = request.param == "compiled"
-    library = None if compiled else request.getfixturevalue("library")
+    library: Any = None if compiled else request.getfixturevalue("library")
     if compiled and not nvrtc.available(torch.device("cuda", 0)):
         pytest.skip("needs a GPU for which NVRTC compiles the CUDA kernels")
 

@@ -215,9 +215,10 @@ def test_gluon_is_imported_on_hopper_alone(imports: list[str], monkeypatch: pyte
         assert launch.hopper_kernel(CPU) is None
     assert not imports
     gl = SimpleNamespace(shared_memory_descriptor=SimpleNamespace(_reinterpret=None))
-    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(gl=gl, takes=lambda *_: True))
-    assert launch.kernels(torch.zeros(1), *NOTHING) is sys.modules[MODULE] and imports == [".hopper"]
-    sys.modules[MODULE].takes = lambda *_: False
+    module: Any = SimpleNamespace(gl=gl, takes=lambda *_: True)
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    assert launch.kernels(torch.zeros(1), *NOTHING) is module and imports == [".hopper"]
+    module.takes = lambda *_: False
     assert launch.kernels(torch.zeros(1), *NOTHING) is triton
 
 

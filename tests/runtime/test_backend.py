@@ -9,7 +9,7 @@ import torch
 from sglang_sparse.backend import SparseAttentionBackend
 from sglang_sparse.decode_path import DecodePath
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import VIEW_BUFFERS, AuxSpec, ModelShape
+from sglang_sparse.method import VIEW_BUFFERS, AuxSpec, ModelShape, ViewBuffer
 from sglang_sparse.pools import AuxPools
 from sglang_sparse.view import allocate_view
 
@@ -149,7 +149,7 @@ def test_decode_graphs_have_buffers_of_their_own_wherever_a_layer_is_sparse(
 
 @pytest.mark.parametrize("buffers", [VIEW_BUFFERS, ("page_table",), ()])
 def test_what_a_method_does_not_use_is_neither_allocated_nor_reported(
-    buffers: tuple[str, ...], caplog: pytest.LogCaptureFixture
+    buffers: tuple[ViewBuffer, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Per row 2**19 pages of 4 bytes in each of the large buffers: 2 MiB; its numbers are 20 bytes, the counts 12."""
     backend = make_backend()

@@ -9,7 +9,7 @@ knows in time.
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from dataclasses import dataclass
 
