@@ -46,8 +46,7 @@ DSA_SEAMS = (
         "AROUND",
         "hooks:hook_method",
         "scheduler",
-        "DSA on a GPU: hook the next ones, in its servers only",
-        gpu=True,
+        "DSA: judge weights that were not at hand before; on a GPU hook the next ones first, in its servers only",
     ),
     Seam(
         "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda",
