@@ -103,7 +103,7 @@ DSA_SEAMS = (
     Seam(
         "sglang.srt.server_args.ServerArgs._set_default_dsa_backends",
         "AROUND",
-        "implementation:keep_slot",
+        "dsa_flags:keep_slot",
         "main",
         "DSA on a GPU: float8 latents go with the backend in whose place the portable attention stands",
         gpu=True,

@@ -187,6 +187,13 @@ def test_a_name_is_judged_by_what_the_cache_has(tmp_path: Path, monkeypatch: pyt
             {"kv_cache_dtype": "fp8_e5m2"},
             "KV cache dtype (got 'fp8_e5m2'): allowed: auto, bf16, bfloat16",
         ),
+        (None, {"dtype": "float16"}, "a float16 model (got 'float16'): the kernels take bfloat16; allowed: --dtype bf"),
+        (None, {"dtype": "half", "kv_cache_dtype": "auto"}, "a float16 model (got 'half')"),
+        (
+            None,
+            {"dsa_paged_mqa_logits_backend": "deepgemm"},
+            "--dsa-paged-mqa-logits-backend is deepgemm and the index",
+        ),
         (None, {"enable_return_indexer_topk": True}, "returned indexer top-k"),
         (None, {"speculative_algorithm": "EAGLE"}, "speculative decoding"),
         (None, {"sparse_prefill_method": "anchor"}, "anchor does not fit DeepseekV32ForCausalLM"),

@@ -104,11 +104,11 @@ def test_what_the_gpu_path_reads_of_sglang_is_there() -> None:
 
 
 def test_sglang_refuses_float8_latents_in_one_place_which_is_hooked() -> None:
-    """``implementation.keep_slot`` stands around what calls the one function that refuses them."""
+    """``dsa_flags.keep_slot`` stands around what calls the one function that refuses them."""
     overrides = pkgutil.resolve_name("sglang.srt.arg_groups.overrides")
     sources = [inspect.getsource(overrides), inspect.getsource(overrides._dsa_split_backend_resolution)]
     assert [text.count(" _check_tilelang_dsa_fp8_kv(") for text in sources] == [2, 1]
-    (hooked,) = (seam for seam in hooks.SEAMS if seam.function == "implementation:keep_slot")
+    (hooked,) = (seam for seam in hooks.SEAMS if seam.function == "dsa_flags:keep_slot")
     assert "run_post_process_pass(self, _dsa_split_backend_resolution)" in inspect.getsource(
         pkgutil.resolve_name(hooked.target)
     )
