@@ -9,6 +9,7 @@ from sglang.srt.environ import envs
 
 from sglang_sparse import dsa_flags
 from sglang_sparse.config import SparseArgumentError, build
+from sglang_sparse.methods.dsa import STAGES
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_prefill_graphs_that_the_indexer_cannot_be_in(
 
 DSA = build("dsa", {})
 DEFAULTS = {"dsa_topk_backend": "sgl-kernel", "dsa_paged_mqa_logits_backend": "auto", "dtype": "auto"}
-PORTABLE = dict.fromkeys(("indexer", "topk", "attention"), "portable")
+PORTABLE: dict[str, str] = dict.fromkeys(STAGES, "portable")
 NATIVE = dict.fromkeys(PORTABLE, "native")
 
 

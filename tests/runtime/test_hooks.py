@@ -4,6 +4,7 @@ import inspect
 import pkgutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_weights_that_came_with_the_load_are_judged_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By its name alone: nothing is at hand before."""
-    args = SimpleNamespace(sparse_method="dsa", sparse_prefill_method=None, sparse_config="{}", load_format="auto")
+    args: Any = SimpleNamespace(sparse_method="dsa", sparse_prefill_method=None, sparse_config="{}", load_format="auto")
     text = SimpleNamespace(index_n_heads=32, index_head_dim=128)
     names = {"model_path": "someone/model", "revision": None, "num_hidden_layers": 2}
     config = SimpleNamespace(**names, hf_text_config=text, hf_config=SimpleNamespace(architectures=["Deepseek"]))
