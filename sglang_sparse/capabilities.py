@@ -218,7 +218,7 @@ def refusal(method: Method, place: Place, changes: Mapping[str, Any] | None = No
     if args.attention_backend is None:
         known = DENSE_BACKENDS[settings.method.attention]
         args.attention_backend = next(name for name in reversed(known) if place.gpu or name not in GPU_ONLY_BACKENDS)
-    return refusals.refusal(args, settings, place.gpu)
+    return refusals.refusal(args, settings, place.gpu, stand_in=True)
 
 
 def answer(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> Answer:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
-from sglang_sparse import hooks, implementation, limits, refusals, registry
+from sglang_sparse import dsa_flags, hooks, implementation, limits, refusals, registry
 from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields, read_config, settings_of
 from sglang_sparse.versions import UnsupportedSGLangError, require_supported_sglang
 
@@ -100,7 +100,7 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
         # What the model decides is in it by now.
         settings = settings_of(self) or settings
         refusals.require_after(self, settings)
-        implementation.leave_graphs(self, settings)
+        dsa_flags.leave_graphs(self, settings)
     names = dict.fromkeys((settings.name, settings.prefill_name, limits.SEVERAL if settings.method.parts else None))
     risks = map(limits.unproven, names) if limits.on_gpu() else ()
     for text in (*settings.method.warnings(), *filter(None, risks)):

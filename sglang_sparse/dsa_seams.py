@@ -46,8 +46,7 @@ DSA_SEAMS = (
         "AROUND",
         "hooks:hook_method",
         "scheduler",
-        "DSA on a GPU: hook the next ones, in its servers only",
-        gpu=True,
+        "DSA: judge weights that were not at hand before; on a GPU hook the next ones first, in its servers only",
     ),
     Seam(
         "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda",
@@ -104,7 +103,7 @@ DSA_SEAMS = (
     Seam(
         "sglang.srt.server_args.ServerArgs._set_default_dsa_backends",
         "AROUND",
-        "implementation:keep_slot",
+        "dsa_flags:keep_slot",
         "main",
         "DSA on a GPU: float8 latents go with the backend in whose place the portable attention stands",
         gpu=True,

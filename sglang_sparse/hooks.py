@@ -60,7 +60,10 @@ def _register(seams: Sequence[Seam]) -> None:
 def hook_method(original: Callable[[Any], None], runner: Any) -> None:
     """Around ``ModelRunner.load_model``: hook the seams of the server's method, before its model binds what they are.
 
+    What SGLang has downloaded meanwhile is judged then: the main process could not.
+
     Raises:
+        SparseArgumentError: the weights do not fit the method.
         UnsupportedSGLangError: a seam is missing; names it and the SGLang version.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -73,7 +76,11 @@ def hook_method(original: Callable[[Any], None], runner: Any) -> None:
         _register(new)
         HookRegistry.apply_hooks()
     verify(found)
-    return original(runner)
+    original(runner)
+    if settings is not None and found:
+        from sglang_sparse import refusals
+
+        refusals.require_weights(runner.server_args, settings, runner.model_config)
 
 
 def verify(seams: Sequence[Seam] | None = None) -> None:

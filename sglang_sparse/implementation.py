@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.config import SparseArgumentError, settings_of
+from sglang_sparse import dsa_flags
+from sglang_sparse.config import SparseArgumentError
 from sglang_sparse.limits import on_gpu
 from sglang_sparse.methods.dsa import AUTO, NATIVE, PORTABLE, REFERENCE, STAGES, Dsa, DsaConfig
 
@@ -23,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 # Major compute capabilities that SGLang's kernels were written for: Hopper, and Blackwell for data centers.
 NATIVE_MAJORS = (9, 10)
-# What SGLang takes them from.
-NATIVE_PACKAGES: Mapping[str, str] = {"indexer": "deep_gemm", "topk": "sgl_kernel", "attention": "sgl_kernel"}
+# What SGLang imports next to a GPU, whatever kernels run, and what brings it: the model and the attention backend ask
+# for DeepGEMM's multiprocessors.
+PACKAGES: Mapping[str, str] = {"deep_gemm": "sgl-deep-gemm", "sgl_kernel": "sglang-kernel"}
 # The least that multiplies bfloat16.
 LEAST_CAPABILITY = (8, 0)
 # One that runs all there is.
@@ -33,8 +35,6 @@ BEST = (9, 0)
 NATIVE_TOPK = 2048
 # Latent and rotated key of which SGLang keeps float8 KV with scales.
 FLOAT8_LATENT = (512, 64)
-# The backend of SGLang in whose place the portable attention stands.
-SLOT = "tilelang"
 # The one that keeps float8 KV without scales, and SGLang's own choice for it on Blackwell.
 RAW_BACKEND = "trtllm"
 
@@ -45,7 +45,7 @@ class Facts:
 
     Attributes:
         capability: compute capability of the GPU; None without one.
-        packages: those of ``NATIVE_PACKAGES`` that can be imported.
+        packages: those of ``PACKAGES`` that can be imported.
         reference: this project's operations run as their references here, not as Triton kernels.
         kv_dtype: ``--kv-cache-dtype`` as it was given.
         heads: query heads of a tensor-parallel rank.
@@ -76,6 +76,17 @@ def raw_latents(backends: Collection[object], blackwell: bool) -> bool:
         blackwell: whether the GPU has compute capability 10.x.
     """
     return RAW_BACKEND in backends or (None in backends and blackwell)
+
+
+def absent(facts: Facts) -> str | None:
+    """Say which packages are missing without which no server starts next to a GPU, or None."""
+    missing = [name for name in PACKAGES if name not in facts.packages]
+    if facts.capability is None or not missing:
+        return None
+    return (
+        f"{' and '.join(f'{name} (package {PACKAGES[name]})' for name in missing)} cannot be imported; next to a GPU "
+        "SGLang's model needs it, whatever kernels run; allowed: nothing before it is installed"
+    )
 
 
 def resolve(asked: Mapping[Any, str], facts: Facts) -> dict[str, str]:
@@ -146,13 +157,12 @@ def _refuse(stage: str, choice: str, ours: str, facts: Facts) -> str | None:
 def _refuse_native(stage: str, facts: Facts) -> str | None:
     if facts.capability is None:
         return "this machine has no GPU"
-    majors, package = " and ".join(f"{major}.x" for major in NATIVE_MAJORS), NATIVE_PACKAGES[stage]
+    majors = " and ".join(f"{major}.x" for major in NATIVE_MAJORS)
     # SGLang pads the heads of a rank to one of these.
     padded = 128 if facts.capability[0] == NATIVE_MAJORS[-1] else 64
     reasons = {
         f"SGLang's kernels are for compute capabilities {majors}, and this GPU has "
         f"{_dotted(facts.capability)}": facts.capability[0] not in NATIVE_MAJORS,
-        f"{package} is not installed": package not in facts.packages,
         "with index_share_layers a layer may write its keys and choose nothing": stage == "indexer"
         and facts.share_layers > 1,
         "with index_reuse_steps a step may write its keys and choose nothing": stage == "indexer"
@@ -198,22 +208,28 @@ def settle(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) 
     config = settings.config
     if not isinstance(config, DsaConfig):
         return settings
+    dsa_flags.require_dtype(args, settings, _model(args).dtype, on_gpu(gpu))
+    facts = _facts(args, config, gpu)
+    if reason := absent(facts):
+        raise SparseArgumentError(f"{settings.flag}: {reason}")
     try:
-        facts = _facts(args, config, gpu)
         found = resolve(config.implementation, facts)
     except ValueError as error:
         raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
-    native_float8 = facts.kv_dtype.startswith("fp8") and found["attention"] == NATIVE
-    if facts.capability is not None and (facts.capability[0] != BEST[0] or native_float8 or args.tp_size > 1):
+    other = facts.capability is not None and facts.capability[0] != BEST[0]
+    float8 = facts.kv_dtype.startswith("fp8") and set(found.values()) != {PORTABLE}
+    if facts.capability is not None and (other or float8 or args.tp_size > 1):
+        stages = ", ".join(f"{stage} {name}" for stage, name in found.items())
         logger.warning(
             "sglang_sparse: dsa was measured on one GPU of compute capability %d.x alone, and over float8 KV with "
-            "portable attention alone; this GPU has %s, --kv-cache-dtype is %s and --tp-size %d",
-            *(BEST[0], _dotted(facts.capability), facts.kv_dtype, args.tp_size),
+            "all stages portable alone; this GPU has %s, --kv-cache-dtype is %s, --tp-size %d, and it runs %s",
+            *(BEST[0], _dotted(facts.capability), facts.kv_dtype, args.tp_size, stages),
         )
     chosen = config.model_copy(update={"implementation": found})
     args.sparse_config = chosen.model_dump_json()
+    dsa_flags.require_stages(args, settings, found, on_gpu(gpu))
     if on_gpu(gpu) and found["attention"] != NATIVE:
-        _take_slot(args, settings, found["attention"])
+        dsa_flags.take_slot(args, settings, found["attention"])
     return replace(settings, method=Dsa(chosen))
 
 
@@ -226,13 +242,12 @@ def _facts(args: Any, config: DsaConfig, asked: bool | None) -> Facts:
     gpu, here = on_gpu(asked), torch.cuda.is_available()
     # Where the operations would run decides how.
     reference = dispatch.use_reference(torch.empty(0, device="meta" if gpu else "cpu")) if gpu == here else not gpu
-    packages = NATIVE_PACKAGES.values()
     model = _model(args)
     capability = (torch.cuda.get_device_capability() if here else BEST) if gpu else None
     blackwell = capability is not None and capability[0] == NATIVE_MAJORS[-1]
     return Facts(
         capability,
-        frozenset(name for name in packages if find_spec(name)) if gpu == here else frozenset(packages),
+        frozenset(name for name in PACKAGES if gpu != here or find_spec(name)),
         reference,
         args.kv_cache_dtype,
         model.num_attention_heads // args.tp_size,
@@ -242,55 +257,6 @@ def _facts(args: Any, config: DsaConfig, asked: bool | None) -> Facts:
         (model.hf_text_config.kv_lora_rank, model.hf_text_config.qk_rope_head_dim),
         raw_latents((args.dsa_prefill_backend, args.dsa_decode_backend), blackwell),
     )
-
-
-def _take_slot(args: Any, settings: Settings, attention: str) -> None:
-    for name in ("dsa_prefill_backend", "dsa_decode_backend"):
-        if getattr(args, name) not in (None, SLOT):
-            raise SparseArgumentError(
-                f"{settings.flag}: --{name.replace('_', '-')} is {getattr(args, name)} and the attention is "
-                f'{attention}; allowed: no such flag, or {{"implementation": {{"attention": "native"}}}}'
-            )
-        setattr(args, name, SLOT)
-    if args.kv_cache_dtype == "auto":
-        # SGLang would take float8 on Blackwell.
-        args.kv_cache_dtype = "bfloat16"
-
-
-def keep_slot(original: Callable[..., None], args: SparseServerArgs, major: int) -> None:
-    """Around ``ServerArgs._set_default_dsa_backends``: nothing where ``settle`` has put the portable attention there.
-
-    SGLang would leave it there, but for float8 latents, which its own backend there reads on AMD's GPUs alone.
-
-    Args:
-        original: SGLang's function.
-        args: the server's.
-        major: compute capability of the GPU.
-    """
-    settings = settings_of(args)
-    if settings is None or not isinstance(settings.method, Dsa) or settings.method.native("attention"):
-        original(args, major)
-
-
-def leave_graphs(args: SparseServerArgs, settings: Settings) -> None:
-    """Switch off those CUDA graphs of prefill that the indexer cannot be in.
-
-    A breakable one runs SGLang's own indexer eagerly, between its pieces; the portable indexer has no such place, and
-    what counts beside the native one cannot be compiled.
-
-    Args:
-        args: the server's, resolved.
-        settings: the methods, as ``settle`` left them.
-    """
-    graphs = args.cuda_graph_config
-    if not isinstance(settings.method, Dsa) or graphs is None or graphs.prefill.backend == "disabled":
-        return
-    if settings.method.native("indexer") and graphs.prefill.backend == "breakable":
-        return
-    logger.warning(
-        "sglang_sparse: prefill runs without CUDA graphs (%s); the indexer cannot be in them", graphs.prefill.backend
-    )
-    graphs.prefill.backend = "disabled"
 
 
 def _model(args: SparseServerArgs) -> Any:

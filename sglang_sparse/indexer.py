@@ -87,6 +87,9 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
         forward_batch: SGLang's ``ForwardBatch``.
         tokens: queries of the pass.
         topk: tokens that a query attends to at most.
+
+    Raises:
+        RuntimeError: a decode batch was planned dense, and is too long for that.
     """
     metadata, view = backend.dense.forward_metadata, backend.view
     table = metadata.real_page_table
@@ -104,13 +107,14 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
             wanted = reuse.attended
         tally = index_counts.tally(lengths, wanted)
     else:
-        # A decode batch without a view has no row with more tokens than may be chosen.
         lengths = _padded(metadata.dsa_seqlens_expanded, tokens)
         wanted = lengths.clamp(max=topk)
         if forward_batch.forward_mode.is_extend():
             rows = _padded(metadata.token_to_batch_idx, tokens).int()
             if int(metadata.max_seq_len_k) > topk:
                 at_once = queries_at_once(width, table.device)
+        else:
+            _require_short(forward_batch, topk)
     chosen = torch.where(numbers[:topk] < wanted[:, None], numbers[:topk], -1)
     last_slots = torch.zeros(tokens, dtype=torch.int64, device=table.device)
     counts = wanted[:, None].clone()
@@ -125,6 +129,16 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
     if not at_once:
         batch.look_up()
     return batch
+
+
+def _require_short(forward_batch: Any, topk: int) -> None:
+    """Refuse a decode batch without a view that has a row with more tokens than may be chosen: it would see the first.
+
+    By what SGLang knows on the host.
+    """
+    lengths = forward_batch.seq_lens_cpu
+    if lengths is not None and len(lengths) and (longest := int(lengths.max())) > topk:
+        raise RuntimeError(f"a decode batch was planned dense and has a row of {longest} tokens; at most {topk} may be")
 
 
 def _padded(values: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ CPU_ONLY_METHODS = ("rocketkv",)
 # Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
 INDEXER_PAGE = 64
 UNPROVEN = "it is not proven on a GPU server yet"
+FLOAT16 = ("half", "float16")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
 
@@ -167,6 +168,11 @@ INDEXER_LIMITS = (
         "a page size",
         lambda args: args.page_size if args.page_size != INDEXER_PAGE else None,
         f"the indexer's keys are laid out in pages of {INDEXER_PAGE}",
+    ),
+    FlagLimit(
+        "a float16 model",
+        lambda args: args.dtype if args.dtype in FLOAT16 else None,
+        "the kernels take bfloat16; allowed: --dtype bfloat16",
     ),
 )
 

@@ -247,14 +247,31 @@ def require_model(args: SparseServerArgs, settings: Settings, stand_in: bool = F
             parse_layers(settings.prefill.config.layers, model.num_hidden_layers)
     except ValueError as error:
         raise SparseArgumentError(f"{origin}: {error}") from error
-    # Of a model that gets others at random its own say nothing.
     weightless = stand_in or args.load_format == "dummy"
-    reason = settings.method.refuse(model) or (None if weightless else settings.method.refuse_weights(model))
-    if reason:
+    if reason := settings.method.refuse(model):
         raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
+    if not stand_in:
+        require_weights(args, settings, model)
     prefill = settings.prefill
     # Weights that the decode method has judged are not read once more.
     judged = weightless or settings.comes_along
     reason = prefill and (prefill.refuse(model) or (None if judged else prefill.refuse_weights(model)))
     if reason:
         raise SparseArgumentError(f"{settings.prefill_flag} does not fit {architecture}: {reason}")
+
+
+def require_weights(args: SparseServerArgs, settings: Settings, model: Any) -> None:
+    """Refuse weights that do not fit the decode method, as far as they are at hand.
+
+    Args:
+        args: the server's.
+        settings: the methods.
+        model: SGLang's ``ModelConfig``.
+
+    Raises:
+        SparseArgumentError: names the architecture, and why not.
+    """
+    # Of a model that gets others at random its own say nothing.
+    if args.load_format != "dummy" and (reason := settings.method.refuse_weights(model)):
+        architecture = (model.hf_config.architectures or ["unknown"])[0]
+        raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")

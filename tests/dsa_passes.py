@@ -44,7 +44,11 @@ class Rows:
         self.tokens, self.padding = len(self.seen) + padding, padding
         slots = [self.slot(row, seen - 1) for row, seen in zip(self.rows, self.seen, strict=True)]
         mode = SimpleNamespace(is_decode=lambda: decodes, is_extend=lambda: not decodes)
-        self.batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor(slots + [0] * padding))
+        self.batch = SimpleNamespace(
+            forward_mode=mode,
+            out_cache_loc=torch.tensor(slots + [0] * padding),
+            seq_lens_cpu=torch.tensor(lengths),
+        )
         self.metadata = SimpleNamespace(
             real_page_table=self.page_table,
             dsa_seqlens_expanded=torch.tensor(self.seen, dtype=torch.int32),

@@ -45,6 +45,7 @@ MAY_IMPORT_SGLANG = {
     "indexer.py",
     "native_indexer.py",
     "implementation.py",
+    "dsa_flags.py",
 }
 
 

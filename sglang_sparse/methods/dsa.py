@@ -6,10 +6,12 @@ pool are used as they are; what replaces its kernels is in ``indexer.py``.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from sglang_sparse import indexer_weights
 from sglang_sparse.calibration.weights import tensors
 from sglang_sparse.limits import INDEXER_LIMITS, INDEXER_PAGE, refuse_sizes
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
@@ -26,10 +28,10 @@ if TYPE_CHECKING:
     from sglang_sparse.pools import AuxPools
     from sglang_sparse.view import BatchView
 
+logger = logging.getLogger(__name__)
+
 INDEX_DIM = 128
 MOST_HEADS = 64
-# In the names of its weights.
-INDEXER = ".indexer."
 MOST_TOPK = 4096
 # What makes an indexer another one than DeepSeek-V3.2's: choices that layers share (1: none do), tokens that are always
 # chosen, other RoPE.
@@ -185,28 +187,24 @@ class Dsa(DecodeMethod):
         return f"its indexer has {said}, which is not served yet" if other else None
 
     def refuse_weights(self, model_config: Any) -> str | None:
-        """Refuse weights without an indexer, or with another one than the config's; packed elements do not tell."""
+        """Refuse weights without an indexer in every layer, or with another one than the config's.
+
+        Weights that are not at hand are not judged, and a warning says so: see ``hooks.hook_method`` for the next time.
+        """
         config = model_config.hf_text_config
-        heads, dim = config.index_n_heads, config.index_head_dim
-        rows = {"wq_b": heads * dim, "wk": dim, "weights_proj": heads}
         try:
             found = tensors(model_config.model_path, model_config.revision)
         except ValueError as error:
             return str(error)
         if found is None:
+            logger.warning(
+                "sglang_sparse: whether the weights of %s hold its indexers is not known: its safetensors files are "
+                "not all at hand; once it is loaded they are looked for again",
+                model_config.model_path,
+            )
             return None
-        indexers = {name: tensor for name, tensor in found.items() if INDEXER in name}
-        if not indexers:
-            return f"its weights have no indexer: no tensor has {INDEXER!r} in its name; allowed: weights with one"
-        for name, (dtype, shape) in sorted(indexers.items()):
-            expected = rows.get(name.removesuffix(".weight").rpartition(".")[2])
-            if expected is not None and "F" in dtype and shape[:1] != (expected,):
-                return (
-                    f"its weights have another indexer than its config says: {name} has the shape {list(shape)}, and "
-                    f"index_n_heads {heads} with index_head_dim {dim} makes {expected} rows; allowed: the config that "
-                    "belongs to the weights"
-                )
-        return None
+        layers = model_config.num_hidden_layers
+        return indexer_weights.refuse(found, layers, config.index_n_heads, config.index_head_dim)
 
     def adopt(self, model_config: Any) -> None:
         """Take ``index_topk``."""

@@ -139,15 +139,19 @@ def test_the_file_its_table_and_the_goals(tmp_path: Path, capsys: pytest.Capture
     capsys.readouterr()
     sizes = {"heads": 128, "latent": 512, "rope": 64, "index_heads": 64, "topk": 2048}
 
-    def goal(name: str, op: str, shape: str, chunk: int, **measured: Any) -> str:
+    def goal(name: str, op: str, part: str, chunk: int, **measured: Any) -> str:
         """A goal, where its row had been measured so."""
         who = PORTABLE if op == ATTEND else AUTO
         (row,) = [row for row in rows if (row["kind"], row["op"], row["implementation"]) == ("summary", op, who)]
-        row = {**row, **sizes, "shape": shape, "chunk": chunk, **measured}
+        row = {**row, **sizes, "shape": part.partition(",")[0], "chunk": chunk, **measured}
         lines = [header, row]
         out.write_text("".join(json.dumps(line) + "\n" for line in lines))
         found = goals.goals_table(tmp_path).splitlines()
-        (line,) = [line for line in found if line.startswith(f"| {name} ") and f": {shape}" in line]
+        (line,) = [
+            line
+            for line in found
+            if line.startswith(f"| {name} ") and (f": {part} |" in line or f": {part}, chunks" in line)
+        ]
         return line
 
     far, near = {"native_over_floor": 3.0}, {"native_over_floor": 1.3}
@@ -158,6 +162,9 @@ def test_the_file_its_table_and_the_goals(tmp_path: Path, capsys: pytest.Capture
     assert "| missed |" in goal("K7", DECODE, "1x128k", 0, native_ratio=0.9, **near)
     assert "| 1.2x |" in goal("K8", PREFILL, "1x32k", 8192, native_ratio=1.25, **far)
     assert "| must |" in goal("K12", ATTEND, "32x128k", 0, native_ratio=0.63)
+    missed = goal("K12", ATTEND, "32x128k, float8 KV", 0, native_ratio=0.62, implementation=FLOAT8)
+    assert "| 0.62x | 0.625x |" in missed and "| missed |" in missed
+    assert "| not measured |" in goal("K12", ATTEND, "32x128k, float8 KV", 0, native_ratio=0.63)
     assert "| missed |" in goal("K13", DECODE_TOPK, "32x128k", 0, native_ratio=0.99)
     assert "not measured" in goal("K8", PREFILL, "1x32k", 4096, native_ratio=1.25)
     # A selection that is not SGLang's is no faster way to it.

@@ -69,7 +69,8 @@ def test_indexers_that_are_not_served(tmp_path: Path, change: dict[str, int], ex
     assert expected in refused(str(tmp_path))
 
 
-LAYER = "model.layers.0.self_attn"
+LAYER = "model.layers.{}.self_attn"
+PARTS = {"wq_b": [4096, 192], "wk": [128, 256], "k_norm": [128], "weights_proj": [32, 256]}
 
 
 def save(folder: Path, *files: dict[str, torch.Tensor]) -> None:
@@ -82,11 +83,18 @@ def save(folder: Path, *files: dict[str, torch.Tensor]) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
 
 
+def indexers(layers: int = 4, kind: str = "weight", dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """The weights of tiny-dsa's indexers in its first layers."""
+    found = {f"{LAYER.format(i)}.indexer.{part}": shape for i in range(layers) for part, shape in PARTS.items()}
+    return {f"{name}.{kind}": torch.zeros(shape, dtype=dtype) for name, shape in found.items()}
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
         ("weights_proj", [64, 256], "[64, 256], and index_n_heads 32 with index_head_dim 128 makes 32 rows; allowed:"),
         ("wk", [64, 256], "[64, 256], and index_n_heads 32 with index_head_dim 128 makes 128 rows"),
+        ("k_norm", [64], "[64], and index_n_heads 32 with index_head_dim 128 makes 128 rows"),
         ("wq_b", [8192, 192], "[8192, 192], and index_n_heads 32 with index_head_dim 128 makes 4096 rows"),
         ("wk", [], "wk.weight has the shape [], and"),
     ],
@@ -95,15 +103,15 @@ def test_weights_of_another_indexer(tmp_path: Path, name: str, shape: list[int],
     folder, link = tmp_path / "model", tmp_path / "link"
     folder.mkdir()
     link.symlink_to(folder)
-    tensor = f"{LAYER}.indexer.{name}.weight"
-    save(folder, {f"{LAYER}.o_proj.weight": torch.zeros(1)}, {tensor: torch.zeros(shape)})
+    tensor, other = f"{LAYER.format(2)}.indexer.{name}.weight", {"model.norm.weight": torch.zeros(1)}
+    save(folder, other, {**indexers(), tensor: torch.zeros(shape)})
     for path in (folder, link):
         message = refused(str(path))
         assert "its weights have another indexer than its config says" in message and expected in message
     # As at random as those of `--load-format dummy`.
     ServerArgs(model_path=str(folder), sparse_method="dsa", load_format="dummy")
     # Elements that share a byte.
-    save(folder, {f"{LAYER}.o_proj.weight": torch.zeros(1)}, {tensor: torch.zeros(shape, dtype=torch.uint8)})
+    save(folder, other, {**indexers(), tensor: torch.zeros(shape, dtype=torch.uint8)})
     ServerArgs(model_path=str(folder), sparse_method="dsa")
     # What is still to be downloaded is not there to be judged.
     (folder / "model-1.safetensors").unlink()
@@ -111,8 +119,27 @@ def test_weights_of_another_indexer(tmp_path: Path, name: str, shape: list[int],
 
 
 def test_weights_without_an_indexer(tmp_path: Path) -> None:
-    save(tmp_path, {f"{LAYER}.o_proj.weight": torch.zeros(1)})
+    save(tmp_path, {f"{LAYER.format(0)}.o_proj.weight": torch.zeros(1)})
     assert "its weights have no indexer: no tensor has '.indexer.' in its name" in refused(str(tmp_path))
+
+
+def test_weights_with_indexers_in_some_layers_or_parts_of_one(tmp_path: Path) -> None:
+    """And those of a layer beyond the model's, for speculative decoding, are no matter."""
+    save(tmp_path, indexers(1) | {f"{LAYER.format(4)}.indexer.wk.weight": torch.zeros(1)})
+    message = refused(str(tmp_path))
+    assert "no tensor of layers.1.indexer.wq_b, layers.1.indexer.wk, layers.1.indexer.k_norm and 9 more" in message
+    assert "allowed: weights with wq_b, wk, k_norm, weights_proj in each of its 4 layers" in message
+    for part in PARTS:
+        some = {
+            name: tensor for name, tensor in indexers().items() if f"layers.3.self_attn.indexer.{part}." not in name
+        }
+        save(tmp_path, some)
+        assert f"no tensor of layers.3.indexer.{part}; allowed" in refused(str(tmp_path))
+    for kind in ("qweight", "weight_packed"):
+        save(
+            tmp_path, indexers(kind=kind, dtype=torch.uint8) | {f"{LAYER.format(4)}.indexer.wk.weight": torch.zeros(1)}
+        )
+        ServerArgs(model_path=str(tmp_path), sparse_method="dsa")
 
 
 def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
@@ -125,9 +152,10 @@ def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_a_name_is_judged_by_what_the_cache_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, {f"{LAYER}.indexer.wk.weight": torch.zeros(64, 256)})
+    save(tmp_path, {f"{LAYER.format(0)}.indexer.wk.weight": torch.zeros(64, 256)})
     config = json.loads((Path(TINY_DSA) / "config.json").read_text())
     model: Any = SimpleNamespace(hf_text_config=SimpleNamespace(**config), model_path="someone/model", revision=None)
+    model.num_hidden_layers = config["num_hidden_layers"]
     method = build("dsa", {}).method
     asked = []
     for cached, expected in ((None, False), (str(tmp_path / "config.json"), True)):
@@ -158,6 +186,13 @@ def test_a_name_is_judged_by_what_the_cache_has(tmp_path: Path, monkeypatch: pyt
             None,
             {"kv_cache_dtype": "fp8_e5m2"},
             "KV cache dtype (got 'fp8_e5m2'): allowed: auto, bf16, bfloat16",
+        ),
+        (None, {"dtype": "float16"}, "a float16 model (got 'float16'): the kernels take bfloat16; allowed: --dtype bf"),
+        (None, {"dtype": "half", "kv_cache_dtype": "auto"}, "a float16 model (got 'half')"),
+        (
+            None,
+            {"dsa_paged_mqa_logits_backend": "deepgemm"},
+            "--dsa-paged-mqa-logits-backend is deepgemm and the index",
         ),
         (None, {"enable_return_indexer_topk": True}, "returned indexer top-k"),
         (None, {"speculative_algorithm": "EAGLE"}, "speculative decoding"),

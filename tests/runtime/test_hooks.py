@@ -2,9 +2,13 @@
 
 import inspect
 import pkgutil
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -12,6 +16,8 @@ load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_sparse import hooks
+from sglang_sparse.config import build as config_of
+from sglang_sparse.refusals import require_weights
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -20,9 +26,7 @@ def test_a_gpu_machine_imports_nothing_for_methods_that_do_not_run(gpu: bool, mo
     here = [seam for seam in hooks.SEAMS if seam.gpu in (None, gpu)]
     expected = [seam for seam in here if not gpu or seam.method is None]
     assert hooks.active.__wrapped__() == tuple(expected)
-    assert gpu == (
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model" in [seam.target for seam in expected]
-    )
+    assert "sglang.srt.model_executor.model_runner.ModelRunner.load_model" in [seam.target for seam in expected]
 
 
 @pytest.mark.parametrize(("method", "config"), [("dsa", "{}"), ("resa", "{}"), (None, None)])
@@ -35,9 +39,8 @@ def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
     monkeypatch.setattr(HookRegistry, "_patched", set())
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: hooked.append(target))
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: HookRegistry._patched.update(hooked))
-    runner = SimpleNamespace(
-        server_args=SimpleNamespace(sparse_method=method, sparse_prefill_method=None, sparse_config=config)
-    )
+    args = {"sparse_method": method, "sparse_prefill_method": None, "sparse_config": config, "load_format": "dummy"}
+    runner = SimpleNamespace(server_args=SimpleNamespace(**args), model_config=None)
     loaded: list[list[str]] = []
     hooks.hook_method(lambda _: loaded.append(list(hooked)), runner)
     expected = [seam.target for seam in hooks.SEAMS if seam.method == "dsa" and seam.gpu is not False]
@@ -48,6 +51,32 @@ def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
     if method == "dsa":
         with pytest.raises(RuntimeError, match="forward_cuda"):
             hooks.hook_method(lambda _: None, runner)
+
+
+def test_weights_that_came_with_the_load_are_judged_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its name alone: nothing is at hand before."""
+    args: Any = SimpleNamespace(sparse_method="dsa", sparse_prefill_method=None, sparse_config="{}", load_format="auto")
+    text = SimpleNamespace(index_n_heads=32, index_head_dim=128)
+    names = {"model_path": "someone/model", "revision": None, "num_hidden_layers": 2}
+    config = SimpleNamespace(**names, hf_text_config=text, hf_config=SimpleNamespace(architectures=["Deepseek"]))
+    runner, here = SimpleNamespace(server_args=args, model_config=config), []
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: here[-1] if here else None)
+    monkeypatch.setattr(hooks, "verify", lambda _: None)
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
+
+    def download(_: object) -> None:
+        save_file({"model.layers.0.self_attn.o_proj.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+        here.append(str(tmp_path / "config.json"))
+
+    settings = config_of("dsa", {})
+    require_weights(args, settings, config)
+    assert "whether the weights of someone/model hold its indexers is not known" in caplog.text
+    with pytest.raises(ValueError, match="dsa does not fit Deepseek: its weights have no indexer"):
+        hooks.hook_method(download, runner)
+    args.sparse_method, args.sparse_config = "resa", config_of("resa", {}).config.model_dump_json()
+    hooks.hook_method(download, runner)
 
 
 @pytest.mark.parametrize("seam", [seam for seam in hooks.SEAMS if seam.gpu], ids=lambda seam: seam.function)
@@ -76,11 +105,11 @@ def test_what_the_gpu_path_reads_of_sglang_is_there() -> None:
 
 
 def test_sglang_refuses_float8_latents_in_one_place_which_is_hooked() -> None:
-    """``implementation.keep_slot`` stands around what calls the one function that refuses them."""
+    """``dsa_flags.keep_slot`` stands around what calls the one function that refuses them."""
     overrides = pkgutil.resolve_name("sglang.srt.arg_groups.overrides")
     sources = [inspect.getsource(overrides), inspect.getsource(overrides._dsa_split_backend_resolution)]
     assert [text.count(" _check_tilelang_dsa_fp8_kv(") for text in sources] == [2, 1]
-    (hooked,) = (seam for seam in hooks.SEAMS if seam.function == "implementation:keep_slot")
+    (hooked,) = (seam for seam in hooks.SEAMS if seam.function == "dsa_flags:keep_slot")
     assert "run_post_process_pass(self, _dsa_split_backend_resolution)" in inspect.getsource(
         pkgutil.resolve_name(hooked.target)
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import implementation, serve
+from sglang_sparse import dsa_flags, implementation, serve
 from sglang_sparse.config import SparseArgumentError, build
 from sglang_sparse.implementation import Facts, resolve
 from sglang_sparse.methods.dsa import STAGES
@@ -49,8 +49,7 @@ def refused(facts: Facts, **asked: str) -> str:
         (replace(CPU, kv_dtype="fp8_e4m3"), ("reference", "reference", "reference")),
         # Without scales, as SGLang's backend trtllm keeps it, it has any size.
         (replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64), raw=True), FASTEST),
-        (replace(GPU, packages=PACKAGES - {"deep_gemm"}), ("portable", "portable", "native")),
-        (replace(GPU, packages=PACKAGES - {"sgl_kernel"}), ALL_PORTABLE),
+        (replace(CPU, packages=frozenset()), ("reference", "reference", "reference")),
         # 48 heads a rank are no kernel's, and 96 are Hopper's no more than Blackwell's.
         (replace(GPU, heads=48), ALL_PORTABLE),
         (replace(GPU, heads=128), FASTEST),
@@ -89,7 +88,6 @@ def test_what_is_asked_for_decides_the_rest(asked: dict[str, str], expected: tup
         (GPU, {"topk": "reference"}, "allowed: portable, native; not reference: this machine runs the kernels"),
         (replace(GPU, capability=ADA), {"attention": "native"}, "9.x and 10.x, and this GPU has 8.9"),
         (replace(GPU, capability=DESKTOP), dict.fromkeys(STAGES, "native"), "this GPU has 12.0"),
-        (replace(GPU, packages=frozenset()), {"indexer": "native"}, "deep_gemm is not installed"),
         (replace(GPU, capability=(7, 5)), {}, "it needs compute capability 8.0 or later, and this GPU has 7.5"),
         (replace(GPU, topk=512), {"topk": "native"}, "takes 2048 tokens, and the model's index_topk is 512"),
         (replace(GPU, heads=48), {"attention": "native"}, "a multiple of 64 query heads a rank, and there are 48"),
@@ -113,6 +111,17 @@ def test_what_is_asked_for_decides_the_rest(asked: dict[str, str], expected: tup
 )
 def test_what_cannot_be_is_refused_by_name(facts: Facts, asked: dict[str, str], expected: str) -> None:
     assert expected in refused(facts, **asked)
+
+
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER, DESKTOP])
+def test_nothing_starts_where_sglangs_model_cannot_be_imported(capability: tuple[int, int]) -> None:
+    facts = replace(GPU, capability=capability)
+    said = [implementation.absent(replace(facts, packages=PACKAGES - {name})) for name in sorted(PACKAGES)]
+    assert str(said[0]).startswith("deep_gemm (package sgl-deep-gemm) cannot be imported; next to a GPU SGLang's model")
+    assert str(said[1]).startswith("sgl_kernel (package sglang-kernel) cannot be imported")
+    both = str(implementation.absent(replace(facts, packages=frozenset())))
+    assert both.startswith("deep_gemm (package sgl-deep-gemm) and sgl_kernel (package sglang-kernel) cannot")
+    assert implementation.absent(facts) is None and implementation.absent(replace(CPU, packages=frozenset())) is None
 
 
 @pytest.mark.parametrize(
@@ -145,12 +154,16 @@ def test_a_config_says_it_for_all_stages_or_for_some() -> None:
     assert not build("dsa", {"index_reuse_steps": 2}).method.exact
 
 
+SOME_NATIVE = '{"implementation": {"indexer": "portable", "attention": "native"}}'
+
+
 class Args(SimpleNamespace):
     """A server's arguments before SGLang resolves them, next to a GPU."""
 
     def __init__(self, config: str = "{}", **changed: Any):
         sparse = {"sparse_method": "dsa", "sparse_config": build("dsa", json.loads(config)).config.model_dump_json()}
-        backends = {"dsa_prefill_backend": None, "dsa_decode_backend": None}
+        backends = {"dsa_prefill_backend": None, "dsa_decode_backend": None, "dsa_topk_backend": "sgl-kernel"}
+        backends |= {"dsa_paged_mqa_logits_backend": "auto", "dtype": "auto"}
         super().__init__(**{**sparse, **backends, "kv_cache_dtype": "auto", "tp_size": 8, **changed})
 
 
@@ -158,12 +171,14 @@ class Args(SimpleNamespace):
 def gpu(monkeypatch: pytest.MonkeyPatch):
     """Makes this machine one with a GPU, and V3.2 the model."""
 
-    def see(capability: tuple[int, int]) -> None:
+    def see(
+        capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16, installed: frozenset[str] = PACKAGES
+    ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(implementation, "find_spec", lambda _: object())
+        monkeypatch.setattr(implementation, "find_spec", lambda name: object() if name in installed else None)
         text = SimpleNamespace(index_topk=2048, kv_lora_rank=512, qk_rope_head_dim=64)
-        model = SimpleNamespace(num_attention_heads=128, hf_text_config=text)
+        model = SimpleNamespace(num_attention_heads=128, hf_text_config=text, dtype=dtype)
         monkeypatch.setattr(implementation, "_model", lambda _: model)
 
     return see
@@ -191,6 +206,19 @@ def test_the_portable_attention_takes_the_place_of_a_backend(capability: tuple[i
     assert (args.dsa_prefill_backend, args.kv_cache_dtype) == ("tilelang", "fp8_e4m3")
 
 
+def test_what_cannot_start_on_a_gpu_does_not(gpu) -> None:
+    gpu(HOPPER, installed=PACKAGES - {"deep_gemm"})
+    for choice in ("auto", "native", "portable"):
+        with pytest.raises(SparseArgumentError, match=r"dsa: deep_gemm \(package sgl-deep-gemm\) cannot be imported"):
+            settled(Args(json.dumps({"implementation": choice})))
+    gpu(HOPPER, dtype=torch.float16)
+    with pytest.raises(SparseArgumentError, match=r"the model runs in float16, .* allowed: --dtype bfloat16"):
+        settled(Args())
+    gpu(HOPPER)
+    with pytest.raises(SparseArgumentError, match="--dsa-topk-backend is flashinfer and the topk is portable"):
+        settled(Args(dsa_topk_backend="flashinfer"))
+
+
 @pytest.mark.parametrize(("attention", "left"), [("portable", True), ("native", False)])
 def test_sglang_does_not_refuse_float8_in_the_place_of_a_backend(attention: str, left: bool, gpu) -> None:
     gpu(HOPPER)
@@ -200,7 +228,7 @@ def test_sglang_does_not_refuse_float8_in_the_place_of_a_backend(attention: str,
     resa = SimpleNamespace(sparse_method="resa", sparse_config=build("resa", {}).config.model_dump_json())
     servers: tuple[Any, ...] = args, resa, SimpleNamespace(sparse_method=None)
     for one in servers:
-        implementation.keep_slot(lambda *given: asked.append(given), one, 9)
+        dsa_flags.keep_slot(lambda *given: asked.append(given), one, 9)
     assert asked == [(one, 9) for one in (servers[1:] if left else servers)]
 
 
@@ -209,6 +237,8 @@ def test_sglang_does_not_refuse_float8_in_the_place_of_a_backend(attention: str,
     [
         (HOPPER, {"tp_size": 1}, False),
         (HOPPER, {"tp_size": 1, "kv_cache_dtype": "fp8_e4m3"}, True),
+        (HOPPER, {"tp_size": 1, "kv_cache_dtype": "fp8_e4m3", "config": SOME_NATIVE}, True),
+        (HOPPER, {"tp_size": 1, "kv_cache_dtype": "fp8_e4m3", "config": '{"implementation": "portable"}'}, False),
         (HOPPER, {}, True),
         (AMPERE, {}, True),
         (DESKTOP, {}, True),
@@ -220,6 +250,7 @@ def test_where_it_was_not_measured_it_says_so(
     gpu(capability)
     settled(Args(**flags))
     assert ("dsa was measured on one GPU of compute capability 9.x" in caplog.text) is warns
+    assert ("over float8 KV with all stages portable alone; this GPU has" in caplog.text) is warns
 
 
 def test_native_attention_leaves_sglangs_arguments_alone(gpu) -> None:
@@ -228,26 +259,6 @@ def test_native_attention_leaves_sglangs_arguments_alone(gpu) -> None:
     config = settled(args)
     assert config.implementation == {"indexer": "native", "topk": "portable", "attention": "native"}
     assert (args.dsa_prefill_backend, args.dsa_decode_backend, args.kv_cache_dtype) == (None, "fa3", "fp8_e4m3")
-
-
-@pytest.mark.parametrize(
-    ("stages", "graphs", "left"),
-    [
-        ("portable", "breakable", "disabled"),
-        ("portable", "disabled", "disabled"),
-        ("native", "breakable", "breakable"),
-        ("native", "tc_piecewise", "disabled"),
-    ],
-)
-def test_prefill_graphs_that_the_indexer_cannot_be_in(
-    stages: str, graphs: str, left: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    args: Any = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend=graphs)))
-    implementation.leave_graphs(args, build("resa", {}))
-    assert args.cuda_graph_config.prefill.backend == graphs
-    implementation.leave_graphs(args, build("dsa", {"implementation": stages}))
-    assert args.cuda_graph_config.prefill.backend == left
-    assert ("prefill runs without CUDA graphs" in caplog.text) == (graphs != left)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not here")

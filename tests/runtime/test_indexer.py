@@ -98,6 +98,18 @@ def test_a_pass_begins_without_waiting_for_the_device(kind: str) -> None:
     assert bool(batch.at_once) == (max(rows.seen) > TOPK)
 
 
+def test_a_decode_step_that_was_planned_dense_is_not_longer_than_that() -> None:
+    """Nothing is chosen there: the first tokens are all."""
+    rows = Rows([TOPK, 20])
+    assert rows.view is None
+    batch = indexer.begin_pass(rows.backend(), rows.batch, rows.tokens, TOPK)
+    assert batch.wanted.tolist() == [TOPK, 20]
+    rows = Rows([20, TOPK + 1])
+    rows.view = None
+    with pytest.raises(RuntimeError, match=f"was planned dense and has a row of {TOPK + 1} tokens; at most {TOPK} may"):
+        indexer.begin_pass(rows.backend(), rows.batch, rows.tokens, TOPK)
+
+
 def test_decode_is_counted_and_prefill_is_not(run) -> None:
     rows = Rows([200, 20, 33])
     backend, model = rows.backend(), Model(rows)

@@ -101,6 +101,7 @@ def test_prefixes_bring_their_keys_along_and_retraction_changes_nothing(trained)
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype fp8_e5m2: .* takes auto, bfloat16 or fp8_e4m3"),
         (["--dsa-decode-backend", "fa3"], "--dsa-decode-backend fa3: without a CUDA device"),
         (["--dsa-topk-backend", "flashinfer"], "--dsa-topk-backend flashinfer: without a CUDA device"),
+        (["--dsa-paged-mqa-logits-backend", "deepgemm"], "--dsa-paged-mqa-logits-backend deepgemm: without a CUDA"),
     ],
 )
 def test_what_needs_a_gpu_is_refused_by_name(flags: list[str], message: str) -> None:

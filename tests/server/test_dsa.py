@@ -53,21 +53,44 @@ def test_needles_are_found_at_once_and_retracted(server, tmp_path) -> None:
     assert 0.4 < summary["density"] < 0.6
 
 
+def chat(text: str, question: str) -> list[int]:
+    return Tokens(str(MODEL)).chat([{"role": "user", "content": f"{text}\n{question}"}])
+
+
+def some_pairs(rng: random.Random, count: int) -> tuple[str, str, str]:
+    """So many pairs, a key of them and its value."""
+    form, keys = FORMS["json"], unique_keys(rng, count, lambda rng: random_number(rng, rng.randint(5, 8)))
+    pairs = {key: random_number(rng) for key in keys}
+    asked = rng.choice(keys)
+    return "\n".join(form.record(key, value=value) for key, value in pairs.items()), asked, pairs[asked]
+
+
+def test_an_eighth_of_four_thousand_tokens_holds_the_answers(server) -> None:
+    """Of a book with a needle, and then pairs: read once before, as each retraction would read it again."""
+    needle, book = FORMS["needle"], read_book(BOOK)[:6500]
+    place = book.index(". ", len(book) // 2) + 2
+    pairs, asked, value = some_pairs(random.Random(1), 95)
+    text = f"{book[:place]}{needle.record('lantern-hill', value='4821937')} {book[place:]}\n{pairs}"
+    prompts = [chat(text, needle.question("lantern-hill")), chat(text, FORMS["json"].question(asked))]
+    assert all(3700 < len(prompt) < 4300 for prompt in prompts)
+    params = {"temperature": 0.0, "max_new_tokens": 1}
+    server.generate(input_ids=prompts[0], sampling_params=params)
+    before = sparse_state(server)
+    answers = server.generate(input_ids=prompts, sampling_params={**params, "max_new_tokens": 12})
+    assert "4821937" in answers[0]["text"] and answers[1]["text"].strip() == value
+    attended, held = moved(server, before, "pages_attended", "pages_held")
+    assert 0.11 < attended / held < 0.14
+
+
 def test_values_are_found_by_their_keys_eight_at_once(server) -> None:
     """A thousand tokens of pairs each; the card's figure is 1.0 at that length, "json_95%"."""
-    rng, form, tokens = random.Random(0), FORMS["json"], Tokens(str(MODEL))
-    prompts, values = [], []
-    for _ in range(8):
-        keys = unique_keys(rng, 46, lambda rng: random_number(rng, rng.randint(5, 8)))
-        pairs = {key: random_number(rng) for key in keys}
-        asked = rng.choice(keys)
-        text = "\n".join(form.record(key, value=value) for key, value in pairs.items())
-        prompts.append(tokens.chat([{"role": "user", "content": f"{text}\n{form.question(asked)}"}]))
-        values.append(pairs[asked])
+    rng = random.Random(0)
+    texts, keys, values = zip(*(some_pairs(rng, 46) for _ in range(8)), strict=True)
+    prompts = [chat(text, FORMS["json"].question(key)) for text, key in zip(texts, keys, strict=True)]
     assert all(len(prompt) > 950 for prompt in prompts)
     before = sparse_state(server)
     answers = server.generate(input_ids=prompts, sampling_params={"temperature": 0.0, "max_new_tokens": 12})
-    assert [answer["text"].strip() for answer in answers] == values
+    assert [answer["text"].strip() for answer in answers] == list(values)
     (dense,) = moved(server, before, "dense_fallback_rows")
     assert dense == 0
 

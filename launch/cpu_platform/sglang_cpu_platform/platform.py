@@ -150,7 +150,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.environ import envs
 
-        for name in ("dsa_prefill_backend", "dsa_decode_backend", "dsa_topk_backend"):
+        backends = ("prefill", "decode", "topk", "paged_mqa_logits")
+        for name in (f"dsa_{backend}_backend" for backend in backends):
             if getattr(server_args, name) not in (None, type(server_args).__dataclass_fields__[name].default):
                 flag, got = f"--{name.replace('_', '-')}", getattr(server_args, name)
                 raise ValueError(f"{flag} {got}: without a CUDA device DeepSeek Sparse Attention runs in plain PyTorch")
