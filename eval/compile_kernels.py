@@ -1,9 +1,10 @@
-"""``python -m eval.compile_kernels``: what the Triton kernels take on GPUs that are not at hand.
+"""``python -m eval.compile_kernels``: what the kernels take on GPUs that are not at hand.
 
     python -m eval.compile_kernels --out compiled.jsonl --targets 8.0,8.6,8.9,12.0
 
 Each operation is called with the cases of its tests, on CPU tensors, and whatever it would launch on a GPU of such a
-compute capability is compiled by Triton and ptxas instead; nothing runs, and no GPU is needed. A row has the registers
+compute capability is compiled by Triton and ptxas instead; sources in CUDA C++ are compiled by NVRTC with what their
+launches may define (`eval/parts/cuda_sources.py`). Nothing runs, and no GPU is needed. A row has the registers
 of a thread, the bytes that spill and the shared memory of each kernel, or why one does not compile. Sequences are cut
 to ``LONGEST`` tokens, which changes how many programs share one, not what a program is.
 """
@@ -35,7 +36,8 @@ from triton.runtime.jit import JITFunction
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
-from sglang_sparse_kernels import dispatch, launch
+from eval.parts import cuda_sources
+from sglang_sparse_kernels import dispatch, launch, nvrtc
 
 COMMAND = "eval.compile_kernels"
 LONGEST = 1000
@@ -70,6 +72,9 @@ OPERATIONS = {
     "visible_blocks": "visible_blocks",
     "window_score": "window_score",
 }
+ALL = tuple(sorted({*OPERATIONS, *cuda_sources.BUILDS}))
+# As ``nvrtc.available`` has it.
+LEAST_CUDA = (8, 0)
 # Fields of cases that count tokens of a sequence.
 TOKENS = ("lengths", "prefixes", "extends")
 
@@ -126,20 +131,23 @@ def shortened(case: Any) -> Any:
     return dataclasses.replace(case, **tokens)
 
 
-def resources(kernel: Any) -> dict[str, Any]:
-    """Registers of a thread, bytes of local memory (spills among them), and bytes of shared memory of a program."""
+def usage(cubin: bytes) -> dict[str, Any]:
+    """The name of a kernel, registers of a thread, bytes of local memory (spills among them) and of shared memory."""
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    registers, stack = (int(re.findall(rf"{name}:(\d+)", text.stdout)[0]) for name in ("REG", "STACK"))
-    return {
-        "kernel": kernel.name,
-        "registers": registers,
-        "stack_bytes": stack,
-        "shared_bytes": kernel.metadata.shared,
-    }
+    registers, stack, shared = (
+        int(re.findall(rf"{name}:(\d+)", text.stdout)[0]) for name in ("REG", "STACK", "SHARED")
+    )
+    name = re.findall(r"Function (\w+):", text.stdout)[0]
+    return {"kernel": name, "registers": registers, "stack_bytes": stack, "shared_bytes": shared}
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """The same of a kernel of Triton's, which asks for its shared memory when it is launched."""
+    return {**usage(kernel.asm["cubin"]), "kernel": kernel.name, "shared_bytes": kernel.metadata.shared}
 
 
 def cases_of(operation: str) -> list[Any]:
@@ -176,21 +184,49 @@ def compile_operation(name: str, operation: str) -> Iterator[dict[str, Any]]:
         }
 
 
+def compile_sources(name: str, operation: str) -> Iterator[dict[str, Any]]:
+    """Rows of an operation's sources in CUDA C++, where NVRTC serves the compute capability at all."""
+    gpu = TARGETS[name]
+    for build in cuda_sources.BUILDS[operation](gpu) if gpu.capability >= LEAST_CUDA else ():
+        kernels, failed = [], None
+        try:
+            kernels.append(usage(nvrtc.compile_file(build.source, gpu.capability, build.defines)))
+        except RuntimeError as error:
+            failed = next((line for line in str(error).splitlines() if "error" in line), str(error))
+        defines = ", ".join(f"{define}={value}" for define, value in build.defines.items())
+        yield {
+            "id": f"{name}/{operation}/{build.source.name}({defines})",
+            "operation": f"{operation}, CUDA",
+            "target": name,
+            "dtypes": sorted(str(dtype).removeprefix("torch.") for dtype in set(build.dtypes)),
+            "kernels": kernels,
+            "failed": failed,
+        }
+
+
+def rows_of(name: str, operation: str) -> Iterator[dict[str, Any]]:
+    """Rows of an operation for a compute capability, Triton's kernels first."""
+    if operation in OPERATIONS:
+        yield from compile_operation(name, operation)
+    if operation in cuda_sources.BUILDS:
+        yield from compile_sources(name, operation)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, and write a row for each operation, case and compute capability; returns the exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m {COMMAND}", description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--targets", type=list_of(str), default=tuple(TARGETS), help=f"of {', '.join(TARGETS)}")
-    parser.add_argument("--operations", type=list_of(str), default=tuple(OPERATIONS), help="all by default")
+    parser.add_argument("--operations", type=list_of(str), default=ALL, help="all by default")
     args = parser.parse_args(argv)
-    for flag, given, known in (("targets", args.targets, TARGETS), ("operations", args.operations, OPERATIONS)):
+    for flag, given, known in (("targets", args.targets, TARGETS), ("operations", args.operations, ALL)):
         if unknown := [name for name in given if name not in known]:
             parser.error(f"--{flag}: got {', '.join(unknown)}, allowed: {', '.join(known)}")
     facts = {name: dataclasses.asdict(TARGETS[name]) for name in args.targets}
     with Record(args.out, COMMAND, versions=versions(("torch", "triton")), targets=facts, arguments={}) as record:
         for name in args.targets:
             for operation in args.operations:
-                for row in compile_operation(name, operation):
+                for row in rows_of(name, operation):
                     record.add("item", **row)
                     print(row["id"][:110], "|", row["failed"] or ", ".join(map(str, row["kernels"])), flush=True)
     return 0

@@ -10,6 +10,7 @@ import pytest
 
 from eval import compile_kernels
 from eval.figures.compiled import compiled
+from eval.parts.cuda_sources import BUILDS, Build
 
 
 def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,6 +22,33 @@ def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_operation_with_kernels_is_compiled() -> None:
     kernels = Path(compile_kernels.__file__).parent.parent / "kernels" / "sglang_sparse_kernels"
     assert set(compile_kernels.OPERATIONS) == {path.parent.name for path in kernels.glob("*/triton.py")}
+
+
+def test_every_source_is_compiled(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    kernels = Path(compile_kernels.__file__).parent.parent / "kernels" / "sglang_sparse_kernels"
+    builds = [build for made in BUILDS.values() for build in made(compile_kernels.TARGETS["9.0"])]
+    assert {build.source for build in builds} == {path.resolve() for path in kernels.glob("*/*.cu")}
+    assert set(BUILDS) == {build.source.parent.name for build in builds}
+    done = run(out := tmp_path / "compiled.jsonl", "--targets", "7.5,8.0,9.0", "--operations", "index_topk")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()][1:]
+    assert {(row["target"], row["operation"]) for row in rows} == {
+        (name, "index_topk, CUDA") for name in ("8.0", "9.0")
+    }
+    (kernel,) = {kernel["kernel"] for row in rows for kernel in row["kernels"]}
+    assert kernel == "index_topk" and not any(row["failed"] for row in rows)
+    assert all(0 < kernel["registers"] < 256 and kernel["shared_bytes"] for row in rows for kernel in row["kernels"])
+    assert any("CLUSTER=8" in row["id"] for row in rows) and all(row["kernels"] for row in rows)
+
+
+def test_a_source_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    broken = tmp_path / "broken.cu"
+    broken.write_text("__global__ void broken() { nothing(); }")
+    monkeypatch.setitem(BUILDS, "index_topk", lambda _: iter([Build(broken, {"A": 1})]))
+    (row,) = compile_kernels.rows_of("8.9", "index_topk")
+    assert row["kernels"] == [] and "nothing" in row["failed"] and row["id"] == "8.9/index_topk/broken.cu(A=1)"
 
 
 def test_rows_say_what_a_kernel_takes(tmp_path: Path) -> None:
