@@ -231,7 +231,7 @@ NEEDLES: tuple[Leg, ...] = (
         _needles(
             *("rocketkv", "tiny-gqa", "fa3", {"prompt_budget": 1024, **_ALWAYS, **more}, "8k", {"topk": 40}),
             forms=("chat", "second_turn"),
-            label=more.get("eviction", ""),
+            label=str(more.get("eviction", "")),
         )
         for more in (UNPROVEN, {"eviction": "compact", **UNPROVEN})
     ),
