@@ -191,7 +191,8 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return importlib.import_module(name, package)
 
     monkeypatch.setattr(launch, "importlib", SimpleNamespace(import_module=noted))
-    monkeypatch.setattr(launch.knobs.runtime, "interpret", False)
+    # A knob that was set once no longer heeds the environment, in which other tests turn the interpreter on.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     launch._gluon.cache_clear()
     yield asked
     launch._gluon.cache_clear()
@@ -211,7 +212,7 @@ def test_gluon_is_imported_on_hopper_alone(imports: list[str], monkeypatch: pyte
         patch.setattr(torch.version, "hip", "6.4")
         assert launch.hopper_kernel(CPU) is None
     with monkeypatch.context() as patch:
-        patch.setattr(launch.knobs.runtime, "interpret", True)
+        patch.setenv("TRITON_INTERPRET", "1")
         assert launch.hopper_kernel(CPU) is None
     assert not imports
     gl = SimpleNamespace(shared_memory_descriptor=SimpleNamespace(_reinterpret=None))
