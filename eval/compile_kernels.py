@@ -73,8 +73,6 @@ OPERATIONS = {
     "window_score": "window_score",
 }
 ALL = tuple(sorted({*OPERATIONS, *cuda_sources.BUILDS}))
-# As ``nvrtc.available`` has it.
-LEAST_CUDA = (8, 0)
 # Fields of cases that count tokens of a sequence.
 TOKENS = ("lengths", "prefixes", "extends")
 
@@ -187,7 +185,7 @@ def compile_operation(name: str, operation: str) -> Iterator[dict[str, Any]]:
 def compile_sources(name: str, operation: str) -> Iterator[dict[str, Any]]:
     """Rows of an operation's sources in CUDA C++, where NVRTC serves the compute capability at all."""
     gpu = TARGETS[name]
-    for build in cuda_sources.BUILDS[operation](gpu) if gpu.capability >= LEAST_CUDA else ():
+    for build in cuda_sources.BUILDS[operation](gpu) if gpu.capability >= nvrtc.LEAST_CAPABILITY else ():
         kernels, failed = [], None
         try:
             kernels.append(usage(nvrtc.compile_file(build.source, gpu.capability, build.defines)))

@@ -8,9 +8,8 @@ reliable proxy, and such whose is not, because RoBSA runs both kinds differently
 which the learning rate falls from its full height to zero, and it has the time that the others leave.
 
 By default these are the first two layers, as in the model that is shipped. They attend nearby; the third one looks
-numbers up, and is where a selection says more than a window. Tried from the finished model, for 245 seconds: with a
-weight of 0.3 there (``--proxy-weights 4,4,0.3,0``) the look-up stays where it is; with 4 it moves to the fourth layer,
-and with 4 in both it is lost.
+numbers up, and is where a selection says more than a window. It wants a small weight, as ``--proxy-weights 4,4,0.3,0``
+has: by a large one the look-up is driven into the fourth layer, or lost where that has one, too.
 """
 
 from __future__ import annotations

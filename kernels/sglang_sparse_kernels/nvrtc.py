@@ -22,12 +22,18 @@ logger = logging.getLogger(__name__)
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_longlong
 # Of the headers that sources may include, by name.
 HEADERS = Path(__file__).parent
+# Ampere.
+LEAST_CAPABILITY = (8, 0)
 
 
 @functools.cache
 def available(device: torch.device) -> bool:
     """Whether kernels can be compiled for `device`: an NVIDIA GPU from Ampere on, with the bindings installed."""
-    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+    if (
+        device.type != "cuda"
+        or torch.version.cuda is None
+        or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY
+    ):
         return False
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return False

@@ -23,6 +23,7 @@ import torch
 
 from .. import nvrtc
 from ..launch import LOG2_E, dependent_launch, num_processors
+from ..scratch import LIMIT, rows_at_once
 
 SOURCE, MERGE = (Path(__file__).with_name(name) for name in ("cuda.cu", "merge.cu"))
 KINDS = {torch.bfloat16: 0, torch.float16: 1}
@@ -35,7 +36,6 @@ _CLUSTER = 8
 # Splits of a row up to which a block of the merge adds up all of their totals itself.
 _FEW_SPLITS = 48
 _MERGE_THREADS = 256
-_SCRATCH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -123,17 +123,11 @@ def _row_words(width: int, block_size: int, shape: Shape) -> int:
     return _tiles(width, block_size, shape) * shape.token_warps * shape.heads
 
 
-def _rows_at_once(batch: int, row_words: int, limit: int) -> int:
-    return max(1, min(batch, limit // (4 * row_words)))
-
-
-def scratch_bytes(
-    batch: int, heads: int, width: int, block_size: int, device: torch.device, limit: int = _SCRATCH_BYTES
-) -> int:
+def scratch_bytes(batch: int, heads: int, width: int, block_size: int, device: torch.device, limit: int = LIMIT) -> int:
     """Bytes that a call allocates at once beside the result; for what ``takes_sizes`` allows."""
     shape = shape_of(heads)
     row_words = _row_words(width, block_size, shape)
-    rows, resident = _rows_at_once(batch, row_words, limit), shape.resident * num_processors(device)
+    rows, resident = rows_at_once(batch, 4 * row_words, limit), shape.resident * num_processors(device)
     # The last rows may be fewer, and then have more splits in all.
     launches = {rows, batch % rows or rows}
     splits = max(launch * num_splits(launch, _tiles(width, block_size, shape), resident) for launch in launches)
@@ -160,7 +154,7 @@ def block_mass(
     sm_scale: float,
     k_scale: float,
     out: torch.Tensor,
-    limit: int = _SCRATCH_BYTES,
+    limit: int = LIMIT,
 ) -> torch.Tensor:
     """See ``block_mass.block_mass``; for what ``takes`` allows. Entries at or beyond ``n_blocks`` are left unwritten.
 
@@ -171,7 +165,7 @@ def block_mass(
         return out
     shape = shape_of(heads)
     row_words = _row_words(width, block_size, shape)
-    rows = _rows_at_once(batch, row_words, limit)
+    rows = rows_at_once(batch, 4 * row_words, limit)
     words = torch.empty(rows, row_words, dtype=torch.int32, device=q.device)
     for first in range(0, batch, rows):
         part = slice(first, first + rows)

@@ -16,12 +16,12 @@ import triton.language as tl
 from triton import knobs
 
 from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
+from ..scratch import LIMIT, rows_at_once
 
 _MAX_HEADS = 128
 # Dimensions up to which a tile of keys is loaded as a whole, and how many at a time beyond.
 _WHOLE_DIM = 128
 _DIM_STEP = 64
-_SCRATCH_BYTES = 256 << 20
 # In place of -inf: differences stay numbers, and the weight of a logit of -inf is still 0.
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 # Shape and dtype.
@@ -282,11 +282,6 @@ def _row_tables(width: int, heads: int, block_size: int, dtype: torch.dtype, con
     return ((tiles, heads, tile_blocks), sums_dtype), ((tiles, heads), torch.float32)
 
 
-def _rows_at_once(batch: int, tables: tuple[_Table, _Table], limit: int) -> int:
-    """The rows whose tables fit ``limit`` bytes, or one."""
-    return max(1, min(batch, limit // _table_bytes(tables)))
-
-
 def _table_bytes(tables: tuple[_Table, _Table]) -> int:
     """Bytes of one row's tables."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tables)
@@ -307,12 +302,12 @@ def scratch_bytes(
     dtype: torch.dtype,
     device: torch.device,
     config: Config | None = None,
-    limit: int = _SCRATCH_BYTES,
+    limit: int = LIMIT,
 ) -> int:
     """See ``block_mass.scratch_bytes``; ``config`` and ``limit`` are those of the call."""
     config = config or default_config(heads, dim)
     tables = _row_tables(width, heads, block_size, dtype, config)
-    tiles, rows = tables[0][0][0], _rows_at_once(batch, tables, limit)
+    tiles, rows = tables[0][0][0], rows_at_once(batch, _table_bytes(tables), limit)
     # The last rows may be fewer, and then have more splits in all.
     launches = {rows, batch % rows or rows}
     splits = max(launch * _num_splits(launch, heads, tiles, config, device) for launch in launches)
@@ -330,7 +325,7 @@ def block_mass(
     k_scale: float,
     out: torch.Tensor,
     config: Config | None = None,
-    limit: int = _SCRATCH_BYTES,
+    limit: int = LIMIT,
 ) -> torch.Tensor:
     """See ``block_mass.block_mass``; entries at or beyond ``n_blocks`` are left unwritten.
 
@@ -342,7 +337,7 @@ def block_mass(
         return out
     config = config or default_config(heads, dim)
     tables = _row_tables(width, heads, block_size, q.dtype, config)
-    rows = _rows_at_once(batch, tables, limit)
+    rows = rows_at_once(batch, _table_bytes(tables), limit)
     sums, tile_maxima = (torch.empty(rows, *shape, dtype=dtype, device=q.device) for shape, dtype in tables)
     for first in range(0, batch, rows):
         part = slice(first, first + rows)

@@ -14,9 +14,9 @@ from triton import knobs
 from ..float8 import as_half
 from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
 from ..page_score.reference import UNBOUNDED
-from ..window_score.triton import merged_lse, rows_at_once
+from ..scratch import LIMIT, rows_at_once
+from ..window_score.triton import merged_lse
 
-SCRATCH_BYTES = 256 << 20
 # Candidates whose logits share a maximum and a sum: fixed, so that a row's scores do not depend on the batch.
 _TILE = 32
 _MERGE_TILES = 64
@@ -203,9 +203,7 @@ def row_bytes(num_q_heads: int, max_candidates: int) -> int:
     return num_q_heads * (max_candidates + 2 * triton.cdiv(max_candidates, _TILE)) * torch.float32.itemsize
 
 
-def scratch_bytes(
-    batch: int, num_q_heads: int, num_kv_heads: int, max_candidates: int, limit: int = SCRATCH_BYTES
-) -> int:
+def scratch_bytes(batch: int, num_q_heads: int, num_kv_heads: int, max_candidates: int, limit: int = LIMIT) -> int:
     """See ``kt_score.scratch_bytes``; ``limit`` is that of the call."""
     of_row = row_bytes(num_q_heads, max_candidates)
     return rows_at_once(batch, of_row, limit) * of_row
@@ -222,7 +220,7 @@ def kt_score(
     out: torch.Tensor,
     local_pages: int = 1,
     config: Config | None = None,
-    limit: int = SCRATCH_BYTES,
+    limit: int = LIMIT,
 ) -> torch.Tensor:
     """See ``kt_score.kt_score``; entries at or beyond ``n_candidates`` are left unwritten.
 

@@ -24,14 +24,13 @@ import torch
 from .. import nvrtc
 from ..block_mass.cuda import float_bits
 from ..launch import LOG2_E, dependent_launch, num_processors
-from ..window_score.triton import most_bytes, rows_at_once
+from ..scratch import LIMIT, most_bytes, rows_at_once
 
 SOURCE = Path(__file__).with_name("cuda.cu")
 KINDS = {torch.bfloat16: 0, torch.float16: 1}
 DIMS = (64, 128)
 MAX_GROUP = 8
 _CLUSTERS = (1, 2, 4, 8)
-_SCRATCH_BYTES = 256 << 20
 # Logits that a block of threads keeps in shared memory.
 _HELD = 8192
 
@@ -97,7 +96,7 @@ def _row_bytes(num_q_heads: int, num_kv_heads: int, width: int) -> int:
     return 0 if fits else num_q_heads * width * torch.float32.itemsize
 
 
-def scratch_bytes(batch: int, num_q_heads: int, num_kv_heads: int, width: int, limit: int = _SCRATCH_BYTES) -> int:
+def scratch_bytes(batch: int, num_q_heads: int, num_kv_heads: int, width: int, limit: int = LIMIT) -> int:
     """See ``kt_select.scratch_bytes``; ``limit`` is that of the call."""
     return most_bytes(batch, _row_bytes(num_q_heads, num_kv_heads, width), limit)
 
@@ -117,7 +116,7 @@ def kt_select(
     stats: torch.Tensor | None = None,
     tables_ready: bool = False,
     config: Config | None = None,
-    limit: int = _SCRATCH_BYTES,
+    limit: int = LIMIT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``kt_select.kt_select``, whose tables these are, in its order; for what ``takes`` allows.
 

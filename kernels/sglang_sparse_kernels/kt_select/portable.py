@@ -4,8 +4,8 @@ import torch
 
 from ..kt_score import kt_score
 from ..page_topk import page_topk
+from ..scratch import LIMIT, most_bytes
 from ..visible_blocks import visible_blocks
-from ..window_score.triton import most_bytes
 
 
 def kt_select(
@@ -32,7 +32,7 @@ def kt_select(
 
 def scratch_bytes(batch: int, num_q_heads: int, num_kv_heads: int, width: int, given: bool) -> int:
     """See ``kt_select.scratch_bytes``, by the kernels of the operations."""
-    from ..kt_score import triton
+    from ..kt_score.triton import row_bytes
 
     lists = 0 if given else batch * num_kv_heads * (2 * width + 2) * torch.int32.itemsize
-    return lists + most_bytes(batch, triton.row_bytes(num_q_heads, width), triton.SCRATCH_BYTES)
+    return lists + most_bytes(batch, row_bytes(num_q_heads, width), LIMIT)

@@ -17,9 +17,9 @@ from triton import knobs
 
 from ..launch import LOG2_E, MIN_DOT
 from ..paged_prefill import load_rows, load_slots
+from ..scratch import LIMIT, rows_at_once
 from .reference import UNBOUNDED
 
-_SCRATCH_BYTES = 256 << 20
 _MAX_ROWS = 128
 # Tokens of one split, and splits or tokens that a program of the later kernels holds.
 _SPLIT = 1024
@@ -276,18 +276,8 @@ def _sizes(window: int, group: int, max_length: int) -> _Sizes:
     return _Sizes(triton.cdiv(rows, block), block, triton.cdiv(max_length, _SPLIT))
 
 
-def rows_at_once(batch: int, row_bytes: int, limit: int) -> int:
-    """The rows whose scratch fits ``limit`` bytes, or one."""
-    return max(1, min(batch, limit // row_bytes))
-
-
-def most_bytes(batch: int, row_bytes: int, limit: int) -> int:
-    """No less than the rows of `rows_at_once` take, whether a row has these bytes or fewer."""
-    return min(batch * row_bytes, max(limit, row_bytes))
-
-
 def scratch_bytes(
-    batch: int, window: int, num_q_heads: int, num_kv_heads: int, max_length: int, limit: int = _SCRATCH_BYTES
+    batch: int, window: int, num_q_heads: int, num_kv_heads: int, max_length: int, limit: int = LIMIT
 ) -> int:
     """See ``window_score.scratch_bytes``; ``limit`` is that of the call."""
     row_bytes = _sizes(window, num_q_heads // num_kv_heads, max_length).row_bytes(num_kv_heads, max_length)
@@ -306,7 +296,7 @@ def window_score(
     kernel_size: int,
     out: torch.Tensor,
     config: Config | None = None,
-    limit: int = _SCRATCH_BYTES,
+    limit: int = LIMIT,
 ) -> torch.Tensor:
     """See ``window_score.window_score``; entries at or beyond ``lengths`` are left unwritten.
 
