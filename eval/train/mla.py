@@ -51,7 +51,7 @@ STAGES = (
     _stage("8k", 8192, 400, 0.2, 200, (5, 8)),
     Stage("16k", 16384, 250, 0.25),
     Stage("32k", 32768, 600, 0.6, rate=(1.0, 0.3)),
-    Stage("sparse", 8192, 1200, 1.0, rate=(1.0, 0.0), sparse=True),
+    Stage("sparse", 8192, 3000, 1.0, rate=(1.0, 0.0), sparse=True),
 )
 
 

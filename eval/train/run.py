@@ -132,7 +132,8 @@ def header(trainer: Trainer) -> Line:
     parameters = sum(w.numel() for w in trainer.model.parameters())
     line: Line = {"model": trainer.model.name, "revision": args.revision, "seed": args.seed}
     line |= {"tokens_per_step": args.tokens, "device": device, "parameters": parameters}
-    return line | {"budget_seconds": args.budget_seconds, "resumed": args.resume is not None}
+    line |= {"budget_seconds": args.budget_seconds, "resumed": args.resume is not None}
+    return line | ({"proxy_weights": args.proxy_weights} if hasattr(args, "proxy_weights") else {})
 
 
 def train(trainer: Trainer, size: int, widths: tuple[int, ...]) -> None:

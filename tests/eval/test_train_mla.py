@@ -214,7 +214,7 @@ def test_last_stage_has_time_and_ends_at_rate_zero() -> None:
     for stage in mla.STAGES[:-1]:
         left *= 1 - stage.share
     last = mla.STAGES[-1]
-    assert left > 0.04 and last.share == 1.0 and last.sparse and last.steps == 1200
+    assert left > 0.04 and last.share == 1.0 and last.sparse and last.steps == 3000
     assert [rate_at(stage, 1.0) for stage in mla.STAGES[-2:]] == pytest.approx([0.3, 0.0])
     assert rate_at(last, 0.0) == 1.0
     assert all(stage.threshold >= 0.92 and stage.looks == 2 for stage in mla.STAGES if "records" in stage.gate)
