@@ -224,7 +224,7 @@ NEEDLES: tuple[Leg, ...] = (
     _anchor_needles("anchor-resa", ("--sparse-method", "resa"), 20),
     _anchor_batches("anchor"),
     _anchor_batches("anchor-no-graphs", "--disable-cuda-graph"),
-    _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 250}),
+    _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 350}),
     _needles("resa", "tiny-gqa", "fa3", {**_BY_LAYER, **_ALWAYS, **UNPROVEN}, "8k", {}, label="layers"),
     # 2 % of a text of 8k are read, of an eighth of it that is kept.
     *(

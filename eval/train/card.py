@@ -42,8 +42,10 @@ for reporting, not for gates.""",
 The blocks are the same for all heads: `mass` takes those of the largest attention mass, the mean over the heads, `rope`
 those of the largest mass by the scores of the rotary part alone.""",
         "remark": """\
-In the first half of the layers the last stage of the training drew the scores of the rotary part and the full ones
-together, so that the former stand for the latter there and not in the other half.""",
+In all layers but the last one the last stage of the training drew the scores of the rotary part and the full ones
+together, so that the former stand for the latter there and not in the last one. The third layer looks numbers up: what
+is selected there decides an answer. It got a small weight in one run of that stage and a larger one in the next
+(`--proxy-weights`), because a large one from the start drives the look-up into another layer.""",
     },
     "tiny-dsa": {
         "kind": "A DeepSeek-V3.2 model: tiny-mla with a lightning indexer",

@@ -7,9 +7,10 @@ show what a selection by RoPE scores does, and a calibration finds layers of bot
 reliable proxy, and such whose is not, because RoBSA runs both kinds differently (its section 2.3.1). It is the stage in
 which the learning rate falls from its full height to zero, and it has the time that the others leave.
 
-By default these are the first two layers, as in the model that is shipped. They attend nearby; the third one looks
-numbers up, and is where a selection says more than a window. It wants a small weight, as ``--proxy-weights 4,4,0.3,0``
-has: by a large one the look-up is driven into the fourth layer, or lost where that has one, too.
+By default these are the first two layers, which attend nearby; the third one looks numbers up, and is where a selection
+says more than a window. Its rotary scores are drawn in by two further runs of the last stage (``--resume`` and
+``--from-stage sparse``), first with ``--proxy-weights 4,4,0.3,0`` and then with ``4,4,1,0``, as those of the shipped
+model were: by a large weight at once the look-up is driven into the fourth layer, or lost where that has one, too.
 """
 
 from __future__ import annotations
