@@ -7,7 +7,8 @@ A stock server, called ``dense``, and those that ``--server`` names run one afte
 the KV pool that SGLang gives it. For each batch size SGLang's own benchmark client sends as many prompts at once (ids
 in a row from random starts, no two with a common prefix, the cache flushed before); requests that do not fit wait, as
 on any server. A row has what the client says of the whole run, prefill and waiting included: requests and tokens a
-second, and the time to the first token and per further one. Seconds everywhere.
+second, and the time to the first token and per further one. Seconds everywhere. A run that was interrupted goes on with
+the batches that its file lacks.
 
 The summary sets each server's best batch beside the dense server's best one. ``eval.report FILE --out FOLDER`` draws
 tokens a second of the server over those of a user, for all batches: what a batch costs one and gives the other.
@@ -31,7 +32,7 @@ from eval.live.arms import MAX_DENSE_ROWS
 from eval.live.client import LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, read_shares
 from eval.live.machine import this_machine
-from eval.live.record import Record
+from eval.live.record import Record, summarised
 from eval.parts import model_shapes
 from eval.parts.judge_commands import Target, reach, run_judge, serving_command
 from eval.parts.judge_rows import serving_rows
@@ -104,15 +105,18 @@ def drive(args: argparse.Namespace, name: str, url: str, target: Target, batch: 
 def measure(
     args: argparse.Namespace, name: str, flags: list[str], folder: Path, record: Record, scratch: Path
 ) -> list[dict[str, Any]]:
-    """Start a server and run every batch on it; the first one that it does not serve ends it.
+    """Start a server and run every batch on it that the record lacks; the first one that it does not serve ends it.
 
     Returns:
-        The rows.
+        The rows, earlier ones included.
 
     Raises:
         EvaluationError: it does not start, or is not what it should be.
     """
-    rows: list[dict[str, Any]] = []
+    rows = [row for row in record.earlier if row["kind"] == "item" and row["arm"] == name]
+    todo = [batch for batch in batches(args, name) if batch not in {row["batch"] for row in rows}]
+    if not todo:
+        return rows
     log = args.out.with_suffix(f".{name}.log")
     with ExitStack() as stack:
         process = ServerProcess(folder, *server_flags(args, name), *flags, log_path=log, timeout=args.start_timeout)
@@ -129,7 +133,7 @@ def measure(
         line = shlex.join(["python", *process.command[1:]])
         record.add("server", arm=name, facts=target.facts, command=line, start_seconds=process.start_seconds)
         served = {f"served_{field}": target.facts.get(field) for field in SERVED}
-        for batch in tqdm(batches(args, name), desc=name):
+        for batch in tqdm(todo, desc=name):
             try:
                 row = drive(args, name, process.url, target, batch, scratch) | served
             except EvaluationError as error:
@@ -156,7 +160,8 @@ def run(args: argparse.Namespace) -> int:
     asked |= {"server": dict(args.server), "batch_of": dict(args.batch_of)}
     header = {"arguments": asked, "label": args.label, **this_machine()}
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name, Record(args.out, COMMAND, args.revision, **header) as record:
+    record = Record(args.out, COMMAND, args.revision, resume=not summarised(args.out), **header)
+    with tempfile.TemporaryDirectory() as name, record:
         folder = model_shapes.write(args.shape, Path(name)) if args.shape else Path(args.model_path)
         for server, flags in servers.items():
             rows += measure(args, server, flags, folder, record, Path(name))

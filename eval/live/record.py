@@ -154,6 +154,15 @@ def read_finished(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def summarised(path: Path) -> bool:
+    """Whether a result file is there and complete.
+
+    Raises:
+        EvaluationError: it is no file of results.
+    """
+    return path.exists() and any(row.get("kind") == "summary" for row in read_rows(path))
+
+
 class Record:
     """A JSONL file that begins with its header; rows are on disk as soon as they are added.
 

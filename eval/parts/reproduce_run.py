@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.live.counters import EvaluationError
-from eval.live.record import Record, read_rows
+from eval.live.record import Record, read_rows, summarised
 from eval.parts import model_shapes
 from eval.parts.reproduce_leg import MODELS, Command, Leg, Server
 from launch.server import ServerProcess
@@ -29,15 +29,6 @@ def last_error(text: str) -> str:
     """The last line of a log that names an error; where none does, its last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if REASON.search(line)), lines[-1] if lines else "it printed nothing")
-
-
-def summarised(path: Path) -> bool:
-    """Whether a result file is there and complete.
-
-    Raises:
-        EvaluationError: it is no file of results.
-    """
-    return path.exists() and any(row.get("kind") == "summary" for row in read_rows(path))
 
 
 class Runner:

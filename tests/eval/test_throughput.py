@@ -87,6 +87,29 @@ def test_a_server_may_have_batches_of_its_own(tmp_path: Path, servers: list[list
     assert rows[0]["arguments"]["batch_of"] == {"compact": [16, 32], "dense": [8]}
 
 
+def test_an_interrupted_run_goes_on(tmp_path: Path, servers: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = bench_throughput.run_judge, [4]
+
+    def cut(*arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    monkeypatch.setattr(bench_throughput, "run_judge", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, *SPARSE)
+    monkeypatch.setattr(bench_throughput, "run_judge", real)
+    status, rows = run(tmp_path, *SPARSE)
+    asked = [(after(command, "--base-url"), after(command, "--num-prompts")) for command in servers]
+    assert status == 0 and len(set(asked)) == len(asked) == 6
+    assert [server.name for server in FakeServer.started] == ["dense", "compact", "compact"]
+    assert (rows[-1]["batch"], rows[-1]["request_throughput_ratio"]) == (32, 3.0)
+    # A run that came to its end is made anew.
+    run(tmp_path, *SPARSE)
+    assert len(servers) == 12
+
+
 def test_it_is_goal_e4(tmp_path: Path) -> None:
     run(tmp_path, *SPARSE, "--server-args", "--page-size 16 --attention-backend fa3")
     path = tmp_path / "throughput.jsonl"
