@@ -23,7 +23,7 @@ from sglang_sparse.view import BatchView, allocate_view
 from sglang_sparse.windows import make_path
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from sglang_sparse.config import Settings
     from sglang_sparse.indexer import IndexerBatch
@@ -123,13 +123,13 @@ class SparseAttentionBackend(DelegatingBackend):
             if device.type == "cuda":
                 self.prefill.warm_up(runner.dtype)
             logger.info("sglang_sparse: prefill %s, %s", settings.prefill_name, self.prefill.describe(model.num_layers))
-        self.keeps = make_path(self.method, self._pools, runner, model.num_kv_heads)
+        self.keeps = make_path(self.method, self._pools, runner, model)
         select_stats = torch.zeros(sum(count_sizes(self.method)), dtype=torch.int64, device=device)
         self.counters = Counters(settings, self._pools, model, select_stats, self.prefill, self.keeps)
         self._view: BatchView | None = None
         self._graph_view: BatchView | None = None
         self._eager_view: BatchView | None = None
-        self._last_slots: torch.Tensor | None = None
+        self._last_slots: dict[int, torch.Tensor] | None = None
         # The lengths that a plan was made for, and the plan.
         self._planned: tuple[list[int], DecodePlan] | None = None
         # Set while a step that rectifies is launched.
@@ -198,8 +198,9 @@ class SparseAttentionBackend(DelegatingBackend):
         return self._eager_view.rows(rows)
 
     def _allocate(self, rows: int) -> BatchView:
-        view = allocate_view(rows, *self._limits, self.counters.select_stats, self._buffers)
-        return with_parts(view, self.method, self._limits[1])
+        _, width, _, block = self._limits
+        view = allocate_view(rows, *self._limits, self.counters.select_stats, self._buffers[block])
+        return with_parts(view, self.method, width, self._buffers)
 
     def begin_capture(self, rows: int, sparse: bool) -> None:
         """Choose the path that the next captured decode graph records.
@@ -279,11 +280,14 @@ class SparseAttentionBackend(DelegatingBackend):
             self._decoding.refresh(self._written(forward_batch))
         return output
 
-    def _written(self, forward_batch: Any) -> torch.Tensor:
-        """The last slot of each page that this pass writes, worked out once a pass."""
+    def _written(self, forward_batch: Any) -> Mapping[int, torch.Tensor]:
+        """The last slot of each entry that this pass writes, by the tokens of an entry; worked out once a pass."""
+        slots: torch.Tensor = forward_batch.out_cache_loc
+        sizes = self._pools.entry_sizes
         if forward_batch.forward_mode.is_decode():
-            return forward_batch.out_cache_loc
-        if self._last_slots is None:
-            self._last_slots = pools.page_ends(forward_batch.out_cache_loc, self.method.entry_tokens)
-            self.counters.add_extend(self._last_slots)
-        return self._last_slots
+            return dict.fromkeys(sizes, slots)
+        if (ends := self._last_slots) is None:
+            ends = self._last_slots = {size: pools.page_ends(slots, size) for size in sizes}
+            for last_slots in ends.values():
+                self.counters.add_extend(last_slots)
+        return ends

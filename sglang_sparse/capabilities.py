@@ -281,17 +281,3 @@ def partners(method: Method) -> tuple[str, ...]:
             for gpu in (True, False)
         )
     )
-
-
-def rule_partners(method: Method) -> tuple[str, ...]:
-    """What may have the other layers where rules give a decode method some: "dense", or a method; on some machine."""
-    if method.prefill:
-        return ()
-    place, found = place_of(method), []
-    for name in ("dense", *registry.decode_methods()):
-        rules = {"0-3": {}, "4-": {"method": name} if name != "dense" else name}
-        fields = {**place.fields, **UNRECTIFIED, "layers": rules}
-        places = (dataclasses.replace(place, fields=fields, gpu=gpu) for gpu in (True, False))
-        if name != method.name and any(refusal(method, place) is None for place in places):
-            found.append(name)
-    return tuple(found)

@@ -86,7 +86,7 @@ class Compaction:
         self.waits = 0
         self._block, self._page = method.block_size, aux.page_size
         self._aux = aux
-        self._kept = aux.require_kept()
+        self._kept = aux.require_kept(min(aux.layers))
         self._keys = {layer: kv_pool.get_key_buffer(layer) for layer in sorted(aux.layers)}
         self._values = {layer: kv_pool.get_value_buffer(layer) for layer in sorted(aux.layers)}
         self._moves: list[Move] = []

@@ -1,8 +1,8 @@
 """Several decode methods, or configs of one, in one model: each has layers of its own.
 
 Everything that asks a method about memory, limits and refusals asks a ``Composite``; a plan, a view and a decode path
-have a part for each of its methods. Their blocks are the KV pages, so that page table, lengths and scratch are the same
-for all parts, which take turns in them as the layers of one method do; how much a row attends to, what it runs with and
+have a part for each of its methods. Page table, lengths and scratch of a view are the same for all parts whose blocks
+have one size, which take turns in them as the layers of one method do; how much a row attends to, what it runs with and
 what is counted are each part's own.
 """
 
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
+from sglang_sparse.method import VIEW_BUFFERS, AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.method_config import SHARED, MethodConfig, RectifyConfig
 from sglang_sparse.plan import usual_selection
-from sglang_sparse.view import SELECT_STATS
+from sglang_sparse.view import SELECT_STATS, allocate_view
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from sglang_sparse.indices import SparseIndices
     from sglang_sparse.method import ViewBuffer
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 class Composite(DecodeMethod):
     """Methods by layer.
 
-    Its ``config`` has what they share. A batch runs sparse or dense as a whole; a row attends densely where all parts
-    let it attend to everything.
+    Its ``config`` has what they share, and its blocks are those of the first part. A batch runs sparse or dense as a
+    whole; a row attends densely where all parts let it attend to everything.
 
     Args:
         names: what the parts are called in the registry.
-        parts: methods that ``combine``, of no common layer, whose configs agree in ``SHARED``.
+        parts: methods that ``combine``, of one kind of attention and no common layer, whose configs agree in
+            ``SHARED``.
     """
 
     combines = True
@@ -47,6 +48,7 @@ class Composite(DecodeMethod):
         self.names = tuple(names)
         self.parts = tuple(parts)
         self.more_counts = tuple(dict.fromkeys(name for part in parts for name in part.more_counts))
+        self.attention = parts[0].attention
         self.fp8_kv = all(part.fp8_kv for part in parts)
         self.needs_float8 = any(part.needs_float8 for part in parts)
         self.flag_limits = tuple(dict.fromkeys(limit for part in parts for limit in part.flag_limits))
@@ -55,6 +57,15 @@ class Composite(DecodeMethod):
     def configs(self) -> tuple[MethodConfig, ...]:
         """Those of the parts."""
         return tuple(part.config for part in self.parts)
+
+    @property
+    def block_size(self) -> int:
+        """That of the first part."""
+        return self.parts[0].block_size
+
+    def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Those of the parts, which may have fewer than their configs name."""
+        return tuple(sorted(layer for part in self.parts for layer in part.sparse_layers(num_layers)))
 
     def refuse(self, model_config: object) -> str | None:
         """What a part refuses."""
@@ -82,14 +93,14 @@ class Composite(DecodeMethod):
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
         """Those of the parts, each for its part's layers."""
         return tuple(
-            replace(spec, layers=part.sparse_layers(model.num_layers))
+            replace(spec, layers=part.sparse_layers(model.num_layers), entry_tokens=part.entry_tokens)
             for part in self.parts
             for spec in part.aux_specs(model)
         )
 
     def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
-        """The most of the parts."""
-        return torch.stack([part.n_select(n_pages) for part in self.parts]).amax(0)
+        """What the first part attends to, in its layers."""
+        return self.parts[0].n_select(n_pages)
 
     def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxPools) -> SparseIndices:
         """Never called: each layer has its part.
@@ -100,17 +111,34 @@ class Composite(DecodeMethod):
         raise RuntimeError("a layer was not given to the part that it belongs to")
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
-        """The most of the parts."""
+        """The most of the parts: layers run one after the other on one stream, and each gives back what it took."""
         parts = zip(self.parts, view.parts, strict=True)
         return max(part.scratch_bytes(model, own, dtype, device) for part, own in parts)
 
 
 def view_buffers(
     method: DecodeMethod, model: ModelShape, width: int, dtype: torch.dtype, device: torch.device
-) -> tuple[ViewBuffer, ...]:
-    """Return which of a view's large buffers a method uses, or any of its parts; see ``DecodeMethod.buffers``."""
-    used = (part.buffers(model, width, dtype, device) for part in method.parts or (method,))
-    return tuple(dict.fromkeys(name for names in used for name in names))
+) -> dict[int, tuple[ViewBuffer, ...]]:
+    """Return which of a view's large buffers a method uses, or its parts, by the size of their blocks.
+
+    Args:
+        method: of the server.
+        model: see ``DecodeMethod.buffers``, as are the others.
+        width: blocks of the longest row, of the method's size.
+        dtype: of the query.
+        device: where batches run.
+    """
+    found: dict[int, tuple[ViewBuffer, ...]] = {}
+    for part in method.parts or (method,):
+        blocks = _blocks(width, method.block_size, part.block_size)
+        used = (*found.get(part.block_size, ()), *part.buffers(model, blocks, dtype, device))
+        found[part.block_size] = tuple(dict.fromkeys(used))
+    return found
+
+
+def _blocks(count: int, size: int, other: int) -> int:
+    """How many blocks of another size hold what so many of this size do."""
+    return -(-count * size // other)
 
 
 def count_sizes(method: DecodeMethod) -> list[int]:
@@ -118,24 +146,31 @@ def count_sizes(method: DecodeMethod) -> list[int]:
     return [SELECT_STATS + len(part.more_counts) for part in method.parts or (method,)]
 
 
-def with_parts(view: BatchView, method: DecodeMethod, max_pages: int) -> BatchView:
-    """Return a view with a part for each part of a method, which share all of its buffers but the small ones.
+def with_parts(
+    view: BatchView,
+    method: DecodeMethod,
+    max_pages: int,
+    buffers: Mapping[int, Collection[ViewBuffer]] | None = None,
+) -> BatchView:
+    """Return a view with a part for each part of a method; see ``BatchView.parts``.
 
     Args:
         view: of the whole batch, with the counts of all parts one behind the other.
         method: of the server; a view of one without parts is returned as it is.
-        max_pages: pages of the longest context.
+        max_pages: pages of the longest context, which are blocks of the whole view.
+        buffers: the large buffers that parts with other blocks use, see ``view_buffers``; all if not given.
     """
     if not method.parts:
         return view
-    parts = tuple(
-        replace(
-            view,
-            n_select=torch.zeros_like(view.n_select),
-            values=torch.zeros_like(view.values),
-            usual_select=usual_selection(part, max_pages),
-            stats=stats,
-        )
-        for part, stats in zip(method.parts, view.stats.split(count_sizes(method)), strict=True)
-    )
-    return replace(view, parts=parts)
+    rows, kv_heads = view.arrivals.shape
+    owners, parts = {view.page_size: view}, []
+    for part, stats in zip(method.parts, view.stats.split(count_sizes(method)), strict=True):
+        block = part.block_size
+        width = _blocks(max_pages, view.page_size, block)
+        usual = usual_selection(part, width)
+        if block not in owners:
+            used = VIEW_BUFFERS if buffers is None else buffers[block]
+            owners[block] = allocate_view(rows, kv_heads, width, usual, block, stats, used)
+        small = {"n_select": torch.zeros_like(view.n_select), "values": torch.zeros_like(view.values)}
+        parts.append(replace(owners[block], **small, usual_select=usual, stats=stats))
+    return replace(view, parts=tuple(parts))

@@ -44,9 +44,14 @@ class DecodePath:
         self._k_caches = {layer: kv_pool.get_key_buffer(layer) for layer in sorted(aux.layers)}
         self.last_layer = max(aux.layers, default=-1) if aux.specs else -1
 
-    def refresh(self, last_slots: torch.Tensor) -> None:
-        """Recompute the entries of the pages that a pass has written, in all layers, see ``AuxPools.refresh``."""
-        self._aux.refresh(self._k_caches, last_slots)
+    def refresh(self, last_slots: Mapping[int, torch.Tensor]) -> None:
+        """Recompute the entries of the pages that a pass has written, in all layers.
+
+        Args:
+            last_slots: by tokens of an entry, see ``AuxPools.refresh``.
+        """
+        for entry_tokens, slots in last_slots.items():
+            self._aux.refresh(self._k_caches, slots, entry_tokens=entry_tokens)
 
     def attend(
         self,

@@ -39,3 +39,8 @@ def graph_variant(original: Callable[..., str | None], runner: Any, forward_batc
         return original(runner, forward_batch)
     plan = runner.attn_backend.plan(forward_batch.seq_lens_cpu)
     return "sparse" if plan.sparse else "dense"
+
+
+def no_post_capture_sizing(original: Callable[[Any], bool], server_args: Any) -> bool:
+    """Around ``post_capture_kv_sizing_planned``: never with sparsity, whose buffers are sized with the KV pool."""
+    return original(server_args) if settings_of(server_args) is None else False

@@ -39,7 +39,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Kept:
-    """What of their prompts the requests keep, by their row in SGLang's request pool.
+    """What of their prompts the requests keep in the layers of one method, by their row in SGLang's request pool.
 
     From ``first_visible`` on a request sees every block, the prompt's last tokens and what it generates; of the blocks
     before, those that it keeps. 0 means that it sees everything.
@@ -53,6 +53,11 @@ class Kept:
     blocks: dict[int, torch.Tensor]
     counts: torch.Tensor
     first_visible: torch.Tensor
+
+
+def keep_methods(method: DecodeMethod) -> tuple[KeepMethod, ...]:
+    """Return those of a method's parts that have a first stage, in their order; of one without parts itself or none."""
+    return tuple(one for one in method.parts or (method,) if isinstance(one, KeepMethod))
 
 
 class KeepMethod(DecodeMethod):

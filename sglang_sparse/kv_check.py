@@ -55,17 +55,11 @@ def stale_summaries(kv_pool: Any, last_slots: torch.Tensor) -> torch.Tensor:
     size = aux.page_size
     pages = last_slots // size
     slots = page_slots(pages, size)
-    # Entries of parts of a page that nobody has written yet are not compared.
-    starts = torch.arange(0, size, aux.entry_tokens, device=pages.device)
-    last = (last_slots % size)[:, None]
-    ends = torch.minimum(starts + aux.entry_tokens - 1, last)
-    written = starts <= last
-    first = torch.arange(len(pages), device=pages.device)[:, None] * size
-    compact = torch.where(written, first + ends, -1).flatten()
     stale = torch.zeros_like(pages, dtype=torch.bool)
     for layer in sorted(aux.layers):
         keys = _gather(kv_pool.get_key_buffer(layer), slots)
         for spec in aux.specs_of(layer):
+            written, compact = _written_entries(last_slots % size, aux.entry_tokens_of(spec), size)
             stored = _gather(aux.buffer(spec.name, layer), pages)
             fresh = torch.zeros_like(stored)
             spec.refresh([keys], [fresh], compact, size, torch.zeros_like(aux.overflow))
@@ -73,6 +67,25 @@ def stale_summaries(kv_pool: Any, last_slots: torch.Tensor) -> torch.Tensor:
             equal = stored.float().eq(fresh.float()) | (stored.float().isnan() & fresh.float().isnan())
             stale |= (written & ~equal.reshape(*written.shape, -1).all(2)).any(1)
     return stale
+
+
+def _written_entries(last: torch.Tensor, entry_tokens: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the entries of pages that somebody has written: others are not compared.
+
+    Args:
+        last: ``[pages]`` int64, the last written token of each page.
+        entry_tokens: tokens that an entry summarises.
+        page_size: tokens per page.
+
+    Returns:
+        ``[pages, entries]`` bool; and flat int64 the last written slot of each entry, -1 where nothing is written, if
+        the pages lay one behind the other.
+    """
+    starts = torch.arange(0, page_size, entry_tokens, device=last.device)
+    ends = torch.minimum(starts + entry_tokens - 1, last[:, None])
+    written = starts <= last[:, None]
+    first = torch.arange(len(last), device=last.device)[:, None] * page_size
+    return written, torch.where(written, first + ends, -1).flatten()
 
 
 def checksums(kv_pool: Any, pages: list[int]) -> list[int]:

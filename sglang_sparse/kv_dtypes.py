@@ -1,11 +1,11 @@
-"""Which dtypes of model and KV cache a server may have."""
+"""Which dtypes of model and KV cache a server may have, and what a token takes in it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import Settings, SparseArgumentError
 from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS, on_gpu
@@ -79,3 +79,11 @@ def _require_float8(settings: Settings) -> None:
             f"{settings.flag}: fp8 KV needs a GPU of compute capability {FLOAT8[0]}.{FLOAT8[1]} or later, and this one "
             f"has {found[0]}.{found[1]}; allowed: --kv-cache-dtype auto"
         )
+
+
+def kv_bytes_per_token(kv_pool: Any) -> int:
+    """Bytes of a token in SGLang's pool over all its layers: keys and values or latents, and an indexer's keys."""
+    names = ("kv_buffer",) if hasattr(kv_pool, "kv_buffer") else ("k_buffer", "v_buffer")
+    slots = sum(buffer[0].nbytes for name in names for buffer in getattr(kv_pool, name))
+    pages = getattr(kv_pool, "index_k_with_scale_buffer", ())
+    return slots + sum(buffer[0].nbytes for buffer in pages) // kv_pool.page_size

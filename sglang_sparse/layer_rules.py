@@ -26,6 +26,8 @@ FORM = (
     f'"{DENSE}", or a mapping of a method\'s fields, with "{METHOD}" unless it is that of --sparse-method, such as '
     '{"0-1": "dense", "2-": {"method": "resa", "active_ratio": 0.05}}'
 )
+# Kinds of attention as users know them.
+KINDS = {"MHA": "MHA and GQA", "MLA": "MLA", "DSA": "DSA"}
 
 Checkpoint = Callable[[], Mapping[str, Any]] | None
 
@@ -71,6 +73,7 @@ def build_rules(
     given = _read(origin, fields[LAYERS])
     beside = {field: value for field, value in fields.items() if field != LAYERS}
     rules = {spec: _rule(name, spec, rule, beside) for spec, rule in given.items() if rule != DENSE}
+    _require_all(rules, given)
     _require_had(f"--sparse-config of {name}", beside, list(rules.values()))
     if name not in {rule.name for rule in rules.values()}:
         raise SparseArgumentError(
@@ -167,16 +170,36 @@ def _require_had(origin: str, beside: Mapping[str, Any], rules: Sequence[_Rule])
             )
 
 
+def _require_all(rules: Mapping[str, _Rule], given: Mapping[str, Any]) -> None:
+    """Refuse a part of the layers for a method whose model chooses in all of them."""
+    for rule in rules.values():
+        if rule.method.selects_in_model and list(given) != ["all"]:
+            raise SparseArgumentError(
+                f"{rule.origin}: {rule.name} has all layers: its model was trained to choose in each by an indexer of "
+                'its own, and none was trained to attend to everything or by another method; allowed: one rule, "all"'
+            )
+
+
 def _apart(
     origin: str, names: Sequence[str], methods: Sequence[DecodeMethod], specs: Sequence[str]
 ) -> list[DecodeMethod]:
     """Refuse what cannot stand in one model, and leave prefill to the method that is named for it."""
-    combine = [name for name in registry.decode_methods() if registry.load_decode_method(name).combines]
     for name, method, spec in zip(names, methods, specs, strict=True):
         if not method.combines:
             raise SparseArgumentError(
                 f'{origin}: rule "{spec}": {name} runs beside dense layers alone, and other rules name another method '
-                f"or other fields; allowed beside each other: {', '.join(combine)}"
+                f"or other fields; allowed beside each other: {_combining(methods[0].attention)}"
+            )
+        if method.alone:
+            raise SparseArgumentError(
+                f'{origin}: rule "{spec}": {name} runs beside no other method and no other fields with this config: '
+                f"{method.alone}"
+            )
+        if method.attention != methods[0].attention:
+            raise SparseArgumentError(
+                f'{origin}: rule "{spec}": {name} serves {KINDS[method.attention]} models, and {names[0]} of rule '
+                f'"{specs[0]}" {KINDS[methods[0].attention]} models; allowed beside {names[0]}: '
+                f"{_combining(methods[0].attention)}"
             )
     for field in SHARED:
         said = {getattr(method.config, field): spec for method, spec in zip(methods, specs, strict=True)}
@@ -186,6 +209,11 @@ def _apart(
                 f'{origin}: {field} is {found}; allowed: one for all rules: set it beside "{LAYERS}"'
             )
     return [_of_decode_alone(f'{origin}: rule "{spec}"', method) for method, spec in zip(methods, specs, strict=True)]
+
+
+def _combining(attention: str) -> str:
+    found = {name: registry.load_decode_method(name) for name in registry.decode_methods()}
+    return ", ".join(name for name, method in found.items() if method.combines and method.attention == attention)
 
 
 def _of_decode_alone(origin: str, method: DecodeMethod) -> DecodeMethod:

@@ -62,6 +62,7 @@ class AuxSpec:
             it, which is one more launch a layer.
         remedy: the config that helps where ``dtype`` cannot hold a key.
         layers: the layers that have it; None: all sparse ones.
+        entry_tokens: tokens whose keys one of its entries summarises; None: the method's.
     """
 
     name: str
@@ -71,6 +72,7 @@ class AuxSpec:
     before_select: bool = False
     remedy: str = '{"summary_dtype": "bf16"}'
     layers: tuple[int, ...] | None = None
+    entry_tokens: int | None = None
 
     @property
     def bytes_per_page(self) -> int:
@@ -100,8 +102,8 @@ class DecodeMethod(ABC):
         fp8_kv: it serves a KV cache of float8_e4m3fn.
         needs_float8: that takes a GPU that has float8.
         flag_limits: server flags that it refuses beside those that no method serves.
-        combines: its layers may stand beside those of another method, or of another config. It serves MHA, takes whole
-            KV pages as blocks and entries, is told all it needs by each call, and its config is a ``RectifyConfig``.
+        combines: its layers may stand beside those of another method for this kind of attention, or of another config.
+            It is told all it needs by each call, and its config is a ``RectifyConfig``. See `alone`, too.
         parts: the methods of a ``Composite``, which has one for each layer; nothing else has any.
         names: what these are called.
         more_counts: names of what it counts on the device itself, in ``BatchView.method_stats``.
@@ -111,7 +113,7 @@ class DecodeMethod(ABC):
     """
 
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
-    attention: ClassVar[Literal["MHA", "MLA", "DSA"]] = "MHA"
+    attention: Literal["MHA", "MLA", "DSA"] = "MHA"
     exact: bool = False
     decides_on_device: ClassVar[bool] = False
     selects_in_model: ClassVar[bool] = False
@@ -148,6 +150,11 @@ class DecodeMethod(ABC):
     def row_value(self) -> float:
         """A number of the config that `select` needs of every row, see ``BatchView.values``."""
         return 0.0
+
+    @property
+    def alone(self) -> str | None:
+        """Why a method that ``combines`` stands beside dense layers alone with this config, or None."""
+        return None
 
     @property
     def has_crossover(self) -> bool:

@@ -31,7 +31,8 @@ class DecodePlan:
             to be tested as sparse, even where it selects every page.
         values: ``[rows]`` float32 on the CPU, each row's ``DecodeMethod.row_value``; with a ``KernelMethod`` 0 for a
             dense row.
-        parts: of a method with parts the plan of each; the whole one then has the most that one of them attends to.
+        parts: of a method with parts the plan of each, in its own blocks; the whole one is the first's but for
+            ``covered``.
     """
 
     sparse: bool
@@ -40,6 +41,13 @@ class DecodePlan:
     covered: torch.Tensor
     values: torch.Tensor
     parts: tuple[DecodePlan, ...] = ()
+
+    @property
+    def selective(self) -> torch.Tensor:
+        """``[rows]`` bool, rows that attend to less than everything in some layer as far as the host knows."""
+        return (
+            ~torch.stack([part.covered for part in self.parts]).all(0) if self.parts else self.n_select < self.n_pages
+        )
 
 
 def plan_decode(
@@ -62,13 +70,12 @@ def plan_decode(
     asked_dense = (
         torch.tensor([not row.sparse for row in rows]) if rows else torch.zeros_like(seq_lens, dtype=torch.bool)
     )
-    n_pages = ((seq_lens + method.block_size - 1) // method.block_size).to(torch.int32)
     dense = asked_dense | (seq_lens < config.min_seq_len)
     if method.parts:
         owns = zip(*(row.method.parts for row in rows), strict=True) if rows else [()] * len(method.parts)
-        plan = _whole([_of_rows(part, n_pages, own, dense) for part, own in zip(method.parts, owns, strict=True)])
+        plan = _whole([_of_rows(part, seq_lens, own, dense) for part, own in zip(method.parts, owns, strict=True)])
     else:
-        plan = _of_rows(method, n_pages, [row.method for row in rows], dense)
+        plan = _of_rows(method, seq_lens, [row.method for row in rows], dense)
     if config.dense_fallback == "never":
         return replace(plan, covered=asked_dense)
     sparse_tokens = int(seq_lens[~plan.covered].sum())
@@ -78,9 +85,10 @@ def plan_decode(
 
 
 def _of_rows(
-    method: DecodeMethod, n_pages: torch.Tensor, rows: Sequence[DecodeMethod], dense: torch.Tensor
+    method: DecodeMethod, seq_lens: torch.Tensor, rows: Sequence[DecodeMethod], dense: torch.Tensor
 ) -> DecodePlan:
     """Decide how much rows attend to, each by the method of its request, in a batch that runs sparse."""
+    n_pages = ((seq_lens + method.block_size - 1) // method.block_size).to(torch.int32)
     values = torch.full(n_pages.shape, method.row_value, dtype=torch.float32)
     n_select = method.n_select(n_pages)
     others: dict[DecodeMethod, list[int]] = {}
@@ -99,9 +107,7 @@ def _of_rows(
 
 def _whole(parts: Sequence[DecodePlan]) -> DecodePlan:
     """One plan of those of a method's parts: a row is covered where it is in all of them."""
-    n_select = torch.stack([part.n_select for part in parts]).amax(0)
-    covered = torch.stack([part.covered for part in parts]).all(0)
-    return DecodePlan(True, parts[0].n_pages, n_select, covered, torch.zeros_like(parts[0].values), tuple(parts))
+    return replace(parts[0], covered=torch.stack([part.covered for part in parts]).all(0), parts=tuple(parts))
 
 
 @cache

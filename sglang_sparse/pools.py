@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from sglang_sparse import scratch
 from sglang_sparse.config import settings_of
 from sglang_sparse.keep_method import Kept
+from sglang_sparse.kv_dtypes import kv_bytes_per_token
 from sglang_sparse.method import AuxSpec, ModelShape
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class AuxPools:
         accounted_bytes: what SGLang's sizing was charged for these buffers.
         measured_bytes: what the GPU's allocator really handed out for them; None on the CPU.
         kv_bytes_per_token: what a token takes in SGLang's pool on this rank, see ``kv_bytes_per_token``.
-        kept: what the requests keep of their prompts, where the method is a ``KeepMethod``.
+        kept: what the requests keep of their prompts, for each ``KeepMethod``.
     """
 
     def __init__(
@@ -68,38 +69,55 @@ class AuxPools:
         self.accounted_bytes = 0
         self.measured_bytes: int | None = None
         self.kv_bytes_per_token = 0
-        self.kept: Kept | None = None
+        self.kept: tuple[Kept, ...] = ()
 
-    def require_kept(self) -> Kept:
-        """Return ``kept`` of a method that has it.
+    def require_kept(self, layer_id: int) -> Kept:
+        """Return ``kept`` of the method that has a layer.
 
         Raises:
             RuntimeError: it was never allocated.
         """
-        if self.kept is None:
-            raise RuntimeError("nothing was allocated for what requests keep of their prompts")
-        return self.kept
+        for kept in self.kept:
+            if layer_id in kept.blocks:
+                return kept
+        raise RuntimeError(f"nothing was allocated for what requests keep of their prompts in layer {layer_id}")
 
     def buffer(self, name: str, layer_id: int) -> torch.Tensor:
         """Return a buffer ``[num_pages, *page_shape]``."""
         return self._buffers[name][layer_id]
+
+    def entry_tokens_of(self, spec: AuxSpec) -> int:
+        """Return how many tokens an entry of a buffer summarises."""
+        return spec.entry_tokens or self.entry_tokens
+
+    @property
+    def entry_sizes(self) -> tuple[int, ...]:
+        """How many tokens the entries of the buffers summarise, each number once."""
+        return tuple(dict.fromkeys(map(self.entry_tokens_of, self.specs)))
 
     def specs_of(self, layer_id: int) -> tuple[AuxSpec, ...]:
         """Return which buffers a sparse layer has."""
         return tuple(spec for spec in self.specs if spec.layers is None or layer_id in spec.layers)
 
     def refresh(
-        self, k_caches: Mapping[int, torch.Tensor], last_slots: torch.Tensor, before_select: bool = False
+        self,
+        k_caches: Mapping[int, torch.Tensor],
+        last_slots: torch.Tensor,
+        before_select: bool = False,
+        entry_tokens: int | None = None,
     ) -> None:
         """Recompute the entries of the pages that were just written.
 
         Args:
             k_caches: K caches ``[slots, kv_heads, head_dim]`` by sparse layer.
-            last_slots: ``[n]`` int64, the last written slot of each touched page, or -1.
+            last_slots: ``[n]`` int64, the last written slot of each touched entry, or -1.
             before_select: only the buffers whose spec asks for it.
+            entry_tokens: only those with entries of so many tokens; all if not given.
         """
         for spec in self.specs:
             if before_select and not spec.before_select:
+                continue
+            if entry_tokens not in (None, self.entry_tokens_of(spec)):
                 continue
             own = k_caches if spec.layers is None else {i: k_caches[i] for i in spec.layers if i in k_caches}
             if not own:
@@ -186,14 +204,6 @@ def aux_bytes_per_token(settings: Settings, model: ModelShape) -> int:
     specs = settings.method.aux_specs(model)
     per_page = sum(spec.bytes_per_page * len(layers if spec.layers is None else spec.layers) for spec in specs)
     return -(-per_page // settings.config.page_size)
-
-
-def kv_bytes_per_token(kv_pool: Any) -> int:
-    """Bytes of a token in SGLang's pool over all its layers: keys and values or latents, and an indexer's keys."""
-    names = ("kv_buffer",) if hasattr(kv_pool, "kv_buffer") else ("k_buffer", "v_buffer")
-    slots = sum(buffer[0].nbytes for name in names for buffer in getattr(kv_pool, name))
-    pages = getattr(kv_pool, "index_k_with_scale_buffer", ())
-    return slots + sum(buffer[0].nbytes for buffer in pages) // kv_pool.page_size
 
 
 def charge_aux_bytes(cell_size: int, configurator: Any, kvc: Any, num_layers: int) -> int:
@@ -287,8 +297,3 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
         pools.nbytes / 2**20,
         settings.method.kernels("reference" if pools.overflow.device.type == "cpu" else "triton"),
     )
-
-
-def no_post_capture_sizing(original: Callable[[Any], bool], server_args: Any) -> bool:
-    """Around ``post_capture_kv_sizing_planned``: never with sparsity, whose buffers are sized with the KV pool."""
-    return original(server_args) if settings_of(server_args) is None else False

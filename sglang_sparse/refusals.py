@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import implementation
 from sglang_sparse.config import Settings, SparseArgumentError, prefill_chunk
-from sglang_sparse.keep_method import KeepMethod
+from sglang_sparse.keep_method import KeepMethod, keep_methods
 from sglang_sparse.kv_dtypes import require_dtypes
 from sglang_sparse.layer_rules import require_range
 from sglang_sparse.layers import parse_layers
@@ -206,16 +206,17 @@ def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
 
 def _require_window(args: SparseServerArgs, settings: Settings) -> None:
     """Refuse chunks that a prompt's window may not fit: a prompt would wait for one that does, for ever."""
-    method, page = settings.method, settings.config.page_size
-    if not isinstance(method, KeepMethod) or (chunk := prefill_chunk(args)) is None:
+    window = max((method.window_tokens for method in keep_methods(settings.method)), default=0)
+    page, chunk = settings.config.page_size, prefill_chunk(args)
+    if not window or chunk is None:
         return
     # The last chunk begins at a page's or a group's end, at the window's first token at the latest.
     unit = max(page, settings.prefill.group_tokens if settings.prefill else 1)
-    needed = -(-(method.window_tokens - 1 + unit) // unit) * unit
+    needed = -(-(window - 1 + unit) // unit) * unit
     if chunk < needed:
         raise SparseArgumentError(
             f"{settings.flag}: the chunked prefill size is {chunk}; allowed: at least {needed}, so that the last "
-            f"{method.window_tokens} tokens of a prompt fit one chunk"
+            f"{window} tokens of a prompt fit one chunk"
         )
 
 

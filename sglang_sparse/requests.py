@@ -74,7 +74,8 @@ class RequestState:
             prefill wrote counts as exact here: nothing makes it better.
         split_group: position of the first group of the prompt that a sparse prefill did not see in one piece, if any.
         cut: the group that its last pass of prefill has cut, if the prompt goes on.
-        kept: what it keeps of its prompt, see ``KeepMethod.kept``; (0, 0) also while that is not decided.
+        kept: what it will hold of its prompt where it lets go of the rest, see ``KeepMethod.kept``; (0, 0) also while
+            that is not decided.
         compacted: it holds this alone, and no longer its prompt, see ``compact.py``.
     """
 

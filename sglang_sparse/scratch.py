@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from sglang_sparse import compact, index_reuse
 from sglang_sparse.composite import count_sizes, view_buffers, with_parts
 from sglang_sparse.config import prefill_chunk
-from sglang_sparse.keep_method import KeepMethod
+from sglang_sparse.keep_method import KeepMethod, keep_methods
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.methods.dsa import Dsa
 from sglang_sparse.plan import usual_selection
@@ -61,8 +61,8 @@ def needs(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> 
         if settings.method.selects_in_model:
             found += [of_selection(settings, kvc, table_width), of_steps(settings, kvc, model)]
         yield from (need for need in found if need.nbytes)
-    if isinstance(settings.method, KeepMethod):
-        yield of_prompts(settings.method, settings.flag, kvc, model)
+    if keeping := keep_methods(settings.method):
+        yield of_prompts(keeping, settings.flag, kvc, model)
 
 
 def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
@@ -101,8 +101,8 @@ def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int)
     captured, eager = decode_batches(kvc.server_args)
     counters = torch.zeros(sum(count_sizes(method)), dtype=torch.int64, device="meta")
     buffers = view_buffers(method, model, max_blocks, kvc.model_dtype, device)
-    static = allocate_view(max(captured, default=0), *limits, counters, buffers)
-    nbytes = with_parts(static, method, max_blocks).nbytes
+    static = allocate_view(max(captured, default=0), *limits, counters, buffers[method.block_size])
+    nbytes = with_parts(static, method, max_blocks, buffers).nbytes
     for batches in (captured, eager):
         view = with_parts(allocate_view(max(batches, default=0), *limits, counters), method, max_blocks)
         sizes = (method.scratch_bytes(model, view.rows(rows), kvc.model_dtype, device) for rows in batches)
@@ -143,18 +143,25 @@ def of_steps(settings: Settings, kvc: Any, model: ModelShape) -> Need:
     return Need(kept, "decode", settings.flag, said, "--max-running-requests")
 
 
-def of_prompts(method: KeepMethod, flag: str, kvc: Any, model: ModelShape) -> Need:
-    """What requests keep of their prompts, all the time, and what choosing or copying it needs; see ``needs``."""
+def of_prompts(methods: Sequence[KeepMethod], flag: str, kvc: Any, model: ModelShape) -> Need:
+    """What requests keep of their prompts, all the time, and what choosing or copying it needs; see ``needs``.
+
+    The layers of several methods choose one after the other.
+    """
     requests = kvc.server_args.max_running_requests or MOST_ROWS
     context = kvc.model_config.context_len
-    query = method.window_tokens * model.num_q_heads * model.head_dim * kvc.model_dtype.itemsize
-    sizes = (
+    sizes = [
         (count, max(context if count == 1 else 0, TOKENS_AT_ONCE // count)) for count in range(1, PROMPTS_AT_ONCE + 1)
-    )
-    choice = max(method.keep_scratch_bytes(model, count, tokens) + count * query for count, tokens in sizes)
+    ]
+
+    def moment(method: KeepMethod) -> int:
+        query = method.window_tokens * model.num_q_heads * model.head_dim * kvc.model_dtype.itemsize
+        choice = max(method.keep_scratch_bytes(model, count, tokens) + count * query for count, tokens in sizes)
+        return max(choice, compact.scratch_bytes(method, model))
+
     return Need(
         # SGLang's request pool has a row more, for what pads a batch.
-        kept_bytes(method, model, requests + 1) + max(choice, compact.scratch_bytes(method, model)),
+        sum(kept_bytes(method, model, requests + 1) for method in methods) + max(map(moment, methods)),
         "prompts, what their requests keep among it",
         flag,
         f"{requests} requests",
@@ -183,3 +190,16 @@ def most_query_tokens(server_args: Any, max_context: int) -> int:
     """
     tokens = prefill_chunk(server_args) or server_args.max_prefill_tokens + max_context
     return tokens + (server_args.max_running_requests or MOST_ROWS if server_args.enable_mixed_chunk else 0)
+
+
+def allocator_counts(device: torch.device) -> dict[str, int] | None:
+    """How often this process has allocated GPU memory since its start, what it holds and what it held at most, bytes.
+
+    None on the CPU, whose allocator does not count.
+    """
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.memory_stats(device)
+    names = {"allocations": "allocation.all.allocated", "held_bytes": "allocated_bytes.all.current"}
+    names["peak_bytes"] = "allocated_bytes.all.peak"
+    return {name: found[counter] for name, counter in names.items()}

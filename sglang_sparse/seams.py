@@ -29,7 +29,7 @@ SEAMS = (
     Seam(
         "sglang.srt.server_args.ServerArgs.post_capture_kv_sizing_planned",
         "AROUND",
-        "pools:no_post_capture_sizing",
+        "graphs:no_post_capture_sizing",
         "both",
         "post-capture KV sizing would charge the page summaries twice",
     ),

@@ -9,8 +9,14 @@ from sglang_sparse.kernel_method import KernelMethod
 from sglang_sparse.view import SELECT_STATS
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang_sparse.method import DecodeMethod
     from sglang_sparse.plan import DecodePlan
+
+
+# Counts of pages.
+PAGES = ("pages_attended", "pages_held")
 
 
 class SelectionCounts:
@@ -28,32 +34,38 @@ class SelectionCounts:
         method: the method.
         layers: how many it has.
         kv_heads: of this rank.
+        smallest_block: tokens of the smallest block of any method of the server; its own where there is no other.
 
     Attributes:
         size: how many numbers it counts on the device.
-        max_active_fraction: the largest share of its pages that a sparse row was to attend to; None where the device
-            decides.
+        max_active_fraction: the largest share of its pages that a row was to attend to which runs sparse, in these
+            layers or in others; None where the device decides.
     """
 
-    def __init__(self, method: DecodeMethod, layers: int, kv_heads: int):
+    def __init__(self, method: DecodeMethod, layers: int, kv_heads: int, smallest_block: int | None = None):
         self.size = SELECT_STATS + len(method.more_counts)
         self.max_active_fraction = None if method.decides_on_device else 0.0
         self._more_counts = method.more_counts
         self._layers = layers
         self._kv_heads = kv_heads
+        self._unit = method.block_size // smallest_block if smallest_block else 1
         # What a selection counts on the device, where there is none.
         self._looked_at = [0] * SELECT_STATS if isinstance(method, KernelMethod) else None
 
-    def add(self, plan: DecodePlan) -> None:
-        """Count a sparse decode pass."""
+    def add(self, plan: DecodePlan, sparse: torch.Tensor) -> None:
+        """Count a sparse decode pass.
+
+        Args:
+            plan: of this method.
+            sparse: ``[rows]`` bool, rows that attend to less than everything in some layer, of whatever method.
+        """
         if self._looked_at is not None:
             rows, pages = plan.n_pages.shape[0], int(plan.n_pages.sum())
             pairs = self._layers * self._kv_heads
             for place, count in enumerate((rows, pages, pages)):
                 self._looked_at[place] += pairs * count
         if self.max_active_fraction is not None:
-            selective = plan.n_select < plan.n_pages
-            fractions = (plan.n_select / plan.n_pages)[selective].tolist()
+            fractions = (plan.n_select / plan.n_pages)[sparse].tolist()
             self.max_active_fraction = max([self.max_active_fraction, *fractions])
 
     def host_totals(self) -> dict[str, int]:
@@ -66,6 +78,10 @@ class SelectionCounts:
             **({} if self._looked_at else self._of_selection(*counted[:SELECT_STATS])),
             **dict(zip(self._more_counts, counted[SELECT_STATS:], strict=True)),
         }
+
+    def addable(self, totals: Mapping[str, int]) -> dict[str, int]:
+        """Return the counts with pages of the smallest size, of which those of several methods may be added up."""
+        return {name: count * (self._unit if name in PAGES else 1) for name, count in totals.items()}
 
     def _of_selection(self, selections: int, attended: int, held: int, overflowed: int) -> dict[str, int]:
         return {

@@ -14,6 +14,7 @@ from sglang_sparse.config import settings_of
 from sglang_sparse.crossover import gpu_name
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.dsa import Dsa
+from sglang_sparse.scratch import allocator_counts
 from sglang_sparse.selection_counts import SelectionCounts, added
 from sglang_sparse.versions import installed_sglang, package_versions
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_sparse.plan import DecodePlan
     from sglang_sparse.pools import AuxPools
     from sglang_sparse.prefill_path import PrefillPath
-    from sglang_sparse.windows import KeepPath
+    from sglang_sparse.windows import KeepPath, PartsKeepPath
 
 KEY = "sparse"
 # What a prefill method did; beside the totals of decode each name has the prefix ``prefill_``.
@@ -59,7 +60,8 @@ class RectifyCounts:
 class Counters:
     """Counts since the server started. A *row* is one request in one decode pass; a *layer row* that in one layer.
 
-    What the selection did is counted by each part of a method with parts, and added up; see ``SelectionCounts``.
+    What the selection did is counted by each part of a method with parts, and added up, in blocks of the smallest size
+    where they differ; see ``SelectionCounts``.
 
     Args:
         settings: the method and its config.
@@ -88,7 +90,7 @@ class Counters:
         model: ModelShape,
         select_stats: torch.Tensor,
         prefill: PrefillPath | None = None,
-        keeps: KeepPath | None = None,
+        keeps: KeepPath | PartsKeepPath | None = None,
     ):
         self.select_stats = select_stats
         self.rectify = RectifyCounts()
@@ -110,8 +112,9 @@ class Counters:
         self._decode_rows = 0
         self._dense_rows = 0
         methods = {part: len(part.sparse_layers(model.num_layers)) for part in settings.method.parts}
+        smallest = min((part.block_size for part in methods), default=None)
         self._selections = [
-            SelectionCounts(method, layers, model.num_kv_heads)
+            SelectionCounts(method, layers, model.num_kv_heads, smallest)
             for method, layers in (methods or {settings.method: self.sparse_layers}).items()
         ]
         self._max_delay_steps = 0
@@ -130,7 +133,7 @@ class Counters:
             return
         self._dense_rows += int(plan.covered.sum())
         for counts, own in zip(self._selections, plan.parts or (plan,), strict=True):
-            counts.add(own)
+            counts.add(own, plan.selective)
 
     def take_max_delay(self) -> int:
         """Return the longest wait of a rectified row since the last call, in decode steps, and start anew.
@@ -157,7 +160,7 @@ class Counters:
             "finish_passes": rectify.finish_passes,
             "finish_tokens_rectified": rectify.finish_tokens,
             "tail_tokens_dropped": rectify.tail_tokens_dropped,
-            **added([counts.host_totals() for counts in self._selections]),
+            **self._added([counts.host_totals() for counts in self._selections]),
             **(
                 {"prefill_sparse_tokens": path.sparse_tokens, "prefill_dense_tokens": path.dense_tokens} if path else {}
             ),
@@ -177,9 +180,12 @@ class Counters:
         own = len(self.select_stats)
         names = (*PREFILL_TOTALS[2:], *self.prefill_more_counts) if self._prefill else ()
         return {
-            **added(self._of_parts(counted[:own])),
+            **self._added(self._of_parts(counted[:own])),
             **{f"prefill_{name}": count for name, count in zip(names, counted[own:], strict=True)},
         }
+
+    def _added(self, totals: Sequence[Mapping[str, int]]) -> dict[str, int]:
+        return added([counts.addable(own) for counts, own in zip(self._selections, totals, strict=True)])
 
     def _of_parts(self, counted: Sequence[int]) -> list[dict[str, int]]:
         left = iter(counted)
@@ -227,6 +233,8 @@ class Counters:
     def _parts_snapshot(self, counted: Sequence[int]) -> list[dict[str, Any]]:
         method = self._settings.method
         on_device = self._of_parts(counted[: len(self.select_stats)])
+        paths = self._keeps.paths if self._keeps else ()
+        kept: dict[object, dict[str, Any]] = {path.method: {"kept": path.snapshot()} for path in paths}
         return [
             {
                 "method": name,
@@ -234,6 +242,7 @@ class Counters:
                 "config": part.config.model_dump(mode="json"),
                 **added([counts.host_totals(), own]),
                 "max_active_fraction": counts.max_active_fraction,
+                **kept.get(part, {}),
             }
             for name, part, counts, own in zip(method.names, method.parts, self._selections, on_device, strict=True)
         ]
@@ -247,19 +256,6 @@ class Counters:
             **totals,
             "sparsity": 1 - totals["pairs_attended"] / causal if causal else 0.0,
         }
-
-
-def allocator_counts(device: torch.device) -> dict[str, int] | None:
-    """How often this process has allocated GPU memory since its start, what it holds and what it held at most, bytes.
-
-    None on the CPU, whose allocator does not count.
-    """
-    if device.type != "cuda":
-        return None
-    found = torch.cuda.memory_stats(device)
-    names = {"allocations": "allocation.all.allocated", "held_bytes": "allocated_bytes.all.current"}
-    names["peak_bytes"] = "allocated_bytes.all.peak"
-    return {name: found[counter] for name, counter in names.items()}
 
 
 def _counters(model_runner: Any) -> Counters:

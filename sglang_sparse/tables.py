@@ -24,8 +24,8 @@ from sglang_sparse.capabilities import (
     page_sizes,
     partners,
     place_of,
-    rule_partners,
 )
+from sglang_sparse.layer_partners import rule_partners
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.methods.dense import Dense
 

@@ -11,7 +11,7 @@ from sglang_sparse.method import VIEW_BUFFERS, ViewBuffer
 from sglang_sparse_kernels.page_table import load_page_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
     from sglang_sparse.plan import DecodePlan
 
@@ -68,7 +68,8 @@ class BatchView:
             more than ``n_select`` and got all; behind these four, ``method_stats``.
         page_size: tokens per page.
         logit_scale: of the layer that selects, what its products of query and stored key are multiplied with.
-        parts: of a method with parts the view of each, see ``composite.with_parts``.
+        parts: of a method with parts the view of each, see ``composite.with_parts``. Those whose blocks have one size
+            share their buffers but for ``n_select``, ``values`` and ``stats``, also with the whole view.
     """
 
     page_table: torch.Tensor
@@ -115,9 +116,18 @@ class BatchView:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        own = [buffer for part in self.parts for buffer in (part.n_select, part.values)]
-        small = (self.n_pages, self.n_select, self.values, self.requests, self.arrivals, *own)
-        return sum(x.nbytes for x in (self.page_table, *small, self.scores, *self.selected, *self.visible))
+        views = (self, *self.parts)
+        owners = (self, *(part for part, owns in self._owners() if owns))
+        shared = [(x.page_table, x.n_pages, x.requests, x.arrivals, x.scores, *x.selected, *x.visible) for x in owners]
+        own = [(x.n_select, x.values) for x in views]
+        return sum(buffer.nbytes for buffers in (*shared, *own) for buffer in buffers)
+
+    def _owners(self) -> Iterator[tuple[BatchView, bool]]:
+        """The parts, and of each whether it is the first with blocks of its size, which the whole view has not."""
+        seen = {self.page_size}
+        for part in self.parts:
+            yield part, part.page_size not in seen
+            seen.add(part.page_size)
 
     def load(self, plan: DecodePlan, forward_batch: Any, req_to_token: torch.Tensor) -> None:
         """Fill the view for a step, before the graph is replayed: inside it ``req_to_token`` may already be ahead.
@@ -127,16 +137,19 @@ class BatchView:
             forward_batch: SGLang's batch or replay view.
             req_to_token: ``[requests, max_context]``, SGLang's token table.
         """
-        self._load(req_to_token, forward_batch.req_pool_indices, plan.n_pages, plan.n_select, plan.values)
-        for part, own in zip(self.parts, plan.parts, strict=True):
-            part._load_counts((part.n_select, own.n_select), (part.values, own.values))
+        requests = forward_batch.req_pool_indices
+        self._load(req_to_token, requests, plan.n_pages, plan.n_select, plan.values)
+        for (part, owns), own in zip(self._owners(), plan.parts, strict=True):
+            if owns:
+                part._load(req_to_token, requests, own.n_pages, own.n_select, own.values)
+            else:
+                part._load_counts((part.n_select, own.n_select), (part.values, own.values))
 
     def clear(self, req_to_token: torch.Tensor) -> None:
         """Make all rows padding; by the same kernel, so that a server with CUDA graphs compiles it before it serves."""
         nothing, requests = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
-        self._load(req_to_token, requests.to(req_to_token.device), nothing, nothing, nothing.float())
-        for part in self.parts:
-            part._load_counts((part.n_select, nothing), (part.values, nothing.float()))
+        for view in (self, *self.parts):
+            view._load(req_to_token, requests.to(req_to_token.device), nothing, nothing, nothing.float())
 
     def _load_counts(self, *loads: tuple[torch.Tensor, torch.Tensor]) -> None:
         rows = self.n_pages.shape[0]

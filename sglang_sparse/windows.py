@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.compact import Compaction
-from sglang_sparse.keep_method import KeepMethod, Kept, Prompts
+from sglang_sparse.keep_method import KeepMethod, Kept, Prompts, keep_methods
 from sglang_sparse.passes import to_device
 from sglang_sparse.requests import options_of, state_of
+from sglang_sparse.selection_counts import added
 
 if TYPE_CHECKING:
     from sglang_sparse.config import Settings
@@ -27,27 +28,27 @@ if TYPE_CHECKING:
 PROMPTS_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 20
 
 
-def keep_method(options: RequestOptions) -> KeepMethod | None:
-    """Return the method that chooses for a request, or None where it sees all of its prompt."""
-    method = options.method
-    return method if options.sparse and isinstance(method, KeepMethod) else None
+def choosing(options: RequestOptions) -> tuple[KeepMethod, ...]:
+    """Return the methods that choose for a request, each for its layers; none where it sees all of its prompt."""
+    return keep_methods(options.method) if options.sparse else ()
 
 
 def window_start(settings: Settings | None, request: Any) -> int | None:
     """Return the position of the first token of a request's window, or None where it needs none.
 
+    Where several methods have one, that of the longest: the others are within it.
+
     Args:
         settings: the server's.
         request: SGLang's ``Req``.
     """
-    if settings is None or not isinstance(settings.method, KeepMethod):
+    if settings is None or not keep_methods(settings.method):
         return None
     state = state_of(request)
-    method = keep_method(options_of(settings, request) if state is None else state.options)
+    options = options_of(settings, request) if state is None else state.options
     prompt = len(request.origin_input_ids)
-    if method is None or method.kept(prompt)[1] == 0:
-        return None
-    return prompt - method.window_tokens
+    windows = [method.window_tokens for method in choosing(options) if method.kept(prompt)[1]]
+    return prompt - max(windows) if windows else None
 
 
 def outside(position: int, start: int | None, prompt: int, page_size: int) -> int:
@@ -82,32 +83,39 @@ class PromptEnd:
 
 
 class KeepPath:
-    """The first stage at work.
+    """The first stage of a method at work, in its layers.
 
     Args:
-        method: the server's method.
+        method: the server's method, or a part of it.
         pools: holds what the requests keep.
         kv_pool: SGLang's KV pool.
         req_to_token: ``[requests, positions]``, SGLang's table of slots.
-        page_size: tokens per page.
+        kept: what they keep in the layers of this method.
+        place: of the method among those of the server's that choose.
 
     Attributes:
+        method: see above, as for ``place``.
+        paths: itself.
         prompts: whose KV was cut.
         whole_prompts: that would have been cut, but whose window came in two passes for want of memory: they are
             visible throughout.
         compaction: lets go of what is not kept, for a method that ``compacts``.
     """
 
-    def __init__(self, method: KeepMethod, pools: AuxPools, kv_pool: Any, req_to_token: torch.Tensor, page_size: int):
+    def __init__(
+        self, method: KeepMethod, pools: AuxPools, kv_pool: Any, req_to_token: torch.Tensor, kept: Kept, place: int = 0
+    ):
+        self.paths = (self,)
+        self.place = place
         self.prompts = 0
         self.whole_prompts = 0
         self.compaction = Compaction(method, pools, kv_pool) if method.compacts else None
-        self._method = method
-        self._last_layer = max(pools.layers, default=-1)
-        self._kept = pools.require_kept()
+        self.method = method
+        self._last_layer = max(kept.blocks, default=-1)
+        self._kept = kept
         self._kv_pool = kv_pool
         self._req_to_token = req_to_token
-        self._page_size = page_size
+        self._page_size = pools.page_size
         self._groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def begin(self, ends: Sequence[PromptEnd], req_pool_indices: torch.Tensor) -> None:
@@ -126,7 +134,7 @@ class KeepPath:
         self._kept.first_visible[slots] = to_device([end.kept[1] for end in ends], torch.int32, device)
         cut = sorted((end for end in ends if end.kept[1]), key=lambda end: end.prompt)
         self.prompts += len(cut)
-        window = torch.arange(self._method.window_tokens, device=device)
+        window = torch.arange(self.method.window_tokens, device=device)
         while cut:
             # The longest first: how many go with it depends on its length.
             count = max(1, min(PROMPTS_AT_ONCE, TOKENS_AT_ONCE // cut[-1].prompt))
@@ -138,12 +146,14 @@ class KeepPath:
             self._groups.append((slots, lengths, queries, (starts // self._page_size).to(torch.int32).contiguous()))
 
     def keep(self, query: torch.Tensor, layer: Any) -> None:
-        """Let the method choose in one layer whose keys are written.
+        """Let the method choose in one layer whose keys are written, if it is one of its own.
 
         Args:
             query: ``[tokens, q_heads * head_dim]`` of the whole pass; a graph pads it.
             layer: SGLang's ``RadixAttention``.
         """
+        if layer.layer_id not in self._kept.blocks:
+            return
         for slots, lengths, queries, page_table in self._groups:
             heads = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
             prompts = Prompts(
@@ -155,7 +165,7 @@ class KeepPath:
                 scaling=layer.scaling,
                 k_scale=layer.k_scale_float or 1.0,
             )
-            self._kept.blocks[layer.layer_id][slots] = self._method.keep(prompts)
+            self._kept.blocks[layer.layer_id][slots] = self.method.keep(prompts)
         if layer.layer_id == self._last_layer:
             # What runs without a batch of the scheduler's would take them for its own.
             self._groups = []
@@ -168,6 +178,32 @@ class KeepPath:
         return counts | (self.compaction.snapshot() if self.compaction else {})
 
 
+class PartsKeepPath:
+    """The first stages of several parts at work, each in its layers. None of them compacts: that takes all layers.
+
+    Args:
+        paths: of the parts.
+
+    Attributes:
+        paths: those.
+        compaction: None.
+    """
+
+    compaction = None
+
+    def __init__(self, paths: Sequence[KeepPath]):
+        self.paths = tuple(paths)
+
+    def keep(self, query: torch.Tensor, layer: Any) -> None:
+        """Let the part choose that has a layer; see ``KeepPath``."""
+        for path in self.paths:
+            path.keep(query, layer)
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the counts of all parts, added up."""
+        return added([path.snapshot() for path in self.paths])
+
+
 def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
     """Tell the backend which prompts a pass completes; copies that are due are launched before it.
 
@@ -176,15 +212,14 @@ def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
         forward_batch: SGLang's ``ForwardBatch``.
         batch: the ``ScheduleBatch`` that it was made from.
     """
-    path: KeepPath | None = backend.keeps
-    if path is None:
+    keeps: KeepPath | PartsKeepPath | None = backend.keeps
+    if keeps is None:
         return
-    if path.compaction is not None:
-        path.compaction.run()
-    ends = []
-    if batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False):
-        ends = list(_prompt_ends(path, batch))
-    path.begin(ends, forward_batch.req_pool_indices)
+    if keeps.compaction is not None:
+        keeps.compaction.run()
+    prefills = batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False)
+    for path in keeps.paths:
+        path.begin(list(_prompt_ends(path, batch)) if prefills else [], forward_batch.req_pool_indices)
 
 
 def _prompt_ends(path: KeepPath, batch: Any) -> Iterator[PromptEnd]:
@@ -192,7 +227,8 @@ def _prompt_ends(path: KeepPath, batch: Any) -> Iterator[PromptEnd]:
     for row, request in enumerate(batch.reqs):
         start, prompt = batch.prefix_lens[row], len(request.origin_input_ids)
         state = state_of(request)
-        method = keep_method(state.options) if state else None
+        methods = choosing(state.options) if state else ()
+        method = methods[path.place] if methods else None
         kept = method.kept(prompt) if method else (0, 0)
         window = prompt - method.window_tokens if method else prompt
         if not kept[1]:
@@ -202,7 +238,8 @@ def _prompt_ends(path: KeepPath, batch: Any) -> Iterator[PromptEnd]:
             if window < start:
                 path.whole_prompts += 1
                 kept = (0, 0)
-            state.kept = kept
+            if path.compaction is not None:
+                state.kept = kept
             yield PromptEnd(row, prompt, kept, first + window - start)
         first += batch.extend_lens[row]
 
@@ -213,16 +250,17 @@ def kept_bytes(method: KeepMethod, model: ModelShape, requests: int) -> int:
     return 4 * requests * (layers * model.num_kv_heads * method.max_kept + 2)
 
 
-def make_path(method: DecodeMethod, pools: AuxPools, runner: Any, kv_heads: int) -> KeepPath | None:
-    """Allocate ``Kept``, in which nobody keeps anything yet; nothing for a method that is no ``KeepMethod``.
+def make_path(method: DecodeMethod, pools: AuxPools, runner: Any, model: ModelShape) -> KeepPath | PartsKeepPath | None:
+    """Allocate ``Kept``, in which nobody keeps anything yet, for each part that is a ``KeepMethod``; None without one.
 
     Args:
         method: the server's.
         pools: where ``Kept`` goes.
         runner: SGLang's ``ModelRunner``.
-        kv_heads: on this rank.
+        model: the attention layers of this rank.
     """
-    if not isinstance(method, KeepMethod):
+    methods = keep_methods(method)
+    if not methods:
         return None
     table = runner.req_to_token_pool.req_to_token
     requests = table.shape[0]
@@ -230,6 +268,14 @@ def make_path(method: DecodeMethod, pools: AuxPools, runner: Any, kv_heads: int)
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=table.device)
 
-    blocks = {layer: zeros(requests, kv_heads, method.max_kept) for layer in sorted(pools.layers)}
-    pools.kept = Kept(blocks, zeros(requests), zeros(requests))
-    return KeepPath(method, pools, runner.token_to_kv_pool, table, pools.page_size)
+    def nothing(one: KeepMethod) -> Kept:
+        layers = one.sparse_layers(model.num_layers)
+        blocks = {layer: zeros(requests, model.num_kv_heads, one.max_kept) for layer in layers}
+        return Kept(blocks, zeros(requests), zeros(requests))
+
+    pools.kept = tuple(map(nothing, methods))
+    paths = [
+        KeepPath(one, pools, runner.token_to_kv_pool, table, kept, place)
+        for place, (one, kept) in enumerate(zip(methods, pools.kept, strict=True))
+    ]
+    return PartsKeepPath(paths) if method.parts else paths[0]

@@ -53,7 +53,8 @@ class Server:
         self.kv_pool = SimpleNamespace(get_key_buffer=self.keys.__getitem__, get_value_buffer=self.values.__getitem__)
         setattr(self.kv_pool, pools.ATTRIBUTE, self.aux)
         blocks = {layer: torch.zeros(PLACES, HEADS, method.max_kept, dtype=torch.int32) for layer in range(LAYERS)}
-        self.aux.kept = Kept(blocks, torch.zeros(PLACES, dtype=torch.int32), torch.zeros(PLACES, dtype=torch.int32))
+        counts = torch.zeros(PLACES, dtype=torch.int32)
+        self.aux.kept = (Kept(blocks, counts, counts.clone()),)
         self.table = ReqToTokenPool(PLACES - 1, WIDTH, "cpu", False)
         self.allocator = PagedTokenToKVPoolAllocator(pages * PAGE, PAGE, torch.float32, "cpu", None, False)  # pyright: ignore
         params = CacheInitParams(tree == "disabled", self.table, self.allocator, PAGE)
@@ -100,12 +101,12 @@ class Server:
         return request
 
     def _keep(self, request: Any, state: RequestState) -> None:
-        assert self.aux.kept is not None
+        (kept,) = self.aux.kept
         place, prompt = request.req_pool_idx, len(request.origin_input_ids)
         state.kept = self.method.kept(prompt) if state.options.sparse else (0, 0)
         count, first_visible = state.kept
-        self.aux.kept.counts[place], self.aux.kept.first_visible[place] = state.kept
-        for blocks in self.aux.kept.blocks.values():
+        kept.counts[place], kept.first_visible[place] = state.kept
+        for blocks in kept.blocks.values():
             for head in range(HEADS):
                 blocks[place, head, :count] = torch.randperm(max(1, first_visible))[:count].sort().values
         slots = self.row(request)

@@ -85,24 +85,24 @@ class Rows:
         self.cache, self.values = exact_keys(n_pages * PAGE, HEADS, DIM), torch.randn(n_pages * PAGE, HEADS, DIM)
         zeros = torch.zeros(8, dtype=torch.int32)
         blocks = torch.full((8, HEADS, 5), -(2**31), dtype=torch.int32)
-        self.aux.kept = Kept({0: blocks}, zeros, zeros.clone())
+        self.aux.kept = (Kept({0: blocks}, zeros, zeros.clone()),)
         self.view = allocate_view(len(self.table), HEADS, 90, 10, BLOCK, torch.zeros(4, dtype=torch.int64))
         self.query = torch.randn(len(self.table), HEADS * GROUP, DIM)
         self.last_slots = torch.zeros(len(self.table), dtype=torch.int64)
         self._fill((torch.randperm(n_pages - 1) + 1).tolist())
 
     def _fill(self, free: list[int]) -> None:
-        assert self.aux.kept is not None
+        (known,) = self.aux.kept
         for row, (tokens, wanted, kept, first_visible, slot) in enumerate(self.table):
             pages = torch.tensor([free.pop() for _ in range(-(-tokens // PAGE))], dtype=torch.int64)
             slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()[:tokens]
             self.view.n_pages[row], self.view.n_select[row] = -(-tokens // BLOCK), min(wanted, -(-tokens // BLOCK))
             self.view.page_table[row, : len(slots[::BLOCK])] = (slots[::BLOCK] // BLOCK).int()
             self.view.requests[row] = slot
-            self.aux.kept.counts[slot], self.aux.kept.first_visible[slot] = kept, first_visible
+            known.counts[slot], known.first_visible[slot] = kept, first_visible
             for head in range(HEADS):
                 some = torch.randperm(max(1, first_visible))[:kept].sort().values
-                self.aux.kept.blocks[0][slot, head, :kept] = some.int()
+                known.blocks[0][slot, head, :kept] = some.int()
             if tokens:
                 self.last_slots[row] = slots[-1]
                 self.aux.refresh({0: self.cache}, page_ends(slots, self.method.entry_tokens))
@@ -122,8 +122,7 @@ class Rows:
         held = -(-tokens // BLOCK)
         if wanted >= held:
             return [*range(held)]
-        assert self.aux.kept is not None
-        return [*self.aux.kept.blocks[0][slot, head, :kept].tolist(), *range(first_visible, held)]
+        return [*self.aux.require_kept(0).blocks[0][slot, head, :kept].tolist(), *range(first_visible, held)]
 
     def plain(self, row: int, head: int) -> list[int]:
         """Stage 2 of one row and KV head."""

@@ -67,9 +67,9 @@ class Pass:
         runner: Any = SimpleNamespace(
             req_to_token_pool=SimpleNamespace(req_to_token=table.flatten(1).int()), token_to_kv_pool=pool
         )
-        path = windows.make_path(method, self.aux, runner, HEADS)
-        assert path is not None
-        self.path, self.kept, self.runner = path, self.aux.require_kept(), runner
+        path = windows.make_path(method, self.aux, runner, MODEL)
+        assert isinstance(path, windows.KeepPath)
+        self.path, self.kept, self.runner = path, self.aux.require_kept(0), runner
         # What each place's request asks at each of its positions.
         self.queries = torch.randn(self.PLACES, 320, HEADS * GROUP * DIM)
 

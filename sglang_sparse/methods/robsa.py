@@ -138,6 +138,7 @@ class Robsa(DecodeMethod):
 
     attention = "MLA"
     decides_on_device = True
+    combines = True
     config_class = RobsaConfig
     config: RobsaConfig
 

@@ -116,6 +116,7 @@ class Rocketkv(KeepMethod):
     config: RocketkvConfig
     view_buffers = VIEW_BUFFERS
     fp8_kv = False
+    combines = True
 
     @property
     def block_size(self) -> int:
@@ -141,6 +142,15 @@ class Rocketkv(KeepMethod):
     def compacts(self) -> bool:
         """Where ``eviction`` is "compact"."""
         return self.config.eviction == "compact"
+
+    @property
+    def alone(self) -> str | None:
+        """Where it compacts."""
+        if self.compacts:
+            return (
+                'eviction is "compact", which frees the pages of a prompt for all layers at once; allowed: "visibility"'
+            )
+        return None
 
     def kept(self, prompt: int) -> tuple[int, int]:
         """Everything up to ``prompt_budget``, as the authors' code; else the budget less the window."""
@@ -215,7 +225,7 @@ class Rocketkv(KeepMethod):
 
     def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
         """Stage 2: of the visible blocks those that the group's queries may attend to most."""
-        kept, summary = pools.require_kept(), pools.buffer(KT_CACHE, layer_id).flatten(0, 1)
+        kept, summary = pools.require_kept(layer_id), pools.buffer(KT_CACHE, layer_id).flatten(0, 1)
         topr = self.config.topr or query.shape[-1]
         tables = (kept.blocks[layer_id], kept.counts, kept.first_visible, view.requests)
         rows = (view.page_table, view.n_pages, view.n_select)

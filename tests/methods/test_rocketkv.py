@@ -235,11 +235,11 @@ def test_memory_of_the_kt_cache_and_of_what_is_kept() -> None:
     aux = AuxPools(method.aux_specs(shape), method.sparse_layers(4), 10, PAGE, "cpu")
     assert aux.nbytes == 10 * PAGE * pools.aux_bytes_per_token(settings, shape)
     with pytest.raises(RuntimeError, match="nothing was allocated"):
-        aux.require_kept()
+        aux.require_kept(1)
     table = torch.zeros(13, 64, dtype=torch.int32)
     runner: Any = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=None)
-    assert windows.make_path(method, aux, runner, HEADS) is not None
-    kept = aux.require_kept()
+    assert windows.make_path(method, aux, runner, shape) is not None
+    kept = aux.require_kept(1)
     assert sorted(kept.blocks) == [1, 2, 3] and kept.blocks[1].shape == (13, HEADS, 4)
     taken = sum(x.nbytes for x in (*kept.blocks.values(), kept.counts, kept.first_visible))
     assert taken == windows.kept_bytes(method, shape, 13)
@@ -282,7 +282,7 @@ def test_what_prompts_take_is_charged(budget: int, context: int) -> None:
         server_args=args, model_config=SimpleNamespace(context_len=context), model_dtype=torch.bfloat16
     )
     method = rocketkv(prompt_budget=budget)
-    need = scratch.of_prompts(method, "--sparse-method rocketkv", kvc, shape)
+    need = scratch.of_prompts([method], "--sparse-method rocketkv", kvc, shape)
     charged = need.nbytes - windows.kept_bytes(method, shape, requests + 1)
     taken = []
     for prompt in (budget + 1, 2 * budget, 4 * budget, 16384, context):

@@ -139,7 +139,7 @@ def test_decode_graphs_have_buffers_of_their_own_wherever_a_layer_is_sparse(
     backend = make_backend()
     backend.dense.init_cuda_graph_state = lambda *_: None
     backend._pools = AuxPools((), layers, SLOTS // PAGE, PAGE, "cpu")
-    backend._limits, backend._buffers, backend._graph_view = (HEADS, 4, 2, PAGE), VIEW_BUFFERS, None
+    backend._limits, backend._buffers, backend._graph_view = (HEADS, 4, 2, PAGE), {PAGE: VIEW_BUFFERS}, None
     backend.counters = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         select_stats=torch.zeros(4, dtype=torch.int64)
     )
@@ -153,7 +153,7 @@ def test_what_a_method_does_not_use_is_neither_allocated_nor_reported(
 ) -> None:
     """Per row 2**19 pages of 4 bytes in each of the large buffers: 2 MiB; its numbers are 20 bytes, the counts 12."""
     backend = make_backend()
-    backend._buffers = buffers
+    backend._buffers = {PAGE: buffers}
     backend.dense.init_cuda_graph_state = lambda *_: None
     backend._limits, backend._graph_view, backend._eager_view = (HEADS, 2**19, 2, PAGE), None, None
     backend.counters = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]

@@ -83,7 +83,7 @@ def test_a_step_sees_what_it_would_see(
     count, first_visible = server.method.kept(prompt)
     assert not stale_summaries(server.kv_pool, held[2 * PAGE - 1 :: PAGE]).any()
     assert not row[: request.cache_protected_len].any() and int(held.min()) >= PAGE
-    kept = server.aux.require_kept()
+    kept = server.aux.require_kept(0)
     boundary = min(first_visible, (prompt + generated) // PAGE * PAGE // server.method.block_size)
     for blocks in kept.blocks.values():
         expected = torch.arange(boundary - count, boundary, dtype=torch.int32).expand(HEADS, -1)

@@ -102,12 +102,17 @@ def test_each_part_has_its_layers_its_fields_and_what_stands_beside_them() -> No
         ({"0": {}}, {"theta1": 0.5}, ["unknown field 'theta1' beside \"layers\""]),
         ({"0": "dense"}, {}, ["no rule runs resa"]),
         ({"0": SKIP}, {}, ["no rule runs resa"]),
-        ({"0": {}, "1": {"method": "rocketkv"}}, {"rectify_interval": 0}, ['rule "1": rocketkv runs beside dense']),
-        ({"0": {}, "1": {"method": "dsa"}}, {}, ['rule "1": layers: got', "with dsa"]),
+        (
+            {"0": {}, "1": {"method": "rocketkv", "eviction": "compact"}},
+            {"rectify_interval": 0},
+            ['rule "1": rocketkv runs beside no other', "for all layers at once", 'allowed: "visibility"'],
+        ),
+        ({"0": {}, "1": {"method": "rocketkv"}}, {}, ['rectify_interval is 32 for "0", 0 for "1"']),
+        ({"0": {}, "1": {"method": "dsa"}}, {}, ['rule "1": dsa has all layers', 'allowed: one rule, "all"']),
         (
             {"0": {}, "1": {"method": "robsa", "allow_uncalibrated": True}},
             {"rectify_interval": 0},
-            ['rule "1": robsa runs beside dense layers alone', "allowed beside each other: resa, skip_softmax"],
+            ['rule "1": robsa serves MLA models, and resa of rule "0" MHA and GQA', "resa, rocketkv, skip_softmax"],
         ),
         ({"0": {}, "1": SKIP}, {}, ['rectify_interval is 32 for "0", 0 for "1"', 'set it beside "layers"']),
         ({"0": {"page_size": 32}, "1": {"active_ratio": 1.0}}, {}, ['page_size is 32 for "0", 16 for "1"']),
@@ -166,12 +171,6 @@ def test_a_gpu_needs_a_word_of_the_users() -> None:
         assert capabilities.refusal(resa, replace(place, fields=fields)) is None
     said = limits.unproven(limits.SEVERAL)
     assert said is not None and "allow_unproven" in said
-
-
-def test_partners_are_those_that_start() -> None:
-    found = {method.name: capabilities.rule_partners(method) for method in capabilities.methods() if not method.prefill}
-    assert found["resa"] == ("dense", "skip_softmax") and found["skip_softmax"] == ("dense", "resa")
-    assert found["rocketkv"] == found["robsa"] == ("dense",) and found["dsa"] == ()
 
 
 def test_a_row_is_covered_where_all_parts_attend_to_everything() -> None:

@@ -117,7 +117,7 @@ def test_no_chunk_ends_within_a_window_unless_memory_forces_it(data: st.DataObje
     assume(ends and ends[-1] >= prompt)
     within = [end for end in ends if window < end < prompt]
     assert short or not within
-    path: Any = SimpleNamespace(whole_prompts=0)
+    path: Any = SimpleNamespace(whole_prompts=0, place=0, compaction=None)
     ((row, length, kept, query),) = (vars(end).values() for end in ended(one, ends, start, path, before=7))
     assert (row, length) == (1, prompt)
     assert kept == ((0, 0) if within else METHOD.kept(prompt))

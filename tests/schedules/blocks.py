@@ -90,6 +90,34 @@ SKIP_VARIANTS: tuple[dict[str, Any], ...] = (
     {**SKIP, "overlap": True, "chunk": 256, "page_size": 16, "config": {"rectify_interval": 0}},
     {**SKIP, "overlap": False, "chunk": 128, "page_size": 1, "config": {"rectify_interval": 5}},
 )
+# Layers of a method each, or of other fields: blocks and entries of two sizes, two windows, and one part that chooses
+# where a prompt ends.
+PARTS: dict[str, Any] = {"method": "rocketkv", "slots": 200}
+OTHER_BUDGET = {"window_size": 10, "prompt_budget": 30, "kt_page_size": 2}
+RESA_PART = {"method": "resa", "active_ratio": 0.1, "min_pages": 2}
+SKIP_PART = {"method": "skip_softmax", "threshold_scale_factor": {"decode": 200}}
+PARTS_VARIANTS: tuple[dict[str, Any], ...] = (
+    {**PARTS, "overlap": True, "config": {"layers": {"0": {}, "1": OTHER_BUDGET}, "rectify_interval": 4}},
+    {
+        **PARTS,
+        "overlap": False,
+        "config": {"layers": {"0": {}, "1": RESA_PART}, "rectify_interval": 3, "rectify_on_finish": True},
+    },
+    {**PARTS, "overlap": True, "page_size": 8, "config": {"layers": {"0": SKIP_PART, "1": {}}, "rectify_interval": 0}},
+    {
+        **PARTS,
+        "overlap": False,
+        "config": {**CROSSING, "layers": {"0": RESA_PART, "1": OTHER_BUDGET | {"method": "rocketkv"}}},
+    },
+    {
+        **PARTS,
+        "overlap": True,
+        "slots": 480,
+        "chunk": 64,
+        "config": {"layers": {"0": OTHER_BUDGET, "1": {}}, "rectify_interval": 4},
+        "prefill": {"dense_tail": 5},
+    },
+)
 # What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": True},
@@ -106,6 +134,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": False, "page_size": 16, "config": {"rectify_interval": 7}},
     *COMPACT_VARIANTS,
     *SKIP_VARIANTS,
+    *PARTS_VARIANTS,
 )
 
 

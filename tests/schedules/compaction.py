@@ -23,7 +23,7 @@ class Compactions:
 
     def __init__(self, runner: Any):
         self._pool, self._table = runner.token_to_kv_pool, runner.req_to_token_pool
-        self._kept = getattr(self._pool, pools.ATTRIBUTE).require_kept()
+        self._kept = getattr(self._pool, pools.ATTRIBUTE).require_kept(0)
         self._path = runner.attn_backend.keeps.compaction
         self._backend = runner.attn_backend
         self._block = self._backend.method.block_size

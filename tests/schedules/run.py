@@ -53,6 +53,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vary", action="store_true", help="blocks take turns with VARIANTS of the above")
     parser.add_argument("--vary-compact", action="store_true", help="likewise with COMPACT_VARIANTS")
     parser.add_argument("--vary-skip", action="store_true", help="likewise with SKIP_VARIANTS")
+    parser.add_argument("--vary-parts", action="store_true", help="likewise with PARTS_VARIANTS")
     parser.add_argument(
         "--sabotage",
         choices=[
@@ -148,10 +149,15 @@ def _run(args: argparse.Namespace, model: Path, out: TextIO | None) -> bool:
 
 
 def _blocks(args: argparse.Namespace) -> list[Block]:
-    from blocks import COMPACT_VARIANTS, SKIP_VARIANTS, VARIANTS, Block
+    from blocks import COMPACT_VARIANTS, PARTS_VARIANTS, SKIP_VARIANTS, VARIANTS, Block
     from engine import EngineOptions
 
-    asked = ((args.vary, VARIANTS), (args.vary_compact, COMPACT_VARIANTS), (args.vary_skip, SKIP_VARIANTS))
+    asked = (
+        (args.vary, VARIANTS),
+        (args.vary_compact, COMPACT_VARIANTS),
+        (args.vary_skip, SKIP_VARIANTS),
+        (args.vary_parts, PARTS_VARIANTS),
+    )
     variants = next((variants for wanted, variants in asked if wanted), ())
     blocks = []
     end = args.first_seed + args.schedules

@@ -87,6 +87,14 @@ def test_skipped_blocks_leave_every_page_as_a_cold_run_has_it(tmp_path) -> None:
     assert [name for name in names if reached[name] == 0] == []
 
 
+def test_parts_by_layer_leave_every_page_as_a_cold_run_has_it(tmp_path) -> None:
+    flags = ["--schedules", "30", "--block", "6", "--steps", "5", "--vary-parts", "--workers", str(WORKERS)]
+    reached = run(tmp_path / "rows.jsonl", *flags)[-1]
+    assert (reached["schedules"], reached["mismatches"], reached["leaks"], reached["errors"]) == (30, 0, 0, 0)
+    names = ["rectified_tokens", "finish_tokens", "retractions", "evictions", "aborts", "cached_tokens"]
+    assert [name for name in names if reached[name] == 0] == []
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_six_hundred_schedules_of_compaction(tmp_path) -> None:
