@@ -23,6 +23,7 @@ from eval import (
     identity,
     infinitebench,
     niah,
+    ppl_prefill,
     profile_decode,
     reproduce,
     sanitize_kernels,
@@ -32,7 +33,7 @@ from eval.live.runner import parser_of
 from eval.parts import decode_arguments, serving_arguments
 from eval.parts.kernel_inputs import Shape
 from eval.parts.model_shapes import SHAPES
-from eval.parts.reproduce_leg import URL, Command, Leg
+from eval.parts.reproduce_leg import URL, URLS_BESIDE, Command, Leg
 from eval.parts.reproduce_legs import LEGS
 from eval.texts.lengths import short_length
 from sglang_sparse import tune
@@ -53,13 +54,14 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.bench_throughput": bench_throughput.parse,
     "eval.identity": identity.parse,
     "eval.infinitebench": lambda arguments: parser_of(infinitebench.InfiniteBenchSuite).parse_args(arguments),
+    "eval.ppl_prefill": ppl_prefill.parse,
     "eval.niah": lambda arguments: parser_of(niah.NeedleSuite).parse_args(arguments),
     "eval.profile_decode": profile_decode.parse,
     "eval.sanitize_kernels": sanitize_kernels.parse,
     "sglang_sparse.tune": lambda arguments: tune.parser().parse_args(arguments),
 }
 # Legs on trained tiny models.
-TINY = ("needles-", "identity-")
+TINY = ("needles-", "ppl-", "identity-")
 COMMANDS = [(leg, command) for leg in LEGS for command in leg.commands]
 README = Path(reproduce.__file__).parent / "README.md"
 
@@ -70,7 +72,7 @@ def parsed(command: Command, folder: Path) -> argparse.Namespace:
     header = {"kind": "header", "command": "eval.bench_mla", "base_recipe": {}, "arguments": arguments}
     row = {"kind": "summary", "op": "mass+topp+attend", "implementation": "rope", "stripe_ratio": 0.003}
     (folder / "mla-v2-lite.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (header, row)))
-    module, *rest = command.line(folder, ["http://here"], "r1")
+    module, *rest = command.line(folder, ["http://here"] * 3, "r1")
     return PARSERS[module](rest)
 
 
@@ -122,7 +124,8 @@ def test_command_lines_are_what_their_commands_take(leg: Leg, command: Command, 
     args = parsed(command, tmp_path)
     assert args.out == tmp_path / command.file
     assert getattr(args, "revision", "none") == ("r1" if command.module.startswith("eval.") else "none")
-    assert (URL in command.arguments) == (leg.server is not None)
+    asks = not {URL, *URLS_BESIDE}.isdisjoint(command.arguments)
+    assert asks == (leg.server is not None)
     assert getattr(args, "base_url", "http://here") == "http://here"
     if hasattr(args, "recall_from") and args.recall_from:
         assert args.recall_from.name in [other.file for other in leg.commands if command.needs(other)]
