@@ -226,4 +226,10 @@ IDENTITY: tuple[Leg, ...] = (
     # A budget that covers the context, and a factor so small that nothing is below it.
     _framework_identity("rocketkv", {"prompt_budget": 65536, "topk": 32768}),
     _framework_identity("skip_softmax", {"threshold_scale_factor": 1e-30}),
+    # A threshold that every key reaches.
+    _identity(
+        *("anchor-fa3", "tiny-gqa"),
+        ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 1e9, "dense_fallback": "never"}'),
+        *("fa3", "flashinfer", ("--page-size", "16")),
+    ),
 )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from eval import (
     agree_dsa,
@@ -29,6 +28,7 @@ from eval import (
     sanitize_kernels,
 )
 from eval.figures.goals import Goal, read_goals
+from eval.figures.prefill_ppl import BOUND
 from eval.live.runner import parser_of
 from eval.parts import decode_arguments, serving_arguments
 from eval.parts.kernel_inputs import Shape
@@ -180,29 +180,6 @@ def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
         assert limit["--max-total-tokens"] < max(needed) + 16, "a page less and the largest batch is refused"
 
 
-def test_identities_are_of_servers_that_differ_by_the_method_alone() -> None:
-    legs = [leg for leg in LEGS if leg.name.startswith("identity-")]
-    for leg in legs:
-        assert leg.server is not None
-        (dense, noise), ((command,)) = leg.beside, leg.commands
-        assert dense.model == noise.model == leg.server.model and noise.flags != dense.flags
-        option, name, _, config, *flags = leg.server.flags
-        assert option == "--sparse-method" and tuple(flags) == dense.flags
-        settings = build(name, read_config(config))
-        assert settings.config.dense_fallback == "never" and settings.method.sparse_layers(4) == (0, 1, 2, 3)
-        if name == "skip_softmax":
-            # None at all would leave the rows dense.
-            factors = settings.config.model_dump()["threshold_scale_factor"].values()
-            assert factors and all(0 < factor < 1e-20 for factor in factors)
-        else:
-            selected = settings.method.n_select(torch.tensor([500])).tolist()
-            assert selected == [500] or (name == "rocketkv" and selected[0] >= 500)
-        urls = ["http://a", "http://b", "http://c"]
-        given = dict(zip(*[iter(command.line(Path("results"), urls)[1:])] * 2, strict=True))
-        assert [given[f"--{one}-url"] for one in ("base", "compare", "noise")] == urls
-    assert {leg.name.split("-")[2] for leg in legs} == {"flashmla", "flashinfer", "fa3", "triton"}
-
-
 @pytest.mark.parametrize("leg", [leg for leg in LEGS if leg.name.startswith("needles-")], ids=lambda leg: leg.name)
 def test_needles_are_asked_of_a_model_of_ours_by_fields_of_the_method(
     leg: Leg, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,6 +200,25 @@ def test_needles_are_asked_of_a_model_of_ours_by_fields_of_the_method(
         assert args.base_url == args.compare_url and args.compare_custom_params == {"sparse": False}
         parse_options(settings, args.custom_params)
         assert set(args.custom_params) <= set((settings.prefill or settings.method).config.request_fields)
+
+
+def test_controls_of_anchor_differ_by_what_they_select(tmp_path: Path) -> None:
+    """All stripes are found by one threshold; of the method's selection the dense tail is a part."""
+    (perplexity,) = [leg for leg in LEGS if leg.name == "ppl-prefill-anchor"]
+    legs = {leg.name.removeprefix("needles-"): leg for leg in LEGS}
+    servers = {name: legs[name].server for name in ("anchor-few", "random_stripes", "newest_stripes")}
+    found, *others = [*servers.values(), *perplexity.servers]
+    assert found is not None and found == perplexity.server
+    for server in others:
+        assert server is not None
+        config = json.loads(server.flags[3])
+        assert config.pop("dense_tail", None) == (None if server == found else 0)
+        assert config == json.loads(found.flags[3]) and server.flags[4:] == found.flags[4:]
+    assert [server.flags[1] for server in perplexity.servers] == ["anchor", "anchor", "random_stripes"]
+    for command in perplexity.commands:
+        args = parsed(command, tmp_path)
+        assert args.kind == ["records"] and args.windows == 200 and f"-{args.length // 1024}k-" in command.file
+        assert (args.bound == BOUND) == command.file.endswith("k-anchor.jsonl")
 
 
 def test_files_of_other_legs_are_made_before(tmp_path: Path) -> None:
