@@ -101,7 +101,8 @@ def windows_anywhere(books: Mapping[str, Sequence[int]], length: int, count: int
     Args:
         books: name -> token ids.
         length: tokens of a window.
-        count: how many; each begins anywhere in any of the books that are long enough, with equal chance.
+        count: how many; each begins anywhere in any of the books that are long enough, with equal chance. More of them
+            begin with the same.
         seed: of the draw.
 
     Raises:
@@ -113,9 +114,12 @@ def windows_anywhere(books: Mapping[str, Sequence[int]], length: int, count: int
             f"none of {len(books)} book(s) has {length} tokens: give more with --book, or lower --length"
         )
     rng = random.Random(seed)
-    names = rng.choices(list(places), list(places.values()), k=count)
-    starts = [(name, rng.randrange(places[name])) for name in names]
-    return [Window(name, start, tuple(books[name][start : start + length])) for name, start in starts]
+    found = []
+    for _ in range(count):
+        (name,) = rng.choices(list(places), list(places.values()))
+        start = rng.randrange(places[name])
+        found.append(Window(name, start, tuple(books[name][start : start + length])))
+    return found
 
 
 def with_repetition(window: Window, prompt: int, seed: int) -> Window:

@@ -44,6 +44,7 @@ def test_windows_begin_anywhere() -> None:
     windows = windows_anywhere(BOOKS, 300, 400, seed=1)
     assert windows == windows_anywhere(BOOKS, 300, 400, seed=1) != windows_anywhere(BOOKS, 300, 400, seed=2)
     assert all(list(w.tokens) == BOOKS[w.book][w.start : w.start + 300] and len(w.tokens) == 300 for w in windows)
+    assert windows_anywhere(BOOKS, 300, 7, seed=1) == windows[:7]
     # As many of a book as it has places.
     assert 10 < sum(window.book == "two" for window in windows) < 60
     assert max(window.start for window in windows) > 650
