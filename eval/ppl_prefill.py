@@ -1,10 +1,14 @@
 """``python -m eval.ppl_prefill``: what prefilling sparse costs in perplexity, by the log-probabilities of prompts.
 
 Windows of held-out books that do not overlap are prompts of a server with a sparse prefill method, once as it runs and
-once with ``sparse: false``; nothing is decoded. Two texts: of ``book``, the window as it stands, all tokens are judged
-that a sparse query, or one behind it, predicts: from the server's ``crossover_tokens`` on. The end of ``repeat``
-repeats an earlier passage, and its last 32 tokens are judged, see `eval.texts.windows`; a ``dense_tail`` that covers
-them shows what is left of the keys that they look for, one of 0 what a sparse query misses of them.
+once with ``sparse: false``; nothing is decoded. Three texts, see `eval.texts.windows`. Of ``book``, the window as it
+stands, all tokens are judged that a sparse query, or one behind it, predicts: from the server's ``crossover_tokens``
+on. The end of ``repeat`` repeats an earlier passage, and its last 32 tokens are judged; a model that does not repeat
+prose from so far before predicts them no better with those keys than without. In ``records`` numbers are told from
+token 128 on, one of them is asked for at the end, ``--apart`` tokens or more behind the last of them, and the answer is
+judged: a model that looks numbers up must find these keys. Its windows begin anywhere in the books, because nothing of
+these is judged. A ``dense_tail`` that covers what is judged shows what is left of the keys that it looks for, one of 0
+what a sparse query misses of them.
 
 Beside the perplexities, the difference of a token's log-probability stands by position of the query that predicts it.
 
@@ -19,7 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,9 +38,23 @@ from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, require_dense_prefill, sparsity
 from eval.live.forced import prefilled_suffix
 from eval.live.record import Record, read_rows
-from eval.texts.windows import SCORED, Window, add_arguments, read_windows, with_repetition, wrong_arguments
+from eval.texts.windows import (
+    SCORED,
+    Window,
+    add_arguments,
+    make_windows,
+    read_tokens,
+    windows_anywhere,
+    with_records,
+    with_repetition,
+    wrong_arguments,
+)
 
-TEXTS = ("book", "repeat")
+TEXTS = ("book", "repeat", "records")
+# A block of AnchorAttention: what stands in the first one is never left out.
+FIRST_RECORD = 128
+# The longest group of AnchorAttention by default, and the block before it, are never left out either.
+APART = 2048 + 128
 DENSE: dict[str, Any] = {"sparse": False}
 
 
@@ -58,18 +76,38 @@ def begins_at(facts: dict[str, Any], length: int) -> int:
     return begins
 
 
+def make_text(
+    text: str, args: argparse.Namespace, books: Mapping[str, Sequence[int]], encode: Callable[[str], Sequence[int]]
+) -> list[Window]:
+    """The windows of one of ``TEXTS``, of the tokens of `books`; `encode` makes more of them.
+
+    Raises:
+        EvaluationError: the books hold fewer, or a window has no room.
+    """
+    if text == "records":
+        count = args.windows or len(make_windows(books, args.length, None, args.seed))
+        plain = windows_anywhere(books, args.length, count, args.seed)
+        return [with_records(window, FIRST_RECORD, args.seed + i, encode, args.apart) for i, window in enumerate(plain)]
+    plain = make_windows(books, args.length, args.windows, args.seed)
+    return [with_repetition(window, args.length, args.seed) for window in plain] if text == "repeat" else plain
+
+
 def ask(
     server: LiveServer, record: Record, text: str, arm: str, windows: Sequence[Window], args: argparse.Namespace
 ) -> Floats:
-    """Negative log-likelihoods ``[windows, length - 1]`` of all tokens but the first; writes what the server counted.
+    """Negative log-likelihoods ``[windows, tokens]``; writes what the server counted.
+
+    Of ``records`` they are those of the answers; else of all tokens but the first, so that nothing of a prompt is taken
+    from the cache.
 
     Raises:
         EvaluationError: a request failed, or the counters do not show the arm.
     """
     params = DENSE if arm == "dense" else args.custom_params
+    suffix = windows[0].scored if text == "records" else args.length - 1
     before = server.counters()
     found = server.each(
-        lambda client, window: prefilled_suffix(client, window.tokens, len(window.tokens) - 1, params),
+        lambda client, window: prefilled_suffix(client, window.tokens, suffix, params),
         windows,
         f"{text} {arm}",
     )
@@ -95,7 +133,7 @@ def rows_of(text: str, windows: Sequence[Window], nlls: dict[str, Floats], begin
         begins: of `begins_at`.
     """
     length = len(windows[0].tokens)
-    first = begins if text == "book" else length - 1 - SCORED
+    first = begins if text == "book" else -windows[0].scored
     rows: list[dict[str, Any]] = [
         {"kind": "item", "id": f"{text}/{i}", "task": text, "arm": arm, "window": i}
         | {"book": window.book, "start": window.start, "depth": window.depth}
@@ -125,15 +163,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     with LiveServer(args.base_url, args.concurrency) as server:
         facts = server.facts()
         begins = begins_at(facts, args.length)
-        plain = read_windows(args, server.tokenize)
-        names = ("length", "kind", "seed", "custom_params", "least_sparsity", "bound")
-        settings = {"windows": len(plain), "books": sorted({window.book for window in plain})}
+        books = read_tokens(args.book, server.tokenize)
+        texts = {text: make_text(text, args, books, server.tokenize) for text in args.kind}
+        names = ("length", "kind", "seed", "custom_params", "least_sparsity", "bound", "apart")
+        settings = {"windows": len(texts[args.kind[0]]), "books": sorted(books)}
         settings |= {name: getattr(args, name) for name in names}
         header = {"servers": {"base": facts}, "arguments": settings, "label": args.label}
         with Record(args.out, "eval.ppl_prefill", args.revision, **header) as record:
-            for text in args.kind:
-                repeats = text == "repeat"
-                windows = [with_repetition(window, args.length, args.seed) for window in plain] if repeats else plain
+            for text, windows in texts.items():
                 nlls = {arm: ask(server, record, text, arm, windows, args) for arm in ("dense", "sparse")}
                 for row in rows_of(text, windows, nlls, begins):
                     record.add(**row)
@@ -152,6 +189,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path, help="JSONL file to write")
     add_arguments(parser, length=16384, concurrency=4)
     parser.add_argument("--kind", type=list_of(str), default="book", help=f"of {', '.join(TEXTS)}")
+    parser.add_argument("--apart", type=int, default=APART, help="of records: tokens between the last one and the end")
     parser.add_argument("--custom-params", type=json.loads, default={}, help="JSON, sent with each sparse request")
     parser.add_argument("--least-sparsity", type=float, metavar="SHARE", help="of the pairs that must be left out")
     parser.add_argument("--bound", type=float, default=BOUND, help="largest share by which perplexity may grow")
@@ -159,6 +197,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for wrong, message in (
         (args.length < 2 * SCORED, f"--length must be at least {2 * SCORED}"),
         (not args.kind or not set(args.kind) <= set(TEXTS), f"--kind must be of {', '.join(TEXTS)}"),
+        (args.apart < 0, "--apart must be at least 0"),
         (args.bound <= 0, "--bound must be above 0"),
         *wrong_arguments(args),
     ):

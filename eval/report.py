@@ -25,6 +25,7 @@ from pathlib import Path
 
 from eval.figures import (
     agreement,
+    batches,
     compiled,
     crossover,
     decode,
@@ -77,7 +78,7 @@ FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "sho
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in ("niah", "infinitebench") for name in ("rocketkv", "random_kept"))
 NEEDLES = (
-    *(f"niah-tiny-gqa-{name}" for name in ("anchor", "skip_softmax", "rocketkv-topk", "rocketkv-compact")),
+    *(f"niah-tiny-gqa-{name}" for name in ("anchor", "few", "skip_softmax", "rocketkv-topk", "rocketkv-compact")),
     *(f"niah-tiny-dsa-{name}" for name in ("auto", "portable")),
     *(f"niah-tiny-mla-{name}" for name in ("robsa", "random_blocks", "sink_window")),
     *("infinitebench-tiny-mla", "infinitebench-tiny-gqa-anchor"),
@@ -147,10 +148,12 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "kept": lambda: kept.kept(_named(lambda name: name.startswith(KEPT))),
     "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
     "needles": lambda: needles.needles(_named(lambda name: name.startswith(NEEDLES) and TAILS not in name)),
+    "needles-mixed": lambda: batches.batches(_named(lambda name: name.startswith("niah-mixed-"))),
     "theta2": lambda: theta2.theta2(_named(_is_theta2)),
     "needles-tail": lambda: needles.needles(_named(lambda name: name.startswith("niah-tiny-gqa") and TAILS in name)),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
     "prefill-perplexity": lambda: prefill_ppl.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
+    "prefill-records": lambda: prefill_ppl.perplexities(_named(lambda name: name.startswith("ppl-records-"))),
     "prefill-gate": lambda: prefill_ppl.gates(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "prefill-control": lambda: prefill_ppl.controls(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "theta": lambda: theta_summary.theta([_file(name) for name in THETA]),

@@ -181,6 +181,8 @@ def controls(path: Path, control: Path) -> str:
 
 def perplexities(paths: Sequence[Path]) -> str:
     """A line for each file and text, and one for each of its ranges of positions, with perplexities in both arms."""
+    if not paths:
+        return "Not measured yet."
     rows = []
     for path in paths:
         header, *mine = read_finished(path)

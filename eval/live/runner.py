@@ -35,7 +35,7 @@ from eval.live.client import FAILURES, LiveServer
 from eval.live.completions import complete
 from eval.live.counters import EvaluationError, Unreachable, moved, read_shares
 from eval.live.record import Record
-from eval.live.suite import Case, Prompt, Suite
+from eval.live.suite import Case, Group, Prompt, Suite, groups_of
 from eval.live.tokens import Tokens, tokens
 
 ESTIMATED = 20
@@ -60,6 +60,9 @@ def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
     common.add_argument("--model", help="its name at the server; the first one there by default")
     common.add_argument("--tokenizer", help="folder or name; the server's own model path by default")
     common.add_argument("--concurrency", type=int, default=8, help="questions in flight")
+    common.add_argument(
+        "--mixed", action="store_true", help="tasks and lengths at once, in an order that is drawn, not one by one"
+    )
     common.add_argument("--timeout", type=float, default=1800.0, help="seconds of one request")
     common.add_argument("--seed", type=int, default=0, help="of the questions")
     common.add_argument("--custom-params", type=json.loads, default={}, help="JSON, sent with each request")
@@ -85,14 +88,6 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaults
     pass
 
 
-def groups_of(cases: Sequence[Case]) -> list[tuple[str, list[Case]]]:
-    """The cases by task and length, in the order in which they first come; each group has its own counters."""
-    groups: dict[str, list[Case]] = {}
-    for case in cases:
-        groups.setdefault(" ".join(str(p) for p in (case.task, case.length) if p is not None), []).append(case)
-    return list(groups.items())
-
-
 class Run:
     """One run of a suite.
 
@@ -108,40 +103,40 @@ class Run:
         self.rows = [row for row in record.earlier if row["kind"] == "item" and not row.get("failed")]
         self.counts = [row for row in record.earlier if row["kind"] == "counters"]
 
-    def all_groups(self, cases: Sequence[Case]) -> None:
+    def all_groups(self, groups: Sequence[Group]) -> None:
         """Ask everything that was not asked before.
 
         Raises:
             Unreachable: a server gave no answer; what was asked before is kept.
             EvaluationError: see `require_proof`.
         """
-        for label, group in groups_of(cases):
+        for group in groups:
             for arm in self.arms:
                 done = {row["id"] for row in self.rows if row["arm"] == arm.name}
-                left = [case for case in group if case.id not in done]
-                if not left and arm.counted and not self._counted(arm, group[0]):
+                left = [case for case in group.cases if case.id not in done]
+                if not left and arm.counted and not self._counted(arm, group):
                     # Interrupted between the last answer and its counters.
-                    left = group[-1:]
+                    left = list(group.cases[-1:])
                 if left:
-                    self._group(label, arm, left)
+                    self._group(group, arm, left)
                 if arm.counted:
-                    require_proof(label, arm, self.expect, self._counted(arm, group[0]))
+                    require_proof(group.label, arm, self.expect, self._counted(arm, group))
 
-    def _counted(self, arm: Arm, case: Case) -> list[dict[str, int]]:
-        """What the server counted for the group of a case, run by run."""
-        place = (arm.name, case.task, case.length)
-        return [row["counters"] for row in self.counts if (row["arm"], row["task"], row["length"]) == place]
+    def _counted(self, arm: Arm, group: Group) -> list[dict[str, int]]:
+        """What the server counted for a group, run by run."""
+        wanted = (arm.name, group.task, group.length)
+        return [row["counters"] for row in self.counts if (row["arm"], row["task"], row["length"]) == wanted]
 
-    def _group(self, label: str, arm: Arm, cases: Sequence[Case]) -> None:
+    def _group(self, group: Group, arm: Arm, cases: Sequence[Case]) -> None:
         async def work(client: httpx.AsyncClient, case: Case) -> None:
             await self._item(client, arm, case)
 
         before = arm.server.counters() if arm.counted else None
-        arm.server.each(work, cases, f"{label} {arm.name}")
+        arm.server.each(work, cases, f"{group.label} {arm.name}")
         if before is None:
             return
         counts = moved(before, arm.server.counters())
-        row = {"arm": arm.name, "task": cases[0].task, "length": cases[0].length, "items": len(cases)}
+        row = {"arm": arm.name, "task": group.task, "length": group.length, "items": len(cases)}
         row |= read_shares(counts)
         self.counts.append({"kind": "counters", **row, "counters": counts})
         self.record.add(**self.counts[-1])
@@ -242,7 +237,7 @@ def _ask(
         if not work.rows:
             estimate(suite, arms, cases)
         began = time.monotonic()
-        work.all_groups(cases)
+        work.all_groups(groups_of(cases, args.seed if args.mixed else None))
         print(f"{len(work.rows)} answers in {time.monotonic() - began:.0f} s", file=sys.stderr)
         for arm in arms:
             require_answers(arm.name, [row for row in work.rows if row["arm"] == arm.name])
@@ -270,6 +265,8 @@ def main(suite_class: type[Suite], arguments: list[str] | None = None) -> int:
         parser.error(f"--concurrency must be at least 1, got {args.concurrency}")
     if args.least_sparsity is not None and not 0 < args.least_sparsity < 1:
         parser.error(f"--least-sparsity must be above 0 and below 1, got {args.least_sparsity}")
+    if args.least_sparsity is not None and args.mixed:
+        parser.error("--least-sparsity is of each task and length, and --mixed counts all of them together")
     try:
         suite, rows, summary = run(suite_class, args)
         if args.plot:

@@ -49,6 +49,42 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Cases that are asked before the next ones are, and whose counters are told apart from those of others.
+
+    Attributes:
+        cases: in the order in which they are asked.
+        task: of all of them; None of a group that is mixed.
+        length: likewise.
+    """
+
+    cases: Sequence[Case]
+    task: str | None = None
+    length: int | None = None
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return " ".join(str(part) for part in (self.task, self.length) if part is not None) or "mixed"
+
+
+def groups_of(cases: Sequence[Case], mixed: int | None = None) -> list[Group]:
+    """Cases by task and length, in the order in which they first come.
+
+    Args:
+        cases: all of them.
+        mixed: if not None all are one group instead, in an order drawn by this seed: what a server has in a batch is
+            then of several lengths.
+    """
+    if mixed is not None:
+        return [Group(random.Random(mixed).sample(cases, len(cases)))]
+    groups: dict[tuple[str, int | None], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.task, case.length), []).append(case)
+    return [Group(found, *place) for place, found in groups.items()]
+
+
+@dataclass(frozen=True)
 class Prompt:
     """What is sent and what is expected.
 

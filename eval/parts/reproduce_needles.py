@@ -17,7 +17,7 @@ ROBSA = {"page_size": 64, "allow_uncalibrated": True}
 # SGLang prefills short prompts, its own warm-up among them, dense with FA3 otherwise: by other kernels than those that
 # are looked at, and it takes no values of 64 beside queries of 128.
 BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
-_CONTROLS = (("PYTHONPATH", "eval/controls"),)
+CONTROLS = (("PYTHONPATH", "eval/controls"),)
 TINY_MLA_CALIBRATION = "eval/models/tiny-mla/robsa.json"
 _FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 # Two methods, and one of them with two sets of fields, in the four layers of tiny-gqa.
@@ -27,9 +27,10 @@ _BY_LAYER = {
 }
 THETA1 = (0.3, 0.5, 0.7, 0.95)
 # CUDA graphs of larger batches than are asked would take most of a start.
-_AT_ONCE = "16"
-_GRAPHS = ("--mem-fraction-static", "0.4", "--cuda-graph-max-bs-decode", _AT_ONCE)
-_BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
+AT_ONCE = "16"
+GRAPHS = ("--mem-fraction-static", "0.4", "--cuda-graph-max-bs-decode", AT_ONCE)
+EVERY_TENTH = ",".join(map(str, range(0, 101, 10)))
+BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
 
 
 def _needles(
@@ -56,8 +57,8 @@ def _needles(
     """
     page = config.get("page_size", 16)
     flags = ("--sparse-method", name, "--sparse-config", json.dumps({"page_size": page, **config}))
-    flags += ("--page-size", str(page), "--attention-backend", backend, *_GRAPHS)
-    both = (*_BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", _AT_ONCE)
+    flags += ("--page-size", str(page), "--attention-backend", backend, *GRAPHS)
+    both = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", AT_ONCE)
     named = "-".join((name, *filter(None, (label,))))
     commands = []
     for fields, form in product(settings, forms):
@@ -68,45 +69,11 @@ def _needles(
     return Leg(f"needles-{named}", tuple(commands), Server(f"eval/models/{model}", flags))
 
 
-def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
-    """Needles with the thresholds that were calibrated for the tiny model, which leave out three fifths at 32k."""
-    flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", "eval/models/tiny-gqa/anchor.json", *more)
-    flags += ("--page-size", "16", "--attention-backend", "fa3", *_GRAPHS)
-    asked = (*_BESIDE_DENSE, "--n", str(count), "--concurrency", _AT_ONCE, "--lengths", "32k")
-    # The text around a pass key is one sentence again and again, of which more is kept.
-    suites = (("niah", "single,multikey", "0.6"), ("infinitebench", "gen_passkey", "0.5"))
-    commands = tuple(
-        Command(
-            f"eval.{suite}",
-            f"{suite}-tiny-gqa-{name}.jsonl",
-            (*asked, "--tasks", tasks, "--least-sparsity", sparsity),
-        )
-        for suite, tasks, sparsity in suites
-    )
-    return Leg(f"needles-{name}", commands, Server("eval/models/tiny-gqa", flags))
-
-
-def _anchor_batches(name: str, *more: str) -> Leg:
-    """The same thresholds in batches of mixed lengths, with and without prefixes of prompts in the cache.
-
-    Ten questions of each length, in its order: of those that are asked at once there are always two lengths or more.
-    """
-    flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", "eval/models/tiny-gqa/anchor.json")
-    flags += ("--page-size", "16", "--attention-backend", "fa3", *_GRAPHS, *more)
-    lengths = ",".join(f"{thousands}k" for thousands in range(10, 33, 2))
-    asked = (*_BESIDE_DENSE, "--tasks", "single,multikey", "--n", "1", "--concurrency", _AT_ONCE, "--lengths", lengths)
-    commands = tuple(
-        Command("eval.niah", f"niah-mixed-tiny-gqa-{name}-{form}.jsonl", (*asked, "--form", form))
-        for form in ("chat", "second_turn")
-    )
-    return Leg(f"needles-mixed-{name}", commands, Server("eval/models/tiny-gqa", flags))
-
-
 def _calibrated_server(method: str, config: Mapping[str, Any], environment: tuple[tuple[str, str], ...] = ()) -> Server:
     """A server of tiny-mla with the layers that its calibration says are sensitive."""
     config = {"page_size": 64, "calibration": TINY_MLA_CALIBRATION, **_ALWAYS, **config}
     flags = ("--sparse-method", method, "--sparse-config", json.dumps(config), "--page-size", "64")
-    flags += ("--attention-backend", "flashmla", *_GRAPHS)
+    flags += ("--attention-backend", "flashmla", *GRAPHS)
     return Server("eval/models/tiny-mla", flags, environment)
 
 
@@ -131,7 +98,7 @@ def _robsa_needles(
         depths: of the needles, in percent.
     """
     name, config = (f"{method}-all", {"theta2": 0}) if every_layer else (method, {})
-    both = (*_BESIDE_DENSE, "--n", str(count), "--concurrency", _AT_ONCE, "--lengths", "8k,32k", "--depths", depths)
+    both = (*BESIDE_DENSE, "--n", str(count), "--concurrency", AT_ONCE, "--lengths", "8k,32k", "--depths", depths)
     both += ("--custom-params", json.dumps({"theta1": theta1}))
     commands = [Command("eval.niah", f"niah-tiny-mla-{name}.jsonl", (*both, "--tasks", "single,multikey"))]
     if passkey:
@@ -192,7 +159,7 @@ def _theta2(name: str, config: Mapping[str, Any]) -> Leg:
             "eval.niah",
             f"niah-tiny-mla-theta2-{name}-{theta1}.jsonl",
             (
-                *(*_BESIDE_DENSE, "--tasks", "multikey,multikey_hard", "--n", "20", "--concurrency", _AT_ONCE),
+                *(*BESIDE_DENSE, "--tasks", "multikey,multikey_hard", "--n", "20", "--concurrency", AT_ONCE),
                 *("--lengths", "8k", "--custom-params", json.dumps({"theta1": theta1})),
             ),
         )
@@ -212,18 +179,14 @@ def _own_needles(implementation: str, *more: str) -> Leg:
     """
     name = "-".join(("dsa", implementation, *(("fp8",) if more else ())))
     config = json.dumps({"implementation": implementation})
-    flags = ("--sparse-method", "dsa", "--sparse-config", config, "--page-size", "64", *_GRAPHS, *more)
+    flags = ("--sparse-method", "dsa", "--sparse-config", config, "--page-size", "64", *GRAPHS, *more)
     asked = ("--base-url", URL, "--expect", "dsa", "--lengths", "1k,8k,32k")
-    asked += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", _AT_ONCE)
+    asked += ("--tasks", "single,multikey,multivalue,multiquery", "--n", "25", "--concurrency", AT_ONCE)
     command = Command("eval.niah", f"niah-tiny-{name}.jsonl", asked)
     return Leg(f"needles-{name}", (command,), Server("eval/models/tiny-dsa", flags, BY_INDEX))
 
 
 NEEDLES: tuple[Leg, ...] = (
-    _anchor_needles("anchor", (), 100),
-    _anchor_needles("anchor-resa", ("--sparse-method", "resa"), 20),
-    _anchor_batches("anchor"),
-    _anchor_batches("anchor-no-graphs", "--disable-cuda-graph"),
     _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 350}),
     _needles("resa", "tiny-gqa", "fa3", {**_BY_LAYER, **_ALWAYS, **UNPROVEN}, "8k", {}, label="layers"),
     # 2 % of a text of 8k are read, of an eighth of it that is kept.
@@ -241,7 +204,7 @@ NEEDLES: tuple[Leg, ...] = (
     _robsa_needles("robsa", 0.7, 100, every_layer=True, passkey=True),
     # A share that is more than RoBSA reads. One needle in eleven stands at the end, where a window always has it.
     *(
-        _robsa_needles(control, 0.15, 10, _CONTROLS, every_layer, depths=",".join(map(str, range(0, 101, 10))))
+        _robsa_needles(control, 0.15, 10, CONTROLS, every_layer, depths=EVERY_TENTH)
         for control in ("random_blocks", "sink_window")
         for every_layer in (False, True)
     ),
@@ -263,4 +226,10 @@ IDENTITY: tuple[Leg, ...] = (
     # A budget that covers the context, and a factor so small that nothing is below it.
     _framework_identity("rocketkv", {"prompt_budget": 65536, "topk": 32768}),
     _framework_identity("skip_softmax", {"threshold_scale_factor": 1e-30}),
+    # A threshold that every key reaches.
+    _identity(
+        *("anchor-fa3", "tiny-gqa"),
+        ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 1e9, "dense_fallback": "never"}'),
+        *("fa3", "flashinfer", ("--page-size", "16")),
+    ),
 )

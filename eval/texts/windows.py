@@ -60,8 +60,12 @@ def wrong_arguments(args: argparse.Namespace) -> list[tuple[bool, str]]:
 
 def read_windows(args: argparse.Namespace, encode: Callable[[str], Sequence[int]]) -> list[Window]:
     """The windows that a command line asks for, by the tokenizer `encode`; see `make_windows`."""
-    books = {path.name.split(".")[0]: encode(read_book(path)) for path in args.book}
-    return make_windows(books, args.length, args.windows, args.seed)
+    return make_windows(read_tokens(args.book, encode), args.length, args.windows, args.seed)
+
+
+def read_tokens(books: Sequence[Path], encode: Callable[[str], Sequence[int]]) -> dict[str, Sequence[int]]:
+    """The token ids of each book, by its name."""
+    return {path.name.split(".")[0]: encode(read_book(path)) for path in books}
 
 
 def make_windows(books: Mapping[str, Sequence[int]], length: int, count: int | None, seed: int) -> list[Window]:
@@ -91,6 +95,33 @@ def make_windows(books: Mapping[str, Sequence[int]], length: int, count: int | N
     return [found[i] for i in chosen]
 
 
+def windows_anywhere(books: Mapping[str, Sequence[int]], length: int, count: int, seed: int) -> list[Window]:
+    """Windows that may overlap, for texts of which nothing of the book is judged.
+
+    Args:
+        books: name -> token ids.
+        length: tokens of a window.
+        count: how many; each begins anywhere in any of the books that are long enough, with equal chance. More of them
+            begin with the same.
+        seed: of the draw.
+
+    Raises:
+        EvaluationError: no book is long enough.
+    """
+    places = {name: len(ids) - length + 1 for name, ids in books.items() if len(ids) >= length}
+    if not places:
+        raise EvaluationError(
+            f"none of {len(books)} book(s) has {length} tokens: give more with --book, or lower --length"
+        )
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        (name,) = rng.choices(list(places), list(places.values()))
+        start = rng.randrange(places[name])
+        found.append(Window(name, start, tuple(books[name][start : start + length])))
+    return found
+
+
 def with_repetition(window: Window, prompt: int, seed: int) -> Window:
     """The window with its last ``CUE + SCORED`` tokens replaced by ones that stand earlier in it.
 
@@ -116,7 +147,9 @@ def with_repetition(window: Window, prompt: int, seed: int) -> Window:
     return replace(window, tokens=window.tokens[: -len(tail)] + tail, depth=start / size)
 
 
-def with_records(window: Window, prompt: int, seed: int, encode: Callable[[str], Sequence[int]]) -> Window:
+def with_records(
+    window: Window, prompt: int, seed: int, encode: Callable[[str], Sequence[int]], apart: int = 0
+) -> Window:
     """The window as a chat: numbers are told in its suffix, and at its end one of them is asked for and answered.
 
     ``RECORDS`` records of the form "needle" stand anywhere between the tokens of the suffix, so that all of them are
@@ -128,6 +161,7 @@ def with_records(window: Window, prompt: int, seed: int, encode: Callable[[str],
         prompt: its first so many tokens are prefilled.
         seed: of the draw; each window of each book draws for itself.
         encode: text -> token ids.
+        apart: tokens before the question in which no record stands.
 
     Raises:
         EvaluationError: the suffix has no room for the records and the question.
@@ -142,12 +176,15 @@ def with_records(window: Window, prompt: int, seed: int, encode: Callable[[str],
     records = [encode(" " + form.record(key, value=value)) for key, value in numbers.items()]
     size = len(window.tokens)
     room = size - prompt - len(after) - sum(map(len, records))
-    if room < 0 or len(before) > prompt:
-        raise EvaluationError(f"a suffix of {size - prompt} tokens has no room for {RECORDS} records and a question")
+    if room < apart or len(before) > prompt:
+        further = f", {apart} tokens apart" if apart else ""
+        raise EvaluationError(
+            f"a suffix of {size - prompt} tokens has no room for {RECORDS} records and a question{further}"
+        )
     book = iter(window.tokens)
     tokens = [*before, *(next(book) for _ in range(prompt - len(before)))]
     depth = 0.0
-    cuts = sorted(rng.randint(0, room) for _ in records)
+    cuts = sorted(rng.randint(0, room - apart) for _ in records)
     for key, record, first, last in zip(numbers, records, [0, *cuts], cuts, strict=False):
         tokens += [next(book) for _ in range(last - first)]
         if key == asked:

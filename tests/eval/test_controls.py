@@ -116,14 +116,30 @@ def test_random_stripes_are_as_many_as_were_found(controls) -> None:
         assert redraw(active[..., :count], count).equal(active[..., :count])
 
 
-def test_random_stripes_leave_out_what_anchor_leaves_out_elsewhere(controls) -> None:
+def test_newest_stripes_are_as_many_and_stand_together(controls) -> None:
+    newest = controls("newest_stripes").newest
+    torch.manual_seed(0)
+    active = torch.rand(2, 3, 400) < torch.tensor([0.0, 0.3, 1.0])[:, None]
+    active[..., -16:] = True
+    taken = newest(active, 16)
+    assert taken.sum(-1).equal(active.sum(-1)) and taken.shape == active.shape
+    # Once a key is taken, all newer ones are.
+    assert not (taken[..., :-1] & ~taken[..., 1:]).any() and not taken[:, 1].equal(active[:, 1])
+    # The candidates of the second group are the block before it, those of a dense one none.
+    for count in (16, 0):
+        assert newest(active[..., 400 - count :], count).equal(active[..., 400 - count :])
+
+
+@pytest.mark.parametrize("name", ["random_stripes", "newest_stripes"])
+def test_other_stripes_leave_out_what_anchor_leaves_out_elsewhere(controls, name: str) -> None:
     config = AnchorConfig(theta=0.5, step=2, block_size=16, crossover_tokens=0, dense_tail=0)
     torch.manual_seed(0)
     tokens, heads, kv_heads, dim = 256, 4, 2, 8
     query, pages = torch.randn(tokens, heads, dim), torch.arange(16, dtype=torch.int32)[None]
     caches = torch.randn(tokens, kv_heads, dim), torch.randn(tokens, kv_heads, dim)
     outs, counts = [], []
-    for kind in (Anchor, controls("random_stripes").RandomStripes):
+    kinds = {"random_stripes": "RandomStripes", "newest_stripes": "NewestStripes"}
+    for kind in (Anchor, getattr(controls(name), kinds[name])):
         method = kind(config)
         out, pairs = torch.empty(tokens, heads, dim), torch.zeros(2, dtype=torch.int64)
         plan = method.plan([PrefillSpan(0, 0, tokens, method)], torch.device("cpu"))

@@ -111,6 +111,28 @@ def test_of_a_repetition_its_end_is_judged() -> None:
     assert {row["scores"]["nll"] for row in ppl_prefill.rows_of("repeat", windows, {"dense": dense}, 0)} == {1.0}
 
 
+def test_of_records_the_answer_is_judged() -> None:
+    args = ppl_prefill.parse(["--base-url", "u", "--out", "x.jsonl", "--length", "4096", "--windows", "30"])
+
+    def encode(text: str) -> list[int]:
+        return [-ord(letter) for letter in text]
+
+    windows = ppl_prefill.make_text("records", args, {"book": list(range(1, 6001))}, encode)
+    # More than stand side by side in so short a book.
+    assert len(windows) == 30 == len({window.start for window in windows}) == len({window.tokens for window in windows})
+    for window in windows:
+        assert len(window.tokens) == 4096 and window.depth is not None
+        first, *_, last = [i for i, token in enumerate(window.tokens) if token == -ord("O")]
+        assert first >= ppl_prefill.FIRST_RECORD and last < 4096 - ppl_prefill.APART
+    scored = windows[0].scored
+    found = {"dense": np.tile(np.arange(scored, dtype=np.float64), (30, 1))}
+    rows = ppl_prefill.rows_of("records", windows, found, 2048)
+    assert {row["scores"]["nll"] for row in rows} == {(scored - 1) / 2} and len(rows) == 30
+    for text in ("book", "repeat"):
+        with pytest.raises(EvaluationError, match="hold 1 windows of 4096 tokens, wanted 30"):
+            ppl_prefill.make_text(text, args, {"book": list(range(1, 6001))}, encode)
+
+
 def test_windows_of_both_arms_must_be_the_same() -> None:
     found = rows(0.0)
     with pytest.raises(EvaluationError, match="book: 40 windows are sparse and 39 dense"):
@@ -131,7 +153,8 @@ def test_servers_that_prefill_dense_are_refused() -> None:
     ("given", "message"),
     [
         (["--length", "63"], "--length must be at least 64"),
-        (["--kind", "book,records"], "--kind must be of book, repeat"),
+        (["--kind", "book,poem"], "--kind must be of book, repeat, records"),
+        (["--apart", "-1"], "--apart must be at least 0"),
         (["--bound", "0"], "--bound must be above 0"),
         (["--windows", "0"], "--windows must be at least 1"),
         (["--book", "a/x.txt", "--book", "b/x.txt"], "two files have the same name"),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from eval import (
     agree_dsa,
@@ -23,16 +22,18 @@ from eval import (
     identity,
     infinitebench,
     niah,
+    ppl_prefill,
     profile_decode,
     reproduce,
     sanitize_kernels,
 )
 from eval.figures.goals import Goal, read_goals
+from eval.figures.prefill_ppl import BOUND
 from eval.live.runner import parser_of
 from eval.parts import decode_arguments, serving_arguments
 from eval.parts.kernel_inputs import Shape
 from eval.parts.model_shapes import SHAPES
-from eval.parts.reproduce_leg import URL, Command, Leg
+from eval.parts.reproduce_leg import URL, URLS_BESIDE, Command, Leg
 from eval.parts.reproduce_legs import LEGS
 from eval.texts.lengths import short_length
 from sglang_sparse import tune
@@ -53,13 +54,14 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.bench_throughput": bench_throughput.parse,
     "eval.identity": identity.parse,
     "eval.infinitebench": lambda arguments: parser_of(infinitebench.InfiniteBenchSuite).parse_args(arguments),
+    "eval.ppl_prefill": ppl_prefill.parse,
     "eval.niah": lambda arguments: parser_of(niah.NeedleSuite).parse_args(arguments),
     "eval.profile_decode": profile_decode.parse,
     "eval.sanitize_kernels": sanitize_kernels.parse,
     "sglang_sparse.tune": lambda arguments: tune.parser().parse_args(arguments),
 }
 # Legs on trained tiny models.
-TINY = ("needles-", "identity-")
+TINY = ("needles-", "ppl-", "identity-")
 COMMANDS = [(leg, command) for leg in LEGS for command in leg.commands]
 README = Path(reproduce.__file__).parent / "README.md"
 
@@ -70,7 +72,7 @@ def parsed(command: Command, folder: Path) -> argparse.Namespace:
     header = {"kind": "header", "command": "eval.bench_mla", "base_recipe": {}, "arguments": arguments}
     row = {"kind": "summary", "op": "mass+topp+attend", "implementation": "rope", "stripe_ratio": 0.003}
     (folder / "mla-v2-lite.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (header, row)))
-    module, *rest = command.line(folder, ["http://here"], "r1")
+    module, *rest = command.line(folder, ["http://here"] * 3, "r1")
     return PARSERS[module](rest)
 
 
@@ -122,7 +124,8 @@ def test_command_lines_are_what_their_commands_take(leg: Leg, command: Command, 
     args = parsed(command, tmp_path)
     assert args.out == tmp_path / command.file
     assert getattr(args, "revision", "none") == ("r1" if command.module.startswith("eval.") else "none")
-    assert (URL in command.arguments) == (leg.server is not None)
+    asks = not {URL, *URLS_BESIDE}.isdisjoint(command.arguments)
+    assert asks == (leg.server is not None)
     assert getattr(args, "base_url", "http://here") == "http://here"
     if hasattr(args, "recall_from") and args.recall_from:
         assert args.recall_from.name in [other.file for other in leg.commands if command.needs(other)]
@@ -177,29 +180,6 @@ def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
         assert limit["--max-total-tokens"] < max(needed) + 16, "a page less and the largest batch is refused"
 
 
-def test_identities_are_of_servers_that_differ_by_the_method_alone() -> None:
-    legs = [leg for leg in LEGS if leg.name.startswith("identity-")]
-    for leg in legs:
-        assert leg.server is not None
-        (dense, noise), ((command,)) = leg.beside, leg.commands
-        assert dense.model == noise.model == leg.server.model and noise.flags != dense.flags
-        option, name, _, config, *flags = leg.server.flags
-        assert option == "--sparse-method" and tuple(flags) == dense.flags
-        settings = build(name, read_config(config))
-        assert settings.config.dense_fallback == "never" and settings.method.sparse_layers(4) == (0, 1, 2, 3)
-        if name == "skip_softmax":
-            # None at all would leave the rows dense.
-            factors = settings.config.model_dump()["threshold_scale_factor"].values()
-            assert factors and all(0 < factor < 1e-20 for factor in factors)
-        else:
-            selected = settings.method.n_select(torch.tensor([500])).tolist()
-            assert selected == [500] or (name == "rocketkv" and selected[0] >= 500)
-        urls = ["http://a", "http://b", "http://c"]
-        given = dict(zip(*[iter(command.line(Path("results"), urls)[1:])] * 2, strict=True))
-        assert [given[f"--{one}-url"] for one in ("base", "compare", "noise")] == urls
-    assert {leg.name.split("-")[2] for leg in legs} == {"flashmla", "flashinfer", "fa3", "triton"}
-
-
 @pytest.mark.parametrize("leg", [leg for leg in LEGS if leg.name.startswith("needles-")], ids=lambda leg: leg.name)
 def test_needles_are_asked_of_a_model_of_ours_by_fields_of_the_method(
     leg: Leg, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -220,6 +200,26 @@ def test_needles_are_asked_of_a_model_of_ours_by_fields_of_the_method(
         assert args.base_url == args.compare_url and args.compare_custom_params == {"sparse": False}
         parse_options(settings, args.custom_params)
         assert set(args.custom_params) <= set((settings.prefill or settings.method).config.request_fields)
+
+
+def test_controls_of_anchor_differ_by_what_they_select(tmp_path: Path) -> None:
+    """All stripes are found by one threshold; of the method's selection the dense tail is a part."""
+    (perplexity,) = [leg for leg in LEGS if leg.name == "ppl-prefill-anchor"]
+    legs = {leg.name.removeprefix("needles-"): leg for leg in LEGS}
+    servers = {name: legs[name].server for name in ("anchor-few", "random_stripes", "newest_stripes")}
+    found, *others = [*servers.values(), *perplexity.servers]
+    assert found is not None and found == perplexity.server
+    for server in others:
+        assert server is not None
+        config = json.loads(server.flags[3])
+        assert config.pop("dense_tail", None) == (None if server == found else 0)
+        assert config == json.loads(found.flags[3]) and server.flags[4:] == found.flags[4:]
+    assert [server.flags[1] for server in perplexity.servers] == ["anchor", "anchor", "random_stripes"]
+    for command in perplexity.commands:
+        args = parsed(command, tmp_path)
+        assert args.kind == ["records"] and f"-{args.length // 1024}k-" in command.file
+        judged = command.file.endswith("k-anchor.jsonl")
+        assert (args.bound == BOUND) == (args.windows == 200) == judged
 
 
 def test_files_of_other_legs_are_made_before(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from openai_stub import Server
 
 from eval.live import client, runner
-from eval.live.arms import Arm, require_answers, require_method, require_proof, require_reference, require_sparsity
+from eval.live.arms import Arm, require_proof
 from eval.live.counters import COUNTED, PREFILL_COUNTED, EvaluationError
 from eval.live.record import read_rows
 from eval.live.suite import Case, Prompt, Suite
@@ -84,6 +84,44 @@ def test_a_turn_before_is_asked_first_and_does_not_count(server: Server, tmp_pat
     assert [row["scores"]["score"] for row in rows] == [1.0] * 4 and rows[0]["prompt_tokens"] == 16
 
 
+class Lengths(Sums):
+    """Questions of two lengths."""
+
+    def cases(self) -> list[Case]:
+        return [Case("last", length, None, i) for length in (20, 30) for i in range(self.args.n)]
+
+    def build(self, case: Case) -> Prompt:
+        number = case.rng(self.args.seed).randrange(1000, 2000)
+        return Prompt([*[7] * ((case.length or 0) - 5), number], [str(number)], 4)
+
+
+def test_lengths_are_asked_one_by_one_or_mixed(server: Server, tmp_path: Path) -> None:
+    def asked(out: str, *more: str) -> tuple[list[int], list[dict[str, Any]]]:
+        server.info = {"version": "1", "internal_states": [{"sparse": Prefilling()}]}
+        server.asked.clear()
+        given = ("--concurrency", "1", "--n", "8", *more)
+        assert runner.main(Lengths, command(server, tmp_path / out, *given)) == 0
+        rows = read_rows(tmp_path / out)
+        assert len([row for row in rows if row["kind"] == "summary"]) == 2
+        counts = [row for row in rows if row["kind"] == "counters"]
+        return [len(request["prompt"]) for request in server.asked], counts
+
+    lengths, counts = asked("a.jsonl")
+    assert lengths == sorted(lengths) and [(row["length"], row["items"]) for row in counts] == [(20, 8), (30, 8)]
+    lengths, counts = asked("b.jsonl", "--mixed")
+    assert sorted(lengths) == [16] * 8 + [26] * 8 and lengths != sorted(lengths)
+    assert [(row["task"], row["length"], row["items"]) for row in counts] == [(None, None, 16)]
+    assert asked("c.jsonl", "--mixed")[0] == lengths, "the order is the seed's"
+
+
+def test_mixed_lengths_have_no_sparsity_each(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        runner.main(Sums, command(server, tmp_path / "a.jsonl", "--mixed", "--least-sparsity", "0.5"))
+    assert "--mixed counts all of them together" in capsys.readouterr().err
+
+
 def test_two_servers_are_compared_question_by_question(server: Server, tmp_path: Path) -> None:
     other = Server()
     threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
@@ -154,23 +192,6 @@ def test_a_method_must_be_confirmed_and_must_run(
     assert runner.main(Sums, command(server, tmp_path / "c.jsonl", "--expect", "any")) == 0
     rows = read_rows(tmp_path / "c.jsonl")
     assert [row["counters"]["decode_rows"] for row in rows if row["kind"] == "counters"] == [4]
-
-
-def test_a_reference_must_be_dense_and_of_the_same_model() -> None:
-    plain, other = {"model_path": "m", "sparse": None}, {"model_path": "n", "sparse": None}
-    resa = {"model_path": "m", "sparse": {"method": "resa"}}
-    for facts in ([resa, plain], [resa, {}]):
-        require_reference("auto", facts, {})
-    require_reference("auto", [resa, resa], {"sparse": False})
-    require_reference("any", [resa, resa], {})
-    with pytest.raises(EvaluationError, match="compare with runs resa"):
-        require_reference("auto", [resa, resa], {})
-    # A server whose prefill alone is sparse is no reference either.
-    anchor = {"model_path": "m", "sparse": {"method": None, "prefill": {"method": "anchor"}}}
-    with pytest.raises(EvaluationError, match="compare with runs anchor"):
-        require_reference("auto", [resa, anchor], {})
-    with pytest.raises(EvaluationError, match="different models, m and n"):
-        require_reference("auto", [resa, other], {})
 
 
 def test_scores_of_rows_that_ran_dense_are_refused(server: Server) -> None:
@@ -253,33 +274,6 @@ def test_counters_are_summed_over_ranks(server: Server) -> None:
         state = live.counters()
     assert state["decode_rows"] == 7 and state["method"] is None
     assert {name: state["prefill"][name] for name in PREFILLED} == {k: 2 * v for k, v in PREFILLED.items()}
-
-
-def test_a_run_with_failed_requests_is_void() -> None:
-    rows = [{"id": str(i), "failed": "refused" if i == 0 else None} for i in range(100)]
-    with pytest.raises(EvaluationError, match="void: 1 of 100 base requests failed: refused"):
-        require_answers("base", rows)
-    require_answers("base", rows[1:])
-
-
-def test_a_compared_server_needs_a_method(server: Server) -> None:
-    with pytest.raises(EvaluationError, match="runs no sparse method, expected a sparse method"):
-        require_method("auto", {}, compared=True)
-    require_method("auto", {}, compared=False)
-    require_method("dense", {"sparse": None}, compared=True)
-    both = {"sparse": {"method": "resa", "prefill": {"method": "anchor"}}}
-    require_method("resa+anchor", both, compared=True)
-    with pytest.raises(EvaluationError, match=r"runs resa\+anchor, expected resa"):
-        require_method("resa", both, compared=True)
-
-
-def test_a_prefill_that_leaves_out_too_little_is_refused() -> None:
-    base = {"arm": "base", "task": "single", "length": 32768, "sparsity": 0.64}
-    dense = {**base, "arm": "compare", "sparsity": 0.0}
-    require_sparsity([base, dense], 0.6)
-    for sparsity, said in ((0.59, "0.590"), (None, "0.000")):
-        with pytest.raises(EvaluationError, match=rf"less than 0.6 of .* \(--least-sparsity\): multikey 8192: {said}$"):
-            require_sparsity([base, {**base, "task": "multikey", "length": 8192, "sparsity": sparsity}], 0.6)
 
 
 @pytest.mark.parametrize("least", ["0", "1", "-0.1", "nan"])

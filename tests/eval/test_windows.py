@@ -7,7 +7,7 @@ import pytest
 
 from eval.live.counters import EvaluationError
 from eval.texts.text import IM_END, IM_START, read_book
-from eval.texts.windows import BOOK, CUE, RECORDS, SCORED, make_windows, with_records, with_repetition
+from eval.texts.windows import BOOK, CUE, RECORDS, SCORED, make_windows, windows_anywhere, with_records, with_repetition
 
 BOOKS = {"one": list(range(1000)), "two": list(range(5000, 5350))}
 
@@ -38,6 +38,19 @@ def test_windows_are_drawn_by_seed() -> None:
 def test_too_few_windows_are_refused(length: int, count: int | None) -> None:
     with pytest.raises(EvaluationError, match="give more with --book"):
         make_windows(BOOKS, length, count, seed=0)
+
+
+def test_windows_begin_anywhere() -> None:
+    windows = windows_anywhere(BOOKS, 300, 400, seed=1)
+    assert windows == windows_anywhere(BOOKS, 300, 400, seed=1) != windows_anywhere(BOOKS, 300, 400, seed=2)
+    assert all(list(w.tokens) == BOOKS[w.book][w.start : w.start + 300] and len(w.tokens) == 300 for w in windows)
+    assert windows_anywhere(BOOKS, 300, 7, seed=1) == windows[:7]
+    # As many of a book as it has places.
+    assert 10 < sum(window.book == "two" for window in windows) < 60
+    assert max(window.start for window in windows) > 650
+    assert {window.book for window in windows_anywhere(BOOKS, 400, 50, seed=1)} == {"one"}
+    with pytest.raises(EvaluationError, match=r"none of 2 book\(s\) has 1001 tokens"):
+        windows_anywhere(BOOKS, 1001, 1, seed=0)
 
 
 @pytest.mark.parametrize("suffix", [32, 33, 40, 64, 200])
@@ -91,3 +104,20 @@ def test_records_stand_in_the_suffix_and_one_is_asked_for() -> None:
     assert scored == answer.partition(IM_START)[2].partition("\n")[2] + IM_END and len(scored) == 7 + len(IM_END)
     with pytest.raises(EvaluationError, match="no room for 8 records"):
         with_records(window, 1900, 3, encode)
+
+
+def test_records_stand_apart_from_the_question() -> None:
+    def encode(text: str) -> list[int]:
+        return [-ord(letter) for letter in text]
+
+    (window,) = make_windows({"book": list(range(1, 2001))}, 2000, 1, seed=0)
+    nearest = set()
+    for seed in range(20):
+        told = with_records(window, 200, seed, encode, apart=900)
+        question = "".join(chr(-token) if token < 0 else "#" for token in told.tokens).rpartition(".#")[2]
+        # What stands behind the last record is book, and then the end of the turn.
+        nearest.add(len(question) - len(question.lstrip("#")) + 1)
+        assert len(told.tokens) == 2000
+    assert min(nearest) >= 900 and len(nearest) > 1
+    with pytest.raises(EvaluationError, match="no room for 8 records and a question, 1500 tokens apart"):
+        with_records(window, 200, 3, encode, apart=1500)

@@ -37,6 +37,15 @@ def test_positions_behind_the_crossover_change(server: ServerProcess, tmp_path: 
     assert run(server, tmp_path / "b.jsonl", "--bound", "1000")[0] == 0
 
 
+def test_numbers_that_are_left_out_are_not_found(server: ServerProcess, tmp_path: Path) -> None:
+    """Without a dense tail the question is prefilled sparse, and so is the answer that is judged."""
+    asked = ("--kind", "records", "--apart", "200")
+    status, (records,) = run(server, tmp_path / "a.jsonl", *asked)
+    assert status == 1 and records["dense"] < 1.1 and records["sparse"] > 2 and records["windows"] == 3
+    status, (records,) = run(server, tmp_path / "b.jsonl", *asked, "--custom-params", '{"theta": 15}')
+    assert records["sparse"] < 1.1 and status == (0 if records["passed"] else 1)
+
+
 def test_what_shows_nothing_is_refused(
     server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,73 @@
+"""Needles asked in batches of mixed lengths: a line for each file of ``eval.niah``, over all its tasks and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.figures.kept import ASKED
+from eval.figures.report_tables import Column, Row, bounds, number, percent, table, text
+from eval.figures.stats import compare
+from eval.figures.summary import by_prompt
+from eval.live.counters import sparsity, sum_of
+from eval.live.record import read_finished
+from eval.texts.lengths import short_length
+
+
+def pooled(path: Path) -> dict[str, Any]:
+    """What a file says of all its questions together.
+
+    Returns:
+        ``n``; ``score`` and ``dense``, exact match of the base server and of the one that it is compared with, and the
+        figures of `eval.figures.stats.compare`; ``prefilled``, tokens that the base server's prefill computed, as a
+        share of those of the questions' prompts (what is computed of a turn before the question is counted, and is none
+        of these, so that without a cache it is about 2 there); ``sparsity``, share of the query-key pairs left out.
+    """
+    header, *rows = read_finished(path)
+    items = {arm: [row for row in rows if row["kind"] == "item" and row["arm"] == arm] for arm in ("base", "compare")}
+    mine, theirs = (by_prompt(found) for found in items.values())
+    both = [prompt for prompt in mine if prompt in theirs]
+    scores, dense = ([found[prompt] for prompt in both] for found in (mine, theirs))
+    counts = sum_of(row["counters"] for row in rows if row["kind"] == "counters" and row["arm"] == "base")
+    computed = counts["prefill_sparse_tokens"] + counts["prefill_dense_tokens"]
+    lengths, server = header["arguments"]["lengths"], header["servers"]["base"]
+    return {
+        "graphs": "no" if server["disable_cuda_graph"] else "yes",
+        "device": server["device"],
+        "asked": ASKED[header["arguments"]["form"]],
+        "lengths": f"{short_length(min(lengths))} … {short_length(max(lengths))}",
+        "in_a_batch": "mixed" if header["arguments"].get("mixed") else "one",
+        "n": len(both),
+        "score": sum(scores) / len(both),
+        "dense": sum(dense) / len(both),
+        **compare(scores, dense),
+        "prefilled": computed / sum(row["prompt_tokens"] for row in items["base"]),
+        "sparsity": sparsity(counts),
+    }
+
+
+def batches(paths: Sequence[Path]) -> str:
+    """See `pooled`."""
+    if not paths:
+        return "Not measured yet."
+    columns: list[Column] = [
+        ("CUDA graphs", text("graphs")),
+        ("device", text("device")),
+        ("asked", text("asked")),
+        ("lengths", text("lengths")),
+        ("in a batch", text("in_a_batch")),
+        ("n", text("n")),
+        ("dense", number("dense", 3)),
+        ("sparse", number("score", 3)),
+        ("right in one alone: dense, sparse", _apart),
+        ("95 % of the difference", bounds("diff_interval", 3)),
+        ("prefilled, of the prompts' tokens", percent("prefilled")),
+        ("left out of prefill", percent("sparsity")),
+        ("verdict", text("verdict")),
+    ]
+    return table([pooled(path) for path in paths], columns)
+
+
+def _apart(row: Row) -> str:
+    return f"{row['lost']}, {row['won']}"

@@ -1,0 +1,97 @@
+"""Legs of ``eval.reproduce`` that show on a trained tiny model what AnchorAttention finds on a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eval.parts.reproduce_leg import URL, URLS_BESIDE, Command, Leg, Server
+from eval.parts.reproduce_needles import AT_ONCE, BESIDE_DENSE, CONTROLS, EVERY_TENTH, GRAPHS
+
+# Of servers that stand beside others.
+_SMALL_GRAPHS = ("--mem-fraction-static", "0.25", "--cuda-graph-max-bs-decode", AT_ONCE)
+_FEW: Mapping[str, Any] = {"theta": 5.0, "crossover_tokens": 0}
+_NO_TAIL: Mapping[str, Any] = {"dense_tail": 0}
+
+
+def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
+    """Needles with the thresholds that were calibrated for the tiny model, which leave out three fifths at 32k."""
+    flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", "eval/models/tiny-gqa/anchor.json", *more)
+    flags += ("--page-size", "16", "--attention-backend", "fa3", *GRAPHS)
+    asked = (*BESIDE_DENSE, "--n", str(count), "--concurrency", AT_ONCE, "--lengths", "32k")
+    # The text around a pass key is one sentence again and again, of which more is kept.
+    suites = (("niah", "single,multikey", "0.6"), ("infinitebench", "gen_passkey", "0.5"))
+    commands = tuple(
+        Command(
+            f"eval.{suite}",
+            f"{suite}-tiny-gqa-{name}.jsonl",
+            (*asked, "--tasks", tasks, "--least-sparsity", sparsity),
+        )
+        for suite, tasks, sparsity in suites
+    )
+    return Leg(f"needles-{name}", commands, Server("eval/models/tiny-gqa", flags))
+
+
+def _anchor_batches(name: str, *more: str) -> Leg:
+    """The same thresholds in batches of mixed lengths, with and without prefixes of prompts in the cache."""
+    flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", "eval/models/tiny-gqa/anchor.json")
+    flags += ("--page-size", "16", "--attention-backend", "fa3", *GRAPHS, *more)
+    lengths = ",".join(f"{thousands}k" for thousands in range(10, 33, 2))
+    asked = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", "4", "--concurrency", AT_ONCE, "--mixed")
+    asked += ("--lengths", lengths)
+    commands = tuple(
+        Command("eval.niah", f"niah-mixed-tiny-gqa-{name}-{form}.jsonl", (*asked, "--form", form))
+        for form in ("chat", "second_turn")
+    )
+    return Leg(f"needles-mixed-{name}", commands, Server("eval/models/tiny-gqa", flags))
+
+
+def _few_keys(method: str, **more: Any) -> Server:
+    """A server of AnchorAttention or a control that leaves out seven eighths at 32k, nothing dense for being early.
+
+    At a half, as of the calibrated thresholds, a random selection may find a needle by luck.
+    """
+    flags = ("--sparse-prefill-method", method, "--sparse-prefill-config", json.dumps({**_FEW, **more}))
+    flags += ("--page-size", "16", "--attention-backend", "fa3", "--max-total-tokens", "262144", *_SMALL_GRAPHS)
+    return Server("eval/models/tiny-gqa", flags, () if method == "anchor" else CONTROLS)
+
+
+def _few_needles(method: str, count: int, depths: str, **more: Any) -> Leg:
+    """Needles of `_few_keys`."""
+    name = "anchor-few" if method == "anchor" else method
+    asked = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", str(count), "--concurrency", AT_ONCE)
+    asked += ("--lengths", "32k", "--depths", depths, "--least-sparsity", "0.875")
+    command = Command("eval.niah", f"niah-tiny-gqa-few-{method}.jsonl", asked)
+    return Leg(f"needles-{name}", (command,), _few_keys(method, **more))
+
+
+def _prefill_perplexity() -> Leg:
+    """What the end of a prompt finds of numbers told far before it, with the dense tail and without, and by chance."""
+    servers = {"anchor": ("anchor", {}), "anchor-tail-0": ("anchor", _NO_TAIL)}
+    servers["random_stripes-tail-0"] = ("random_stripes", _NO_TAIL)
+    commands = []
+    for (name, _), url in zip(servers.items(), (URL, *URLS_BESIDE), strict=True):
+        asked = ("--base-url", url, "--kind", "records")
+        # What the others lose is wanted in the file, and is no failure of the leg; fewer windows show it.
+        asked += ("--windows", "200") if name == "anchor" else ("--windows", "50", "--bound", "1000")
+        commands += [
+            Command(
+                "eval.ppl_prefill", f"ppl-records-{length // 1024}k-{name}.jsonl", (*asked, "--length", str(length))
+            )
+            for length in (8192, 16384, 32768)
+        ]
+    server, *beside = (_few_keys(method, **more) for method, more in servers.values())
+    return Leg("ppl-prefill-anchor", tuple(commands), server, tuple(beside))
+
+
+ANCHOR: tuple[Leg, ...] = (
+    _anchor_needles("anchor", (), 100),
+    _anchor_needles("anchor-resa", ("--sparse-method", "resa"), 20),
+    _anchor_batches("anchor"),
+    _anchor_batches("anchor-no-graphs", "--disable-cuda-graph"),
+    # The dense tail is a part of the selection that is judged: the controls have none.
+    _few_needles("anchor", 100, "0,25,50,75,100"),
+    *(_few_needles(control, 10, EVERY_TENTH, **_NO_TAIL) for control in ("random_stripes", "newest_stripes")),
+    _prefill_perplexity(),
+)
