@@ -16,6 +16,7 @@ from sglang_sparse_kernels.launch import Properties
 from sglang_sparse_kernels.page_score import cuda as page_score
 from sglang_sparse_kernels.page_topk import cuda as page_topk
 from sglang_sparse_kernels.skip_softmax_decode import cuda as skip_softmax_decode
+from sglang_sparse_kernels.sparse_decode import cuda as sparse_decode
 
 FLOAT8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
@@ -82,6 +83,13 @@ def _skip_softmax_decode(_: Properties) -> Iterator[Build]:
             yield Build(skip_softmax_decode.SOURCE, skip_softmax_decode.defines(dim, group, BF16, config), (BF16,))
 
 
+def _sparse_decode(gpu: Properties) -> Iterator[Build]:
+    for config in sparse_decode.CONFIGS:
+        if config.cluster == 1 or gpu.capability >= CLUSTERS:
+            for group in (4, 8):
+                yield Build(sparse_decode.SOURCE, sparse_decode.defines(128, group, BF16, config), (BF16,))
+
+
 BUILDS: dict[str, Callable[[Properties], Iterator[Build]]] = {
     "block_mass": _block_mass,
     "block_topp": _block_topp,
@@ -90,4 +98,5 @@ BUILDS: dict[str, Callable[[Properties], Iterator[Build]]] = {
     "page_score": _page_score,
     "page_topk": _page_topk,
     "skip_softmax_decode": _skip_softmax_decode,
+    "sparse_decode": _sparse_decode,
 }
