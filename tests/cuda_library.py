@@ -6,8 +6,10 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import triton
 
 from sglang_sparse_kernels import nvrtc
@@ -24,6 +26,22 @@ def build(folder: Path, kernels: Iterable[str]) -> ctypes.CDLL:
     options += [f"-I{Path(__file__).with_name('kernels')}", f"-I{nvrtc.HEADERS}"]
     subprocess.run([compiler, *options, str(source), "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))
+
+
+class OnCpu:
+    """One of its functions as ``nvrtc.Kernel``; it gets blocks in x and y, threads, and the kernel's arguments."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int | None) -> None:
+        pointers = (
+            ctypes.c_longlong(value)
+            if isinstance(value, int)
+            else ctypes.c_void_p(None if value is None else value.data_ptr())
+            for value in arguments
+        )
+        self._function(*grid, threads, *pointers)
 
 
 def resources(image: bytes, folder: Path) -> tuple[int, int, int]:

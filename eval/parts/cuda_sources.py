@@ -15,6 +15,8 @@ from sglang_sparse_kernels.kt_select import cuda as kt_select
 from sglang_sparse_kernels.launch import Properties
 from sglang_sparse_kernels.page_score import cuda as page_score
 from sglang_sparse_kernels.page_topk import cuda as page_topk
+from sglang_sparse_kernels.skip_softmax_decode import cuda as skip_softmax_decode
+from sglang_sparse_kernels.sparse_decode import cuda as sparse_decode
 
 FLOAT8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
@@ -75,6 +77,19 @@ def _page_topk(gpu: Properties) -> Iterator[Build]:
         yield Build(page_topk.SOURCE, shape.defines)
 
 
+def _skip_softmax_decode(_: Properties) -> Iterator[Build]:
+    for config in skip_softmax_decode.CONFIGS:
+        for dim, group in ((64, 4), (128, 4), (128, 8)):
+            yield Build(skip_softmax_decode.SOURCE, skip_softmax_decode.defines(dim, group, BF16, config), (BF16,))
+
+
+def _sparse_decode(gpu: Properties) -> Iterator[Build]:
+    for config in sparse_decode.CONFIGS:
+        if config.cluster == 1 or gpu.capability >= CLUSTERS:
+            for group in (4, 8):
+                yield Build(sparse_decode.SOURCE, sparse_decode.defines(128, group, BF16, config), (BF16,))
+
+
 BUILDS: dict[str, Callable[[Properties], Iterator[Build]]] = {
     "block_mass": _block_mass,
     "block_topp": _block_topp,
@@ -82,4 +97,6 @@ BUILDS: dict[str, Callable[[Properties], Iterator[Build]]] = {
     "kt_select": _kt_select,
     "page_score": _page_score,
     "page_topk": _page_topk,
+    "skip_softmax_decode": _skip_softmax_decode,
+    "sparse_decode": _sparse_decode,
 }

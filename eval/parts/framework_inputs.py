@@ -160,7 +160,8 @@ class FrameworkStep(Step):
         tables = (self.batch.page_table, self.batch.n_pages, self.batch.last_slots)
         sizes = (self.shape.page_size, self.sm_scale)
         caches = (layer.k_cache, layer.v_cache)
-        return skip_softmax_decode(layer.q, *caches, *tables, self.factors, *sizes, out=layer.out, stats=stats)
+        scratch = {"stats": stats, "arrivals": self.view.arrivals}
+        return skip_softmax_decode(layer.q, *caches, *tables, self.factors, *sizes, out=layer.out, **scratch)
 
     def attended(self, op: str, row: int, head: int, logits: torch.Tensor) -> torch.Tensor:
         """The tokens that an operation attends to in the first layer, ``[length]`` bool.

@@ -45,6 +45,20 @@ __device__ void load_matrices(Place place, unsigned (&words)[4]) {
                  : "r"(place));
 }
 
+// The same of matrices whose rows and columns change places.
+__device__ void load_transposed(Place place, unsigned (&words)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(place));
+}
+
+// A matrix of 8 by 8 numbers of two bytes, of which each lane has two of a row, likewise.
+__device__ unsigned transpose(unsigned words) {
+    unsigned transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(words));
+    return transposed;
+}
+
 // Hides where a number comes from: what depends on the thread alone, the compiler would compute anew for every tile.
 __device__ void keep(unsigned& number) { asm("" : "+r"(number)); }
 

@@ -4,6 +4,10 @@
 
 #ifdef __CUDACC__
 #define SHARED(type, name) __shared__ type name
+// Of more bytes than a kernel has without asking; the launch says how many.
+#define DYNAMIC_SHARED(type, name)                          \
+    extern __shared__ __align__(1024) unsigned char bytes[]; \
+    type& name = *(type*)bytes
 
 // PTX of Hopper and later, left out before.
 #if __CUDA_ARCH__ >= 900

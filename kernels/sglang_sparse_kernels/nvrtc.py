@@ -61,12 +61,21 @@ class Kernel:
         device: it is loaded there.
         defines: names and values for the preprocessor.
         cluster: consecutive blocks in x that form a cluster, at most 8; more than 1 on GPUs with dependent launch only.
+        shared_bytes: of shared memory that a block has beside what the source declares.
 
     Raises:
         RuntimeError: it does not compile; has the compiler's messages.
     """
 
-    def __init__(self, source: Path, name: str, device: torch.device, defines: dict[str, int], cluster: int = 1):
+    def __init__(
+        self,
+        source: Path,
+        name: str,
+        device: torch.device,
+        defines: dict[str, int],
+        cluster: int = 1,
+        shared_bytes: int = 0,
+    ):
         from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
         self._driver = driver
@@ -75,7 +84,11 @@ class Kernel:
         with torch.cuda.device(device):
             image = compile_file(source, torch.cuda.get_device_capability(device), defines)
             self._module = _check(driver.cuModuleLoadData(image))
-        self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()))
+            self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()))
+            if shared_bytes:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+        self._shared_bytes = shared_bytes
         self._attributes = []
         if dependent_launch(device):
             attribute = driver.CUlaunchAttribute()
@@ -101,6 +114,7 @@ class Kernel:
         config = self._driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self._shared_bytes
         config.hStream = torch.cuda.current_stream(self._device).cuda_stream
         config.attrs, config.numAttrs = self._attributes, len(self._attributes)
         values = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x or 0 for x in arguments)

@@ -136,6 +136,7 @@ class SkipSoftmaxDecode(KernelMethod):
             v_scale,
             stats=view.method_stats,
             usual_pages=view.usual_select,
+            arrivals=view.arrivals,
         )
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:

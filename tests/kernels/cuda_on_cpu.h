@@ -17,6 +17,9 @@
 #define __global__
 #define __launch_bounds__(...)
 #define SHARED(type, name) type& name = *(type*)memory[place_in_cluster]
+#define DYNAMIC_SHARED(type, name)                                  \
+    static_assert(sizeof(type) <= sizeof *memory, "more than here"); \
+    SHARED(type, name)
 
 using std::max;
 using std::min;
@@ -61,7 +64,7 @@ static ucontext_t scheduler;
 // The blocks of one cluster run at a time; where there are no clusters, they are of one block.
 static std::vector<Block> blocks;
 static Barrier cluster;
-alignas(128) static unsigned char memory[16][1 << 16];
+alignas(1024) static unsigned char memory[16][1 << 16];
 
 void Barrier::wait(unsigned before) {
     if (passed != before) return;
@@ -71,6 +74,8 @@ void Barrier::wait(unsigned before) {
 }
 
 static void __syncthreads() { blocks[place_in_cluster].barrier.arrive_and_wait(); }
+static void __syncwarp() { blocks[place_in_cluster].warps[threadIdx.x / 32].barrier.arrive_and_wait(); }
+static void __threadfence() {}
 
 static void launch_dependents() {}
 static void await_inputs() {}
@@ -238,6 +243,31 @@ static void load_matrices(Place place, unsigned (&words)[4]) {
             words[i] = ((const unsigned*)(row[0] | (Place)row[1] << 32))[lane % 4];
         }
     });
+}
+
+// Of these matrices each lane gets what lies below each other in a column (ldmatrix.x4.trans).
+static void load_transposed(Place place, unsigned (&words)[4]) {
+    const unsigned halves[2] = {(unsigned)place, (unsigned)(place >> 32)};
+    share(halves, [&](const unsigned (*all)[6]) {
+        int lane = threadIdx.x % 32;
+        auto number = [&](int matrix, int row) {
+            const unsigned* address = all[matrix * 8 + row];
+            return (unsigned)((const unsigned short*)(address[0] | (Place)address[1] << 32))[lane / 4];
+        };
+        for (int i = 0; i < 4; i++) words[i] = number(i, lane % 4 * 2) | number(i, lane % 4 * 2 + 1) << 16;
+    });
+}
+
+// A matrix of 8 by 8, of which each lane has two numbers of a row (movmatrix.trans).
+static unsigned transpose(unsigned words) {
+    unsigned transposed;
+    const unsigned handed[1] = {words};
+    share(handed, [&](const unsigned (*all)[6]) {
+        int lane = threadIdx.x % 32, column = lane / 4;
+        auto number = [&](int row) { return all[row * 4 + column / 2][0] >> column % 2 * 16 & 0xFFFF; };
+        transposed = number(lane % 4 * 2) | number(lane % 4 * 2 + 1) << 16;
+    });
+    return transposed;
 }
 
 static float __fmul_rn(float first, float second) { return first * second; }

@@ -99,6 +99,8 @@ def inputs_of(operation: Operation, device: str) -> dict[str, Any]:
         }
     if operation.name == "sparse_decode":
         given["arrivals"] = torch.zeros_like(given["counts"])
+    if operation.name == "skip_softmax_decode":
+        given["arrivals"] = torch.zeros(len(given["q"]), given["k_cache"].shape[1], dtype=torch.int32, device=device)
     if operation.stats:
         given["stats"] = torch.zeros(operation.stats, dtype=INT64, device=device)
     return given

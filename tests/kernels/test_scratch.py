@@ -19,7 +19,9 @@ from sglang_sparse_kernels.block_mass import cuda as mass_cuda
 from sglang_sparse_kernels.block_mass import triton as mass_kernels
 from sglang_sparse_kernels.block_topp import cases as topp_cases
 from sglang_sparse_kernels.skip_softmax_decode import cases as skip_cases
+from sglang_sparse_kernels.skip_softmax_decode import cuda as skip_cuda
 from sglang_sparse_kernels.sparse_decode import cases as decode_cases
+from sglang_sparse_kernels.sparse_decode import cuda as decode_cuda
 from sglang_sparse_kernels.sparse_mla_decode import cases as mla_cases
 from sglang_sparse_kernels.sparse_mla_decode import fa3
 
@@ -126,7 +128,23 @@ def test_sparse_decode(case: Any, usual: int | None, device: str, allocated: lis
     out = torch.zeros(*q.shape[:2], values.shape[2], dtype=q.dtype, device=device)
     allocated.clear()
     sparse_decode.sparse_decode(**arguments, out=out, usual_pages=usual)
-    assert sum(allocated) == sparse_decode.scratch_bytes(*decode_sizes(arguments, usual))
+    tokens = (usual or arguments["indices"].shape[2]) * arguments["page_size"]
+    served = decode_cuda.config_of(arguments["counts"].numel(), tokens, q.device) is not None
+    served = served and decode_cuda.takes(q, arguments["k_cache"], values, out)
+    assert sum(allocated) == (0 if served else sparse_decode.scratch_bytes(*decode_sizes(arguments, usual)))
+
+
+@pytest.mark.parametrize("usual", [None, 1, 7])
+def test_skip_softmax_decode(usual: int | None, device: str, allocated: list[int]) -> None:
+    arguments = skip_cases.make(skip_cases.CASES[0], device)
+    q, caches = arguments["q"], (arguments["k_cache"], arguments["v_cache"])
+    pages, out = usual or arguments["page_table"].shape[1], torch.zeros_like(q)
+    allocated.clear()
+    skip_softmax_decode.skip_softmax_decode(**arguments, out=out, usual_pages=usual)
+    exact = most = skip_softmax_decode.scratch_bytes(4, 8, 2, 128, 128, pages, 16, q.dtype, q.device)
+    if skip_cuda.faster(q.device) and skip_cuda.takes(q, *caches, out):
+        exact = skip_cuda.scratch_bytes(4, (8, 2), 128, pages, 16, q.device)
+    assert sum(allocated) == exact <= most
 
 
 @pytest.mark.parametrize("usual", [None, 1, 7])

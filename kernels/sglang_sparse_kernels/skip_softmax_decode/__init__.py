@@ -28,6 +28,7 @@ def skip_softmax_decode(
     out: torch.Tensor | None = None,
     stats: torch.Tensor | None = None,
     usual_pages: int | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each row's newest token that skips blocks of keys whose softmax weights would be small.
 
@@ -69,6 +70,8 @@ def skip_softmax_decode(
             rows that do not attend densely: the blocks visited, and those of them that were skipped.
         usual_pages: the pages that most rows hold at most, for which the work is split; ``M`` if not given. Any number
             is served, whatever this says.
+        arrivals: optional ``[B, Hkv]`` int32, contiguous, all 0 and left so: by it the parts of a row that run beside
+            each other may be combined without another launch. Calls that may run at the same time need their own.
 
     Returns:
         ``[B, Hq, dv]`` in the dtype of ``q``.
@@ -92,14 +95,17 @@ def skip_softmax_decode(
     """
     by_row = "threshold_scale_factor", threshold_scale_factor
     out = dispatch.check_paged_prefill(q, k_cache, v_cache, page_table, by_row, out, (stats, 2))
-    _check_rows(q, page_table, n_pages, last_slots)
+    _check_rows(q, page_table, n_pages, last_slots, k_cache.shape[1], arrivals)
     dispatch.check_page_size(page_size)
     dispatch.check_logit_scale(sm_scale, k_scale)
     arguments = (q, k_cache, v_cache, page_table, n_pages, last_slots, threshold_scale_factor, page_size, sm_scale)
     if dispatch.use_reference(q):
         return reference.skip_softmax_decode(*arguments, k_scale, v_scale, out, stats)
-    from . import triton
+    from . import cuda, triton
 
+    if cuda.faster(q.device) and cuda.takes(q, k_cache, v_cache, out):
+        more = {"usual_pages": usual_pages, "arrivals": arrivals}
+        return cuda.skip_softmax_decode(*arguments, k_scale, v_scale, out, stats, **more)
     return triton.skip_softmax_decode(*arguments, k_scale, v_scale, out, stats, usual_pages=usual_pages)
 
 
@@ -114,7 +120,7 @@ def scratch_bytes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Bytes that the kernels of one call allocate beside the output: what the splits of a row hand on.
+    """Bytes that the kernels of one call allocate beside the output, at most: what the splits of a row hand on.
 
     Not monotonic: small batches are split, large ones are not and need nothing. The reference allocates more.
 
@@ -129,11 +135,15 @@ def scratch_bytes(
         dtype: of the queries.
         device: where the call runs.
     """
-    from . import triton
+    from . import cuda, triton
 
     config, splits = triton.plan(batch, num_q_heads, num_kv_heads, head_dim, v_head_dim, pages, page_size, device)
     results = triton.split_results(batch * num_q_heads, splits, v_head_dim, dtype, config.narrow)
-    return sum(size * kind.itemsize for size, kind in results)
+    most = sum(size * kind.itemsize for size, kind in results)
+    heads = num_q_heads, num_kv_heads
+    if cuda.faster(device) and cuda.takes_sizes(heads, head_dim, v_head_dim, dtype, device):
+        most = max(most, cuda.scratch_bytes(batch, heads, head_dim, pages, page_size, device))
+    return most
 
 
 def _check_rows(
@@ -141,9 +151,14 @@ def _check_rows(
     page_table: torch.Tensor,
     n_pages: torch.Tensor,
     last_slots: torch.Tensor,
+    heads: int,
+    arrivals: torch.Tensor | None,
 ) -> None:
     batch = q.shape[0]
     dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
     dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
     dispatch.check_exactly("last_slots", last_slots, (batch,), torch.int64)
     dispatch.check_device(q.device, n_pages=n_pages, last_slots=last_slots)
+    if arrivals is not None:
+        dispatch.check_exactly("arrivals", arrivals, (batch, heads), torch.int32)
+        dispatch.check_device(q.device, arrivals=arrivals)

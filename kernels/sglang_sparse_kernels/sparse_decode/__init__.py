@@ -32,7 +32,7 @@ def sparse_decode(
 
     Triton's kernels serve on every GPU, launched as was fastest on one H200 for the shape of the call (``plan``). FA3
     and FlashInfer, given each KV head's pages as a row of its own, were not faster there over the same pages
-    (``eval.bench_kernels``), so no library serves; a kernel in CUDA C++ was not written.
+    (``eval.bench_kernels``), so no library serves. Of few tokens there is a kernel in CUDA C++ (``cuda``).
 
     Args:
         q: ``[B, Hq, d]``, float32 (CPU only), float16 or bfloat16; ``d`` is contiguous.
@@ -73,8 +73,12 @@ def sparse_decode(
     arguments = (q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale, out)
     if dispatch.use_reference(q):
         return reference.sparse_decode(*arguments)
-    from . import triton
+    from . import cuda, triton
 
+    tokens = (usual_pages or indices.shape[2]) * page_size
+    config = cuda.config_of(counts.numel(), tokens, q.device)
+    if config is not None and cuda.takes(q, k_cache, v_cache, out):
+        return cuda.sparse_decode(*arguments, config)
     return triton.sparse_decode(*arguments, usual_pages=usual_pages, arrivals=arrivals)
 
 

@@ -1,0 +1,299 @@
+"""The CUDA kernel of Skip-Softmax decode: its source as C++ without a GPU, its threads taking turns; itself on one."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from anchor_runs import relative_error, row_slots
+from cuda_library import OnCpu, build, resources
+from skip_softmax_runs import INF, NAN, TOLERANCE, with_factor
+
+from sglang_sparse_kernels import launch, nvrtc
+from sglang_sparse_kernels.skip_softmax_decode import cuda, reference, scratch_bytes, skip_softmax_decode
+from sglang_sparse_kernels.skip_softmax_decode.cases import BF16, CASES, FP8, FP16, FP32, Case, make
+from sglang_sparse_kernels.skip_softmax_decode.cuda import Config
+
+# Dimension, query heads of a KV head, type, and launch parameters: the ring of one piece more than a block has at most,
+# of whole blocks, of less than a block.
+KINDS = [
+    (128, 4, BF16, Config(2, 6)),
+    (64, 8, FP16, Config(4, 5)),
+    (64, 1, BF16, Config(1, 12)),
+    (128, 7, FP16, Config(4, 3)),
+]
+KERNEL = """
+#define skip_softmax_decode kernel_{number}
+#define DIM {DIM}
+#define GROUP {GROUP}
+#define KIND {KIND}
+#define BLOCK_KEYS {BLOCK_KEYS}
+#define LOCAL_BLOCKS {LOCAL_BLOCKS}
+#define WARPS {WARPS}
+#define RING {RING}
+#define RESIDENT {RESIDENT}
+namespace kind_{number} {{
+static unsigned pack(float first, float second) {{ return pack_as(!KIND, first, second); }}
+static void multiply(float (&sums)[4], const unsigned (&rows)[4], uint2 columns) {{
+    multiply_as(!KIND, sums, rows, columns);
+}}
+#include "{source}"
+}}
+extern "C" unsigned bytes_{number}() {{ return sizeof(kind_{number}::Shared); }}
+extern "C" void run_{number}(
+    unsigned blocks, unsigned rows, unsigned threads, const unsigned short* q, const unsigned char* k_cache,
+    const unsigned char* v_cache, const int* table, const int* n_pages, const long long* last_slots,
+    const float* factors, unsigned short* out, float* partial, float* logarithms, int* arrivals,
+    unsigned long long* stats, long long q_row, long long q_head, long long k_slot, long long k_head, long long v_slot,
+    long long v_head, long long table_stride, long long size_log2, long long splits, long long scale,
+    long long v_scale) {{
+    launch(blocks, rows, threads, 1, [=] {{
+        kind_{number}::skip_softmax_decode(q, k_cache, v_cache, table, n_pages, last_slots, factors, out, partial,
+                                           logarithms, arrivals, stats, q_row, q_head, k_slot, k_head, v_slot, v_head,
+                                           table_stride, size_log2, splits, scale, v_scale);
+    }});
+}}
+"""
+MACROS = (
+    "skip_softmax_decode DIM GROUP KIND BLOCK_KEYS LOCAL_BLOCKS WARPS RING RESIDENT BFLOAT16 HEADS THREADS PIECE "
+    "PIECES ROW PIECE_BYTES CHUNK ROW_CHUNKS COPIED TILES NEAR NEAR_EACH WAITING MAX_SPLITS INFINITE KEY VALUE"
+)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel of every kind."""
+    undefined = "".join(f"#undef {name}\n" for name in MACROS.split())
+    sources = (
+        KERNEL.format(source=cuda.SOURCE, number=i, **cuda.defines(*kind)) + undefined for i, kind in enumerate(KINDS)
+    )
+    return build(tmp_path_factory.mktemp("cuda"), sources)
+
+
+@pytest.fixture
+def run(library: ctypes.CDLL, device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """What the kernel gives; the results that splits hand on are NaN before, as is the output."""
+
+    def kernel(_: torch.device, *kind: Any) -> OnCpu:
+        return OnCpu(library[f"run_{KINDS.index(kind)}"])
+
+    def call(arguments: dict[str, Any], processors: int = 4, **more: Any) -> torch.Tensor:
+        q, empty = arguments["q"], torch.empty
+        config = {kind[:3]: kind[3] for kind in KINDS}[q.shape[2], q.shape[1] // arguments["k_cache"].shape[1], q.dtype]
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda, "num_processors", lambda _: processors)
+            if device == "cpu":
+                patch.setattr(cuda, "_kernel", kernel)
+            patch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
+            return cuda.skip_softmax_decode(**arguments, out=torch.full_like(q, NAN), config=config, **more)
+
+    return call
+
+
+def case_of(kind: tuple[int, int, torch.dtype, Config], lengths: tuple[int, ...], **more: Any) -> Case:
+    dim, group, dtype, _ = kind
+    return Case(lengths, 16, 2, group, dim, dtype, dtype, **more)
+
+
+def counts(device: str) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=device)
+
+
+def no_arrivals(arguments: dict[str, Any]) -> torch.Tensor:
+    rows, heads = len(arguments["q"]), arguments["k_cache"].shape[1]
+    return torch.zeros(rows, heads, dtype=torch.int32, device=arguments["q"].device)
+
+
+def expected_of(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
+    q = arguments["q"].float()
+    return reference.skip_softmax_decode(**{**arguments, "q": q}, out=torch.empty_like(q), stats=stats)
+
+
+def names(kind: Any) -> str:
+    return "-".join(map(str, kind)) if isinstance(kind, tuple) else str(kind)
+
+
+@pytest.mark.parametrize("processors", [1, 7, 100])
+@pytest.mark.parametrize("kind", KINDS, ids=names)
+def test_it_equals_the_reference(kind: Any, processors: int, run: Any, device: str) -> None:
+    """Rows of no token, of one, of one block and more; from no split to one for each block; combined here or there."""
+    arguments = make(case_of(kind, (900, 0, 65, 1, 320)), device)
+    stats, expected = counts(device), counts(device)
+    wanted, arrivals = expected_of(arguments, expected), no_arrivals(arguments)
+    got = run(arguments, processors, stats=stats, arrivals=arrivals)
+    assert relative_error(got, wanted) < TOLERANCE[kind[2]]
+    assert torch.equal(stats, expected) and 0 < expected[1] < expected[0]
+    assert arrivals.count_nonzero() == 0, "ready for the next call"
+    assert torch.equal(got, run(arguments, processors, arrivals=arrivals))
+    apart = run(arguments, processors)
+    assert relative_error(apart, wanted) < TOLERANCE[kind[2]] and got[1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 64])
+def test_any_page_size_and_strides(page_size: int, run: Any, device: str) -> None:
+    """What lies past a row in the page table names no page; caches and queries lie among others."""
+    arguments = make(replace(case_of(KINDS[0], (500, 130)), page_size=page_size, k_scale=0.5, v_scale=2.0), device)
+    expected = expected_of(arguments)
+    table = torch.nn.functional.pad(arguments["page_table"], (0, 9))
+    entries = torch.arange(table.shape[1], device=device)
+    garbage = torch.where(entries % 2 > 0, 2**31 - 1, -(2**31)).int()
+    arguments["page_table"] = torch.where(entries < arguments["n_pages"][:, None], table, garbage)[:, :-1]
+    for name in ("q", "k_cache", "v_cache"):
+        arguments[name] = torch.cat([arguments[name], arguments[name]], dim=1)[:, : arguments[name].shape[1]]
+    assert relative_error(run(arguments, 8), expected) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=names)
+def test_rows_that_attend_densely(kind: Any, run: Any, device: str) -> None:
+    arguments, stats = make(case_of(kind, (1100, 500)), device), counts(device)
+    arguments["threshold_scale_factor"] = torch.tensor([0.0, NAN], device=device)
+    assert relative_error(run(arguments, stats=stats), expected_of(arguments)) < TOLERANCE[kind[2]]
+    assert stats.tolist() == [0, 0]
+
+
+def test_what_is_skipped_is_not_read(run: Any, device: str) -> None:
+    """Where the first and the newest blocks hold the largest logits: values of others may be anything."""
+    kind = KINDS[2]
+    arguments, stats = with_factor(make(case_of(kind, (1100, 500)), device), INF), counts(device)
+    for row, length in enumerate((1100, 500)):
+        slots = row_slots(arguments, row, length)
+        arguments["k_cache"][slots] = 0.0
+        arguments["k_cache"][slots[[0, length - 1]]] = arguments["q"][row]
+        arguments["v_cache"][slots[64 : (length - 1) // 64 * 64 - 64]] = NAN
+    assert relative_error(run(arguments, stats=stats), expected_of(arguments)) < TOLERANCE[kind[2]]
+    assert stats.tolist() == [52, 40]
+
+
+@pytest.mark.parametrize("broken", [NAN, INF, -INF])
+@pytest.mark.parametrize("position", [3, 200, 499])
+def test_broken_keys_show_as_in_the_reference(broken: float, position: int, run: Any, device: str) -> None:
+    """In the sink block, in the newest, and in one between."""
+    for kind in KINDS[:2]:
+        arguments, stats, expected = make(case_of(kind, (500,)), device), counts(device), counts(device)
+        arguments["q"][..., 0] = 1.0
+        arguments["q"][:, 1::2, 0] = 0.0
+        arguments["k_cache"][row_slots(arguments, 0, 500)[position], 0, 0] = broken
+        wanted = expected_of(arguments, expected)
+        got = run(arguments, stats=stats, arrivals=no_arrivals(arguments))
+        assert torch.equal(got.isnan(), wanted.isnan()) and torch.equal(stats, expected)
+        assert relative_error(got.nan_to_num(), wanted.nan_to_num()) < TOLERANCE[kind[2]]
+
+
+def test_keys_of_minus_infinity_have_no_weight(run: Any, device: str) -> None:
+    arguments = with_factor(make(case_of(KINDS[0], (500,)), device), INF)
+    arguments["q"][:] = arguments["q"].abs() + 0.1
+    slots = row_slots(arguments, 0, 500)
+    arguments["k_cache"][slots[:64]] = arguments["k_cache"][slots[300:]] = -INF
+    for arrivals in (None, no_arrivals(arguments)):
+        assert relative_error(run(arguments, arrivals=arrivals), expected_of(arguments)) < TOLERANCE[BF16]
+    arguments["k_cache"][slots] = -INF
+    for arrivals in (None, no_arrivals(arguments)):
+        assert not run(arguments, arrivals=arrivals).any()
+
+
+def test_what_is_allocated(run: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "config_of", lambda *_: KINDS[0][3])
+    monkeypatch.setattr(cuda, "faster", lambda _: True)
+    monkeypatch.setattr(cuda, "takes_sizes", lambda *_: True)
+    arguments, sizes, fill = make(case_of(KINDS[0], (900, 30)), device), [], torch.Tensor.fill_
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda *given: sizes.append(given[0].nbytes) or fill(*given))
+    run(arguments, 40)
+    monkeypatch.setattr(cuda, "num_processors", lambda _: 40)
+    rows = (2, (8, 2), 128, arguments["page_table"].shape[1], 16, arguments["q"].device)
+    assert sum(sizes) == cuda.scratch_bytes(*rows) > 0
+    sizes_of_both = (2, 8, 2, 128, 128, *rows[3:5], BF16, rows[5])
+    assert scratch_bytes(*sizes_of_both) >= cuda.scratch_bytes(*rows)
+
+
+def test_the_launch_asks_for_the_shared_memory_of_the_source(library: ctypes.CDLL) -> None:
+    for number, (dim, _, _, config) in enumerate(KINDS):
+        assert cuda.shared_bytes(dim, config) == library[f"bytes_{number}"]()
+    for limit, config in ((232448, Config(8, 6)), (166912, Config(8, 4)), (101376, Config(4, 5)), (65536, None)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "stand_in", launch.Properties((9, 0), 132, limit))
+            assert cuda.config_of(128, torch.device("cpu")) == config
+
+
+def test_splits() -> None:
+    """Of eight heads on 132 multiprocessors; no multiprocessor waits long for the last ones, nor a warp for keys."""
+    for rows, pages, splits in (1, 8192, 16), (8, 8192, 2), (16, 8192, 1), (20, 2048, 4), (32, 2048, 1), (1, 128, 4):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "num_processors", lambda _: 132)
+            assert cuda.splits_of(8 * rows, pages, 16, Config(8, 6), torch.device("cpu")) == splits
+
+
+def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda _: True)
+
+    def takes(dim: int, group: int, dtype: torch.dtype, kv: torch.dtype, first: int = 0, v_dim: int = 0) -> bool:
+        q, keys = torch.zeros(1, 2 * group, dim, dtype=dtype), torch.zeros(16 * 2 * dim + first, dtype=kv)
+        values = torch.zeros(16, 2, v_dim or dim, dtype=kv)
+        return cuda.takes(q, keys[first:].view(16, 2, dim), values, torch.empty_like(q))
+
+    assert takes(128, 4, BF16, BF16) and takes(64, 8, FP16, FP16)
+    assert not takes(128, 9, BF16, BF16) and not takes(96, 4, BF16, BF16) and not takes(128, 4, BF16, FP8)
+    assert not takes(128, 4, FP32, FP32) and not takes(128, 4, BF16, BF16, v_dim=64)
+    assert not takes(128, 4, BF16, BF16, first=4)
+    monkeypatch.setattr(nvrtc, "available", lambda _: False)
+    assert not takes(128, 4, BF16, BF16)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(128, BF16), (64, FP16)], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=lambda pair: f"sm{pair[0]}{pair[1]}")
+def test_it_compiles_without_spills(capability: tuple[int, int], dim: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for config in cuda.CONFIGS:
+        for group in (1, 8):
+            image = nvrtc.compile_file(cuda.SOURCE, capability, cuda.defines(dim, group, dtype, config))
+            registers, stack, _ = resources(image, tmp_path)
+            assert stack == 0 and registers * 32 * config.warps * config.resident <= 65536
+
+
+TAKEN = [
+    case for case in CASES if case.gpu_only and case.kv_dtype == case.dtype and case.dim in cuda.DIMS and case.group < 9
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", cuda.CONFIGS, ids=str)
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+def test_large_cases_on_a_gpu(case: Case, config: Config, device: str) -> None:
+    """Also by a graph, between kernels that are launched dependently, a hundred times: the same bits."""
+    arguments = make(case, device)
+    out, stats, expected = torch.full_like(arguments["q"], NAN), counts(device), counts(device)
+    if not cuda.takes(arguments["q"], arguments["k_cache"], arguments["v_cache"], out):
+        pytest.skip("needs a GPU for which NVRTC compiles the CUDA kernels")
+    given = {**arguments, "out": out, "config": config, "arrivals": no_arrivals(arguments)}
+    wanted = expected_of(arguments, expected)
+    cuda.skip_softmax_decode(**given, stats=stats)
+    got = out.clone()
+    assert relative_error(got, wanted) < TOLERANCE[case.dtype]
+    visited, skipped = (stats - expected).tolist()
+    # Sums in another order may move a block across the threshold.
+    assert visited == 0 and abs(skipped) <= 2e-4 * expected[0]
+    apart = cuda.skip_softmax_decode(**{**given, "out": torch.full_like(out, NAN), "arrivals": None})
+    assert relative_error(apart, wanted) < TOLERANCE[case.dtype]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            cuda.skip_softmax_decode(**given)
+    for _ in range(100):
+        out.fill_(NAN)
+        graph.replay()
+        assert torch.equal(out, got)
+    assert given["arrivals"].count_nonzero() == 0
+
+
+@pytest.mark.gpu
+def test_it_serves_where_it_is_faster(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    arguments, launched = make(CASES[0], device), []
+    kernel = nvrtc.Kernel.__call__
+    monkeypatch.setattr(nvrtc.Kernel, "__call__", lambda *given: launched.append(kernel(*given)))
+    for faster in (False, True):
+        monkeypatch.setattr(cuda, "faster", lambda _, faster=faster: faster)
+        got = skip_softmax_decode(**arguments, arrivals=no_arrivals(arguments))
+        assert relative_error(got, expected_of(arguments)) < TOLERANCE[BF16] and bool(launched) == faster
