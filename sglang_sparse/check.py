@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from sglang_sparse import limits, method_pages, tables
+from sglang_sparse import method_pages, tables
 from sglang_sparse.capabilities import methods
 from sglang_sparse.versions import SUPPORTED_SGLANG, installed_sglang
 
@@ -73,8 +73,6 @@ def _verdicts(arguments: list[str]) -> str:
         except ValueError as error:
             reasons.append(str(error).removeprefix(f"{method.flag} "))
         verdict = "no" if reasons else "yes"
-        if reason := limits.refuse_gpu(method.name):
-            reasons.append(f"not on a GPU: {reason}")
         rows.append([f"`{method.flag}`", verdict, "; ".join(reasons)])
     return tables.table(["with", "accepted here", "why not"], rows)
 

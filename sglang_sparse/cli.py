@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
-from sglang_sparse import dsa_flags, hooks, implementation, limits, refusals, registry
+from sglang_sparse import dsa_flags, hooks, implementation, refusals, registry
 from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields, read_config, settings_of
 from sglang_sparse.versions import UnsupportedSGLangError, require_supported_sglang
 
@@ -101,9 +101,7 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
         settings = settings_of(self) or settings
         refusals.require_after(self, settings)
         dsa_flags.leave_graphs(self, settings)
-    names = dict.fromkeys((settings.name, settings.prefill_name, limits.SEVERAL if settings.method.parts else None))
-    risks = map(limits.unproven, names) if limits.on_gpu() else ()
-    for text in (*settings.method.warnings(), *filter(None, risks)):
+    for text in settings.method.warnings():
         logger.warning("sglang_sparse: %s", text)
 
 

@@ -14,12 +14,8 @@ DENSE_BACKENDS = {
     "DSA": ("dsa",),
 }
 GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native", "dsa"}
-# What decodes by a ``Composite`` has, in the place of a method's name.
-SEVERAL = "layers with rules of several methods or fields"
-CPU_ONLY_METHODS = ("rocketkv",)
 # Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
 INDEXER_PAGE = 64
-UNPROVEN = "it is not proven on a GPU server yet"
 FLOAT16 = ("half", "float16")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
@@ -224,23 +220,6 @@ MODEL_LIMITS = (
 def _windowed(model: Any) -> bool:
     config = model.hf_text_config
     return bool(getattr(config, "use_sliding_window", True) and model.sliding_window_size)
-
-
-def refuse_gpu(method: str | None, allow_unproven: bool = False) -> str | None:
-    """Say why a method does not run where there is a GPU, or None.
-
-    Args:
-        method: its name, or ``SEVERAL``.
-        allow_unproven: what its config says.
-    """
-    return UNPROVEN if method in (*CPU_ONLY_METHODS, SEVERAL) and not allow_unproven else None
-
-
-def unproven(method: str | None) -> str | None:
-    """Say what a user must know of a method that runs on a GPU because of ``allow_unproven``, or None."""
-    if method not in (*CPU_ONLY_METHODS, SEVERAL):
-        return None
-    return f"{method}: {UNPROVEN}, and runs because of allow_unproven; its answers and its speed are your own risk"
 
 
 def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> str | None:

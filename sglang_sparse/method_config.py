@@ -42,9 +42,6 @@ class SparseConfig(BaseModel):
     dense_fallback: Literal["auto", "never"] = Field(
         "auto", description='"never" is for tests: nothing runs dense for being short, as if every such limit were 0.'
     )
-    allow_unproven: bool = Field(
-        False, description="Run on a GPU although no GPU server has proven the method yet, with a warning."
-    )
     check_exactness: bool = Field(
         False, description="Debug: an idle server proves by recomputation that the prefix cache is exact."
     )

@@ -19,11 +19,9 @@ from sglang_sparse.limits import (
     MODEL_LIMITS,
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
-    SEVERAL,
     FlagLimit,
     ModelLimit,
     on_gpu,
-    refuse_gpu,
 )
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import PAGE_SIZES
@@ -62,8 +60,6 @@ def require_before(args: SparseServerArgs, settings: Settings, gpu: bool | None 
         SparseArgumentError: names every refused flag, what was got and why not.
     """
     has_gpu = on_gpu(gpu)
-    if has_gpu:
-        _require_cpu(settings)
     found = _found(args, (*FLAG_LIMITS, *settings.method.flag_limits))
     if found:
         raise SparseArgumentError(f"{settings.flag} cannot run with {found}")
@@ -164,21 +160,6 @@ def require_after(args: SparseServerArgs, settings: Settings, gpu: bool | None =
             f"{settings.config.page_size}; they must be equal: set --page-size {settings.config.page_size} "
             f'or {{"page_size": {args.page_size}}}'
         )
-
-
-def _require_cpu(settings: Settings) -> None:
-    decode = ("method", settings.name, settings.config)
-    if settings.method.parts and (reason := refuse_gpu(SEVERAL, settings.config.allow_unproven)):
-        raise SparseArgumentError(
-            f"--sparse-config of {settings.name}: got {SEVERAL} and a GPU, allowed in this release: the CPU platform, "
-            f'or {{"allow_unproven": true}} beside "layers"; {reason}'
-        )
-    prefill = ("prefill-method", settings.prefill_name, settings.prefill and settings.prefill.config)
-    for flag, name, config in (decode, prefill):
-        if reason := refuse_gpu(name, config is not None and config.allow_unproven):
-            raise SparseArgumentError(
-                f"--sparse-{flag} {name}: got a GPU, allowed in this release: the CPU platform; {reason}"
-            )
 
 
 def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:

@@ -71,10 +71,9 @@ def _kinds(method: Method) -> str:
 
 
 def _machine(method: Method) -> str:
-    if place_of(method).gpu:
-        return "GPU, CPU platform" if backends(method, gpu=False) else "GPU"
-    reason = limits.refuse_gpu(method.name)
-    return "CPU platform" + (f" only: {reason}" if reason else "")
+    if not place_of(method).gpu:
+        return "CPU platform"
+    return "GPU, CPU platform" if backends(method, gpu=False) else "GPU"
 
 
 def properties() -> dict[str, Callable[[Method], str]]:

@@ -10,7 +10,7 @@ from typing import Any
 from eval.parts.decode_load import Load, server_flags
 from eval.parts.reproduce_anchor import ANCHOR
 from eval.parts.reproduce_leg import FOLDER, URL, Command, Leg, Server
-from eval.parts.reproduce_needles import IDENTITY, NEEDLES, ROBSA, UNPROVEN
+from eval.parts.reproduce_needles import IDENTITY, NEEDLES, ROBSA
 
 
 def _resa(model: str, memory: float, *loads: Load, config: Mapping[str, Any] | None = None) -> Server:
@@ -119,7 +119,7 @@ def _robsa_serving(contexts: str, batch: str, *more: str, file: str = "", goals:
 
 
 def _rocketkv(eviction: str) -> str:
-    return f"--sparse-method rocketkv --sparse-config '{json.dumps({'eviction': eviction, **UNPROVEN})}'"
+    return f"--sparse-method rocketkv --sparse-config '{json.dumps({'eviction': eviction})}'"
 
 
 LEGS: tuple[Leg, ...] = (

@@ -9,8 +9,6 @@ from typing import Any
 
 from eval.parts.reproduce_leg import URL, URLS_BESIDE, Command, Leg, Server
 
-# Of methods that are refused on a GPU otherwise.
-UNPROVEN = {"allow_unproven": True}
 # Batches of whatever length run sparse: a few rows are left when most have their answers.
 _ALWAYS = {"crossover_tokens": 0}
 ROBSA = {"page_size": 64, "allow_uncalibrated": True}
@@ -143,7 +141,7 @@ def _robsa_identity(backend: str, noise: str, *flags: str) -> Leg:
 
 def _framework_identity(method: str, config: Mapping[str, Any]) -> Leg:
     """All layers of tiny-gqa with a method of the framework, see ``_robsa_identity``."""
-    config = {**config, "dense_fallback": "never", **UNPROVEN}
+    config = {**config, "dense_fallback": "never"}
     sparse = ("--sparse-method", method, "--sparse-config", json.dumps(config))
     return _identity(f"{method}-fa3", "tiny-gqa", sparse, "fa3", "flashinfer", ("--page-size", "16"))
 
@@ -188,7 +186,7 @@ def _own_needles(implementation: str, *more: str) -> Leg:
 
 NEEDLES: tuple[Leg, ...] = (
     _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 350}),
-    _needles("resa", "tiny-gqa", "fa3", {**_BY_LAYER, **_ALWAYS, **UNPROVEN}, "8k", {}, label="layers"),
+    _needles("resa", "tiny-gqa", "fa3", {**_BY_LAYER, **_ALWAYS}, "8k", {}, label="layers"),
     # 2 % of a text of 8k are read, of an eighth of it that is kept.
     *(
         _needles(
@@ -196,7 +194,7 @@ NEEDLES: tuple[Leg, ...] = (
             forms=("chat", "second_turn"),
             label=str(more.get("eviction", "")),
         )
-        for more in (UNPROVEN, {"eviction": "compact", **UNPROVEN})
+        for more in ({}, {"eviction": "compact"})
     ),
     _robsa_needles("robsa", 0.95, 100, passkey=True),
     # The other layers find the needles, so that a window may do in those that the calibration trusts; it must not where

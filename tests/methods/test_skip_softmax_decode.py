@@ -93,8 +93,8 @@ def test_another_prefill_method_wins(qwen3: str) -> None:
     assert same is not None and (same.config.model_dump()[FACTOR], same.config.layers) == (1000.0, "2-")
     settings = build("skip_softmax", {}, "anchor", {"theta": 9.0})
     assert settings.prefill_name == "anchor" and settings.prefill is not None
-    never = build("skip_softmax", {"dense_fallback": "never", "allow_unproven": True}).prefill
-    assert never is not None and never.dense_below == 0 and never.config.allow_unproven
+    never = build("skip_softmax", {"dense_fallback": "never", "layers": "2-"}).prefill
+    assert never is not None and never.dense_below == 0 and never.config.layers == "2-"
 
 
 @pytest.mark.parametrize(

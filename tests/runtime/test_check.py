@@ -93,23 +93,6 @@ def test_the_known_cells() -> None:
     assert "anchor" in capabilities.partners(RESA)
 
 
-@pytest.mark.parametrize("name", limits.CPU_ONLY_METHODS)
-def test_a_method_of_the_cpu_says_so_and_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [method for method in METHODS if method.name == name]
-    assert found
-    for method in found:
-        (row,) = (line for line in tables.methods_table().splitlines() if f"`{method.flag}`" in line)
-        assert f"CPU platform only: {limits.UNPROVEN}" in row
-        place = capabilities.place_of(method)
-        on_gpu = Place(place.kind, True, place.fields)
-        assert "got a GPU" in str(capabilities.refusal(method, on_gpu))
-        allowed = Place(place.kind, True, {**place.fields, "allow_unproven": True})
-        assert capabilities.refusal(method, allowed) is None
-    assert name in str(limits.unproven(name))
-    monkeypatch.setattr(limits, "CPU_ONLY_METHODS", ())
-    assert all(capabilities.refusal(method, on_gpu) is None for method in found) and limits.unproven(name) is None
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not here")
 def test_what_the_cpu_platform_alone_refuses_is_no_limit_of_a_method() -> None:
     flag = {"kv_cache_dtype": "fp8_e4m3"}

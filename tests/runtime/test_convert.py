@@ -1,7 +1,6 @@
 """Converting TensorRT-LLM's options: who refuses decides, and nothing is left out without a word."""
 
 import json
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang_sparse import capabilities, convert, limits, serve
+from sglang_sparse import capabilities, convert
 
 SKIP: dict[str, Any] = {"algorithm": "skip_softmax", "threshold_scale_factor": {"prefill": 1000.0}}
 ROCKET: dict[str, Any] = {
@@ -142,29 +141,6 @@ def test_what_a_server_would_refuse_is_left_out_by_who_refuses(
 
 
 @pytest.mark.usefixtures("asked_anew")
-@pytest.mark.parametrize(
-    ("sparse", "method"), [(SKIP, "skip_softmax"), ({"algorithm": "dsa"}, "dsa")], ids=["skip_softmax", "dsa"]
-)
-def test_what_a_gpu_does_not_run_is_not_converted_for_one(
-    sparse: Mapping[str, Any],
-    method: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(limits, "CPU_ONLY_METHODS", (method,))
-    options = {"sparse_attention_config": dict(sparse)}
-    assert run(tmp_path, options) == 1
-    printed = capsys.readouterr()
-    assert not printed.out
-    assert "nothing is converted" in printed.err and limits.UNPROVEN in printed.err
-    monkeypatch.setattr(limits, "CPU_ONLY_METHODS", ())
-    assert run(tmp_path, options) == 0
-    words = ["--model-path", "MODEL", *shlex.split(capsys.readouterr().out)]
-    kind = capabilities.place_of(capabilities.Method(method, False)).kind
-    assert serve.refusal(words, kind, gpu=True) is None
-
-
 def test_rocketkv_keeps_its_fields_but_for_the_page_of_the_kt_cache() -> None:
     cache = {"tokens_per_block": 32}
     fields, left = converted({"sparse_attention_config": ROCKET, "kv_cache_config": cache})

@@ -1,7 +1,6 @@
 """Rules by layer: what they resolve to, what is refused, and what plans, views, pools and sizes make of their parts."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ load_plugins()
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_sparse import capabilities, limits, pools
+from sglang_sparse import pools
 from sglang_sparse.backend import SparseAttentionBackend
 from sglang_sparse.composite import Composite, count_sizes, view_buffers, with_parts
 from sglang_sparse.config import Settings, SparseArgumentError, build, read_config
@@ -159,18 +158,6 @@ def test_rules_must_fit_the_model(tmp_path_factory: pytest.TempPathFactory) -> N
     model = write_config(tmp_path_factory.mktemp("mla"), "mla")
     with pytest.raises(ValueError, match="resa needs an MHA or GQA model"):
         start(RULES)
-
-
-def test_a_gpu_needs_a_word_of_the_users() -> None:
-    """Not for dense rules and one method."""
-    resa, place = capabilities.Method("resa", False), capabilities.Place("MHA/GQA", True)
-    some, one = {"0": {}, "1-": {"active_ratio": 0.2}}, {"0": "dense", "1-": {}}
-    refused = capabilities.refusal(resa, replace(place, fields={"layers": some}))
-    assert refused is not None and "rules of several methods or fields and a GPU" in refused
-    for fields in ({"layers": one}, {"layers": some, "allow_unproven": True}):
-        assert capabilities.refusal(resa, replace(place, fields=fields)) is None
-    said = limits.unproven(limits.SEVERAL)
-    assert said is not None and "allow_unproven" in said
 
 
 def test_a_row_is_covered_where_all_parts_attend_to_everything() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ load_plugins()
 
 from sglang.srt.server_args import prepare_server_args
 
-from sglang_sparse import limits, recipes, registry, serve
+from sglang_sparse import recipes, serve
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = ROOT / "eval" / "models"
@@ -80,9 +79,6 @@ def test_a_recipe_is_served_but_for_the_kernels_that_are_not_measured(
     )
     methods = [asked.method for asked in (recipe.decode, recipe.prefill) if asked]
     assert methods == [method for method in (args.sparse_method, args.sparse_prefill_method) if method]
-    for reason in filter(None, map(limits.refuse_gpu, methods)):
-        assert reason in str(serve.refusal(words, recipe.attention, gpu=True))
-    monkeypatch.setattr(limits, "CPU_ONLY_METHODS", ())
     if "robsa" in methods:
         assert "needs a calibration" in str(serve.refusal(words, recipe.attention, gpu=True))
         assert any("--method robsa" in step and recipe.model_path in step for step in recipe.before)
@@ -199,29 +195,6 @@ def test_dry_run_prints_a_command_and_where_figures_come_from(
     assert "(measured: eval/results/bench-decode-qwen3-8b-1x128k.jsonl" in printed.err
     assert "weights on each GPU: 16.4 GB (estimate: 8.19e+09 parameters x 2 B / 1)" in printed.err
     assert not started
-
-
-@pytest.mark.parametrize("method", limits.CPU_ONLY_METHODS)
-def test_what_is_not_served_on_a_gpu_does_not_start_there(
-    method: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    started: list[object],
-) -> None:
-    decode = f'[decode]\nmethod = "{method}"'
-    text = re.sub(r"\[decode\]\n.*\n.*", decode, OWN.format(model=MODELS / "tiny-gqa"))
-    if method in registry.PREFILL_METHODS:
-        text = text.replace("[decode]", "[prefill]")
-    path = own(tmp_path, text)
-    assert serve.main(["--recipe", path, "--dry-run"]) == 1
-    printed = capsys.readouterr()
-    assert method in printed.out
-    assert "is refused, nothing starts: --sparse-" in printed.err and str(limits.refuse_gpu(method)) in printed.err
-    monkeypatch.setattr(serve, "_has_gpu", lambda: True)
-    assert serve.main(["--recipe", path]) == 1
-    printed = capsys.readouterr()
-    assert not printed.out and not started and "nothing starts" in printed.err
 
 
 def test_a_start_takes_the_place_of_the_process(monkeypatch: pytest.MonkeyPatch, started: list[Sequence[str]]) -> None:
