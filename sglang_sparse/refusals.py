@@ -188,8 +188,8 @@ def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
 def _require_window(args: SparseServerArgs, settings: Settings) -> None:
     """Refuse chunks that a prompt's window may not fit: a prompt would wait for one that does, for ever."""
     window = max((method.window_tokens for method in keep_methods(settings.method)), default=0)
-    page, chunk = settings.config.page_size, prefill_chunk(args)
-    if not window or chunk is None:
+    page = settings.config.page_size
+    if not window or (chunk := prefill_chunk(args)) is None:
         return
     # The last chunk begins at a page's or a group's end, at the window's first token at the latest.
     unit = max(page, settings.prefill.group_tokens if settings.prefill else 1)
