@@ -14,7 +14,6 @@ knows in time.
 from dataclasses import dataclass
 
 import torch
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,18 +27,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..dispatch import HALF_DTYPES
 from ..launch import LOG2_E
 from .hopper_loads import SLAB, SMEM, next_stage, produce
+from .hopper_softmax import (
+    HALF,
+    KEYS,
+    LOGITS,
+    ROWS,
+    VOTES,
+    add,
+    add_pieces,
+    hide,
+    highest,
+    levels_of,
+    raise_maxima,
+    vote,
+    weigh,
+)
 from .plan import BLOCK_KEYS, TILE_QUERIES, QueryTile, SkipSoftmaxPlan
 
 DIMS = (64, 128)
 MIN_PAGE = 16
-_HALF = gl.constexpr(TILE_QUERIES // 2)
-_KEYS = gl.constexpr(BLOCK_KEYS)
 _FIELDS = gl.constexpr(len(QueryTile._fields))
-_NAN = gl.constexpr(tl.PropagateNan.ALL)
-_LOGITS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-_ROWS = gl.constexpr(gl.SliceLayout(1, _LOGITS.value))
-# All four elements in every thread.
-_EVERYWHERE = gl.constexpr(gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [4]))
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,8 @@ class Config:
         take_turns: the two consumers multiply queries and keys one after the other.
         vote_early: the upper half of a tile is decided about, and exponentiated, while the lower one is multiplied;
             rescales on rise.
+        in_pieces: half of a block's keys is multiplied while the other half is exponentiated; rescales on rise, and
+            not together with ``vote_early``.
     """
 
     num_stages: int = 5
@@ -64,102 +73,22 @@ class Config:
     keys_ahead: bool = False
     take_turns: bool = False
     vote_early: bool = False
-
-
-@gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b, propagate_nan=_NAN)
+    in_pieces: bool = False
 
 
 @gluon.jit
 def _triangle(n):
     """Keys of a block that ``n`` queries see together, the first of them none, each other one more than before."""
     n = gl.maximum(n, 0)
-    part = gl.minimum(n, _KEYS + 1)
-    return part * (part - 1) // 2 + (n - part) * _KEYS
-
-
-@gluon.jit
-def _highest(levels):
-    """The largest of ``[half, 4]``, for all warps of the consumer."""
-    # By warp, register, and the lanes of a warp, as the accumulators of wgmma lie.
-    parts = gl.max(gl.reshape(levels, [4, 2, 8, 4]), axis=1)
-    by_warp = gl.max(gl.reshape(parts, [4, 32]), axis=1)
-    return gl.max(gl.convert_layout(by_warp, _EVERYWHERE), axis=0)
-
-
-@gluon.jit
-def _hide(logits, seen):
-    """-inf where row ``m`` of ``[half, keys]`` does not see a key, being the one ``seen + m`` or later."""
-    # Keys as they lie in threads: what tells the keys of a thread apart then needs no register.
-    by_thread = gl.reshape(logits, [_HALF, 8, 4, 2])
-    lanes: gl.constexpr = by_thread.type.layout
-    eights = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, lanes))))[None, :, None, None]
-    twos = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, lanes))))[None, None, :, None]
-    ones = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, lanes))))[None, None, None, :]
-    rows = gl.arange(0, _HALF, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, lanes))))[:, None, None, None]
-    hidden = seen + rows - 2 * twos <= 8 * eights + ones
-    return gl.convert_layout(gl.reshape(gl.where(hidden, float("-inf"), by_thread), [_HALF, _KEYS]), _LOGITS)
-
-
-@gluon.jit
-def _levels(logits, state, gap, first, count):
-    """What each thread holds of a query's largest logit, and its level: 0 where that is far below the query's largest
-    one before, 1 where it is near, 2 where it is above.
-
-    Whether a block is skipped can be said before threads talk of a query. ``first`` of ``count`` queries come before.
-    """
-    largest = gl.reduce(gl.reduce(gl.reshape(logits, [_HALF, 8, 4, 2]), 3, _larger), 1, _larger)
-    by_thread: gl.constexpr = gl.SliceLayout(1, largest.type.layout)
-    maximum = gl.convert_layout(state[0], by_thread)[:, None]
-    # NaN is neither far below nor at most anything.
-    level = gl.where(largest < maximum + gap, 0, gl.where(largest <= maximum, 1, 2))
-    members = gl.arange(0, _HALF, by_thread) < count - first
-    return largest, gl.where(members[:, None], level, 0)
-
-
-@gluon.jit
-def _finite(maximum, scale):
-    """What is subtracted from logits."""
-    # Infinite keys may leave a query without any finite logit, and -inf - -inf would be NaN.
-    return gl.where(maximum == float("-inf"), 0.0, maximum) * scale
-
-
-@gluon.jit
-def _raise(state, largest, scale):
-    """The sums of the online softmax, as they are to the maxima that are the largest from now on."""
-    maximum, total, output = state
-    new_maximum = _larger(maximum, gl.convert_layout(gl.reduce(largest, 1, _larger), _ROWS))
-    # A row with an infinite key is NaN, as one with a broken key: such a row keeps all blocks from then on.
-    new_maximum = gl.where(new_maximum < float("inf"), new_maximum, float("nan"))
-    decay = gl.exp2(maximum * scale - _finite(new_maximum, scale))
-    total *= decay
-    output = output * gl.convert_layout(decay, gl.SliceLayout(1, output.type.layout))[:, None]
-    return new_maximum, total, output
-
-
-@gluon.jit
-def _weigh(logits, state, scale):
-    """The weights of a block, and the state with their sum."""
-    maximum, total, output = state
-    weights = gl.exp2(logits * scale - _finite(maximum, scale)[:, None])
-    total += gl.sum(weights, axis=1)
-    return weights, (maximum, total, output)
-
-
-@gluon.jit
-def _add(weights, state, values):
-    """Start the product of a block's weights with its values; also what must stay as it is until that has ended."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, state[2].type.layout, 2)
-    weights = gl.convert_layout(weights.to(values.dtype), layout)
-    return warpgroup_mma(weights, values, state[2], is_async=True), weights
+    part = gl.minimum(n, KEYS + 1)
+    return part * (part - 1) // 2 + (n - part) * KEYS
 
 
 @gluon.jit
 def _multiply(shared, place, HEAD: gl.constexpr, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     """Start the products of both halves of a tile's queries with a block of keys, and wait for other things."""
-    queries, keys, _values, keys_ready, _values_ready, free, _q_ready, turns = shared
-    stage, phase, visit, blocks = place
+    queries, keys, _values, keys_ready, _values_ready, free, _q_ready, turns, _votes = shared
+    stage, phase, visit, _blocks = place
     STAGES: gl.constexpr = keys.shape[0]
     LATE: gl.constexpr = FLAGS[1]
     AHEAD: gl.constexpr = FLAGS[2]
@@ -169,22 +98,31 @@ def _multiply(shared, place, HEAD: gl.constexpr, MASKED: gl.constexpr, FLAGS: gl
     if TURNS:
         # The first consumer starts.
         mbarrier.wait(turns.index(HEAD), (visit & 1) ^ (1 - HEAD))
-    zero = gl.zeros([_HALF, _KEYS], gl.float32, _LOGITS)
+    zero = gl.zeros([HALF, KEYS], gl.float32, LOGITS)
     block = keys.index(stage).permute((1, 0))
     first = warpgroup_mma(queries.index(2 * HEAD), block, zero, use_acc=False, is_async=True)
     second = warpgroup_mma(queries.index(2 * HEAD + 1), block, zero, use_acc=False, is_async=True)
     if TURNS or LATE:
-        # After every warp has started these products and has seen those of the block before finished.
+        # Every warp has started these products by then, and has seen those of the block before finished.
         gl.thread_barrier()
     if TURNS:
         mbarrier.arrive(turns.index(1 - HEAD), count=1)
     if LATE:
         before = gl.where(stage == 0, STAGES, stage) - 1
         mbarrier.arrive(free.index(before), count=1, pred=visit > 0 if MASKED else True)
-    if AHEAD:
-        following, following_phase = next_stage(stage, phase, STAGES)
-        mbarrier.wait(keys_ready.index(following), following_phase, pred=visit + 1 < blocks)
+    if TURNS or LATE:
+        # The compiler would put this barrier in front of the decision.
+        gl.thread_barrier()
     return first, second
+
+
+@gluon.jit
+def _look_ahead(shared, place, FLAGS: gl.constexpr):
+    """Wait for the next block's keys, where its visit does not."""
+    stage, phase, visit, blocks = place
+    if FLAGS[2]:
+        following, following_phase = next_stage(stage, phase, shared[1].shape[0])
+        mbarrier.wait(shared[3].index(following), following_phase, pred=visit + 1 < blocks)
 
 
 @gluon.jit
@@ -193,15 +131,28 @@ def _attend(shared, place, scale, above, below, largest_below, upper, lower, RAI
     values, values_ready = shared[2], shared[4]
     stage, phase = place[0], place[1]
     mbarrier.wait(values_ready.index(stage), phase)
-    output_above, weights_above = _add(above, upper, values.index(stage))
+    output_above, weights_above = add(above, upper, values.index(stage))
     if RAISE:
-        lower = _raise(lower, largest_below, scale)
-    below, lower = _weigh(below, lower, scale)
-    output_below, weights_below = _add(below, lower, values.index(stage))
+        lower = raise_maxima(lower, largest_below, scale)
+    below, lower = weigh(below, lower, scale)
+    output_below, weights_below = add(below, lower, values.index(stage))
     output_above, output_below, _, _ = warpgroup_mma_wait(
         0, deps=(output_above, output_below, weights_above, weights_below)
     )
     return (upper[0], upper[1], output_above), (lower[0], lower[1], output_below)
+
+
+@gluon.jit
+def _attend_in_pieces(shared, place, scale, above, below, upper, lower):
+    """Add the values of a block to the sums."""
+    mbarrier.wait(shared[4].index(place[0]), place[1])
+    values = shared[2].index(place[0])
+    max_above, total_above, above, a, b = add_pieces(above, upper, values, scale)
+    # The compiler would exponentiate all of it before.
+    above, below, a, b = warpgroup_mma_wait(2, deps=(above, below, a, b))
+    max_below, total_below, below, c, d = add_pieces(below, lower, values, scale)
+    above, below, _, _, _, _ = warpgroup_mma_wait(0, deps=(above, below, a, b, c, d))
+    return (max_above, total_above, above), (max_below, total_below, below)
 
 
 @gluon.jit
@@ -213,27 +164,42 @@ def _visit(shared, place, seen, rule, upper, lower, HEAD: gl.constexpr, MASKED: 
     exponentiated.
     """
     scale, gap, count = rule
-    ON_RISE: gl.constexpr = FLAGS[0]
+    PIECES: gl.constexpr = FLAGS[5]
+    ON_RISE: gl.constexpr = FLAGS[0] or PIECES
     first, second = _multiply(shared, place, HEAD, MASKED, FLAGS)
     above = warpgroup_mma_wait(1, deps=(first,))
     if MASKED:
-        above = _hide(above, seen)
-    largest_above, levels_above = _levels(above, upper, gap, 0, count)
+        above = hide(above, seen)
+    largest_above, levels_above = levels_of(above, upper, gap, 0, count)
+    votes_above = shared[8][0].index(HEAD)
+    votes_below = shared[8][1].index(HEAD)
+    if not MASKED:
+        # In memory before the wait, or the compiler would look for the maxima behind it. The few other blocks have no
+        # registers for that.
+        vote(levels_above, votes_above)
+    _look_ahead(shared, place, FLAGS)
+    below = warpgroup_mma_wait(0, deps=(second,))
     if MASKED:
-        below = _hide(warpgroup_mma_wait(0, deps=(second,)), seen + _HALF)
-    else:
-        # The compiler would move the maxima behind the wait.
-        below, largest_above = warpgroup_mma_wait(0, deps=(second, largest_above))
-    largest_below, levels_below = _levels(below, lower, gap, _HALF, count)
-    level = _highest(gl.maximum(levels_above, levels_below))
+        below = hide(below, seen + HALF)
+    largest_below, levels_below = levels_of(below, lower, gap, HALF, count)
+    if MASKED:
+        levels_below = gl.maximum(levels_above, levels_below)
+    vote(levels_below, votes_below)
+    gl.thread_barrier()
+    level = highest(votes_below)
+    if not MASKED:
+        level = gl.maximum(level, highest(votes_above))
     if level > 0:
         if not ON_RISE:
-            upper = _raise(upper, largest_above, scale)
+            upper = raise_maxima(upper, largest_above, scale)
         elif level > 1:
-            upper = _raise(upper, largest_above, scale)
-            lower = _raise(lower, largest_below, scale)
-        above, upper = _weigh(above, upper, scale)
-        upper, lower = _attend(shared, place, scale, above, below, largest_below, upper, lower, not ON_RISE)
+            upper = raise_maxima(upper, largest_above, scale)
+            lower = raise_maxima(lower, largest_below, scale)
+        if PIECES:
+            upper, lower = _attend_in_pieces(shared, place, scale, above, below, upper, lower)
+        else:
+            above, upper = weigh(above, upper, scale)
+            upper, lower = _attend(shared, place, scale, above, below, largest_below, upper, lower, not ON_RISE)
     return upper, lower, gl.where(level > 0, 0, 1)
 
 
@@ -246,24 +212,31 @@ def _visit_early(
     first, second = _multiply(shared, place, HEAD, MASKED, FLAGS)
     above = warpgroup_mma_wait(1, deps=(first,))
     if MASKED:
-        above = _hide(above, seen)
-    largest_above, levels_above = _levels(above, upper, gap, 0, count)
-    level_above = _highest(levels_above)
+        above = hide(above, seen)
+    largest_above, levels_above = levels_of(above, upper, gap, 0, count)
+    votes_above = shared[8][0].index(HEAD)
+    votes_below = shared[8][1].index(HEAD)
+    vote(levels_above, votes_above)
+    gl.thread_barrier()
+    _look_ahead(shared, place, FLAGS)
+    level_above = highest(votes_above)
     if level_above > 0:
         if level_above > 1:
-            upper = _raise(upper, largest_above, scale)
-        above, upper = _weigh(above, upper, scale)
+            upper = raise_maxima(upper, largest_above, scale)
+        above, upper = weigh(above, upper, scale)
     below = warpgroup_mma_wait(0, deps=(second,))
     if MASKED:
-        below = _hide(below, seen + _HALF)
-    largest_below, levels_below = _levels(below, lower, gap, _HALF, count)
-    level_below = _highest(levels_below)
+        below = hide(below, seen + HALF)
+    largest_below, levels_below = levels_of(below, lower, gap, HALF, count)
+    vote(levels_below, votes_below)
+    gl.thread_barrier()
+    level_below = highest(votes_below)
     level = gl.maximum(level_above, level_below)
     if level > 0:
         if level_above == 0:
-            above, upper = _weigh(above, upper, scale)
+            above, upper = weigh(above, upper, scale)
         if level_below > 1:
-            lower = _raise(lower, largest_below, scale)
+            lower = raise_maxima(lower, largest_below, scale)
         upper, lower = _attend(shared, place, scale, above, below, largest_below, upper, lower, False)
     return upper, lower, gl.where(level > 0, 0, 1)
 
@@ -275,7 +248,7 @@ def _write(state, out_ptr, first, first_query, count, v_scale, head, HEADS: gl.c
     outputs: gl.constexpr = state[2].type.layout
     by_row: gl.constexpr = gl.SliceLayout(1, outputs)
     output = state[2] * gl.convert_layout(v_scale / state[1], by_row)[:, None]
-    members = first + gl.arange(0, _HALF, by_row)
+    members = first + gl.arange(0, HALF, by_row)
     dims = gl.arange(0, V_DIM, gl.SliceLayout(0, outputs))
     offsets = (first_query + members).to(gl.int64)[:, None] * (HEADS * V_DIM) + head * V_DIM + dims[None, :]
     gl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=(members < count)[:, None])
@@ -298,38 +271,38 @@ def _consume(shared, tile, out_ptr, stats_ptr, factors, HEAD: gl.constexpr, HEAD
     rule = (scale, gap, count)
     V_DIM: gl.constexpr = shared[2].shape[2]
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
-    maximum = gl.full([_HALF], float("-inf"), gl.float32, _ROWS)
-    total = gl.zeros([_HALF], gl.float32, _ROWS)
-    output = gl.zeros([_HALF, V_DIM], gl.float32, outputs)
+    maximum = gl.full([HALF], float("-inf"), gl.float32, ROWS)
+    total = gl.zeros([HALF], gl.float32, ROWS)
+    output = gl.zeros([HALF, V_DIM], gl.float32, outputs)
     upper = (maximum, total, output)
     lower = (maximum, total, output)
     skipped_blocks = gl.to_tensor(0)
     skipped_pairs = gl.to_tensor(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    blocks = (first_position + count + _KEYS - 1) // _KEYS
+    blocks = (first_position + count + KEYS - 1) // KEYS
     # Blocks that every query sees whole, and at least the first one, which is visited before any other.
-    whole = gl.maximum((first_position + 1) // _KEYS, 1)
+    whole = gl.maximum((first_position + 1) // KEYS, 1)
     mbarrier.wait(shared[6], 0)
     if FLAGS[2]:
         mbarrier.wait(shared[3].index(0), 0)
     visit: gl.constexpr = _visit_early if FLAGS[4] else _visit
     for i in range(blocks - whole + 1):
-        seen = first_position + 1 - gl.where(i == 0, 0, blocks - i) * _KEYS
+        seen = first_position + 1 - gl.where(i == 0, 0, blocks - i) * KEYS
         place = (stage, phase, i, blocks)
         upper, lower, skipped = visit(shared, place, seen, rule, upper, lower, HEAD, True, FLAGS)
         skipped_blocks += skipped
         skipped_pairs += skipped * (_triangle(seen + count) - _triangle(seen))
         stage, phase = _release(shared, place, FLAGS)
-    skipped_pairs -= skipped_blocks * count * _KEYS
+    skipped_pairs -= skipped_blocks * count * KEYS
     for i in range(1, whole):
         place = (stage, phase, blocks - whole + i, blocks)
         upper, lower, skipped = visit(shared, place, 0, rule, upper, lower, HEAD, False, FLAGS)
         skipped_blocks += skipped
         stage, phase = _release(shared, place, FLAGS)
-    skipped_pairs += skipped_blocks * count * _KEYS
+    skipped_pairs += skipped_blocks * count * KEYS
     _write(upper, out_ptr, 0, first_query, count, v_scale, first_head + HEAD, HEADS)
-    _write(lower, out_ptr, _HALF, first_query, count, v_scale, first_head + HEAD, HEADS)
+    _write(lower, out_ptr, HALF, first_query, count, v_scale, first_head + HEAD, HEADS)
     if stats_ptr is not None:
         gl.atomic_add(stats_ptr, -skipped_pairs.to(gl.int64))
         gl.atomic_add(stats_ptr + 2, skipped_blocks.to(gl.int64))
@@ -374,14 +347,16 @@ def _skip_softmax_hopper_kernel(
     threshold = gl.where((context > 0) & (factor > 0), factor, 1.0) / gl.maximum(context, 1).to(gl.float32)
     gap = gl.where((context > 0) & (factor > 0), gl.log2(gl.minimum(threshold, 1.0)) / scale, float("-inf"))
     element: gl.constexpr = q_desc.dtype
-    queries = gl.allocate_shared_memory(element, [4, _HALF, DIM], SMEM)
-    keys = gl.allocate_shared_memory(element, [STAGES, _KEYS, DIM], SMEM)
-    values = gl.allocate_shared_memory(element, [STAGES, _KEYS, V_DIM], SMEM)
+    queries = gl.allocate_shared_memory(element, [4, HALF, DIM], SMEM)
+    keys = gl.allocate_shared_memory(element, [STAGES, KEYS, DIM], SMEM)
+    values = gl.allocate_shared_memory(element, [STAGES, KEYS, V_DIM], SMEM)
     keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     values_ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    votes_above = gl.allocate_shared_memory(gl.int32, [2, 4], VOTES)
+    votes_below = gl.allocate_shared_memory(gl.int32, [2, 4], VOTES)
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -391,7 +366,7 @@ def _skip_softmax_hopper_kernel(
         mbarrier.init(values_ready.index(i), count=1)
     mbarrier.init(q_ready, count=1)
     fence_async_shared()
-    shared = (queries, keys, values, keys_ready, values_ready, free, q_ready, turns)
+    shared = (queries, keys, values, keys_ready, values_ready, free, q_ready, turns, (votes_above, votes_below))
     tile = (first_position, first_query, count, head)
     factors = (scale, gap, v_scale)
     kv_head = head // GROUP
@@ -483,6 +458,7 @@ def skip_softmax_prefill(
             config.keys_ahead,
             config.take_turns,
             config.vote_early,
+            config.in_pieces,
         ),
         num_warps=4,
     )
