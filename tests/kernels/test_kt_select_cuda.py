@@ -266,7 +266,7 @@ def test_it_compiles(capability: tuple[int, int], tmp_path: Path) -> None:
 
 def test_clusters() -> None:
     found = [cuda.config_of(pairs, 132, True).cluster for pairs in (8, 16, 17, 33, 66, 67, 132, 133)]
-    assert found == [8, 8, 4, 4, 2, 1, 1, 1] and cuda.config_of(8, 132, False).cluster == 1
+    assert found == [2, 2, 2, 2, 2, 1, 1, 1] and cuda.config_of(8, 132, False).cluster == 1
 
 
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:

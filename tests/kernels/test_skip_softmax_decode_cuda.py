@@ -211,7 +211,7 @@ def test_what_is_allocated(run: Any, device: str, monkeypatch: pytest.MonkeyPatc
 def test_the_launch_asks_for_the_shared_memory_of_the_source(library: ctypes.CDLL) -> None:
     for number, (dim, _, _, config) in enumerate(KINDS):
         assert cuda.shared_bytes(dim, config) == library[f"bytes_{number}"]()
-    for limit, config in ((232448, Config(8, 6)), (166912, Config(8, 4)), (101376, Config(4, 5)), (65536, None)):
+    for limit, config in ((232448, Config(12, 4)), (166912, Config(8, 4)), (101376, Config(4, 5)), (65536, None)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "stand_in", launch.Properties((9, 0), 132, limit))
             assert cuda.config_of(128, torch.device("cpu")) == config

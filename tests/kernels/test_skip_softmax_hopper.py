@@ -112,27 +112,6 @@ def test_results_are_equal_from_run_to_run_and_for_other_launch_parameters() -> 
         assert torch.equal(hopper.skip_softmax_prefill(**arguments, out=out, config=config), expected)
 
 
-WAITS = ("release_late", "keys_ahead", "take_turns")
-WAYS = [("rescale_on_rise",), *((way,) for way in WAITS), WAITS]
-WAYS += [(*chosen, way) for way in ("rescale_on_rise", "vote_early", "in_pieces") for chosen in ((), WAITS[:2], WAITS)]
-
-
-@pytest.mark.gpu
-@hopper_only
-@pytest.mark.parametrize("num_stages", [2, 5])
-@pytest.mark.parametrize("ways", WAYS, ids="+".join)
-def test_ways_to_wait_less_decide_the_same(ways: tuple[str, ...], num_stages: int) -> None:
-    from sglang_sparse_kernels.skip_softmax_prefill import hopper
-
-    config = hopper.Config(num_stages, **dict.fromkeys(ways, True))
-    for case in (ROWS, SMALL):
-        arguments, expected, stats = make(case, "cuda"), counts("cuda"), counts("cuda")
-        out = run_hopper(arguments, expected)
-        got = hopper.skip_softmax_prefill(**arguments, out=torch.empty_like(out), stats=stats, config=config)
-        assert torch.equal(stats, expected)
-        assert relative_error(got, out) < TOLERANCE[got.dtype]
-
-
 @pytest.mark.gpu
 @hopper_only
 def test_what_lies_behind_a_row_is_not_read() -> None:

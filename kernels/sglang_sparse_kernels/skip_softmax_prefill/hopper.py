@@ -34,7 +34,6 @@ from .hopper_softmax import (
     ROWS,
     VOTES,
     add,
-    add_pieces,
     hide,
     highest,
     levels_of,
@@ -52,28 +51,12 @@ _FIELDS = gl.constexpr(len(QueryTile._fields))
 @dataclass(frozen=True)
 class Config:
     """Launch parameters: blocks of keys and values in flight, at least 2, and registers of the threads that compute and
-    load. The others are ways to do the same that wait for a measurement; not measured yet.
-
-    Attributes:
-        rescale_on_rise: sums are rescaled only where a maximum rises, which all warps of a consumer agree about.
-        release_late: a block is given back while the next one is multiplied, not in between.
-        keys_ahead: the next block's keys are waited for while this one's are multiplied.
-        take_turns: the two consumers multiply queries and keys one after the other.
-        vote_early: the upper half of a tile is decided about, and exponentiated, while the lower one is multiplied;
-            rescales on rise.
-        in_pieces: half of a block's keys is multiplied while the other half is exponentiated; rescales on rise, and
-            not together with ``vote_early``.
+    load.
     """
 
     num_stages: int = 5
     consumer_registers: int = 240
     producer_registers: int = 24
-    rescale_on_rise: bool = False
-    release_late: bool = False
-    keys_ahead: bool = False
-    take_turns: bool = False
-    vote_early: bool = False
-    in_pieces: bool = False
 
 
 @gluon.jit
@@ -85,55 +68,32 @@ def _triangle(n):
 
 
 @gluon.jit
-def _multiply(shared, place, HEAD: gl.constexpr, MASKED: gl.constexpr, FLAGS: gl.constexpr):
-    """Start the products of both halves of a tile's queries with a block of keys, and wait for other things."""
-    queries, keys, _values, keys_ready, _values_ready, free, _q_ready, turns, _votes = shared
-    stage, phase, visit, _blocks = place
+def _multiply(shared, place, HEAD: gl.constexpr, MASKED: gl.constexpr):
+    """Start the products of both halves of a tile's queries with a block of keys, and give the block before back."""
+    queries, keys, _values, keys_ready, _values_ready, free, _q_ready, _votes = shared
+    stage, phase, visit = place
     STAGES: gl.constexpr = keys.shape[0]
-    LATE: gl.constexpr = FLAGS[1]
-    AHEAD: gl.constexpr = FLAGS[2]
-    TURNS: gl.constexpr = FLAGS[3]
-    if not AHEAD:
-        mbarrier.wait(keys_ready.index(stage), phase)
-    if TURNS:
-        # The first consumer starts.
-        mbarrier.wait(turns.index(HEAD), (visit & 1) ^ (1 - HEAD))
+    mbarrier.wait(keys_ready.index(stage), phase)
     zero = gl.zeros([HALF, KEYS], gl.float32, LOGITS)
     block = keys.index(stage).permute((1, 0))
     first = warpgroup_mma(queries.index(2 * HEAD), block, zero, use_acc=False, is_async=True)
     second = warpgroup_mma(queries.index(2 * HEAD + 1), block, zero, use_acc=False, is_async=True)
-    if TURNS or LATE:
-        # Every warp has started these products by then, and has seen those of the block before finished.
-        gl.thread_barrier()
-    if TURNS:
-        mbarrier.arrive(turns.index(1 - HEAD), count=1)
-    if LATE:
-        before = gl.where(stage == 0, STAGES, stage) - 1
-        mbarrier.arrive(free.index(before), count=1, pred=visit > 0 if MASKED else True)
-    if TURNS or LATE:
-        # The compiler would put this barrier in front of the decision.
-        gl.thread_barrier()
+    # By then every warp has seen its products of the block before finished; nobody waits for that in between.
+    gl.thread_barrier()
+    before = gl.where(stage == 0, STAGES, stage) - 1
+    mbarrier.arrive(free.index(before), count=1, pred=visit > 0 if MASKED else True)
+    # The compiler would put this barrier in front of the decision.
+    gl.thread_barrier()
     return first, second
 
 
 @gluon.jit
-def _look_ahead(shared, place, FLAGS: gl.constexpr):
-    """Wait for the next block's keys, where its visit does not."""
-    stage, phase, visit, blocks = place
-    if FLAGS[2]:
-        following, following_phase = next_stage(stage, phase, shared[1].shape[0])
-        mbarrier.wait(shared[3].index(following), following_phase, pred=visit + 1 < blocks)
-
-
-@gluon.jit
-def _attend(shared, place, scale, above, below, largest_below, upper, lower, RAISE: gl.constexpr):
+def _attend(shared, place, scale, above, below, upper, lower):
     """Add the values of a block to the sums: the upper half by its weights, the lower one from its logits on."""
     values, values_ready = shared[2], shared[4]
     stage, phase = place[0], place[1]
     mbarrier.wait(values_ready.index(stage), phase)
     output_above, weights_above = add(above, upper, values.index(stage))
-    if RAISE:
-        lower = raise_maxima(lower, largest_below, scale)
     below, lower = weigh(below, lower, scale)
     output_below, weights_below = add(below, lower, values.index(stage))
     output_above, output_below, _, _ = warpgroup_mma_wait(
@@ -143,41 +103,25 @@ def _attend(shared, place, scale, above, below, largest_below, upper, lower, RAI
 
 
 @gluon.jit
-def _attend_in_pieces(shared, place, scale, above, below, upper, lower):
-    """Add the values of a block to the sums."""
-    mbarrier.wait(shared[4].index(place[0]), place[1])
-    values = shared[2].index(place[0])
-    max_above, total_above, above, a, b = add_pieces(above, upper, values, scale)
-    # The compiler would exponentiate all of it before.
-    above, below, a, b = warpgroup_mma_wait(2, deps=(above, below, a, b))
-    max_below, total_below, below, c, d = add_pieces(below, lower, values, scale)
-    above, below, _, _, _, _ = warpgroup_mma_wait(0, deps=(above, below, a, b, c, d))
-    return (max_above, total_above, above), (max_below, total_below, below)
-
-
-@gluon.jit
-def _visit(shared, place, seen, rule, upper, lower, HEAD: gl.constexpr, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+def _visit(shared, place, seen, rule, upper, lower, HEAD: gl.constexpr, MASKED: gl.constexpr):
     """One block of keys: one step of the online softmax, or skipped, and then the last that is returned is 1.
 
     With ``MASKED``, query ``m`` sees only the first ``seen + m`` keys. Maxima stay products of query and key, and
     ``gap`` is the logarithm of the threshold in these units. Half of a tile is multiplied while the other half is
-    exponentiated.
+    exponentiated. Sums are rescaled only where a maximum rises, which the vote tells all warps.
     """
     scale, gap, count = rule
-    PIECES: gl.constexpr = FLAGS[5]
-    ON_RISE: gl.constexpr = FLAGS[0] or PIECES
-    first, second = _multiply(shared, place, HEAD, MASKED, FLAGS)
+    first, second = _multiply(shared, place, HEAD, MASKED)
     above = warpgroup_mma_wait(1, deps=(first,))
     if MASKED:
         above = hide(above, seen)
     largest_above, levels_above = levels_of(above, upper, gap, 0, count)
-    votes_above = shared[8][0].index(HEAD)
-    votes_below = shared[8][1].index(HEAD)
+    votes_above = shared[7][0].index(HEAD)
+    votes_below = shared[7][1].index(HEAD)
     if not MASKED:
         # In memory before the wait, or the compiler would look for the maxima behind it. The few other blocks have no
         # registers for that.
         vote(levels_above, votes_above)
-    _look_ahead(shared, place, FLAGS)
     below = warpgroup_mma_wait(0, deps=(second,))
     if MASKED:
         below = hide(below, seen + HALF)
@@ -190,54 +134,11 @@ def _visit(shared, place, seen, rule, upper, lower, HEAD: gl.constexpr, MASKED: 
     if not MASKED:
         level = gl.maximum(level, highest(votes_above))
     if level > 0:
-        if not ON_RISE:
-            upper = raise_maxima(upper, largest_above, scale)
-        elif level > 1:
+        if level > 1:
             upper = raise_maxima(upper, largest_above, scale)
             lower = raise_maxima(lower, largest_below, scale)
-        if PIECES:
-            upper, lower = _attend_in_pieces(shared, place, scale, above, below, upper, lower)
-        else:
-            above, upper = weigh(above, upper, scale)
-            upper, lower = _attend(shared, place, scale, above, below, largest_below, upper, lower, not ON_RISE)
-    return upper, lower, gl.where(level > 0, 0, 1)
-
-
-@gluon.jit
-def _visit_early(
-    shared, place, seen, rule, upper, lower, HEAD: gl.constexpr, MASKED: gl.constexpr, FLAGS: gl.constexpr
-):
-    """The same; whether the upper half keeps the block is known, and done, before the lower half is multiplied."""
-    scale, gap, count = rule
-    first, second = _multiply(shared, place, HEAD, MASKED, FLAGS)
-    above = warpgroup_mma_wait(1, deps=(first,))
-    if MASKED:
-        above = hide(above, seen)
-    largest_above, levels_above = levels_of(above, upper, gap, 0, count)
-    votes_above = shared[8][0].index(HEAD)
-    votes_below = shared[8][1].index(HEAD)
-    vote(levels_above, votes_above)
-    gl.thread_barrier()
-    _look_ahead(shared, place, FLAGS)
-    level_above = highest(votes_above)
-    if level_above > 0:
-        if level_above > 1:
-            upper = raise_maxima(upper, largest_above, scale)
         above, upper = weigh(above, upper, scale)
-    below = warpgroup_mma_wait(0, deps=(second,))
-    if MASKED:
-        below = hide(below, seen + HALF)
-    largest_below, levels_below = levels_of(below, lower, gap, HALF, count)
-    vote(levels_below, votes_below)
-    gl.thread_barrier()
-    level_below = highest(votes_below)
-    level = gl.maximum(level_above, level_below)
-    if level > 0:
-        if level_above == 0:
-            above, upper = weigh(above, upper, scale)
-        if level_below > 1:
-            lower = raise_maxima(lower, largest_below, scale)
-        upper, lower = _attend(shared, place, scale, above, below, largest_below, upper, lower, False)
+        upper, lower = _attend(shared, place, scale, above, below, upper, lower)
     return upper, lower, gl.where(level > 0, 0, 1)
 
 
@@ -255,20 +156,12 @@ def _write(state, out_ptr, first, first_query, count, v_scale, head, HEADS: gl.c
 
 
 @gluon.jit
-def _release(shared, place, FLAGS: gl.constexpr):
-    """Give a block back; where the next one is."""
-    if not FLAGS[1]:
-        # After every warp has seen its products finished: the decision is a barrier, and wgmma reads as one.
-        mbarrier.arrive(shared[5].index(place[0]), count=1)
-    return next_stage(place[0], place[1], shared[1].shape[0])
-
-
-@gluon.jit
-def _consume(shared, tile, out_ptr, stats_ptr, factors, HEAD: gl.constexpr, HEADS: gl.constexpr, FLAGS: gl.constexpr):
+def _consume(shared, tile, out_ptr, stats_ptr, factors, HEAD: gl.constexpr, HEADS: gl.constexpr):
     """The tile of one query head, by four warps."""
     first_position, first_query, count, first_head = tile
     scale, gap, v_scale = factors
     rule = (scale, gap, count)
+    STAGES: gl.constexpr = shared[1].shape[0]
     V_DIM: gl.constexpr = shared[2].shape[2]
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
     maximum = gl.full([HALF], float("-inf"), gl.float32, ROWS)
@@ -284,22 +177,17 @@ def _consume(shared, tile, out_ptr, stats_ptr, factors, HEAD: gl.constexpr, HEAD
     # Blocks that every query sees whole, and at least the first one, which is visited before any other.
     whole = gl.maximum((first_position + 1) // KEYS, 1)
     mbarrier.wait(shared[6], 0)
-    if FLAGS[2]:
-        mbarrier.wait(shared[3].index(0), 0)
-    visit: gl.constexpr = _visit_early if FLAGS[4] else _visit
     for i in range(blocks - whole + 1):
         seen = first_position + 1 - gl.where(i == 0, 0, blocks - i) * KEYS
-        place = (stage, phase, i, blocks)
-        upper, lower, skipped = visit(shared, place, seen, rule, upper, lower, HEAD, True, FLAGS)
+        upper, lower, skipped = _visit(shared, (stage, phase, i), seen, rule, upper, lower, HEAD, True)
         skipped_blocks += skipped
         skipped_pairs += skipped * (_triangle(seen + count) - _triangle(seen))
-        stage, phase = _release(shared, place, FLAGS)
+        stage, phase = next_stage(stage, phase, STAGES)
     skipped_pairs -= skipped_blocks * count * KEYS
     for i in range(1, whole):
-        place = (stage, phase, blocks - whole + i, blocks)
-        upper, lower, skipped = visit(shared, place, 0, rule, upper, lower, HEAD, False, FLAGS)
+        upper, lower, skipped = _visit(shared, (stage, phase, i), 0, rule, upper, lower, HEAD, False)
         skipped_blocks += skipped
-        stage, phase = _release(shared, place, FLAGS)
+        stage, phase = next_stage(stage, phase, STAGES)
     skipped_pairs += skipped_blocks * count * KEYS
     _write(upper, out_ptr, 0, first_query, count, v_scale, first_head + HEAD, HEADS)
     _write(lower, out_ptr, HALF, first_query, count, v_scale, first_head + HEAD, HEADS)
@@ -332,7 +220,6 @@ def _skip_softmax_hopper_kernel(
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
-    FLAGS: gl.constexpr,
 ):
     """One query tile of two heads that share their keys and values."""
     # The last tiles of a row have the most keys: they start first.
@@ -354,11 +241,8 @@ def _skip_softmax_hopper_kernel(
     values_ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     votes_above = gl.allocate_shared_memory(gl.int32, [2, 4], VOTES)
     votes_below = gl.allocate_shared_memory(gl.int32, [2, 4], VOTES)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(keys_ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
@@ -366,7 +250,7 @@ def _skip_softmax_hopper_kernel(
         mbarrier.init(values_ready.index(i), count=1)
     mbarrier.init(q_ready, count=1)
     fence_async_shared()
-    shared = (queries, keys, values, keys_ready, values_ready, free, q_ready, turns, (votes_above, votes_below))
+    shared = (queries, keys, values, keys_ready, values_ready, free, q_ready, (votes_above, votes_below))
     tile = (first_position, first_query, count, head)
     factors = (scale, gap, v_scale)
     kv_head = head // GROUP
@@ -377,8 +261,8 @@ def _skip_softmax_hopper_kernel(
     # Constants stay constants in tuples that have no name.
     gl.warp_specialize(
         [
-            (_consume, (shared, tile, out_ptr, stats_ptr, factors, 0, HEADS, FLAGS)),
-            (_consume, (shared, tile, out_ptr, stats_ptr, factors, 1, HEADS, FLAGS)),
+            (_consume, (shared, tile, out_ptr, stats_ptr, factors, 0, HEADS)),
+            (_consume, (shared, tile, out_ptr, stats_ptr, factors, 1, HEADS)),
             (produce, (descs, shared, table_ptr, end, first_query, columns, PAGE)),
         ],
         [4, 1],
@@ -452,14 +336,6 @@ def skip_softmax_prefill(
         STAGES=config.num_stages,
         CONSUMER_REGISTERS=config.consumer_registers,
         PRODUCER_REGISTERS=config.producer_registers,
-        FLAGS=(
-            config.rescale_on_rise,
-            config.release_late,
-            config.keys_ahead,
-            config.take_turns,
-            config.vote_early,
-            config.in_pieces,
-        ),
         num_warps=4,
     )
     return out

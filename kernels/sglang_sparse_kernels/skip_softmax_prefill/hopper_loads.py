@@ -66,7 +66,7 @@ def _clear(values, stage, first, DIM: gl.constexpr):
 def produce(descs, shared, table_ptr, end, first_query, columns, PAGE: gl.constexpr):
     """Bring the queries, and block after block of keys and values, by one warp."""
     q_desc, k_desc, v_desc = descs
-    queries, keys, values, keys_ready, values_ready, free, q_ready, _turns, _votes = shared
+    queries, keys, values, keys_ready, values_ready, free, q_ready, _votes = shared
     q_column, q_step, k_column, v_column = columns
     STAGES: gl.constexpr = keys.shape[0]
     DIM: gl.constexpr = keys.shape[2]

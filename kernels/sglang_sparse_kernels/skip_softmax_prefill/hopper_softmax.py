@@ -19,7 +19,6 @@ HALF = gl.constexpr(TILE_QUERIES // 2)
 KEYS = gl.constexpr(BLOCK_KEYS)
 _NAN = gl.constexpr(tl.PropagateNan.ALL)
 LOGITS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-_PIECE_LOGITS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
 ROWS = gl.constexpr(gl.SliceLayout(1, LOGITS.value))
 VOTES = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 # All four elements in every thread.
@@ -110,29 +109,3 @@ def add(weights, state, values):
     layout: gl.constexpr = gl.DotOperandLayout(0, state[2].type.layout, 2)
     weights = gl.convert_layout(weights.to(values.dtype), layout)
     return warpgroup_mma(weights, values, state[2], is_async=True), weights
-
-
-@gluon.jit
-def _add_piece(piece, subtracted, output, values, scale):
-    """Start the product of some keys' weights with their values; also what each thread holds of the weights' sum."""
-    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, values.shape[1], 16])
-    weights = gl.exp2(piece * scale - subtracted[:, None])
-    by_thread = gl.permute(gl.reshape(weights, [HALF, KEYS // 16, 4, 2]), (0, 2, 1, 3))
-    held = gl.sum(gl.reshape(by_thread, [HALF, 4, KEYS // 8]), axis=2)
-    weights = gl.convert_layout(weights.to(values.dtype), gl.DotOperandLayout(0, outputs, 2))
-    return warpgroup_mma(weights, values, output, is_async=True), weights, held
-
-
-@gluon.jit
-def add_pieces(logits, state, values, scale):
-    """Start the products of a block's weights, those of half of its keys at a time, with its values."""
-    maximum, total, output = state
-    PIECE: gl.constexpr = KEYS // 2
-    early, late = gl.split(gl.permute(gl.reshape(logits, [HALF, 2, PIECE]), (0, 2, 1)))
-    subtracted = gl.convert_layout(_finite(maximum, scale), gl.SliceLayout(1, _PIECE_LOGITS))
-    early = gl.convert_layout(early, _PIECE_LOGITS)
-    late = gl.convert_layout(late, _PIECE_LOGITS)
-    output, weights_early, held_early = _add_piece(early, subtracted, output, values.slice(0, PIECE), scale)
-    output, weights_late, held_late = _add_piece(late, subtracted, output, values.slice(PIECE, PIECE), scale)
-    total += gl.convert_layout(gl.sum(held_early + held_late, axis=1), ROWS)
-    return maximum, total, output, weights_early, weights_late
