@@ -12,15 +12,14 @@ RAGGED = Case((150, 0, 33, 1, 640, 64, 70), 16, 16, 512, BF16, BF16, ratio=0.6, 
 SMALL = Case((200, 0, 33), 16, 16, 512, BF16, BF16, ratio=1.0)
 
 
-def run(arguments: dict[str, Any], least_tiles: int | None = None) -> torch.Tensor:
-    """Into an output that holds NaN."""
+def run(arguments: dict[str, Any], **launch: Any) -> torch.Tensor:
+    """Into an output that holds NaN, with launch parameters."""
     from sglang_sparse_kernels.sparse_mla_decode import hopper
 
-    config = None if least_tiles is None else hopper.Config(least_tiles=least_tiles)
     names = ("q_nope", "q_rope", "kv_cache", "indices", "sm_scale", "kv_scale")
     assert hopper.takes(**{name: arguments[name] for name in names})
     out = torch.full_like(arguments["q_nope"], float("nan"), memory_format=torch.contiguous_format)
-    return hopper.sparse_mla_decode(**arguments, out=out, config=config)
+    return hopper.sparse_mla_decode(**arguments, out=out, config=hopper.Config(**launch))
 
 
 def assert_as_the_reference(arguments: dict[str, Any], **options: Any) -> None:

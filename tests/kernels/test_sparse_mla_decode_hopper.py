@@ -53,8 +53,10 @@ def test_numbers_of_tiles(tiles: int, rows: int) -> None:
     """Of one program or many, of both consumers or one, with whole tiles and cut ones."""
     for tokens in (64 * tiles, 64 * tiles - 13):
         case = replace(SMALL, lengths=(tokens,) * rows, heads=64)
+        arguments = poisoned(make(case, "cuda"))
         for least_tiles in (1, 4):
-            assert_as_the_reference(poisoned(make(case, "cuda")), least_tiles=least_tiles)
+            for values_first in (False, True):
+                assert_as_the_reference(arguments, least_tiles=least_tiles, values_first=values_first)
 
 
 @pytest.mark.gpu

@@ -35,13 +35,15 @@ def programs(monkeypatch: pytest.MonkeyPatch, device: str) -> Callable[[int, int
     return set_up
 
 
+@pytest.mark.parametrize("values_first", [False, True])
 @pytest.mark.parametrize(("processors", "least_tiles"), [(1, 1), (3, 1), (40, 1), (4, 3)])
 def test_in_turns_it_equals_the_reference(
-    processors: int, least_tiles: int, programs: Callable[[int, int], Kernel]
+    processors: int, least_tiles: int, values_first: bool, programs: Callable[[int, int], Kernel]
 ) -> None:
     """Programs with all rows, with parts of several, with one tile of one row, with none."""
     kernel = programs(processors, processors)
-    assert_as_the_reference(poisoned(make(RAGGED, "cpu")), least_tiles=least_tiles)
+    arguments = poisoned(make(RAGGED, "cpu"))
+    assert_as_the_reference(arguments, least_tiles=least_tiles, values_first=values_first)
     assert kernel.launches == [(1, processors)]
 
 

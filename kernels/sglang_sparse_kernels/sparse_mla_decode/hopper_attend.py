@@ -196,7 +196,18 @@ def _load_query(shared, q_nope_ptr, q_rope_ptr, heads_left, nope_stride_head, ro
 
 @gluon.jit
 def _attend(
-    shared, barriers, indices_ptr, count, last_slot, first, last, uses, scale, BLOCK: gl.constexpr, HALF: gl.constexpr
+    shared,
+    barriers,
+    indices_ptr,
+    count,
+    last_slot,
+    first,
+    last,
+    uses,
+    scale,
+    BLOCK: gl.constexpr,
+    VALUES_FIRST: gl.constexpr,
+    HALF: gl.constexpr,
 ):
     """A segment's tiles: row maxima (base 2), sums of the own tiles' weights and half of the unnormalised output."""
     maximum = gl.full([TILE], float("-inf"), gl.float32, _BY_HEAD)
@@ -211,7 +222,11 @@ def _attend(
         _, kept = tile_blocks(indices_ptr, first + 2 * i + HALF, count, last_slot, BLOCK)
         phase = (uses[HALF] + i) & 1
         other_phase = (uses[1 - HALF] + i - 1 + HALF) & 1
-        state = _own_tile(shared, barriers, state, phase, other_phase, kept, scale, BLOCK, HALF, True)
+        if VALUES_FIRST:
+            state = _other_tile(shared, barriers, state, other_phase, HALF)
+            state = _own_tile(shared, barriers, state, phase, 0, kept, scale, BLOCK, HALF, False)
+        else:
+            state = _own_tile(shared, barriers, state, phase, other_phase, kept, scale, BLOCK, HALF, True)
     if tiles % 2 == HALF:
         state = _other_tile(shared, barriers, state, (uses[1 - HALF] + (tiles - 1) // 2) & 1, HALF)
     return state
@@ -263,6 +278,7 @@ def consume(
     scales,
     HEADS: gl.constexpr,
     BLOCK: gl.constexpr,
+    VALUES_FIRST: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """Half of the output's dimensions of every segment of a program, by four warps."""
@@ -293,7 +309,9 @@ def consume(
             mbarrier.arrive(q_ready, count=1)
             mbarrier.wait(q_ready, segment & 1)
             blocks_ptr = indices_ptr + wide_row * max_blocks
-            state = _attend(shared, barriers, blocks_ptr, count, last_slot, first, last, uses, scale, BLOCK, HALF)
+            state = _attend(
+                *(shared, barriers, blocks_ptr, count, last_slot, first, last, uses, scale), BLOCK, VALUES_FIRST, HALF
+            )
             whole = (first == 0) & (last == tiles)
             # A program's first segment may be of a row that began before it, all others begin with their rows.
             place = (2 * gl.program_id(1) + gl.where(row_start > start, 1, 0)).to(gl.int64) * HEADS + first_head
