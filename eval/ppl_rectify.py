@@ -1,9 +1,10 @@
 """``python -m eval.ppl_rectify``: what decoding sparse costs in perplexity, and what rectification wins back.
 
-Windows of L tokens of held-out books that do not overlap; the first L - S tokens are the prompt, the last S are forced
-through decode one by one, and the last 32 are scored: perplexity = exp(mean negative log-likelihood). Three
-texts: ``book`` is the window as it stands; the end of ``repeat`` repeats an earlier passage; in ``records`` numbers are
-told in the suffix and one is asked for at its end, and its answer is what is scored: see `eval.texts.windows`.
+Windows of L tokens of held-out books that do not overlap, or with ``--stride`` not where something is decoded; the
+first L - S tokens are the prompt, the last S are forced through decode one by one, and the last 32 are scored:
+perplexity = exp(mean negative log-likelihood). Three texts: ``book`` is the window as it stands; the end of ``repeat``
+repeats an earlier passage; in ``records`` numbers are told in the suffix, one is asked for at its end, and its answer
+is what is scored: see `eval.texts.windows`.
 Settings, each over the same windows:
 
 - ``dense``: the requests say ``sparse: false``;
@@ -191,7 +192,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         field = require_settings(decode_config(server), prompt, args.length, args.ratios)
         plain = read_windows(args, server.tokenize)
         texts = {text: make_text(text, plain, prompt, args.seed, server) for text in args.kind}
-        names = ("length", "suffix", "intervals", "ratios", "kind", "seed")
+        names = ("length", "suffix", "stride", "intervals", "ratios", "kind", "seed")
         settings = {
             "windows": len(plain),
             "books": sorted({window.book for window in plain}),
@@ -229,6 +230,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--from", type=Path, dest="file", help="take the figures of this JSONL file, without a server")
     add_arguments(parser, length=4096, concurrency=32)
     parser.add_argument("--suffix", type=int, default=256, help="tokens of it forced through decode")
+    parser.add_argument("--stride", type=int, help="tokens from one window's begin to the next's (default: --length)")
     parser.add_argument("--intervals", type=list_of(int), default="8,16,32,64,128,0", help="0 (never) is always run")
     parser.add_argument(
         "--ratios", type=list_of(float), default=".02,.05,.1", help="shares of the pages, or of the mass: theta1"
@@ -240,6 +242,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for wrong, message in (
         (args.file is not None and args.plot is None, "--from needs --plot"),
         (not SCORED <= args.suffix < args.length, f"--suffix must be at least {SCORED} and below --length"),
+        (args.stride is not None and args.stride < args.suffix, "--stride must be at least --suffix"),
         (min(args.intervals, default=0) < 0, "--intervals must be 0 or more"),
         (not args.ratios or not all(0 < r < 1 for r in args.ratios), "--ratios must be between 0 and 1"),
         (not args.kind or not set(args.kind) <= set(TEXTS), f"--kind must be of {', '.join(TEXTS)}"),

@@ -50,6 +50,7 @@ from eval.figures import (
     theta2,
     theta_summary,
     throughput,
+    tiny_mla,
 )
 from eval.figures.verdicts import read_folder
 from eval.live.counters import EvaluationError
@@ -101,19 +102,15 @@ def _file(name: str, folder: Path = RESULTS) -> Path:
     return result_files(folder)[name]
 
 
-def _named(wanted: Callable[[str], bool]) -> list[Path]:
-    """The files of the results whose names without suffixes are wanted."""
-    return [path for name, path in result_files(RESULTS).items() if wanted(name)]
-
-
 def _measured(name: str, made: Callable[[Path], str]) -> str:
     """The table of a file that may not be there yet."""
     path = result_files(RESULTS).get(name)
     return made(path) if path else f"Not measured yet: `eval/results` has no `{name}.jsonl`."
 
 
-def _is_theta2(name: str) -> bool:
-    return name.startswith(theta2.PREFIX)
+def _starting(*prefixes: str) -> list[Path]:
+    """The files of the results whose names begin so."""
+    return [path for name, path in result_files(RESULTS).items() if name.startswith(prefixes)]
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
@@ -137,7 +134,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
     "dsa-attention": lambda: _measured("bench_dsa_attention", dsa.dsa),
-    "dsa-reuse": lambda: needles.reuse(_named(lambda name: name.startswith(REUSE))),
+    "dsa-reuse": lambda: needles.reuse(_starting(*REUSE)),
     "dsa-agreement": lambda: _measured("dsa_agreement", agreement.agreement),
     "comparison": lambda: report_tables.comparison_table(read_folder(COMPARISON)),
     "comparison-2000": lambda: report_tables.comparison_table(read_folder(RESULTS / "compare-tiny-gqa-2000")),
@@ -145,15 +142,18 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "drift": lambda: report_tables.drift(_file("long_generation", COMPARISON)),
     "agreement": lambda: report_tables.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
-    "kept": lambda: kept.kept(_named(lambda name: name.startswith(KEPT))),
+    "kept": lambda: kept.kept(_starting(*KEPT)),
     "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
-    "needles": lambda: needles.needles(_named(lambda name: name.startswith(NEEDLES) and TAILS not in name)),
-    "needles-mixed": lambda: batches.batches(_named(lambda name: name.startswith("niah-mixed-"))),
-    "theta2": lambda: theta2.theta2(_named(_is_theta2)),
-    "needles-tail": lambda: needles.needles(_named(lambda name: name.startswith("niah-tiny-gqa") and TAILS in name)),
+    "needles": lambda: needles.needles([path for path in _starting(*NEEDLES) if TAILS not in path.name]),
+    "needles-mixed": lambda: batches.batches(_starting("niah-mixed-")),
+    "theta2": lambda: theta2.theta2(_starting(theta2.PREFIX)),
+    "theta2-blocks": lambda: theta2.times_as_many(_starting(theta2.PREFIX)),
+    "window-depths": lambda: tiny_mla.depths(_starting("niah-tiny-mla-sink_window")),
+    "hops": lambda: tiny_mla.hops(card.read(RESULTS / "tiny-mla-accuracy.jsonl")),
+    "needles-tail": lambda: needles.needles([path for path in _starting("niah-tiny-gqa") if TAILS in path.name]),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
     "prefill-perplexity": lambda: prefill_ppl.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
-    "prefill-records": lambda: prefill_ppl.perplexities(_named(lambda name: name.startswith("ppl-records-"))),
+    "prefill-records": lambda: prefill_ppl.perplexities(_starting("ppl-records-")),
     "prefill-gate": lambda: prefill_ppl.gates(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "prefill-control": lambda: prefill_ppl.controls(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "theta": lambda: theta_summary.theta([_file(name) for name in THETA]),
@@ -163,8 +163,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "theta-planted": lambda: theta_summary.planted_keys([_file(SELECTORS)]),
     "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),
     "rectification": lambda: report_tables.rectification(_file("ppl-rectify-records")),
-    "rectification-mla": lambda: report_tables.rectification(_file("ppl-rectify-mla-records-cpu")),
-    "rectification-mla-texts": lambda: report_tables.rectification(_file("ppl-rectify-mla-texts-cpu")),
+    "rectification-mla": lambda: report_tables.rectification(*_starting("ppl-rectify-mla"), judged=32),
     "rectification-books": lambda: report_tables.rectification(_file("ppl-rectify-book")),
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
@@ -260,7 +259,7 @@ def documents(check: bool) -> int:
             draw(file(), ROOT / "eval" / "docs" / name)
         cells = serving.cells_of([_file(name) for name in FIRST_TOKEN_FILES])
         serving.plot(cells, ROOT / "eval" / "docs" / FIRST_TOKEN)
-        theta2.plot(_named(_is_theta2), ROOT / "eval" / "docs" / "theta2")
+        theta2.plot(_starting(theta2.PREFIX), ROOT / "eval" / "docs" / "theta2")
     return status
 
 

@@ -10,7 +10,8 @@ from eval.figures.kept import ASKED
 from eval.figures.report_tables import Column, Row, bounds, number, percent, table, text
 from eval.figures.stats import compare
 from eval.figures.summary import by_prompt
-from eval.live.counters import sparsity, sum_of
+from eval.figures.weights import weights
+from eval.live.counters import density, sparsity, sum_of
 from eval.live.record import read_finished
 from eval.texts.lengths import short_length
 
@@ -22,7 +23,9 @@ def pooled(path: Path) -> dict[str, Any]:
         ``n``; ``score`` and ``dense``, exact match of the base server and of the one that it is compared with, and the
         figures of `eval.figures.stats.compare`; ``prefilled``, tokens that the base server's prefill computed, as a
         share of those of the questions' prompts (what is computed of a turn before the question is counted, and is none
-        of these, so that without a cache it is about 2 there); ``sparsity``, share of the query-key pairs left out.
+        of these, so that without a cache it is about 2 there), and ``sparsity``, share of the query-key pairs left out,
+        None without a prefill method; ``density``, share of the pages that decode read, None without a decode method;
+        ``rectified``, tokens that dense passes encoded again, None where the server has none.
     """
     header, *rows = read_finished(path)
     items = {arm: [row for row in rows if row["kind"] == "item" and row["arm"] == arm] for arm in ("base", "compare")}
@@ -30,9 +33,13 @@ def pooled(path: Path) -> dict[str, Any]:
     both = [prompt for prompt in mine if prompt in theirs]
     scores, dense = ([found[prompt] for prompt in both] for found in (mine, theirs))
     counts = sum_of(row["counters"] for row in rows if row["kind"] == "counters" and row["arm"] == "base")
-    computed = counts["prefill_sparse_tokens"] + counts["prefill_dense_tokens"]
+    computed = counts.get("prefill_sparse_tokens", 0) + counts.get("prefill_dense_tokens", 0)
+    asked = sum(row["prompt_tokens"] for row in items["base"])
     lengths, server = header["arguments"]["lengths"], header["servers"]["base"]
     return {
+        "decode": server.get("sparse_method"),
+        "prefill": server.get("sparse_prefill_method"),
+        "weights": weights(header),
         "graphs": "no" if server["disable_cuda_graph"] else "yes",
         "device": server["device"],
         "asked": ASKED[header["arguments"]["form"]],
@@ -42,8 +49,10 @@ def pooled(path: Path) -> dict[str, Any]:
         "score": sum(scores) / len(both),
         "dense": sum(dense) / len(both),
         **compare(scores, dense),
-        "prefilled": computed / sum(row["prompt_tokens"] for row in items["base"]),
+        "prefilled": computed / asked if server.get("sparse_prefill_method") else None,
         "sparsity": sparsity(counts),
+        "density": density(counts),
+        "rectified": counts["rectified_tokens"] or None,
     }
 
 
@@ -52,6 +61,9 @@ def batches(paths: Sequence[Path]) -> str:
     if not paths:
         return "Not measured yet."
     columns: list[Column] = [
+        ("decode", text("decode")),
+        ("prefill", text("prefill")),
+        ("weights", text("weights")),
         ("CUDA graphs", text("graphs")),
         ("device", text("device")),
         ("asked", text("asked")),
@@ -64,6 +76,8 @@ def batches(paths: Sequence[Path]) -> str:
         ("95 % of the difference", bounds("diff_interval", 3)),
         ("prefilled, of the prompts' tokens", percent("prefilled")),
         ("left out of prefill", percent("sparsity")),
+        ("read", percent("density")),
+        ("tokens rectified", text("rectified")),
         ("verdict", text("verdict")),
     ]
     return table([pooled(path) for path in paths], columns)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 TOP = 50
+MAX_MEAN_KL = 0.003
 
 # ``[log-probability, token id, text]`` of the best tokens of one position, the best first.
 TopTokens = Sequence[Sequence[Any]]
@@ -42,3 +43,14 @@ def gap_change(one: TopTokens, other: TopTokens) -> float:
     if best_token not in logprobs or second_token not in logprobs:
         return 0.0
     return abs(best - second - (logprobs[best_token] - logprobs[second_token]))
+
+
+def is_same(mean_kl: float, gaps: Sequence[float], noise: float) -> bool:
+    """Gate A of the evaluation: whether a server's greedy answers count as those of a dense one.
+
+    Args:
+        mean_kl: of the distributions of the next token, in nats.
+        gaps: of each answer that differs, how far apart the dense server's two best log-probabilities were there.
+        noise: how much of that excuses another token.
+    """
+    return mean_kl < MAX_MEAN_KL and all(gap <= noise for gap in gaps)

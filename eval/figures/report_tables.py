@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.figures import long_summary, ppl_summary, recall_summary, summary
-from eval.figures.verdicts import DEFINITION, RANDOM, read_folder
+from eval.figures.verdicts import DEFINITION, NLL_MARGIN, RANDOM, read_folder
+from eval.figures.weights import weights
 from eval.live.counters import EvaluationError
 from eval.live.record import read_finished, read_rows, result_files
 from eval.parts.judge_rows import agreement
@@ -95,9 +96,23 @@ def comparison_table(rows: Sequence[Row]) -> str:
     return table(rows, columns)
 
 
-def rectification(path: Path) -> str:
-    """Perplexity against the rectification interval."""
-    rows = ppl_summary.summarise(read_rows(path))
+def rectification(*paths: Path, judged: int | None = None) -> str:
+    """Perplexity against the rectification interval.
+
+    Args:
+        *paths: files of ``eval.ppl_rectify``.
+        judged: the interval at which the perplexity must stay within `NLL_MARGIN` of the dense one, by the upper end
+            of its 95 % interval; None: no bound is set.
+    """
+    rows: list[Row] = []
+    for path in paths:
+        header, *found = read_rows(path)
+        rows += [{"weights": weights(header), **row} for row in ppl_summary.summarise(found)]
+
+    def verdict(row: Row) -> str:
+        if row["setting"] != "rectified" or row["interval"] != judged:
+            return ""
+        return f"{'within' if row['diff_interval'][1] <= NLL_MARGIN else 'not within'} {NLL_MARGIN:.1%}"
 
     def every(row: Row) -> str:
         return {"dense": "dense", "off": "never", "bound": "only the scored step sparse"}.get(
@@ -105,6 +120,7 @@ def rectification(path: Path) -> str:
         )
 
     columns: list[Column] = [
+        ("weights", text("weights")),
         ("text", text("task")),
         ("ratio", text("ratio")),
         ("tokens between rectifications", every),
@@ -114,6 +130,7 @@ def rectification(path: Path) -> str:
         ("95 %", bounds("diff_interval", 4)),
         ("won back", lambda row: f"{row['closing']:.0%}" if row.get("closing_interval") and row["drifts"] else ""),
         ("read", percent("density")),
+        ("verdict", verdict),
     ]
     return table(rows, columns)
 
@@ -228,10 +245,11 @@ def backends(paths: Sequence[Path]) -> str:
         served = header["servers"]["base"]
         if served.get("sparse_method") or served.get("sparse_prefill_method"):
             continue
-        place = {"served": f"{served['attention_backend']}, {served['device']}"}
+        place = {"served": f"{served['attention_backend']}, {served['device']}", "weights": weights(header)}
         rows += [place | row for row in found if row["kind"] == "summary" and row["arm"] == "base"]
     columns: list[Column] = [
         ("attention backend", text("served")),
+        ("weights", text("weights")),
         ("task", text("task")),
         ("length", length),
         ("n", text("n")),

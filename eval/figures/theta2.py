@@ -1,4 +1,9 @@
-"""What RoBSA's theta2 of 0 costs: needles over theta1, by which layers select, and by which scores."""
+"""What RoBSA's theta2 of 0 costs: needles over theta1, by which layers select, and by which scores.
+
+Of what the other layers read, the files tell the sum over all that select. In tiny-mla they are one, the last one: what
+it selects changes nothing that the layers before it read, but for tokens that an answer then has. So what it reads is
+what is left of the sum where it selects, less that of the calibrated layers alone.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +26,12 @@ LABELS: Mapping[str, str] = {
 
 def _of_file(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
     layers = path.name.removeprefix(PREFIX).split("-")[0]
-    return {"layers": layers, "theta1": header["arguments"]["custom_params"]["theta1"]}
+    selecting = header["servers"]["base"]["sparse"]["sparse_layers"]
+    return {"layers": layers, "theta1": header["arguments"]["custom_params"]["theta1"], "selecting": selecting}
 
 
 def points(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """What each file found, by ``layers``, ``theta1`` and task; the last two as its header and its rows have them."""
+    """What each file found, by ``layers``, ``theta1`` and task, and how many layers were ``selecting``."""
     order = list(LABELS)
     return sorted(
         rows_beside_dense(paths, _of_file), key=lambda row: (order.index(row["layers"]), row["task"], row["theta1"])
@@ -47,8 +53,29 @@ def theta2(paths: Sequence[Path]) -> str:
     return table(points(paths), columns)
 
 
+def times_as_many(paths: Sequence[Path]) -> str:
+    """By how much more the layers read by rotary scores alone, over ``theta1`` and tasks, as a sentence."""
+    rows = {(row["layers"], row["theta1"], row["task"]): row for row in points(paths)}
+    wholes, others = [], []
+    for layers, theta1, task in rows:
+        if layers == "rotary" and ("full", theta1, task) in rows:
+            full, rotary, calibrated = (rows[name, theta1, task] for name in ("full", "rotary", "calibrated"))
+            wholes.append(rotary["density"] / full["density"])
+            others.append(_others(rotary, calibrated) / _others(full, calibrated))
+    return (
+        f"At the same `theta1` all layers together read {min(wholes):.1f} to {max(wholes):.1f} times as many blocks by "
+        f"rotary scores alone as with full scores in the last one, which itself reads {min(others):.1f} to "
+        f"{max(others):.1f} times as many."
+    )
+
+
+def _others(all_layers: Mapping[str, Any], calibrated: Mapping[str, Any]) -> float:
+    """Share of the blocks that the layers read which the calibration does not trust, times their number."""
+    return all_layers["selecting"] * all_layers["density"] - calibrated["selecting"] * calibrated["density"]
+
+
 def plot(paths: Sequence[Path], stem: Path) -> list[Path]:
-    """Exact match, and under it the share of the blocks that the selecting layers read, over theta1.
+    """Exact match, and under it the share of the blocks that the selecting layers read, over theta1; then over it.
 
     Args:
         paths: the files.
@@ -61,8 +88,8 @@ def plot(paths: Sequence[Path], stem: Path) -> list[Path]:
 
     rows = points(paths)
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure = Figure(figsize=(4.6 * len(tasks), 6.4), layout="constrained")
-    panels = figure.subplots(2, len(tasks), sharex=True, sharey="row", squeeze=False)
+    figure = Figure(figsize=(4.6 * len(tasks), 9.4), layout="constrained")
+    panels = figure.subplots(3, len(tasks), sharex="row", sharey="row", squeeze=False)
     for column, task in enumerate(tasks):
         for layers, label in LABELS.items():
             mine = [row for row in rows if (row["layers"], row["task"]) == (layers, task)]
@@ -73,11 +100,20 @@ def plot(paths: Sequence[Path], stem: Path) -> list[Path]:
                 [high - score for score, (_, high) in zip(scores, limits, strict=True)],
             ]
             panels[0][column].errorbar(theta1, scores, yerr=spread, marker="o", capsize=3, label=label)
-            panels[1][column].plot(theta1, [row["density"] for row in mine], marker="o", label=label)
-        panels[0][column].set(title=task, ylim=(0, 1.05))
+            read = [row["density"] for row in mine]
+            panels[1][column].plot(theta1, read, marker="o", label=label)
+            panels[2][column].errorbar(read, scores, yerr=spread, marker="o", capsize=3, label=label)
+        panels[0][column].set(title=task, xlabel="theta1", ylim=(0, 1.05))
         panels[1][column].set(xlabel="theta1", yscale="log")
-        panels[1][column].yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
-    panels[0][0].set_ylabel("exact match, 95 %")
+        panels[1][column].yaxis.set_major_formatter(_percent)
+        panels[2][column].set(xlabel="blocks read by layers that select", xscale="log", ylim=(0, 1.05))
+        panels[2][column].xaxis.set_major_formatter(_percent)
+    for row in (0, 2):
+        panels[row][0].set_ylabel("exact match, 95 %")
     panels[1][0].set_ylabel("blocks read by layers that select")
     panels[0][-1].legend(loc="lower right", fontsize="small")
     return save(figure, stem)
+
+
+def _percent(share: float, _: object) -> str:
+    return f"{100 * share:g} %"

@@ -10,7 +10,8 @@ from typing import Any
 from eval.parts.decode_load import Load, server_flags
 from eval.parts.reproduce_anchor import ANCHOR
 from eval.parts.reproduce_leg import FOLDER, URL, Command, Leg, Server
-from eval.parts.reproduce_needles import IDENTITY, NEEDLES, ROBSA
+from eval.parts.reproduce_needles import IDENTITY, NEEDLES, UNCALIBRATED
+from eval.parts.reproduce_robsa import ROBSA
 
 
 def _resa(model: str, memory: float, *loads: Load, config: Mapping[str, Any] | None = None) -> Server:
@@ -82,7 +83,7 @@ _LENGTHS = ("--lengths", "32k,64k,128k", *_POSITIONS)
 # A server prefills the first 8k of 32k densely: there 89 % would cost far more of the attention mass than elsewhere.
 _LEFT_OUT = ("--sparsity", "0.89,32k=0.78")
 _SERVED = (*_LENGTHS, *_LEFT_OUT, "--dense-below", "8k", "--peers", "")
-_HALF = f"--sparse-method robsa --sparse-config '{json.dumps({**ROBSA, 'layers': '14-'})}'"
+_HALF = f"--sparse-method robsa --sparse-config '{json.dumps({**UNCALIBRATED, 'layers': '14-'})}'"
 _MLA_INPUTS, _PREFILL_RECALL = "mla-v2-lite.jsonl", "prefill-qwen3-8b.jsonl"
 _SKIP, _SKIP_RECALL = ("--method", "skip_softmax", "--sparsity", "0.7"), "prefill-skip-softmax-qwen3-8b.jsonl"
 
@@ -112,7 +113,7 @@ def _robsa_serving(contexts: str, batch: str, *more: str, file: str = "", goals:
         *("--contexts", contexts, "--batch", batch),
         # Prefill attends to nothing: the larger its chunks, the fewer its launches.
         *("--server-args", f"{_FLASHMLA} --chunked-prefill-size 16384 --mem-fraction-static 0.9"),
-        *("--sparse-config", json.dumps(ROBSA), *more),
+        *("--sparse-config", json.dumps(UNCALIBRATED), *more),
         file=file,
         goals=goals,
     )
@@ -290,5 +291,6 @@ LEGS: tuple[Leg, ...] = (
     Leg("sanitizer", (Command("eval.sanitize_kernels", "sanitizer.jsonl"),)),
     *ANCHOR,
     *NEEDLES,
+    *ROBSA,
     *IDENTITY,
 )

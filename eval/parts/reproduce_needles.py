@@ -7,23 +7,21 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from eval.parts.reproduce_leg import URL, URLS_BESIDE, Command, Leg, Server
+from eval.parts.reproduce_leg import FOLDER, URL, URLS_BESIDE, Command, Leg, Server
 
 # Batches of whatever length run sparse: a few rows are left when most have their answers.
-_ALWAYS = {"crossover_tokens": 0}
-ROBSA = {"page_size": 64, "allow_uncalibrated": True}
+ALWAYS = {"crossover_tokens": 0}
+UNCALIBRATED = {"page_size": 64, "allow_uncalibrated": True}
 # SGLang prefills short prompts, its own warm-up among them, dense with FA3 otherwise: by other kernels than those that
 # are looked at, and it takes no values of 64 beside queries of 128.
 BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
 CONTROLS = (("PYTHONPATH", "eval/controls"),)
-TINY_MLA_CALIBRATION = "eval/models/tiny-mla/robsa.json"
-_FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 # Two methods, and one of them with two sets of fields, in the four layers of tiny-gqa.
 _BY_LAYER = {
     "layers": {"0": {"method": "skip_softmax"}, "1": {"active_ratio": 0.2}, "2-": {"active_ratio": 0.1}},
     "rectify_interval": 32,
 }
-THETA1 = (0.3, 0.5, 0.7, 0.95)
 # CUDA graphs of larger batches than are asked would take most of a start.
 AT_ONCE = "16"
 GRAPHS = ("--mem-fraction-static", "0.4", "--cuda-graph-max-bs-decode", AT_ONCE)
@@ -67,44 +65,6 @@ def _needles(
     return Leg(f"needles-{named}", tuple(commands), Server(f"eval/models/{model}", flags))
 
 
-def _calibrated_server(method: str, config: Mapping[str, Any], environment: tuple[tuple[str, str], ...] = ()) -> Server:
-    """A server of tiny-mla with the layers that its calibration says are sensitive."""
-    config = {"page_size": 64, "calibration": TINY_MLA_CALIBRATION, **_ALWAYS, **config}
-    flags = ("--sparse-method", method, "--sparse-config", json.dumps(config), "--page-size", "64")
-    flags += ("--attention-backend", "flashmla", *GRAPHS)
-    return Server("eval/models/tiny-mla", flags, environment)
-
-
-def _robsa_needles(
-    method: str,
-    theta1: float,
-    count: int,
-    environment: tuple[tuple[str, str], ...] = (),
-    every_layer: bool = False,
-    passkey: bool = False,
-    depths: str = "0,25,50,75,100",
-) -> Leg:
-    """Needles with the calibration of the tiny model.
-
-    Args:
-        method: or the name of a control.
-        theta1: of the requests; of a control the share of the blocks.
-        count: of each task, length and depth.
-        environment: that the server knows it by.
-        every_layer: whether all layers select by their rotary scores, not those alone that the calibration trusts.
-        passkey: whether to ask for a pass key, too.
-        depths: of the needles, in percent.
-    """
-    name, config = (f"{method}-all", {"theta2": 0}) if every_layer else (method, {})
-    both = (*BESIDE_DENSE, "--n", str(count), "--concurrency", AT_ONCE, "--lengths", "8k,32k", "--depths", depths)
-    both += ("--custom-params", json.dumps({"theta1": theta1}))
-    commands = [Command("eval.niah", f"niah-tiny-mla-{name}.jsonl", (*both, "--tasks", "single,multikey"))]
-    if passkey:
-        file = f"infinitebench-tiny-mla-{name}.jsonl"
-        commands.append(Command("eval.infinitebench", file, (*both, "--tasks", "gen_passkey")))
-    return Leg(f"needles-{name}", tuple(commands), _calibrated_server(method, config, environment))
-
-
 def _backend(name: str) -> tuple[str, ...]:
     """Flags of an attention backend; of FA3, which has no prefill for values of 64 beside keys of 128, in decode."""
     if name == "fa3":
@@ -112,60 +72,35 @@ def _backend(name: str) -> tuple[str, ...]:
     return ("--attention-backend", name)
 
 
-def _identity(name: str, model: str, sparse: Sequence[str], backend: str, noise: str, both: Sequence[str]) -> Leg:
+def identity_leg(
+    name: str, model: str, sparse: Sequence[str], backend: str, noise: str, both: Sequence[str], measured: bool = True
+) -> Leg:
     """A method that leaves nothing out, against the same server without it.
 
     Args:
         name: of leg and file.
-        model: of all three servers.
+        model: of all servers.
         sparse: flags of the one with the method.
         backend: attention backend of both.
-        noise: another one, whose answers show what a kernel's order of summing changes.
-        both: flags of all three.
+        noise: another one, whose answers show what a kernel's order of summing changes; or, if it is not measured here,
+            the name of the file that says it.
+        both: flags of all servers.
+        measured: whether a third server runs for the noise.
     """
     both = (*both, "--mem-fraction-static", "0.3", "--max-total-tokens", "65536", "--cuda-graph-max-bs-decode", "2")
     path = f"eval/models/{model}"
-    dense, other = (Server(path, (*_backend(one), *both)) for one in (backend, noise))
-    urls = ("--base-url", URL, "--compare-url", URLS_BESIDE[0], "--noise-url", URLS_BESIDE[1])
+    beside = tuple(Server(path, (*_backend(one), *both)) for one in (backend, *([noise] if measured else [])))
+    other = ("--noise-url", URLS_BESIDE[1]) if measured else ("--noise-from", f"{FOLDER}/{noise}")
+    urls = ("--base-url", URL, "--compare-url", URLS_BESIDE[0], *other)
     command = Command("eval.identity", f"identity-{name}.jsonl", urls)
-    return Leg(f"identity-{name}", (command,), Server(path, (*sparse, *_backend(backend), *both)), (dense, other))
-
-
-def _robsa_identity(backend: str, noise: str, *flags: str) -> Leg:
-    """All layers of tiny-mla; ``flags`` are those of another KV dtype."""
-    config = {"page_size": 64, "calibration": TINY_MLA_CALIBRATION, "theta2": 0, "theta1": 1, "dense_fallback": "never"}
-    sparse = ("--sparse-method", "robsa", "--sparse-config", json.dumps(config))
-    name = "-".join(("robsa", backend, *(("fp8",) if flags else ())))
-    return _identity(name, "tiny-mla", sparse, backend, noise, ("--page-size", "64", *flags))
+    return Leg(f"identity-{name}", (command,), Server(path, (*sparse, *_backend(backend), *both)), beside)
 
 
 def _framework_identity(method: str, config: Mapping[str, Any]) -> Leg:
-    """All layers of tiny-gqa with a method of the framework, see ``_robsa_identity``."""
+    """All layers of tiny-gqa with a method of the framework, see ``reproduce_robsa``."""
     config = {**config, "dense_fallback": "never"}
     sparse = ("--sparse-method", method, "--sparse-config", json.dumps(config))
-    return _identity(f"{method}-fa3", "tiny-gqa", sparse, "fa3", "flashinfer", ("--page-size", "16"))
-
-
-def _theta2(name: str, config: Mapping[str, Any]) -> Leg:
-    """Needles over theta1, of one choice of the layers that select: what they read, and what is right then.
-
-    A row that wants more than half of its blocks would get all of them by default, and its answer would say nothing of
-    the choice.
-    """
-    commands = [
-        Command(
-            "eval.niah",
-            f"niah-tiny-mla-theta2-{name}-{theta1}.jsonl",
-            (
-                *(*BESIDE_DENSE, "--tasks", "multikey,multikey_hard", "--n", "20", "--concurrency", AT_ONCE),
-                *("--lengths", "8k", "--custom-params", json.dumps({"theta1": theta1})),
-            ),
-        )
-        for theta1 in THETA1
-    ]
-    return Leg(
-        f"needles-theta2-{name}", tuple(commands), _calibrated_server("robsa", {"max_active_ratio": 0.99, **config})
-    )
+    return identity_leg(f"{method}-fa3", "tiny-gqa", sparse, "fa3", "flashinfer", ("--page-size", "16"))
 
 
 def _own_needles(implementation: str, *more: str) -> Leg:
@@ -186,46 +121,27 @@ def _own_needles(implementation: str, *more: str) -> Leg:
 
 NEEDLES: tuple[Leg, ...] = (
     _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 350}),
-    _needles("resa", "tiny-gqa", "fa3", {**_BY_LAYER, **_ALWAYS}, "8k", {}, label="layers"),
+    _needles("resa", "tiny-gqa", "fa3", {**_BY_LAYER, **ALWAYS}, "8k", {}, label="layers"),
     # 2 % of a text of 8k are read, of an eighth of it that is kept.
     *(
         _needles(
-            *("rocketkv", "tiny-gqa", "fa3", {"prompt_budget": 1024, **_ALWAYS, **more}, "8k", {"topk": 40}),
+            *("rocketkv", "tiny-gqa", "fa3", {"prompt_budget": 1024, **ALWAYS, **more}, "8k", {"topk": 40}),
             forms=("chat", "second_turn"),
             label=str(more.get("eviction", "")),
         )
         for more in ({}, {"eviction": "compact"})
     ),
-    _robsa_needles("robsa", 0.95, 100, passkey=True),
-    # The other layers find the needles, so that a window may do in those that the calibration trusts; it must not where
-    # all of them select.
-    _robsa_needles("robsa", 0.7, 100, every_layer=True, passkey=True),
-    # A share that is more than RoBSA reads. One needle in eleven stands at the end, where a window always has it.
-    *(
-        _robsa_needles(control, 0.15, 10, CONTROLS, every_layer, depths=EVERY_TENTH)
-        for control in ("random_blocks", "sink_window")
-        for every_layer in (False, True)
-    ),
-    _theta2("calibrated", {}),
-    # Every layer by its rotary scores, whatever the calibration says of it.
-    _theta2("rotary", {"theta2": 0}),
-    # What it does not trust by the scores of all dimensions: as many layers select as above.
-    _theta2("full", {"insensitive": "full_score"}),
     _own_needles("portable"),
-    _own_needles("portable", *_FP8),
+    _own_needles("portable", *FP8),
     _own_needles("auto"),
 )
 
 IDENTITY: tuple[Leg, ...] = (
-    *(_robsa_identity(backend, "triton") for backend in ("flashmla", "flashinfer", "fa3")),
-    _robsa_identity("triton", "flashinfer"),
-    _robsa_identity("flashmla", "triton", *_FP8),
-    _robsa_identity("triton", "flashmla", *_FP8),
     # A budget that covers the context, and a factor so small that nothing is below it.
     _framework_identity("rocketkv", {"prompt_budget": 65536, "topk": 32768}),
     _framework_identity("skip_softmax", {"threshold_scale_factor": 1e-30}),
     # A threshold that every key reaches.
-    _identity(
+    identity_leg(
         *("anchor-fa3", "tiny-gqa"),
         ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 1e9, "dense_fallback": "never"}'),
         *("fa3", "flashinfer", ("--page-size", "16")),

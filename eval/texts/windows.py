@@ -60,7 +60,7 @@ def wrong_arguments(args: argparse.Namespace) -> list[tuple[bool, str]]:
 
 def read_windows(args: argparse.Namespace, encode: Callable[[str], Sequence[int]]) -> list[Window]:
     """The windows that a command line asks for, by the tokenizer `encode`; see `make_windows`."""
-    return make_windows(read_tokens(args.book, encode), args.length, args.windows, args.seed)
+    return make_windows(read_tokens(args.book, encode), args.length, args.windows, args.seed, args.stride)
 
 
 def read_tokens(books: Sequence[Path], encode: Callable[[str], Sequence[int]]) -> dict[str, Sequence[int]]:
@@ -68,14 +68,17 @@ def read_tokens(books: Sequence[Path], encode: Callable[[str], Sequence[int]]) -
     return {path.name.split(".")[0]: encode(read_book(path)) for path in books}
 
 
-def make_windows(books: Mapping[str, Sequence[int]], length: int, count: int | None, seed: int) -> list[Window]:
-    """Windows that do not overlap, in the order of the books.
+def make_windows(
+    books: Mapping[str, Sequence[int]], length: int, count: int | None, seed: int, stride: int | None = None
+) -> list[Window]:
+    """Windows in the order of the books.
 
     Args:
         books: name -> token ids.
         length: tokens of a window; what is left at the end of a book is not used.
         count: how many, drawn at random from all that there are; all of them if None.
         seed: of the draw.
+        stride: tokens from the begin of one to that of the next; `length` if None, so that they do not overlap.
 
     Raises:
         EvaluationError: the books hold fewer, or none.
@@ -83,7 +86,7 @@ def make_windows(books: Mapping[str, Sequence[int]], length: int, count: int | N
     found = [
         Window(name, start, tuple(ids[start : start + length]))
         for name, ids in books.items()
-        for start in range(0, len(ids) - length + 1, length)
+        for start in range(0, len(ids) - length + 1, stride or length)
     ]
     wanted = count or len(found)
     if not 0 < wanted <= len(found):

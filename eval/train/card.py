@@ -43,9 +43,9 @@ The blocks are the same for all heads: `mass` takes those of the largest attenti
 those of the largest mass by the scores of the rotary part alone.""",
         "remark": """\
 In all layers but the last one the last stage of the training drew the scores of the rotary part and the full ones
-together, so that the former stand for the latter there and not in the last one. The third layer looks numbers up: what
-is selected there decides an answer. It got a small weight in one run of that stage and a larger one in the next
-(`--proxy-weights`), because a large one from the start drives the look-up into another layer.""",
+together, so that the former stand for the latter there and not in the last one. What is selected in these three decides
+an answer: a random selection finds nothing. The third one's weight in that was small in one run of the stage and larger
+in the next (`--proxy-weights`; the training log has them).""",
     },
     "tiny-dsa": {
         "kind": "A DeepSeek-V3.2 model: tiny-mla with a lightning indexer",

@@ -166,6 +166,7 @@ def test_servers_that_would_run_dense_are_refused() -> None:
         (["--ratios", "0.1,1"], "--ratios must be between 0 and 1"),
         (["--kind", "book,poem"], "--kind must be of book, repeat"),
         (["--windows", "0"], "--windows"),
+        (["--stride", "255"], "--stride must be at least --suffix"),
         (["--concurrency", "0"], "--concurrency"),
         (["--book", "a/x.txt", "--book", "b/x.txt"], "two files have the same name"),
     ],

@@ -23,6 +23,7 @@ from eval import (
     infinitebench,
     niah,
     ppl_prefill,
+    ppl_rectify,
     profile_decode,
     reproduce,
     sanitize_kernels,
@@ -55,13 +56,14 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.identity": identity.parse,
     "eval.infinitebench": lambda arguments: parser_of(infinitebench.InfiniteBenchSuite).parse_args(arguments),
     "eval.ppl_prefill": ppl_prefill.parse,
+    "eval.ppl_rectify": ppl_rectify.parse,
     "eval.niah": lambda arguments: parser_of(niah.NeedleSuite).parse_args(arguments),
     "eval.profile_decode": profile_decode.parse,
     "eval.sanitize_kernels": sanitize_kernels.parse,
     "sglang_sparse.tune": lambda arguments: tune.parser().parse_args(arguments),
 }
 # Legs on trained tiny models.
-TINY = ("needles-", "ppl-", "identity-")
+TINY = ("needles-", "ppl-", "identity-", "stock-")
 COMMANDS = [(leg, command) for leg in LEGS for command in leg.commands]
 README = Path(reproduce.__file__).parent / "README.md"
 

@@ -13,11 +13,18 @@ def test_identities_are_of_servers_that_differ_by_the_method_alone() -> None:
     legs = [leg for leg in LEGS if leg.name.startswith("identity-")]
     for leg in legs:
         assert leg.server is not None
-        (dense, noise), ((command,)) = leg.beside, leg.commands
-        assert dense.model == noise.model == leg.server.model and noise.flags != dense.flags
+        (dense, *noise), ((command,)) = leg.beside, leg.commands
+        assert all(dense.model == one.model == leg.server.model and one.flags != dense.flags for one in noise)
         urls = ["http://a", "http://b", "http://c"]
         given = dict(zip(*[iter(command.line(Path("results"), urls)[1:])] * 2, strict=True))
-        assert [given[f"--{one}-url"] for one in ("base", "compare", "noise")] == urls
+        assert [given["--base-url"], given["--compare-url"]] == urls[:2]
+        if "--kv-cache-dtype" in leg.server.flags:
+            # bfloat16's noise, of the same backend.
+            assert given["--noise-from"] == f"results/{leg.name.removesuffix('-fp8')}.jsonl" and not noise
+            (other,) = [one.server for one in legs if one.name == leg.name.removesuffix("-fp8")]
+            assert other is not None and other.flags[:4] == leg.server.flags[:4]
+        else:
+            assert given["--noise-url"] == urls[2]
         option, name, _, config, *flags = leg.server.flags
         assert tuple(flags) == dense.flags
         if option == "--sparse-prefill-method":

@@ -28,6 +28,13 @@ def test_windows_do_not_overlap() -> None:
     assert all(list(w.tokens) == BOOKS[w.book][w.start : w.start + 100] and w.depth is None for w in windows)
 
 
+def test_windows_that_overlap_begin_a_stride_apart() -> None:
+    windows = make_windows(BOOKS, 300, None, seed=0, stride=50)
+    starts = [("one", start) for start in range(0, 701, 50)] + [("two", start) for start in (0, 50)]
+    assert [(window.book, window.start) for window in windows] == starts
+    assert all(list(w.tokens) == BOOKS[w.book][w.start : w.start + 300] for w in windows)
+
+
 def test_windows_are_drawn_by_seed() -> None:
     drawn = make_windows(BOOKS, 100, 5, seed=1)
     assert drawn == make_windows(BOOKS, 100, 5, seed=1) != make_windows(BOOKS, 100, 5, seed=2)

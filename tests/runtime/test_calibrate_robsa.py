@@ -22,6 +22,7 @@ from sglang_sparse.calibration.robsa_prompts import Prompt
 from sglang_sparse.calibration.similarity import agreement, select
 from sglang_sparse.calibration.weights import fingerprint
 from sglang_sparse.config import build, read_config
+from sglang_sparse.methods.robsa import RobsaConfig
 
 MODELS = Path(__file__).parents[2] / "eval" / "models"
 MODEL = str(MODELS / "tiny-mla")
@@ -150,6 +151,7 @@ def test_the_file_is_a_config_for_these_weights(tmp_path: Path, capsys: pytest.C
     ]
     assert all(0.3 < row.mean < 1 and 0 < row.deviation < 0.3 and 0.8 < (row.recall or 0) <= 1 for row in found.layers)
     assert found.sensitive(0) == (0, 1, 2, 3)
+    assert found.sensitive(RobsaConfig().theta2) == (0, 1, 2), "the partition that the model's card has"
     assert found.min_seq_len == 4096 and found.long_prompts == 0 and found.notes[0].startswith("no prompt has 4096")
     assert all(row.long is None and len(row.groups) == len(found.prompts) for row in found.layers)
     assert method.refuse(facts(MODEL)) is None and method.refuse_weights(facts(MODEL)) is None

@@ -1,0 +1,45 @@
+"""Whether a result file is of the weights that this repository ships, or of a model's earlier ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MODELS = Path(__file__).parent.parent / "models"
+CALIBRATION = "robsa.json"
+LABEL = "weights "
+SHIPPED, OLDER, UNKNOWN = "as shipped", "earlier ones", "not in the file"
+
+
+def shipped(model: str) -> str | None:
+    """The fingerprint of a model's shipped weights, as its calibration has it; None where it has none."""
+    path = MODELS / model / CALIBRATION
+    return json.loads(path.read_text())["calibration"]["fingerprint"] if path.exists() else None
+
+
+def label(model: str) -> str:
+    """What a file of a stock server, which knows no fingerprint, is labelled with."""
+    return f"{LABEL}{shipped(model)}"
+
+
+def weights(header: Mapping[str, Any]) -> str | None:
+    """What a file says of its weights, of a model that ships with a calibration; None of others.
+
+    A server with a calibration refuses other weights than its own; a stock one's file has what its label says.
+    """
+    servers = header.get("servers", header)
+    served = servers.get("base") or servers.get("sparse") or {}
+    wanted = shipped(Path(served.get("model_path") or "").name)
+    if wanted is None:
+        return None
+    found = calibrated(served) or (header.get("label") or "").removeprefix(LABEL)
+    return {wanted: SHIPPED, "": UNKNOWN}.get(found, OLDER)
+
+
+def calibrated(served: Mapping[str, Any]) -> str | None:
+    """The fingerprint in the calibration of a sparse server, from what it says of itself; None without one."""
+    config = (served.get("sparse") or {}).get("config") or json.loads(served.get("sparse_config") or "{}")
+    calibration = config.get("calibration") if isinstance(config, Mapping) else None
+    return calibration["fingerprint"] if isinstance(calibration, Mapping) else None

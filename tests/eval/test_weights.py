@@ -1,0 +1,57 @@
+"""Which weights a result file is of: those of tiny-mla that are shipped, or earlier ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.figures import weights
+from eval.live.record import read_rows, result_files
+from eval.parts.reproduce_robsa import MODEL, NAME
+from sglang_sparse.calibration.weights import fingerprint
+
+ROOT = Path(__file__).parent.parent.parent
+# Not measured again since the model was trained on.
+OLDER = {
+    *(f"identity-robsa-{name}" for name in ("fa3", "flashinfer", "flashmla", "triton", "triton-fp8")),
+    *(f"ppl-rectify-mla-{name}-cpu" for name in ("records", "texts")),
+}
+
+
+def test_the_calibration_is_of_the_shipped_weights() -> None:
+    assert weights.shipped(NAME) == fingerprint(str(ROOT / MODEL))
+
+
+def test_results_with_a_calibration_are_of_the_shipped_weights() -> None:
+    headers = {name: read_rows(path)[0] for name, path in result_files(ROOT / "eval" / "results").items()}
+    told = {name: weights.weights(header) for name, header in headers.items()}
+    found = {name for name, said in told.items() if said in (weights.SHIPPED, weights.OLDER)}
+    assert {"niah-tiny-mla-robsa", "infinitebench-tiny-mla-robsa", *OLDER} <= found
+    older = {name for name in found if told[name] == weights.OLDER}
+    assert older <= OLDER, "measure these again, with the legs of eval.reproduce, or list them as older"
+
+
+@pytest.mark.parametrize(
+    ("served", "label", "said"),
+    [
+        ({"sparse": {"config": {"calibration": {"fingerprint": "shipped"}}}}, None, weights.SHIPPED),
+        ({"sparse": {"config": {"calibration": {"fingerprint": "other"}}}}, None, weights.OLDER),
+        ({"sparse_config": '{"calibration": {"fingerprint": "other"}}'}, None, weights.OLDER),
+        ({"sparse": {"config": {"calibration": "deepseek-v3-paper-ruler"}}}, None, weights.UNKNOWN),
+        ({"sparse": None, "sparse_config": None}, None, weights.UNKNOWN),
+        ({}, "weights shipped", weights.SHIPPED),
+        ({}, "weights other", weights.OLDER),
+        ({"model_path": "elsewhere/other"}, "weights shipped", None),
+    ],
+)
+def test_what_a_header_says(
+    served: dict[str, Any], label: str | None, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / weights.CALIBRATION).write_text(json.dumps({"calibration": {"fingerprint": "shipped"}}))
+    monkeypatch.setattr(weights, "MODELS", tmp_path)
+    server = {"model_path": "eval/models/tiny"} | served
+    assert weights.weights({"servers": {"base": server}, "label": label}) == said
+    assert weights.weights({"servers": {"sparse": server, "dense": {}}, "label": label}) == said
+    assert weights.label("tiny") == "weights shipped"
