@@ -154,7 +154,23 @@ def load(method: Method) -> type[DecodeMethod] | type[PrefillMethod]:
 
 
 def methods() -> tuple[Method, ...]:
-    """All that are registered, decode methods first."""
+    """All that are registered and can be loaded, decode methods first."""
+    broken = broken_methods()
+    return tuple(method for method in _registered() if method not in broken)
+
+
+def broken_methods() -> dict[Method, str]:
+    """Those that are registered and cannot be loaded, and why."""
+    found = {}
+    for method in _registered():
+        try:
+            load(method)
+        except ValueError as error:
+            found[method] = str(error).removeprefix(f"{method.flag}: ")
+    return found
+
+
+def _registered() -> tuple[Method, ...]:
     return (
         *(Method(name, False) for name in registry.decode_methods()),
         *(Method(name, True) for name in registry.prefill_methods()),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from sglang_sparse import method_pages, tables
-from sglang_sparse.capabilities import methods
+from sglang_sparse.capabilities import broken_methods, methods
 from sglang_sparse.versions import SUPPORTED_SGLANG, installed_sglang
 
 if TYPE_CHECKING:
@@ -66,12 +66,12 @@ def _verdicts(arguments: list[str]) -> str:
     # Our hook around it would end the process.
     prepare = inspect.unwrap(prepare_server_args)
     rows = []
-    for method in methods():
+    for method in (*methods(), *broken_methods()):
         reasons = []
         try:
             prepare([*arguments, *method.flag.split()])
         except ValueError as error:
-            reasons.append(str(error).removeprefix(f"{method.flag} "))
+            reasons.append(str(error).removeprefix(method.flag).lstrip(": "))
         verdict = "no" if reasons else "yes"
         rows.append([f"`{method.flag}`", verdict, "; ".join(reasons)])
     return tables.table(["with", "accepted here", "why not"], rows)

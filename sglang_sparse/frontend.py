@@ -2,107 +2,181 @@
 
 For OpenAI's client, ``extra_body={"custom_params": frontend.options(active_ratio=0.05)}``; for SGLang's ``/generate``,
 ``sampling_params={"custom_params": frontend.options(sparse=False)}``. For SGLang's frontend language, whose sampling
-parameters have no such field, an endpoint that adds it:
+parameters have no such field, an endpoint that adds it, and what a single state or fork asks for on such an endpoint:
 
     precise = frontend.sparse_endpoint("http://127.0.0.1:30000", active_ratio=0.2)
     state = program.run(question="...", backend=precise)
+
+    def program(s, question):
+        fast, dense = s.fork(2)
+        frontend.set_options(dense, sparse=False)
 
 Imports neither torch nor SGLang: a client may have neither.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
+    from sglang.lang.interpreter import ProgramState
+    from typing_extensions import Unpack
 
-_FIELDS = {
-    "active_ratio": ((int, float), "a number"),
-    "rectify_interval": ((int,), "an integer"),
-    "sparse": ((bool,), "True or False"),
+PHASES = ("decode", "prefill")
+
+
+class Options(TypedDict, total=False):
+    """What a request may ask for: the fields of the methods here; one that the server's lacks is its status 400.
+
+    Attributes:
+        sparse: False for dense attention.
+        active_ratio: fraction of its pages that a decode step attends to (resa).
+        rectify_interval: generated tokens between dense rectifications; 0 for never.
+        theta1: share of the attention mass that a decode step's blocks have (robsa).
+        topk: blocks that a decode step attends to (rocketkv).
+        theta: how far below the anchor's a key's score may be in prefill (anchor).
+        threshold_scale_factor: of Skip-Softmax, for the phases that it has on the server, or by phase.
+        exact_prefix: True for dense prefill.
+        forced_tokens: token ids of the output, decided beforehand.
+    """
+
+    sparse: bool | None
+    active_ratio: float | None
+    rectify_interval: int | None
+    theta1: float | None
+    topk: int | None
+    theta: float | None
+    threshold_scale_factor: float | Mapping[str, float] | None
+    exact_prefix: bool | None
+    forced_tokens: list[int] | None
+
+
+# Not isinstance, to which True is an int.
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_integer(value: object) -> bool:
+    return type(value) is int
+
+
+def _is_bool(value: object) -> bool:
+    return type(value) is bool
+
+
+def _is_number_by_phase(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value) and set(value) <= set(PHASES) and all(map(_is_number, value.values()))
+    return _is_number(value)
+
+
+def _is_tokens(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_integer, value))
+
+
+_NUMBER, _INTEGER, _BOOL = (_is_number, "a number"), (_is_integer, "an integer"), (_is_bool, "True or False")
+FIELDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "sparse": _BOOL,
+    "active_ratio": _NUMBER,
+    "rectify_interval": _INTEGER,
+    "theta1": _NUMBER,
+    "topk": _INTEGER,
+    "theta": _NUMBER,
+    "threshold_scale_factor": (_is_number_by_phase, f"a number, or a mapping with {' or '.join(PHASES)} or both"),
+    "exact_prefix": _BOOL,
+    "forced_tokens": (_is_tokens, "a list of token ids"),
 }
 
 
-def options(
-    active_ratio: float | None = None, rectify_interval: int | None = None, sparse: bool | None = None
-) -> dict[str, Any]:
-    """Return the ``custom_params`` of a request; what is left out is as the server has it.
+def options(**fields: Unpack[Options]) -> dict[str, Any]:
+    """Return the ``custom_params`` of a request; what is left out, or None, is as the server has it.
 
-    Types are checked here and ranges by the server, which answers with status 400.
+    Types are checked here; ranges, and whether its method has a field, by the server, which answers with status 400.
 
     Args:
-        active_ratio: fraction of its pages that a decode step attends to.
-        rectify_interval: generated tokens between dense rectifications; 0 for never.
-        sparse: False for dense decode.
+        **fields: see ``Options``.
 
     Raises:
-        ValueError: a value is of another type; names the field.
+        ValueError: a field is unknown, or its value of another type; names the field.
     """
-    given = {"active_ratio": active_ratio, "rectify_interval": rectify_interval, "sparse": sparse}
-    params = {name: value for name, value in given.items() if value is not None}
+    params = {name: value for name, value in fields.items() if value is not None}
     for name, value in params.items():
-        types, allowed = _FIELDS[name]
-        # Not isinstance, to which True is an int.
-        if type(value) not in types:
+        if name not in FIELDS:
+            raise ValueError(f"unknown option {name!r}, allowed: {', '.join(FIELDS)}")
+        fits, allowed = FIELDS[name]
+        if not fits(value):
             raise ValueError(f"{name}: got {value!r}, allowed: {allowed}")
     return params
 
 
-def sparse_endpoint(
-    url: str,
-    *,
-    active_ratio: float | None = None,
-    rectify_interval: int | None = None,
-    sparse: bool | None = None,
-    **endpoint: Any,
-) -> RuntimeEndpoint:
-    """Return a backend for SGLang's frontend language whose generations carry these options.
+def sparse_endpoint(url: str, **given: Any) -> RuntimeEndpoint:
+    """Return a backend for SGLang's frontend language whose requests carry these options.
 
     Pass it to ``run``, ``run_batch`` or ``sglang.set_default_backend``; one server may have several such endpoints.
-    What only prefills (choices, ``select``, the caching of prefixes) carries none: these options are for decode.
+    What only prefills (choices, ``select``, the caching of prefixes) carries them, too, but for ``forced_tokens``.
 
     Args:
         url: the server's, without a path.
-        active_ratio: see ``options``.
-        rectify_interval: see ``options``.
-        sparse: see ``options``.
-        **endpoint: passed to ``sglang.RuntimeEndpoint``, for example ``api_key``.
+        **given: options, see ``Options``; what is none is passed to ``sglang.RuntimeEndpoint``, such as ``api_key``.
 
     Raises:
         ValueError: an option is of another type; names it.
         RuntimeError: the server answers with an error.
     """
-    params = options(active_ratio, rectify_interval, sparse)
-    backend = _endpoint_class()(url, **endpoint)
+    params = options(**{name: given.pop(name) for name in FIELDS if name in given})
+    backend = _endpoint_class()(url, **given)
     backend.custom_params = params
     return backend
+
+
+def set_options(state: ProgramState, **fields: Unpack[Options]) -> None:
+    """Have a state of SGLang's frontend language, and its forks, ask for these options from now on.
+
+    They take the place of the endpoint's, and of those that were set before; without any it is the endpoint's again.
+    Waits until what the state has asked for so far is generated.
+
+    Args:
+        state: one whose backend is a ``sparse_endpoint``; a program's ``s``, or one of its forks.
+        **fields: see ``Options``.
+
+    Raises:
+        ValueError: an option is unknown or of another type, or the backend is another one.
+    """
+    params = options(**fields)
+    executor = state.stream_executor
+    if not isinstance(executor.backend, _endpoint_class()):
+        backend = type(executor.backend).__name__
+        raise ValueError(f"set_options: the state's backend is a {backend}; allowed: frontend.sparse_endpoint(url)")
+    executor.sync()
+    # Forks get it from their state, and other states of the program, which have the same one, must not.
+    executor.default_sampling_para = copy.copy(executor.default_sampling_para)
+    executor.default_sampling_para.custom_params = params
 
 
 @cache
 def _endpoint_class() -> Any:
     from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
-    from sglang.lang.ir import SglSamplingParams
-
-    @dataclass
-    class SparseSamplingParams(SglSamplingParams):
-        custom_params: dict[str, Any] = field(default_factory=dict)
-
-        def to_srt_kwargs(self) -> dict[str, Any]:
-            return {**super().to_srt_kwargs(), "custom_params": self.custom_params}
 
     class SparseEndpoint(RuntimeEndpoint):
         custom_params: dict[str, Any]
 
-        def _sparse(self, params: SglSamplingParams) -> SparseSamplingParams:
-            return SparseSamplingParams(**vars(params), custom_params=self.custom_params)
+        def cache_prefix(self, prefix_str: str) -> None:
+            nothing: Any = SimpleNamespace(images_=[], default_sampling_para=None)
+            data = {"text": prefix_str, "sampling_params": {"max_new_tokens": 0}}
+            self._generate_http_request(nothing, data)
 
-        def generate(self, s: Any, sampling_params: SglSamplingParams) -> Any:
-            return super().generate(s, self._sparse(sampling_params))
-
-        def generate_stream(self, s: Any, sampling_params: SglSamplingParams) -> Any:
-            return super().generate_stream(s, self._sparse(sampling_params))
+        def _add_images(self, s: Any, data: dict[str, Any]) -> None:
+            # Whatever is posted comes by here, with the state that asks.
+            super()._add_images(s, data)
+            params = dict(getattr(s.default_sampling_para, "custom_params", None) or self.custom_params)
+            if data["sampling_params"]["max_new_tokens"] == 0:
+                params.pop("forced_tokens", None)
+            if params:
+                data["sampling_params"] = {**data["sampling_params"], "custom_params": params}
 
     return SparseEndpoint

@@ -212,8 +212,8 @@ def _apart(
 
 
 def _combining(attention: str) -> str:
-    found = {name: registry.load_decode_method(name) for name in registry.decode_methods()}
-    return ", ".join(name for name, method in found.items() if method.combines and method.attention == attention)
+    found = registry.loaded_decode_methods().items()
+    return ", ".join(name for name, method in found if method.combines and method.attention == attention)
 
 
 def _of_decode_alone(origin: str, method: DecodeMethod) -> DecodeMethod:

@@ -6,6 +6,7 @@ import re
 
 # The first and the last layer of a range; None is the model's last one.
 LayerSpan = tuple[int, int | None]
+LAYERS_FORM = '"all", ids or ranges such as "2-" or "0-3,8", or a list of ids'
 
 
 def parse_spans(spec: str) -> list[LayerSpan]:
@@ -21,7 +22,7 @@ def parse_spans(spec: str) -> list[LayerSpan]:
     for part in ("0-" if spec == "all" else spec).split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(-\s*(\d*)\s*)?", part)
         if match is None:
-            raise ValueError(f'must be "all", ids or ranges such as "2-" or "0-3,8", or a list of ids; got {spec!r}')
+            raise ValueError(f"must be {LAYERS_FORM}; got {spec!r}")
         first = int(match[1])
         spans.append((first, first if match[2] is None else int(match[3]) if match[3] else None))
     return spans

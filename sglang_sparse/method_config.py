@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from sglang_sparse.layers import parse_layers
+from sglang_sparse.layers import LAYERS_FORM, parse_layers
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # What "auto" means where no measurement of the GPU and the shape is at hand, see ``crossover.py``.
@@ -58,6 +58,14 @@ class SparseConfig(BaseModel):
             ValueError: it does not say it; names the field.
         """
         return fields
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers_have_a_form(cls, value: object) -> object:
+        if isinstance(value, str) or (isinstance(value, list) and all(type(layer) is int for layer in value)):
+            return value
+        rules = "; rules by layer are for --sparse-config" if isinstance(value, dict) else ""
+        raise ValueError(f"must be {LAYERS_FORM}{rules}")
 
     @field_validator("layers")
     @classmethod

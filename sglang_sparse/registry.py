@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from sglang_sparse.method import DecodeMethod
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "sglang_sparse.methods"
 PREFILL_ENTRY_POINT_GROUP = "sglang_sparse.prefill_methods"
+# What the module of a third party may raise while it is imported.
+BROKEN = (ImportError, AttributeError, NameError, SyntaxError, TypeError, ValueError, RuntimeError, OSError)
+
+T = TypeVar("T")
 
 DECODE_METHODS = {
     "resa": "sglang_sparse.methods.resa:Resa",
@@ -76,24 +81,64 @@ def load_decode_method(name: str) -> type[DecodeMethod]:
     """Import and return the class of a decode method.
 
     Raises:
-        ValueError: the name is unknown, or a third party's entry point leads nowhere.
+        ValueError: the name is unknown, or a third party's entry point leads to no decode method.
     """
-    return cast("type[DecodeMethod]", _load("--sparse-method", name, decode_methods()))
+    from sglang_sparse.method import DecodeMethod
+
+    return _load("--sparse-method", name, decode_methods(), DecodeMethod)
 
 
 def load_prefill_method(name: str) -> type[PrefillMethod]:
     """Import and return the class of a prefill method.
 
     Raises:
-        ValueError: the name is unknown, or a third party's entry point leads nowhere.
+        ValueError: the name is unknown, or a third party's entry point leads to no prefill method.
     """
-    return cast("type[PrefillMethod]", _load("--sparse-prefill-method", name, prefill_methods()))
+    from sglang_sparse.prefill_method import PrefillMethod
+
+    return _load("--sparse-prefill-method", name, prefill_methods(), PrefillMethod)
 
 
-def _load(flag: str, name: str, known: dict[str, str]) -> type:
+def loaded_decode_methods() -> dict[str, type[DecodeMethod]]:
+    """Import all decode methods and return their classes by name, without those that cannot be loaded."""
+    return _loaded(load_decode_method, decode_methods())
+
+
+def loaded_prefill_methods() -> dict[str, type[PrefillMethod]]:
+    """Return the same of the prefill methods."""
+    return _loaded(load_prefill_method, prefill_methods())
+
+
+def known_fields() -> frozenset[str]:
+    """Return the names of the config fields of all methods that can be loaded."""
+    return _known_fields((*decode_methods().items(), *prefill_methods().items()), tuple(sys.path))
+
+
+@cache
+def _known_fields(registered: tuple[tuple[str, str], ...], path: tuple[str, ...]) -> frozenset[str]:
+    """The same of what is registered under `path`: one that cannot be loaded is not tried again with each request."""
+    found = (*loaded_decode_methods().values(), *loaded_prefill_methods().values())
+    return frozenset(field for method in found for field in method.config_class.model_fields)
+
+
+def _loaded(load: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = load(name)
+        except ValueError:
+            # Whoever asks for this one by its name is told why.
+            continue
+    return found
+
+
+def _load(flag: str, name: str, known: dict[str, str], base: type[T]) -> type[T]:
     require_known(flag, name, known)
     module, _, attribute = known[name].partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), attribute)
+    except BROKEN as error:
         raise ValueError(f"{flag} {name}: cannot load {known[name]!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{flag} {name}: cannot load {known[name]!r}: it is no subclass of {base.__name__}")
+    return found

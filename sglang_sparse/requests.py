@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from sglang_sparse import refusals
+from sglang_sparse import refusals, registry
 from sglang_sparse.composite import Composite
 from sglang_sparse.config import Settings, settings_of
 from sglang_sparse.method import DecodeMethod
@@ -27,16 +27,6 @@ FORCED_TOKENS = "forced_tokens"
 # The attributes of SGLang's Req that hold its RequestState and RequestOptions; a request of a dense server has neither.
 ATTRIBUTE = "sglang_sparse"
 OPTIONS_ATTRIBUTE = "sglang_sparse_options"
-# Fields of some method that a client may send to a server without it.
-KNOWN_ELSEWHERE = (
-    "active_ratio",
-    "exact_prefix",
-    "rectify_interval",
-    "theta",
-    "theta1",
-    "threshold_scale_factor",
-    "topk",
-)
 DECODE, PREFILL = "decode", "prefill"
 # Begins the part of a radix namespace (SGLang's extra_key) that names how a request overrides its prefill.
 NAMESPACE = "sglang_sparse:"
@@ -89,7 +79,7 @@ class RequestState:
 
 
 def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> RequestOptions:
-    """Read a request's ``custom_params``. Keys that are none of ours belong to custom logit processors.
+    """Read a request's ``custom_params``. Keys that no method has belong to custom logit processors.
 
     Args:
         settings: the server's.
@@ -109,10 +99,10 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
     for key in params:
         if key in names:
             continue
-        if key in KNOWN_ELSEWHERE:
-            raise ValueError(f"{key}: {settings.flag} has no such field; allowed: {', '.join(names)}")
         if any(key in type(config).model_fields for configs in _configs(settings).values() for config in configs):
             raise ValueError(f"{key}: belongs to the server's config; allowed in a request: {', '.join(names)}")
+        if key in registry.known_fields():
+            raise ValueError(f"{key}: {settings.flag} has no such field; allowed: {', '.join(names)}")
         # A short name such as "sparse" is close to too many that mean something else.
         nearest = difflib.get_close_matches(str(key), [*overridable, FORCED_TOKENS], n=1, cutoff=0.85)
         if nearest:

@@ -17,6 +17,7 @@ from sglang_sparse.capabilities import (
     Place,
     answer,
     backends,
+    broken_methods,
     flag_answer,
     flag_text,
     load,
@@ -91,6 +92,7 @@ def methods_table() -> str:
     """Return what each method is, and which models, machines and methods of the other phase it goes with."""
     asked = properties()
     rows = [[_what(m), f"`{m.flag}`", *(answer(m) for answer in asked.values())] for m in methods()]
+    rows += [[why, f"`{m.flag}`", *[""] * len(asked)] for m, why in broken_methods().items()]
     return table(["method", "flag", *asked], rows)
 
 

@@ -1,5 +1,6 @@
 """Bad input: each case ends with one message that says what was wrong, what was got and what is allowed."""
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,10 +214,10 @@ def test_dtypes_that_the_kernels_cannot_read(qwen3: str) -> None:
 
 
 def test_full_prefill_graphs(qwen3: str) -> None:
-
     args = resolve(qwen3)
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend="full"))
-    stand_in = SimpleNamespace(get_attention_backends=args.get_attention_backends, cuda_graph_config=graphs)
+    stand_in = copy.copy(args)
+    object.__setattr__(stand_in, "cuda_graph_config", graphs)
     with pytest.raises(ValueError, match="'full' would not refresh the summaries; allowed: breakable"):
         refusals.require_after(stand_in, config.settings_of(args))
 

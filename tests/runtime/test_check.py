@@ -8,6 +8,7 @@ import pytest
 import torch
 from model_configs import write_config
 from sglang.srt.plugins import load_plugins
+from third_parties import install
 
 load_plugins()
 
@@ -141,6 +142,21 @@ def test_a_new_method_is_a_row_and_a_column_by_itself(monkeypatch: pytest.Monkey
     head, _, *rows = tables.features_table().splitlines()
     assert head.endswith("| stripes |")
     assert next(row for row in rows if "--kv-events-config" in row).endswith("| no |")
+
+
+def test_a_method_that_cannot_be_loaded_is_a_row_with_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = tables.methods_table()
+    install(tmp_path, monkeypatch, "import no_such_package")
+    why = "cannot load 'broken_method:Method': No module named 'no_such_package'"
+    assert check.main([]) == 0
+    printed = capsys.readouterr().out
+    assert f"| {why} | `--sparse-method broken` |" in printed and others in printed
+    assert check.main(["--model-path", write_config(tmp_path, "qwen3")]) == 0
+    printed = capsys.readouterr().out
+    assert f"| `--sparse-method broken` | no | {why} |" in printed
+    assert "| `--sparse-method resa` | yes |" in printed
 
 
 def test_every_limit_is_in_the_tables() -> None:

@@ -2,10 +2,11 @@
 
 import pytest
 
+from sglang_sparse import registry
 from sglang_sparse.config import build
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import MethodConfig
-from sglang_sparse.requests import namespaced, parse_options, prefill_of_namespace
+from sglang_sparse.requests import _configs, namespaced, parse_options, prefill_of_namespace
 
 RESA = build("resa", {"rectify_on_finish": True})
 
@@ -73,6 +74,40 @@ def test_a_method_without_rectification_has_no_interval() -> None:
     with pytest.raises(ValueError, match="rectify_interval: --sparse-method plain has no such field"):
         parse_options(plain, {"rectify_interval": 8})
     assert parse_options(plain, {"sparse": False}).rectify_interval == 0
+
+
+METHODS = {
+    **{name: (name, None) for name in registry.DECODE_METHODS},
+    **{f"{name} (prefill)": (None, name) for name in registry.PREFILL_METHODS},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fields_of_other_methods_are_refused_and_names_of_nobody_are_not(method: str) -> None:
+    settings = build(METHODS[method][0], {}, METHODS[method][1])
+    configs = [config for each in _configs(settings).values() for config in each]
+    own = {field for config in configs for field in type(config).model_fields}
+    overridable = {field for config in configs for field in config.request_fields}
+    foreign = sorted(registry.known_fields() - own)
+    assert len(foreign) > 5
+    for field in foreign:
+        with pytest.raises(ValueError, match=rf"^{field}: {settings.flag} has no such field; allowed: .*sparse"):
+            parse_options(settings, {field: 3})
+    for field in own - overridable:
+        with pytest.raises(
+            ValueError, match=f"^{field}: belongs to the server's config; allowed in a request: .*sparse"
+        ):
+            parse_options(settings, {field: 3})
+    options = parse_options(settings, {"thinking_budget": 3, "__req__": object(), "logit_bias_file": "x"})
+    assert options.method is settings.method
+
+
+def test_fields_of_third_parties_are_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = {"pages_at_random": 3}
+    assert parse_options(RESA, params).method is RESA.method
+    monkeypatch.setattr(registry, "known_fields", lambda: frozenset(params))
+    with pytest.raises(ValueError, match="pages_at_random: --sparse-method resa has no such field"):
+        parse_options(RESA, params)
 
 
 def test_a_namespace_has_what_differs_from_the_server_alone() -> None:

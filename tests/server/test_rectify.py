@@ -189,6 +189,8 @@ def test_forced_decoding_gives_the_prefills_logprobs(server, sixteen) -> None:
         ({"rectify_interval": 10**6}, "rectify_interval"),
         ({"active_ratio": 1.5}, "active_ratio"),
         ({"sparse": "no"}, "sparse"),
+        ({"prompt_budget": 64}, "prompt_budget: --sparse-method resa has no such field"),
+        ({"target_sparsity": 0.5}, "target_sparsity: --sparse-method resa has no such field"),
         ({"active_ration": 0.1}, "active_ratio"),
         ({"forced_tokens": [10**6]}, "forced_tokens"),
     ],

@@ -137,6 +137,7 @@ def test_a_request_may_ask_for_more_or_less(server, some) -> None:
         ("topk", 0, "topk: got 0"),
         ("topk", "all", "topk: got 'all'"),
         ("active_ratio", 0.1, "active_ratio: --sparse-method rocketkv has no such field"),
+        *((other, 3, f"{other}: --sparse-method rocketkv has no such field") for other in ("min_pages", "theta2")),
     ):
         request = {"text": "x", "sampling_params": {"custom_params": {field: value}}}
         answer = httpx.post(f"{server.url}/generate", json=request, timeout=60)

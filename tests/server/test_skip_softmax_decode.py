@@ -170,6 +170,7 @@ def test_rectified_answers_are_exact(server, some) -> None:
         ({**DENSE, **factor(decode=1)}, "has no meaning for a request with sparse: false"),
         ({"min_seq_len": 4}, "min_seq_len: belongs to the server's config"),
         ({"active_ratio": 0.1}, "active_ratio: --sparse-method skip_softmax has no such field"),
+        ({"eviction": "compact"}, "eviction: --sparse-method skip_softmax has no such field"),
     ],
 )
 def test_bad_options_are_refused(server, options: dict[str, Any], said: str) -> None:

@@ -4,16 +4,18 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_requests import assert_nothing_leaked, greedy, sparse_state
+from server_requests import assert_nothing_leaked, greedy, sparse_state, spent
 
 from launch.server import ServerProcess
-from sglang_sparse import metrics
+from sglang_sparse import frontend, metrics
 
+README = Path(__file__).parent.parent.parent / "README.md"
 PAGE = 16
 TENTH = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never"}
 METRICS = ("--enable-metrics", "--decode-log-interval", "4")
@@ -186,6 +188,21 @@ def test_frontend_program_forks_share_the_prefix(server, prompts) -> None:
     made = sparse_state(server)["extend_pages_summarised"] - before
     # Each of the three forks prefills only its own question, at most three pages, and the shared text nothing.
     assert made <= 3 * 3, made
+
+
+def test_readme_asks_twice_and_one_fork_is_dense(server) -> None:
+    (program,) = re.findall(r"```python\n(import sglang\n.*?)```", README.read_text(), re.S)
+    asked = sparse_state(server)
+    space: dict[str, Any] = {"frontend": frontend}
+    exec(program.replace("http://127.0.0.1:30000", server.url), space)
+    assert isinstance(space["state"]["fast"], str) and isinstance(space["state"]["dense"], str)
+    used = spent(server, asked)
+    assert 0 < used["dense_fallback_rows"] < used["decode_rows"]
+    # Outputs of one length, over a text of many pages.
+    asked = sparse_state(server)
+    space["twice"].run(question=" bada ceci" * 400, backend=space["endpoint"], ignore_eos=True)
+    used = spent(server, asked)
+    assert used["dense_fallback_rows"] >= 15 and used["decode_rows"] == 2 * used["dense_fallback_rows"]
 
 
 def samples(server: ServerProcess) -> dict[str, Any]:
