@@ -9,6 +9,7 @@ from typing import Any
 
 from eval.parts.decode_load import Load, server_flags
 from eval.parts.reproduce_anchor import ANCHOR
+from eval.parts.reproduce_framework import FRAMEWORK
 from eval.parts.reproduce_leg import FOLDER, URL, Command, Leg, Server
 from eval.parts.reproduce_needles import IDENTITY, NEEDLES, ROBSA, UNPROVEN
 
@@ -289,6 +290,7 @@ LEGS: tuple[Leg, ...] = (
     # Not of speed: the tools come with the CUDA toolkit, and not every virtual machine lets them watch its GPU.
     Leg("sanitizer", (Command("eval.sanitize_kernels", "sanitizer.jsonl"),)),
     *ANCHOR,
+    *FRAMEWORK,
     *NEEDLES,
     *IDENTITY,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
 from eval.parts.reproduce_leg import URL, URLS_BESIDE, Command, Leg, Server
@@ -12,7 +11,7 @@ from eval.parts.reproduce_leg import URL, URLS_BESIDE, Command, Leg, Server
 # Of methods that are refused on a GPU otherwise.
 UNPROVEN = {"allow_unproven": True}
 # Batches of whatever length run sparse: a few rows are left when most have their answers.
-_ALWAYS = {"crossover_tokens": 0}
+ALWAYS = {"crossover_tokens": 0}
 ROBSA = {"page_size": 64, "allow_uncalibrated": True}
 # SGLang prefills short prompts, its own warm-up among them, dense with FA3 otherwise: by other kernels than those that
 # are looked at, and it takes no values of 64 beside queries of 128.
@@ -22,6 +21,7 @@ TINY_MLA_CALIBRATION = "eval/models/tiny-mla/robsa.json"
 _FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 # Two methods, and one of them with two sets of fields, in the four layers of tiny-gqa.
 _BY_LAYER = {
+    "page_size": 16,
     "layers": {"0": {"method": "skip_softmax"}, "1": {"active_ratio": 0.2}, "2-": {"active_ratio": 0.1}},
     "rectify_interval": 32,
 }
@@ -33,45 +33,18 @@ EVERY_TENTH = ",".join(map(str, range(0, 101, 10)))
 BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
 
 
-def _needles(
-    name: str,
-    model: str,
-    backend: str,
-    config: Mapping[str, Any],
-    lengths: str,
-    *settings: Mapping[str, Any],
-    forms: Sequence[str] = ("chat",),
-    label: str = "",
-) -> Leg:
-    """Needles on a trained tiny model, sparse against dense on one server: that a method is right on a GPU.
-
-    Args:
-        name: of the method.
-        model: of ``eval/models``.
-        backend: the attention backend.
-        config: of the method, with its page size.
-        lengths: tokens of prompt and answer.
-        *settings: fields of its requests, one file each.
-        forms: of the questions, one file each.
-        label: of a config that is not the method's usual one.
-    """
-    page = config.get("page_size", 16)
-    flags = ("--sparse-method", name, "--sparse-config", json.dumps({"page_size": page, **config}))
-    flags += ("--page-size", str(page), "--attention-backend", backend, *GRAPHS)
-    both = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", AT_ONCE)
-    named = "-".join((name, *filter(None, (label,))))
-    commands = []
-    for fields, form in product(settings, forms):
-        said = [f"{field}-{value}" for field, value in fields.items()] + ([form] if form != "chat" else [])
-        file = "-".join(["niah", model, named, *said])
-        asked = ("--custom-params", json.dumps(fields), "--lengths", lengths, "--form", form)
-        commands.append(Command("eval.niah", f"{file}.jsonl", (*both, *asked)))
-    return Leg(f"needles-{named}", tuple(commands), Server(f"eval/models/{model}", flags))
+def _by_layer() -> Leg:
+    """Needles on tiny-gqa whose layers have different methods, sparse against dense on one server."""
+    flags = ("--sparse-method", "resa", "--sparse-config", json.dumps({**_BY_LAYER, **ALWAYS, **UNPROVEN}))
+    flags += ("--page-size", "16", "--attention-backend", "fa3", *GRAPHS)
+    asked = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", AT_ONCE, "--lengths", "8k")
+    command = Command("eval.niah", "niah-tiny-gqa-resa-layers.jsonl", asked)
+    return Leg("needles-resa-layers", (command,), Server("eval/models/tiny-gqa", flags))
 
 
 def _calibrated_server(method: str, config: Mapping[str, Any], environment: tuple[tuple[str, str], ...] = ()) -> Server:
     """A server of tiny-mla with the layers that its calibration says are sensitive."""
-    config = {"page_size": 64, "calibration": TINY_MLA_CALIBRATION, **_ALWAYS, **config}
+    config = {"page_size": 64, "calibration": TINY_MLA_CALIBRATION, **ALWAYS, **config}
     flags = ("--sparse-method", method, "--sparse-config", json.dumps(config), "--page-size", "64")
     flags += ("--attention-backend", "flashmla", *GRAPHS)
     return Server("eval/models/tiny-mla", flags, environment)
@@ -187,17 +160,7 @@ def _own_needles(implementation: str, *more: str) -> Leg:
 
 
 NEEDLES: tuple[Leg, ...] = (
-    _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 350}),
-    _needles("resa", "tiny-gqa", "fa3", {**_BY_LAYER, **_ALWAYS, **UNPROVEN}, "8k", {}, label="layers"),
-    # 2 % of a text of 8k are read, of an eighth of it that is kept.
-    *(
-        _needles(
-            *("rocketkv", "tiny-gqa", "fa3", {"prompt_budget": 1024, **_ALWAYS, **more}, "8k", {"topk": 40}),
-            forms=("chat", "second_turn"),
-            label=str(more.get("eviction", "")),
-        )
-        for more in (UNPROVEN, {"eviction": "compact", **UNPROVEN})
-    ),
+    _by_layer(),
     _robsa_needles("robsa", 0.95, 100, passkey=True),
     # The other layers find the needles, so that a window may do in those that the calibration trusts; it must not where
     # all of them select.
