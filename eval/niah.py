@@ -27,7 +27,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from eval.figures.heatmap import draw
 from eval.live import runner
@@ -88,11 +88,12 @@ class NeedleSuite(Suite):
     """See the module."""
 
     command = "eval.niah"
+    names: ClassVar[tuple[str, ...]] = tuple(TASKS)
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """See `Suite.add_arguments`."""
-        haystacks.add_arguments(parser, tuple(TASKS), "1k,2k,4k,8k", 10)
+        haystacks.add_arguments(parser, cls.names, "1k,2k,4k,8k", 10)
         parser.add_argument("--depths", type=list_of(float), default="0,25,50,75,100", help="in percent")
         parser.add_argument("--haystack", default="books", help=f"one of {', '.join(haystacks.KINDS)}")
         parser.add_argument(
@@ -108,7 +109,7 @@ class NeedleSuite(Suite):
     def cases(self) -> list[Case]:
         """See `Suite.cases`; a case for each length, task, depth and index."""
         args = self.args
-        haystacks.check_arguments(args, tuple(TASKS))
+        haystacks.check_arguments(args, self.names)
         wrong = [depth for depth in args.depths if not 0 <= depth <= 100]
         if wrong or not args.depths:
             raise EvaluationError(f"--depths {wrong}: allowed is a list of percentages from 0 to 100")

@@ -33,7 +33,7 @@ import pandas as pd
 
 from eval.figures.prefill_ppl import BOUND, edges, summarise
 from eval.figures.stats import Floats
-from eval.live.arms import phases_of, require_sparse_prefill, require_sparsity
+from eval.live.arms import phases_of, require_least, require_sparse_prefill
 from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, require_dense_prefill, sparsity
 from eval.live.forced import prefilled_suffix
@@ -119,7 +119,7 @@ def ask(
         require_sparse_prefill(text, counts)
         if args.least_sparsity is not None:
             row = {"arm": "base", "task": text, "length": args.length, "sparsity": sparsity(counts)}
-            require_sparsity([row], args.least_sparsity)
+            require_least([row], "sparsity", args.least_sparsity)
     return -np.array(found)
 
 

@@ -31,18 +31,13 @@ from eval.figures import (
     decode,
     dsa,
     goals,
-    heatmap,
     identities,
     kept,
-    latency,
-    long_summary,
     mla,
     needles,
-    ppl_summary,
     prefill,
     prefill_ppl,
     profile,
-    recall_summary,
     recall_table,
     report_tables,
     sanitizer,
@@ -52,9 +47,10 @@ from eval.figures import (
     throughput,
     tiny_mla,
 )
+from eval.figures.drawing import draw
 from eval.figures.verdicts import read_folder
 from eval.live.counters import EvaluationError
-from eval.live.record import read_rows, result_files
+from eval.live.record import result_files
 from eval.parts.decode_peers import outdated_peers
 from eval.train import card
 
@@ -75,11 +71,16 @@ SELECTORS = "theta-structured-selectors"
 SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b", "serving-v2-lite-contexts")
 THROUGHPUT = "throughput-qwen3-8b"
 FIRST_TOKEN = "first-token-qwen3-8b"
+SKIP_PREFILL, SKIP_SERVED, SKIP_FIRST_TOKEN = (
+    *("bench_prefill_skip_softmax", "prefill-skip-softmax-qwen3-8b", "first-token-skip-softmax-qwen3-8b"),
+)
 FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
-KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in ("niah", "infinitebench") for name in ("rocketkv", "random_kept"))
+SUITES = ("niah", "infinitebench", "variables")
+KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in SUITES for name in ("rocketkv", "random_kept"))
 NEEDLES = (
-    *(f"niah-tiny-gqa-{name}" for name in ("anchor", "few", "skip_softmax", "rocketkv-topk", "rocketkv-compact")),
+    *(f"niah-tiny-gqa-{name}" for name in ("anchor", "few", "resa-layers", "rocketkv-topk", "rocketkv-compact")),
+    *(f"{suite}-tiny-gqa-skip_softmax" for suite in SUITES),
     *(f"niah-tiny-dsa-{name}" for name in ("auto", "portable")),
     *(f"niah-tiny-mla-{name}" for name in ("robsa", "random_blocks", "sink_window")),
     *("infinitebench-tiny-mla", "infinitebench-tiny-gqa-anchor"),
@@ -128,6 +129,10 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "goals": lambda: goals.goals_table(RESULTS),
     **{f"goals-{method}": partial(goals.goals_table, RESULTS, ids=ids) for method, ids in GOALS.items()},
     "prefill": lambda: prefill.prefill(RESULTS / "bench_prefill.jsonl"),
+    "framework": lambda: report_tables.kernels(_file("bench_framework")),
+    "prefill-skip-softmax": lambda: prefill.prefill(_file(SKIP_PREFILL)),
+    "prefill-skip-softmax-served": lambda: prefill.prefill(_file(SKIP_SERVED)),
+    "first-token-skip-softmax": lambda: serving.first_tokens([_file(SKIP_FIRST_TOKEN)]),
     "mla": lambda: mla.mla(_file("bench_mla")),
     "serving-v2-lite": lambda: serving.serving(_file("serving-v2-lite")),
     "throughput": lambda: throughput.throughput(_file(THROUGHPUT)),
@@ -168,8 +173,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
     **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA)},
-    **{name: partial(_file, name) for name in (*SERVING, THROUGHPUT)},
-    "bench_prefill": partial(_file, "bench_prefill"),
+    **{name: partial(_file, name) for name in (*SERVING, THROUGHPUT, SKIP_FIRST_TOKEN)},
+    **{name: partial(_file, name) for name in ("bench_prefill", SKIP_PREFILL, "bench_framework")},
     "compare-niah": partial(_file, "niah", COMPARISON),
     "compare-long-generation": partial(_file, "long_generation", COMPARISON),
     "crossover": lambda: CROSSOVERS,
@@ -195,43 +200,6 @@ def model_card(model: str) -> str:
     """The card of a tiny model, from its accuracy and its training."""
     accuracy, training = (card.read(RESULTS / f"{model}-{kind}.jsonl") for kind in ("accuracy", "training"))
     return card.card(accuracy, training, card.read_calibration(ROOT / "eval" / "models" / model))
-
-
-def draw(path: Path, stem: Path) -> None:
-    """Draw a result file as PNG and SVG, if there is a picture of its kind.
-
-    Args:
-        path: the file.
-        stem: path without a suffix.
-
-    Raises:
-        EvaluationError: it is no file of results, or there is nothing in it to draw.
-    """
-    if path.suffix == ".json":
-        crossover.draw(path, stem)
-        return
-    rows = read_rows(path)
-    command = rows[0].get("command") if rows else None
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    if command == "eval.ppl_rectify":
-        for suffix in ("png", "svg"):
-            ppl_summary.plot(ppl_summary.summarise(rows), Path(f"{stem}.{suffix}"))
-    elif command == latency.COMMAND:
-        serving.draw(path, stem)
-    elif command == "eval.long_generation":
-        long_summary.plot(long_summary.summarise(rows), stem)
-    elif command == "eval.recall":
-        recall_summary.plot(recall_summary.summarise(rows), stem)
-    elif command == "eval.theta":
-        theta_summary.plot(theta_summary.summarise(rows), stem)
-    elif command == prefill.COMMAND:
-        prefill.plot(rows, stem)
-    elif command == throughput.COMMAND:
-        throughput.plot(rows, stem)
-    elif command == "eval.niah":
-        items = [row for row in rows if row["kind"] == "item" and not row.get("failed")]
-        for arm in dict.fromkeys(row["arm"] for row in items):
-            heatmap.draw([row for row in items if row["arm"] == arm], f"{stem}-{arm}")
 
 
 def documents(check: bool) -> int:

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from eval.figures.needles import rows_beside_dense
-from eval.figures.report_tables import Column, bounds, length, number, percent, table, text
+from eval.figures.report_tables import Column, Row, bounds, length, number, percent, table, text
 
+# The gate of RocketKV, which is wider than that of the verdict.
+POINTS = 0.02
 ASKED = {"chat": "with the text", "second_turn": "in a second turn"}
 
 
 def _of_file(_: Path, header: Mapping[str, Any]) -> dict[str, Any]:
-    served = header["servers"]["base"]["sparse"]
-    asked = {"method": served["method"], "asked": ASKED[header["arguments"]["form"]]}
+    server = header["servers"]["base"]
+    served = server["sparse"]
+    asked = {"method": served["method"], "device": server["device"], "asked": ASKED[header["arguments"]["form"]]}
     config = served["config"]
     return asked | {"budget": config["prompt_budget"], "topk": config["topk"], "eviction": config["eviction"]}
 
@@ -24,14 +27,29 @@ def kept(paths: Sequence[Path]) -> str:
     columns: list[Column] = [
         ("method", text("method")),
         ("eviction", text("eviction")),
+        ("device", text("device")),
         ("asked", text("asked")),
         ("task", text("task")),
         ("length", length),
         ("tokens kept", text("budget")),
         ("read", percent("density")),
         ("n", text("n")),
-        ("dense", number("dense", 2)),
-        ("sparse", number("score", 2)),
-        ("95 %", bounds("score_interval", 2, sign=False)),
+        ("dense", number("dense", 3)),
+        ("sparse", number("score", 3)),
+        ("95 %", bounds("score_interval", 3, sign=False)),
+        ("difference", number("diff", 3, sign=True)),
+        ("95 % of it", bounds("diff_interval", 3)),
+        ("verdict", text("verdict")),
+        ("within two points", within),
     ]
     return table(rows_beside_dense(paths, _of_file), columns)
+
+
+def within(row: Row) -> str:
+    """Whether the loss is at most `POINTS`: the whole interval says yes or no, or the mean alone does."""
+    if row.get("diff_interval") is None:
+        return ""
+    low, high = row["diff_interval"]
+    if low > -POINTS or high < -POINTS:
+        return "yes" if low > -POINTS else "no"
+    return f"the mean is{'' if row['diff'] >= -POINTS else ' not'}"

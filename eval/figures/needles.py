@@ -70,6 +70,7 @@ def needles(paths: Sequence[Path]) -> str:
         ("95 %", bounds("score_interval", 3, sign=False)),
         ("95 % of the difference", bounds("diff_interval", 3)),
         ("read", percent("density")),
+        ("skipped in decode", percent("skipped")),
         ("left out of prefill", percent("sparsity")),
         ("verdict", text("verdict")),
     ]

@@ -185,6 +185,7 @@ def kernels(path: Path) -> str:
         ("times faster", lambda row: "" if row["op"] == "sparse_decode" else number("dense_ratio", 2)(row)),
         ("relative L2", number("relative_l2", 4)),
         ("to dense", number("dense_l2", 3)),
+        ("skipped", percent("sparsity")),
         ("mass kept", number("recall", 3)),
         ("why not", text("unavailable")),
     ]

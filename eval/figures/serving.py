@@ -61,6 +61,7 @@ def first_tokens(paths: Sequence[Path]) -> str:
         ("left out", percent("sparsity")),
         ("mass kept", number("recall", 3)),
         ("theta", text("theta")),
+        ("factor", number("threshold_scale_factor", 0)),
     ]
     return table(cells_of(paths)[1:], columns)
 

@@ -218,23 +218,29 @@ def require_answers(arm: str, rows: Sequence[dict[str, Any]]) -> None:
         raise EvaluationError(f"void: {len(failed)} of {len(rows)} {arm} requests failed: {'; '.join(reasons[:3])}")
 
 
-def require_sparsity(summary: Sequence[dict[str, Any]], least: float) -> None:
-    """Refuse a prefill of the base server that left out less than wanted: its scores say little of a sparse one.
+# What a server must leave out at the least: the field of a summary, and its part of the message.
+LEAST = {
+    "sparsity": "prefill left out less than {least:g} of the query-key pairs (--least-sparsity)",
+    "skipped": "decode skipped less than {least:g} of the blocks (--least-skipped)",
+}
+
+
+def require_least(summary: Sequence[dict[str, Any]], field: str, least: float) -> None:
+    """Refuse a base server that left out less than wanted: its scores say little of a sparse one.
 
     Args:
         summary: see `eval.figures.summary.summarise`.
-        least: share of the query-key pairs.
+        field: of `LEAST`.
+        least: share of what there was.
 
     Raises:
         EvaluationError: names the tasks and lengths, and what was left out.
     """
     mine = [row for row in summary if row["arm"] == "base"]
-    less = [row for row in mine if (row.get("sparsity") or 0.0) < least]
+    less = [row for row in mine if (row.get(field) or 0.0) < least]
     if less:
-        found = ", ".join(f"{row['task']} {row['length']}: {row.get('sparsity') or 0.0:.3f}" for row in less)
-        raise EvaluationError(
-            f"prefill left out less than {least:g} of the query-key pairs (--least-sparsity): {found}"
-        )
+        found = ", ".join(f"{row['task']} {row['length']}: {row.get(field) or 0.0:.3f}" for row in less)
+        raise EvaluationError(f"{LEAST[field].format(least=least)}: {found}")
 
 
 def require_room(cases: Sequence[Case], arms: Sequence[Arm]) -> None:

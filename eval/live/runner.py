@@ -22,14 +22,15 @@ import pandas as pd
 
 from eval.figures.summary import summarise
 from eval.live.arms import (
+    LEAST,
     Arm,
     make_arm,
     require_answers,
+    require_least,
     require_method,
     require_proof,
     require_reference,
     require_room,
-    require_sparsity,
 )
 from eval.live.client import FAILURES, LiveServer
 from eval.live.completions import complete
@@ -43,7 +44,8 @@ ESTIMATED = 20
 FIRST_TURN = 8
 # Not what the results depend on, or told in their own place.
 NOT_ARGUMENTS = (
-    *("base_url", "compare_url", "out", "concurrency", "timeout", "revision", "label", "plot", "least_sparsity"),
+    *("base_url", "compare_url", "out", "concurrency", "timeout", "revision", "label", "plot"),
+    *(f"least_{field}" for field in LEAST),
 )
 
 
@@ -77,6 +79,9 @@ def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
         "--least-sparsity",
         type=float,
         help="share of the query-key pairs that prefill of the base server must leave out, of each task and length",
+    )
+    common.add_argument(
+        "--least-skipped", type=float, help="the same of the blocks that its decode visits, of Skip-Softmax"
     )
     common.add_argument("--label", help="kept in the file's header")
     common.add_argument("--revision", help="of this code, where its git history is not at hand")
@@ -245,8 +250,9 @@ def _ask(
         summary = summarise(work.rows, work.counts)
         for row in summary:
             record.add("summary", **row)
-    if args.least_sparsity is not None:
-        require_sparsity(summary, args.least_sparsity)
+    for field in LEAST:
+        if (least := getattr(args, f"least_{field}")) is not None:
+            require_least(summary, field, least)
     return suite, work.rows, summary
 
 
@@ -263,10 +269,12 @@ def main(suite_class: type[Suite], arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.concurrency < 1:
         parser.error(f"--concurrency must be at least 1, got {args.concurrency}")
-    if args.least_sparsity is not None and not 0 < args.least_sparsity < 1:
-        parser.error(f"--least-sparsity must be above 0 and below 1, got {args.least_sparsity}")
-    if args.least_sparsity is not None and args.mixed:
-        parser.error("--least-sparsity is of each task and length, and --mixed counts all of them together")
+    for field in LEAST:
+        least = getattr(args, f"least_{field}")
+        if least is not None and not 0 < least < 1:
+            parser.error(f"--least-{field} must be above 0 and below 1, got {least}")
+        if least is not None and args.mixed:
+            parser.error(f"--least-{field} is of each task and length, and --mixed counts all of them together")
     try:
         suite, rows, summary = run(suite_class, args)
         if args.plot:

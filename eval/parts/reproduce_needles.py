@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
 from eval.parts.reproduce_leg import FOLDER, URL, URLS_BESIDE, Command, Leg, Server
@@ -19,6 +18,7 @@ CONTROLS = (("PYTHONPATH", "eval/controls"),)
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 # Two methods, and one of them with two sets of fields, in the four layers of tiny-gqa.
 _BY_LAYER = {
+    "page_size": 16,
     "layers": {"0": {"method": "skip_softmax"}, "1": {"active_ratio": 0.2}, "2-": {"active_ratio": 0.1}},
     "rectify_interval": 32,
 }
@@ -29,40 +29,13 @@ EVERY_TENTH = ",".join(map(str, range(0, 101, 10)))
 BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
 
 
-def _needles(
-    name: str,
-    model: str,
-    backend: str,
-    config: Mapping[str, Any],
-    lengths: str,
-    *settings: Mapping[str, Any],
-    forms: Sequence[str] = ("chat",),
-    label: str = "",
-) -> Leg:
-    """Needles on a trained tiny model, sparse against dense on one server: that a method is right on a GPU.
-
-    Args:
-        name: of the method.
-        model: of ``eval/models``.
-        backend: the attention backend.
-        config: of the method, with its page size.
-        lengths: tokens of prompt and answer.
-        *settings: fields of its requests, one file each.
-        forms: of the questions, one file each.
-        label: of a config that is not the method's usual one.
-    """
-    page = config.get("page_size", 16)
-    flags = ("--sparse-method", name, "--sparse-config", json.dumps({"page_size": page, **config}))
-    flags += ("--page-size", str(page), "--attention-backend", backend, *GRAPHS)
-    both = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", AT_ONCE)
-    named = "-".join((name, *filter(None, (label,))))
-    commands = []
-    for fields, form in product(settings, forms):
-        said = [f"{field}-{value}" for field, value in fields.items()] + ([form] if form != "chat" else [])
-        file = "-".join(["niah", model, named, *said])
-        asked = ("--custom-params", json.dumps(fields), "--lengths", lengths, "--form", form)
-        commands.append(Command("eval.niah", f"{file}.jsonl", (*both, *asked)))
-    return Leg(f"needles-{named}", tuple(commands), Server(f"eval/models/{model}", flags))
+def _by_layer() -> Leg:
+    """Needles on tiny-gqa whose layers have different methods, sparse against dense on one server."""
+    flags = ("--sparse-method", "resa", "--sparse-config", json.dumps({**_BY_LAYER, **ALWAYS}))
+    flags += ("--page-size", "16", "--attention-backend", "fa3", *GRAPHS)
+    asked = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", AT_ONCE, "--lengths", "8k")
+    command = Command("eval.niah", "niah-tiny-gqa-resa-layers.jsonl", asked)
+    return Leg("needles-resa-layers", (command,), Server("eval/models/tiny-gqa", flags))
 
 
 def _backend(name: str) -> tuple[str, ...]:
@@ -120,17 +93,7 @@ def _own_needles(implementation: str, *more: str) -> Leg:
 
 
 NEEDLES: tuple[Leg, ...] = (
-    _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 350}),
-    _needles("resa", "tiny-gqa", "fa3", {**_BY_LAYER, **ALWAYS}, "8k", {}, label="layers"),
-    # 2 % of a text of 8k are read, of an eighth of it that is kept.
-    *(
-        _needles(
-            *("rocketkv", "tiny-gqa", "fa3", {"prompt_budget": 1024, **ALWAYS, **more}, "8k", {"topk": 40}),
-            forms=("chat", "second_turn"),
-            label=str(more.get("eviction", "")),
-        )
-        for more in ({}, {"eviction": "compact"})
-    ),
+    _by_layer(),
     _own_needles("portable"),
     _own_needles("portable", *FP8),
     _own_needles("auto"),

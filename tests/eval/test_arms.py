@@ -9,9 +9,9 @@ from eval.live.arms import (
     decode_config,
     methods_of,
     require_answers,
+    require_least,
     require_method,
     require_reference,
-    require_sparsity,
 )
 from eval.live.counters import EvaluationError
 
@@ -61,10 +61,12 @@ def test_a_compared_server_needs_a_method() -> None:
         require_method("resa", both, compared=True)
 
 
-def test_a_prefill_that_leaves_out_too_little_is_refused() -> None:
-    base = {"arm": "base", "task": "single", "length": 32768, "sparsity": 0.64}
-    dense = {**base, "arm": "compare", "sparsity": 0.0}
-    require_sparsity([base, dense], 0.6)
-    for sparsity, said in ((0.59, "0.590"), (None, "0.000")):
-        with pytest.raises(EvaluationError, match=rf"less than 0.6 of .* \(--least-sparsity\): multikey 8192: {said}$"):
-            require_sparsity([base, {**base, "task": "multikey", "length": 8192, "sparsity": sparsity}], 0.6)
+@pytest.mark.parametrize(("field", "what"), [("sparsity", "prefill left out"), ("skipped", "decode skipped")])
+def test_a_server_that_leaves_out_too_little_is_refused(field: str, what: str) -> None:
+    base = {"arm": "base", "task": "single", "length": 32768, "sparsity": 0.1, "skipped": 0.1, field: 0.64}
+    dense = {**base, "arm": "compare", field: 0.0}
+    require_least([base, dense], field, 0.6)
+    for share, said in ((0.59, "0.590"), (None, "0.000")):
+        message = rf"{what} less than 0.6 of .* \(--least-{field}\): multikey 8192: {said}$"
+        with pytest.raises(EvaluationError, match=message):
+            require_least([base, {**base, "task": "multikey", "length": 8192, field: share}], field, 0.6)

@@ -27,6 +27,7 @@ from eval import (
     profile_decode,
     reproduce,
     sanitize_kernels,
+    variables,
 )
 from eval.figures.goals import Goal, read_goals
 from eval.figures.prefill_ppl import BOUND
@@ -60,6 +61,7 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.niah": lambda arguments: parser_of(niah.NeedleSuite).parse_args(arguments),
     "eval.profile_decode": profile_decode.parse,
     "eval.sanitize_kernels": sanitize_kernels.parse,
+    "eval.variables": lambda arguments: parser_of(variables.VariableSuite).parse_args(arguments),
     "sglang_sparse.tune": lambda arguments: tune.parser().parse_args(arguments),
 }
 # Legs on trained tiny models.

@@ -276,8 +276,11 @@ def test_counters_are_summed_over_ranks(server: Server) -> None:
     assert {name: state["prefill"][name] for name in PREFILLED} == {k: 2 * v for k, v in PREFILLED.items()}
 
 
+@pytest.mark.parametrize("flag", ["--least-sparsity", "--least-skipped"])
 @pytest.mark.parametrize("least", ["0", "1", "-0.1", "nan"])
-def test_a_share_that_is_none(server: Server, tmp_path: Path, least: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_share_that_is_none(
+    server: Server, tmp_path: Path, flag: str, least: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        runner.main(Sums, command(server, tmp_path / "run.jsonl", "--least-sparsity", least))
-    assert "--least-sparsity must be above 0 and below 1, got" in capsys.readouterr().err
+        runner.main(Sums, command(server, tmp_path / "run.jsonl", flag, least))
+    assert f"{flag} must be above 0 and below 1, got" in capsys.readouterr().err
