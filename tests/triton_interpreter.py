@@ -29,8 +29,6 @@ OPERATIONS = (
     "visible_blocks",
     "skip_softmax_decode",
 )
-# Gluon is not interpreted, but its kernels are launched with ones of Triton's, and import what is.
-GLUON = ("sparse_mla_decode",)
 HAS_GPU = torch.cuda.is_available()
 INTERPRETED = not HAS_GPU and "triton" not in sys.modules
 
@@ -38,6 +36,4 @@ if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
     for operation in OPERATIONS:
         importlib.import_module(f"sglang_sparse_kernels.{operation}.triton")
-    for operation in GLUON:
-        importlib.import_module(f"sglang_sparse_kernels.{operation}.hopper")
     del os.environ["TRITON_INTERPRET"]

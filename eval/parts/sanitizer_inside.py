@@ -22,16 +22,17 @@ from triton.runtime.jit import JITFunction
 
 from eval.compile_kernels import OPERATIONS as IN_TRITON
 from eval.compile_kernels import cases_of
-from sglang_sparse_kernels import gluon_kernels, nvrtc
+from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.float8 import converts_float8
+from sglang_sparse_kernels.skip_softmax_prefill import launch as skip_softmax_launch
 
 DONE = "sanitizer_inside: done "
 # By operation: the function that its cases are the arguments of; with those that have no Triton kernel.
 OPERATIONS = {**IN_TRITON, "index_topk": "index_topk", "kt_select": "kt_select"}
 # Those that have a kernel in CUDA C++ and another one for devices that do not take it.
 IN_CUDA = ("block_mass", "block_topp", "index_topk", "kt_select", "page_score", "page_topk")
-# And those with a kernel in Gluon.
-IN_GLUON = ("skip_softmax_prefill", "sparse_mla_decode")
+# And the one with a kernel in Gluon.
+IN_GLUON = "skip_softmax_prefill"
 
 
 def is_float8(case: Any) -> bool:
@@ -61,12 +62,9 @@ def own_cases(operation: str) -> list[Any]:
         return [
             cases.Case((9000, 300), 200, (1, 0), width=width, kind=kind) for width in (9001, 33000) for kind in kinds
         ]
-    if operation == "skip_softmax_prefill":
+    if operation == IN_GLUON:
         # A last block that is cut within a page, of a tile that is cut, behind whole ones.
         return [cases.Case((200, 0), (170, 63), 16, 1, 2, 128, *[torch.bfloat16] * 2, 128, 64, factor=50.0)]
-    if operation == "sparse_mla_decode":
-        # Rows of which programs have parts, and tiles that are cut.
-        return [cases.Case((9000, 0, 33, 200), 16, 70, 512, *[torch.bfloat16] * 2, ratio=0.6)]
     if operation == "sparse_decode":
         return [cases.Case((4300,), 16, 8, 4, 128, torch.bfloat16, torch.bfloat16, ratio=1.0)]
     return []
@@ -91,8 +89,8 @@ def other_kernel(operation: str) -> Iterator[bool]:
     if operation in IN_CUDA:
         with mock.patch.object(nvrtc, "available", return_value=False):
             yield True
-    elif operation in IN_GLUON:
-        with mock.patch.object(gluon_kernels, "hopper_kernel", return_value=None):
+    elif operation == IN_GLUON:
+        with mock.patch.object(skip_softmax_launch, "hopper_kernel", return_value=None):
             yield True
     else:
         yield False

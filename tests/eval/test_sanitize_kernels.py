@@ -17,7 +17,8 @@ from eval.figures.sanitizer import sanitizer
 from eval.live.record import read_rows
 from eval.parts import sanitizer_inside
 from eval.parts.sanitizer_inside import OPERATIONS
-from sglang_sparse_kernels import gluon_kernels, launch, nvrtc
+from sglang_sparse_kernels import launch, nvrtc
+from sglang_sparse_kernels.skip_softmax_prefill import launch as skip_softmax_launch
 from sglang_sparse_kernels.sparse_decode.plan import combines, plan
 
 CPU = torch.device("cpu")
@@ -169,19 +170,19 @@ def test_arguments_are_refused_by_name(
 
 def test_both_kernels_of_an_operation_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those in CUDA C++ and in Gluon are put aside for the second call."""
-    for operation in (*sanitizer_inside.IN_CUDA, *sanitizer_inside.IN_GLUON):
+    for operation in (*sanitizer_inside.IN_CUDA, sanitizer_inside.IN_GLUON):
         found: list[tuple[bool, bool]] = []
         monkeypatch.setattr(nvrtc, "available", lambda _: True)
-        monkeypatch.setattr(gluon_kernels, "hopper_kernel", lambda *_: "gluon")
+        monkeypatch.setattr(skip_softmax_launch, "hopper_kernel", lambda _: "gluon")
 
         def note(found: list[tuple[bool, bool]] = found, **_: Any) -> None:
-            found.append((nvrtc.available(CPU), gluon_kernels.hopper_kernel("", "", CPU) is not None))
+            found.append((nvrtc.available(CPU), skip_softmax_launch.hopper_kernel(CPU) is not None))
 
         module = importlib.import_module(f"sglang_sparse_kernels.{operation}")
         monkeypatch.setattr(module, OPERATIONS[operation], note)
         monkeypatch.setattr(sanitizer_inside, "score_in_cuda", Mock())
         sanitizer_inside.call(operation, sanitizer_inside.chosen(operation, 1)[:1], "cpu")
-        expected = (True, False) if operation in sanitizer_inside.IN_GLUON else (False, True)
+        expected = (True, False) if operation == sanitizer_inside.IN_GLUON else (False, True)
         assert found[0] == (True, True) and expected in found
 
 

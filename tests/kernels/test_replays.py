@@ -13,7 +13,6 @@ import torch
 from kt_selections import TABLES
 from triton_interpreter import HAS_GPU
 
-from sglang_sparse_kernels import gluon_kernels
 from sglang_sparse_kernels.anchor_prefill import cases as anchor_cases
 from sglang_sparse_kernels.block_mass import cases as mass_cases
 from sglang_sparse_kernels.block_mass import cuda as mass_cuda
@@ -29,6 +28,7 @@ from sglang_sparse_kernels.page_table import cases as table_cases
 from sglang_sparse_kernels.skip_softmax_decode import cases as skip_decode_cases
 from sglang_sparse_kernels.skip_softmax_prefill import BLOCK_KEYS, TILE_QUERIES
 from sglang_sparse_kernels.skip_softmax_prefill import cases as skip_prefill_cases
+from sglang_sparse_kernels.skip_softmax_prefill import launch as skip_prefill_launch
 from sglang_sparse_kernels.sparse_decode import cases as decode_cases
 from sglang_sparse_kernels.sparse_mla_decode import cases as mla_cases
 from sglang_sparse_kernels.sparse_mla_decode import fa3
@@ -54,14 +54,7 @@ ELSEWHERE = {
     ("kt_select", "cuda"): "test_kt_select.py",
     ("sparse_decode", "triton"): "test_sparse_decode_plan.py",
 }
-# What other kernels are launched with counts as they do.
-NO_KERNELS = {"__init__", "cases", "launch", "means", "plan", "reference", "segments"}
-NO_KERNELS |= {"hopper_attend", "hopper_loads", "hopper_softmax"}
-# What the kernels in Gluon judge.
-HOPPER_TAKES = {
-    "skip_softmax_prefill": ("q", "k_cache", "v_cache", "plan", "page_size"),
-    "sparse_mla_decode": ("q_nope", "q_rope", "kv_cache", "indices", "sm_scale", "kv_scale"),
-}
+NO_KERNELS = {"__init__", "cases", "hopper_loads", "hopper_softmax", "launch", "means", "plan", "reference"}
 BF16 = torch.bfloat16
 LATENT = mla_cases.Case((150, 0, 33, 1, 96, 512), 16, 16, 512, BF16, BF16, ratio=0.4, max_select=40, gpu_only=True)
 
@@ -185,14 +178,6 @@ OPERATIONS = [
         ),
     ),
     operation(
-        "sparse_mla_decode",
-        mla_cases,
-        implementation="hopper",
-        small={"latent_dim": 512},
-        more=(LATENT,),
-        serves=lambda case: case.latent_dim == 512 and case.block_size >= 16 and case.kv_dtype == case.dtype,
-    ),
-    operation(
         "index_logits", logit_cases, small={"queries": (*logit_cases.decode(65, 0), *logit_cases.chunk(2, 3, 6))}
     ),
     operation(
@@ -228,10 +213,10 @@ def require(operation: Operation, arguments: dict[str, Any]) -> None:
     if operation.implementation == "cuda" and not taken(mass_cuda.takes, "q", "k_cache", "block_size"):
         pytest.skip("needs a GPU for which NVRTC compiles the CUDA kernels")
     if operation.implementation == "hopper":
-        package, device = f"{PACKAGE}.{operation.folder}", arguments["out"].device
-        if (hopper := gluon_kernels.hopper_kernel(package, operation.folder, device)) is None:
+        hopper = skip_prefill_launch.hopper_kernel(arguments["q"].device)
+        if hopper is None:
             pytest.skip("needs a Hopper GPU")
-        assert taken(hopper.takes, *HOPPER_TAKES[operation.folder])
+        assert taken(hopper.takes, "q", "k_cache", "v_cache", "plan", "page_size")
     if operation.implementation == "fa3":
         if not fa3.installed(arguments["q_nope"].device):
             pytest.skip("FA3 is not installed for this GPU")

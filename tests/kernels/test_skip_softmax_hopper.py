@@ -14,7 +14,6 @@ import torch
 from anchor_runs import relative_error, row_slots
 from skip_softmax_runs import BF16, FP16, INF, NAN, TOLERANCE, counts, dense, run_reference, with_factor
 
-from sglang_sparse_kernels import gluon_kernels
 from sglang_sparse_kernels import launch as device_launch
 from sglang_sparse_kernels.skip_softmax_prefill import Span, launch, make_plan, skip_softmax_prefill, triton
 from sglang_sparse_kernels.skip_softmax_prefill.cases import Case, make
@@ -191,12 +190,12 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         asked.append(name)
         return importlib.import_module(name, package)
 
-    monkeypatch.setattr(gluon_kernels, "importlib", SimpleNamespace(import_module=noted))
+    monkeypatch.setattr(launch, "importlib", SimpleNamespace(import_module=noted))
     # A knob that was set once no longer heeds the environment, in which other tests turn the interpreter on.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    gluon_kernels._gluon.cache_clear()
+    launch._gluon.cache_clear()
     yield asked
-    gluon_kernels._gluon.cache_clear()
+    launch._gluon.cache_clear()
 
 
 CPU, HOPPER = torch.device("cpu"), device_launch.Properties((9, 0), 132, 232448)

@@ -14,7 +14,6 @@ from mla_decode import TOLERANCE, poisoned, relative_error, run_reference
 
 from sglang_sparse_kernels import launch
 from sglang_sparse_kernels.sparse_mla_decode import fa3, scratch_bytes, sparse_mla_decode
-from sglang_sparse_kernels.sparse_mla_decode import launch as mla_launch
 from sglang_sparse_kernels.sparse_mla_decode import triton as kernels
 from sglang_sparse_kernels.sparse_mla_decode.cases import CASES, Case, make
 from sglang_sparse_kernels.sparse_mla_decode.triton import selected_tokens
@@ -125,8 +124,7 @@ def test_no_copy_is_made(device: str, stand_in: FA3) -> None:
 
 @pytest.fixture
 def chosen(stand_in: FA3, monkeypatch: pytest.MonkeyPatch) -> FA3:
-    """A machine where FA3 is installed, and chosen where it is faster than Triton's kernels, which are beside it."""
-    monkeypatch.setattr(mla_launch, "USES_HOPPER_KERNEL", False)
+    """A machine where FA3 is installed, and chosen where it is faster."""
     monkeypatch.setattr(fa3, "installed", lambda _: True)
     return stand_in
 
@@ -279,8 +277,7 @@ def test_a_graph_serves_any_counts(implementation: str, splits: int | None, devi
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [4, 24, 70])
-def test_fa3_allocates_no_more_than_is_said(rows: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla_launch, "USES_HOPPER_KERNEL", False)
+def test_fa3_allocates_no_more_than_is_said(rows: int, device: str) -> None:
     case = replace(SERVED, lengths=(900,) * rows, heads=128)
     arguments = make(case, device)
     require("fa3", case, arguments)

@@ -2,8 +2,7 @@
 
 Source: step 3 of RoBSA's decode (block sparse attention in the absorbed form of MLA, where all query heads share one
 key, of which the latent part is the value as well), split over the selected blocks as in Flash-Decoding. On Hopper FA3
-attends to the blocks of many rows (``fa3``), and where ``launch`` says so, a kernel in Gluon to blocks of 16 to 64
-tokens of a cache in the dtype of the queries (``hopper``).
+attends to the blocks of many rows (``fa3``).
 """
 
 import torch
@@ -81,12 +80,9 @@ def sparse_mla_decode(
     arguments = (q_nope, q_rope, kv_cache, indices, counts, last_slots, block_size, sm_scale, kv_scale, out)
     if dispatch.use_reference(q_nope):
         return reference.sparse_mla_decode(*arguments)
-    from . import fa3, launch, triton
+    from . import fa3, triton
 
     batch, num_heads, latent_dim = q_nope.shape
-    hopper = launch.hopper_kernel(batch, num_heads, latent_dim, block_size, q_nope.dtype, q_nope.device)
-    if hopper is not None and hopper.takes(q_nope, q_rope, kv_cache, indices, sm_scale, kv_scale):
-        return hopper.sparse_mla_decode(*arguments)
     known = newest_last and fa3.serves(batch, num_heads, latent_dim, block_size, q_nope.dtype, q_nope.device)
     if known and fa3.takes(q_nope, q_rope, kv_cache, indices, block_size, kv_scale, out):
         return fa3.sparse_mla_decode(*arguments)
@@ -104,8 +100,8 @@ def scratch_bytes(
 ) -> int:
     """Bytes that the kernels of one call allocate beside the output: what the splits of a row hand on.
 
-    Not monotonic: small batches are split, large ones are not and need next to nothing. Where other kernels than
-    Triton's may serve the call, it is the largest of all. The reference allocates more.
+    Not monotonic: small batches are split, large ones are not and need next to nothing. Where either FA3 or Triton's
+    kernels may serve the call, it is the larger of both. The reference allocates more.
 
     Args:
         batch: rows, at least one.
@@ -116,15 +112,14 @@ def scratch_bytes(
         dtype: of the queries.
         device: where the call runs.
     """
-    from . import fa3, launch, triton
+    from . import fa3, triton
 
     config, *_, splits = triton.plan(batch, num_heads, blocks, block_size, device)
     results = triton.split_results(batch * num_heads, splits, latent_dim, dtype, config.narrow)
     taken = sum(size * kind.itemsize for size, kind in results)
     if fa3.serves(batch, num_heads, latent_dim, block_size, dtype, device):
-        taken = max(taken, fa3.scratch_bytes(batch, num_heads, device))
-    hopper = launch.hopper_kernel(batch, num_heads, latent_dim, block_size, dtype, device)
-    return taken if hopper is None else max(taken, hopper.scratch_bytes(num_heads, dtype, device))
+        return max(taken, fa3.scratch_bytes(batch, num_heads, device))
+    return taken
 
 
 def _check_arguments(
