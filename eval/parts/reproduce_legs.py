@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -122,16 +122,6 @@ def _robsa_serving(contexts: str, batch: str, *more: str, file: str = "", goals:
 
 def _rocketkv(eviction: str) -> str:
     return f"--sparse-method rocketkv --sparse-config '{json.dumps({'eviction': eviction})}'"
-
-
-def _throughput(name: str, part: str, batch: str, evictions: Sequence[str], *more: str) -> Leg:
-    """Requests a second of RocketKV beside FA3."""
-    asked = ("--shape", "qwen3-8b", "--batch", batch, *more, "--server-args", f"{_FA3} 0.9")
-    for eviction in evictions:
-        asked += ("--server", f"{eviction}={_rocketkv(eviction)}")
-    # A part makes none of its own.
-    goals = () if part else ("E4",)
-    return Leg(name, (Command("eval.bench_throughput", f"throughput-qwen3-8b{part}.jsonl", asked, goals),))
 
 
 LEGS: tuple[Leg, ...] = (
@@ -262,10 +252,27 @@ LEGS: tuple[Leg, ...] = (
             ),
         ),
     ),
-    # The KV of 19 fits beside RocketKV's buffers; what does not fit waits.
-    _throughput("rocketkv-throughput", "", "16,19", ("visibility", "compact"), "--batch-of", "compact=32,64,96"),
-    # A part of it that takes a third of the time.
-    _throughput("rocketkv-visibility", "-visibility", "16,19", ("visibility",), "--batch-of", "dense=16"),
+    Leg(
+        "rocketkv-throughput",
+        (
+            Command(
+                "eval.bench_throughput",
+                "throughput-qwen3-8b.jsonl",
+                (
+                    # The KV of 19 fits beside RocketKV's buffers; what does not fit waits.
+                    *("--shape", "qwen3-8b", "--batch", "16,19", "--batch-of", "compact=32,64,96"),
+                    *(
+                        "--server",
+                        f"visibility={_rocketkv('visibility')}",
+                        "--server",
+                        f"compact={_rocketkv('compact')}",
+                    ),
+                    *("--server-args", f"{_FA3} 0.9"),
+                ),
+                ("E4",),
+            ),
+        ),
+    ),
     Leg(
         "skip-softmax-serving",
         (
