@@ -8,7 +8,7 @@ the KV pool that SGLang gives it. For each batch size SGLang's own benchmark cli
 in a row from random starts, no two with a common prefix, the cache flushed before); requests that do not fit wait, as
 on any server. A row has what the client says of the whole run, prefill and waiting included: requests and tokens a
 second, and the time to the first token and per further one. Seconds everywhere. A run that was interrupted goes on with
-the batches that its file lacks.
+the batches that its file lacks; ``--only`` measures some of the servers, where there is no time for all.
 
 The summary sets each server's best batch beside the dense server's best one. ``eval.report FILE --out FOLDER`` draws
 tokens a second of the server over those of a user, for all batches: what a batch costs one and gives the other.
@@ -113,7 +113,8 @@ def measure(
     Raises:
         EvaluationError: it does not start, or is not what it should be.
     """
-    rows = [row for row in record.earlier if row["kind"] == "item" and row["arm"] == name]
+    found = (row for row in record.earlier if row["kind"] == "item" and row["arm"] == name)
+    rows = [{field: value for field, value in row.items() if field != "kind"} for row in found]
     todo = [batch for batch in batches(args, name) if batch not in {row["batch"] for row in rows}]
     if not todo:
         return rows
@@ -154,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         EvaluationError: see the functions that this one calls; or nothing can be compared.
     """
-    servers = {DENSE: [], **{name: shlex.split(flags) for name, flags in args.server}}
+    servers = {DENSE: [], **{name: shlex.split(flags) for name, flags in args.server if name in args.only}}
     names = ("shape", "model_path", "input_length", "output_length", "batch", "server_args", "seed")
     asked = {name: getattr(args, name) for name in names}
     asked |= {"server": dict(args.server), "batch_of": dict(args.batch_of)}
@@ -199,6 +200,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help=f"the same of one server, or of {DENSE}: the best batch of one that keeps less KV is another one",
     )
     parser.add_argument("--server", type=named, action="append", default=[], metavar="NAME=ARGS", help="see above")
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        metavar="NAMES",
+        help="of the servers that --server names, for a run in parts: those beside the stock one that run now",
+    )
     parser.add_argument("--server-args", default="", help="further arguments of all servers, as one string")
     parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds until a server must be ready")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
@@ -211,6 +218,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     known = [DENSE, *(name for name, _ in args.server)]
     if wrong := [name for name, _ in args.batch_of if name not in known]:
         parser.error(f"--batch-of {wrong[0]}: there is no such server; allowed: {', '.join(known)}")
+    args.only = args.only or known[1:]
+    if wrong := [name for name in args.only if name not in known[1:]]:
+        parser.error(f"--only {wrong[0]}: there is no such server; allowed: {', '.join(known[1:])}")
     if not args.server or DENSE in dict(args.server) or len(dict(args.server)) < len(args.server):
         parser.error(f"--server must name servers, each once and none of them {DENSE}")
     return args

@@ -110,6 +110,19 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, servers: list[list[str]], mo
     assert len(servers) == 12
 
 
+def test_a_run_in_parts(tmp_path: Path, servers: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two servers the second is not measured; what is measured of the first one needs no further server."""
+    two = [*SPARSE, "--server", "other=--sparse-method resa"]
+    assert run(tmp_path, *two, "--only", "compact")[0] == 0 and len(servers) == 6
+    path = tmp_path / "throughput.jsonl"
+    # As one that was cut off behind its last measurement leaves it.
+    rows = [row for row in read_rows(path) if row["kind"] != "summary"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, rows = run(tmp_path, *two, "--only", "compact")
+    assert status == 0 and len(servers) == 6
+    assert [(row["arm"], row["batch"]) for row in rows if row["kind"] == "summary"] == [("compact", 32)]
+
+
 def test_it_is_goal_e4(tmp_path: Path) -> None:
     run(tmp_path, *SPARSE, "--server-args", "--page-size 16 --attention-backend fa3")
     path = tmp_path / "throughput.jsonl"
@@ -171,6 +184,7 @@ def test_a_method_that_the_server_does_not_run_is_refused(tmp_path: Path, capsys
         ([*SPARSE, *SPARSE], "each once"),
         ([*SPARSE, "--batch", "8,4"], "--batch must be ascending numbers of 1 or more, got [8, 4]"),
         ([*SPARSE, "--batch-of", "compact=0"], "--batch-of compact must be ascending numbers of 1 or more, got [0]"),
+        ([*SPARSE, "--only", "other"], "--only other: there is no such server; allowed: compact"),
         ([*SPARSE, "--batch-of", "other=8"], "--batch-of other: there is no such server; allowed: dense, compact"),
     ],
 )
