@@ -215,7 +215,7 @@ def test_a_view_has_a_page_table_for_each_size_of_blocks() -> None:
 
 def test_what_no_gpu_has_run_is_said_there(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = build("rocketkv", KEPT).method
-    seen = build("resa", {"layers": {"0": {"method": "skip_softmax"}, "1-": {}}}).method
+    seen = build("resa", BOTH).method
 
     def said(method: Any) -> list[str]:
         return [text for text in method.warnings() if "has not run on a GPU yet" in text]
