@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.config import settings_of
-from sglang_sparse.method_counters import method_counters
+from sglang_sparse.method_counters import kept_totals, method_counters
 from sglang_sparse.selection_counts import added
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Interval:
 
     Attributes:
         counts: by how much each of ``COUNTERS`` grew, each of ``PREFILL_COUNTERS`` with a prefill method, and those of
-            ``METHOD_COUNTERS`` that the methods have.
+            ``method_counters`` that the methods have.
         max_delay_steps: the longest wait of a row that was rectified, in decode steps beyond its interval.
     """
 
@@ -257,7 +257,8 @@ class IntervalReport:
             # The results of the passes before that copy are here already, so this waits for none.
             self._publish()
             self._time = time
-            self._pending = self._counters.host_totals(), self._counters.take_max_delay()
+            host = self._counters.host_totals() | kept_totals(self._counters)
+            self._pending = host, self._counters.take_max_delay()
             self._copy.begin()
         if self._pending is not None and self._copy.arrived():
             self._publish()

@@ -210,16 +210,18 @@ def require_model(args: SparseServerArgs, settings: Settings, stand_in: bool = F
     """Refuse what the model's config shows, and its weights unless it is a stand-in.
 
     Raises:
-        SparseArgumentError: names the architecture, the kind of model and why not, or the layers that do not exist.
+        SparseArgumentError: names the architecture and why it is not served, by each kind of model that it is, or the
+            layers that do not exist.
     """
     from sglang.srt.configs.model_config import ModelConfig
 
     # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
     model = ModelConfig.from_server_args(args)
     architecture = (model.hf_config.architectures or ["unknown"])[0]
-    for limit in MODEL_LIMITS:
-        if limit.applies(model) and excludes(limit, settings.method):
-            raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {limit.name}; {limit.reason}")
+    kinds = [limit for limit in MODEL_LIMITS if excludes(limit, settings.method) and limit.applies(model)]
+    if kinds:
+        found = "; ".join(f"{limit.name}: {limit.reason}" for limit in kinds)
+        raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {found}")
     origin = f"--sparse-config of {settings.name}"
     try:
         require_range(settings.rules or {}, model.num_hidden_layers)

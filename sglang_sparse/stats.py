@@ -79,6 +79,7 @@ class Counters:
         index_keys: keys that this project's indexer stored in prefill, over all layers.
         decodes: whether a decode method is at work.
         prefills: whether a prefill method is.
+        keeps: see above.
         more_counts: names of what the decode method counts itself.
         prefill_more_counts: those of the prefill method.
     """
@@ -99,7 +100,7 @@ class Counters:
         self._pools = aux_pools
         self._model = model
         self._prefill = prefill
-        self._keeps = keeps
+        self.keeps = keeps
         self._dsa = settings.method if isinstance(settings.method, Dsa) else None
         self.index_keys = 0
         self.sparse_layers = len(aux_pools.layers)
@@ -226,14 +227,14 @@ class Counters:
             "allocator": allocator_counts(self.select_stats.device),
             **(index_counts.state(self._dsa, self.index_keys, self.reuse) if self._dsa else {}),
             **({"parts": self._parts_snapshot(counted)} if self._settings.method.parts else {}),
-            **({"kept": self._keeps.snapshot()} if self._keeps else {}),
+            **({"kept": self.keeps.snapshot()} if self.keeps else {}),
             **({"prefill": self._prefill_snapshot(self._prefill, prefill)} if self._prefill else {}),
         }
 
     def _parts_snapshot(self, counted: Sequence[int]) -> list[dict[str, Any]]:
         method = self._settings.method
         on_device = self._of_parts(counted[: len(self.select_stats)])
-        paths = self._keeps.paths if self._keeps else ()
+        paths = self.keeps.paths if self.keeps else ()
         kept: dict[object, dict[str, Any]] = {path.method: {"kept": path.snapshot()} for path in paths}
         return [
             {

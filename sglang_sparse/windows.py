@@ -6,6 +6,7 @@ of a pass that completes prompts hand their windows' queries to the method, and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from sglang_sparse.pools import AuxPools
     from sglang_sparse.requests import RequestOptions
 
+logger = logging.getLogger(__name__)
 # Prompts whose scores are made at once, and their tokens, if each were as long as the longest.
 PROMPTS_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 20
 
@@ -170,12 +172,25 @@ class KeepPath:
             # What runs without a batch of the scheduler's would take them for its own.
             self._groups = []
 
+    def note_whole(self) -> None:
+        """Count a prompt that stays visible throughout though it would have been cut; the first is worth a warning."""
+        if not self.whole_prompts:
+            logger.warning(
+                "a prompt stays visible throughout, as its last %d tokens came in two passes for want of memory; "
+                "/server_info counts such prompts (whole_prompts)",
+                self.method.window_tokens,
+            )
+        self.whole_prompts += 1
+
+    def totals(self) -> dict[str, int]:
+        """Return what only grows."""
+        counts = {"prompts": self.prompts, "whole_prompts": self.whole_prompts}
+        return counts | (self.compaction.snapshot() if self.compaction else {})
+
     def snapshot(self) -> dict[str, int]:
         """Return the counts, and the bytes of what is kept."""
         held = (*self._kept.blocks.values(), self._kept.counts, self._kept.first_visible)
-        nbytes = sum(tensor.nbytes for tensor in held)
-        counts = {"prompts": self.prompts, "whole_prompts": self.whole_prompts, "bytes": nbytes}
-        return counts | (self.compaction.snapshot() if self.compaction else {})
+        return {**self.totals(), "bytes": sum(tensor.nbytes for tensor in held)}
 
 
 class PartsKeepPath:
@@ -198,6 +213,10 @@ class PartsKeepPath:
         """Let the part choose that has a layer; see ``KeepPath``."""
         for path in self.paths:
             path.keep(query, layer)
+
+    def totals(self) -> dict[str, int]:
+        """Return what only grows, of all parts, added up."""
+        return added([path.totals() for path in self.paths])
 
     def snapshot(self) -> dict[str, int]:
         """Return the counts of all parts, added up."""
@@ -236,7 +255,7 @@ def _prompt_ends(path: KeepPath, batch: Any) -> Iterator[PromptEnd]:
             yield PromptEnd(row, prompt, kept, first)
         elif state is not None and start < prompt <= start + batch.extend_lens[row]:
             if window < start:
-                path.whole_prompts += 1
+                path.note_whole()
                 kept = (0, 0)
             if path.compaction is not None:
                 state.kept = kept

@@ -96,6 +96,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "query_pre_attn_scalar": 64,
     },
+    "attention_sinks": {
+        **_SIZES,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "local_attention": {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "text_config": {**_SIZES, "model_type": "llama4_text", "head_dim": 64, "attention_chunk_size": 1024},
+        "vision_config": {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
+    },
+    "several_attentions": {
+        **_SIZES,
+        "architectures": ["LongcatFlashForCausalLM"],
+        "model_type": "longcat_flash",
+        "num_layers": 4,
+        "num_key_value_heads": 8,
+    },
+    "own_sparse_attention": {
+        **_SIZES,
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "kv_lora_rank": 512,
+        "q_lora_rank": 192,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "index_n_heads": 4,
+        "index_head_dim": 128,
+        "index_topk": 64,
+    },
 }
 
 

@@ -162,6 +162,7 @@ def test_a_method_that_cannot_be_loaded_is_a_row_with_why(
 def test_every_limit_is_in_the_tables() -> None:
     rows = tables.refusals_table().splitlines()
     everyone = (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS, *limits.PREFILL_LIMITS, *limits.RECTIFY_LIMITS)
+    everyone += limits.COMPACT_LIMITS
     for limit in (*everyone, *limits.INDEXER_LIMITS):
         assert any(limit.name in row and row.endswith(f"| {limit.reason} |") for row in rows), limit.name
     for limit in limits.INDEXER_LIMITS:

@@ -2,13 +2,15 @@
 
 import json
 import re
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from dashboard import DASHBOARD
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
@@ -16,13 +18,14 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse.config import build
 from sglang_sparse.method import ModelShape
+from sglang_sparse.method_counters import KEPT_COUNTERS
 from sglang_sparse.metrics import Metrics
 from sglang_sparse.pools import AuxPools
 from sglang_sparse.prefill_path import PrefillPath
 from sglang_sparse.stats import Counters
 from sglang_sparse.view import SELECT_STATS
 
-DASHBOARD = json.loads((Path(__file__).parent.parent.parent / "launch" / "grafana.json").read_text())
+SHAPE = ModelShape(num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64, kv_dtype=torch.bfloat16)
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 VARIABLES = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
 # Prometheus adds these to whatever it scrapes.
@@ -40,9 +43,8 @@ class Collector(SchedulerMetricsCollector):
         self._gauge_cls = partial(Gauge, registry=self.registry)
 
 
-@pytest.fixture(scope="module")
-def exported() -> dict[str, set[str]]:
-    """The labels of each metric that a server exports whose methods of both phases count for themselves too."""
+def exported_by(count: Callable[[], Counters]) -> dict[str, set[str]]:
+    """The labels of each metric of a server, by its counters."""
     args: Any = ServerArgs.__new__(ServerArgs)
     for name, value in {"enable_metrics": True, "served_model_name": "m", "extra_metric_labels": None}.items():
         setattr(args, name, value)
@@ -56,16 +58,34 @@ def exported() -> dict[str, set[str]]:
         enable_lora=False,
         enable_hierarchical_cache=False,
     )
-    shape = ModelShape(num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64, kv_dtype=torch.bfloat16)
-    settings = build("skip_softmax", {})
-    assert settings.prefill is not None and context.collector is not None
-    path = PrefillPath(settings.prefill, range(1), None, torch.zeros(2, 64, dtype=torch.int32), 16, shape.num_q_heads)
-    pools = AuxPools(settings.method.aux_specs(shape), (0,), 8, 16, "cpu")
-    stats = torch.zeros(SELECT_STATS + len(settings.method.more_counts), dtype=torch.int64)
-    Metrics(context.collector, Counters(settings, pools, shape, stats, path))
-    families = text_string_to_metric_families(generate_latest(context.collector.registry).decode())
+    collector: Any = context.collector
+    Metrics(collector, count())
+    families = text_string_to_metric_families(generate_latest(collector.registry).decode())
     samples = [sample for family in families for sample in family.samples]
     return {sample.name: set(sample.labels) for sample in samples if not sample.name.endswith("_created")}
+
+
+def skipping() -> Counters:
+    """Of a server whose methods of both phases count for themselves too."""
+    settings = build("skip_softmax", {})
+    assert settings.prefill is not None
+    path = PrefillPath(settings.prefill, range(1), None, torch.zeros(2, 64, dtype=torch.int32), 16, SHAPE.num_q_heads)
+    stats = torch.zeros(SELECT_STATS + len(settings.method.more_counts), dtype=torch.int64)
+    return Counters(settings, AuxPools((), (0,), 8, 16, "cpu"), SHAPE, stats, path)
+
+
+def compacting() -> Counters:
+    """Of a server whose requests let go of their prompts."""
+    settings = build("rocketkv", {"eviction": "compact"})
+    pools = AuxPools(settings.method.aux_specs(SHAPE), (0,), 8, 16, "cpu")
+    keeps: Any = Mock(totals=lambda: {name.removeprefix("kept_"): 0 for name in KEPT_COUNTERS})
+    return Counters(settings, pools, SHAPE, torch.zeros(SELECT_STATS, dtype=torch.int64), keeps=keeps)
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, set[str]]:
+    """The labels of each metric that some server exports; ``tests/server`` asks live ones."""
+    return exported_by(skipping) | exported_by(compacting)
 
 
 def expressions() -> list[str]:

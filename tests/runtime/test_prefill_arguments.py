@@ -103,7 +103,7 @@ def test_prefill_config_without_method(qwen3: str) -> None:
     [
         ("mla", "MLA"),
         ("sliding_window", "sliding-window model"),
-        ("encoder_decoder", "encoder-decoder model; cross attention has no pages of its own"),
+        ("encoder_decoder", "encoder-decoder model: cross attention has no pages of its own"),
     ],
 )
 def test_prefill_refuses_models(tmp_path: Path, name: str, expected: str) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -117,11 +118,11 @@ def test_no_chunk_ends_within_a_window_unless_memory_forces_it(data: st.DataObje
     assume(ends and ends[-1] >= prompt)
     within = [end for end in ends if window < end < prompt]
     assert short or not within
-    path: Any = SimpleNamespace(whole_prompts=0, place=0, compaction=None)
+    path = Mock(place=0, compaction=None)
     ((row, length, kept, query),) = (vars(end).values() for end in ended(one, ends, start, path, before=7))
     assert (row, length) == (1, prompt)
     assert kept == ((0, 0) if within else METHOD.kept(prompt))
-    assert path.whole_prompts == (1 if within else 0)
+    assert path.note_whole.call_count == (1 if within else 0)
     last = max([start, *(end for end in ends if end < prompt)])
     assert query == 7 + window - last
 
@@ -230,7 +231,9 @@ def test_a_prompt_that_is_visible_throughout_leaves_nothing_of_its_predecessor()
 
 
 @pytest.mark.parametrize("start", [193, 199])
-def test_a_window_that_came_in_two_passes_is_counted_and_all_is_visible(start: int) -> None:
+def test_a_window_that_came_in_two_passes_is_counted_and_all_is_visible(
+    start: int, caplog: pytest.LogCaptureFixture
+) -> None:
     found = Pass()
     found.run([(request(200, known=ROCKETKV), 0, 200, 3)])
     one = request(200, known=ROCKETKV)
@@ -238,6 +241,11 @@ def test_a_window_that_came_in_two_passes_is_counted_and_all_is_visible(start: i
     found.run([(one, start, 200 - start, 3)])
     assert found.of(3) == (0, 0, [[], []])
     assert found.path.snapshot() == {"prompts": 1, "whole_prompts": 1, "bytes": 4 * 6 * (HEADS * 4 + 2)}
+    found.run([(request(200, known=ROCKETKV), 0, start, 3)])
+    found.run([(request(200, known=ROCKETKV), start, 200 - start, 3)])
+    assert found.path.totals() == {"prompts": 1, "whole_prompts": 2}
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert f"its last {WINDOW} tokens came in two passes for want of memory" in warning
 
 
 def test_rows_that_decode_keep_what_they_have() -> None:

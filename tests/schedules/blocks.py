@@ -19,123 +19,13 @@ from compaction import DamagedCopyError
 from engine import Engine, EngineOptions
 from sabotage import SABOTAGES
 from schedule import Counts, Schedule
+from twin import Answer, OtherAnswerError, Twin
 
 from sglang_sparse.kv_check import InexactTreeError
 
 FAILURES = (AssertionError, RuntimeError, ValueError, LookupError, TypeError, AttributeError)
+MISMATCHES = (BrokenInvariantError, InexactTreeError, DamagedCopyError, OtherAnswerError)
 MOST_FAILURES = 20
-# Rows cross from dense to sparse on their own and by what else is in the batch, and back when neighbours leave.
-CROSSING = {"rectify_interval": 4, "dense_fallback": "auto", "min_seq_len": 16, "crossover_tokens": 20}
-# Sparse prefill in chunks of two groups; with a crossover above the chunk, dense chunks end and begin anywhere.
-PREFILL_VARIANTS: tuple[dict[str, Any], ...] = (
-    {
-        "overlap": True,
-        "slots": 480,
-        "chunk": 64,
-        "config": {"rectify_interval": 4, "rectify_on_finish": True},
-        "prefill": {"dense_tail": 5},
-    },
-    {
-        "overlap": False,
-        "slots": 480,
-        "chunk": 64,
-        "config": {"rectify_interval": 5},
-        "prefill": {"crossover_tokens": 96, "dense_fallback": "auto"},
-    },
-)
-# Rows decode within the batches of prompts; beside them a chunk of one group has no room for a group.
-MIXED_VARIANTS: tuple[dict[str, Any], ...] = (
-    {"overlap": True, "slots": 480, "chunk": 64, "config": {"rectify_interval": 0}, "prefill": {}, "mixed": True},
-    {
-        "overlap": False,
-        "slots": 480,
-        "chunk": 32,
-        "config": {"rectify_interval": 0},
-        "prefill": {"dense_tail": 40},
-        "mixed": True,
-    },
-)
-# Requests let go of their prompts. Rows that a crossover would make dense are among them, pages of one token, windows
-# within a page, prompts whose last group is not shared, and a server without a tree.
-COMPACT: dict[str, Any] = {"method": "rocketkv", "slots": 200}
-COMPACT_VARIANTS: tuple[dict[str, Any], ...] = (
-    {**COMPACT, "overlap": True, "config": {"eviction": "compact"}},
-    {
-        **COMPACT,
-        "overlap": False,
-        "config": {"eviction": "compact", "dense_fallback": "auto", "min_seq_len": 30, "crossover_tokens": 60},
-    },
-    {**COMPACT, "overlap": True, "radix": False, "config": {"eviction": "compact"}},
-    {**COMPACT, "overlap": False, "page_size": 1, "config": {"eviction": "compact", "kt_page_size": 1}},
-    {
-        **COMPACT,
-        "overlap": True,
-        "page_size": 8,
-        "config": {"eviction": "compact", "window_size": 2, "prompt_budget": 10, "topk": 2},
-    },
-    {
-        **COMPACT,
-        "overlap": True,
-        "slots": 480,
-        "chunk": 64,
-        "config": {"eviction": "compact"},
-        "prefill": {"dense_tail": 5},
-    },
-)
-# Blocks of keys are skipped in both phases; prompts are of several blocks, and shared by whole tiles of queries.
-SKIP: dict[str, Any] = {"method": "skip_softmax", "slots": 900}
-SKIP_VARIANTS: tuple[dict[str, Any], ...] = (
-    {**SKIP, "overlap": True, "chunk": 256, "config": {"rectify_interval": 4}},
-    {**SKIP, "overlap": False, "chunk": 128, "config": {"rectify_interval": 0}, "mixed": True},
-    {**SKIP, "overlap": True, "chunk": 256, "page_size": 16, "config": {"rectify_interval": 0}},
-    {**SKIP, "overlap": False, "chunk": 128, "page_size": 1, "config": {"rectify_interval": 5}},
-)
-# Layers of a method each, or of other fields: blocks and entries of two sizes, two windows, and one part that chooses
-# where a prompt ends.
-PARTS: dict[str, Any] = {"method": "rocketkv", "slots": 200}
-OTHER_BUDGET = {"window_size": 10, "prompt_budget": 30, "kt_page_size": 2}
-RESA_PART = {"method": "resa", "active_ratio": 0.1, "min_pages": 2}
-SKIP_PART = {"method": "skip_softmax", "threshold_scale_factor": {"decode": 200}}
-PARTS_VARIANTS: tuple[dict[str, Any], ...] = (
-    {**PARTS, "overlap": True, "config": {"layers": {"0": {}, "1": OTHER_BUDGET}, "rectify_interval": 4}},
-    {
-        **PARTS,
-        "overlap": False,
-        "config": {"layers": {"0": {}, "1": RESA_PART}, "rectify_interval": 3, "rectify_on_finish": True},
-    },
-    {**PARTS, "overlap": True, "page_size": 8, "config": {"layers": {"0": SKIP_PART, "1": {}}, "rectify_interval": 0}},
-    {
-        **PARTS,
-        "overlap": False,
-        "config": {**CROSSING, "layers": {"0": RESA_PART, "1": OTHER_BUDGET | {"method": "rocketkv"}}},
-    },
-    {
-        **PARTS,
-        "overlap": True,
-        "slots": 480,
-        "chunk": 64,
-        "config": {"layers": {"0": OTHER_BUDGET, "1": {}}, "rectify_interval": 4},
-        "prefill": {"dense_tail": 5},
-    },
-)
-# What ``--vary`` takes turns with: all kinds of page size and of finish, few and many due rows, no rectification.
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {"overlap": True},
-    {"overlap": False, "config": {"rectify_interval": 3, "rectify_on_finish": True, "layers": "0"}, "apart": True},
-    {"overlap": True, "config": {"rectify_interval": 5, "rectify_on_finish": True, "rectify_max_batch": 1}},
-    {"overlap": False, "config": CROSSING},
-    *PREFILL_VARIANTS,
-    *MIXED_VARIANTS,
-    {"overlap": True, "page_size": 16, "config": {"rectify_interval": 12, "rectify_on_finish": True}},
-    {"overlap": False, "config": {"rectify_interval": 0}},
-    {"overlap": True, "config": {"rectify_interval": 0, "summary_dtype": "bf16"}},
-    {"overlap": False, "page_size": 1, "config": {"rectify_interval": 4, "min_pages": 6}},
-    {"overlap": True, "config": {**CROSSING, "rectify_on_finish": True}, "apart": True},
-    {"overlap": False, "page_size": 16, "config": {"rectify_interval": 7}},
-    *COMPACT_VARIANTS,
-    *SKIP_VARIANTS,
-    *PARTS_VARIANTS,
-)
 
 
 @dataclass(frozen=True)
@@ -222,9 +112,13 @@ def run_blocks(
 def _work(block: Block, model: Path, sender: Any) -> None:
     """Run a block up to its first failure; send its row and what is left of it."""
     began, cpu = time.monotonic(), time.process_time()
+    twin = Twin(block.options, model) if block.options.compared else None
+    answers: dict[int, dict[str, Answer]] = {}
     try:
         engine = Engine(block.options, model)
     except FAILURES as error:
+        if twin:
+            twin.dismiss()
         sender.send((_row(block, block.last, [_failure(block, block.first, error)]), None))
         return
     logging.disable(logging.WARNING)
@@ -237,18 +131,32 @@ def _work(block: Block, model: Path, sender: Any) -> None:
         schedule = Schedule(engine, seed, block.steps)
         try:
             schedule.run()
+            if twin:
+                answers[seed] = schedule.answers()
         except FAILURES as error:
             failures.append(_failure(block, seed, error))
             left = replace(block, first=seed + 1) if seed < block.last else None
         total.add(schedule.counts)
         if failures:
             break
+    if twin:
+        failures += _compare(block, twin, answers)
     seconds = {
         "seconds": round(time.monotonic() - ready, 2),
         "start_seconds": round(ready - began, 2),
         "cpu_seconds": round(time.process_time() - cpu, 2),
     }
     sender.send(({**_row(block, seed, failures), **vars(total), **seconds}, left))
+
+
+def _compare(block: Block, twin: Twin, answers: dict[int, dict[str, Answer]]) -> list[dict[str, Any]]:
+    """Return a failure for each schedule that answered a request otherwise than the twin."""
+    differing = twin.compare({rid: answer for one in answers.values() for rid, answer in one.items()})
+    found = []
+    for seed, one in answers.items():
+        if texts := [f"{rid} {differing[rid]}" for rid in one if rid in differing]:
+            found.append(_failure(block, seed, OtherAnswerError("; ".join(texts))))
+    return found
 
 
 def _failure(block: Block, seed: int, error: BaseException) -> dict[str, Any]:
@@ -262,7 +170,7 @@ def _kind(error: BaseException) -> str:
     # SGLang's own checks raise a plain AssertionError or ValueError that says "leak" or names a double free.
     if isinstance(error, LostPageError) or any(word in str(error).lower() for word in ("leak", "free")):
         return "leak"
-    return "mismatch" if isinstance(error, (BrokenInvariantError, InexactTreeError, DamagedCopyError)) else "error"
+    return "mismatch" if isinstance(error, MISMATCHES) else "error"
 
 
 def _row(block: Block, last: int, failures: list[dict[str, Any]]) -> dict[str, Any]:

@@ -140,6 +140,7 @@ def check_step(engine: Engine) -> TreeReport:
     check_summaries(engine)
     if engine.compaction:
         engine.compaction.check(holders(engine.scheduler))
+        engine.compaction.count_evicted(holders(engine.scheduler), tree_nodes(engine.scheduler.tree_cache))
         last = engine.scheduler.last_batch
         if last is not None and last.forward_mode.is_decode():
             engine.compaction.check_sparse(last)

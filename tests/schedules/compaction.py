@@ -19,6 +19,9 @@ class Compactions:
 
     Args:
         runner: SGLang's ``ModelRunner``.
+
+    Attributes:
+        prompts_evicted: prompts that the tree no longer has in full, while a request runs that had let go of them.
     """
 
     def __init__(self, runner: Any):
@@ -29,6 +32,9 @@ class Compactions:
         self._block = self._backend.method.block_size
         # By request: the position of the first block, the blocks, and K and V of each layer.
         self._expected: dict[str, tuple[int, torch.Tensor, list[torch.Tensor]]] = {}
+        self.prompts_evicted = 0
+        # By request: where its prompt ends in the tree, from when it let go until that is evicted.
+        self._ends: dict[str, Any] = {}
         self._let_go, self._path.let_go = self._path.let_go, self._note
 
     @classmethod
@@ -51,8 +57,11 @@ class Compactions:
                     tokens = [int(block) * self._block + i for block in chosen for i in range(self._block)]
                     heads.append(cache[row[[*tokens, *window.tolist()]], head])
                 expected.append(torch.stack(heads, 1))
+        node = request.last_node
         if not self._let_go(request, span, tree, reserve):
             return False
+        if node is not None and node.parent is not None:
+            self._ends[request.rid] = node
         first = span.boundary - span.kept
         self._expected[request.rid] = first * self._block, torch.arange(first, span.boundary), expected
         return True
@@ -67,6 +76,20 @@ class Compactions:
         for row, request in enumerate(batch.reqs):
             if request.sglang_sparse.compacted and not (plan.sparse and plan.n_select[row] < plan.n_pages[row]):
                 raise DamagedCopyError(f"{request.rid} has let go of its prompt and attended to all of it")
+
+    def count_evicted(self, requests: Sequence[Any], nodes: Sequence[Any]) -> None:
+        """Count prompts that have left the tree since the last call.
+
+        Args:
+            requests: those that run.
+            nodes: of the tree.
+        """
+        running, held = {request.rid for request in requests}, {id(node) for node in nodes}
+        self._ends = {rid: node for rid, node in self._ends.items() if rid in running}
+        evicted = [rid for rid, node in self._ends.items() if id(node) not in held]
+        self.prompts_evicted += len(evicted)
+        for rid in evicted:
+            del self._ends[rid]
 
     def check(self, requests: Sequence[Any]) -> None:
         """Compare what compacted requests hold, bit by bit.

@@ -101,6 +101,11 @@ class EngineOptions:
         return self.skips or self.prefill is not None
 
     @property
+    def compared(self) -> bool:
+        """Whether requests compact, and answer by themselves alone, so that a twin's answers are the same."""
+        return self.config.get("eviction") == "compact" and self.config.get("dense_fallback", "never") == "never"
+
+    @property
     def rectifies(self) -> bool:
         """Whether dense passes make approximate KV exact again."""
         return bool(self.config.get("rectify_interval"))
@@ -133,9 +138,11 @@ class Engine:
     Attributes:
         scheduler: SGLang's ``Scheduler``.
         outputs: output tokens of every request, by id.
+        logprobs: likewise the log-probabilities of those of requests that asked for them.
         ended: why each request ended, by id.
         cached_tokens: prompt tokens that came from the tree.
         compaction: what requests must hold that have let go of their prompts; None where none do.
+        evicted_tokens: of the tree, by whomever.
         divided: passes of rows that were rectified in one step.
     """
 
@@ -162,6 +169,9 @@ class Engine:
         self.scheduler: Any = scheduler_module.Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
         self.compaction = Compactions.of(self.runner)
         self.divided = 0
+        self.evicted_tokens = 0
+        tree: Any = self.scheduler.tree_cache
+        self._evict, tree.evict = tree.evict, self._count_evicted
         if options.apart:
             self.runner.attn_backend.divide = self._apart
         self.forget()
@@ -172,9 +182,15 @@ class Engine:
         # Not in the order of the batch, as by length.
         return [[row] for row in reversed(range(len(rows)))]
 
+    def _count_evicted(self, params: Any) -> Any:
+        result = self._evict(params)
+        self.evicted_tokens += result.num_tokens_evicted
+        return result
+
     def forget(self) -> None:
         """Empty the sink."""
         self.outputs: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[float]] = {}
         self.ended: dict[str, str] = {}
         self.cached_tokens = 0
 
@@ -200,6 +216,8 @@ class Engine:
                 self.outputs.setdefault(rid, []).extend(tokens)
                 if reason is not None:
                     self.ended[rid] = reason["type"]
+            for rid, logprobs in zip(output.rids, output.output_token_logprobs_val or (), strict=False):
+                self.logprobs.setdefault(rid, []).extend(logprobs)
 
     def run(self, receive: Callable[[], list[Any]]) -> None:
         """Run SGLang's own event loop until ``receive``, called at each iteration, raises ``StopLoop``."""

@@ -58,7 +58,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--sabotage",
         choices=[
             *("guard", "summary", "rectified", "leak", "groups", "match", "keys", "mixed", "tail"),
-            *("copies", "insert", "dense"),
+            *("copies", "insert", "dense", "unseen"),
         ],
         help="break the product, to see it caught",
     )
@@ -149,8 +149,9 @@ def _run(args: argparse.Namespace, model: Path, out: TextIO | None) -> bool:
 
 
 def _blocks(args: argparse.Namespace) -> list[Block]:
-    from blocks import COMPACT_VARIANTS, PARTS_VARIANTS, SKIP_VARIANTS, VARIANTS, Block
+    from blocks import Block
     from engine import EngineOptions
+    from variants import COMPACT_VARIANTS, PARTS_VARIANTS, SKIP_VARIANTS, VARIANTS
 
     asked = (
         (args.vary, VARIANTS),
@@ -175,9 +176,10 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
 
 def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
     """Break the product in each known way; returns the ways that nobody noticed."""
-    from blocks import COMPACT_VARIANTS, MIXED_VARIANTS, Block, run_blocks
+    from blocks import Block, run_blocks
     from engine import EngineOptions
     from sabotage import SABOTAGES
+    from variants import COMPACT_VARIANTS, MIXED_VARIANTS
 
     missed = []
     for name in SABOTAGES:
@@ -188,7 +190,7 @@ def _self_test(args: argparse.Namespace, model: Path, write: Any) -> list[str]:
             options = replace(options, slots=480, chunk=64, prefill={"dense_tail": 40})
         if name == "mixed":
             options = replace(options, **MIXED_VARIANTS[0])
-        if name in ("copies", "insert", "dense"):
+        if name in ("copies", "insert", "dense", "unseen"):
             options = replace(options, **COMPACT_VARIANTS[1 if name == "dense" else 0])
         block = Block(args.first_seed, args.first_seed + SELF_TEST_SCHEDULES - 1, 8, options, name)
         (row,) = run_blocks([block], model, workers=1, most_failures=1)

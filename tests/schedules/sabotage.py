@@ -111,6 +111,19 @@ def forget_a_copy(engine: Engine) -> None:
     path._values[1] = path._keys[1]
 
 
+def hide_a_kept_block(engine: Engine) -> None:
+    """Make requests that have let go of their prompts overlook the last block of what they kept, which they hold."""
+    path = engine.runner.attn_backend.keeps.compaction
+    original = path.run
+
+    def run() -> None:
+        places = [move.place for move in path._moves]
+        original()
+        path._kept.counts[places] -= 1
+
+    path.run = run
+
+
 def share_compacted_rows(engine: Engine) -> None:
     """Let finished requests insert into the tree what they kept of their prompts, as if it were the prompts."""
     rectify.state_of = lambda request: None
@@ -133,6 +146,7 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
     "mixed": prefill_decoding_rows,
     "tail": share_dense_tails,
     "copies": forget_a_copy,
+    "unseen": hide_a_kept_block,
     "insert": share_compacted_rows,
     "dense": let_compacted_rows_run_dense,
 }

@@ -11,6 +11,7 @@ from checks import BrokenInvariantError, LostPageError, check_running_kv, check_
 from engine import CONTEXT, VOCABULARY, Engine, StopLoop, force_retraction, request
 from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from twin import Answer
 
 from sglang_sparse import tree_check
 
@@ -24,7 +25,12 @@ DISTURBANCES = {"nothing": 85, "abort": 3, "retract": 7, "evict": 5}
 
 @dataclass
 class Counts:
-    """What happened in a schedule, or in several. ``full_pools`` counts the retractions that were not forced."""
+    """What happened in a schedule, or in several.
+
+    ``full_pools`` counts the retractions that were not forced, ``evictions`` the tokens that were evicted by command,
+    ``made_room`` those that SGLang evicted by itself, and ``prompts_evicted`` the prompts of which the tree evicted
+    something while a request ran that had let go of them.
+    """
 
     iterations: int = 0
     requests: int = 0
@@ -32,6 +38,7 @@ class Counts:
     retractions: int = 0
     full_pools: int = 0
     evictions: int = 0
+    made_room: int = 0
     flushes: int = 0
     cached_tokens: int = 0
     rectified_tokens: int = 0
@@ -40,6 +47,9 @@ class Counts:
     mixed_rows: int = 0
     compacted: int = 0
     compact_waits: int = 0
+    prompts_evicted: int = 0
+    answers_compared: int = 0
+    tokens_compared: int = 0
     skipped: int = 0
     skipped_in_prefill: int = 0
     pages_checked: int = 0
@@ -86,6 +96,10 @@ class Schedule:
         # A small alphabet, so that prompts share prefixes by accident as well.
         self._alphabet = self._rng.sample(range(1, VOCABULARY), self._rng.choice([2, 8, 60]))
         self._prompts: dict[str, list[int]] = {}
+        self._sampling: dict[str, dict[str, Any]] = {}
+        # Tokens that a request had when it was retracted for the first time: it attends to all in the pass that comes
+        # after, so that what follows depends on when that was.
+        self._undisturbed: dict[str, int] = {}
         self._retracted: dict[str, int] = {}
         self._retract = False
         self._idled = False
@@ -108,17 +122,38 @@ class Schedule:
         self.counts.cached_tokens = self.engine.cached_tokens
         for name, value in self._counted().items():
             setattr(self.counts, name, value - before[name])
+        self.counts.made_room -= self.counts.evictions
         return self.counts
+
+    def answers(self) -> dict[str, Answer]:
+        """Return what is to be compared of a schedule that ran, by request."""
+        found = {}
+        for rid, sampling in self._sampling.items():
+            tokens, logprobs = self.engine.outputs.get(rid, []), self.engine.logprobs.get(rid, [])
+            whole = self.engine.ended[rid] != "abort" and rid not in self._undisturbed
+            end = self._undisturbed.get(rid, len(tokens))
+            found[rid] = Answer(self._prompts[rid], sampling, tokens[:end], logprobs[:end], whole)
+        self.counts.answers_compared = len(found)
+        self.counts.tokens_compared = sum(len(answer.tokens) for answer in found.values())
+        return found
 
     def _counted(self) -> dict[str, int]:
         backend = self.engine.runner.attn_backend
         counts, keeps = backend.counters.rectify, backend.keeps.snapshot() if backend.keeps else {}
         compacted = {name: keeps.get(name, 0) for name in ("compacted", "compact_waits")}
+        compaction = self.engine.compaction
+        compacted["prompts_evicted"] = compaction.prompts_evicted if compaction else 0
         rectified = {"rectified_tokens": counts.tokens, "finish_tokens": counts.finish_tokens}
         found = backend.counters.snapshot() if self.engine.options.skips else {"prefill": {}}
         skipped = {"skipped": found.get("blocks_skipped", 0)}
         skipped["skipped_in_prefill"] = found["prefill"].get("blocks_skipped", 0)
-        return {**rectified, "divided": self.engine.divided, **compacted, **skipped}
+        return {
+            **rectified,
+            "divided": self.engine.divided,
+            "made_room": self.engine.evicted_tokens,
+            **compacted,
+            **skipped,
+        }
 
     def _receive(self) -> list[Any]:
         """Called by the event loop where it would read its sockets."""
@@ -158,6 +193,7 @@ class Schedule:
                 self.counts.retractions += held.retraction_count - seen
                 self.counts.full_pools += 0 if forced else held.retraction_count - seen
                 self._retracted[held.rid] = held.retraction_count
+                self._undisturbed.setdefault(held.rid, len(held.output_ids))
                 # Forced until one took place: only a step that decodes several requests can.
                 self._retract = False
                 # A retraction makes SGLang cautious: the pool would not run full again.
@@ -191,13 +227,14 @@ class Schedule:
         self._prompts[rid] = tokens
         sampling = {
             "max_new_tokens": self._rng.choice([1, 2, *[self._rng.randint(3, self._longest_output)] * 4]),
-            "temperature": self._rng.choice([0.0, 1.0]),
+            "temperature": self._rng.choice([0.0, 0.0 if self.engine.options.compared else 1.0]),
             # SGLang reserves all tokens of a request that ignores stop tokens, which the pool then never lacks.
             "ignore_eos": self._rng.random() < 0.15,
             "stop_token_ids": self._rng.sample(range(VOCABULARY), 1 if self._decode_heavy else 12),
             "custom_params": self._custom_params(),
         }
-        return request(rid, tokens, sampling, logprob=self._rng.random() < 0.15)
+        self._sampling[rid] = sampling
+        return request(rid, tokens, sampling, logprob=self._rng.random() < 0.15 or self.engine.options.compared)
 
     def _prompt(self) -> list[int]:
         rng = self._rng

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from checkpoints import random_qwen3
+from dashboard import assert_dashboard_shows, exported
 from server_requests import ask, assert_nothing_leaked, forced, greedy, logprobs, sparse_state, spent
 
 from launch.server import ServerProcess
@@ -67,7 +68,7 @@ def expected(serve, some, long) -> tuple[list[list[int]], list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def server(serve) -> Iterator[ServerProcess]:
-    flags = ("--max-total-tokens", "16384", "--decode-log-interval", "1")
+    flags = ("--max-total-tokens", "16384", "--decode-log-interval", "1", "--enable-metrics")
     with serve(MODEL, *FLAGS, *flags, method="rocketkv", config=COMPACT) as server:
         yield server
 
@@ -97,6 +98,17 @@ def test_after_prefill_a_request_holds_its_budget(server, some, expected) -> Non
     # The prompt ends with a page, and what it generates takes one and then two.
     assert tokens == sorted(tokens) and {*tokens} == {held(LONG) + PAGE, held(LONG) + 2 * PAGE}
     assert held(LONG) == BUDGET
+
+
+def test_the_dashboard_shows_what_became_of_prompts(server, some) -> None:
+    ask(server, some[-1], TOKENS)
+    # The scheduler answers between steps: at its second answer the last report is out.
+    kept(server)
+    found = kept(server)
+    assert_dashboard_shows(server, "Decode", "Rectification", "RocketKV")
+    shown = exported(server)
+    counted = {name: shown[f"sglang:sparse_kept_{name}_total"] for name in found if name != "bytes"}
+    assert counted == {name: found[name] for name in counted} and counted["freed_tokens"] > 0
 
 
 def test_a_prompt_may_be_shared_after_it_was_let_go(server, some) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dashboard import assert_dashboard_shows
 from httpx import HTTPStatusError
 from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
 
@@ -72,7 +73,8 @@ def some() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def server(serve) -> Iterator[ServerProcess]:
     """Both phases by one flag."""
-    with serve(MODEL, *FLAGS, "--chunked-prefill-size", "512", method="skip_softmax", config=CONFIG) as server:
+    flags = ("--chunked-prefill-size", "512", "--enable-metrics")
+    with serve(MODEL, *FLAGS, *flags, method="skip_softmax", config=CONFIG) as server:
         yield server
 
 
@@ -95,6 +97,10 @@ def test_a_threshold_of_zero_is_dense_in_both_phases(server, some) -> None:
     assert each(server, some, DENSE) == found
     used = spent(server, before)
     assert used["dense_fallback_rows"] == used["decode_rows"] and used["prefill_sparse_tokens"] == 0
+
+
+def test_the_dashboard_shows_what_it_exports(server) -> None:
+    assert_dashboard_shows(server, "Decode", "Rectification", "Prefill", "Skip-Softmax")
 
 
 def test_needles_are_found_while_both_phases_skip_blocks(server, tmp_path: Path) -> None:
