@@ -7,8 +7,10 @@ A stock server, called ``dense``, and those that ``--server`` names run one afte
 the KV pool that SGLang gives it. For each batch size SGLang's own benchmark client sends as many prompts at once (ids
 in a row from random starts, no two with a common prefix, the cache flushed before); requests that do not fit wait, as
 on any server. A row has what the client says of the whole run, prefill and waiting included: requests and tokens a
-second, and the time to the first token and per further one. Seconds everywhere. A run that was interrupted goes on with
-the batches that its file lacks; ``--only`` measures some of the servers, where there is no time for all.
+second, and the time to the first token and per further one. Seconds everywhere. Of a method that keeps a part of a
+prompt it has what became of the prompts (``kept`` of ``/server_info``), and of requests that let go of theirs how many
+tokens of its KV they held from then on. A run that was interrupted goes on with the batches that its file lacks;
+``--only`` measures some of the servers, where there is no time for all.
 
 The summary sets each server's best batch beside the dense server's best one. ``eval.report FILE --out FOLDER`` draws
 tokens a second of the server over those of a user, for all batches: what a batch costs one and gives the other.
@@ -30,7 +32,7 @@ from tqdm import tqdm
 from eval.figures.throughput import COMMAND, DENSE, best_batches
 from eval.live.arms import MAX_DENSE_ROWS
 from eval.live.client import LiveServer, list_of
-from eval.live.counters import EvaluationError, moved, read_shares
+from eval.live.counters import EvaluationError, kept, moved, read_shares
 from eval.live.machine import this_machine
 from eval.live.record import Record, summarised
 from eval.parts import model_shapes
@@ -92,8 +94,9 @@ def drive(args: argparse.Namespace, name: str, url: str, target: Target, batch: 
     row |= {field: summary[field] for field in RATES}
     if before is None:
         return row
-    counts = moved(before, target.arm.server.counters())
-    row |= read_shares(counts) | {"counters": counts}
+    after = target.arm.server.counters()
+    counts = moved(before, after)
+    row |= read_shares(counts) | {"counters": counts} | kept(before, after, args.input_length)
     if (row["dense_rows"] or 0.0) > MAX_DENSE_ROWS:
         raise EvaluationError(
             f"{row['dense_rows']:.0%} of the rows were decoded dense, allowed are {MAX_DENSE_ROWS:.0%}: start the "

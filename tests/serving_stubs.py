@@ -57,6 +57,7 @@ class FakeServer:
         self.url, self.command, self.start_seconds = f"http://{self.name}", ["/bin/python", *flags], 1.0
         self.counts = dict.fromkeys(COUNTED, 0) | {"extend_pages_summarised": 0}
         self.prefilled_so_far = {"method": "anchor", "config": PREFILL, **dict.fromkeys(PREFILL_COUNTED, 0)}
+        self.kept = dict.fromkeys(("prompts", "whole_prompts", "compacted", "freed_tokens", "compact_waits"), 0)
         self.closed = False
         self.prefilled = False
         self.asked: list[dict[str, Any]] = []
@@ -79,7 +80,8 @@ class FakeServer:
         return after(self.flags, "--sparse-method") if "--sparse-method" in self.flags else None
 
     def counters(self) -> dict[str, Any]:
-        return dict(self.counts) | ({"prefill": dict(self.prefilled_so_far)} if self.prefill else {})
+        kept = {"kept": dict(self.kept)} if self.method == "rocketkv" else {}
+        return dict(self.counts) | kept | ({"prefill": dict(self.prefilled_so_far)} if self.prefill else {})
 
     def state(self) -> dict[str, Any] | None:
         if not self.sparse:

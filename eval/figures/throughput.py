@@ -59,6 +59,7 @@ def throughput(path: Path) -> str:
         ("first token, s", number("ttft_median", 2)),
         ("TPOT, ms", number("tpot_median", 2, 1e3)),
         ("read", percent("density")),
+        ("KV held of a prompt, tokens", number("held_tokens", 0)),
         ("best, times the dense server's best", ratio),
     ]
     return table([row for row in rows if row["kind"] == "item"], columns)

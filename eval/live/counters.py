@@ -47,6 +47,26 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
     return {name: value - earlier[name] for name, value in counts_of(after).items()}
 
 
+def kept(before: Mapping[str, Any], after: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """What became of prompts of one length between two states of a server whose method keeps a part of them.
+
+    Args:
+        before: its state.
+        after: its state, later.
+        length: tokens of each prompt.
+
+    Returns:
+        ``kept``, by how much each of its counts of prompts went up, and where some let go of their prompts
+        ``held_tokens``, the KV tokens of its prompt that such a request held then, on average; empty where the method
+        is none of these.
+    """
+    if "kept" not in after:
+        return {}
+    counts = {name: count - before["kept"][name] for name, count in after["kept"].items()}
+    gone = counts.get("compacted")
+    return {"kept": counts} | ({"held_tokens": length - counts["freed_tokens"] / gone} if gone else {})
+
+
 def allocated(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int | float | None]:
     """What the server's GPU allocator did between two of its states.
 

@@ -15,6 +15,8 @@ from eval.live.record import read_rows
 from eval.parts import serving_runs
 
 SPARSE = ["--server", 'compact=--sparse-method rocketkv --sparse-config \'{"eviction": "compact"}\'']
+# KV tokens of a prompt that a request holds which has let go of it.
+HELD = 2096
 # Requests a second by server and batch: the dense one is best at 16.
 RATES = {"dense": {8: 0.1, 16: 0.125, 32: 0.1}, "compact": {8: 0.15, 16: 0.25, 32: 0.375}}
 
@@ -29,6 +31,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         name, batch = after(command, "--base-url").removeprefix("http://"), int(after(command, "--num-prompts"))
         server = next(server for server in FakeServer.started if server.name == name and not server.closed)
         server.count_decode(int(after(command, "--random-input-len")), batch * 256)
+        server.kept["compacted"] += batch
+        server.kept["freed_tokens"] += batch * (32768 - HELD)
         rate = RATES[name][batch]
         more = {"request_throughput": rate, "output_throughput": 256 * rate, "duration": batch / rate}
         Path(after(command, "--output-file")).write_text(json.dumps(result(32768, batch, 0.01 * batch, **more)))
@@ -61,6 +65,9 @@ def test_each_server_at_its_best_batch(tmp_path: Path, servers: list[list[str]])
     assert (best["arm"], best["task"], best["batch"], best["dense_batch"]) == ("compact", "best", 32, 16)
     assert best["request_throughput_ratio"] == best["output_throughput_ratio"] == 3.0
     assert best["dense_served_attention_backend"] == "fa3" and best["density"] == 0.1
+    items = [row for row in rows if row["kind"] == "item"]
+    assert [row.get("held_tokens") for row in items] == [None] * 3 + [HELD] * 3
+    assert [row["kept"]["compacted"] for row in items[3:]] == [8, 16, 32], "each row has its own"
     dense, sparse = FakeServer.started
     assert not dense.sparse and sparse.sparse and dense.closed and sparse.closed
     for server in (dense, sparse):
@@ -70,7 +77,7 @@ def test_each_server_at_its_best_batch(tmp_path: Path, servers: list[list[str]])
     for command, batch in zip(servers, [8, 16, 32] * 2, strict=True):
         assert after(command, "--max-concurrency") == str(batch) and "--flush-cache" in command
     lines = report_tables.any_table(tmp_path / "throughput.jsonl").splitlines()
-    assert lines[-1].startswith("| compact | 32 | 0.3750 |") and lines[-1].endswith("| 3.00 |")
+    assert lines[-1].startswith("| compact | 32 | 0.3750 |") and lines[-1].endswith(f"| {HELD} | 3.00 |")
     assert report.main([str(tmp_path / "throughput.jsonl"), "--out", str(tmp_path / "pictures")]) == 0
     assert (tmp_path / "pictures" / "throughput.svg").exists()
 

@@ -1,0 +1,53 @@
+"""Figures of RocketKV and Skip-Softmax: what is drawn of a decode step, and which losses are within two points."""
+
+from pathlib import Path
+
+import pytest
+
+from eval.figures import framework, kept
+from eval.figures.needles import needles
+from eval.live.record import result_files
+from eval.parts.reproduce_framework import FRAMEWORK, SKIP_FACTORS
+from eval.report import RESULTS
+
+
+@pytest.mark.parametrize(
+    ("diff", "interval", "said"),
+    [
+        (-0.001, (-0.019, 0.017), "yes"),
+        (-0.018, (-0.031, -0.005), "the mean is"),
+        (-0.025, (-0.04, -0.01), "the mean is not"),
+        (-0.5, (-0.7, -0.2), "no"),
+        (None, None, ""),
+    ],
+)
+def test_two_points(diff: float | None, interval: tuple[float, float] | None, said: str) -> None:
+    assert kept.within({"diff": diff, "diff_interval": interval}) == said
+
+
+def test_whole_steps_are_drawn_dense_ones_first(tmp_path: Path) -> None:
+    peers = [("fa3", 42.0), ("flashinfer", 40.0)]
+    rows = [{"op": "dense_decode", "implementation": name, "us": us, "dense_ratio": 40.0 / us} for name, us in peers]
+    rows += [{"op": op, "implementation": "ours", "us": 10.0} for op in ("rocketkv_predict", "rocketkv_predict+attend")]
+    rows += [{"op": "skip_softmax_decode", "implementation": "ours", "unavailable": "no such GPU"}]
+    rows = [{"kind": "item", "shape": "1x32k", **row} for row in rows]
+    rows += [{**rows[0], "kind": "summary"}, {**rows[0], "shape": "1x128k"}]
+    names = [name for name, _ in framework.bars(rows, "1x32k")]
+    assert names == ["dense, flashinfer", "dense, fa3", "rocketkv_predict+attend"]
+    pictures = framework.plot(rows, tmp_path / "steps")
+    assert {path.suffix for path in pictures} == {".png", ".svg"} and all(path.stat().st_size for path in pictures)
+
+
+def test_needles_say_what_decode_skipped() -> None:
+    paths = [path for name, path in result_files(RESULTS).items() if name.startswith("niah-tiny-gqa-skip_softmax")]
+    head, _, *lines = needles(paths).splitlines()
+    place = head.split(" | ").index("skipped in decode")
+    assert lines and all(line.split(" | ")[place].endswith(" %") for line in lines)
+
+
+def test_legs_of_skip_softmax_ask_both_phases_and_name_their_factors() -> None:
+    factors = "-".join(f"{phase}-{factor}" for phase, factor in SKIP_FACTORS.items())
+    commands = [one for leg in FRAMEWORK if leg.name.startswith("needles-skip_softmax") for one in leg.commands]
+    assert len(commands) == 4 and all(factors in one.file for one in commands)
+    gates = [one for one in commands if "--least-skipped" in one.arguments]
+    assert [one.module for one in gates] == ["eval.niah"] and "--least-sparsity" in gates[0].arguments
