@@ -18,6 +18,7 @@ from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import PAGE_SIZES, MethodConfig, RectifyConfig, SparseConfig
 from sglang_sparse.methods.dense import Dense
 from sglang_sparse.prefill_method import PrefillMethod
+from sglang_sparse.trtllm import as_ours
 from sglang_sparse.validation import SparseArgumentError, validated
 
 if sys.version_info >= (3, 11):
@@ -206,6 +207,10 @@ def build(
         prefill_class = registry.load_prefill_method(prefill_name) if prefill_name else None
     except ValueError as error:
         raise SparseArgumentError(str(error)) from error
+    fields = _as_ours(f"--sparse-config of {name}", name, fields)
+    prefill_fields = prefill_fields and _as_ours(
+        f"--sparse-prefill-config of {prefill_name}", prefill_name, prefill_fields
+    )
     rules = None
     if name and isinstance(fields.get("layers"), dict):
         method, rules = build_rules(name, fields, checkpoint)
@@ -222,6 +227,13 @@ def build(
     if name == prefill_name and prefill and prefill_fields and not comes_along:
         _require_own(origin, prefill_fields, method.config, prefill.config)
     return Settings(name, method, prefill_name, prefill, rules)
+
+
+def _as_ours(origin: str, name: str | None, fields: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return as_ours(name, fields) if name else fields
+    except ValueError as error:
+        raise SparseArgumentError(f"{origin}: {error}") from error
 
 
 def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, prefill: SparseConfig) -> None:

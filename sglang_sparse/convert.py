@@ -27,7 +27,7 @@ from sglang_sparse import registry, serve
 from sglang_sparse.capabilities import Method, load, place_of
 from sglang_sparse.config import SparseArgumentError, build, read_config
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
-from sglang_sparse.trtllm import ALGORITHMS, NESTED, Algorithm, Change, lost, never, rules, unless
+from sglang_sparse.trtllm import ALGORITHM, ALGORITHMS, NESTED, Algorithm, Change, lost, never, rules, unless
 
 SPARSE = "sparse_attention_config"
 # Stands for the model where the options name none.
@@ -123,13 +123,13 @@ def _sparse_changes(
     for given in (*(name for name in sparse if name not in last), *last):
         value = sparse[given]
         name = algorithm.renamed.get(given, given)
-        if given == "algorithm":
+        if given == ALGORITHM:
             yield given, value, Change(words=method.flag)
         elif value is None:
             yield given, value, Change(words="null, the default")
         elif name in algorithm.by_phase:
             yield from _phases(method, name, value, algorithm.by_phase[name])
-        elif name in known:
+        elif name in known and given not in algorithm.rules:
             yield given, value, Change(fields={name: value})
         else:
             rule = algorithm.rules.get(given, unless(False, never(f"the config of {method.name} has no such field")))
@@ -167,11 +167,11 @@ def convert(options: Mapping[str, Any], gpu: bool) -> tuple[Conversion, str]:
         RefusedError: the algorithm is not served, or nothing says how sparse to be.
     """
     sparse = options.get(SPARSE)
-    if not isinstance(sparse, dict) or not isinstance(sparse.get("algorithm"), str):
+    if not isinstance(sparse, dict) or not isinstance(sparse.get(ALGORITHM), str):
         raise ValueError(f"{SPARSE}: got {sparse!r}, allowed: a table with an algorithm, {', '.join(ALGORITHMS)}")
-    algorithm = ALGORITHMS.get(sparse["algorithm"].lower())
+    algorithm = ALGORITHMS.get(sparse[ALGORITHM].lower())
     if algorithm is None:
-        raise RefusedError(f"algorithm: got {sparse['algorithm']!r}, allowed: {', '.join(ALGORITHMS)}")
+        raise RefusedError(f"algorithm: got {sparse[ALGORITHM]!r}, allowed: {', '.join(ALGORITHMS)}")
     conversion = Conversion(_method(algorithm), gpu)
     if reason := conversion.refusal():
         raise RefusedError(reason)

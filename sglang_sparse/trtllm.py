@@ -16,6 +16,7 @@ from sglang_sparse.methods.skip_softmax_checkpoint import CALIBRATE
 
 # Options whose fields count one by one.
 NESTED = ("kv_cache_config", "cuda_graph_config")
+ALGORITHM = "algorithm"
 
 
 @dataclass(frozen=True)
@@ -94,22 +95,40 @@ class Algorithm:
 
 _MODELS_OWN = never("the model's own config.json decides")
 _KERNELS = never("it chooses among TensorRT-LLM's kernels")
+_SHORT = never(
+    "it separates CUDA graphs there, and none from sparse attention; here a row of fewer tokens than min_seq_len "
+    "attends to all of them, and so does a batch of fewer than crossover_tokens"
+)
+
+
+def _whole(name: str) -> Rule:
+    """A number that may be written as a float there, such as 128.0; the method's config judges others."""
+    return lambda value: Change(fields={name: int(value) if isinstance(value, float) and value % 1 == 0 else value})
+
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     # Its pages are those of the KT cache; ``page_size`` of a config here is that of the KV cache.
-    "rocket": Algorithm("rocketkv", renamed={"page_size": "kt_page_size"}),
+    "rocket": Algorithm(
+        "rocketkv",
+        renamed={"page_size": "kt_page_size"},
+        rules={"topr": _whole("topr"), "seq_len_threshold": _SHORT},
+    ),
     "dsa": Algorithm(
         "dsa",
         rules={
             **dict.fromkeys(("index_n_heads", "index_head_dim", "index_topk", "indexer_rope_interleave"), _MODELS_OWN),
             **dict.fromkeys(("use_cute_dsl_topk", "use_cute_dsl_paged_mqa_logits", "enable_heuristic_topk"), _KERNELS),
             **dict.fromkeys(("use_self_sampling_topk", "use_gvr_emission"), _KERNELS),
+            "seq_len_threshold": never("the model's index_topk decides it, as there"),
+            "indexer_max_chunk_size": never("how many queries the indexer takes at a time goes by the memory here"),
+            "q_split_threshold": never("each rank's indexer takes all queries"),
             "skip_indexer_for_short_seqs": unless(True, never("rows of at most index_topk tokens attend to all")),
             "indexer_k_dtype": unless("fp8", never("the indexer's keys are float8")),
         },
     ),
     "skip_softmax": Algorithm(
         "skip_softmax",
+        rules={"seq_len_threshold": _SHORT},
         by_phase={
             "threshold_scale_factor": "",
             "target_sparsity": "needs a checkpoint that NVIDIA Model Optimizer has calibrated, or calibration_file: "
@@ -119,6 +138,48 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         "in decode a block is compared with the first and the newest ones here, and with those seen before it there",
     ),
 }
+
+
+def as_ours(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a method's config where a user gave those of TensorRT-LLM.
+
+    Those that have no other meaning here are read as they are. With an ``algorithm`` all of them are TensorRT-LLM's:
+    ``page_size`` of its "rocket" is that of the KT cache then, and null is the default.
+
+    Args:
+        name: the method's.
+        fields: what the user gave.
+
+    Raises:
+        ValueError: ``algorithm`` is another method's, or a field has no counterpart; names it, and why.
+    """
+    found = {theirs: one for theirs, one in ALGORITHMS.items() if one.method == name}
+    theirs, algorithm = next(iter(found.items()), ("", None))
+    asked = fields.get(ALGORITHM)
+    if algorithm is None:
+        return dict(fields)
+    if asked is not None and str(asked).lower() != theirs:
+        raise ValueError(f"{ALGORITHM}: got {asked!r}, allowed with {name}: {theirs!r}")
+    ours: dict[str, Any] = {}
+    for given, value in fields.items():
+        if given == ALGORITHM or (asked is not None and value is None):
+            continue
+        rule = algorithm.rules.get(given)
+        if asked is not None and given in algorithm.renamed:
+            _put(ours, algorithm.renamed[given], value)
+        elif rule is None:
+            _put(ours, given, value)
+        elif (change := rule(value)).lost:
+            raise ValueError(f"{given}: got {value!r}, which has no counterpart here: {change.words}")
+        else:
+            ours |= change.fields
+    return ours
+
+
+def _put(fields: dict[str, Any], name: str, value: Any) -> None:
+    if name in fields:
+        raise ValueError(f"{name}: got it by TensorRT-LLM's name, too; allowed: one of both")
+    fields[name] = value
 
 
 def rules(options: Mapping[str, Any]) -> Mapping[str, Rule]:

@@ -174,6 +174,15 @@ class Rocketkv(KeepMethod):
             )
         return None
 
+    def warnings(self) -> tuple[str, ...]:
+        """Say whose pages are small: TensorRT-LLM has another ``page_size``."""
+        if self.config.page_size >= RocketkvConfig.model_fields["page_size"].default:
+            return ()
+        return (
+            f"rocketkv: page_size is {self.config.page_size}, the tokens of a page of the KV cache; TensorRT-LLM's "
+            f"page_size is kt_page_size here, and that is {self.config.kt_page_size}",
+        )
+
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
         """The KT cache: of each block the maximum and minimum of its keys, ``[kv_heads, 2, head_dim]``."""
         blocks = self.config.page_size // self.block_size

@@ -134,6 +134,18 @@ def test_mixed_chunk_without_rectification(qwen3: str) -> None:
     assert resolve(qwen3, enable_mixed_chunk=True, sparse_config={"rectify_interval": 0}).enable_mixed_chunk
 
 
+def test_rocketkv_must_fit_the_model(qwen3: str) -> None:
+    message = refused(qwen3, sparse_method="rocketkv", sparse_config={"topr": 65})
+    assert (
+        "--sparse-method rocketkv does not fit Qwen3ForCausalLM: topr is 65; allowed: at most its head_dim, 64"
+        in message
+    )
+    for layers in ("1-", {"0": "dense", "1-": {}}):
+        message = refused(qwen3, sparse_method="rocketkv", sparse_config={"eviction": "compact", "layers": layers})
+        assert 'eviction is "compact" and layers is \'1-\'; allowed: "all" of its 4' in message
+    assert resolve(qwen3, sparse_method="rocketkv", sparse_config={"eviction": "compact", "topr": 64}).sparse_config
+
+
 def test_mixed_chunk_without_compaction(qwen3: str) -> None:
     visibility: dict[str, object] = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "visibility"}}
     compact = {**visibility, "sparse_config": {"eviction": "compact"}}

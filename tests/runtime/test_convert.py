@@ -157,6 +157,8 @@ def test_rocketkv_keeps_its_fields_but_for_the_page_of_the_kt_cache() -> None:
         ("prompt_budget", 16, "prompt_budget: got 16; must be at least window_size + kt_page_size (36)"),
         ("kt_cache_dtype", "float8_e4m3", "kt_cache_dtype: got 'float8_e4m3'"),
         ("topk", 0, "topk: got 0"),
+        ("topr", 0.5, "topr: got 0.5"),
+        ("seq_len_threshold", 4096, "a row of fewer tokens than min_seq_len attends to all"),
     ],
 )
 def test_what_rocketkv_would_refuse_is_left_out(field: str, value: object, said: str) -> None:

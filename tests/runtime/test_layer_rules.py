@@ -9,7 +9,6 @@ import pytest
 import torch
 from model_configs import write_config
 from sglang.srt.plugins import load_plugins
-from third_parties import install
 
 load_plugins()
 
@@ -127,16 +126,6 @@ def test_bad_rules_are_refused(rules: dict[Any, Any], fields: dict[str, Any], sa
     message = refused(rules, **fields)
     for part in ("--sparse-config of resa", *said):
         assert part in message
-
-
-def test_a_third_party_that_cannot_be_loaded_is_no_matter_of_other_rules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(tmp_path, monkeypatch, "import no_such_package")
-    assert len(three().method.parts) == 3
-    mixed = {"0": {}, "1": {"method": "robsa", "allow_uncalibrated": True}}
-    assert refused(mixed, rectify_interval=0).endswith("allowed beside resa: resa, rocketkv, skip_softmax")
-    assert 'rule "1": --sparse-method broken: cannot load' in refused({"0": {}, "1": {"method": "broken"}})
 
 
 def test_two_rules_of_one_name_are_refused() -> None:

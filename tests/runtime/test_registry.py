@@ -6,6 +6,7 @@ import pytest
 from third_parties import install
 
 from sglang_sparse import registry
+from sglang_sparse.config import SparseArgumentError, build
 
 
 def test_entry_points_name_methods_of_either_phase(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,3 +63,15 @@ def test_requests_override_fields_of_a_config_alone() -> None:
         for name, method in methods.items():
             config = method.config_class
             assert set(config.phase_fields) <= set(config.request_fields) <= set(config.model_fields), name
+
+
+def test_a_third_party_that_cannot_be_loaded_is_no_matter_of_other_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, "import no_such_package")
+    assert len(build("resa", {"layers": {"0": {}, "1-": {"active_ratio": 0.2}}}).method.parts) == 2
+    mixed = {"0": {}, "1": {"method": "robsa", "allow_uncalibrated": True}}
+    with pytest.raises(SparseArgumentError, match=r"allowed beside resa: resa, rocketkv, skip_softmax$"):
+        build("resa", {"layers": mixed, "rectify_interval": 0})
+    with pytest.raises(SparseArgumentError, match='rule "1": --sparse-method broken: cannot load'):
+        build("resa", {"layers": {"0": {}, "1": {"method": "broken"}}})
