@@ -92,7 +92,7 @@ def skip_softmax_decode(
     """
     by_row = "threshold_scale_factor", threshold_scale_factor
     out = dispatch.check_paged_prefill(q, k_cache, v_cache, page_table, by_row, out, (stats, 2))
-    _check_rows(q, page_table, n_pages, last_slots)
+    check_rows(q, page_table, n_pages, last_slots)
     dispatch.check_page_size(page_size)
     dispatch.check_logit_scale(sm_scale, k_scale)
     arguments = (q, k_cache, v_cache, page_table, n_pages, last_slots, threshold_scale_factor, page_size, sm_scale)
@@ -136,12 +136,13 @@ def scratch_bytes(
     return sum(size * kind.itemsize for size, kind in results)
 
 
-def _check_rows(
+def check_rows(
     q: torch.Tensor,
     page_table: torch.Tensor,
     n_pages: torch.Tensor,
     last_slots: torch.Tensor,
 ) -> None:
+    """Raise ValueError unless a page table, pages and newest slots are those of the rows of ``q``, ``[B, …]``."""
     batch = q.shape[0]
     dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
     dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
