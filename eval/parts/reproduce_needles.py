@@ -25,6 +25,7 @@ _BY_LAYER = {
     "layers": {"0": {"method": "skip_softmax"}, "1": {"active_ratio": 0.2}, "2-": {"active_ratio": 0.1}},
     "rectify_interval": 32,
 }
+_SKIPS_NOTHING = {"page_size": 64, "threshold_scale_factor": 1e-30, "dense_fallback": "never"}
 THETA1 = (0.3, 0.5, 0.7, 0.95)
 # CUDA graphs of larger batches than are asked would take most of a start.
 AT_ONCE = "16"
@@ -188,6 +189,10 @@ def _own_needles(implementation: str, *more: str) -> Leg:
 
 NEEDLES: tuple[Leg, ...] = (
     _needles("skip_softmax", "tiny-gqa", "fa3", {}, "32k", {"threshold_scale_factor": 350}),
+    # Prefill of MLA is dense.
+    _needles(
+        "skip_softmax", "tiny-mla", "flashmla", {"page_size": 64}, "32k", {"threshold_scale_factor": 350}, label="mla"
+    ),
     _needles("resa", "tiny-gqa", "fa3", {**_BY_LAYER, **_ALWAYS, **UNPROVEN}, "8k", {}, label="layers"),
     # 2 % of a text of 8k are read, of an eighth of it that is kept.
     *(
@@ -226,6 +231,11 @@ IDENTITY: tuple[Leg, ...] = (
     # A budget that covers the context, and a factor so small that nothing is below it.
     _framework_identity("rocketkv", {"prompt_budget": 65536, "topk": 32768}),
     _framework_identity("skip_softmax", {"threshold_scale_factor": 1e-30}),
+    _identity(
+        *("skip_softmax-mla", "tiny-mla"),
+        ("--sparse-method", "skip_softmax", "--sparse-config", json.dumps(_SKIPS_NOTHING)),
+        *("flashmla", "triton", ("--page-size", "64")),
+    ),
     # A threshold that every key reaches.
     _identity(
         *("anchor-fa3", "tiny-gqa"),
