@@ -66,6 +66,7 @@ OPERATIONS = {
     "page_table": "load_page_table",
     "page_topk": "page_topk",
     "skip_softmax_decode": "skip_softmax_decode",
+    "skip_softmax_mla_decode": "skip_softmax_mla_decode",
     "skip_softmax_prefill": "skip_softmax_prefill",
     "sparse_decode": "sparse_decode",
     "sparse_mla_decode": "sparse_mla_decode",

@@ -80,6 +80,7 @@ class SparseAttentionBackend(DelegatingBackend):
             "_decoding",
             "_config",
             "_limits",
+            "_latent",
             "_buffers",
             "_view",
             "_graph_view",
@@ -101,6 +102,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self.first_layer = min(self._pools.layers, default=-1)
         self.steps = step_reuse(self.method, self._pools, runner)
         model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
+        self._latent = self.method.kind_of(runner.model_config) == "MLA"
         path = PartsPath if self.method.parts else DecodePath
         self._decoding = path(self.method, self._pools, runner.token_to_kv_pool, model)
         max_blocks = -(-runner.req_to_token_pool.req_to_token.shape[1] // self.method.block_size)
@@ -265,7 +267,7 @@ class SparseAttentionBackend(DelegatingBackend):
         decodes_sparse = layer.layer_id in self._pools.layers and not self.method.selects_in_model
         if mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
             return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        require_plain(layer, k, kwargs, latent=self.method.attention == "MLA")
+        require_plain(layer, k, kwargs, latent=self._latent)
         if prefill and mode.is_extend() and prefill.takes(layer.layer_id):
             output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache)
         elif decodes_sparse and mode.is_decode() and self._view is not None:

@@ -88,10 +88,8 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
     settings = resolve(self)
     if settings.name:
         self.sparse_config = json.dumps(settings.resolved)
-    if settings.prefill:
-        # It may have come with the decode method.
-        self.sparse_prefill_method = settings.prefill_name
-        self.sparse_prefill_config = settings.prefill.config.model_dump_json()
+    if self.sparse_prefill_method:
+        _say_prefill(self, settings)
     if self.page_size is None:
         self.page_size = settings.config.page_size
     refusals.require_before(self, settings)
@@ -105,6 +103,12 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
         logger.warning("sglang_sparse: %s", text)
 
 
+def _say_prefill(server_args: SparseServerArgs, settings: Settings) -> None:
+    if settings.prefill:
+        server_args.sparse_prefill_method = settings.prefill_name
+        server_args.sparse_prefill_config = settings.prefill.config.model_dump_json()
+
+
 def refuse_model(_: None, self: SparseServerArgs) -> None:
     """After ``ServerArgs._handle_model_source_paths``: the model is at hand, and SGLang has not judged it yet.
 
@@ -113,7 +117,13 @@ def refuse_model(_: None, self: SparseServerArgs) -> None:
     """
     settings = settings_of(self)
     if settings is not None:
+        fitted = refusals.fit_prefill(self, settings)
+        if fitted is not settings:
+            logger.info("sglang_sparse: %s sets decode alone; prefill of this model is dense", settings.flag)
+        settings = fitted
         refusals.require_model(self, settings)
+        # It may have come with the decode method.
+        _say_prefill(self, settings)
         implementation.settle(self, settings)
 
 

@@ -52,7 +52,8 @@ class Composite(DecodeMethod):
         self.names = tuple(names)
         self.parts = tuple(parts)
         self.more_counts = tuple(dict.fromkeys(name for part in parts for name in part.more_counts))
-        self.attention = parts[0].attention
+        self.attention = next((part for part in parts if not part.latents), parts[0]).attention
+        self.latents = all(part.latents for part in parts)
         self.fp8_kv = all(part.fp8_kv for part in parts)
         self.needs_float8 = any(part.needs_float8 for part in parts)
         self.flag_limits = tuple(dict.fromkeys(limit for part in parts for limit in part.flag_limits))

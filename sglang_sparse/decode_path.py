@@ -127,6 +127,8 @@ class DecodePath:
         cache = self._k_caches[layer.layer_id][:, 0]
         # Backends differ in whether they divide what they store by a checkpoint's scales, so those are refused.
         query = LatentQuery(heads, q_rope, cache, slots, layer.scaling, 1.0, _mean_over_ranks)
+        if isinstance(self._method, KernelMethod):
+            return self._method.attend_latents(view, layer.layer_id, query)
         selected = self._method.select(view, layer.layer_id, query, self._aux)
         return sparse_mla_decode(
             heads,

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
     from sglang_sparse.indices import SparseIndices
     from sglang_sparse.pools import AuxPools
-    from sglang_sparse.view import BatchView
+    from sglang_sparse.view import BatchView, LatentQuery
 
 
 class KernelMethod(DecodeMethod):
-    """A decode method of MHA and GQA models that chooses nothing beforehand: its kernel looks at every key.
+    """A decode method that chooses nothing beforehand: its kernel looks at every key.
 
     TensorRT-LLM calls it kernel-level sparse attention: prediction is bypassed, config and dispatch are shared. So
     there are no indices; a row runs with its ``row_value``, and one of 0 attends densely. That is what makes a row
@@ -75,3 +75,21 @@ class KernelMethod(DecodeMethod):
         Returns:
             ``[rows, q_heads, v_head_dim]``; zeros for rows that pad a graph.
         """
+
+    def attend_latents(self, view: BatchView, layer_id: int, query: LatentQuery) -> torch.Tensor:
+        """Attend in one layer of an MLA model; of methods with `latents`.
+
+        Runs inside CUDA graphs, see `attend`.
+
+        Args:
+            view: the batch.
+            layer_id: the layer.
+            query: both parts of the query, and the layer's latents, of which the newest tokens' are written.
+
+        Returns:
+            ``[rows, q_heads, latent_dim]``; zeros for rows that pad a graph.
+
+        Raises:
+            NotImplementedError: the method has no `latents`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not attend to latents")

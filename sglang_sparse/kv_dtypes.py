@@ -36,7 +36,8 @@ def require_dtypes(args: SparseServerArgs, settings: Settings, gpu: bool | None 
             f"allowed: {'auto, fp8_e4m3' if settings.method.fp8_kv else 'auto'}"
         )
     if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
-        allowed = [name for name in DENSE_BACKENDS[settings.method.attention] if name in GPU_ONLY_BACKENDS]
+        known = DENSE_BACKENDS[settings.method.kind_of(args.get_model_config())]
+        allowed = [name for name in known if name in GPU_ONLY_BACKENDS]
         raise SparseArgumentError(
             f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales; "
             f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(allowed)}"

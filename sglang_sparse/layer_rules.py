@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -184,23 +184,23 @@ def _apart(
     origin: str, names: Sequence[str], methods: Sequence[DecodeMethod], specs: Sequence[str]
 ) -> list[DecodeMethod]:
     """Refuse what cannot stand in one model, and leave prefill to the method that is named for it."""
-    for name, method, spec in zip(names, methods, specs, strict=True):
+    for place, (name, method, spec) in enumerate(zip(names, methods, specs, strict=True)):
         if not method.combines:
             raise SparseArgumentError(
                 f'{origin}: rule "{spec}": {name} runs beside dense layers alone, and other rules name another method '
-                f"or other fields; allowed beside each other: {_combining(methods[0].attention)}"
+                f"or other fields; allowed beside each other: {_combining(_kinds(methods[0]))}"
             )
         if method.alone:
             raise SparseArgumentError(
                 f'{origin}: rule "{spec}": {name} runs beside no other method and no other fields with this config: '
                 f"{method.alone}"
             )
-        if method.attention != methods[0].attention:
-            raise SparseArgumentError(
-                f'{origin}: rule "{spec}": {name} serves {KINDS[method.attention]} models, and {names[0]} of rule '
-                f'"{specs[0]}" {KINDS[methods[0].attention]} models; allowed beside {names[0]}: '
-                f"{_combining(methods[0].attention)}"
-            )
+        for other, first, where in zip(methods[:place], names, specs, strict=False):
+            if not _kinds(method) & _kinds(other):
+                raise SparseArgumentError(
+                    f'{origin}: rule "{spec}": {name} serves {KINDS[method.attention]} models, and {first} of rule '
+                    f'"{where}" {KINDS[other.attention]} models; allowed beside {first}: {_combining(_kinds(other))}'
+                )
     for field in SHARED:
         said = {getattr(method.config, field): spec for method, spec in zip(methods, specs, strict=True)}
         if len(said) > 1:
@@ -211,9 +211,13 @@ def _apart(
     return [_of_decode_alone(f'{origin}: rule "{spec}"', method) for method, spec in zip(methods, specs, strict=True)]
 
 
-def _combining(attention: str) -> str:
+def _kinds(method: DecodeMethod | type[DecodeMethod]) -> set[str]:
+    return {method.attention, "MLA"} if method.latents else {method.attention}
+
+
+def _combining(kinds: Collection[str]) -> str:
     found = registry.loaded_decode_methods().items()
-    return ", ".join(name for name, method in found if method.combines and method.attention == attention)
+    return ", ".join(name for name, method in found if method.combines and _kinds(method) & set(kinds))
 
 
 def _of_decode_alone(origin: str, method: DecodeMethod) -> DecodeMethod:

@@ -92,6 +92,7 @@ class DecodeMethod(ABC):
     Attributes:
         attention: the kind of attention it serves, which says what dense backends there are for it: "MHA", which GQA is
             one of, "MLA", or "DSA", which is MLA of a model that has an indexer.
+        latents: it serves MLA models as well as those that `attention` says.
         exact: what it computes is what the model was trained to do, so that its KV is exact.
         decides_on_device: `n_select` is a bound, and how many blocks a row takes is known on the device alone.
         selects_in_model: the model chooses before it attends, where the method's seams are. `select` is never called,
@@ -114,6 +115,7 @@ class DecodeMethod(ABC):
 
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
     attention: Literal["MHA", "MLA", "DSA"] = "MHA"
+    latents: bool = False
     exact: bool = False
     decides_on_device: ClassVar[bool] = False
     selects_in_model: ClassVar[bool] = False
@@ -130,6 +132,14 @@ class DecodeMethod(ABC):
         self.config = config
         asked = config.crossover_tokens
         self.crossover_tokens = DEFAULT_CROSSOVER if asked == "auto" else asked
+
+    def kind_of(self, model_config: Any) -> str:
+        """The kind of attention as which it serves a model.
+
+        Args:
+            model_config: SGLang's ``ModelConfig``.
+        """
+        return "MLA" if self.latents and model_config.attention_arch.name == "MLA" else self.attention
 
     @property
     def configs(self) -> tuple[MethodConfig, ...]:
@@ -213,6 +223,10 @@ class DecodeMethod(ABC):
         None where prefill is dense then, as for methods of decode alone.
         """
         return None
+
+    def decode_alone(self) -> DecodeMethod:
+        """Return the method for a model that its own prefill method does not serve: one without `prefill_fields`."""
+        return self
 
     @abstractmethod
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:

@@ -265,7 +265,7 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
         return
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-    latent = settings.method.attention != "MHA"
+    latent = settings.method.kind_of(configurator.model_config) != "MHA"
     # A platform may have a subclass of its own for MLA; those that store something else are refused by model or flag.
     if not isinstance(kv_pool, MLATokenToKVPool) if latent else type(kv_pool) is not MHATokenToKVPool:
         needed = (MLATokenToKVPool if latent else MHATokenToKVPool).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import implementation
@@ -41,6 +42,7 @@ def refusal(args: SparseServerArgs, settings: Settings, gpu: bool, stand_in: boo
     """
     try:
         require_before(args, settings, gpu)
+        settings = fit_prefill(args, settings)
         require_model(args, settings, stand_in)
         require_after(args, implementation.settle(args, settings, gpu), gpu)
     except SparseArgumentError as error:
@@ -135,7 +137,7 @@ def require_after(args: SparseServerArgs, settings: Settings, gpu: bool | None =
     """
     _require_prefill(args, settings)
     _require_window(args, settings)
-    allowed = DENSE_BACKENDS[settings.method.attention]
+    allowed = DENSE_BACKENDS[settings.method.kind_of(args.get_model_config())]
     for name in args.get_attention_backends():
         if name not in allowed:
             raise SparseArgumentError(
@@ -206,6 +208,24 @@ def excludes(limit: ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bo
     return not (limit.own_selection and method.selects_in_model)
 
 
+def fit_prefill(args: SparseServerArgs, settings: Settings) -> Settings:
+    """Leave out the prefill method that came along where it does not fit the model; one that was asked for stays.
+
+    Args:
+        args: the server's; its ``sparse_config`` then says so, too.
+        settings: the methods; not changed.
+    """
+    if args.sparse_prefill_method or not settings.comes_along or settings.prefill is None:
+        return settings
+    from sglang.srt.configs.model_config import ModelConfig
+
+    if settings.prefill.refuse(ModelConfig.from_server_args(args)) is None:
+        return settings
+    fitted = replace(settings, method=settings.method.decode_alone(), prefill_name=None, prefill=None)
+    args.sparse_config = json.dumps(fitted.resolved)
+    return fitted
+
+
 def require_model(args: SparseServerArgs, settings: Settings, stand_in: bool = False) -> None:
     """Refuse what the model's config shows, and its weights unless it is a stand-in.
 
@@ -241,7 +261,9 @@ def require_model(args: SparseServerArgs, settings: Settings, stand_in: bool = F
     judged = weightless or settings.comes_along
     reason = prefill and (prefill.refuse(model) or (None if judged else prefill.refuse_weights(model)))
     if reason:
-        raise SparseArgumentError(f"{settings.prefill_flag} does not fit {architecture}: {reason}")
+        # By its own flag, if that was given.
+        asked = f"--sparse-prefill-method {settings.prefill_name}" if args.sparse_prefill_method else settings.flag
+        raise SparseArgumentError(f"{asked} does not fit {architecture}: {reason}")
 
 
 def require_weights(args: SparseServerArgs, settings: Settings, model: Any) -> None:

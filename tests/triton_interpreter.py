@@ -28,6 +28,7 @@ OPERATIONS = (
     "kt_score",
     "visible_blocks",
     "skip_softmax_decode",
+    "skip_softmax_mla_decode",
 )
 HAS_GPU = torch.cuda.is_available()
 INTERPRETED = not HAS_GPU and "triton" not in sys.modules

@@ -22,6 +22,7 @@ _BY_LAYER = {
     "layers": {"0": {"method": "skip_softmax"}, "1": {"active_ratio": 0.2}, "2-": {"active_ratio": 0.1}},
     "rectify_interval": 32,
 }
+_SKIPS_NOTHING = {"page_size": 64, "threshold_scale_factor": 1e-30, "dense_fallback": "never"}
 # CUDA graphs of larger batches than are asked would take most of a start.
 AT_ONCE = "16"
 GRAPHS = ("--mem-fraction-static", "0.4", "--cuda-graph-max-bs-decode", AT_ONCE)
@@ -36,6 +37,17 @@ def _by_layer() -> Leg:
     asked = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", AT_ONCE, "--lengths", "8k")
     command = Command("eval.niah", "niah-tiny-gqa-resa-layers.jsonl", asked)
     return Leg("needles-resa-layers", (command,), Server("eval/models/tiny-gqa", flags))
+
+
+def _latents() -> Leg:
+    """Needles of Skip-Softmax's decode on tiny-mla, whose prefill is dense, sparse against dense on one server."""
+    flags = ("--sparse-method", "skip_softmax", "--sparse-config", json.dumps({"page_size": 64, **ALWAYS}))
+    flags += ("--page-size", "64", "--attention-backend", "flashmla", *GRAPHS)
+    asked = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", "100", "--concurrency", AT_ONCE, "--lengths", "32k")
+    fields = {"threshold_scale_factor": 350}
+    file = "niah-tiny-mla-skip_softmax-mla-threshold_scale_factor-350.jsonl"
+    command = Command("eval.niah", file, (*asked, "--custom-params", json.dumps(fields)))
+    return Leg("needles-skip_softmax-mla", (command,), Server("eval/models/tiny-mla", flags))
 
 
 def _backend(name: str) -> tuple[str, ...]:
@@ -94,6 +106,7 @@ def _own_needles(implementation: str, *more: str) -> Leg:
 
 NEEDLES: tuple[Leg, ...] = (
     _by_layer(),
+    _latents(),
     _own_needles("portable"),
     _own_needles("portable", *FP8),
     _own_needles("auto"),
@@ -103,6 +116,11 @@ IDENTITY: tuple[Leg, ...] = (
     # A budget that covers the context, and a factor so small that nothing is below it.
     _framework_identity("rocketkv", {"prompt_budget": 65536, "topk": 32768}),
     _framework_identity("skip_softmax", {"threshold_scale_factor": 1e-30}),
+    identity_leg(
+        *("skip_softmax-mla", "tiny-mla"),
+        ("--sparse-method", "skip_softmax", "--sparse-config", json.dumps(_SKIPS_NOTHING)),
+        *("flashmla", "triton", ("--page-size", "64")),
+    ),
     # A threshold that every key reaches.
     identity_leg(
         *("anchor-fa3", "tiny-gqa"),

@@ -14,7 +14,8 @@ One folder per operation, each usable without SGLang:
 - ``index_logits``: how much each query of the lightning indexer wants each token of its row.
 - ``index_topk``: the tokens that each query wants most, exact and deterministic, and their slots.
 - ``anchor_prefill``: prefill attention over the initial block, the own group and the keys that come near their scores.
-- ``skip_softmax_prefill``, ``skip_softmax_decode``: attention that leaves out blocks of keys of little weight.
+- ``skip_softmax_prefill``, ``skip_softmax_decode``, ``skip_softmax_mla_decode``: attention that leaves out blocks of
+  keys of little weight.
 - ``window_score``: how much the last queries of a prompt attend to each of its tokens.
 - ``kt_score``: how much a group of query heads may attend to each page of the KT cache.
 - ``visible_blocks``: the blocks that each row and KV head may attend to, where a part of the prompt is left out.

@@ -160,7 +160,7 @@ def _layers(settings: Settings, facts: ModelFacts) -> dict[str, list[int]]:
     if settings.method.parts:
         raise CalibrationError(f'{CONFIG_FLAG}: layers has several rules; allowed: those of skip_softmax, as "2-"')
     assert settings.prefill is not None
-    if reason := settings.method.refuse(facts):
+    if reason := settings.prefill.refuse(facts) or settings.method.refuse(facts):
         raise CalibrationError(f"--method skip_softmax does not fit {facts.architecture}: {reason}")
     found = {}
     for phase, config, flag in zip(

@@ -49,13 +49,6 @@ FILE = "What `sglang_sparse.calibrate --method skip_softmax` wrote for this mode
 CALIBRATION = "Where threshold_scale_factor comes from, if from target_sparsity; reported, and compared with the model."
 
 
-def refuse_latents(model_config: Any) -> str | None:
-    """Refuse MLA models, whose cache holds latents, not the keys of KV heads."""
-    if model_config.attention_arch.name == "MLA":
-        return "skip_softmax serves MHA and GQA models so far; this one uses MLA (multi-head latent attention)"
-    return None
-
-
 def _factor_of_prefill(value: Any) -> Any:
     """A number, or TensorRT-LLM's mapping of phases, of which this has prefill."""
     factor: Any = value["prefill"] if isinstance(value, dict) and list(value) == ["prefill"] else value
@@ -114,8 +107,14 @@ class SkipSoftmax(PrefillMethod):
         return TILE_QUERIES
 
     def refuse(self, model_config: Any) -> str | None:
-        """Refuse MLA models."""
-        return refuse_latents(model_config)
+        """Refuse MLA models, for whose expanded keys of prefill there is no kernel."""
+        if model_config.attention_arch.name != "MLA":
+            return None
+        return (
+            "skip_softmax prefills MHA and GQA models; this one uses MLA (multi-head latent attention), which SGLang "
+            "prefills with keys expanded for each head, apart from its cache; allowed: --sparse-method skip_softmax, "
+            "which decodes it, without a prefill method"
+        )
 
     def refuse_weights(self, model_config: Any) -> str | None:
         """Refuse what the calibration was not made on."""

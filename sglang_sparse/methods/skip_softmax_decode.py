@@ -3,7 +3,8 @@
 Source: BLASST (arXiv:2512.12087) and the Skip Softmax Attention of TensorRT-LLM, from which the name of the field and
 its two forms come. What both leave to their kernels is settled in ``sglang_sparse_kernels.skip_softmax_decode``. In
 decode the threshold is ``threshold_scale_factor`` divided by the row's length, as in the source, and at most 1. Prefill
-is that of ``skip_softmax.py``, unless another method is asked for.
+is that of ``skip_softmax.py``, unless another method is asked for. MLA models are decoded alone, in the absorbed form
+(``sglang_sparse_kernels.skip_softmax_mla_decode``); their prefill, whose keys SGLang expands for each head, is dense.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from sglang_sparse.kernel_method import KernelMethod
+from sglang_sparse.limits import refuse_sizes
 from sglang_sparse.method_config import RectifyConfig, SparseConfig
-from sglang_sparse.methods.skip_softmax import CALIBRATION, FILE, TARGET, refuse_latents
+from sglang_sparse.methods.skip_softmax import CALIBRATION, FILE, TARGET
 from sglang_sparse.methods.skip_softmax_checkpoint import (
     FACTOR_RANGE,
     PHASES,
@@ -24,13 +26,15 @@ from sglang_sparse.methods.skip_softmax_checkpoint import (
     refuse_other_model,
     resolved_fields,
 )
+from sglang_sparse_kernels import skip_softmax_mla_decode
 from sglang_sparse_kernels.skip_softmax_decode import scratch_bytes, skip_softmax_decode
+from sglang_sparse_kernels.skip_softmax_mla_decode import LATENT_DIMS, ROPE_DIMS
 
 if TYPE_CHECKING:
     import torch
 
     from sglang_sparse.method import ModelShape
-    from sglang_sparse.view import BatchView
+    from sglang_sparse.view import BatchView, LatentQuery
 
 
 def _factors(value: Any) -> dict[str, float]:
@@ -80,6 +84,7 @@ class SkipSoftmaxDecode(KernelMethod):
 
     config_class = SkipSoftmaxDecodeConfig
     config: SkipSoftmaxDecodeConfig
+    latents = True
     combines = True
     more_counts = ("blocks_visited", "blocks_skipped")
 
@@ -94,9 +99,15 @@ class SkipSoftmaxDecode(KernelMethod):
         shared = {name: getattr(self.config, name) for name in SparseConfig.model_fields}
         return {"threshold_scale_factor": factor, "calibration": self.config.calibration, **shared} if factor else None
 
+    def decode_alone(self) -> SkipSoftmaxDecode:
+        """Without a factor of prefill."""
+        factors = {**self.config.threshold_scale_factor, "prefill": 0.0}
+        return SkipSoftmaxDecode(self.config.model_copy(update={"threshold_scale_factor": factors}))
+
     def refuse(self, model_config: Any) -> str | None:
-        """Refuse what the prefill does."""
-        return refuse_latents(model_config)
+        """Refuse latents of sizes that the op lacks."""
+        sizes = {"qk_rope_head_dim": ROPE_DIMS, "kv_lora_rank": LATENT_DIMS}
+        return refuse_sizes(model_config.hf_text_config, sizes) if self.kind_of(model_config) == "MLA" else None
 
     def refuse_weights(self, model_config: Any) -> str | None:
         """Refuse what the calibration was not made on."""
@@ -139,7 +150,28 @@ class SkipSoftmaxDecode(KernelMethod):
             arrivals=view.arrivals,
         )
 
+    def attend_latents(self, view: BatchView, layer_id: int, query: LatentQuery) -> torch.Tensor:
+        """One call of the op for latents."""
+        return skip_softmax_mla_decode.skip_softmax_mla_decode(
+            query.nope,
+            query.rope,
+            query.cache,
+            view.page_table,
+            view.n_pages,
+            query.last_slots,
+            view.values,
+            view.page_size,
+            query.scaling,
+            query.kv_scale,
+            stats=view.method_stats,
+            usual_pages=view.usual_select,
+        )
+
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
         """That of the op. Values have at most the model's ``head_dim``."""
+        pages = (view.usual_select, view.page_size, dtype, device)
+        if model.rope_dim:
+            latent_dim = model.head_dim - model.rope_dim
+            return skip_softmax_mla_decode.scratch_bytes(len(view.n_pages), model.num_q_heads, latent_dim, *pages)
         heads, dims = (model.num_q_heads, model.num_kv_heads), (model.head_dim, model.head_dim)
-        return scratch_bytes(len(view.n_pages), *heads, *dims, view.usual_select, view.page_size, dtype, device)
+        return scratch_bytes(len(view.n_pages), *heads, *dims, *pages)

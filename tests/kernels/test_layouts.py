@@ -49,6 +49,7 @@ OPERATIONS = (
     Operation("page_topk", results=("indices", "counts"), stats=3),
     Operation("quantize", "index_keys", ("values", "scales"), query="x"),
     Operation("skip_softmax_decode", stats=2, query="q"),
+    Operation("skip_softmax_mla_decode", stats=2, query="q_nope"),
     Operation("skip_softmax_prefill", stats=4, query="q"),
     Operation("sparse_decode", query="q"),
     Operation("sparse_mla_decode", query="q_nope"),

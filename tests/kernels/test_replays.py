@@ -26,6 +26,7 @@ from sglang_sparse_kernels.latent_rows import cases as row_cases
 from sglang_sparse_kernels.page_summary import cases as summary_cases
 from sglang_sparse_kernels.page_table import cases as table_cases
 from sglang_sparse_kernels.skip_softmax_decode import cases as skip_decode_cases
+from sglang_sparse_kernels.skip_softmax_mla_decode import cases as skip_mla_cases
 from sglang_sparse_kernels.skip_softmax_prefill import BLOCK_KEYS, TILE_QUERIES
 from sglang_sparse_kernels.skip_softmax_prefill import cases as skip_prefill_cases
 from sglang_sparse_kernels.skip_softmax_prefill import launch as skip_prefill_launch
@@ -155,6 +156,7 @@ OPERATIONS = [
         in_graphs=False,
     ),
     operation("skip_softmax_decode", skip_decode_cases, small={"lengths": (200, 0, 1), "heads": 1}, counts=2),
+    operation("skip_softmax_mla_decode", skip_mla_cases, small={"lengths": (200, 0, 1)}, counts=2),
     operation("sparse_decode", decode_cases, small={"heads": 1}),
     operation("block_mass", mass_cases),
     operation(

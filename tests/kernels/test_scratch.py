@@ -11,6 +11,7 @@ from sglang_sparse_kernels import (
     block_topp,
     launch,
     skip_softmax_decode,
+    skip_softmax_mla_decode,
     sparse_decode,
     sparse_mla_decode,
 )
@@ -20,6 +21,7 @@ from sglang_sparse_kernels.block_mass import triton as mass_kernels
 from sglang_sparse_kernels.block_topp import cases as topp_cases
 from sglang_sparse_kernels.skip_softmax_decode import cases as skip_cases
 from sglang_sparse_kernels.skip_softmax_decode import cuda as skip_cuda
+from sglang_sparse_kernels.skip_softmax_mla_decode import cases as skip_mla_cases
 from sglang_sparse_kernels.sparse_decode import cases as decode_cases
 from sglang_sparse_kernels.sparse_decode import cuda as decode_cuda
 from sglang_sparse_kernels.sparse_mla_decode import cases as mla_cases
@@ -177,6 +179,7 @@ def test_a_batch_that_fills_the_device_needs_nothing(monkeypatch: pytest.MonkeyP
         (sparse_decode.sparse_decode, decode_cases),
         (sparse_mla_decode.sparse_mla_decode, mla_cases),
         (skip_softmax_decode.skip_softmax_decode, skip_cases),
+        (skip_softmax_mla_decode.skip_softmax_mla_decode, skip_mla_cases),
     ],
     ids=lambda one: one.__name__.rpartition(".")[2],
 )

@@ -1,7 +1,6 @@
 """Skip-Softmax as a decode method: its two phases, what a request may say of each, its plan, op and counters."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,11 +134,6 @@ def test_what_the_prefill_that_comes_along_needs_is_asked(qwen3: str) -> None:
         assert f"--sparse-prefill-method skip_softmax{said}" in message and "with a --sparse-prefill" not in message
         assert resolve(qwen3, **flags, sparse_config=decode_only).sparse_prefill_method is None
     assert "--sparse-prefill-config needs --sparse-prefill-method" in refused(qwen3, sparse_prefill_config="{}")
-
-
-def test_mla_models_are_refused(tmp_path: Path) -> None:
-    message = refused(write_config(tmp_path, "mla"))
-    assert "--sparse-method skip_softmax does not fit" in message and "this one uses MLA" in message
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def last_key(k_caches: Any, buffers: Any, last_slots: torch.Tensor, page_size: i
 class Keep:
     """Attends to one page, and keeps what it saw in its buffers."""
 
-    attention, selects_in_model, view_buffers, entry_tokens, parts = "MHA", False, VIEW_BUFFERS, PAGE, ()
+    selects_in_model, view_buffers, entry_tokens, parts = False, VIEW_BUFFERS, PAGE, ()
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -70,6 +70,7 @@ class Dense:
 def make_backend() -> SparseAttentionBackend:
     """A backend over two sparse layers of a model of five, in a decode step of one row."""
     backend = object.__new__(SparseAttentionBackend)
+    backend._latent = False
     dense = Dense()
     object.__setattr__(backend, "dense", dense)
     specs = [AuxSpec(name, (DIM,), torch.float32, last_key, name == "early") for name in ("early", "late")]
@@ -201,7 +202,7 @@ def test_an_mla_layer_may_come_in_two_parts() -> None:
 
     with pytest.raises(RuntimeError, match=r"arguments \['k_rope', 'q_rope'\]"):
         attend()
-    backend.method.attention = "MLA"  # pyright: ignore[reportAttributeAccessIssue]
+    backend._latent = True
     assert attend() == ["k_rope", "q_rope"]
     with pytest.raises(RuntimeError, match=r"arguments \['cos_sin_cache'\]"):
         attend(cos_sin_cache=part)

@@ -246,7 +246,7 @@ def test_what_is_not_finite_ends_the_run(
             "allowed is 1503 or more, with --queries 4",
         ),
         (["--sparse-config", '{"page": 16}'], "unknown field 'page'"),
-        (["--model-path", str(MODELS / "tiny-mla")], "skip_softmax serves MHA and GQA models so far"),
+        (["--model-path", str(MODELS / "tiny-mla")], "skip_softmax prefills MHA and GQA models; this one uses MLA"),
     ],
 )
 def test_wrong_command_lines(

@@ -27,7 +27,7 @@ def test_partners_are_those_that_start() -> None:
     heads = ("resa", "rocketkv", "skip_softmax")
     for name in heads:
         assert found[name] == ("dense", "itself with other fields", *(other for other in heads if other != name))
-    assert found["robsa"] == ("dense", "itself with other fields") and found["dsa"] == ()
+    assert found["robsa"] == ("dense", "itself with other fields", "skip_softmax") and found["dsa"] == ()
     assert set(layer_partners.OTHER_FIELDS) == set(found)
 
 
@@ -49,13 +49,27 @@ def test_what_compacts_has_all_layers() -> None:
     assert 'rule "1-": rocketkv runs beside no other' in refused({"0": {}, "1-": compact}, "rocketkv")
 
 
-@pytest.mark.parametrize("name", ["resa", "rocketkv", "skip_softmax"])
+@pytest.mark.parametrize("name", ["resa", "rocketkv"])
 def test_no_model_has_two_kinds_of_attention(name: str) -> None:
     """Whichever of the two the flag names."""
     robsa, other = {"method": "robsa", "allow_uncalibrated": True}, {"method": name}
     assert 'rule "1": robsa serves MLA models' in refused({"0": other, "1": robsa}, name)
     message = refused({"0": robsa, "1": other}, "robsa")
-    assert f'rule "1": {name} serves MHA and GQA models' in message and "allowed beside robsa: robsa" in message
+    assert f'rule "1": {name} serves MHA and GQA models' in message and "beside robsa: robsa, skip_softmax" in message
+
+
+def test_what_serves_both_kinds_stands_beside_either() -> None:
+    skip = {"method": "skip_softmax", "threshold_scale_factor": {"decode": 5}}
+    robsa, resa = {"method": "robsa", "allow_uncalibrated": True}, {"method": "resa", "rectify_interval": 0}
+    for name, rules, kind in (("robsa", (robsa, skip), "MLA"), ("skip_softmax", (skip, robsa), "MLA")):
+        method = build(name, {"layers": dict(zip("01", rules, strict=True))}).method
+        assert method.attention == kind and not method.latents
+    method = build("resa", {"layers": {"0": resa, "1": skip}}).method
+    assert method.attention == "MHA" and not method.latents
+    both = build("skip_softmax", {"layers": {"0": skip, "1": {"threshold_scale_factor": {"decode": 9}}}}).method
+    assert both.attention == "MHA" and both.latents
+    message = refused({"0": skip, "1": resa, "2": robsa}, "skip_softmax")
+    assert 'rule "2": robsa serves MLA models, and resa of rule "1" MHA and GQA' in message
 
 
 def test_a_chunk_holds_the_longest_window() -> None:

@@ -95,7 +95,10 @@ def skip_softmax_decode(
     """
     by_row = "threshold_scale_factor", threshold_scale_factor
     out = dispatch.check_paged_prefill(q, k_cache, v_cache, page_table, by_row, out, (stats, 2))
-    _check_rows(q, page_table, n_pages, last_slots, k_cache.shape[1], arrivals)
+    check_rows(q, page_table, n_pages, last_slots)
+    if arrivals is not None:
+        dispatch.check_exactly("arrivals", arrivals, (q.shape[0], k_cache.shape[1]), torch.int32)
+        dispatch.check_device(q.device, arrivals=arrivals)
     dispatch.check_page_size(page_size)
     dispatch.check_logit_scale(sm_scale, k_scale)
     arguments = (q, k_cache, v_cache, page_table, n_pages, last_slots, threshold_scale_factor, page_size, sm_scale)
@@ -146,19 +149,15 @@ def scratch_bytes(
     return most
 
 
-def _check_rows(
+def check_rows(
     q: torch.Tensor,
     page_table: torch.Tensor,
     n_pages: torch.Tensor,
     last_slots: torch.Tensor,
-    heads: int,
-    arrivals: torch.Tensor | None,
 ) -> None:
+    """Raise ValueError unless a page table, pages and newest slots are those of the rows of ``q``, ``[B, …]``."""
     batch = q.shape[0]
     dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
     dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
     dispatch.check_exactly("last_slots", last_slots, (batch,), torch.int64)
     dispatch.check_device(q.device, n_pages=n_pages, last_slots=last_slots)
-    if arrivals is not None:
-        dispatch.check_exactly("arrivals", arrivals, (batch, heads), torch.int32)
-        dispatch.check_device(q.device, arrivals=arrivals)

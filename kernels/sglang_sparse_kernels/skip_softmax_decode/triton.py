@@ -47,7 +47,7 @@ def default_config(dim: int, v_dim: int, group: int) -> Config:
 
 
 @triton.jit
-def _load_pages(table_ptr, block, length, tokens, PAGE: tl.constexpr):
+def load_pages(table_ptr, block, length, tokens, PAGE: tl.constexpr):
     """The page of each token of one block; any valid one from the row's end on."""
     BLOCK_KEYS: tl.constexpr = tokens.shape[0]
     pointers = table_ptr + block * (BLOCK_KEYS // PAGE) + tokens // PAGE
@@ -103,11 +103,11 @@ def _attend(
     total = tl.full([q.shape[0]], 0.0, tl.float32)
     output = tl.full([q.shape[0], BLOCK_V_DIM], 0.0, tl.float32)
     skipped = tl.full([], 0, tl.int32)
-    pages = _load_pages(table_ptr, split, length, tokens, PAGE)
+    pages = load_pages(table_ptr, split, length, tokens, PAGE)
     for step in range(tl.cdiv(blocks - split, SPLITS)):
         block = split + step * SPLITS
         # The pages of a block are loaded one block early, or its keys would wait for them.
-        ahead = _load_pages(table_ptr, block + SPLITS, length, tokens, PAGE)
+        ahead = load_pages(table_ptr, block + SPLITS, length, tokens, PAGE)
         logits, reached = _score(q, k_ptr, pages, block * BLOCK_KEYS + tokens < length, k_stride_slot, DIM, PAGE)
         pages = ahead
         if sparse & (step == 0):
@@ -116,14 +116,14 @@ def _attend(
             largest = tl.full([q.shape[0]], float("-inf"), tl.float32)
             for i in tl.range(1 + LOCAL_BLOCKS, num_stages=1):
                 near = tl.where(i == 0, 0, tl.maximum(blocks - i, 0))
-                near_pages = _load_pages(table_ptr, near, length, tokens, PAGE)
+                near_pages = load_pages(table_ptr, near, length, tokens, PAGE)
                 near_valid = tokens < length - near * BLOCK_KEYS
                 largest = tl.maximum(largest, _score(q, k_ptr, near_pages, near_valid, k_stride_slot, DIM, PAGE)[1])
             limit = tl.where(largest < float("inf"), largest + gap, float("-inf"))
         needed = tl.max(tl.where(in_group & (reached >= limit), 1, 0), axis=0)
         if (needed > 0) | (block == 0) | (block >= blocks - LOCAL_BLOCKS):
             # Loaded once more, from a cache: kept since the keys were loaded, the pages would take registers.
-            v_pages = _load_pages(table_ptr, block, length, tokens, PAGE)
+            v_pages = load_pages(table_ptr, block, length, tokens, PAGE)
             v_rows = v_ptr + (v_pages.to(tl.int64) * PAGE + tokens % PAGE) * v_stride_slot
             # The same as the validity of the keys, but not to the compiler, which would keep that one, too. The values
             # come before the weights, which are worked out while these are on their way.

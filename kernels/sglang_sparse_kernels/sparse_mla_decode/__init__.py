@@ -133,14 +133,34 @@ def _check_arguments(
     out: torch.Tensor,
 ) -> None:
     dispatch.check_query("q_nope", q_nope, 3)
-    dispatch.check_tensor("q_rope", q_rope, 3, (q_nope.dtype,))
     dispatch.check_tensor("kv_cache", kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn, torch.uint8))
+    check_latents(q_nope, q_rope, kv_cache)
     dispatch.check_tensor("indices", indices, 3, (torch.int32,))
     dispatch.check_tensor("counts", counts, 2, (torch.int32,))
     dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
     dispatch.check_tensor("out", out, 3, (q_nope.dtype,))
     if block_size not in (allowed := [2**power for power in range(7)]):
         raise ValueError(f"block_size must be one of {', '.join(map(str, allowed))}, got {block_size}")
+    batch = q_nope.shape[0]
+    dispatch.check_shape("indices", indices, (batch, 1, indices.shape[2]))
+    dispatch.check_shape("counts", counts, (batch, 1))
+    dispatch.check_shape("last_slots", last_slots, (batch,))
+    dispatch.check_shape("out", out, tuple(q_nope.shape))
+    contiguous = {"indices": indices, "counts": counts, "last_slots": last_slots, "out": out}
+    for name, tensor in contiguous.items():
+        dispatch.check_contiguous(name, tensor)
+    dispatch.check_device(q_nope.device, **contiguous)
+
+
+def check_latents(q_nope: torch.Tensor, q_rope: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    """Raise ValueError unless these are both parts of a query, and a cache of such latents and rotated keys.
+
+    Args:
+        q_nope: ``[B, H, R]``, whose dtype is allowed.
+        q_rope: ``[B, H, r]``.
+        kv_cache: ``[S, R + r]``, or rows of float8 latents; its dtype is allowed.
+    """
+    dispatch.check_tensor("q_rope", q_rope, 3, (q_nope.dtype,))
     batch, num_heads, latent_dim = q_nope.shape
     rope_dim = q_rope.shape[2]
     for name, dim, dims in (("q_nope", latent_dim, LATENT_DIMS), ("q_rope", rope_dim, ROPE_DIMS)):
@@ -151,12 +171,5 @@ def _check_arguments(
         latent_rows.check_rows("kv_cache", kv_cache, latent_dim, rope_dim)
     else:
         dispatch.check_shape("kv_cache", kv_cache, (kv_cache.shape[0], latent_dim + rope_dim))
-    dispatch.check_shape("indices", indices, (batch, 1, indices.shape[2]))
-    dispatch.check_shape("counts", counts, (batch, 1))
-    dispatch.check_shape("last_slots", last_slots, (batch,))
-    dispatch.check_shape("out", out, (batch, num_heads, latent_dim))
     dispatch.check_last(q_nope=q_nope, q_rope=q_rope, kv_cache=kv_cache)
-    contiguous = {"indices": indices, "counts": counts, "last_slots": last_slots, "out": out}
-    for name, tensor in contiguous.items():
-        dispatch.check_contiguous(name, tensor)
-    dispatch.check_device(q_nope.device, q_rope=q_rope, kv_cache=kv_cache, **contiguous)
+    dispatch.check_device(q_nope.device, q_rope=q_rope, kv_cache=kv_cache)

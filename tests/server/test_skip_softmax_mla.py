@@ -1,0 +1,106 @@
+"""Skip-Softmax decodes MLA models: dense where nothing is below the threshold, right where blocks are skipped."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
+
+from eval import niah
+from eval.live.record import read_rows
+from launch.server import ServerProcess
+
+MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-mla"
+LAYERS = 4
+FLAGS = ("--dtype", "float32", "--context-length", "4096", "--chunked-prefill-size", "512")
+CONFIG = {"threshold_scale_factor": {"decode": 100.0}, "dense_fallback": "never", "check_exactness": True}
+COUNTS = ("decode_rows", "dense_fallback_rows", "sparse_layer_rows", "blocks_visited", "blocks_skipped")
+
+
+def spent(server: ServerProcess, before: dict[str, int]) -> dict[str, int]:
+    state = sparse_state(server)
+    return {name: state[name] - before[name] for name in COUNTS}
+
+
+@pytest.fixture(scope="module")
+def mixed() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(10, 4000) for _ in range(length)] for length in (17, 130, 512, 513, 777, 1500)]
+
+
+@pytest.fixture(scope="module")
+def server(serve) -> Iterator[ServerProcess]:
+    """By the usual factors: that of prefill, which the model does not have, is left out."""
+    config = {**CONFIG, "threshold_scale_factor": 100.0}
+    with serve(MODEL, *FLAGS, method="skip_softmax", config=config) as server:
+        yield server
+
+
+def test_decode_alone_is_set_and_said(server) -> None:
+    state = sparse_state(server)
+    assert state["method"] == "skip_softmax" and "prefill" not in state
+    assert "--sparse-method skip_softmax sets decode alone" in server.log()
+
+
+def test_a_factor_of_next_to_nothing_equals_dense(server, mixed) -> None:
+    expected = [ask(server, prompt, 24, {"sparse": False})["output_ids"] for prompt in mixed]
+    server.flush_cache()
+    before = sparse_state(server)
+    for at_once in (1, 6):
+        with ThreadPoolExecutor(at_once) as pool:
+            found = pool.map(lambda prompt: ask(server, prompt, 24, {"threshold_scale_factor": 1e-30}), mixed)
+            assert [answer["output_ids"] for answer in found] == expected
+    used = spent(server, before)
+    assert used["decode_rows"] >= 2 * 23 * len(mixed) and used["dense_fallback_rows"] == 0
+    assert used["sparse_layer_rows"] == LAYERS * used["decode_rows"]
+    assert used["blocks_skipped"] == 0 < used["blocks_visited"]
+
+
+def test_needles_are_found_while_blocks_are_skipped(server, tmp_path: Path) -> None:
+    before = sparse_state(server)
+    arguments = ["--base-url", server.url, "--out", str(tmp_path / "niah.jsonl"), "--concurrency", "4"]
+    assert niah.main([*arguments, "--tasks", "single,multikey", "--lengths", "2k", "--n", "1"]) == 0
+    lines = [row for row in read_rows(tmp_path / "niah.jsonl") if row["kind"] == "summary"]
+    assert [line["score"] for line in lines] == [1.0, 1.0]
+    used = spent(server, before)
+    assert 0.1 * used["blocks_visited"] < used["blocks_skipped"] < used["blocks_visited"]
+
+
+def test_a_request_sets_its_own_factor(server, mixed) -> None:
+    def skipped(factor: object) -> int:
+        before = sparse_state(server)
+        ask(server, mixed[-1], 8, {"threshold_scale_factor": factor})
+        return spent(server, before)["blocks_skipped"]
+
+    assert skipped(1e6) > skipped({"decode": 30}) >= skipped(1e-30) == 0
+    bad = {"text": "x", "sampling_params": {"custom_params": {"threshold_scale_factor": {"prefill": 2}}}}
+    answer = httpx.post(f"{server.url}/generate", json=bad, timeout=60)
+    assert answer.status_code == 400 and "a mapping with decode" in answer.text
+
+
+def test_company_and_prefixes_change_nothing(server, mixed) -> None:
+    server.flush_cache()
+    alone = [ask(server, prompt, 24)["output_ids"] for prompt in mixed]
+    assert [ask(server, prompt, 24)["output_ids"] for prompt in mixed] == alone
+    server.flush_cache()
+    assert greedy(server, mixed, at_once=6) == alone
+    assert_exact(server, 1500 // 16 * 16)
+    assert_nothing_leaked(server)
+
+
+def test_robsa_has_other_layers(serve, mixed) -> None:
+    """Both with nothing left out: all layers run sparse, in blocks of two sizes, and the tokens are those of dense."""
+    robsa = {"method": "robsa", "theta1": 1.0, "allow_uncalibrated": True}
+    rules = {"0-1": {"threshold_scale_factor": {"decode": 1e-30}}, "2-": robsa}
+    config = {"layers": rules, "page_size": 64, "dense_fallback": "never"}
+    with serve(MODEL, *FLAGS, "--page-size", "64", method="skip_softmax", config=config) as server:
+        expected = [ask(server, prompt, 24, {"sparse": False})["output_ids"] for prompt in mixed]
+        server.flush_cache()
+        before = sparse_state(server)
+        assert greedy(server, mixed, at_once=6) == expected
+        used = spent(server, before)
+        assert used["sparse_layer_rows"] == LAYERS * used["decode_rows"] and used["dense_fallback_rows"] == 0
+        assert used["blocks_skipped"] == 0 < used["blocks_visited"]
