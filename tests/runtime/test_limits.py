@@ -14,7 +14,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse import limits, registry
 
-COMPACT = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "compact", "allow_unproven": True}}
+COMPACT = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "compact"}}
 
 
 @dataclass(frozen=True)
