@@ -15,6 +15,7 @@ from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 if TYPE_CHECKING:
+    from sglang_sparse.indices import SparseIndices
     from sglang_sparse.method import DecodeMethod, ModelShape
     from sglang_sparse.pools import AuxPools
     from sglang_sparse.view import BatchView
@@ -104,17 +105,18 @@ class DecodePath:
         scales = layer.scaling, layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
         if isinstance(self._method, KernelMethod):
             return self._method.attend(view, layer.layer_id, query, *caches, slots, *scales)
-        scaled = replace(view, logit_scale=layer.scaling * (layer.k_scale_float or 1.0))
-        selected = self._method.select(scaled, layer.layer_id, query, self._aux)
+        asked = replace(view, logit_scale=layer.scaling * (layer.k_scale_float or 1.0), last_slots=slots)
+        selected = self._method.select(asked, layer.layer_id, query, self._aux)
+        size, usual = _unit(selected, view)
         return sparse_decode(
             query,
             *caches,
             selected.indices,
             selected.counts,
             slots,
-            view.page_size if selected.unit == "page" else 1,
+            size,
             *scales,
-            usual_pages=view.usual_select,
+            usual_pages=usual,
             arrivals=view.arrivals,
         )
 
@@ -129,7 +131,8 @@ class DecodePath:
         query = LatentQuery(heads, q_rope, cache, slots, layer.scaling, 1.0, _mean_over_ranks)
         if isinstance(self._method, KernelMethod):
             return self._method.attend_latents(view, layer.layer_id, query)
-        selected = self._method.select(view, layer.layer_id, query, self._aux)
+        selected = self._method.select(replace(view, last_slots=slots), layer.layer_id, query, self._aux)
+        size, usual = _unit(selected, view)
         return sparse_mla_decode(
             heads,
             q_rope,
@@ -137,10 +140,10 @@ class DecodePath:
             selected.indices,
             selected.counts,
             slots,
-            view.page_size if selected.unit == "page" else 1,
+            size,
             layer.scaling,
             query.kv_scale,
-            usual_blocks=view.usual_select,
+            usual_blocks=usual,
             # Selections are in ascending order of position.
             newest_last=True,
         )
@@ -177,6 +180,13 @@ class PartsPath(DecodePath):
         """Attend in one layer by the part that has it, with that part's view of the batch; see ``DecodePath``."""
         place, path = self._by_layer[layer.layer_id]
         return path.attend(q, k, v, layer, slots, view.parts[place], save_kv_cache, rotated)
+
+
+def _unit(selected: SparseIndices, view: BatchView) -> tuple[int, int]:
+    """The slots that an index names, and how many indices most rows have at most."""
+    if selected.unit == "page":
+        return view.page_size, view.usual_select
+    return 1, view.usual_select * view.page_size
 
 
 def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ class SparseIndices:
         indices: ``[rows, kv_heads, width]`` int32, physical ids in the KV pool in ascending order of position; a
             static shape, so that the buffer can live in a CUDA graph. What lies beyond the counts is not read.
         counts: ``[rows, kv_heads]`` int32, how many entries of each list are meant.
-        unit: what an id names: a page of the pool or a token slot.
+        unit: what an id names: a block of the method's, a page of the pool in most, of which what lies behind the row's
+            newest token is not attended to; or a token slot, of which all are.
     """
 
     indices: torch.Tensor

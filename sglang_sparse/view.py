@@ -68,6 +68,8 @@ class BatchView:
             more than ``n_select`` and got all; behind these four, ``method_stats``.
         page_size: tokens per page.
         logit_scale: of the layer that selects, what its products of query and stored key are multiplied with.
+        last_slots: ``[rows]`` int64 while a layer selects, the slot of each row's newest token. What lies behind it in
+            its page is not the row's, which a method whose unit is the token has to leave out.
         parts: of a method with parts the view of each, see ``composite.with_parts``. Those whose blocks have one size
             share their buffers but for ``n_select``, ``values`` and ``stats``, also with the whole view.
     """
@@ -85,6 +87,7 @@ class BatchView:
     stats: torch.Tensor
     page_size: int
     logit_scale: float = 1.0
+    last_slots: torch.Tensor | None = None
     parts: tuple[BatchView, ...] = ()
 
     def rows(self, count: int) -> BatchView:

@@ -1,4 +1,4 @@
-"""Sparse decode of an MLA layer: what is written, what the method is asked, and what comes out, in both query forms."""
+"""Sparse decode of a layer: what is written, what the method is asked, and what comes out, in blocks and in tokens."""
 
 import sys
 from types import SimpleNamespace
@@ -12,7 +12,8 @@ from sglang_sparse.decode_path import DecodePath
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import ModelShape
 from sglang_sparse.pools import AuxPools, model_shape
-from sglang_sparse.view import LatentQuery
+from sglang_sparse.view import BatchView, LatentQuery, allocate_view
+from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 LATENT, ROPE, HEADS, BLOCK, SLOTS, LAYER = 64, 16, 4, 16, 128, 2
@@ -48,6 +49,11 @@ class Pool:
         self.buffer[slots] = torch.cat([nope, rope], dim=-1)
 
 
+def batch() -> BatchView:
+    """A view of which the selection here reads nothing."""
+    return allocate_view(len(ROWS), 1, SLOTS // BLOCK, 4, BLOCK, torch.zeros(4, dtype=torch.int64))
+
+
 def attention(query: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """``[heads, latent]`` of one row in float64, by the definition."""
     weights = (query.double() @ cache.double().T * SCALING).softmax(-1)
@@ -78,7 +84,7 @@ def test_an_mla_layer(split: bool, save: bool, monkeypatch: pytest.MonkeyPatch) 
     query, key = torch.randn(2, HEADS, LATENT + ROPE), torch.randn(2, 1, LATENT + ROPE)
     before = pool.buffer.clone()
     layer = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, scaling=SCALING)
-    view: Any = SimpleNamespace(page_size=BLOCK, usual_select=4)
+    view = batch()
     latent = key[..., :LATENT]
     if split:
         rotated = {"q_rope": query[..., LATENT:].contiguous(), "k_rope": key[..., LATENT:].contiguous()}
@@ -98,6 +104,54 @@ def test_an_mla_layer(split: bool, save: bool, monkeypatch: pytest.MonkeyPatch) 
         tokens = [slot for block in blocks for slot in range(block * BLOCK, (block + 1) * BLOCK)]
         seen = expected[[slot for slot in tokens if slot // BLOCK != last // BLOCK or slot <= last], 0]
         assert torch.allclose(output[row].view(HEADS, LATENT).double(), attention(query[row], seen), atol=1e-5)
+
+
+class ChoosesTokens:
+    """Selects `slots` for all KV heads, and keeps which slots it was told the rows end in."""
+
+    slots = ((4, 60, 61, 99), (81,))
+
+    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxPools) -> SparseIndices:
+        self.asked = view.last_slots
+        heads = view.arrivals.shape[1]
+        indices = torch.zeros(len(self.slots), heads, SLOTS, dtype=torch.int32)
+        for row, chosen in enumerate(self.slots):
+            indices[row, :, : len(chosen)] = torch.tensor(chosen)
+        counts = torch.tensor([[len(chosen)] * heads for chosen in self.slots], dtype=torch.int32)
+        return SparseIndices(indices, counts, unit="token")
+
+
+@pytest.mark.parametrize("latent", [True, False])
+def test_tokens_are_attended_to_one_by_one(latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the blocks of a usual row have, for which the work is split."""
+    torch.manual_seed(1)
+    told: list[tuple[int, int]] = []
+
+    def watched(attend: Any, size_at: int, usual: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> torch.Tensor:
+            told.append((arguments[size_at], options[usual]))
+            return attend(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(decode_path, "sparse_mla_decode", watched(sparse_mla_decode, 6, "usual_blocks"))
+    monkeypatch.setattr(decode_path, "sparse_decode", watched(sparse_decode, 6, "usual_pages"))
+    method: Any = ChoosesTokens()
+    pool: Any = Pool()
+    # The latent cache has both in one: so has this model, whose values are a part of its keys.
+    pool.get_value_buffer = lambda layer_id: pool.buffer[..., :LATENT]
+    slots = torch.tensor([slot for _, slot in ROWS])
+    aux = AuxPools((), (LAYER,), SLOTS // BLOCK, BLOCK, "cpu")
+    shape = ModelShape(4, HEADS, 1, LATENT + ROPE, torch.float32, ROPE if latent else 0)
+    layer = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, scaling=SCALING, qk_head_dim=LATENT + ROPE)
+    layer.k_scale_float = layer.v_scale_float = None
+    query, key = torch.randn(2, HEADS, LATENT + ROPE), torch.randn(2, 1, LATENT + ROPE)
+    path = DecodePath(method, aux, pool, shape)
+    output = path.attend(query.flatten(1), key, key, layer, slots, batch(), False, {})
+    assert torch.equal(method.asked, slots) and told == [(1, 4 * BLOCK)]
+    for row, chosen in enumerate(method.slots):
+        expected = attention(query[row], pool.buffer[list(chosen), 0])
+        assert torch.allclose(output[row].view(HEADS, LATENT).double(), expected, atol=1e-5)
 
 
 def test_the_mean_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import feature_cells
 import pytest
 import torch
 import zmq
+from feature_cells import Cell, row_of
 from server_requests import assert_nothing_leaked, greedy, sparse_state
 
 from launch.server import free_port
@@ -28,10 +30,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dsa": {},
     "rocketkv": {"prompt_budget": 10240, "topk": 10240, "dense_fallback": "never"},
     "skip_softmax": {"threshold_scale_factor": 0, "dense_fallback": "never"},
-    "anchor": {"theta": 1e9, "block_size": 32, "step": 4, "dense_tail": 0, "dense_fallback": "never"},
+    "anchor": {"theta": 1e9, "block_size": 64, "step": 2, "dense_tail": 0, "dense_fallback": "never"},
     "skip_softmax (prefill)": {"threshold_scale_factor": 0, "dense_fallback": "never"},
 }
-# All of the table's flags, as many on one server as go together; and what only a GPU has.
+# All of the table's flags but those for a GPU, as many on one server as go together.
 SERVERS: dict[str, dict[str, Any]] = {
     "two ranks": {"tp_size": 2},
     "plain": {
@@ -42,8 +44,18 @@ SERVERS: dict[str, dict[str, Any]] = {
     },
     "mixed": {"enable_mixed_chunk": True, "enable_return_hidden_states": True, "kv_events_config": "{}"},
 }
-GPU_ONLY = {"kv_cache_dtype", "quantization_param_path"}
-COMMON = {kind: ("--dtype", "float32", "--page-size", "64" if kind == "DSA" else "16") for kind in capabilities.KINDS}
+# A decode method's partners by server, if it has any: events of the cache are refused beside sparse prefill.
+PARTNERS = {"two ranks": Method("anchor", True), "plain": Method("skip_softmax", True)}
+# By method, in the order of the servers. A prefill method has also those of the decode methods whose partner it is.
+PAGES: dict[str, tuple[int, int, int]] = {
+    "resa": (4, 8, 32),
+    "rocketkv": (8, 32, 4),
+    "skip_softmax": (32, 4, 8),
+    "anchor": (1, 2, 64),
+    "skip_softmax (prefill)": (1, 2, 64),
+    "robsa": (16, 32, 64),
+    "dsa": (64, 64, 64),
+}
 SHORT = {"max_new_tokens": 3, "temperature": 0.0, "ignore_eos": True}
 TOKENS, AT_ONCE = 8, 4
 
@@ -68,32 +80,110 @@ def expected(serve, model_of) -> Callable[[str], list[list[int]]]:
     def answers(kind: str) -> list[list[int]]:
         if kind not in found:
             sparse = {"method": "dsa", "config": {}} if kind == "DSA" else {}
-            with serve(model_of(kind), *COMMON[kind], **sparse) as server:
+            page = "64" if kind == "DSA" else "16"
+            with serve(model_of(kind), "--dtype", "float32", "--page-size", page, **sparse) as server:
                 found[kind] = greedy(server, prompts_of(kind), TOKENS)
         return found[kind]
 
     return answers
 
 
-def served(method: Method, flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of some flags that a method goes with on this machine, and what of its config that takes."""
+@dataclass(frozen=True)
+class Start:
+    """A server with a method.
+
+    Attributes:
+        method: the method.
+        page: tokens of a KV page.
+        flags: fields of ``ServerArgs``.
+        partner: the prefill method beside it.
+        fields: what of its config all that takes.
+    """
+
+    method: Method
+    page: int
+    flags: dict[str, Any]
+    partner: Method | None
+    fields: dict[str, Any]
+
+    def command(self) -> list[str]:
+        own = {} if self.method.prefill else {"page_size": self.page}
+        found = ["--dtype", "float32", "--page-size", str(self.page), *capabilities.flag_text(self.flags).split()]
+        found += self.method.flag.split()
+        configs = {self.method.prefill: {**CONFIGS[self.method.label], **self.fields, **own}}
+        if self.partner:
+            found += self.partner.flag.split()
+            configs[True] = CONFIGS[self.partner.label]
+        for prefill, config in configs.items():
+            found += ["--sparse-prefill-config" if prefill else "--sparse-config", json.dumps(config)]
+        if "chunked_prefill_size" not in self.flags:
+            found += ["--chunked-prefill-size", "256"]
+        return found
+
+    def shows(self) -> set[Cell]:
+        """What of the tables of features is true where this server answers as it should."""
+        label = self.method.label
+        flags = {row_of(flag) for flag in capabilities.FLAGS if flag.keys() <= self.flags.keys()}
+        found = {Cell(row, label) for row in flags}
+        found |= {
+            Cell(feature_cells.PAGE_SIZE, one.label, str(self.page)) for one in (self.method, self.partner) if one
+        }
+        found |= {
+            Cell(feature_cells.PHASE, label, "prefill" if self.method.prefill else "decode"),
+            Cell(feature_cells.MODELS, label, capabilities.place_of(self.method).kind),
+            Cell(feature_cells.MACHINE, label, "CPU platform"),
+            Cell(feature_cells.ON_CPU, label, backend_of(self.method)),
+        }
+        if self.partner:
+            found |= {Cell(feature_cells.TOGETHER, label, self.partner.name)}
+            found |= {Cell(feature_cells.TOGETHER, self.partner.label, self.method.name)}
+        return found
+
+
+def backend_of(method: Method) -> str:
+    """The attention backend of the servers here, which the platform chooses."""
+    return "dsa" if capabilities.place_of(method).kind == "DSA" else "torch_native"
+
+
+def start_of(method: Method, name: str) -> Start:
+    """A server with those of some flags that a method goes with on this machine, and with what that takes."""
     place = replace(capabilities.place_of(method), gpu=False)
-    answers = {flag: capabilities.answer(method, place, {flag: value}) for flag, value in flags.items()}
+    answers = {flag: capabilities.answer(method, place, {flag: value}) for flag, value in SERVERS[name].items()}
     wanted = [answer.fields for answer in answers.values() if answer.served]
     fields = {name: value for one in (place.fields, *wanted) for name, value in one.items()}
-    return {flag: value for flag, value in flags.items() if answers[flag].served}, fields
+    partner = PARTNERS.get(name)
+    if partner and (method.prefill or partner.name not in capabilities.partners(method)):
+        partner = None
+    flags = {flag: value for flag, value in SERVERS[name].items() if answers[flag].served}
+    return Start(method, PAGES[method.label][[*SERVERS].index(name)], flags, partner, fields)
 
 
-def test_every_flag_of_the_table_is_tried() -> None:
-    tried = [name for flags in SERVERS.values() for name in flags]
-    assert sorted([*tried, *GPU_ONLY]) == sorted(name for flags in capabilities.FLAGS for name in flags)
-    assert {method.label for method in capabilities.methods()} == set(CONFIGS)
+def shown() -> set[Cell]:
+    return {cell for method in capabilities.methods() for name in SERVERS for cell in start_of(method, name).shows()}
+
+
+def test_every_yes_of_the_tables_is_shown_or_named_as_unproven() -> None:
+    told = shown() | feature_cells.PROOFS.keys() | feature_cells.UNPROVEN.keys()
+    assert sorted(feature_cells.cells() - told) == [], "add a test, and name it in tests/feature_cells.py"
+    assert sorted(told - feature_cells.cells()) == [], "the tables say no"
+    both = feature_cells.PROOFS.keys() & feature_cells.UNPROVEN.keys() | shown() & feature_cells.UNPROVEN.keys()
+    assert not both, "what is shown is not unproven"
+
+
+def test_proofs_are_tests_and_legs_that_there_are() -> None:
+    wrong = {cell: feature_cells.wrong_with(cell, proof) for cell, proof in feature_cells.PROOFS.items()}
+    assert not {cell: reasons for cell, reasons in wrong.items() if reasons}
+    cell = Cell(feature_cells.ON_GPU, "robsa", "fa3")
+    assert feature_cells.wrong_with(cell, "identity-robsa-triton") == ["the leg has no 'fa3'"]
+    assert feature_cells.wrong_with(cell, "identity-anchor-fa3") == ["the leg has no 'robsa'"]
+    assert feature_cells.wrong_with(cell, "identity-robsa-fa4") and feature_cells.wrong_with(cell, "tests/x.py::test_x")
 
 
 @pytest.mark.parametrize("name", SERVERS)
 @pytest.mark.parametrize("method", capabilities.methods(), ids=lambda method: method.label)
 def test_answers_stay_the_same(method: Method, name: str, serve, model_of, expected) -> None:
-    flags, fields = served(method, SERVERS[name])
+    start = start_of(method, name)
+    flags = start.flags
     assert flags, "nothing of this is served"
     events = free_port()
     if "kv_events_config" in flags:
@@ -101,21 +191,21 @@ def test_answers_stay_the_same(method: Method, name: str, serve, model_of, expec
             {"publisher": "zmq", "endpoint": f"tcp://*:{events}"}, separators=(",", ":")
         )
     kind = capabilities.place_of(method).kind
-    config = "--sparse-prefill-config" if method.prefill else "--sparse-config"
-    command = [*COMMON[kind], *capabilities.flag_text(flags).split(), *method.flag.split()]
-    command += [config, json.dumps({**CONFIGS[method.label], **fields})]
-    if "chunked_prefill_size" not in flags:
-        command += ["--chunked-prefill-size", "256"]
     prompts = prompts_of(kind)
-    with serve(model_of(kind), *command) as server, zmq.Context() as context, context.socket(zmq.SUB) as listener:
-        listener.connect(f"tcp://127.0.0.1:{events}")
-        listener.subscribe(b"")
+    with serve(model_of(kind), *start.command()) as server, zmq.Context() as context, context.socket(zmq.SUB) as sub:
+        sub.connect(f"tcp://127.0.0.1:{events}")
+        sub.subscribe(b"")
         assert greedy(server, prompts, TOKENS, at_once=AT_ONCE) == expected(kind)
         if "kv_events_config" in flags:
-            assert listener.poll(10_000), "no event of the KV cache"
+            assert sub.poll(10_000), "no event of the KV cache"
         if "enable_return_hidden_states" in flags:
             answer = server.generate(input_ids=prompts[1], sampling_params=SHORT, return_hidden_states=True)
             assert len(answer["meta_info"]["hidden_states"]) == answer["meta_info"]["completion_tokens"] == 3
-        state = sparse_state(server)
-        assert (state["prefill"]["sparse_tokens"] if method.prefill else state["sparse_layer_rows"]) > 0
+        info, state = server.server_info(), sparse_state(server)
+        assert (info["page_size"], info["attention_backend"]) == (start.page, backend_of(method))
+        if not method.prefill:
+            assert state["sparse_layer_rows"] > 0
+        if method.prefill or start.partner:
+            assert state["prefill"]["sparse_tokens"] > 0
+            assert state["prefill"]["method"] == (start.partner or method).name
         assert_nothing_leaked(server)

@@ -1,7 +1,6 @@
 """The judge on the trained tiny model: ReSA finds needles, and so does the best selection; negative controls do not."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,21 +51,6 @@ def resa(serve) -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def third_party(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example of CONTRIBUTING.md, installed as a third party would ship it."""
-    folder = tmp_path_factory.mktemp("third-party")
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    (entry_point,) = re.findall(r'```toml\n\[project\.entry-points\."([\w.]+)"\]\n(.*?)\n```', text, re.S)
-    (folder / "my_package.py").write_text(code)
-    metadata = folder / "my_package-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 0.1\n")
-    (metadata / "entry_points.txt").write_text(f"[{entry_point[0]}]\n{entry_point[1].replace(chr(34), '')}\n")
-    return folder
-
-
 def test_resa_finds_needles_in_8k(resa: ServerProcess, tmp_path: Path) -> None:
     for line in ask(resa, tmp_path / "niah.jsonl", "--lengths", "8k", "--n", "1", "--expect", "resa"):
         assert line["score"] == 1.0 and line["density"] < 0.12 and line["dense_rows"] == 0, line
@@ -91,8 +75,8 @@ def test_the_judge_tells_selections_apart(serve, resa: ServerProcess, folder: Pa
         assert line["random_pages"] < 0.2, line
 
 
-def test_the_window_of_contributing_does_not_find_them(serve, third_party: Path, tmp_path: Path) -> None:
+def test_the_window_of_contributing_does_not_find_them(serve, contributed: Path, tmp_path: Path) -> None:
     config = {"dense_fallback": "never", "window_pages": 12}
-    with start(serve, "window", config, third_party) as server:
+    with start(serve, "window", config, contributed) as server:
         lines = ask(server, tmp_path / "niah.jsonl", "--lengths", SHORT, "--n", "3", "--depths", "0,30,60")
     assert all(line["score"] < 0.2 for line in lines), lines

@@ -1,18 +1,32 @@
-"""AnchorAttention beside other decode methods than ReSA, and prompts whose incomplete groups are shared."""
+"""Prefill methods beside decode methods, also by layer and on the smallest and largest pages; incomplete groups."""
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from checkpoints import random_qwen3
+from feature_cells import PAGE_SIZE, PROOFS, Cell
 from server_requests import ask, assert_exact, assert_nothing_leaked, sparse_state
 
 PAGE, GROUP, CHUNK, SHARED = 16, 128, 512, 1024
 CHUNKS = ("--chunked-prefill-size", str(CHUNK))
 ANCHOR = {"block_size": 32, "step": GROUP // 32, "dense_tail": 0, "theta": 0.5, "crossover_tokens": 2 * GROUP}
-ROCKETKV = {"prompt_budget": 256, "window_size": 16, "topk": 16, "dense_fallback": "never"}
-SKIP = {"threshold_scale_factor": {"decode": 300.0}, "dense_fallback": "never"}
+DECODE = {
+    "resa": {"active_ratio": 0.2, "min_pages": 4},
+    "rocketkv": {"prompt_budget": 256, "window_size": 16, "topk": 16},
+    "skip_softmax": {"threshold_scale_factor": {"decode": 300.0}},
+}
+SKIP_PREFILL = {"threshold_scale_factor": 250.0, "dense_fallback": "never"}
+TRAINED = Path("eval/models/tiny-gqa")
+
+
+def by_layer(first: str, second: str, others: str) -> dict[str, Any]:
+    """Decode methods for the trained model's four layers."""
+    rules = {layers: {"method": name, **DECODE[name]} for layers, name in (("0", first), ("1", second), ("2-", others))}
+    return {"layers": rules, "rectify_interval": 0}
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +38,33 @@ def family() -> list[list[int]]:
     return [shared[: SHARED + kept] + [rng.randrange(10, 1000) for _ in range(more)] for kept, more in parts]
 
 
-@pytest.mark.parametrize(("method", "config"), [("rocketkv", ROCKETKV), ("skip_softmax", SKIP)])
-def test_prefixes_and_company_change_nothing(
-    method: str, config: dict[str, Any], serve, checkpoint, family: list[list[int]]
-) -> None:
-    prefill = {**ANCHOR, "check_exactness": True}
-    with serve(checkpoint, *CHUNKS, method=method, config=config, prefill=prefill) as server:
+class Pair(NamedTuple):
+    """A decode method beside a prefill method, on pages of so many tokens."""
+
+    method: str
+    config: dict[str, Any]
+    prefill_method: str
+    prefill: dict[str, Any]
+    page: int
+
+
+PAIRS = (
+    Pair("rocketkv", DECODE["rocketkv"], "anchor", ANCHOR, PAGE),
+    Pair("skip_softmax", DECODE["skip_softmax"], "anchor", ANCHOR, PAGE),
+    Pair("resa", by_layer("resa", "resa", "skip_softmax"), "skip_softmax", SKIP_PREFILL, 1),
+    Pair("resa", by_layer("skip_softmax", "resa", "resa"), "skip_softmax", SKIP_PREFILL, 2),
+    Pair("rocketkv", by_layer("resa", "rocketkv", "skip_softmax"), "skip_softmax", SKIP_PREFILL, 64),
+)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda one: f"{one.method}-{one.prefill_method}-{one.page}")
+def test_prefixes_and_company_change_nothing(pair: Pair, serve, checkpoint, family: list[list[int]]) -> None:
+    # The attention of a random model is too flat for blocks to be skipped.
+    model = checkpoint if pair.prefill_method == "anchor" else TRAINED
+    flags = ["--dtype", "float32", "--page-size", str(pair.page), "--sparse-prefill-method", pair.prefill_method]
+    flags += ["--sparse-prefill-config", json.dumps({**pair.prefill, "check_exactness": True})]
+    config = {**pair.config, "page_size": pair.page, "dense_fallback": "never"}
+    with serve(model, *CHUNKS, *flags, method=pair.method, config=config) as server:
         cold = []
         for prompt in family:
             server.flush_cache()
@@ -44,14 +79,27 @@ def test_prefixes_and_company_change_nothing(
         cached = [answer["meta_info"]["cached_tokens"] for answer in answers[len(family) :]]
         assert all(count % GROUP == 0 for count in cached) and min(cached) >= SHARED - GROUP
         after = sparse_state(server)
-        assert (after["method"], after["prefill"]["method"]) == (method, "anchor")
+        assert (after["method"], after["prefill"]["method"]) == (pair.method, pair.prefill_method)
         assert after["sparse_layer_rows"] > before["sparse_layer_rows"]
+        for part in after.get("parts", []):
+            pages = part["pages_held"] - part["pages_attended"]
+            assert (part["blocks_skipped"] if part["method"] == "skip_softmax" else pages) > 0, part
         causal, attended = (
             after["prefill"][name] - before["prefill"][name] for name in ("pairs_causal", "pairs_attended")
         )
         assert 0 < attended < 0.95 * causal
         assert_exact(server, 2 * GROUP)
         assert_nothing_leaked(server)
+
+
+def test_the_page_sizes_that_the_table_of_proofs_has_from_here_are_here() -> None:
+    served = {
+        Cell(PAGE_SIZE, rule["method"], str(pair.page))
+        for pair in PAIRS
+        for rule in pair.config.get("layers", {}).values()
+    }
+    named = {cell for cell, proof in PROOFS.items() if Path(__file__).name in proof}
+    assert named and named <= served
 
 
 def test_incomplete_groups_are_shared_if_asked_for(serve, checkpoint, family: list[list[int]]) -> None:

@@ -1,0 +1,151 @@
+"""What the tables of features say yes to, cell by cell, and which test or leg shows that it is true."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from eval.parts.reproduce_legs import LEGS
+from sglang_sparse import capabilities, tables
+
+ROOT = Path(__file__).parent.parent
+YES = "yes"
+PAGE_SIZE, ON_GPU, ON_CPU = (
+    "`--page-size`",
+    "`--attention-backend` on a GPU",
+    "`--attention-backend` on the CPU platform",
+)
+PHASE, MODELS, MACHINE, TOGETHER, OTHER_LAYERS = tables.properties()
+FLOAT8 = "`--kv-cache-dtype fp8_e4m3 --quantization-param-path scales.json`"
+DECODE_SKIP, PREFILL_SKIP = "skip_softmax", "skip_softmax (prefill)"
+
+
+class Cell(NamedTuple):
+    """One yes.
+
+    Attributes:
+        row: what the method is asked, as the tables call it.
+        method: its label.
+        value: one of the values in the answer, or `YES`.
+    """
+
+    row: str
+    method: str
+    value: str = YES
+
+
+def row_of(flag: Mapping[str, object]) -> str:
+    return f"`{capabilities.flag_text(flag)}`"
+
+
+@cache
+def cells() -> frozenset[Cell]:
+    """All that the tables say yes to."""
+    flags = {row_of(flag) for flag in capabilities.FLAGS}
+    found = set()
+    for row, says in {**tables.features(), **tables.properties()}.items():
+        for method in capabilities.methods():
+            answer = says(method)
+            if answer not in ("no", "none"):
+                values = [YES] if row in flags else answer.replace(" (calibrated)", "").split(", ")
+                found |= {Cell(row, method.label, value) for value in values}
+    return frozenset(found)
+
+
+_SERVER = "tests/server/test_{}.py::test_"
+_PAIRS = _SERVER.format("prefill_pairs") + "prefixes_and_company_change_nothing"
+_PARTS = _SERVER.format("layer_parts")
+_MIXED = _PARTS + "rocketkv_beside_dense_resa_and_skip_softmax_is_counted_by_part"
+_RULES = _SERVER.format("layer_rules") + "each_part_is_counted_and_the_server_is_their_sum"
+_BOTH_PHASES = _SERVER.format("skip_softmax_decode") + "a_threshold_of_zero_is_dense_in_both_phases"
+_SKIP_PREFILL = _SERVER.format("skip_softmax") + "a_threshold_of_zero_is_dense"
+_ANCHOR = _SERVER.format("prefill") + "a_threshold_that_keeps_all_is_dense"
+_DSA = _SERVER.format("dsa") + "prompts_are_read_as_the_model_was_trained"
+_KEPT = _SERVER.format("rocketkv") + "few_blocks_of_what_is_kept_are_attended"
+_OTHER_FIELDS = "itself with other fields"
+
+# What the servers of ``test_matrix`` do not show, and what does: a test, or the name of a leg of ``eval.reproduce``.
+PROOFS: Mapping[Cell, str] = {
+    Cell(PAGE_SIZE, "resa", "16"): _SERVER.format("identity") + "equal_one_by_one",
+    Cell(PAGE_SIZE, "rocketkv", "16"): _KEPT,
+    Cell(PAGE_SIZE, DECODE_SKIP, "16"): _BOTH_PHASES,
+    Cell(PAGE_SIZE, "anchor", "16"): _ANCHOR,
+    Cell(PAGE_SIZE, PREFILL_SKIP, "16"): _SKIP_PREFILL,
+    **{Cell(PAGE_SIZE, method, size): _PAIRS for method in ("resa", DECODE_SKIP) for size in ("1", "2", "64")},
+    Cell(PAGE_SIZE, "rocketkv", "64"): _PAIRS,
+    Cell(PHASE, "dsa", "prefill"): _DSA,
+    Cell(PHASE, DECODE_SKIP, "prefill"): _BOTH_PHASES,
+    Cell(OTHER_LAYERS, "resa", "dense"): _RULES,
+    Cell(OTHER_LAYERS, "resa", _OTHER_FIELDS): _SERVER.format("layer_rules") + "two_configs_of_one_method_on_two_ranks",
+    Cell(OTHER_LAYERS, "resa", "rocketkv"): _MIXED,
+    Cell(OTHER_LAYERS, "resa", DECODE_SKIP): _RULES,
+    Cell(OTHER_LAYERS, "rocketkv", "dense"): _MIXED,
+    Cell(OTHER_LAYERS, "rocketkv", _OTHER_FIELDS): _PARTS
+    + "a_part_that_keeps_everything_leaves_the_other_as_on_its_own_server",
+    Cell(OTHER_LAYERS, "rocketkv", "resa"): _MIXED,
+    Cell(OTHER_LAYERS, "rocketkv", DECODE_SKIP): _MIXED,
+    Cell(OTHER_LAYERS, DECODE_SKIP, "dense"): _MIXED,
+    Cell(OTHER_LAYERS, DECODE_SKIP, _OTHER_FIELDS): _PARTS + "skip_softmax_with_two_factors",
+    Cell(OTHER_LAYERS, DECODE_SKIP, "resa"): _RULES,
+    Cell(OTHER_LAYERS, DECODE_SKIP, "rocketkv"): _MIXED,
+    Cell(OTHER_LAYERS, "robsa", "dense"): _PARTS + "robsa_with_two_shares_beside_dense_layers",
+    Cell(OTHER_LAYERS, "robsa", _OTHER_FIELDS): _PARTS + "robsa_with_two_sizes_of_blocks_on_two_ranks",
+    # What takes a GPU.
+    Cell(ON_GPU, "resa", "fa3"): "e1",
+    Cell(ON_GPU, "resa", "triton"): _SERVER.format("gpu_memory")
+    + "a_sparse_step_allocates_no_more_than_a_dense_one_and_raises_no_peak",
+    **{Cell(ON_GPU, "robsa", name): f"identity-robsa-{name}" for name in ("flashmla", "flashinfer", "fa3", "triton")},
+    Cell(ON_GPU, "dsa", "dsa"): "needles-dsa-auto",
+    Cell(ON_GPU, "rocketkv", "fa3"): "identity-rocketkv-fa3",
+    Cell(ON_GPU, DECODE_SKIP, "fa3"): "identity-skip_softmax-fa3",
+    Cell(ON_GPU, "anchor", "fa3"): "identity-anchor-fa3",
+    Cell(ON_GPU, PREFILL_SKIP, "fa3"): "needles-skip_softmax",
+    Cell(FLOAT8, "robsa"): "identity-robsa-flashmla-fp8",
+    Cell(FLOAT8, "dsa"): "needles-dsa-portable-fp8",
+    Cell(MACHINE, "resa", "GPU"): "e1",
+    Cell(MACHINE, "robsa", "GPU"): "needles-robsa",
+    Cell(MACHINE, "dsa", "GPU"): "needles-dsa-auto",
+    Cell(MACHINE, "rocketkv", "GPU"): "needles-rocketkv",
+    Cell(MACHINE, DECODE_SKIP, "GPU"): "needles-skip_softmax",
+    Cell(MACHINE, "anchor", "GPU"): "needles-anchor",
+    Cell(MACHINE, PREFILL_SKIP, "GPU"): "skip-softmax-serving",
+}
+
+_NO_LEG = "no leg of eval.reproduce and no test on a GPU starts such a server: "
+_DELEGATED = _NO_LEG + "dense batches are the backend's own, and the sparse path is the one that FA3's leg shows"
+_CACHE = _NO_LEG + "of float8 KV the tests of the kernels alone read any"
+# What nothing shows, and why.
+UNPROVEN: Mapping[Cell, str] = {
+    **{
+        Cell(ON_GPU, method, name): _DELEGATED
+        for method in ("rocketkv", DECODE_SKIP, "anchor", PREFILL_SKIP)
+        for name in ("torch_native", "triton", "flashinfer")
+    },
+    **{Cell(ON_GPU, "resa", name): _DELEGATED for name in ("torch_native", "flashinfer")},
+    Cell(ON_GPU, "robsa", "torch_native"): _DELEGATED,
+    **{Cell(FLOAT8, method): _CACHE for method in ("resa", DECODE_SKIP, "anchor", PREFILL_SKIP)},
+}
+
+
+def _of_leg(cell: Cell, proof: str) -> Iterator[str]:
+    """What is wrong with a leg as the proof of a cell."""
+    legs = [leg for leg in LEGS if leg.name == proof]
+    if not legs:
+        yield "there is no such test and no such leg"
+    for leg in legs:
+        asked = [*(leg.server.flags if leg.server else ()), *(word for one in leg.commands for word in one.arguments)]
+        needed = [cell.method.removesuffix(" (prefill)"), *([cell.value] if cell.row == ON_GPU else [])]
+        needed += ["fp8_e4m3"] if cell.row == FLOAT8 else []
+        yield from (f"the leg has no {word!r}" for word in needed if word not in asked)
+
+
+def wrong_with(cell: Cell, proof: str) -> list[str]:
+    """Say why a test or a leg is no proof of a cell."""
+    path, _, name = proof.partition("::")
+    if not name:
+        return [*_of_leg(cell, proof)]
+    text = (ROOT / path).read_text() if (ROOT / path).exists() else ""
+    return [] if re.search(rf"^def {name}\(", text, re.M) else ["there is no such test"]
