@@ -65,6 +65,7 @@ _SKIP_PREFILL = _SERVER.format("skip_softmax") + "a_threshold_of_zero_is_dense"
 _ANCHOR = _SERVER.format("prefill") + "a_threshold_that_keeps_all_is_dense"
 _DSA = _SERVER.format("dsa") + "prompts_are_read_as_the_model_was_trained"
 _KEPT = _SERVER.format("rocketkv") + "few_blocks_of_what_is_kept_are_attended"
+_LATENTS = _SERVER.format("skip_softmax_mla")
 _OTHER_FIELDS = "itself with other fields"
 
 # What the servers of ``test_matrix`` do not show, and what does: a test, or the name of a leg of ``eval.reproduce``.
@@ -93,6 +94,8 @@ PROOFS: Mapping[Cell, str] = {
     Cell(OTHER_LAYERS, DECODE_SKIP, "rocketkv"): _MIXED,
     Cell(OTHER_LAYERS, "robsa", "dense"): _PARTS + "robsa_with_two_shares_beside_dense_layers",
     Cell(OTHER_LAYERS, "robsa", _OTHER_FIELDS): _PARTS + "robsa_with_two_sizes_of_blocks_on_two_ranks",
+    Cell(OTHER_LAYERS, "robsa", DECODE_SKIP): _LATENTS + "robsa_has_other_layers",
+    Cell(MODELS, DECODE_SKIP, "MLA"): _LATENTS + "a_factor_of_next_to_nothing_equals_dense",
     # What takes a GPU.
     Cell(ON_GPU, "resa", "fa3"): "e1",
     Cell(ON_GPU, "resa", "triton"): _SERVER.format("gpu_memory")

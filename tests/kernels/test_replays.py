@@ -54,6 +54,8 @@ ELSEWHERE = {
     ("index_topk", "cuda"): "test_index_topk.py",
     ("kt_select", "cuda"): "test_kt_select.py",
     ("sparse_decode", "triton"): "test_sparse_decode_plan.py",
+    ("sparse_decode", "cuda"): "test_sparse_decode_cuda.py",
+    ("skip_softmax_decode", "cuda"): "test_skip_softmax_decode_cuda.py",
 }
 NO_KERNELS = {"__init__", "cases", "hopper_loads", "hopper_softmax", "launch", "means", "plan", "reference"}
 BF16 = torch.bfloat16

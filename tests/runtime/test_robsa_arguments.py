@@ -72,7 +72,8 @@ def test_a_calibration_of_another_method() -> None:
 
 
 def test_backends_that_rotate_by_themselves() -> None:
-    args: Any = SimpleNamespace(get_attention_backends=lambda: ["trtllm_mla"])
+    mla = SimpleNamespace(attention_arch=SimpleNamespace(name="MLA"))
+    args: Any = SimpleNamespace(get_attention_backends=lambda: ["trtllm_mla"], get_model_config=lambda: mla)
     with pytest.raises(SparseArgumentError) as caught:
         refusals.require_after(args, build("robsa", json.loads(OPEN)))
     assert "'trtllm_mla' is not supported; allowed: torch_native, triton, flashinfer, flashmla, fa3" in str(
