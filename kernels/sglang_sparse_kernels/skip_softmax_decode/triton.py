@@ -55,6 +55,14 @@ def load_pages(table_ptr, block, length, tokens, PAGE: tl.constexpr):
 
 
 @triton.jit
+def threshold_of(factor, length, scale):
+    """Whether a row leaves blocks out at all, and the logarithm of its threshold as a product of query and key."""
+    sparse = factor > 0
+    threshold = tl.minimum(tl.where(sparse, factor, 1.0) / tl.maximum(length, 1).to(tl.float32), 1.0)
+    return sparse, tl.log2(threshold) / scale
+
+
+@triton.jit
 def _score(q, k_ptr, pages, valid, k_stride_slot, DIM: tl.constexpr, PAGE: tl.constexpr):
     """Products of the queries with the keys of one block, -inf for those that are not valid, and their row maxima."""
     tokens = tl.arange(0, pages.shape[0])
@@ -193,8 +201,7 @@ def _split_kernel(
     length = tl.where(n_pages > 0, (n_pages - 1) * PAGE + (last_slot % PAGE).to(tl.int32) + 1, 0)
     blocks = tl.cdiv(length, BLOCK_KEYS)
     if (split < blocks) | (SPLITS == 1):
-        sparse = factor > 0
-        threshold = tl.minimum(tl.where(sparse, factor, 1.0) / tl.maximum(length, 1).to(tl.float32), 1.0)
+        sparse, gap = threshold_of(factor, length, scale)
         q_ptr += row * q_stride_row + head * GROUP * q_stride_head
         q = load_rows(q_ptr + members[:, None] * q_stride_head + dims[None, :], in_group, dims, DIM)
         if UPCAST:
@@ -208,7 +215,7 @@ def _split_kernel(
             blocks,
             split,
             sparse,
-            tl.log2(threshold) / scale,
+            gap,
             k_stride_slot,
             v_stride_slot,
             scale,

@@ -13,7 +13,7 @@ from triton import knobs
 
 from ..launch import LOG2_E, await_inputs, dependent_launch, num_processors, properties
 from ..skip_softmax_decode.reference import BLOCK_KEYS, LOCAL_BLOCKS
-from ..skip_softmax_decode.triton import load_pages
+from ..skip_softmax_decode.triton import load_pages, threshold_of
 from ..sparse_decode.plan import num_splits, split_results
 from ..sparse_decode.triton import combine
 from .reference import HEAD_GROUP
@@ -188,8 +188,7 @@ def _split_kernel(
     length = tl.where(n_pages > 0, (n_pages - 1) * PAGE + (last_slot % PAGE).to(tl.int32) + 1, 0)
     blocks = tl.cdiv(length, BLOCK_KEYS)
     if (split < blocks) | (SPLITS == 1):
-        sparse = factor > 0
-        threshold = tl.minimum(tl.where(sparse, factor, 1.0) / tl.maximum(length, 1).to(tl.float32), 1.0)
+        sparse, gap = threshold_of(factor, length, scale)
         nope_rows = q_nope_ptr + row * nope_stride_row + heads[:, None] * nope_stride_head
         rope_rows = q_rope_ptr + row * rope_stride_row + heads[:, None] * rope_stride_head
         query = tl.load(nope_rows + latent_dims[None, :], mask=in_heads[:, None], other=0.0)
@@ -207,7 +206,7 @@ def _split_kernel(
             split,
             in_heads,
             sparse,
-            tl.log2(threshold) / scale,
+            gap,
             kv_stride,
             scale,
             LATENT,
