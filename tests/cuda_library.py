@@ -14,14 +14,29 @@ import triton
 
 from sglang_sparse_kernels import nvrtc
 
+# What sources with ``products.cuh`` are given in its place, each in a namespace of its own.
+PRODUCTS = """
+static unsigned pack(float first, float second) { return pack_as(!KIND, first, second); }
+static void multiply(float (&sums)[4], const unsigned (&rows)[4], uint2 columns) {
+    multiply_as(!KIND, sums, rows, columns);
+}
+"""
 
-def build(folder: Path, kernels: Iterable[str]) -> ctypes.CDLL:
-    """Compile kernels into one library, since reading the headers takes longest; skips without a C++ compiler."""
+
+def build(folder: Path, kernels: Iterable[str], macros: str = "") -> ctypes.CDLL:
+    """Compile kernels into one library, since reading the headers takes longest; skips without a C++ compiler.
+
+    Args:
+        folder: for the library and its source.
+        kernels: sources.
+        macros: names that each of them defines anew.
+    """
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     source, target = folder / "kernels.cpp", folder / "kernels.so"
-    source.write_text("".join(['#include "cuda_on_cpu.h"\n', *kernels]))
+    undefined = "".join(f"#undef {name}\n" for name in macros.split())
+    source.write_text("".join(['#include "cuda_on_cpu.h"\n', *(kernel + undefined for kernel in kernels)]))
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w"]
     options += [f"-I{Path(__file__).with_name('kernels')}", f"-I{nvrtc.HEADERS}"]
     subprocess.run([compiler, *options, str(source), "-o", str(target)], check=True)

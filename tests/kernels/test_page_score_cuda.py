@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_library import build
+from cuda_library import PRODUCTS, build
 
 from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.page_score import cuda, reference
@@ -23,10 +23,7 @@ KERNEL = """
 #define QUERY {QUERY}
 #define RESIDENT {RESIDENT}
 namespace kind_{number} {{
-static unsigned pack(float first, float second) {{ return pack_as(!KIND, first, second); }}
-static void multiply(float (&sums)[4], const unsigned (&pages)[4], uint2 query) {{
-    multiply_as(!KIND, sums, pages, query);
-}}
+{products}
 #include "{source}"
 }}
 extern "C" void run_{number}(
@@ -59,7 +56,8 @@ extern "C" void run_{number}(
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel of every kind."""
-    kernels = (KERNEL.format(source=cuda.SOURCE, number=i, **cuda.defines(*kind)) for i, kind in enumerate(KINDS))
+    given = {"source": cuda.SOURCE, "products": PRODUCTS}
+    kernels = (KERNEL.format(**given, number=i, **cuda.defines(*kind)) for i, kind in enumerate(KINDS))
     return build(tmp_path_factory.mktemp("cuda"), kernels)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_library import OnCpu, build, resources
+from cuda_library import PRODUCTS, OnCpu, build, resources
 
 from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.launch import dependent_launch
@@ -36,10 +36,7 @@ KERNEL = """
 #define CLUSTER {CLUSTER}
 #define RESIDENT {RESIDENT}
 namespace kind_{number} {{
-static unsigned pack(float first, float second) {{ return pack_as(!KIND, first, second); }}
-static void multiply(float (&sums)[4], const unsigned (&rows)[4], uint2 columns) {{
-    multiply_as(!KIND, sums, rows, columns);
-}}
+{products}
 #include "{source}"
 }}
 extern "C" unsigned bytes_{number}() {{ return sizeof(kind_{number}::Shared); }}
@@ -63,11 +60,9 @@ MACROS = (
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel of every kind."""
-    undefined = "".join(f"#undef {name}\n" for name in MACROS.split())
-    sources = (
-        KERNEL.format(source=cuda.SOURCE, number=i, **cuda.defines(*kind)) + undefined for i, kind in enumerate(KINDS)
-    )
-    return build(tmp_path_factory.mktemp("cuda"), sources)
+    given = {"source": cuda.SOURCE, "products": PRODUCTS}
+    kernels = (KERNEL.format(**given, number=i, **cuda.defines(*kind)) for i, kind in enumerate(KINDS))
+    return build(tmp_path_factory.mktemp("cuda"), kernels, MACROS)
 
 
 @pytest.fixture

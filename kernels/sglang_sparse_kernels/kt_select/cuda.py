@@ -46,8 +46,8 @@ class Config:
 
 def config_of(pairs: int, processors: int, clusters: bool) -> Config:
     """As many threads as a multiprocessor has registers for, in one block where each has one of its own; and as many
-    blocks for each of the pairs of a row and a KV head as then have one, but no more than two: larger clusters took
-    longer on an H200, and a second block is for the long rows that may come.
+    blocks for each of the pairs of a row and a KV head as then have one, but no more than two, of which the second is
+    for the long rows that may come.
     """
     if pairs > processors:
         return Config(256, 2)

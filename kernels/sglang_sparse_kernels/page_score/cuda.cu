@@ -14,6 +14,7 @@
 #define BFLOAT16 0
 #define FLOAT16 1
 #define E4M3 2
+#include "products.cuh"
 
 #define WARPS 4
 #define PAGES 16
@@ -29,14 +30,6 @@
 #define LOWER 4.8828125e-4f              // 2^-11, what a float16 leaves of a number
 
 #ifdef __CUDACC__
-// Two numbers in the element type of the products; the first one is in the lower half.
-__device__ unsigned pack(float first, float second) {
-    unsigned both;
-    if (KIND == BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    return both;
-}
-
 // Two numbers of float8 as float16.
 __device__ unsigned of_e4m3(unsigned bits) {
     unsigned both = 0;
@@ -44,18 +37,6 @@ __device__ unsigned of_e4m3(unsigned bits) {
     asm("{\n.reg .b16 two;\ncvt.u16.u32 two, %1;\ncvt.rn.f16x2.e4m3x2 %0, two;\n}" : "=r"(both) : "r"(bits));
 #endif
     return both;
-}
-
-// 16 pages by 16 entries, times 16 entries by 8 columns.
-__device__ void multiply(float (&sums)[4], const unsigned (&pages)[4], uint2 query) {
-#define MULTIPLY(type)                                                                                          \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
-                 "{%8, %9}, {%0, %1, %2, %3};"                                                                  \
-                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                    \
-                 : "r"(pages[0]), "r"(pages[1]), "r"(pages[2]), "r"(pages[3]), "r"(query.x), "r"(query.y))
-    if (KIND == BFLOAT16) MULTIPLY("bf16");
-    else MULTIPLY("f16");
-#undef MULTIPLY
 }
 #endif
 

@@ -20,8 +20,7 @@ KINDS = {torch.bfloat16: 0, torch.float16: 1}
 DIMS = (64, 128)
 MAX_GROUP = 8
 PIECE = 16
-# Selected tokens of a KV head up to which this kernel serves: RocketKV's, with which it is faster than Triton's. More
-# were not measured.
+# Selected tokens of a KV head up to which this kernel serves: RocketKV's. It was tried with no more.
 FEW_TOKENS = 256
 
 
@@ -37,7 +36,8 @@ class Config:
     resident: int = 1
 
 
-# Where multiprocessors are left over, and where they are not; the fastest on an H200 of nine and twelve.
+# Where multiprocessors are left over, and where they are not: chosen on an H200; what they take says the leg
+# ``framework`` of ``eval.reproduce``.
 CONFIGS = SPREAD, ALONE = Config(4, 1, 4), Config(8, 1, 1, 2)
 
 
