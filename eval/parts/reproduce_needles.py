@@ -16,6 +16,10 @@ UNCALIBRATED = {"page_size": 64, "allow_uncalibrated": True}
 BY_INDEX = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
 CONTROLS = (("PYTHONPATH", "eval/controls"),)
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+# A sixteenth in every layer: the largest key or value of tiny-gqa is near 12, and float8 ends at 448.
+SCALES = "eval/models/tiny-gqa/kv_scales.json"
+# With these every method of decode and of prefill for MHA and GQA has run.
+_PAIRS = (("resa", "anchor"), ("rocketkv", "skip_softmax"), ("skip_softmax",))
 # Two methods, and one of them with two sets of fields, in the four layers of tiny-gqa.
 _BY_LAYER = {
     "page_size": 16,
@@ -81,11 +85,42 @@ def identity_leg(
     return Leg(f"identity-{name}", (command,), Server(path, (*sparse, *_backend(backend), *both)), beside)
 
 
-def _framework_identity(method: str, config: Mapping[str, Any]) -> Leg:
-    """All layers of tiny-gqa with a method of the framework, see ``reproduce_robsa``."""
-    config = {**config, "dense_fallback": "never"}
-    sparse = ("--sparse-method", method, "--sparse-config", json.dumps(config))
-    return identity_leg(f"{method}-fa3", "tiny-gqa", sparse, "fa3", "flashinfer", ("--page-size", "16"))
+# All that a method could leave out: a budget that covers the context, a factor so small that nothing is below it, and a
+# threshold that every key reaches.
+_WHOLE: Mapping[str, Mapping[str, Any]] = {
+    "resa": {"active_ratio": 1, "rectify_interval": 0},
+    "rocketkv": {"prompt_budget": 65536, "topk": 32768},
+    "skip_softmax": {"threshold_scale_factor": 1e-30},
+    "anchor": {"theta": 1e9},
+}
+
+
+def _whole(method: str, prefill: str = "") -> tuple[str, ...]:
+    """Flags of a server all of whose layers have a decode method, and maybe one of prefill, that leave nothing out."""
+    flags: list[str] = []
+    for kind, name in (("sparse", method), ("sparse-prefill", prefill)):
+        if name:
+            config = {**_WHOLE[name], "dense_fallback": "never"}
+            flags += (f"--{kind}-method", name, f"--{kind}-config", json.dumps(config))
+    return tuple(flags)
+
+
+def _framework_identity(backend: str, noise: str, method: str, prefill: str = "", fp8: bool = False) -> Leg:
+    """All layers of tiny-gqa with methods that leave nothing out, see ``reproduce_robsa``.
+
+    Args:
+        backend: of both servers.
+        noise: another backend; over float8 KV unused: bfloat16's noise counts, which the leg without it measures.
+        method: of decode.
+        prefill: its method, if any.
+        fp8: whether the KV is float8.
+    """
+    name, both = "-".join(filter(None, (method, prefill, backend))), ("--page-size", "16")
+    sparse = _whole(method, prefill)
+    if not fp8:
+        return identity_leg(name, "tiny-gqa", sparse, backend, noise, both)
+    both += (*FP8, "--quantization-param-path", SCALES)
+    return identity_leg(f"{name}-fp8", "tiny-gqa", sparse, backend, f"identity-{name}.jsonl", both, measured=False)
 
 
 def _own_needles(implementation: str, *more: str) -> Leg:
@@ -113,18 +148,25 @@ NEEDLES: tuple[Leg, ...] = (
 )
 
 IDENTITY: tuple[Leg, ...] = (
-    # A budget that covers the context, and a factor so small that nothing is below it.
-    _framework_identity("rocketkv", {"prompt_budget": 65536, "topk": 32768}),
-    _framework_identity("skip_softmax", {"threshold_scale_factor": 1e-30}),
+    _framework_identity("fa3", "flashinfer", "rocketkv"),
+    _framework_identity("fa3", "flashinfer", "skip_softmax"),
     identity_leg(
         *("skip_softmax-mla", "tiny-mla"),
         ("--sparse-method", "skip_softmax", "--sparse-config", json.dumps(_SKIPS_NOTHING)),
         *("flashmla", "triton", ("--page-size", "64")),
     ),
-    # A threshold that every key reaches.
     identity_leg(
         *("anchor-fa3", "tiny-gqa"),
         ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 1e9, "dense_fallback": "never"}'),
         *("fa3", "flashinfer", ("--page-size", "16")),
     ),
+    # Dense batches are another backend's, in both phases.
+    *(
+        _framework_identity(backend, noise, *methods)
+        for backend, noise in (("triton", "flashinfer"), ("flashinfer", "triton"), ("torch_native", "triton"))
+        for methods in _PAIRS
+    ),
+    # Triton's dense attention multiplies in bfloat16 whatever the cache has, as the methods' kernels do; that of others
+    # rounds queries and weights to float8 too.
+    *(_framework_identity("triton", "", *methods, fp8=True) for methods in _PAIRS if methods[0] != "rocketkv"),
 )

@@ -182,5 +182,6 @@ ROBSA: tuple[Leg, ...] = (
     *(_stock(backend) for backend in ("flashinfer", "flashmla", "triton")),
     *(_identity(backend, "triton") for backend in ("flashmla", "flashinfer", "fa3")),
     _identity("triton", "flashinfer"),
+    _identity("torch_native", "triton"),
     *(_identity(backend, "", *FP8) for backend in ("flashmla", "flashinfer", "triton")),
 )
