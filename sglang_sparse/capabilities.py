@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import refusals, registry
 from sglang_sparse.config import SparseArgumentError, build, page_size_fields
-from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS
+from sglang_sparse.limits import DENSE_BACKENDS, dense_backends
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
@@ -232,8 +232,7 @@ def refusal(method: Method, place: Place, changes: Mapping[str, Any] | None = No
     if args.page_size is None:
         args.page_size = settings.config.page_size
     if args.attention_backend is None:
-        known = DENSE_BACKENDS[settings.method.attention]
-        args.attention_backend = next(name for name in reversed(known) if place.gpu or name not in GPU_ONLY_BACKENDS)
+        args.attention_backend = dense_backends(settings.method.attention, place.gpu)[-1]
     return refusals.refusal(args, settings, place.gpu, stand_in=True)
 
 

@@ -14,6 +14,9 @@ DENSE_BACKENDS = {
     "DSA": ("dsa",),
 }
 GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native", "dsa"}
+# SGLang's torch_native reads a prompt's keys from the pool, where an MLA model has one latent for all heads: the first
+# request ends the server, but on the CPU platform, which sends prompts another way.
+_CPU_ONLY_BACKENDS = {"MLA": ("torch_native",)}
 # Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
 INDEXER_PAGE = 64
 FLOAT16 = ("half", "float16")
@@ -234,6 +237,17 @@ def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> 
         if found not in sizes:
             return f"its {name} is {found}; allowed: {', '.join(map(str, sizes))}"
     return None
+
+
+def dense_backends(kind: str, gpu: bool) -> tuple[str, ...]:
+    """The attention backends beside which methods run.
+
+    Args:
+        kind: of attention, of `DENSE_BACKENDS`.
+        gpu: whether the server has a GPU.
+    """
+    others = _CPU_ONLY_BACKENDS.get(kind, ()) if gpu else GPU_ONLY_BACKENDS
+    return tuple(name for name in DENSE_BACKENDS[kind] if name not in others)
 
 
 def on_gpu(asked: bool | None = None) -> bool:

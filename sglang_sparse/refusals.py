@@ -14,7 +14,6 @@ from sglang_sparse.layer_rules import require_range
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.limits import (
     COMPACT_LIMITS,
-    DENSE_BACKENDS,
     FLAG_LIMITS,
     GPU_ONLY_BACKENDS,
     MODEL_LIMITS,
@@ -22,6 +21,7 @@ from sglang_sparse.limits import (
     RECTIFY_LIMITS,
     FlagLimit,
     ModelLimit,
+    dense_backends,
     on_gpu,
 )
 from sglang_sparse.method import DecodeMethod
@@ -89,7 +89,7 @@ def require_before(args: SparseServerArgs, settings: Settings, gpu: bool | None 
             f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
         )
     if not has_gpu:
-        allowed = ", ".join(name for name in DENSE_BACKENDS[settings.method.attention] if name not in GPU_ONLY_BACKENDS)
+        allowed = ", ".join(dense_backends(settings.method.attention, gpu=False))
         for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
             name = getattr(args, flag)
             if name in GPU_ONLY_BACKENDS:
@@ -137,7 +137,7 @@ def require_after(args: SparseServerArgs, settings: Settings, gpu: bool | None =
     """
     _require_prefill(args, settings)
     _require_window(args, settings)
-    allowed = DENSE_BACKENDS[settings.method.kind_of(args.get_model_config())]
+    allowed = dense_backends(settings.method.kind_of(args.get_model_config()), on_gpu(gpu))
     for name in args.get_attention_backends():
         if name not in allowed:
             raise SparseArgumentError(

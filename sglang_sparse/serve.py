@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang_sparse import recipes, refusals
 from sglang_sparse.capabilities import KINDS
 from sglang_sparse.cli import resolve
-from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS
+from sglang_sparse.limits import dense_backends
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.recipes import Recipe
 
@@ -95,8 +95,7 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
             args.page_size = args.page_size or settings.config.page_size
             if args.attention_backend is None:
                 # One that goes with the method on such a machine: which one SGLang takes by itself depends on the GPU.
-                known = reversed(DENSE_BACKENDS[settings.method.attention])
-                args.attention_backend = next(name for name in known if gpu or name not in GPU_ONLY_BACKENDS)
+                args.attention_backend = dense_backends(settings.method.attention, gpu)[-1]
             return refusals.refusal(args, settings, gpu, stand_in)
     except ValueError as error:
         # A config that cannot be read, or what SGLang says of the model.

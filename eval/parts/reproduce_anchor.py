@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from eval.parts.reproduce_leg import URL, URLS_BESIDE, Command, Leg, Server
-from eval.parts.reproduce_needles import AT_ONCE, BESIDE_DENSE, CONTROLS, EVERY_TENTH, GRAPHS
+from eval.parts.reproduce_needles import (
+    AT_ONCE,
+    BESIDE_DENSE,
+    BOOK_WINDOW,
+    BOOKS,
+    CONTROLS,
+    EVERY_TENTH,
+    GRAPHS,
+)
 
+_THETAS = "eval/models/tiny-gqa/anchor.json"
 # Of servers that stand beside others.
 _SMALL_GRAPHS = ("--mem-fraction-static", "0.25", "--cuda-graph-max-bs-decode", AT_ONCE)
 _FEW: Mapping[str, Any] = {"theta": 5.0, "crossover_tokens": 0}
@@ -17,7 +27,7 @@ _NO_TAIL: Mapping[str, Any] = {"dense_tail": 0}
 
 def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
     """Needles with the thresholds that were calibrated for the tiny model, which leave out three fifths at 32k."""
-    flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", "eval/models/tiny-gqa/anchor.json", *more)
+    flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", _THETAS, *more)
     flags += ("--page-size", "16", "--attention-backend", "fa3", *GRAPHS)
     asked = (*BESIDE_DENSE, "--n", str(count), "--concurrency", AT_ONCE, "--lengths", "32k")
     # The text around a pass key is one sentence again and again, of which more is kept.
@@ -35,7 +45,7 @@ def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
 
 def _anchor_batches(name: str, *more: str) -> Leg:
     """The same thresholds in batches of mixed lengths, with and without prefixes of prompts in the cache."""
-    flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", "eval/models/tiny-gqa/anchor.json")
+    flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", _THETAS)
     flags += ("--page-size", "16", "--attention-backend", "fa3", *GRAPHS, *more)
     lengths = ",".join(f"{thousands}k" for thousands in range(10, 33, 2))
     asked = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", "4", "--concurrency", AT_ONCE, "--mixed")
@@ -85,6 +95,22 @@ def _prefill_perplexity() -> Leg:
     return Leg("ppl-prefill-anchor", tuple(commands), server, tuple(beside))
 
 
+def _books() -> Leg:
+    """What prose loses: with the calibrated thresholds, and with the one that leaves out most."""
+    theta = json.loads((Path(__file__).parents[2] / _THETAS).read_text())["theta"]
+    config = json.dumps({"theta": theta, "crossover_tokens": 0})
+    flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", config, "--page-size", "16")
+    flags += ("--attention-backend", "fa3", *GRAPHS)
+    asked = ("--base-url", URL, "--kind", "book", "--length", BOOK_WINDOW, "--concurrency", AT_ONCE, *BOOKS)
+    few = ("--custom-params", json.dumps({"theta": _FEW["theta"]}), "--bound", "1000")
+    commands = (
+        Command("eval.ppl_prefill", "ppl-prefill-anchor-books.jsonl", asked),
+        # What it loses is wanted in the file, and is no failure of the leg.
+        Command("eval.ppl_prefill", "ppl-prefill-anchor-books-few.jsonl", (*asked, *few)),
+    )
+    return Leg("ppl-prefill-anchor-books", commands, Server("eval/models/tiny-gqa", flags))
+
+
 ANCHOR: tuple[Leg, ...] = (
     _anchor_needles("anchor", (), 100),
     _anchor_needles("anchor-resa", ("--sparse-method", "resa"), 20),
@@ -94,4 +120,5 @@ ANCHOR: tuple[Leg, ...] = (
     _few_needles("anchor", 40, "0,25,50,75,100"),
     *(_few_needles(control, 10, EVERY_TENTH, **_NO_TAIL) for control in ("random_stripes", "newest_stripes")),
     _prefill_perplexity(),
+    _books(),
 )

@@ -117,9 +117,12 @@ _SKIP_FIELDS = {"threshold_scale_factor": SKIP_FACTORS}
 FRAMEWORK: tuple[Leg, ...] = (
     *_rocketkv(),
     *_rocketkv(eviction="compact"),
-    # What of a chain of variables the budgets lose: every step reads all that is kept, or half of the text is kept.
+    # What of a chain of variables the budgets lose: every step reads all that is kept, or more of the text is kept.
     _leg("rocketkv", _ROCKETKV, "8k", {"topk": 280}, (_VARIABLES,), ("chat",), leg="all-kept"),
-    _leg("rocketkv", {**_ROCKETKV, "prompt_budget": 4096}, "8k", _TOPK, (_VARIABLES,), ("chat",), label="half"),
+    *(
+        _leg("rocketkv", {**_ROCKETKV, "prompt_budget": budget}, "8k", _TOPK, (_VARIABLES,), ("chat",), label=label)
+        for label, budget in (("quarter", 2048), ("half", 4096))
+    ),
     # One needle in eleven stands at the end, which every prompt keeps.
     _leg("random_kept", _ROCKETKV, "8k", _TOPK, (_needles(10, EVERY_TENTH), *_tasks(10, EVERY_TENTH))),
     _leg("skip_softmax", {}, "32k", _SKIP_FIELDS, (_needles(100, more=_SKIP_HALF),), ("chat",)),

@@ -12,6 +12,8 @@ from eval.parts.reproduce_needles import (
     ALWAYS,
     AT_ONCE,
     BESIDE_DENSE,
+    BOOK_WINDOW,
+    BOOKS,
     CONTROLS,
     EVERY_TENTH,
     FP8,
@@ -115,21 +117,8 @@ def _theta2(name: str, config: Mapping[str, Any]) -> Leg:
 
 def _perplexity() -> Leg:
     """What decoding sparse costs in perplexity with the calibrated layers, and what rectification wins back."""
-    asked = (
-        "--base-url",
-        URL,
-        "--kind",
-        "book,records",
-        "--ratios",
-        "0.95",
-        "--intervals",
-        "32",
-        "--concurrency",
-        _WINDOWS_AT_ONCE,
-    )
-    # The book that is shipped holds no more windows of 8k that do not overlap than a dozen. Where they do, each ends in
-    # text of its own, of which alone something is decoded.
-    asked += ("--length", "8192", "--suffix", "256", "--stride", "512", "--windows", "200")
+    asked = ("--base-url", URL, "--kind", "book,records", "--ratios", "0.95,0.98", "--intervals", "32")
+    asked += ("--concurrency", _WINDOWS_AT_ONCE, "--length", BOOK_WINDOW, "--suffix", "256", *BOOKS)
     command = Command("eval.ppl_rectify", "ppl-rectify-mla.jsonl", asked)
     graphs = ("--mem-fraction-static", "0.4", "--cuda-graph-max-bs-decode", _WINDOWS_AT_ONCE)
     return Leg("ppl-rectify-mla", (command,), _server("robsa", {}, more=graphs))
@@ -182,6 +171,5 @@ ROBSA: tuple[Leg, ...] = (
     *(_stock(backend) for backend in ("flashinfer", "flashmla", "triton")),
     *(_identity(backend, "triton") for backend in ("flashmla", "flashinfer", "fa3")),
     _identity("triton", "flashinfer"),
-    _identity("torch_native", "triton"),
     *(_identity(backend, "", *FP8) for backend in ("flashmla", "flashinfer", "triton")),
 )

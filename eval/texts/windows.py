@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval.live.counters import EvaluationError
-from eval.texts.text import FORMS, IM_END, prompt_text, random_key, random_number, read_book, unique_keys
+from eval.texts.text import FORMS, IM_END, prompt_text, random_key, random_number, read_book, read_books, unique_keys
 
 BOOK = Path(__file__).parent.parent / "data" / "white-fang.txt.xz"
 SCORED = 32
@@ -39,7 +39,9 @@ class Window:
 
 def add_arguments(parser: argparse.ArgumentParser, length: int, concurrency: int) -> None:
     """Declare what a command that measures windows of books can be told of them, with its defaults."""
-    parser.add_argument("--book", type=Path, action="append", help=f"text; repeat for more (default: {BOOK.name})")
+    parser.add_argument(
+        "--book", type=Path, action="append", help=f"text or folder of texts; repeat for more (default: {BOOK.name})"
+    )
     parser.add_argument("--length", type=int, default=length, help="tokens of a window")
     parser.add_argument("--windows", type=int, help="how many (default: all that the books hold)")
     parser.add_argument("--concurrency", type=int, default=concurrency, help="windows in flight")
@@ -64,8 +66,11 @@ def read_windows(args: argparse.Namespace, encode: Callable[[str], Sequence[int]
 
 
 def read_tokens(books: Sequence[Path], encode: Callable[[str], Sequence[int]]) -> dict[str, Sequence[int]]:
-    """The token ids of each book, by its name."""
-    return {path.name.split(".")[0]: encode(read_book(path)) for path in books}
+    """The token ids of each book, or of all of a folder, by its name."""
+    texts: dict[str, str] = {}
+    for path in books:
+        texts |= read_books(path) if path.is_dir() else {path.name.split(".")[0]: read_book(path)}
+    return {name: encode(text) for name, text in texts.items()}
 
 
 def make_windows(

@@ -9,6 +9,29 @@ from sglang_sparse.config import build, read_config
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor
 
 
+def _leaves_nothing_out(option: str, name: str, text: str) -> None:
+    config = read_config(text)
+    if option == "--sparse-prefill-method":
+        prefill = build(None, {}, name, config).prefill
+        assert prefill is not None and prefill.config.dense_fallback == "never" and prefill.config.layers == "all"
+        if isinstance(prefill, Anchor):
+            assert prefill.config.theta == ALL_KEYS
+            return
+        given = prefill.config.model_dump()["threshold_scale_factor"]
+    else:
+        assert option == "--sparse-method"
+        settings = build(name, config)
+        assert settings.config.dense_fallback == "never" and settings.method.sparse_layers(4) == (0, 1, 2, 3)
+        if name != "skip_softmax":
+            selected = settings.method.n_select(torch.tensor([500])).tolist()
+            assert selected == [500] or (name == "rocketkv" and selected[0] >= 500)
+            return
+        given = settings.config.model_dump()["threshold_scale_factor"]
+    # None at all would leave the rows dense.
+    factors = given.values() if isinstance(given, dict) else [given]
+    assert factors and all(0 < factor < 1e-20 for factor in factors)
+
+
 def test_identities_are_of_servers_that_differ_by_the_method_alone() -> None:
     legs = [leg for leg in LEGS if leg.name.startswith("identity-")]
     for leg in legs:
@@ -25,23 +48,11 @@ def test_identities_are_of_servers_that_differ_by_the_method_alone() -> None:
             assert other is not None and other.flags[:4] == leg.server.flags[:4]
         else:
             assert given["--noise-url"] == urls[2]
-        option, name, _, config, *flags = leg.server.flags
+        flags = list(leg.server.flags)
+        while flags[0].startswith("--sparse"):
+            option, name, _, config = (flags.pop(0) for _ in range(4))
+            _leaves_nothing_out(option, name, config)
         assert tuple(flags) == dense.flags
-        if option == "--sparse-prefill-method":
-            prefill = build(None, {}, name, read_config(config)).prefill
-            assert isinstance(prefill, Anchor) and prefill.config.dense_fallback == "never"
-            assert prefill.config.layers == "all" and prefill.config.theta == ALL_KEYS
-            continue
-        assert option == "--sparse-method"
-        settings = build(name, read_config(config))
-        assert settings.config.dense_fallback == "never" and settings.method.sparse_layers(4) == (0, 1, 2, 3)
-        if name == "skip_softmax":
-            # None at all would leave the rows dense.
-            factors = settings.config.model_dump()["threshold_scale_factor"].values()
-            assert factors and all(0 < factor < 1e-20 for factor in factors)
-        else:
-            selected = settings.method.n_select(torch.tensor([500])).tolist()
-            assert selected == [500] or (name == "rocketkv" and selected[0] >= 500)
     backends = {flag for leg in legs if leg.server for flag in leg.server.flags[4:]}
     assert {"flashmla", "flashinfer", "fa3", "triton"} <= backends
     # One over latents of each method that decodes them.

@@ -71,11 +71,19 @@ def test_a_calibration_of_another_method() -> None:
     assert len(message) < 300
 
 
-def test_backends_that_rotate_by_themselves() -> None:
+@pytest.mark.parametrize(
+    ("backend", "gpu", "allowed"),
+    [
+        # It rotates queries and keys itself.
+        ("trtllm_mla", True, "triton, flashinfer, flashmla, fa3"),
+        # SGLang's own would end the server at the first prompt.
+        ("torch_native", True, "triton, flashinfer, flashmla, fa3"),
+        ("flashmla", False, "torch_native"),
+    ],
+)
+def test_attention_backends_of_mla(backend: str, gpu: bool, allowed: str) -> None:
     mla = SimpleNamespace(attention_arch=SimpleNamespace(name="MLA"))
-    args: Any = SimpleNamespace(get_attention_backends=lambda: ["trtllm_mla"], get_model_config=lambda: mla)
+    args: Any = SimpleNamespace(get_attention_backends=lambda: [backend], get_model_config=lambda: mla)
     with pytest.raises(SparseArgumentError) as caught:
-        refusals.require_after(args, build("robsa", json.loads(OPEN)))
-    assert "'trtllm_mla' is not supported; allowed: torch_native, triton, flashinfer, flashmla, fa3" in str(
-        caught.value
-    )
+        refusals.require_after(args, build("robsa", json.loads(OPEN)), gpu)
+    assert str(caught.value).endswith(f"{backend!r} is not supported; allowed: {allowed}")
