@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.config import Settings, SparseArgumentError
+from sglang_sparse.config import Settings, SparseArgumentError, settings_of
 from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS, on_gpu
 
 if TYPE_CHECKING:
@@ -80,6 +80,26 @@ def _require_float8(settings: Settings) -> None:
             f"{settings.flag}: fp8 KV needs a GPU of compute capability {FLOAT8[0]}.{FLOAT8[1]} or later, and this one "
             f"has {found[0]}.{found[1]}; allowed: --kv-cache-dtype auto"
         )
+
+
+def complete_scales(_: None, *, model: Any, server_args: Any) -> None:
+    """After ``load_kv_cache_scales``: give each layer its scales as tensors and as numbers.
+
+    SGLang 0.5.17 leaves those of ``--quantization-param-path`` as numbers under the names of the tensors. With such,
+    its FA3 and Triton backends end at the first prompt, and FlashInfer's writes keys with the scale and reads them
+    without. Those of a checkpoint have both already.
+    """
+    if settings_of(server_args) is None:
+        return
+    import torch
+
+    device = next(model.parameters()).device
+    for layer in model.modules():
+        for name in ("k_scale", "v_scale"):
+            scale = getattr(layer, name, None)
+            if isinstance(scale, float) and hasattr(layer, f"{name}_float"):
+                setattr(layer, name, torch.tensor(scale, dtype=torch.float32, device=device))
+                setattr(layer, f"{name}_float", scale)
 
 
 def kv_bytes_per_token(kv_pool: Any) -> int:

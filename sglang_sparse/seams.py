@@ -41,6 +41,13 @@ SEAMS = (
         "count the page summaries in SGLang's memory sizing",
     ),
     Seam(
+        "sglang.srt.model_executor.model_runner.load_kv_cache_scales",
+        "AFTER",
+        "kv_dtypes:complete_scales",
+        "scheduler",
+        "scales of --quantization-param-path in both forms that attention reads",
+    ),
+    Seam(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
         "AFTER",
         "pools:charge_scratch",

@@ -95,20 +95,47 @@ def _prefill_perplexity() -> Leg:
     return Leg("ppl-prefill-anchor", tuple(commands), server, tuple(beside))
 
 
-def _books() -> Leg:
-    """What prose loses: with the calibrated thresholds, and with the one that leaves out most."""
-    theta = json.loads((Path(__file__).parents[2] / _THETAS).read_text())["theta"]
-    config = json.dumps({"theta": theta, "crossover_tokens": 0})
-    flags = ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", config, "--page-size", "16")
-    flags += ("--attention-backend", "fa3", *GRAPHS)
-    asked = ("--base-url", URL, "--kind", "book", "--length", BOOK_WINDOW, "--concurrency", AT_ONCE, *BOOKS)
-    few = ("--custom-params", json.dumps({"theta": _FEW["theta"]}), "--bound", "1000")
-    commands = (
-        Command("eval.ppl_prefill", "ppl-prefill-anchor-books.jsonl", asked),
-        # What it loses is wanted in the file, and is no failure of the leg.
-        Command("eval.ppl_prefill", "ppl-prefill-anchor-books-few.jsonl", (*asked, *few)),
+def _calibrated() -> list[float]:
+    return json.loads((Path(__file__).parents[2] / _THETAS).read_text())["theta"]
+
+
+def _stripes() -> Leg:
+    """What of the numbers told the calibrated thresholds find by stripes alone, and as many stripes by chance."""
+    names, commands = ("anchor", "random_stripes"), []
+    config = json.dumps({"theta": _calibrated(), **_NO_TAIL})
+    flags = ("--page-size", "16", "--attention-backend", "fa3", "--max-total-tokens", "262144", *_SMALL_GRAPHS)
+    for name, url in zip(names, (URL, *URLS_BESIDE), strict=False):
+        asked = ("--base-url", url, "--kind", "records", "--windows", "50", "--bound", "1000", "--length", "32768")
+        commands.append(Command("eval.ppl_prefill", f"ppl-records-32k-{name}-calibrated-tail-0.jsonl", asked))
+    server, other = (
+        Server(
+            "eval/models/tiny-gqa",
+            ("--sparse-prefill-method", name, "--sparse-prefill-config", config, *flags),
+            () if name == "anchor" else CONTROLS,
+        )
+        for name in names
     )
-    return Leg("ppl-prefill-anchor-books", commands, Server("eval/models/tiny-gqa", flags))
+    return Leg("ppl-prefill-anchor-stripes", tuple(commands), server, (other,))
+
+
+def _books() -> Leg:
+    """What prose loses as it is served, and where prompts are sparse from the first token: as calibrated, and most."""
+    flags = ("--page-size", "16", "--attention-backend", "fa3", "--max-total-tokens", "262144", *_SMALL_GRAPHS)
+    configs = (_THETAS, json.dumps({"theta": _calibrated(), "crossover_tokens": 0}))
+    server, other = (
+        Server("eval/models/tiny-gqa", ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", config, *flags))
+        for config in configs
+    )
+    few = ("--custom-params", json.dumps({"theta": _FEW["theta"]}))
+    # Below the crossover, what is lost is wanted in the file and is no failure of the leg.
+    short = (URLS_BESIDE[0], BOOK_WINDOW)
+    settings = {"": (URL, "32768"), "-8k": short, "-8k-few": (*short, *few)}
+    commands = []
+    for name, (url, length, *more) in settings.items():
+        asked = ("--base-url", url, "--kind", "book", "--length", length, "--concurrency", AT_ONCE, *BOOKS, *more)
+        bound = ("--bound", "1000") if name else ()
+        commands.append(Command("eval.ppl_prefill", f"ppl-prefill-anchor-books{name}.jsonl", (*asked, *bound)))
+    return Leg("ppl-prefill-anchor-books", tuple(commands), server, (other,))
 
 
 ANCHOR: tuple[Leg, ...] = (
@@ -120,5 +147,6 @@ ANCHOR: tuple[Leg, ...] = (
     _few_needles("anchor", 40, "0,25,50,75,100"),
     *(_few_needles(control, 10, EVERY_TENTH, **_NO_TAIL) for control in ("random_stripes", "newest_stripes")),
     _prefill_perplexity(),
+    _stripes(),
     _books(),
 )

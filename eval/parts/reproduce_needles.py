@@ -169,7 +169,7 @@ IDENTITY: tuple[Leg, ...] = (
         for backend, noise in (("triton", "flashinfer"), ("flashinfer", "triton"), ("torch_native", "triton"))
         for methods in _PAIRS
     ),
-    # Triton's dense attention multiplies in bfloat16 whatever the cache has, as the methods' kernels do; that of others
-    # rounds queries and weights to float8 too.
-    *(_framework_identity("triton", "", *methods, fp8=True) for methods in (_PAIRS[0], _PAIRS[2])),
+    # FlashInfer's dense attention multiplies in bfloat16 whatever the cache has, as the methods' kernels do; that of
+    # others rounds queries to float8 too.
+    *(_framework_identity("flashinfer", "", *methods, fp8=True) for methods in (_PAIRS[0], _PAIRS[2])),
 )

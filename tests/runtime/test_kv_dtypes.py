@@ -64,3 +64,21 @@ def test_only_methods_whose_kernels_need_float8_refuse_such_a_gpu(monkeypatch: p
     kv_dtypes.require_dtypes(args, config.build("dsa", {}))
     with pytest.raises(ValueError, match=r"8\.9 or later, and this one has 8\.0"):
         kv_dtypes.require_dtypes(args, config.build("resa", {}))
+
+
+@pytest.mark.parametrize("method", [None, "resa"])
+def test_scales_of_a_file_are_tensors_and_numbers(method: str | None) -> None:
+    """As SGLang's own models leave them, and as a checkpoint's are."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), *(RadixAttention(2, 64, 0.125, 1, i) for i in range(2))])
+    _, read, plain = model
+    read.k_scale, read.v_scale = 0.0625, 0.5
+    kv_dtypes.complete_scales(None, model=model, server_args=SimpleNamespace(sparse_method=method, sparse_config="{}"))
+    assert (plain.k_scale, plain.k_scale_float) == (None, None)
+    if method is None:
+        assert (read.k_scale, read.k_scale_float) == (0.0625, None)
+        return
+    assert (read.k_scale_float, read.v_scale_float) == (0.0625, 0.5)
+    assert read.k_scale.dtype == torch.float32 and read.k_scale.expand(3, 2).tolist() == [[0.0625] * 2] * 3
+    assert read.v_scale.item() == 0.5
