@@ -12,11 +12,6 @@ from eval.parts.reproduce_robsa import MODEL, NAME
 from sglang_sparse.calibration.weights import fingerprint
 
 ROOT = Path(__file__).parent.parent.parent
-# Not measured again since the model was trained on.
-OLDER = {
-    *(f"identity-robsa-{name}" for name in ("fa3", "flashinfer", "flashmla", "triton", "triton-fp8")),
-    *(f"ppl-rectify-mla-{name}-cpu" for name in ("records", "texts")),
-}
 
 
 def test_the_calibration_is_of_the_shipped_weights() -> None:
@@ -27,9 +22,9 @@ def test_results_with_a_calibration_are_of_the_shipped_weights() -> None:
     headers = {name: read_rows(path)[0] for name, path in result_files(ROOT / "eval" / "results").items()}
     told = {name: weights.weights(header) for name, header in headers.items()}
     found = {name for name, said in told.items() if said in (weights.SHIPPED, weights.OLDER)}
-    assert {"niah-tiny-mla-robsa", "infinitebench-tiny-mla-robsa", *OLDER} <= found
+    assert {"niah-tiny-mla-robsa", "infinitebench-tiny-mla-robsa", "identity-robsa-fa3", "ppl-rectify-mla"} <= found
     older = {name for name in found if told[name] == weights.OLDER}
-    assert older <= OLDER, "measure these again, with the legs of eval.reproduce, or list them as older"
+    assert not older, "measure these again, with the legs of eval.reproduce"
 
 
 @pytest.mark.parametrize(
