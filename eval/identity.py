@@ -9,13 +9,15 @@ Gate A of the evaluation: greedy text equal at concurrency 1, mean KL(dense, spa
 excused only where the dense server's two best tokens lie closer than the noise. That is measured: the largest change
 of their distance between two dense servers with different kernels (``--noise-url``); without one nothing is excused.
 What two kernels make of float8 KV differs far more, and excuses nothing: there the noise is that of bfloat16, as
-another run's file has it (``--noise-from``).
+another run's file has it (``--noise-from``). A stock server reads the scales of ``--quantization-param-path`` wrongly,
+so that the dense server is then the sparse one itself, asked for ``--compare-custom-params '{"sparse": false}'``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import random
 import sys
 from pathlib import Path
@@ -52,11 +54,12 @@ def make_prompts(count: int, seed: int) -> list[str]:
     return prompts
 
 
-def generate(client: httpx.Client, text: str, tokens: int) -> dict[str, Any]:
-    """Greedy decode with the ``TOP`` best log-probabilities of every output position."""
+def generate(client: httpx.Client, text: str, tokens: int, params: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Greedy decode with the ``TOP`` best log-probabilities of every output position; `params` are custom ones."""
+    sampling: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     request = {
         "text": text,
-        "sampling_params": {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True},
+        "sampling_params": sampling | ({"custom_params": params} if params else {}),
         "return_logprob": True,
         "top_logprobs_num": TOP,
     }
@@ -111,17 +114,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         urls = args.base_url, args.compare_url, args.noise_url or args.compare_url
         clients = [stack.enter_context(httpx.Client(base_url=u, timeout=600, trust_env=False)) for u in urls]
         sparse, dense, other = clients
-        before = server_facts(sparse)["sparse"]
-        if before is None:
+        if server_facts(sparse)["sparse"] is None:
             raise EvaluationError(f"{args.base_url} does not run a sparse method")
         facts = dict(zip(("sparse", "dense", "noise"), map(server_facts, clients), strict=True))
-        record = stack.enter_context(Record(args.out, "eval.identity", args.revision, servers=facts))
-        rows = []
-        for text in tqdm(make_prompts(args.prompts, args.seed)):
-            expected = generate(dense, text, args.tokens)
+        params = args.compare_custom_params
+        given = {"compare_custom_params": params}
+        record = stack.enter_context(Record(args.out, "eval.identity", args.revision, servers=facts, arguments=given))
+        texts, rows = make_prompts(args.prompts, args.seed), []
+        dense_answers = [generate(dense, text, args.tokens, params) for text in tqdm(texts, "dense")]
+        if args.noise_url:
+            others = (generate(other, text, args.tokens) for text in tqdm(texts, "noise"))
+            noise = max(compare(*answers)["gap_change"] for answers in zip(dense_answers, others, strict=True))
+        if args.compare_url == args.base_url:
+            sparse.post("/flush_cache").raise_for_status()
+        before = server_facts(sparse)["sparse"]
+        for text, expected in zip(tqdm(texts, "sparse"), dense_answers, strict=True):
             rows.append(compare(expected, generate(sparse, text, args.tokens)))
-            if args.noise_url:
-                noise = max(noise, compare(expected, generate(other, text, args.tokens))["gap_change"])
             record.add("prompt", **rows[-1])
         summary = summarise(rows, before, server_facts(sparse)["sparse"], noise)
         record.add("summary", prompts=args.prompts, tokens=args.tokens, noise=noise, **summary)
@@ -133,6 +141,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="eval.identity", description=__doc__)
     parser.add_argument("--base-url", required=True, help="the sparse server, see above")
     parser.add_argument("--compare-url", required=True, help="the dense server")
+    parser.add_argument("--compare-custom-params", type=json.loads, metavar="JSON", help="of requests to that one")
     parser.add_argument("--out", required=True, type=Path, help="JSONL file to write")
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=64)
@@ -179,7 +188,7 @@ def summarise(
     proofs = []
     if after["method"] is not None:
         wanted = counts["decode_rows"] * after["sparse_layers"]
-        proofs.append(counts["sparse_layer_rows"] == wanted > 0 and after["dense_fallback_rows"] == 0)
+        proofs.append(counts["sparse_layer_rows"] == wanted > 0 and counts["dense_fallback_rows"] == 0)
     if after.get("prefill"):
         proofs.append(counts["prefill_pairs_attended"] == counts["prefill_pairs_causal"])
         wanted = sum(sparse_tokens(row, after["prefill"]["config"]) for row in rows)

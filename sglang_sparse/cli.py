@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
-from sglang_sparse import dsa_flags, hooks, implementation, limits, refusals, registry
+from sglang_sparse import dsa_flags, hooks, implementation, refusals, registry
 from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields, read_config, settings_of
 from sglang_sparse.versions import UnsupportedSGLangError, require_supported_sglang
 
@@ -99,7 +99,6 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
         settings = settings_of(self) or settings
         refusals.require_after(self, settings)
         dsa_flags.leave_graphs(self, settings)
-        _say_unseen(self, settings)
     for text in settings.method.warnings():
         logger.warning("sglang_sparse: %s", text)
 
@@ -108,12 +107,6 @@ def _say_prefill(server_args: SparseServerArgs, settings: Settings) -> None:
     if settings.prefill:
         server_args.sparse_prefill_method = settings.prefill_name
         server_args.sparse_prefill_config = settings.prefill.config.model_dump_json()
-
-
-def _say_unseen(server_args: SparseServerArgs, settings: Settings) -> None:
-    method = settings.method
-    if limits.on_gpu() and method.latents and method.kind_of(server_args.get_model_config()) == "MLA":
-        logger.warning("sglang_sparse: no GPU has run %s on MLA: compare its answers with dense ones", settings.flag)
 
 
 def refuse_model(_: None, self: SparseServerArgs) -> None:

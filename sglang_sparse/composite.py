@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.limits import on_gpu
 from sglang_sparse.method import VIEW_BUFFERS, AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.method_config import SHARED, MethodConfig, RectifyConfig
 from sglang_sparse.plan import usual_selection
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from sglang_sparse.method import ViewBuffer
     from sglang_sparse.pools import AuxPools
     from sglang_sparse.view import BatchView
-
-# Methods whose servers of several parts have run on a GPU.
-SEEN_ON_GPU = frozenset({"resa", "skip_softmax"})
 
 
 class Composite(DecodeMethod):
@@ -93,11 +89,6 @@ class Composite(DecodeMethod):
         """Those of the parts; and that what has both phases alone is of decode here."""
         both = [name for name, part in zip(self.names, self.parts, strict=True) if part.config.phase_fields]
         said = [f"{name} decodes in layers of its own; prefill is what --sparse-prefill-method says" for name in both]
-        unseen = ", ".join(sorted({*self.names} - SEEN_ON_GPU))
-        if unseen and on_gpu():
-            said.append(
-                f"{unseen} in some layers of several has not run on a GPU yet: compare its answers with dense ones"
-            )
         return tuple(dict.fromkeys((*said, *(text for part in self.parts for text in part.warnings()))))
 
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:

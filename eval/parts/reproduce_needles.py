@@ -57,6 +57,10 @@ def _latents() -> Leg:
     return Leg("needles-skip_softmax-mla", (command,), Server("eval/models/tiny-mla", flags))
 
 
+# Servers beside others, one request at a time.
+_LITTLE = ("--mem-fraction-static", "0.3", "--max-total-tokens", "65536", "--cuda-graph-max-bs-decode", "2")
+
+
 def _backend(name: str) -> tuple[str, ...]:
     """Flags of an attention backend; of FA3, which has no prefill for values of 64 beside keys of 128, in decode."""
     if name == "fa3":
@@ -79,7 +83,7 @@ def identity_leg(
         both: flags of all servers.
         measured: whether a third server runs for the noise.
     """
-    both = (*both, "--mem-fraction-static", "0.3", "--max-total-tokens", "65536", "--cuda-graph-max-bs-decode", "2")
+    both = (*both, *_LITTLE)
     path = f"eval/models/{model}"
     beside = tuple(Server(path, (*_backend(one), *both)) for one in (backend, *([noise] if measured else [])))
     other = ("--noise-url", URLS_BESIDE[1]) if measured else ("--noise-from", f"{FOLDER}/{noise}")
@@ -122,8 +126,11 @@ def _framework_identity(backend: str, noise: str, method: str, prefill: str = ""
     sparse = _whole(method, prefill)
     if not fp8:
         return identity_leg(name, "tiny-gqa", sparse, backend, noise, both)
-    both += (*FP8, "--quantization-param-path", SCALES)
-    return identity_leg(f"{name}-fp8", "tiny-gqa", sparse, backend, f"identity-{name}.jsonl", both, measured=False)
+    flags = (*sparse, *_backend(backend), *both, *FP8, "--quantization-param-path", SCALES, *_LITTLE)
+    # A stock server reads such scales wrongly.
+    asked = (*BESIDE_DENSE, "--noise-from", f"{FOLDER}/identity-{name}.jsonl")
+    command = Command("eval.identity", f"identity-{name}-fp8.jsonl", asked)
+    return Leg(f"identity-{name}-fp8", (command,), Server("eval/models/tiny-gqa", flags))
 
 
 def _own_needles(implementation: str, *more: str) -> Leg:

@@ -14,7 +14,7 @@ load_plugins()
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_sparse import cli, config, limits
+from sglang_sparse import config
 from sglang_sparse.config import build
 from sglang_sparse.decode_path import DecodePath
 from sglang_sparse.method import ModelShape
@@ -51,19 +51,6 @@ def test_mla_models_are_decoded_alone(tmp_path: Path) -> None:
     assert "SGLang prefills with keys expanded for each head" in message
     with pytest.raises(ValueError, match="anchor does not fit DeepseekV3ForCausalLM: anchor needs an MHA or GQA model"):
         resolve(model, sparse_prefill_method="anchor")
-
-
-def test_a_gpu_is_told_that_none_has_run_it(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    mla, gqa = (write_config(tmp_path_factory.mktemp(name), name) for name in ("mla", "qwen3"))
-    args = [resolve(model, attention_backend="torch_native") for model in (mla, gqa)]
-    for gpu, warned in ((False, [False, False]), (True, [True, False])):
-        monkeypatch.setattr(limits, "on_gpu", lambda asked=None, gpu=gpu: gpu)
-        for one, expected in zip(args, warned, strict=True):
-            caplog.clear()
-            cli._say_unseen(one, config.settings_of(one))
-            assert ("no GPU has run --sparse-method skip_softmax on MLA" in caplog.text) is expected
 
 
 def test_other_latents_are_refused(tmp_path: Path) -> None:

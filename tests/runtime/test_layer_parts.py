@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import composite, crossover, keep_method, metrics, pools, recipes, scratch, windows
+from sglang_sparse import crossover, keep_method, metrics, pools, recipes, scratch, windows
 from sglang_sparse.composite import Composite, count_sizes, view_buffers, with_parts
 from sglang_sparse.config import Settings, build
 from sglang_sparse.kv_check import stale_summaries
@@ -211,18 +211,6 @@ def test_a_view_has_a_page_table_for_each_size_of_blocks() -> None:
         assert part.page_table[0, :pages].tolist() == [2048 // part.page_size + i for i in range(pages)]
     view.clear(table)
     assert not any(part.n_pages.any() or part.n_select.any() for part in view.rows(2).parts)
-
-
-def test_what_no_gpu_has_run_is_said_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = build("rocketkv", KEPT).method
-    seen = build("resa", BOTH).method
-
-    def said(method: Any) -> list[str]:
-        return [text for text in method.warnings() if "has not run on a GPU yet" in text]
-
-    assert not said(kept) and not said(seen)
-    monkeypatch.setattr(composite, "on_gpu", lambda: True)
-    assert len(said(kept)) == 1 and said(kept)[0].startswith("rocketkv in some layers") and not said(seen)
 
 
 def test_shares_are_of_rows_that_some_part_leaves_something_out_for() -> None:
