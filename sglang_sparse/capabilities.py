@@ -14,58 +14,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse import refusals, registry
-from sglang_sparse.config import SparseArgumentError, build, page_size_fields
-from sglang_sparse.limits import DENSE_BACKENDS, dense_backends
+from sglang_sparse import implementation, refusals, registry
+from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields
+from sglang_sparse.limits import DENSE_BACKENDS, Gpu, dense_backends
+from sglang_sparse.model_kinds import KINDS
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
     from sglang_sparse.method import DecodeMethod
     from sglang_sparse.prefill_method import PrefillMethod
 
-_SIZES = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "torch_dtype": "bfloat16",
-}
-_LATENT = {
-    **_SIZES,
-    "num_key_value_heads": 32,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "first_k_dense_replace": 8,
-    "moe_layer_freq": 1,
-    "n_routed_experts": 8,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-}
-# One config.json a kind of attention that some method may serve; the other kinds are in ``limits.MODEL_LIMITS``.
-KINDS: Mapping[str, Mapping[str, Any]] = {
-    "MHA/GQA": {
-        **_SIZES,
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "MLA": {**_LATENT, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
-    "DSA": {
-        **_LATENT,
-        "architectures": ["DeepseekV32ForCausalLM"],
-        "model_type": "deepseek_v32",
-        "index_n_heads": 64,
-        "index_head_dim": 128,
-        "index_topk": 2048,
-    },
-}
 # What a server's command line may have that some methods go with; the other flags are in ``limits.FLAG_LIMITS``.
 FLAGS: tuple[Mapping[str, Any], ...] = (
     {"tp_size": 2},
@@ -123,12 +81,12 @@ class Place:
 
     Attributes:
         kind: of attention, see ``KINDS``.
-        gpu: whether the machine has a GPU.
+        gpu: whether the machine has a GPU, or the compute capability of the one that it has.
         fields: of the method's config.
     """
 
     kind: str
-    gpu: bool
+    gpu: Gpu
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -214,26 +172,36 @@ def refusal(method: Method, place: Place, changes: Mapping[str, Any] | None = No
         changes: fields of ``ServerArgs`` that differ from the defaults. A decode method is configured to the page size,
             and the attention backend is one that the method has on such a machine.
     """
-    changes = dict(changes or {})
+    try:
+        args, settings = _asked(method, place, changes or {})
+    except SparseArgumentError as error:
+        return str(error)
+    return refusals.refusal(args, settings, place.gpu, stand_in=True)
+
+
+def _asked(method: Method, place: Place, changes: Mapping[str, Any]) -> tuple[SparseServerArgs, Settings]:
     fields = dict(place.fields)
     if "page_size" in changes and not method.prefill:
         fields["page_size"] = changes["page_size"]
     config = "sparse_prefill_config" if method.prefill else "sparse_config"
     args: Any = _server(place.kind, {method.option: method.name, config: fields, **changes})
-    try:
-        settings = build(
-            args.sparse_method,
-            args.sparse_config or {} if args.sparse_method else page_size_fields(args),
-            args.sparse_prefill_method,
-            args.sparse_prefill_config,
-        )
-    except SparseArgumentError as error:
-        return str(error)
+    settings = build(
+        args.sparse_method,
+        args.sparse_config or {} if args.sparse_method else page_size_fields(args),
+        args.sparse_prefill_method,
+        args.sparse_prefill_config,
+    )
     if args.page_size is None:
         args.page_size = settings.config.page_size
     if args.attention_backend is None:
-        args.attention_backend = dense_backends(settings.method.attention, place.gpu)[-1]
-    return refusals.refusal(args, settings, place.gpu, stand_in=True)
+        args.attention_backend = dense_backends(settings.method.attention, bool(place.gpu))[-1]
+    return args, settings
+
+
+def stages(method: Method, place: Place) -> Mapping[str, str]:
+    """How each stage of a method runs where it is served, for one that has a choice; empty for others."""
+    args, settings = _asked(method, place, {})
+    return getattr(implementation.settle(args, settings, place.gpu).config, "implementation", {})
 
 
 def answer(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> Answer:
@@ -267,9 +235,9 @@ def place_of(method: Method) -> Place:
     return Place(next(iter(KINDS)), False)
 
 
-def flag_answer(method: Method, flag: Mapping[str, Any]) -> Answer:
-    """What a method says to a flag where it is served."""
-    return answer(method, place_of(method), flag)
+def flag_answer(method: Method, flag: Mapping[str, Any], place: Place | None = None) -> Answer:
+    """What a method says to a flag where it is served, if no other `place` is given."""
+    return answer(method, place or place_of(method), flag)
 
 
 def backends(method: Method, gpu: bool) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ BLOCK = re.compile(r"(<!-- check: ([\w-]+) -->\n)(.*?)(<!-- check end -->)", re.
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "methods": tables.methods_table,
     "features": tables.features_table,
+    "gpus": tables.gpus_table,
     "refusals": tables.refusals_table,
 }
 

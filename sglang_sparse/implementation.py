@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import dsa_flags
 from sglang_sparse.config import SparseArgumentError
-from sglang_sparse.limits import on_gpu
+from sglang_sparse.limits import Gpu, on_gpu
+from sglang_sparse.limits import capability as capability_of
 from sglang_sparse.methods.dsa import AUTO, NATIVE, PORTABLE, REFERENCE, STAGES, Dsa, DsaConfig
 
 if TYPE_CHECKING:
@@ -191,13 +192,13 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def settle(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) -> Settings:
+def settle(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) -> Settings:
     """Put the choice into a server's config, and into those arguments of SGLang's that follow from it.
 
     Args:
         args: the server's, before SGLang resolves what depends on the model.
         settings: the methods; not changed.
-        gpu: whether the server's machine has a GPU; None: it is this one.
+        gpu: of the server's machine; None: it is this one.
 
     Returns:
         The methods with the choice.
@@ -233,7 +234,7 @@ def settle(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) 
     return replace(settings, method=Dsa(chosen))
 
 
-def _facts(args: Any, config: DsaConfig, asked: bool | None) -> Facts:
+def _facts(args: Any, config: DsaConfig, asked: Gpu) -> Facts:
     """Those of this machine. A GPU that is asked about and not here is the best one: what it refuses, all others do."""
     import torch
 
@@ -243,7 +244,8 @@ def _facts(args: Any, config: DsaConfig, asked: bool | None) -> Facts:
     # Where the operations would run decides how.
     reference = dispatch.use_reference(torch.empty(0, device="meta" if gpu else "cpu")) if gpu == here else not gpu
     model = _model(args)
-    capability = (torch.cuda.get_device_capability() if here else BEST) if gpu else None
+    told = capability_of(None if here and not isinstance(asked, tuple) else asked)
+    capability = (told or BEST) if gpu else None
     blackwell = capability is not None and capability[0] == NATIVE_MAJORS[-1]
     return Facts(
         capability,

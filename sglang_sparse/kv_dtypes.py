@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import Settings, SparseArgumentError, settings_of
-from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS, on_gpu
+from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS, Gpu, capability, on_gpu
 
 if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 FLOAT8 = (8, 9)
 
 
-def require_dtypes(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) -> None:
+def require_dtypes(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) -> None:
     """Refuse KV caches that a method's kernels do not read, or read wrongly.
 
     Args:
         args: the server's.
         settings: its methods.
-        gpu: whether it has a GPU; None for this machine.
+        gpu: its GPU; None for this machine's.
 
     Raises:
         SparseArgumentError: names the dtypes, and what is allowed.
@@ -48,8 +48,8 @@ def require_dtypes(args: SparseServerArgs, settings: Settings, gpu: bool | None 
             "none; allowed with --sparse-prefill-method: --kv-cache-dtype auto, a checkpoint with scales of its KV "
             "(kv_cache_scheme or kv_cache_quant_algo of its quantization), or --quantization-param-path FILE"
         )
-    if cache == "fp8_e4m3" and settings.method.needs_float8 and gpu is None and on_gpu():
-        _require_float8(settings)
+    if cache == "fp8_e4m3" and settings.method.needs_float8:
+        _require_float8(settings, capability(gpu))
     if dtype == "float32" and on_gpu(gpu):
         raise SparseArgumentError(
             f"{settings.flag}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
@@ -70,12 +70,9 @@ def _has_scales(args: SparseServerArgs) -> bool:
     return any(each.get(name) for each in fields for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
 
 
-def _require_float8(settings: Settings) -> None:
+def _require_float8(settings: Settings, found: tuple[int, int] | None) -> None:
     """Refuse fp8 KV on a GPU for which Triton does not compile it: the first request would end the server."""
-    import torch
-
-    found = torch.cuda.get_device_capability()
-    if found < FLOAT8:
+    if found is not None and found < FLOAT8:
         raise SparseArgumentError(
             f"{settings.flag}: fp8 KV needs a GPU of compute capability {FLOAT8[0]}.{FLOAT8[1]} or later, and this one "
             f"has {found[0]}.{found[1]}; allowed: --kv-cache-dtype auto"

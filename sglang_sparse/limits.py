@@ -19,6 +19,8 @@ GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names
 _CPU_ONLY_BACKENDS = {"MLA": ("torch_native",)}
 # Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
 INDEXER_PAGE = 64
+# A server's GPU: whether there is one, or its compute capability; None: this machine says.
+Gpu = bool | tuple[int, int] | None
 FLOAT16 = ("half", "float16")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 
@@ -250,8 +252,17 @@ def dense_backends(kind: str, gpu: bool) -> tuple[str, ...]:
     return tuple(name for name in DENSE_BACKENDS[kind] if name not in others)
 
 
-def on_gpu(asked: bool | None = None) -> bool:
+def on_gpu(asked: Gpu = None) -> bool:
     """Whether a server has a GPU: as asked about, or as this machine says."""
     import torch
 
-    return torch.cuda.is_available() if asked is None else asked
+    return torch.cuda.is_available() if asked is None else bool(asked)
+
+
+def capability(asked: Gpu = None) -> tuple[int, int] | None:
+    """Compute capability of a server's GPU: as asked about, or this machine's; None where nothing is known of it."""
+    import torch
+
+    if asked is None and torch.cuda.is_available():
+        return torch.cuda.get_device_capability()
+    return asked if isinstance(asked, tuple) else None

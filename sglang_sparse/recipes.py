@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sglang_sparse.capabilities import KINDS
 from sglang_sparse.config import Settings, build, read_config
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
+from sglang_sparse.model_kinds import KINDS
 from sglang_sparse.recipe_memory import memory
 from sglang_sparse.registry import require_known
 from sglang_sparse.validation import explain_value
@@ -84,7 +84,7 @@ class Recipe(_Table):
     Attributes:
         title: what it is for.
         model_path: SGLang's ``--model-path``, as a rule a Hugging Face id.
-        attention: kind of attention of the model, see ``capabilities.KINDS``.
+        attention: kind of attention of the model, see ``model_kinds.KINDS``.
         gpu: the GPU it is for.
         gpu_memory_gib: its memory that the driver reports, in GiB.
         gpus: how many, which is ``--tp-size``.

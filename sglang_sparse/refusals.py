@@ -20,6 +20,7 @@ from sglang_sparse.limits import (
     PREFILL_LIMITS,
     RECTIFY_LIMITS,
     FlagLimit,
+    Gpu,
     ModelLimit,
     dense_backends,
     on_gpu,
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
     from sglang_sparse.config import SparseServerArgs
 
 
-def refusal(args: SparseServerArgs, settings: Settings, gpu: bool, stand_in: bool = False) -> str | None:
+def refusal(args: SparseServerArgs, settings: Settings, gpu: Gpu, stand_in: bool = False) -> str | None:
     """Say why a server would not start, or None: all that a start asks, in its order.
 
     Args:
         args: its arguments as SGLang would resolve them.
         settings: the methods.
-        gpu: whether its machine has a GPU.
+        gpu: its machine's GPU.
         stand_in: whether the model's folder stands for one that is not at hand, and has no weights.
     """
     try:
@@ -50,13 +51,13 @@ def refusal(args: SparseServerArgs, settings: Settings, gpu: bool, stand_in: boo
     return None
 
 
-def require_before(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) -> None:
+def require_before(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) -> None:
     """Refuse what can be seen before SGLang resolves its arguments.
 
     Args:
         args: the server's arguments.
         settings: the methods.
-        gpu: whether the machine has a GPU; None looks.
+        gpu: the machine's GPU; None looks.
 
     Raises:
         SparseArgumentError: names every refused flag, what was got and why not.
@@ -124,13 +125,13 @@ def _found(args: SparseServerArgs, limits: tuple[FlagLimit, ...]) -> str:
     return "; ".join(f"{limit.name} (got {value!r}): {limit.reason}" for limit, value in got if value is not None)
 
 
-def require_after(args: SparseServerArgs, settings: Settings, gpu: bool | None = None) -> None:
+def require_after(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) -> None:
     """Refuse what SGLang's resolved arguments show.
 
     Args:
         args: the server's, resolved.
         settings: the methods.
-        gpu: whether the machine has a GPU; None looks.
+        gpu: the machine's GPU; None looks.
 
     Raises:
         SparseArgumentError: says what was got and what is allowed.

@@ -22,10 +22,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_sparse import recipes, refusals
-from sglang_sparse.capabilities import KINDS
 from sglang_sparse.cli import resolve
 from sglang_sparse.limits import dense_backends
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
+from sglang_sparse.model_kinds import KINDS
 from sglang_sparse.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
 
     Args:
         arguments: its command line.
-        kind: of ``capabilities.KINDS``: the model that is asked about, unless ``--model-path`` is a folder.
+        kind: of ``model_kinds.KINDS``: the model that is asked about, unless ``--model-path`` is a folder.
         gpu: whether its machine has a GPU.
 
     Raises:

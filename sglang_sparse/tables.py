@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from sglang_sparse import limits, refusals, registry
 from sglang_sparse.capabilities import (
     FLAGS,
-    KINDS,
     UNCALIBRATED,
     UNRECTIFIED,
     Answer,
@@ -25,10 +25,25 @@ from sglang_sparse.capabilities import (
     page_sizes,
     partners,
     place_of,
+    stages,
 )
 from sglang_sparse.layer_partners import rule_partners
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.methods.dense import Dense
+from sglang_sparse.model_kinds import KINDS
+
+# Compute capabilities, and GPUs that have them.
+GPUS = {
+    (8, 0): "A100",
+    (8, 6): "A10, RTX 3090",
+    (8, 9): "L40S, RTX 4090",
+    (9, 0): "H100, H200",
+    (10, 0): "B200",
+    (12, 0): "RTX 5090",
+}
+# The one for which everything has been measured.
+MEASURED = (9, 0)
+FLOAT8 = next(flag for flag in FLAGS if "kv_cache_dtype" in flag)
 
 # A refused thing, the methods that refuse it, and why.
 Refused = tuple[str, Sequence[Method], str]
@@ -111,6 +126,31 @@ def features_table() -> str:
     asked = methods()
     rows = [[name, *(found(method) for method in asked)] for name, found in features().items()]
     return table(["", *(method.label for method in asked)], rows)
+
+
+def on_gpu(method: Method, capability: tuple[int, int]) -> str:
+    """Say how a method runs on GPUs of a compute capability: "yes" or "no", and what is not as on the measured one."""
+    place, best = (dataclasses.replace(place_of(method), gpu=gpu) for gpu in (capability, MEASURED))
+    if not answer(method, place).served:
+        return "no"
+    how = dict.fromkeys(stages(method, place).values())
+    words = ["yes", *([f"({' and '.join(how)} kernels)"] if how else [])]
+    less = flag_answer(method, FLOAT8, best).served and not flag_answer(method, FLOAT8, place).served
+    return " ".join(words) + (", no float8 KV" if less else "")
+
+
+def gpus_table() -> str:
+    """Return what of the methods runs on which GPUs, and where that was seen."""
+    asked = methods()
+    rows = [
+        [
+            f"{major}.{minor} ({names})",
+            "measured" if (major, minor) == MEASURED else "compiled",
+            *(on_gpu(method, (major, minor)) for method in asked),
+        ]
+        for (major, minor), names in GPUS.items()
+    ]
+    return table(["compute capability", "seen", *(method.label for method in asked)], rows)
 
 
 def _of_tables() -> Iterator[Refused]:

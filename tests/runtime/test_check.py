@@ -1,5 +1,6 @@
 """What ``sglang_sparse.check`` says is what a start does, and what README says."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ load_plugins()
 from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse import capabilities, check, limits, refusals, registry, tables
-from sglang_sparse.capabilities import FLAGS, KINDS, UNRECTIFIED, Method, Place
+from sglang_sparse.capabilities import FLAGS, UNRECTIFIED, Method, Place
 from sglang_sparse.method_pages import PARTS
+from sglang_sparse.model_kinds import KINDS
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted((ROOT / "sglang_sparse" / "docs").glob("*.md"))
@@ -92,6 +94,21 @@ def test_the_known_cells() -> None:
     assert capabilities.backends(RESA, gpu=False) == ("torch_native",)
     assert capabilities.page_sizes(Method("dsa", False)) == (limits.INDEXER_PAGE,)
     assert "anchor" in capabilities.partners(RESA)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
+def test_gpus_that_are_not_at_hand(method: Method) -> None:
+    """What a table says of a GPU is what a start there would say."""
+    said = {gpu: tables.on_gpu(method, gpu) for gpu in (*tables.GPUS, (7, 5))}
+    for gpu, words in said.items():
+        place = dataclasses.replace(capabilities.place_of(method), gpu=gpu)
+        assert words.startswith("yes") == (capabilities.refusal(method, place) is None)
+        refused = capabilities.refusal(method, place, tables.FLOAT8)
+        too_old = refused is not None and "8.9 or later, and this one has" in refused
+        assert ("no float8 KV" in words) == too_old == (method.name not in ("dsa", "rocketkv") and gpu < (8, 9))
+    if method.name == "dsa":
+        assert said[7, 5] == "no" and "(portable kernels)" in said[8, 0]
+        assert "native" in said[9, 0] and "native" in said[10, 0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not here")
@@ -198,7 +215,7 @@ def test_documents_are_filled(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert check.main(["--markdown", str(path)]) == 0
     block = f"<!-- check: methods -->\n{tables.methods_table()}\n<!-- check end -->"
     assert path.read_text() == f"before\n{block}\nafter\n"
-    with pytest.raises(ValueError, match="'kernels'; allowed: methods, features, refusals"):
+    with pytest.raises(ValueError, match="'kernels'; allowed: methods, features, gpus, refusals"):
         check.fill("<!-- check: kernels -->\n<!-- check end -->")
     assert check.main([]) == 0
     printed = capsys.readouterr().out

@@ -1,6 +1,7 @@
 """KV caches that are refused: fp8 without scales, and fp8 on GPUs for which it does not compile."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,25 +46,23 @@ def test_sparse_prefill_takes_fp8_kv_with_scales(
     kv_dtypes.require_dtypes(args, config.build("resa", {}), gpu=True)
 
 
-def test_fp8_on_a_gpu_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = config.build("resa", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    with pytest.raises(ValueError, match=r"8\.9 or later, and this one has 8\.6; allowed: --kv-cache-dtype auto$"):
-        kv_dtypes._require_float8(settings)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    kv_dtypes._require_float8(settings)
-
-
-def test_only_methods_whose_kernels_need_float8_refuse_such_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+@pytest.mark.parametrize("asked", [True, False], ids=["asked about", "this machine's"])
+def test_fp8_on_a_gpu_that_has_none(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = SimpleNamespace(dtype=torch.bfloat16)
+    if not asked:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     args = SimpleNamespace(
         kv_cache_dtype="fp8_e4m3", get_model_config=lambda: model, get_attention_backends=lambda: ["dsa"]
     )
-    kv_dtypes.require_dtypes(args, config.build("dsa", {}))
-    with pytest.raises(ValueError, match=r"8\.9 or later, and this one has 8\.0"):
-        kv_dtypes.require_dtypes(args, config.build("resa", {}))
+    for capability, served in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        gpu = capability if asked else None
+        # Its kernels read float8 as integers there.
+        kv_dtypes.require_dtypes(args, config.build("dsa", {}), gpu)
+        with nullcontext() if served else pytest.raises(ValueError) as caught:
+            kv_dtypes.require_dtypes(args, config.build("resa", {}), gpu)
+        said = f"8.9 or later, and this one has {capability[0]}.{capability[1]}; allowed: --kv-cache-dtype auto"
+        assert served or str(caught.value).endswith(said)
 
 
 @pytest.mark.parametrize("method", [None, "resa"])
