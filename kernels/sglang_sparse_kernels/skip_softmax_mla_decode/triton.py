@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..launch import LOG2_E, await_inputs, dependent_launch, num_processors, properties
+from ..launch import LOG2_E, Properties, await_inputs, dependent_launch, num_processors, properties
 from ..skip_softmax_decode.reference import BLOCK_KEYS, LOCAL_BLOCKS
 from ..skip_softmax_decode.triton import load_pages, threshold_of
 from ..sparse_decode.plan import num_splits, split_results
@@ -235,10 +235,12 @@ def _split_kernel(
             tl.atomic_add(stats_ptr + 1, skipped.to(tl.int64), sem="relaxed")
 
 
-def default_config(num_heads: int, shared_memory: int) -> Config:
-    """The first of `CONFIGS` for these heads that a multiprocessor with this much shared memory can run."""
+def default_config(num_heads: int, gpu: Properties) -> Config:
+    """The first of `CONFIGS` for these heads that such a GPU's multiprocessor can run."""
     padded_heads = max(HEAD_GROUP, triton.next_power_of_2(num_heads))
-    fitting = (one for one in CONFIGS if one.shared_memory <= shared_memory and one.block_heads <= padded_heads)
+    # Products of 64 rows go through tensor memory there, for which Triton 3.6 finds no layout.
+    most = min(padded_heads, 32 if gpu.capability[0] == 10 else 64)
+    fitting = (one for one in CONFIGS if one.shared_memory <= gpu.shared_memory and one.block_heads <= most)
     return next(fitting, CONFIGS[-1])
 
 
@@ -250,7 +252,7 @@ def plan(
     Returns:
         Its parameters, the tiles of heads, and the splits of each row.
     """
-    config = config or default_config(num_heads, properties(device).shared_memory)
+    config = config or default_config(num_heads, properties(device))
     tiles = triton.cdiv(num_heads, config.block_heads)
     programs = config.programs_per_processor * num_processors(device)
     return config, tiles, num_splits(batch * tiles, pages, BLOCK_KEYS // page_size, programs)
