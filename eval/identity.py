@@ -9,8 +9,9 @@ Gate A of the evaluation: greedy text equal at concurrency 1, mean KL(dense, spa
 excused only where the dense server's two best tokens lie closer than the noise. That is measured: the largest change
 of their distance between two dense servers with different kernels (``--noise-url``); without one nothing is excused.
 What two kernels make of float8 KV differs far more, and excuses nothing: there the noise is that of bfloat16, as
-another run's file has it (``--noise-from``). A stock server reads the scales of ``--quantization-param-path`` wrongly,
-so that the dense server is then the sparse one itself, asked for ``--compare-custom-params '{"sparse": false}'``.
+another run's file has it (``--noise-from``). A stock server reads the scales of ``--quantization-param-path`` wrongly.
+The dense server may be one with methods, too, asked for ``--compare-custom-params '{"sparse": false}'``, whose counters
+must say that it ran dense; so it must not have ``dense_fallback: never``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from eval.live.record import Record, read_finished, server_facts
 from eval.texts.text import FORMS, Haystack, hide, prompt_text, random_key, random_number, read_books
 
 FLOAT8 = "fp8"
+DENSE = """--compare-custom-params '{"sparse": false}'"""
 LENGTHS = (100, 300, 1000, 3000, 8000)
 
 
@@ -107,7 +109,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         The summary.
 
     Raises:
-        EvaluationError: a server does not answer, or runs no sparse method; or see `noise_of`.
+        EvaluationError: a server does not answer, or runs no sparse method, or the other one did not run dense; or see
+            `noise_of`.
     """
     noise = noise_of(args.noise_from) if args.noise_from else 0.0
     with contextlib.ExitStack() as stack:
@@ -125,9 +128,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if args.noise_url:
             others = (generate(other, text, args.tokens) for text in tqdm(texts, "noise"))
             noise = max(compare(*answers)["gap_change"] for answers in zip(dense_answers, others, strict=True))
-        if args.compare_url == args.base_url:
-            sparse.post("/flush_cache").raise_for_status()
-        before = server_facts(sparse)["sparse"]
+        if facts["dense"]["sparse"] is not None:
+            require_dense(moved(facts["dense"]["sparse"], server_facts(dense)["sparse"]))
+        before = facts["sparse"]["sparse"]
         for text, expected in zip(tqdm(texts, "sparse"), dense_answers, strict=True):
             rows.append(compare(expected, generate(sparse, text, args.tokens)))
             record.add("prompt", **rows[-1])
@@ -163,6 +166,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     print(summary)
     return 0 if summary["passed"] else 1
+
+
+def require_dense(counts: dict[str, Any]) -> None:
+    """Raise EvaluationError unless a server's counters say that nothing of its answers was sparse."""
+    found = {name: counts[name] for name in ("sparse_layer_rows", "prefill_sparse_tokens") if counts.get(name)}
+    if found:
+        raise EvaluationError(
+            f"the dense answers were not dense: {found}; allowed: a server without methods, or {DENSE} with one whose "
+            "dense_fallback is not never"
+        )
 
 
 def sparse_tokens(row: dict[str, Any], config: dict[str, Any]) -> int:

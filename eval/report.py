@@ -82,7 +82,7 @@ NEEDLES = (
     *(f"niah-tiny-gqa-{name}" for name in ("anchor", "few", "resa-layers", "rocketkv-topk", "rocketkv-compact")),
     *(f"{suite}-tiny-gqa-skip_softmax" for suite in SUITES),
     *(f"niah-tiny-dsa-{name}" for name in ("auto", "portable")),
-    *(f"niah-tiny-mla-{name}" for name in ("robsa", "random_blocks", "sink_window")),
+    *(f"niah-tiny-mla-{name}" for name in ("robsa", "random_blocks", "sink_window", "skip_softmax")),
     *("infinitebench-tiny-mla", "infinitebench-tiny-gqa-anchor"),
 )
 TAILS = "-tail-"

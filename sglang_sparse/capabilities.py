@@ -31,6 +31,7 @@ FLAGS: tuple[Mapping[str, Any], ...] = (
     {"chunked_prefill_size": -1},
     {"disable_cuda_graph": True},
     {"disable_overlap_schedule": True},
+    {"kv_cache_dtype": "fp8_e4m3"},
     # No prefill method takes it without scales.
     {"kv_cache_dtype": "fp8_e4m3", "quantization_param_path": "scales.json"},
     {"enable_mixed_chunk": True},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +36,16 @@ def require_dtypes(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) 
             f"{settings.flag}: the KV cache dtype is {args.kv_cache_dtype} and the model's is {dtype}; "
             f"allowed: {'auto, fp8_e4m3' if settings.method.fp8_kv else 'auto'}"
         )
+    kind = settings.method.kind_of(args.get_model_config())
     if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
-        known = DENSE_BACKENDS[settings.method.kind_of(args.get_model_config())]
-        allowed = [name for name in known if name in GPU_ONLY_BACKENDS]
+        allowed = [name for name in DENSE_BACKENDS[kind] if name in GPU_ONLY_BACKENDS]
         raise SparseArgumentError(
             f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales; "
             f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(allowed)}"
+        )
+    if cache == "fp8_e4m3" and kind != "MHA" and args.quantization_param_path is not None:
+        raise SparseArgumentError(
+            f"{settings.flag}: no model of SGLang with {kind} reads --quantization-param-path; allowed: none"
         )
     if cache == "fp8_e4m3" and settings.prefill and not _has_scales(args):
         raise SparseArgumentError(
@@ -80,23 +85,40 @@ def _require_float8(settings: Settings, found: tuple[int, int] | None) -> None:
 
 
 def complete_scales(_: None, *, model: Any, server_args: Any) -> None:
-    """After ``load_kv_cache_scales``: give each layer its scales as tensors and as numbers.
+    """After ``load_kv_cache_scales``: let all of SGLang's attention read the scales of float8 KV.
 
     SGLang 0.5.17 leaves those of ``--quantization-param-path`` as numbers under the names of the tensors. With such,
     its FA3 and Triton backends end at the first prompt, and FlashInfer's writes keys with the scale and reads them
-    without. Those of a checkpoint have both already.
+    without. Those of a checkpoint have both already. Neither are read by FlashInfer's prefill where it attends to a
+    prefix apart from the chunk; so it attends to both in the cache.
+
+    Raises:
+        SparseArgumentError: SGLang has found no scales in the file, of which it says nothing.
     """
-    if settings_of(server_args) is None:
+    settings = settings_of(server_args)
+    if settings is None or server_args.kv_cache_dtype != "fp8_e4m3":
         return
     import torch
 
     device = next(model.parameters()).device
-    for layer in model.modules():
+    layers = [layer for layer in model.modules() if hasattr(layer, "k_scale_float")]
+    given = 0
+    for layer in layers:
         for name in ("k_scale", "v_scale"):
-            scale = getattr(layer, name, None)
-            if isinstance(scale, float) and hasattr(layer, f"{name}_float"):
+            scale = getattr(layer, name)
+            if isinstance(scale, float):
+                given += 1
                 setattr(layer, name, torch.tensor(scale, dtype=torch.float32, device=device))
                 setattr(layer, f"{name}_float", scale)
+    path = server_args.quantization_param_path
+    if path is not None and not given:
+        raise SparseArgumentError(
+            f"{settings.flag}: SGLang reads no scales for this model from --quantization-param-path {path}; allowed: "
+            'JSON {"model_type": …, "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": …}} with its type, and a '
+            f"mapping for each of {server_args.tp_size} tensor-parallel ranks that has a scale for each layer"
+        )
+    if any(getattr(layer, f"{name}_float") not in (None, 1.0) for layer in layers for name in ("k_scale", "v_scale")):
+        os.environ["SGLANG_FLASHINFER_USE_PAGED"] = "1"
 
 
 def kv_bytes_per_token(kv_pool: Any) -> int:

@@ -22,6 +22,7 @@ from sglang_sparse.limits import (
     FlagLimit,
     Gpu,
     ModelLimit,
+    capability,
     dense_backends,
     on_gpu,
 )
@@ -138,6 +139,9 @@ def require_after(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) -
     """
     _require_prefill(args, settings)
     _require_window(args, settings)
+    found = capability(gpu)
+    if settings.prefill and found and (reason := settings.prefill.refuse_gpu(found)):
+        raise SparseArgumentError(f"{settings.prefill_flag}: {reason}")
     allowed = dense_backends(settings.method.kind_of(args.get_model_config()), on_gpu(gpu))
     for name in args.get_attention_backends():
         if name not in allowed:

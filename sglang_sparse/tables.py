@@ -43,7 +43,10 @@ GPUS = {
 }
 # The one for which everything has been measured.
 MEASURED = (9, 0)
-FLOAT8 = next(flag for flag in FLAGS if "kv_cache_dtype" in flag)
+# Of a method with two phases, the config that leaves prefill dense.
+DECODE_ALONE = {"threshold_scale_factor": {"decode": 25.0}}
+# With scales and without.
+FLOAT8 = tuple(flag for flag in FLAGS if "kv_cache_dtype" in flag)
 
 # A refused thing, the methods that refuse it, and why.
 Refused = tuple[str, Sequence[Method], str]
@@ -128,14 +131,20 @@ def features_table() -> str:
     return table(["", *(method.label for method in asked)], rows)
 
 
+def _float8(method: Method, place: Place) -> bool:
+    return any(flag_answer(method, flag, place).served for flag in FLOAT8)
+
+
 def on_gpu(method: Method, capability: tuple[int, int]) -> str:
     """Say how a method runs on GPUs of a compute capability: "yes" or "no", and what is not as on the measured one."""
     place, best = (dataclasses.replace(place_of(method), gpu=gpu) for gpu in (capability, MEASURED))
     if not answer(method, place).served:
-        return "no"
+        alone = dataclasses.replace(place, fields={**place.fields, **DECODE_ALONE})
+        tries = not method.prefill and method.takes(DECODE_ALONE)
+        return "decode alone" if tries and answer(method, alone).served else "no"
     how = dict.fromkeys(stages(method, place).values())
     words = ["yes", *([f"({' and '.join(how)} kernels)"] if how else [])]
-    less = flag_answer(method, FLOAT8, best).served and not flag_answer(method, FLOAT8, place).served
+    less = _float8(method, best) and not _float8(method, place)
     return " ".join(words) + (", no float8 KV" if less else "")
 
 

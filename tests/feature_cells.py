@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from eval.live.record import read_rows, result_files
 from eval.parts.reproduce_legs import LEGS
 from sglang_sparse import capabilities, tables
 
@@ -19,7 +20,8 @@ PAGE_SIZE, ON_GPU, ON_CPU = (
     "`--attention-backend` on the CPU platform",
 )
 PHASE, MODELS, MACHINE, TOGETHER, OTHER_LAYERS = tables.properties()
-FLOAT8 = "`--kv-cache-dtype fp8_e4m3 --quantization-param-path scales.json`"
+FLOAT8 = "`--kv-cache-dtype fp8_e4m3`"
+SCALED = "`--kv-cache-dtype fp8_e4m3 --quantization-param-path scales.json`"
 DECODE_SKIP, PREFILL_SKIP = "skip_softmax", "skip_softmax (prefill)"
 
 
@@ -114,7 +116,7 @@ PROOFS: Mapping[Cell, str] = {
     Cell(ON_GPU, "dsa", "dsa"): "needles-dsa-auto",
     Cell(ON_GPU, "rocketkv", "fa3"): "identity-rocketkv-fa3",
     Cell(ON_GPU, DECODE_SKIP, "fa3"): "identity-skip_softmax-fa3",
-    Cell(ON_GPU, "anchor", "fa3"): "identity-anchor-fa3",
+    Cell(ON_GPU, "anchor", "fa3"): "needles-anchor",
     Cell(ON_GPU, PREFILL_SKIP, "fa3"): "needles-skip_softmax",
     Cell(FLOAT8, "robsa"): "identity-robsa-flashmla-fp8",
     Cell(FLOAT8, "dsa"): "needles-dsa-portable-fp8",
@@ -127,25 +129,33 @@ PROOFS: Mapping[Cell, str] = {
     Cell(MACHINE, PREFILL_SKIP, "GPU"): "skip-softmax-serving",
 }
 
+_NO_LEG = "no leg starts such a server; of float8 KV the tests of the kernels alone read any"
 _CUT = "its leg, identity-…-torch_native, has not run to its end yet: a GPU decodes slowly so"
 _CACHE = "its leg, identity-…-flashinfer-fp8, has not run yet; of float8 KV the tests of the kernels alone read any"
 # What nothing shows, and why.
 UNPROVEN: Mapping[Cell, str] = {
     **{Cell(ON_GPU, method, "torch_native"): _CUT for method in ("rocketkv", DECODE_SKIP, PREFILL_SKIP)},
-    **{Cell(FLOAT8, method): _CACHE for method in ("resa", DECODE_SKIP, "anchor", PREFILL_SKIP)},
+    Cell(FLOAT8, "resa"): _NO_LEG,
+    **{Cell(SCALED, method): _CACHE for method in ("resa", DECODE_SKIP, "anchor", PREFILL_SKIP)},
 }
 
 
 def _of_leg(cell: Cell, proof: str) -> Iterator[str]:
     """What is wrong with a leg as the proof of a cell."""
-    legs = [leg for leg in LEGS if leg.name == proof]
+    legs, done = [leg for leg in LEGS if leg.name == proof], result_files(ROOT / "eval" / "results")
     if not legs:
         yield "there is no such test and no such leg"
     for leg in legs:
         asked = [*(leg.server.flags if leg.server else ()), *(word for one in leg.commands for word in one.arguments)]
         needed = [cell.method.removesuffix(" (prefill)"), *([cell.value] if cell.row == ON_GPU else [])]
-        needed += ["fp8_e4m3"] if cell.row == FLOAT8 else []
+        needed += ["fp8_e4m3"] if cell.row in (FLOAT8, SCALED) else []
+        needed += ["--quantization-param-path"] if cell.row == SCALED else []
         yield from (f"the leg has no {word!r}" for word in needed if word not in asked)
+        files = [done[name] for one in leg.commands if (name := one.file.removesuffix(".jsonl")) in done]
+        if not files:
+            yield "eval/results has no file of the leg"
+        if proof.startswith("identity-") and not all(read_rows(path)[-1]["passed"] for path in files):
+            yield "it did not pass"
 
 
 def wrong_with(cell: Cell, proof: str) -> list[str]:

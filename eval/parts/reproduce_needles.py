@@ -112,6 +112,10 @@ def _whole(method: str, prefill: str = "") -> tuple[str, ...]:
     return tuple(flags)
 
 
+def _methods(method: str, prefill: str) -> tuple[str, ...]:
+    return ("--sparse-method", method, *(("--sparse-prefill-method", prefill) if prefill else ()))
+
+
 def _framework_identity(backend: str, noise: str, method: str, prefill: str = "", fp8: bool = False) -> Leg:
     """All layers of tiny-gqa with methods that leave nothing out, see ``reproduce_robsa``.
 
@@ -126,11 +130,14 @@ def _framework_identity(backend: str, noise: str, method: str, prefill: str = ""
     sparse = _whole(method, prefill)
     if not fp8:
         return identity_leg(name, "tiny-gqa", sparse, backend, noise, both)
-    flags = (*sparse, *_backend(backend), *both, *FP8, "--quantization-param-path", SCALES, *_LITTLE)
-    # A stock server reads such scales wrongly.
-    asked = (*BESIDE_DENSE, "--noise-from", f"{FOLDER}/identity-{name}.jsonl")
-    command = Command("eval.identity", f"identity-{name}-fp8.jsonl", asked)
-    return Leg(f"identity-{name}-fp8", (command,), Server("eval/models/tiny-gqa", flags))
+    both = (*_backend(backend), *both, *FP8, "--quantization-param-path", SCALES, *_LITTLE)
+    # A stock server reads such scales wrongly: the dense one has the methods, too, and is asked not to use them.
+    server, other = (Server("eval/models/tiny-gqa", (*flags, *both)) for flags in (sparse, _methods(method, prefill)))
+    asked = ("--base-url", URL, "--compare-url", URLS_BESIDE[0], *BESIDE_DENSE[-2:])
+    asked += ("--noise-from", f"{FOLDER}/identity-{name}.jsonl")
+    return Leg(
+        f"identity-{name}-fp8", (Command("eval.identity", f"identity-{name}-fp8.jsonl", asked),), server, (other,)
+    )
 
 
 def _own_needles(implementation: str, *more: str) -> Leg:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mla_decode import TOLERANCE, poisoned, relative_error, run_reference, stored
 
 from sglang_sparse_kernels.latent_rows.reference import read_latents
-from sglang_sparse_kernels.launch import properties
+from sglang_sparse_kernels.launch import Properties, properties
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import triton as kernels
@@ -188,8 +188,11 @@ def test_batches_of_no_rows(device: str) -> None:
 def test_default_tiles_fit_the_heads_the_blocks_and_the_device(
     heads: int, block_size: int, kibibytes: int, tile: tuple[int, int]
 ) -> None:
-    config = kernels.default_config(heads, block_size, kibibytes * 1024)
+    config = kernels.default_config(heads, block_size, Properties((9, 0), 132, kibibytes * 1024))
     assert (config.block_heads, config.block_tokens) == tile
+    # What takes more on Blackwell is not for it.
+    other = kernels.default_config(heads, block_size, Properties((10, 0), 148, kibibytes * 1024))
+    assert (other.block_heads, other.block_tokens) == (min(tile[0], 32), tile[1])
 
 
 @pytest.mark.parametrize("config", kernels.CONFIGS, ids=str)

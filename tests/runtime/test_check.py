@@ -102,9 +102,13 @@ def test_gpus_that_are_not_at_hand(method: Method) -> None:
     said = {gpu: tables.on_gpu(method, gpu) for gpu in (*tables.GPUS, (7, 5))}
     for gpu, words in said.items():
         place = dataclasses.replace(capabilities.place_of(method), gpu=gpu)
-        assert words.startswith("yes") == (capabilities.refusal(method, place) is None)
-        refused = capabilities.refusal(method, place, tables.FLOAT8)
-        too_old = refused is not None and "8.9 or later, and this one has" in refused
+        refused_at_all = capabilities.refusal(method, place)
+        assert words.startswith("yes") == (refused_at_all is None)
+        # Of prefill a kernel does not compile for the first Blackwells.
+        uncompiled = "does not compile its kernel" in str(refused_at_all)
+        assert (words in ("no", "decode alone")) == uncompiled or (method.name, gpu) == ("dsa", (7, 5))
+        refused = [capabilities.refusal(method, place, flag) or "" for flag in tables.FLOAT8]
+        too_old = any("8.9 or later, and this one has" in reason for reason in refused)
         assert ("no float8 KV" in words) == too_old == (method.name not in ("dsa", "rocketkv") and gpu < (8, 9))
     if method.name == "dsa":
         assert said[7, 5] == "no" and "(portable kernels)" in said[8, 0]

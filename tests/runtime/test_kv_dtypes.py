@@ -1,14 +1,21 @@
 """KV caches that are refused: fp8 without scales, and fp8 on GPUs for which it does not compile."""
 
 import json
+import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from eval.parts.reproduce_needles import SCALES
 from sglang_sparse import config, kv_dtypes
+
+ROOT = Path(__file__).parent.parent.parent
+PAGED = "SGLANG_FLASHINFER_USE_PAGED"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +59,10 @@ def test_fp8_on_a_gpu_that_has_none(asked: bool, monkeypatch: pytest.MonkeyPatch
     if not asked:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     args = SimpleNamespace(
-        kv_cache_dtype="fp8_e4m3", get_model_config=lambda: model, get_attention_backends=lambda: ["dsa"]
+        kv_cache_dtype="fp8_e4m3",
+        quantization_param_path=None,
+        get_model_config=lambda: model,
+        get_attention_backends=lambda: ["dsa"],
     )
     for capability, served in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((12, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
@@ -65,19 +75,50 @@ def test_fp8_on_a_gpu_that_has_none(asked: bool, monkeypatch: pytest.MonkeyPatch
         assert served or str(caught.value).endswith(said)
 
 
-@pytest.mark.parametrize("method", [None, "resa"])
-def test_scales_of_a_file_are_tensors_and_numbers(method: str | None) -> None:
-    """As SGLang's own models leave them, and as a checkpoint's are."""
+def loaded(scales: Mapping[int, float], method: str | None = "resa", path: str | None = "scales.json") -> list[Any]:
+    """Layers with what SGLang leaves of a file's scales, the last one with a checkpoint's."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), *(RadixAttention(2, 64, 0.125, 1, i) for i in range(2))])
-    _, read, plain = model
-    read.k_scale, read.v_scale = 0.0625, 0.5
-    kv_dtypes.complete_scales(None, model=model, server_args=SimpleNamespace(sparse_method=method, sparse_config="{}"))
+    layers = [RadixAttention(2, 64, 0.125, 1, number) for number in range(3)]
+    for number, scale in scales.items():
+        layers[number].k_scale = layers[number].v_scale = scale
+    for name in ("k_scale", "v_scale"):
+        setattr(layers[-1], name, torch.nn.Parameter(torch.tensor(0.5), requires_grad=False))
+        setattr(layers[-1], f"{name}_float", 0.5)
+    args = SimpleNamespace(
+        sparse_method=method, sparse_config="{}", kv_cache_dtype="fp8_e4m3", quantization_param_path=path, tp_size=2
+    )
+    kv_dtypes.complete_scales(None, model=torch.nn.ModuleList([torch.nn.Linear(2, 2), *layers]), server_args=args)
+    return layers
+
+
+@pytest.mark.parametrize("method", [None, "resa"])
+def test_scales_of_a_file_are_tensors_and_numbers(method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a checkpoint's are, which stay as they were; FlashInfer reads them in the cache alone."""
+    monkeypatch.setenv(PAGED, "0")
+    read, plain, checkpoint = loaded({0: 0.0625}, method)
     assert (plain.k_scale, plain.k_scale_float) == (None, None)
+    assert isinstance(checkpoint.k_scale, torch.nn.Parameter) and checkpoint.v_scale_float == 0.5
+    assert os.environ[PAGED] == str(int(method is not None))
     if method is None:
         assert (read.k_scale, read.k_scale_float) == (0.0625, None)
         return
-    assert (read.k_scale_float, read.v_scale_float) == (0.0625, 0.5)
+    assert (read.k_scale_float, read.v_scale_float) == (0.0625, 0.0625)
     assert read.k_scale.dtype == torch.float32 and read.k_scale.expand(3, 2).tolist() == [[0.0625] * 2] * 3
-    assert read.v_scale.item() == 0.5
+    assert read.v_scale.item() == 0.0625
+
+
+def test_a_file_whose_scales_sglang_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PAGED, "0")
+    with pytest.raises(ValueError, match=r"no scales for this model from --quantization-param-path scales"):
+        loaded({})
+    loaded({}, path=None)
+
+
+def test_the_tiny_models_scales_are_read() -> None:
+    """SGLang says nothing of a file that it cannot read."""
+    from sglang.srt.model_loader.weight_utils import kv_cache_scales_loader
+
+    found = dict(kv_cache_scales_loader(str(ROOT / SCALES), 0, 1, 4, "qwen3"))
+    assert found == dict.fromkeys(range(4), 0.0625)
+    assert list(kv_cache_scales_loader(str(ROOT / SCALES), 0, 2, 4, "qwen3")) == []

@@ -1,10 +1,12 @@
 """A budget that covers the context equals dense attention, and the counters prove that the sparse path ran."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from server_requests import assert_nothing_leaked, greedy, sparse_state
 
+from eval import identity
 from launch.server import ServerProcess
 
 LAYERS = 4
@@ -41,6 +43,27 @@ def test_equal_with_eight_at_once(server, prompts, dense_outputs) -> None:
     assert greedy(server, prompts, at_once=8) == dense_outputs
     assert sparse_state(server)["dense_fallback_rows"] == 0
     assert_nothing_leaked(server)
+
+
+def test_the_command_asks_a_dense_server(
+    serve, checkpoint, server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One with the method, too, if it runs dense when it is asked to; the sparse one attends sparse in any case."""
+    common = [
+        "--base-url",
+        server.url,
+        "--prompts",
+        "3",
+        "--tokens",
+        "8",
+        "--compare-custom-params",
+        '{"sparse": false}',
+    ]
+    with serve(checkpoint, *CHUNKS, config={}) as other:
+        asked = [*common, "--compare-url", other.url, "--out", str(tmp_path / "dense.jsonl")]
+        assert identity.main(asked) == 0 and sparse_state(other)["decode_rows"] >= 3 * 7
+    assert identity.main([*common, "--compare-url", server.url, "--out", str(tmp_path / "sparse.jsonl")]) == 1
+    assert "the dense answers were not dense: {'sparse_layer_rows': " in capsys.readouterr().err
 
 
 def test_equal_when_prefixes_are_cached(server, prompts, dense_outputs) -> None:

@@ -17,7 +17,7 @@ from triton import knobs
 from ..float8 import converts_float8
 from ..latent_rows.reference import TILE
 from ..latent_rows.triton import read_latents
-from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors, properties
+from ..launch import LOG2_E, MIN_DOT, Properties, await_inputs, dependent_launch, num_processors, properties
 from ..sparse_decode.plan import num_splits, split_results
 from ..sparse_decode.triton import combine, load_ids, token_slots
 
@@ -286,7 +286,7 @@ def plan(
     Returns:
         Its parameters, the heads and the blocks of a tile, and the splits of each row.
     """
-    config = config or default_config(num_heads, block_size, properties(device).shared_memory)
+    config = config or default_config(num_heads, block_size, properties(device))
     block_heads = min(config.block_heads, max(MIN_DOT, triton.next_power_of_2(num_heads)))
     tile_blocks = max(config.block_tokens, block_size) // block_size
     programs = config.programs_per_processor * num_processors(device)
@@ -347,11 +347,13 @@ def sparse_mla_decode(
     return out
 
 
-def default_config(num_heads: int, block_size: int, shared_memory: int) -> Config:
-    """The first of `CONFIGS` for these heads and blocks that a multiprocessor with this much shared memory can run."""
+def default_config(num_heads: int, block_size: int, gpu: Properties) -> Config:
+    """The first of `CONFIGS` for these heads and blocks that such a GPU's multiprocessor can run."""
     padded_heads = max(MIN_DOT, triton.next_power_of_2(num_heads))
+    # Products of 64 rows go through tensor memory there, and take more shared memory than it has.
+    most = min(padded_heads, 32 if gpu.capability[0] == 10 else 64)
     for config in CONFIGS:
-        fits = config.block_tokens >= block_size and config.shared_memory <= shared_memory
-        if fits and config.block_heads <= padded_heads:
+        fits = config.block_tokens >= block_size and config.shared_memory <= gpu.shared_memory
+        if fits and config.block_heads <= most:
             return config
     return CONFIGS[-1]
