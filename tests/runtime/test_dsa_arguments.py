@@ -206,7 +206,10 @@ def test_flags(config: str | None, kwargs: dict[str, Any], expected: str) -> Non
 def test_a_cache_that_a_method_does_not_take_is_refused_by_its_contract() -> None:
     model = SimpleNamespace(dtype=torch.bfloat16)
     args: Any = SimpleNamespace(
-        get_model_config=lambda: model, kv_cache_dtype="fp8_e4m3", get_attention_backends=lambda: ["dsa"]
+        get_model_config=lambda: model,
+        kv_cache_dtype="fp8_e4m3",
+        quantization_param_path=None,
+        get_attention_backends=lambda: ["dsa"],
     )
     with pytest.raises(ValueError, match=r"the KV cache dtype is fp8_e4m3 and the model's is bfloat16; allowed: auto$"):
         kv_dtypes.require_dtypes(args, build("rocketkv", {}))
