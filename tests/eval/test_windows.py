@@ -6,8 +6,19 @@ from pathlib import Path
 import pytest
 
 from eval.live.counters import EvaluationError
+from eval.parts.reproduce_needles import BOOKS as BOOKS_OF_LEGS
 from eval.texts.text import IM_END, IM_START, read_book
-from eval.texts.windows import BOOK, CUE, RECORDS, SCORED, make_windows, windows_anywhere, with_records, with_repetition
+from eval.texts.windows import (
+    BOOK,
+    CUE,
+    RECORDS,
+    SCORED,
+    make_windows,
+    read_tokens,
+    windows_anywhere,
+    with_records,
+    with_repetition,
+)
 
 BOOKS = {"one": list(range(1000)), "two": list(range(5000, 5350))}
 
@@ -17,6 +28,17 @@ def test_shipped_book_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Plain text.")
     (tmp_path / "b.txt.xz").write_bytes(lzma.compress(b"Packed text."))
     assert [read_book(tmp_path / name) for name in ("a.txt", "b.txt.xz")] == ["Plain text.", "Packed text."]
+
+
+def test_folders_are_all_their_books(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.txt").write_text(name * 3)
+    (tmp_path / "other.md").write_text("none")
+    found = read_tokens([BOOK, tmp_path], lambda text: [len(text)])
+    assert list(found) == ["white-fang", "a", "b"] and found["a"] == found["b"] == [3]
+    # The legs' books, none of them twice.
+    books = read_tokens([Path(word) for word in BOOKS_OF_LEGS if word != "--book"], lambda text: [len(text)])
+    assert len(books) == 5 and all(size > 10**5 for (size,) in books.values())
 
 
 def test_windows_do_not_overlap() -> None:
