@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from eval.figures.divergence import TOP, gap_change, is_same, kl
 from eval.live.client import FAILURES
-from eval.live.counters import EvaluationError, moved
+from eval.live.counters import EvaluationError, moved, require_dense
 from eval.live.record import Record, read_finished, server_facts
 from eval.texts.text import FORMS, Haystack, hide, prompt_text, random_key, random_number, read_books
 
@@ -117,9 +117,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         urls = args.base_url, args.compare_url, args.noise_url or args.compare_url
         clients = [stack.enter_context(httpx.Client(base_url=u, timeout=600, trust_env=False)) for u in urls]
         sparse, dense, other = clients
-        if server_facts(sparse)["sparse"] is None:
-            raise EvaluationError(f"{args.base_url} does not run a sparse method")
         facts = dict(zip(("sparse", "dense", "noise"), map(server_facts, clients), strict=True))
+        before = facts["sparse"]["sparse"]
+        if before is None:
+            raise EvaluationError(f"{args.base_url} does not run a sparse method")
         params = args.compare_custom_params
         given = {"compare_custom_params": params}
         record = stack.enter_context(Record(args.out, "eval.identity", args.revision, servers=facts, arguments=given))
@@ -129,8 +130,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             others = (generate(other, text, args.tokens) for text in tqdm(texts, "noise"))
             noise = max(compare(*answers)["gap_change"] for answers in zip(dense_answers, others, strict=True))
         if facts["dense"]["sparse"] is not None:
-            require_dense(moved(facts["dense"]["sparse"], server_facts(dense)["sparse"]))
-        before = facts["sparse"]["sparse"]
+            require_dense_kernels(moved(facts["dense"]["sparse"], server_facts(dense)["sparse"]))
         for text, expected in zip(tqdm(texts, "sparse"), dense_answers, strict=True):
             rows.append(compare(expected, generate(sparse, text, args.tokens)))
             record.add("prompt", **rows[-1])
@@ -168,14 +168,18 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if summary["passed"] else 1
 
 
-def require_dense(counts: dict[str, Any]) -> None:
-    """Raise EvaluationError unless a server's counters say that nothing of its answers was sparse."""
-    found = {name: counts[name] for name in ("sparse_layer_rows", "prefill_sparse_tokens") if counts.get(name)}
-    if found:
+def require_dense_kernels(counts: dict[str, int]) -> None:
+    """Refuse counts of dense answers that sparse kernels had a part in, though these left nothing out.
+
+    Raises:
+        EvaluationError: as said, or see `eval.live.counters.require_dense`.
+    """
+    if rows := counts["sparse_layer_rows"]:
         raise EvaluationError(
-            f"the dense answers were not dense: {found}; allowed: a server without methods, or {DENSE} with one whose "
-            "dense_fallback is not never"
+            f"the dense answers were not dense: { {'sparse_layer_rows': rows} }; allowed: a server without methods, or "
+            f"{DENSE} with one whose dense_fallback is not never"
         )
+    require_dense("the dense answers", counts)
 
 
 def sparse_tokens(row: dict[str, Any], config: dict[str, Any]) -> int:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from sglang_sparse import dsa_flags
 from sglang_sparse.config import SparseArgumentError
 from sglang_sparse.limits import Gpu, on_gpu
-from sglang_sparse.limits import capability as capability_of
 from sglang_sparse.methods.dsa import AUTO, NATIVE, PORTABLE, REFERENCE, STAGES, Dsa, DsaConfig
 
 if TYPE_CHECKING:
@@ -244,8 +243,8 @@ def _facts(args: Any, config: DsaConfig, asked: Gpu) -> Facts:
     # Where the operations would run decides how.
     reference = dispatch.use_reference(torch.empty(0, device="meta" if gpu else "cpu")) if gpu == here else not gpu
     model = _model(args)
-    told = capability_of(None if here and not isinstance(asked, tuple) else asked)
-    capability = (told or BEST) if gpu else None
+    usual = torch.cuda.get_device_capability() if here else BEST
+    capability = (asked if isinstance(asked, tuple) else usual) if gpu else None
     blackwell = capability is not None and capability[0] == NATIVE_MAJORS[-1]
     return Facts(
         capability,

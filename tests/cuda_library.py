@@ -4,8 +4,9 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,6 +42,23 @@ def build(folder: Path, kernels: Iterable[str], macros: str = "") -> ctypes.CDLL
     options += [f"-I{Path(__file__).with_name('kernels')}", f"-I{nvrtc.HEADERS}"]
     subprocess.run([compiler, *options, str(source), "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))
+
+
+def build_kinds(
+    folder: Path, cuda: ModuleType, kernel: str, kinds: Iterable[Sequence[Any]], macros: str = ""
+) -> ctypes.CDLL:
+    """The library of a kernel's kinds.
+
+    Args:
+        folder: for the library and its source.
+        cuda: the operation's module, with its ``SOURCE`` and the ``defines`` of a kind.
+        kernel: source of one kind, to be formatted with these, ``products`` and its ``number``.
+        kinds: the arguments of ``defines``.
+        macros: names that each of them defines anew.
+    """
+    given = {"source": cuda.SOURCE, "products": PRODUCTS}
+    kernels = (kernel.format(**given, number=i, **cuda.defines(*kind)) for i, kind in enumerate(kinds))
+    return build(folder, kernels, macros)
 
 
 class OnCpu:

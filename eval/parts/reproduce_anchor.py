@@ -21,6 +21,7 @@ from eval.parts.reproduce_needles import (
 _THETAS = "eval/models/tiny-gqa/anchor.json"
 # Of servers that stand beside others.
 _SMALL_GRAPHS = ("--mem-fraction-static", "0.25", "--cuda-graph-max-bs-decode", AT_ONCE)
+_BESIDE = ("--page-size", "16", "--attention-backend", "fa3", "--max-total-tokens", "262144", *_SMALL_GRAPHS)
 _FEW: Mapping[str, Any] = {"theta": 5.0, "crossover_tokens": 0}
 _NO_TAIL: Mapping[str, Any] = {"dense_tail": 0}
 
@@ -57,14 +58,18 @@ def _anchor_batches(name: str, *more: str) -> Leg:
     return Leg(f"needles-mixed-{name}", commands, Server("eval/models/tiny-gqa", flags))
 
 
+def _beside(method: str, config: str) -> Server:
+    """A server of AnchorAttention or a control that stands beside others."""
+    flags = ("--sparse-prefill-method", method, "--sparse-prefill-config", config, *_BESIDE)
+    return Server("eval/models/tiny-gqa", flags, () if method == "anchor" else CONTROLS)
+
+
 def _few_keys(method: str, **more: Any) -> Server:
     """A server of AnchorAttention or a control that leaves out seven eighths at 32k, nothing dense for being early.
 
     At a half, as of the calibrated thresholds, a random selection may find a needle by luck.
     """
-    flags = ("--sparse-prefill-method", method, "--sparse-prefill-config", json.dumps({**_FEW, **more}))
-    flags += ("--page-size", "16", "--attention-backend", "fa3", "--max-total-tokens", "262144", *_SMALL_GRAPHS)
-    return Server("eval/models/tiny-gqa", flags, () if method == "anchor" else CONTROLS)
+    return _beside(method, json.dumps({**_FEW, **more}))
 
 
 def _few_needles(method: str, count: int, depths: str, **more: Any) -> Leg:
@@ -103,29 +108,17 @@ def _stripes() -> Leg:
     """What of the numbers told the calibrated thresholds find by stripes alone, and as many stripes by chance."""
     names, commands = ("anchor", "random_stripes"), []
     config = json.dumps({"theta": _calibrated(), **_NO_TAIL})
-    flags = ("--page-size", "16", "--attention-backend", "fa3", "--max-total-tokens", "262144", *_SMALL_GRAPHS)
     for name, url in zip(names, (URL, *URLS_BESIDE), strict=False):
         asked = ("--base-url", url, "--kind", "records", "--windows", "50", "--bound", "1000", "--length", "32768")
         commands.append(Command("eval.ppl_prefill", f"ppl-records-32k-{name}-calibrated-tail-0.jsonl", asked))
-    server, other = (
-        Server(
-            "eval/models/tiny-gqa",
-            ("--sparse-prefill-method", name, "--sparse-prefill-config", config, *flags),
-            () if name == "anchor" else CONTROLS,
-        )
-        for name in names
-    )
+    server, other = (_beside(name, config) for name in names)
     return Leg("ppl-prefill-anchor-stripes", tuple(commands), server, (other,))
 
 
 def _books() -> Leg:
     """What prose loses as it is served, and where prompts are sparse from the first token: as calibrated, and most."""
-    flags = ("--page-size", "16", "--attention-backend", "fa3", "--max-total-tokens", "262144", *_SMALL_GRAPHS)
     configs = (_THETAS, json.dumps({"theta": _calibrated(), "crossover_tokens": 0}))
-    server, other = (
-        Server("eval/models/tiny-gqa", ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", config, *flags))
-        for config in configs
-    )
+    server, other = (_beside("anchor", config) for config in configs)
     few = ("--custom-params", json.dumps({"theta": _FEW["theta"]}))
     # Below the crossover, what is lost is wanted in the file and is no failure of the leg.
     short = (URLS_BESIDE[0], BOOK_WINDOW)

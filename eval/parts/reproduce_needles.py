@@ -103,7 +103,7 @@ _WHOLE: Mapping[str, Mapping[str, Any]] = {
 
 
 def _whole(method: str, prefill: str = "") -> tuple[str, ...]:
-    """Flags of a server all of whose layers have a decode method, and maybe one of prefill, that leave nothing out."""
+    """Flags of a server all of whose layers have a method of decode or prefill, or both, that leave nothing out."""
     flags: list[str] = []
     for kind, name in (("sparse", method), ("sparse-prefill", prefill)):
         if name:
@@ -122,7 +122,7 @@ def _framework_identity(backend: str, noise: str, method: str, prefill: str = ""
     Args:
         backend: of both servers.
         noise: another backend; over float8 KV unused: bfloat16's noise counts, which the leg without it measures.
-        method: of decode.
+        method: of decode, if any.
         prefill: its method, if any.
         fp8: whether the KV is float8.
     """
@@ -172,11 +172,7 @@ IDENTITY: tuple[Leg, ...] = (
         ("--sparse-method", "skip_softmax", "--sparse-config", json.dumps(_SKIPS_NOTHING)),
         *("flashmla", "triton", ("--page-size", "64")),
     ),
-    identity_leg(
-        *("anchor-fa3", "tiny-gqa"),
-        ("--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 1e9, "dense_fallback": "never"}'),
-        *("fa3", "flashinfer", ("--page-size", "16")),
-    ),
+    _framework_identity("fa3", "flashinfer", "", "anchor"),
     # Dense batches are another backend's, in both phases.
     *(
         _framework_identity(backend, noise, *methods)

@@ -45,6 +45,15 @@ def properties(device: torch.device) -> Properties:
     return stand_in if device.type == "cpu" else _properties(device)
 
 
+def most_latent_rows(gpu: Properties) -> int:
+    """Most rows of a product over latents of 512.
+
+    Those of 64 go through tensor memory on compute capability 10.x, for which Triton 3.6 takes more shared memory than
+    there is, or finds no layout where they stand under a condition.
+    """
+    return 32 if gpu.capability[0] == 10 else 64
+
+
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors of ``device``."""
     return properties(device).processors

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_library import PRODUCTS, build
+from cuda_library import build_kinds
 
 from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.page_score import cuda, reference
@@ -56,9 +56,7 @@ extern "C" void run_{number}(
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel of every kind."""
-    given = {"source": cuda.SOURCE, "products": PRODUCTS}
-    kernels = (KERNEL.format(**given, number=i, **cuda.defines(*kind)) for i, kind in enumerate(KINDS))
-    return build(tmp_path_factory.mktemp("cuda"), kernels)
+    return build_kinds(tmp_path_factory.mktemp("cuda"), cuda, KERNEL, KINDS)
 
 
 def on_cpu(library: ctypes.CDLL, arguments: dict[str, Any], blocks: int, ready: bool = False) -> torch.Tensor:

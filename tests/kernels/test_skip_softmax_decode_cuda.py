@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from anchor_runs import relative_error, row_slots
-from cuda_library import PRODUCTS, OnCpu, build, resources
+from cuda_library import OnCpu, build_kinds, resources
 from skip_softmax_runs import INF, NAN, TOLERANCE, with_factor
 
 from sglang_sparse_kernels import launch, nvrtc
@@ -63,9 +63,7 @@ MACROS = (
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel of every kind."""
-    given = {"source": cuda.SOURCE, "products": PRODUCTS}
-    kernels = (KERNEL.format(**given, number=i, **cuda.defines(*kind)) for i, kind in enumerate(KINDS))
-    return build(tmp_path_factory.mktemp("cuda"), kernels, MACROS)
+    return build_kinds(tmp_path_factory.mktemp("cuda"), cuda, KERNEL, KINDS, MACROS)
 
 
 @pytest.fixture

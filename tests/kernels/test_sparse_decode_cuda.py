@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_library import PRODUCTS, OnCpu, build, resources
+from cuda_library import OnCpu, build_kinds, resources
 
 from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.launch import dependent_launch
@@ -60,9 +60,7 @@ MACROS = (
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel of every kind."""
-    given = {"source": cuda.SOURCE, "products": PRODUCTS}
-    kernels = (KERNEL.format(**given, number=i, **cuda.defines(*kind)) for i, kind in enumerate(KINDS))
-    return build(tmp_path_factory.mktemp("cuda"), kernels, MACROS)
+    return build_kinds(tmp_path_factory.mktemp("cuda"), cuda, KERNEL, KINDS, MACROS)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..launch import LOG2_E, Properties, await_inputs, dependent_launch, num_processors, properties
+from ..launch import LOG2_E, Properties, await_inputs, dependent_launch, most_latent_rows, num_processors, properties
 from ..skip_softmax_decode.reference import BLOCK_KEYS, LOCAL_BLOCKS
 from ..skip_softmax_decode.triton import load_pages, threshold_of
 from ..sparse_decode.plan import num_splits, split_results
@@ -238,8 +238,7 @@ def _split_kernel(
 def default_config(num_heads: int, gpu: Properties) -> Config:
     """The first of `CONFIGS` for these heads that such a GPU's multiprocessor can run."""
     padded_heads = max(HEAD_GROUP, triton.next_power_of_2(num_heads))
-    # Products of 64 rows go through tensor memory there, for which Triton 3.6 finds no layout.
-    most = min(padded_heads, 32 if gpu.capability[0] == 10 else 64)
+    most = min(padded_heads, most_latent_rows(gpu))
     fitting = (one for one in CONFIGS if one.shared_memory <= gpu.shared_memory and one.block_heads <= most)
     return next(fitting, CONFIGS[-1])
 

@@ -17,7 +17,16 @@ from triton import knobs
 from ..float8 import converts_float8
 from ..latent_rows.reference import TILE
 from ..latent_rows.triton import read_latents
-from ..launch import LOG2_E, MIN_DOT, Properties, await_inputs, dependent_launch, num_processors, properties
+from ..launch import (
+    LOG2_E,
+    MIN_DOT,
+    Properties,
+    await_inputs,
+    dependent_launch,
+    most_latent_rows,
+    num_processors,
+    properties,
+)
 from ..sparse_decode.plan import num_splits, split_results
 from ..sparse_decode.triton import combine, load_ids, token_slots
 
@@ -350,8 +359,7 @@ def sparse_mla_decode(
 def default_config(num_heads: int, block_size: int, gpu: Properties) -> Config:
     """The first of `CONFIGS` for these heads and blocks that such a GPU's multiprocessor can run."""
     padded_heads = max(MIN_DOT, triton.next_power_of_2(num_heads))
-    # Products of 64 rows go through tensor memory there, and take more shared memory than it has.
-    most = min(padded_heads, 32 if gpu.capability[0] == 10 else 64)
+    most = min(padded_heads, most_latent_rows(gpu))
     for config in CONFIGS:
         fits = config.block_tokens >= block_size and config.shared_memory <= gpu.shared_memory
         if fits and config.block_heads <= most:
