@@ -9,16 +9,18 @@ from sglang_sparse.methods.anchor import Anchor
 from sglang_sparse_kernels.anchor_prefill import reference
 
 
-def newest(active: torch.Tensor, always: int) -> torch.Tensor:
+def newest(active: torch.Tensor, first: int, always: int) -> torch.Tensor:
     """Those right before the ones that are always active: with the first block, sinks and a sliding window.
 
     Args:
-        active: ``[kv_heads, group, candidates]`` bool, what was found.
-        always: how many of the last candidates, the block before the group, are active whatever their score.
+        active: ``[kv_heads, group, keys]`` bool, keys before the group that are attended to.
+        first: how many of the first ones stay.
+        always: how many of the last ones stay: the block before the group.
     """
-    candidates = active.shape[2]
-    count = active[..., : candidates - always].sum(-1) + always
-    return torch.arange(candidates, device=active.device) >= candidates - count[..., None]
+    front, found = active.tensor_split([first], -1)
+    candidates = found.shape[2]
+    count = found[..., : candidates - always].sum(-1) + always
+    return torch.cat([front, torch.arange(candidates, device=active.device) >= candidates - count[..., None]], -1)
 
 
 class NewestStripes(Anchor):

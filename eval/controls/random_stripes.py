@@ -9,16 +9,17 @@ from sglang_sparse.methods.anchor import Anchor
 from sglang_sparse_kernels.anchor_prefill import reference
 
 
-def redraw(active: torch.Tensor, always: int) -> torch.Tensor:
+def redraw(active: torch.Tensor, first: int, always: int) -> torch.Tensor:
     """Draw anew for each group, query head and layer.
 
     Args:
-        active: ``[kv_heads, group, candidates]`` bool, what was found.
-        always: how many of the last candidates, the block before the group, are active whatever their score.
+        active: ``[kv_heads, group, keys]`` bool, keys before the group that are attended to.
+        first: how many of the first ones stay.
+        always: how many of the last ones stay: the block before the group.
     """
-    found = active[..., : active.shape[2] - always]
+    front, found, last = active.tensor_split([first, active.shape[2] - always], -1)
     rank = torch.rand(found.shape, device=found.device).argsort(-1).argsort(-1)
-    return torch.cat([rank < found.sum(-1, keepdim=True), active[..., found.shape[2] :]], -1)
+    return torch.cat([front, rank < found.sum(-1, keepdim=True), last], -1)
 
 
 class RandomStripes(Anchor):

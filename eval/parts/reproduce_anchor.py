@@ -138,7 +138,10 @@ ANCHOR: tuple[Leg, ...] = (
     _anchor_batches("anchor-no-graphs", "--disable-cuda-graph"),
     # The dense tail is a part of the selection that is judged: the controls have none.
     _few_needles("anchor", 40, "0,25,50,75,100"),
-    *(_few_needles(control, 10, EVERY_TENTH, **_NO_TAIL) for control in ("random_stripes", "newest_stripes")),
+    *(
+        _few_needles(control, 10, EVERY_TENTH, **_NO_TAIL)
+        for control in ("random_keys", "random_stripes", "newest_stripes")
+    ),
     _prefill_perplexity(),
     _stripes(),
     _books(),

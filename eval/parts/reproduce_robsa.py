@@ -25,6 +25,8 @@ NAME = "tiny-mla"
 MODEL = f"eval/models/{NAME}"
 CALIBRATION = f"{MODEL}/{weights.CALIBRATION}"
 PAGE = ("--page-size", "64")
+# Two of the three layers that the calibration trusts at the default, whose similarity is .9999 and more.
+TWO_LAYERS: Mapping[str, Any] = {"theta2": 0.998}
 THETA1 = (0.3, 0.5, 0.7, 0.9, 0.95)
 # What RoBSA reads with its calibration at 8k, where it reads more than at 32k.
 SHARE = 0.08
@@ -78,7 +80,7 @@ def _controls() -> tuple[Leg, ...]:
     return tuple(
         _needles(f"{control}{suffix}", _server(control, config, CONTROLS), SHARE, 10, depths=EVERY_TENTH)
         for control in ("random_blocks", "sink_window")
-        for suffix, config in (("", {}), ("-all", {"theta2": 0}))
+        for suffix, config in (("", {}), ("-two-layers", TWO_LAYERS), ("-all", {"theta2": 0}))
     )
 
 
@@ -115,13 +117,13 @@ def _theta2(name: str, config: Mapping[str, Any]) -> Leg:
     return Leg(f"needles-theta2-{name}", tuple(commands), _server("robsa", {"max_active_ratio": 0.99, **config}))
 
 
-def _perplexity() -> Leg:
+def _perplexity(suffix: str, config: Mapping[str, Any], theta1: str) -> Leg:
     """What decoding sparse costs in perplexity with the calibrated layers, and what rectification wins back."""
-    asked = ("--base-url", URL, "--kind", "book,records", "--ratios", "0.95,0.98", "--intervals", "32")
+    asked = ("--base-url", URL, "--kind", "book,records", "--ratios", theta1, "--intervals", "32")
     asked += ("--concurrency", _WINDOWS_AT_ONCE, "--length", BOOK_WINDOW, "--suffix", "256", *BOOKS)
-    command = Command("eval.ppl_rectify", "ppl-rectify-mla.jsonl", asked)
+    command = Command("eval.ppl_rectify", f"ppl-rectify-mla{suffix}.jsonl", asked)
     graphs = ("--mem-fraction-static", "0.4", "--cuda-graph-max-bs-decode", _WINDOWS_AT_ONCE)
-    return Leg("ppl-rectify-mla", (command,), _server("robsa", {}, more=graphs))
+    return Leg(f"ppl-rectify-mla{suffix}", (command,), _server("robsa", config, more=graphs))
 
 
 def _identity(backend: str, noise: str = "", *flags: str) -> Leg:
@@ -151,6 +153,7 @@ def _stock(backend: str) -> Leg:
 
 ROBSA: tuple[Leg, ...] = (
     _needles("robsa", _server("robsa", {}), 0.95, 100, passkey=True),
+    _needles("robsa-two-layers", _server("robsa", TWO_LAYERS), 0.95, 100, passkey=True),
     # One of the layers that the calibration trusts looks numbers up, and the one that it does not trust selects too.
     _needles("robsa-all", _server("robsa", {"theta2": 0}), 0.7, 100, passkey=True),
     # What of the loss of those is theta1's.
@@ -167,7 +170,8 @@ ROBSA: tuple[Leg, ...] = (
     _theta2("rotary", {"theta2": 0}),
     # What it does not trust by the scores of all dimensions: as many layers select as above.
     _theta2("full", {"insensitive": "full_score"}),
-    _perplexity(),
+    _perplexity("", {}, "0.95,0.98"),
+    _perplexity("-two-layers", TWO_LAYERS, "0.95"),
     *(_stock(backend) for backend in ("flashinfer", "flashmla", "triton")),
     *(_identity(backend, "triton") for backend in ("flashmla", "flashinfer", "fa3")),
     _identity("triton", "flashinfer"),

@@ -103,43 +103,55 @@ def test_controls_of_robsa_read_the_share_that_a_request_asks_for(controls) -> N
     assert method.mass(view, 0, None, None).equal(mass)
 
 
-def test_random_stripes_are_as_many_as_were_found(controls) -> None:
-    redraw = controls("random_stripes").redraw
-    torch.manual_seed(0)
-    active = torch.rand(2, 3, 400) < torch.tensor([0.0, 0.3, 1.0])[:, None]
-    active[..., -16:] = True
-    drawn = redraw(active, 16)
-    assert drawn.sum(-1).equal(active.sum(-1)) and drawn[..., -16:].all() and drawn.shape == active.shape
-    assert not drawn[:, 1].equal(active[:, 1]) and not drawn[:, 1].equal(redraw(active, 16)[:, 1])
-    # Candidates of the second group are the block before it and no other, those of a dense one none.
-    for count in (16, 0):
-        assert redraw(active[..., :count], count).equal(active[..., :count])
+FIRST, LAST = 32, 16
 
 
-def test_newest_stripes_are_as_many_and_stand_together(controls) -> None:
-    newest = controls("newest_stripes").newest
+def found_keys(keys: int = 400) -> torch.Tensor:
+    """Of three heads that find nothing, some and everything; the first and the last ones stay."""
     torch.manual_seed(0)
-    active = torch.rand(2, 3, 400) < torch.tensor([0.0, 0.3, 1.0])[:, None]
-    active[..., -16:] = True
-    taken = newest(active, 16)
-    assert taken.sum(-1).equal(active.sum(-1)) and taken.shape == active.shape
+    active = torch.rand(2, 3, keys) < torch.tensor([0.0, 0.3, 1.0])[:, None]
+    active[..., :FIRST] = active[..., -LAST:] = True
+    return active
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "stay"),
+    [("random_stripes", "redraw", FIRST), ("random_keys", "redraw_all", 0), ("newest_stripes", "newest", FIRST)],
+)
+def test_other_keys_are_as_many_as_were_found(controls, name: str, function: str, stay: int) -> None:
+    choose, active = getattr(controls(name), function), found_keys()
+    chosen = choose(active, FIRST, LAST)
+    assert chosen.sum(-1).equal(active.sum(-1)) and chosen.shape == active.shape
+    assert chosen[..., :stay].all() and chosen[..., -LAST:].all() and not chosen[:, 1].equal(active[:, 1])
+    # Before the second group there are the first block and the one before the group; with a step of 1 these are one.
+    nearest = active[..., :FIRST].contiguous()
+    assert choose(nearest, FIRST, 0).equal(nearest)
+
+
+@pytest.mark.parametrize(("name", "function"), [("random_stripes", "redraw"), ("random_keys", "redraw_all")])
+def test_random_keys_are_drawn_anew(controls, name: str, function: str) -> None:
+    choose, active = getattr(controls(name), function), found_keys()
+    chosen = choose(active, FIRST, LAST)
+    assert not chosen[:, 1].equal(choose(active, FIRST, LAST)[:, 1])
+    # The head that finds nothing has the first block, or as many keys from anywhere.
+    assert chosen[:, 0, :FIRST].all() == (name == "random_stripes")
+
+
+def test_newest_stripes_stand_together(controls) -> None:
+    taken = controls("newest_stripes").newest(found_keys(), FIRST, LAST)[..., FIRST:]
     # Once a key is taken, all newer ones are.
-    assert not (taken[..., :-1] & ~taken[..., 1:]).any() and not taken[:, 1].equal(active[:, 1])
-    # The candidates of the second group are the block before it, those of a dense one none.
-    for count in (16, 0):
-        assert newest(active[..., 400 - count :], count).equal(active[..., 400 - count :])
+    assert not (taken[..., :-1] & ~taken[..., 1:]).any()
 
 
-@pytest.mark.parametrize("name", ["random_stripes", "newest_stripes"])
-def test_other_stripes_leave_out_what_anchor_leaves_out_elsewhere(controls, name: str) -> None:
+@pytest.mark.parametrize("name", ["random_stripes", "random_keys", "newest_stripes"])
+def test_other_keys_leave_out_what_anchor_leaves_out_elsewhere(controls, name: str) -> None:
     config = AnchorConfig(theta=0.5, step=2, block_size=16, crossover_tokens=0, dense_tail=0)
     torch.manual_seed(0)
     tokens, heads, kv_heads, dim = 256, 4, 2, 8
     query, pages = torch.randn(tokens, heads, dim), torch.arange(16, dtype=torch.int32)[None]
     caches = torch.randn(tokens, kv_heads, dim), torch.randn(tokens, kv_heads, dim)
     outs, counts = [], []
-    kinds = {"random_stripes": "RandomStripes", "newest_stripes": "NewestStripes"}
-    for kind in (Anchor, getattr(controls(name), kinds[name])):
+    for kind in (Anchor, getattr(controls(name), name.title().replace("_", ""))):
         method = kind(config)
         out, pairs = torch.empty(tokens, heads, dim), torch.zeros(2, dtype=torch.int64)
         plan = method.plan([PrefillSpan(0, 0, tokens, method)], torch.device("cpu"))
@@ -148,7 +160,7 @@ def test_other_stripes_leave_out_what_anchor_leaves_out_elsewhere(controls, name
         counts.append(pairs.tolist())
     attended, causal = counts[0]
     assert counts[0] == counts[1] and 0.3 * causal < attended < 0.9 * causal
-    # The first group and the one behind it attend to the same keys with both.
-    near = 2 * config.step * config.block_size
+    # The first group attends to the same keys with both, and so does the one behind it if the first block stays.
+    near = (1 if name == "random_keys" else 2) * config.step * config.block_size
     torch.testing.assert_close(outs[0][:near], outs[1][:near])
     assert not torch.allclose(outs[0][near:], outs[1][near:], atol=1e-3)

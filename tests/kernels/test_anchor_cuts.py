@@ -1,6 +1,8 @@
 """Anchor attention where chunks end within groups: what the parts of a group hand on, and who sees it."""
 
+from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -148,6 +150,11 @@ def cut_prompt(case: Case, device: str) -> tuple[dict[str, Any], int]:
     return arguments, group * 3 // 8 + 1
 
 
+def put(masks: Iterator[torch.Tensor], keys: torch.Tensor, first: int, _: int) -> torch.Tensor:
+    """What stands before a group, with the next mask in the place of the keys behind the first block."""
+    return torch.cat([keys[..., :first], next(masks).view_as(keys[..., first:])], -1)
+
+
 @pytest.mark.parametrize("case", CUT, ids=str)
 def test_parts_of_a_group_pick_what_the_definition_picks(case: Case, device: str) -> None:
     """And attend to it, and count it, with what each has handed on to the next."""
@@ -172,8 +179,8 @@ def test_parts_of_a_group_pick_what_the_definition_picks(case: Case, device: str
         stats = torch.zeros(2, dtype=torch.int64, device=device)
         got = run_triton({**one, "means": means, "stats": stats})
         # Over the kernel's own picks: those on the border may be others.
-        masks = iter([mask for _, mask in found])
-        same = run_reference({**one, "means": defined, "replace": lambda keys, _, m=masks: next(m).view_as(keys)})
+        masks = iter([mask for part, mask in found if part.candidates])
+        same = run_reference({**one, "means": defined, "replace": partial(put, masks)})
         assert relative_error(got, same) < TOLERANCE[case.dtype]
         attended = made.anchor_pairs * q.shape[1] + sum(int(mask.sum()) * part.num_queries for part, mask in found)
         assert stats.tolist() == [attended, made.causal_pairs * q.shape[1]]

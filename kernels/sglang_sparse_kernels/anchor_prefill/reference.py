@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from .means import GroupMeans, carried_means, is_cut
 from .plan import AnchorPlan, GroupPart, QueryBlock
@@ -51,12 +52,12 @@ def anchor_prefill(
     out: torch.Tensor,
     stats: torch.Tensor | None = None,
     means: Mapping[int, GroupMeans] | None = None,
-    replace: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
+    replace: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """See ``anchor_prefill.anchor_prefill``.
 
-    For controls, ``replace`` gets the active keys of a group ``[Hkv, G, candidates]`` bool and how many of the last
-    candidates are always active (or all of them), and returns those that are attended to instead.
+    For controls, ``replace`` gets the keys before a group that are attended to, ``[Hkv, G, block_size + candidates]``
+    bool, and how many of the first and of the last are so whatever their score; it returns those to take instead.
     """
     attended = plan.anchor_pairs * q.shape[1]
     scale = sm_scale * k_scale
@@ -66,17 +67,21 @@ def anchor_prefill(
         for part in piece.parts:
             blocks = piece.blocks[part.first_block : part.first_block + part.num_blocks]
             row = _row(k_cache, v_cache, page_table, part, blocks, page_size)
-            states = [_anchor(queries, row, block, plan, scale) for block in blocks]
+            states = [_anchor(queries, row, block, plan.block_size, scale) for block in blocks]
             held = (means or {}).get(part.row)
             known = _means(queries, blocks, states, part, held, scale)
             active = _hit(_gaps(known, row, part, plan.block_size, scale), theta[part.row]).any(0)
             if held is not None and is_cut(plan, part, blocks[-1]):
                 held.queries[: part.num_means] = known.query.flatten(1, 2)
                 held.anchors[: part.num_means] = known.anchor.flatten(1, 2) / scale
-            active = replace(active, min(plan.block_size, part.candidates)) if replace else active
+            first = plan.block_size
+            if replace and part.candidates:
+                active = replace(F.pad(active, (first, 0), value=True), first, min(first, part.candidates))
+                states, first = [_anchor(queries, row, block, 0, scale) for block in blocks], 0
+                attended -= plan.block_size * part.num_queries * q.shape[1]
             attended += int(active.sum()) * part.num_queries
             for block, state in zip(blocks, states, strict=True):
-                state = _resume(_of_block(queries, block), row, active, state, plan.block_size, scale)
+                state = _resume(_of_block(queries, block), row, active, state, first, scale)
                 result = (state.output / state.total[..., None] * v_scale).flatten(0, 1)
                 results[block.first_query : block.first_query + block.num_queries] = result.transpose(0, 1)
     if stats is not None:
@@ -113,7 +118,7 @@ def key_gaps(
             # The dense part of a group that a sparse range cuts looks for no keys.
             if (part.row, part.group, blocks[0].window) == (row, group, group * plan.step * plan.block_size):
                 keys = _row(k_cache, k_cache, page_table, part, blocks, page_size)
-                states = [_anchor(queries, keys, block, plan, sm_scale * k_scale) for block in blocks]
+                states = [_anchor(queries, keys, block, plan.block_size, sm_scale * k_scale) for block in blocks]
                 known = _means(queries, blocks, states, part, (means or {}).get(row), sm_scale * k_scale)
                 return _gaps(known, keys, part, plan.block_size, sm_scale * k_scale).flatten(1, 2)
     raise ValueError(f"row {row} has no sparse query of group {group} in this pass")
@@ -158,12 +163,12 @@ def _row(
     return Row(k_cache, v_cache, pages * page_size + positions % page_size)
 
 
-def _anchor(queries: torch.Tensor, row: Row, block: QueryBlock, plan: AnchorPlan, scale: float) -> State:
-    """Attention of one block over the initial keys and its group's keys up to the diagonal."""
+def _anchor(queries: torch.Tensor, row: Row, block: QueryBlock, initial: int, scale: float) -> State:
+    """Attention of one block over so many initial keys and its group's keys up to the diagonal."""
     query = _of_block(queries, block)
     start, end = block.window, block.first_position + block.num_queries
     local = torch.arange(start, end, device=query.device)
-    keys = torch.cat([torch.arange(min(plan.block_size, start), device=query.device), local])
+    keys = torch.cat([torch.arange(min(initial, start), device=query.device), local])
     causal = keys <= torch.arange(block.first_position, end, device=query.device)[:, None]
     shape = query.shape[:3]
     empty = State(
@@ -211,12 +216,12 @@ def _hit(gaps: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
     return ~((gaps > theta) & (gaps < float("inf")))
 
 
-def _resume(query: torch.Tensor, row: Row, active: torch.Tensor, state: State, block_size: int, scale: float) -> State:
-    """Go on over the keys that are active for any head, each head over its own of them."""
+def _resume(query: torch.Tensor, row: Row, active: torch.Tensor, state: State, first: int, scale: float) -> State:
+    """Go on over the keys from the ``first`` on that are active for any head, each head over its own of them."""
     union = active.flatten(0, 1).any(0).nonzero().flatten()
     if not len(union):
         return state
-    keys, values = row.read(block_size + union)
+    keys, values = row.read(first + union)
     return _continue(state, query, keys, values, active[:, :, None, union], scale)
 
 

@@ -53,14 +53,6 @@ def _tile_start(tile, init_tiles, group_start, TILE: tl.constexpr):
     return tl.where(tile < init_tiles, tile * TILE, group_start + (tile - init_tiles) * TILE)
 
 
-@triton.jit
-def _mean(total, block_ptr, carried_ptr, mask):
-    """Mean over a block's queries, from the total of those in this pass and the mean of earlier ones, if there are."""
-    earlier = tl.load(block_ptr + 8)
-    carried = tl.load(carried_ptr, mask=(earlier > 0) & mask, other=0.0).to(tl.float32)
-    return (total + carried * earlier) / (tl.load(block_ptr + 4) + earlier)
-
-
 @triton.jit(do_not_specialize=["num_queries", "table_stride"], do_not_specialize_on_alignment=["blocks_ptr"])
 def _anchor_kernel(
     q_ptr,
@@ -115,9 +107,8 @@ def _anchor_kernel(
     q_ptr += first_query * q_stride_row + head.to(tl.int64) * q_stride_head
     query = load_rows(q_ptr + members[:, None] * q_stride_row + dims[None, :], in_block, dims, DIM)
     entry = tl.load(blocks_ptr + 7).to(tl.int64) * HEADS + head
-    pooled_ptr += entry * DIM + dims
-    mean_query = _mean(tl.sum(query.to(tl.float32), axis=0), blocks_ptr, pooled_ptr, dims < DIM)
-    tl.store(pooled_ptr, mean_query.to(pooled_ptr.dtype.element_ty), mask=dims < DIM)
+    mean_query = tl.sum(query.to(tl.float32), axis=0) / count
+    tl.store(pooled_ptr + entry * DIM + dims, mean_query.to(pooled_ptr.dtype.element_ty), mask=dims < DIM)
     if UPCAST:
         query = query.to(tl.float32)
     maximum = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -151,7 +142,7 @@ def _anchor_kernel(
     tl.store(output_ptr + offsets, output, mask=in_block[:, None] & (v_dims < V_DIM)[None, :])
     # The hardware's maximum drops NaN, the sum does not.
     anchor = tl.where(in_block, tl.where(total >= 0, maximum, float("nan")), 0.0)
-    tl.store(anchors_ptr + entry, _mean(tl.sum(anchor, axis=0), blocks_ptr, anchors_ptr + entry, True))
+    tl.store(anchors_ptr + entry, tl.sum(anchor, axis=0) / count)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tiles_ptr", "parts_ptr", "theta_ptr"])
@@ -403,7 +394,6 @@ def find_active_keys(launch: Launch, theta: torch.Tensor, means: Mapping[int, Gr
     """The anchor's state of every query, and the slots of each part's active keys in ascending order of position."""
     piece, config, heads = launch.piece, launch.config, launch.q.shape[1]
     scratch = Scratch.allocate(piece, launch.q, launch.v_cache.shape[2])
-    _take_over(launch, scratch, means)
     table, table_stride = launch.page_table, launch.page_table.stride(0)
     _anchor_kernel[(len(piece.blocks), heads)](
         *(launch.q, launch.k_cache, launch.v_cache, table, piece.block_table),
@@ -413,6 +403,7 @@ def find_active_keys(launch: Launch, theta: torch.Tensor, means: Mapping[int, Gr
         **launch.constants("GROUP", "DIM", "V_DIM", "BLOCK_DIM", "BLOCK_V_DIM", "PAGE", "TILE", "UPCAST"),
         **launch.attention_options,
     )
+    _take_over(launch, scratch, means)
     _hand_on(launch, scratch, means)
     if not len(piece.tile_table):
         return scratch
@@ -442,13 +433,18 @@ def find_active_keys(launch: Launch, theta: torch.Tensor, means: Mapping[int, Gr
 
 
 def _take_over(launch: Launch, scratch: Scratch, means: Mapping[int, GroupMeans]) -> None:
-    """Copy what is carried to where the kernels find it. Few parts have any."""
+    """Put what is carried before a part's own means, and into that of a block that is cut. Few parts have any."""
     for part in launch.piece.parts:
-        count = carried_means(part, launch.piece.blocks[part.first_block])
-        if count:
-            taken = slice(part.first_mean, part.first_mean + count)
-            scratch.pooled[taken] = means[part.row].queries[:count]
-            scratch.anchors[taken] = means[part.row].anchors[:count]
+        first = launch.piece.blocks[part.first_block]
+        if not carried_means(part, first):
+            continue
+        held, whole = means[part.row], part.num_means - part.num_blocks
+        share = first.earlier / (first.earlier + first.num_queries)
+        for known, earlier in ((scratch.pooled, held.queries), (scratch.anchors, held.anchors)):
+            known[part.first_mean : part.first_mean + whole] = earlier[:whole]
+            if first.earlier:
+                own = known[part.first_mean + whole]
+                own.copy_(own.float().lerp(earlier[whole].float(), share))
 
 
 def _hand_on(launch: Launch, scratch: Scratch, means: Mapping[int, GroupMeans]) -> None:
