@@ -40,12 +40,12 @@ def empty_means(arguments: dict[str, Any], step: int, run: Any) -> GroupMeans:
     return GroupMeans.allocate(step, *q.shape[1:], torch.float32 if run is run_reference else q.dtype, q.device)
 
 
-def chunked(arguments: dict[str, Any], chunks: list[int], run: Any, prefix: int = 0) -> torch.Tensor:
-    """A one-row pass in pieces, of which those within a group hand on its means."""
-    outs, start, means = [], prefix, {0: empty_means(arguments, STEP, run)}
+def chunked(arguments: dict[str, Any], chunks: list[int], run: Any, prefix: int = 0, step: int = STEP) -> torch.Tensor:
+    """A one-row pass in pieces that hand on their means."""
+    outs, start, means = [], prefix, {0: empty_means(arguments, step, run)}
+    prompt = [(prefix, prefix + sum(chunks))]
     for size, q in zip(chunks, arguments["q"].split(chunks), strict=True):
-        carried = start - max(prefix, start // (BLOCK * STEP) * BLOCK * STEP)
-        plan = make_plan([start], [size], BLOCK, STEP, q.device, carried=[carried])
+        plan = make_plan([start], [size], BLOCK, step, q.device, prompt, carried=[start - prefix])
         outs.append(run({**arguments, "q": q, "plan": plan, "means": means}))
         start += size
     return torch.cat(outs)

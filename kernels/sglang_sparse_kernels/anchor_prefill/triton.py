@@ -12,7 +12,7 @@ import triton.language as tl
 from ..launch import LOG2_E, MIN_DOT
 from ..paged_prefill import load_rows, load_slots, softmax_step
 from .launch import Config, Launch, default_config
-from .means import GroupMeans, carried_means, is_cut
+from .means import GroupMeans, carried_means, hands_on
 from .plan import CHUNK_TILES, AnchorPlan, GroupPart, QueryBlock, Scratch
 
 # Mean queries that one product of the identification takes, over a KV head's query heads and a group's blocks.
@@ -443,22 +443,21 @@ def find_active_keys(launch: Launch, theta: torch.Tensor, means: Mapping[int, Gr
 
 def _take_over(launch: Launch, scratch: Scratch, means: Mapping[int, GroupMeans]) -> None:
     """Copy what is carried to where the kernels find it. Few parts have any."""
-    for part in launch.piece.parts:
-        count = carried_means(part, launch.piece.blocks[part.first_block])
+    for number, part in enumerate(launch.piece.parts):
+        count = carried_means(launch.piece, number)
         if count:
             taken = slice(part.first_mean, part.first_mean + count)
-            scratch.pooled[taken] = means[part.row].queries[:count]
-            scratch.anchors[taken] = means[part.row].anchors[:count]
+            scratch.pooled[taken] = means[part.row].queries[-count:]
+            scratch.anchors[taken] = means[part.row].anchors[-count:]
 
 
 def _hand_on(launch: Launch, scratch: Scratch, means: Mapping[int, GroupMeans]) -> None:
-    """Keep the means of parts that end within their group."""
-    for part in launch.piece.parts:
-        last = launch.piece.blocks[part.first_block + part.num_blocks - 1]
-        if part.row in means and is_cut(launch.plan, part, last):
-            given = slice(part.first_mean, part.first_mean + part.num_means)
-            means[part.row].queries[: part.num_means] = scratch.pooled[given]
-            means[part.row].anchors[: part.num_means] = scratch.anchors[given]
+    """Keep the last means of rows that want them."""
+    for number, part in enumerate(launch.piece.parts):
+        if part.row in means and hands_on(launch.piece, number):
+            count, end = min(part.num_means, launch.plan.step), part.first_mean + part.num_means
+            means[part.row].queries[-count:] = scratch.pooled[end - count : end]
+            means[part.row].anchors[-count:] = scratch.anchors[end - count : end]
 
 
 def _attend_slice(
