@@ -22,7 +22,7 @@ import torch
 
 from sglang_sparse.compact_running import room_for_a_copy
 from sglang_sparse.config import settings_of
-from sglang_sparse.prefill_method import CutGroup, PrefillSpan
+from sglang_sparse.prefill_method import CutPrompt, PrefillSpan
 from sglang_sparse.requests import options_of, state_of
 from sglang_sparse.windows import outside, window_start
 
@@ -74,7 +74,7 @@ def split_prompt(
     end: int,
     prompt: int,
     method: PrefillMethod | None,
-    cuts: tuple[CutGroup | None, CutGroup | None] = (None, None),
+    cuts: tuple[CutPrompt | None, CutPrompt | None] = (None, None),
 ) -> Iterator[PrefillSpan]:
     """Split a row's query tokens: those of the prompt are the method's, its tail and generated tokens are dense.
 
@@ -99,19 +99,20 @@ def note_chunk_end(request: Any, end: int) -> None:
 
 def follow_cuts(
     state: RequestState, start: int, end: int, prompt: int, method: PrefillMethod | None
-) -> tuple[CutGroup | None, CutGroup | None]:
-    """Return the group that a pass goes on with, and the one that it leaves cut, which is in ``state`` then.
+) -> tuple[CutPrompt | None, CutPrompt | None]:
+    """Return what earlier passes left of a prompt, and what this one leaves, which is in ``state`` then.
 
-    A pass that begins within a group behind a cached prefix goes on with none: nothing is kept of the queries before.
-    To be asked once for a pass: asked again it would find that the group no longer ends where the pass begins.
+    A pass leaves something where it cuts a group, or the next one may cut any. One behind a cached prefix goes on with
+    nothing: nothing is kept of the queries before. To be asked once for a pass: asked again it would find that what was
+    left no longer ends where the pass begins.
     """
     before = state.cut if state.cut is not None and state.cut.end == start else None
     state.cut = None
-    if method is not None and end < method.dense_from(prompt) and (first := method.boundary(end)) < end:
-        if before is None:
-            state.cut = CutGroup(max(first, start), end)
-        else:
-            state.cut = CutGroup(max(first, before.start), end, before.kept)
+    if method is None or end >= method.dense_from(prompt) or end <= method.dense_below:
+        return before, None
+    if method.boundary(end) < end or method.config.share_partial_groups:
+        first, kept = (max(start, method.dense_below), {}) if before is None else (before.start, before.kept)
+        state.cut = CutPrompt(first, end, kept)
     return before, state.cut
 
 

@@ -46,14 +46,14 @@ class PrefillConfig(SparseConfig):
 
 
 @dataclass(frozen=True)
-class CutGroup:
-    """A group of a prompt that a pass has cut, until the pass that goes on with it.
+class CutPrompt:
+    """A prompt of which a pass ended where the next ones may cut a group, until the pass that goes on with it.
 
     Attributes:
-        start: position of its first query token that a pass has seen; others were cached.
+        start: position of the first of the query tokens that passes have run sparse, one after the other.
         end: position behind the last.
-        kept: what the method keeps of it, by layer: it puts it there, nobody else reads it, and it ends with the group,
-            the prompt or the request.
+        kept: what the method keeps of them, by layer: it puts it there, nobody else reads it, and it ends with the
+            prompt or the request, or with the group if the prompt goes on in whole groups.
     """
 
     start: int
@@ -62,7 +62,7 @@ class CutGroup:
 
     @property
     def tokens(self) -> int:
-        """Query tokens that passes have seen."""
+        """Query tokens that passes have run sparse."""
         return self.end - self.start
 
 
@@ -76,8 +76,8 @@ class PrefillSpan:
         end: position behind the last.
         method: the method with this request's config; None attends densely.
         decodes: the one token of a row that decodes within a mixed batch. It is no prefill's, and is not counted.
-        before: the group that earlier passes have begun, if the span goes on with one.
-        after: the group that it leaves cut, if it does; what is kept of it goes where ``before`` keeps it.
+        before: what earlier passes have left of the prompt for the span to go on with, if they have.
+        after: what it leaves for the next, if it does; what is kept of it goes where ``before`` keeps it.
     """
 
     row: int
@@ -85,8 +85,8 @@ class PrefillSpan:
     end: int
     method: PrefillMethod | None
     decodes: bool = False
-    before: CutGroup | None = None
-    after: CutGroup | None = None
+    before: CutPrompt | None = None
+    after: CutPrompt | None = None
 
     @property
     def tokens(self) -> int:
@@ -211,7 +211,7 @@ class PrefillMethod(ABC):
         """
 
     def kept_bytes(self, model: ModelShape, layers: int, dtype: torch.dtype) -> int:
-        """Return how much GPU memory the method keeps of a ``CutGroup``, in bytes; charged as scratch is.
+        """Return how much GPU memory the method keeps of a ``CutPrompt``, in bytes; charged as scratch is.
 
         Args:
             model: the model.

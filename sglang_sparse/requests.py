@@ -16,7 +16,7 @@ from sglang_sparse.composite import Composite
 from sglang_sparse.config import Settings, settings_of
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import SparseConfig
-from sglang_sparse.prefill_method import CutGroup, PrefillMethod
+from sglang_sparse.prefill_method import CutPrompt, PrefillMethod
 from sglang_sparse.validation import explain_value
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RequestState:
         exact_len: KV of positions ``[0, exact_len)`` is exact; None while nothing of it is computed. What a sparse
             prefill wrote counts as exact here: nothing makes it better.
         split_group: position of the first group of the prompt that a sparse prefill did not see in one piece, if any.
-        cut: the group that its last pass of prefill has cut, if the prompt goes on.
+        cut: what its last pass of prefill has left for the next, if the prompt goes on and may cut a group there.
         kept: what it will hold of its prompt where it lets go of the rest, see ``KeepMethod.kept``; (0, 0) also while
             that is not decided.
         compacted: it holds this alone, and no longer its prompt, see ``compact.py``.
@@ -73,7 +73,7 @@ class RequestState:
     counts: RectifyCounts
     exact_len: int | None = None
     split_group: int | None = None
-    cut: CutGroup | None = None
+    cut: CutPrompt | None = None
     kept: tuple[int, int] = (0, 0)
     compacted: bool = False
 

@@ -66,7 +66,7 @@ def needs(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> 
 
 
 def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
-    """What a pass of the prefill method needs, with what is kept of cut groups; see ``needs``.
+    """What a pass of the prefill method needs, with what is kept of cut prompts; see ``needs``.
 
     SGLang has one prompt at a time that goes on in a later pass, and in one pass it may end and another begin.
 

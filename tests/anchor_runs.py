@@ -1,6 +1,6 @@
 """What the tests of anchor attention share: its two implementations, and a pass in pieces."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,12 +40,12 @@ def empty_means(arguments: dict[str, Any], step: int, run: Any) -> GroupMeans:
     return GroupMeans.allocate(step, *q.shape[1:], torch.float32 if run is run_reference else q.dtype, q.device)
 
 
-def chunked(arguments: dict[str, Any], chunks: list[int], run: Any, prefix: int = 0) -> torch.Tensor:
-    """A one-row pass in pieces, of which those within a group hand on its means."""
-    outs, start, means = [], prefix, {0: empty_means(arguments, STEP, run)}
+def chunked(arguments: dict[str, Any], chunks: list[int], run: Any, prefix: int = 0, step: int = STEP) -> torch.Tensor:
+    """A one-row pass in pieces that hand on their means."""
+    outs, start, means = [], prefix, {0: empty_means(arguments, step, run)}
+    prompt = [(prefix, prefix + sum(chunks))]
     for size, q in zip(chunks, arguments["q"].split(chunks), strict=True):
-        carried = start - max(prefix, start // (BLOCK * STEP) * BLOCK * STEP)
-        plan = make_plan([start], [size], BLOCK, STEP, q.device, carried=[carried])
+        plan = make_plan([start], [size], BLOCK, step, q.device, prompt, carried=[start - prefix])
         outs.append(run({**arguments, "q": q, "plan": plan, "means": means}))
         start += size
     return torch.cat(outs)
@@ -79,3 +79,25 @@ def triton_active(
                 mask[head, keys] = True
             masks.append((part, mask))
     return masks
+
+
+def cut_prompt(case: cases.Case, device: str) -> tuple[dict[str, Any], int]:
+    """A prompt whose threshold leaves out half of the keys of its last group, and the size of chunks for it.
+
+    The first blocks of a group have the smallest scores and so ask for the most keys: later parts attend to these only
+    as they are handed on.
+    """
+    arguments, (prefix,), (length,) = cases.make(case, device), case.prefixes, case.extends
+    group = case.block_size * case.step
+    place = (prefix + torch.arange(length, device=device)) % group
+    q = arguments["q"] * (0.5 + place / group)[:, None, None]
+    arguments["q"] = q.to(case.dtype)
+    names = ("q", "k_cache", "page_table", "plan", "page_size", "sm_scale", "k_scale")
+    gaps = reference.key_gaps(*(arguments[name] for name in names), row=0, group=(prefix + length - 1) // group).amin(0)
+    arguments["theta"] = gaps[gaps.isfinite()].median()[None]
+    return arguments, group * 3 // 8 + 1
+
+
+def put(masks: Iterator[torch.Tensor], keys: torch.Tensor, first: int, _: int) -> torch.Tensor:
+    """What stands before a group, with the next mask in the place of the keys behind the first block."""
+    return torch.cat([keys[..., :first], next(masks).view_as(keys[..., first:])], -1)

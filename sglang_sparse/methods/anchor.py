@@ -4,8 +4,9 @@ Source: "AnchorAttention: Difference-Aware Sparse Attention with Stripe Granular
 pseudo-code leaves open is settled in ``sglang_sparse_kernels.anchor_prefill``. Differences: groups are aligned to
 absolute positions of the sequence, cached prefix included; a group sees the block before it, without which a number
 that stands across its edge was read wrong; a part of a group that chunks cut finds keys with the queries up to its own
-last one; positions below ``crossover_tokens`` are dense, and so is the ``dense_tail`` of a prompt: the mean query of a
-block hides a question of a few words, and with it what it asks for.
+last one, and where these are few with some of the group before; positions below ``crossover_tokens`` are dense, and so
+is the ``dense_tail`` of a prompt: the mean query of a block hides a question of a few words, and with it what it asks
+for.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class AnchorConfig(PrefillConfig):
 class _Plan:
     """The op's plan, and what each row's request asked for: ``[layers, rows]`` float32 on the device.
 
-    One layer stands for all where no row has a threshold for each. ``kept`` has, by row, what is kept of a cut group;
+    One layer stands for all where no row has a threshold for each. ``kept`` has, by row, what is kept of a cut prompt;
     rows that go on with one, ``continued``, have it already.
     """
 
@@ -81,7 +82,7 @@ class _Plan:
     continued: frozenset[int]
 
     def means(self, layer_id: int, query: torch.Tensor) -> dict[int, GroupMeans]:
-        """The means of cut groups in a layer with queries ``[tokens, q_heads, head_dim]``, by row."""
+        """The means of cut prompts in a layer with queries ``[tokens, q_heads, head_dim]``, by row."""
         heads, dim = query.shape[1:]
         for row, kept in self.kept.items():
             if layer_id not in kept and row not in self.continued:
@@ -141,7 +142,8 @@ class Anchor(PrefillMethod):
             starts[span.row] = span.start
             ends[span.row] = max(ends[span.row], span.end)
             if isinstance(span.method, Anchor):
-                ranges[span.row] = self.dense_below, span.end
+                # Where the prompt goes on, its next token is sparse, too.
+                ranges[span.row] = self.dense_below, span.end + (span.after is not None)
                 thetas[span.row] = span.method.config.theta
                 carried[span.row] = span.before.tokens if span.before else 0
                 if cut := span.before or span.after:

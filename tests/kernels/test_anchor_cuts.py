@@ -1,6 +1,5 @@
 """Anchor attention where chunks end within groups: what the parts of a group hand on, and who sees it."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -13,7 +12,9 @@ from anchor_runs import (
     STEP,
     TOLERANCE,
     chunked,
+    cut_prompt,
     empty_means,
+    put,
     relative_error,
     run_reference,
     run_triton,
@@ -22,6 +23,8 @@ from anchor_runs import (
 
 from sglang_sparse_kernels.anchor_prefill import GroupMeans, anchor_prefill, make_plan, means_bytes, plan, reference
 from sglang_sparse_kernels.anchor_prefill.cases import Case, make
+from sglang_sparse_kernels.anchor_prefill.means import carried_means
+from sglang_sparse_kernels.anchor_prefill.plan import Slice
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 GROUP = BLOCK * STEP
@@ -44,14 +47,14 @@ PASSES = ((40, 7, 0, 1), (11, 22, 33, 0), (30, 0, 21, 80), (25, 40, 3, 4))
 LENGTHS = tuple(map(sum, zip(*PASSES, strict=True)))
 
 
-def prompts(prefixes: tuple[int, ...], lengths: tuple[int, ...], run: Any, device: str) -> dict[str, Any]:
+def prompts(prefixes: tuple[int, ...], lengths: tuple[int, ...], run: Any, device: str, step: int) -> dict[str, Any]:
     """Rows with keys of all strengths, and thresholds among them: of those of the last group most are left out."""
     dtype = FP32 if run is run_reference else FP16
-    arguments = make(Case(prefixes, lengths, 16, 1, 2, 64, dtype, dtype, stripes=1.0), device)
+    arguments = make(Case(prefixes, lengths, 16, 1, 2, 64, dtype, dtype, step=step, stripes=1.0), device)
     names = ("q", "k_cache", "page_table", "plan", "page_size", "sm_scale", "k_scale")
     thetas = []
     for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
-        last = (prefix + length - 1) // GROUP
+        last = (prefix + length - 1) // (BLOCK * step)
         gaps = reference.key_gaps(*(arguments[name] for name in names), row=row, group=last).amin(0)
         found = gaps[gaps.isfinite()].sort().values
         # Between two, so that rounding changes nothing.
@@ -77,11 +80,52 @@ def test_carried_means_come_before_those_of_a_part(prefix: int, carried: int, bl
 
 
 @pytest.mark.parametrize(
+    ("prefix", "extend", "carried", "low", "means", "parts", "taken"),
+    [
+        # The group of position 512 on wants three blocks at least. It has one, two or more, and others of the pass, ...
+        (256, 260, 0, 0, [*range(8), 8], [(0, 8), (6, 3)], 0),
+        (256, 320, 0, 0, [*range(8), 8, 9], [(0, 8), (7, 3)], 0),
+        (256, 330, 0, 0, [*range(8), 8, 9, 10], [(0, 8), (8, 3)], 0),
+        # ... of earlier passes, ...
+        (512, 10, 512, 0, [2], [(0, 3)], 2),
+        (512, 10, 40, 0, [2], [(0, 3)], 2),
+        (512, 10, 30, 0, [1], [(0, 2)], 1),
+        (512, 10, 0, 0, [0], [(0, 1)], 0),
+        (530, 10, 100, 0, [2], [(0, 3)], 3),
+        (530, 20, 100, 0, [1, 2], [(0, 3)], 2),
+        (530, 200, 100, 0, [0, 1, 2, 3, 4, 5, 6], [(0, 7)], 1),
+        # ... or of a short pass and those before it.
+        (480, 40, 480, 0, [7, 8], [(0, 8), (6, 3)], 7),
+        (480, 40, 0, 0, [0, 1], [(0, 1), (0, 2)], 0),
+        # Dense queries do not look for keys of others.
+        (256, 260, 0, 512, [*range(8), 8], [(0, 8), (8, 1)], 0),
+        (256, 260, 0, 480, [*range(7), 7, 8], [(0, 7), (7, 1), (7, 2)], 0),
+        # The second group of a prompt has no keys to look for beyond the block before it, and the first none.
+        (200, 10, 200, 0, [6], [(0, 7)], 7),
+        (256, 10, 256, 0, [2], [(0, 3)], 2),
+    ],
+)
+def test_a_cut_part_that_knows_little_of_its_group_takes_means_of_the_one_before(
+    prefix: int, extend: int, carried: int, low: int, means: Any, parts: Any, taken: int
+) -> None:
+    def planned(high: int, carried: int) -> Slice:
+        (piece,) = make_plan([prefix], [extend], 32, 8, "cpu", [(low, high)], carried=[carried]).slices
+        return piece
+
+    piece, whole = planned(1000, carried), planned(prefix + extend, carried)
+    assert [block.mean for block in piece.blocks] == means
+    assert [(part.first_mean, part.num_means) for part in piece.parts] == parts
+    assert [carried_means(piece, number) for number in range(len(parts))] == [taken] + [0] * (len(parts) - 1)
+    # A prompt that ends here is not cut.
+    of_its_group = planned(prefix + extend, min(carried, prefix % 256))
+    assert (whole.blocks, whole.parts) == (of_its_group.blocks, of_its_group.parts)
+
+
+@pytest.mark.parametrize(
     ("prefix", "ranges", "carried", "message"),
     [
-        (70, None, [7], "row 0 may have 0 to 6 carried queries, got 7"),
-        (70, None, [-1], "0 to 6 carried queries, got -1"),
-        (64, None, [1], "0 to 0 carried queries, got 1"),
+        (70, None, [71], "row 0 may have 0 to 70 carried queries, got 71"),
+        (70, None, [-1], "0 to 70 carried queries, got -1"),
         (70, [(68, 99)], [3], "0 to 2 carried queries, got 3"),
         (70, [(0, 60)], [6], "0 to 0 carried queries, got 6"),
         (70, None, [0, 0], "as many numbers of carried queries as rows are needed, got 2 and 1"),
@@ -118,41 +162,26 @@ def test_means_take_what_is_said() -> None:
     assert means_bytes(16, 32, 128, BF16) == 133_120
 
 
-@pytest.mark.parametrize("chunks", [[40, 20, 45], [64, 16, 16, 9], [66, 1, 1, 37]])
+@pytest.mark.parametrize("chunks", [[40, 20, 45], [64, 16, 16, 9], [66, 1, 1, 37], [129, 2, 1]])
+@pytest.mark.parametrize("step", [STEP, 4])
 @pytest.mark.parametrize("run", [run_reference, run_triton])
-def test_a_chunk_sees_what_a_prompt_that_ends_there_sees(run: Any, chunks: list[int], device: str) -> None:
-    """A part picks its keys by all queries of its group so far, as if these were a prompt in one piece."""
-    arguments = prompts((0,), (105,), run, device)
-    got, end = chunked(arguments, chunks, run).split(chunks), 0
+def test_a_chunk_sees_what_it_sees_behind_the_others_in_one_pass(
+    run: Any, step: int, chunks: list[int], device: str
+) -> None:
+    """A part picks its keys by all queries of its group so far, and by some of the one before where the group is large.
+
+    It does not matter which pass has had them.
+    """
+    length = sum(chunks)
+    arguments = prompts((0,), (length,), run, device, step)
+    got, end = chunked(arguments, chunks, run, step=step).split(chunks), 0
     for size, chunk in zip(chunks, got, strict=True):
         end += size
-        made = make_plan([0], [end], BLOCK, STEP, device)
+        made = make_plan([0], [end], BLOCK, step, device, [(0, length)])
         whole = run({**arguments, "q": arguments["q"][:end], "plan": made})[end - size :]
         assert relative_error(chunk, whole) < TOLERANCE[chunk.dtype]
         if not end % BLOCK and not size % BLOCK:
             assert torch.equal(chunk, whole)
-
-
-def cut_prompt(case: Case, device: str) -> tuple[dict[str, Any], int]:
-    """A prompt whose threshold leaves out half of the keys of its last group, and the size of chunks for it.
-
-    The first blocks of a group have the smallest scores and so ask for the most keys: later parts attend to these only
-    as they are handed on.
-    """
-    arguments, (prefix,), (length,) = make(case, device), case.prefixes, case.extends
-    group = case.block_size * case.step
-    place = (prefix + torch.arange(length, device=device)) % group
-    q = arguments["q"] * (0.5 + place / group)[:, None, None]
-    arguments["q"] = q.to(case.dtype)
-    names = ("q", "k_cache", "page_table", "plan", "page_size", "sm_scale", "k_scale")
-    gaps = reference.key_gaps(*(arguments[name] for name in names), row=0, group=(prefix + length - 1) // group).amin(0)
-    arguments["theta"] = gaps[gaps.isfinite()].median()[None]
-    return arguments, group * 3 // 8 + 1
-
-
-def put(masks: Iterator[torch.Tensor], keys: torch.Tensor, first: int, _: int) -> torch.Tensor:
-    """What stands before a group, with the next mask in the place of the keys behind the first block."""
-    return torch.cat([keys[..., :first], next(masks).view_as(keys[..., first:])], -1)
 
 
 @pytest.mark.parametrize("case", CUT, ids=str)
@@ -160,11 +189,11 @@ def test_parts_of_a_group_pick_what_the_definition_picks(case: Case, device: str
     """And attend to it, and count it, with what each has handed on to the next."""
     arguments, chunk = cut_prompt(case, device)
     names = ("q", "k_cache", "page_table", "plan", "page_size", "sm_scale", "k_scale")
-    (start,), group, alone, picked = case.prefixes, case.block_size * case.step, 0, 0
+    (start,), end, alone, picked = case.prefixes, case.prefixes[0] + case.extends[0], 0, 0
     means, defined = ({0: empty_means(arguments, case.step, run)} for run in (run_triton, run_reference))
     for q in arguments["q"].split(chunk):
-        carried = start - max(case.prefixes[0], start // group * group)
-        made = make_plan([start], [len(q)], case.block_size, case.step, device, carried=[carried])
+        carried = [start - case.prefixes[0]]
+        made = make_plan([start], [len(q)], case.block_size, case.step, device, [(0, end)], carried=carried)
         one = {**arguments, "q": q, "plan": made}
         found = triton_active(one, deepcopy(means))
         for part, mask in found:
@@ -189,15 +218,15 @@ def test_parts_of_a_group_pick_what_the_definition_picks(case: Case, device: str
     assert alone < 0.9 * picked
 
 
-def passes(arguments: dict[str, Any], run: Any, carry: bool = True) -> list[torch.Tensor]:
+def passes(arguments: dict[str, Any], run: Any, step: int, carry: bool = True) -> list[torch.Tensor]:
     """A ragged batch pass by pass; returns each row's output."""
     rows = [[] for _ in PREFIXES]
     queries = [row.split([tokens[i] for tokens in PASSES]) for i, row in enumerate(arguments["q"].split(LENGTHS))]
-    starts, means = list(PREFIXES), {row: empty_means(arguments, STEP, run) for row in range(len(PREFIXES))}
+    starts, means = list(PREFIXES), {row: empty_means(arguments, step, run) for row in range(len(PREFIXES))}
+    ranges = [(prefix, prefix + length) for prefix, length in zip(PREFIXES, LENGTHS, strict=True)]
     for number, tokens in enumerate(PASSES):
-        begun = [max(prefix, start // GROUP * GROUP) for prefix, start in zip(PREFIXES, starts, strict=True)]
-        carried = [start - first if carry else 0 for start, first in zip(starts, begun, strict=True)]
-        made = make_plan(starts, tokens, BLOCK, STEP, arguments["q"].device, carried=carried)
+        carried = [start - prefix if carry else 0 for prefix, start in zip(PREFIXES, starts, strict=True)]
+        made = make_plan(starts, tokens, BLOCK, step, arguments["q"].device, ranges, carried=carried)
         q = torch.cat([row[number] for row in queries])
         for row, out in enumerate(run({**arguments, "q": q, "plan": made, "means": means}).split(tokens)):
             rows[row].append(out)
@@ -210,21 +239,22 @@ def passes(arguments: dict[str, Any], run: Any, carry: bool = True) -> list[torc
     [(run_reference, {}), (run_triton, {"SLICE_QUERIES": 20, "SLICE_MEANS": 3})],
     ids=["reference", "triton"],
 )
+@pytest.mark.parametrize("step", [STEP, 4])
 def test_rows_of_a_batch_keep_their_means_apart(
-    run: Any, limits: dict[str, int], device: str, monkeypatch: pytest.MonkeyPatch
+    run: Any, limits: dict[str, int], step: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In whatever slices, and whatever the thresholds of the others."""
     for name, limit in limits.items():
         monkeypatch.setattr(plan, name, limit)
-    arguments = prompts(PREFIXES, LENGTHS, run, device)
-    got = passes(arguments, run)
+    arguments = prompts(PREFIXES, LENGTHS, run, device, step)
+    got = passes(arguments, run, step)
     for row, (prefix, own) in enumerate(zip(PREFIXES, arguments["q"].split(LENGTHS), strict=True)):
         alone = {**arguments, "q": own, "page_table": arguments["page_table"][row : row + 1]}
         alone["theta"] = arguments["theta"][row : row + 1]
         chunks = [tokens[row] for tokens in PASSES if tokens[row]]
-        assert relative_error(got[row], chunked(alone, chunks, run, prefix)) < 1e-5
+        assert relative_error(got[row], chunked(alone, chunks, run, prefix, step)) < 1e-5
     if run is run_reference:
-        without = passes(arguments, run, carry=False)
+        without = passes(arguments, run, step, carry=False)
         assert all(relative_error(*pair) > 0.005 for pair in zip(got, without, strict=True))
 
 
@@ -234,9 +264,9 @@ def test_only_rows_with_means_hand_them_on() -> None:
     held.queries.fill_(7.0)
     run_reference({**arguments, "means": {1: held}})
     # The group of position 64 on has one block so far.
-    assert (held.queries[0] != 7.0).all() and (held.queries[1] == 7.0).all()
+    assert (held.queries[-1] != 7.0).all() and (held.queries[:-1] == 7.0).all()
     expected = arguments["q"][30 + 24 :].mean(0)
-    torch.testing.assert_close(held.queries[0], expected)
+    torch.testing.assert_close(held.queries[-1], expected)
 
 
 @pytest.mark.parametrize("run", [run_reference, run_triton])

@@ -30,9 +30,9 @@ def in_chunks(arguments: dict[str, Any], prefix: int, chunk: int) -> torch.Tenso
     q = arguments["q"]
     outs, start = [], prefix
     means = {0: GroupMeans.allocate(STEP, *q.shape[1:], q.dtype, q.device)}
+    prompt = [(prefix, prefix + len(q))]
     for part in q.split(chunk):
-        carried = [start - max(prefix, start // GROUP * GROUP)]
-        plan = make_plan([start], [len(part)], BLOCK, STEP, q.device, carried=carried)
+        plan = make_plan([start], [len(part)], BLOCK, STEP, q.device, prompt, carried=[start - prefix])
         outs.append(anchor_prefill(**{**arguments, "q": part, "plan": plan, "means": means}))
         start += len(part)
     return torch.cat(outs)

@@ -77,9 +77,9 @@ class Pass:
 
     def _carried(self, row: int) -> int:
         """As much as there can be."""
-        prefix, span = self.rows[row][0], self.block_size * self.step
+        prefix = self.rows[row][0]
         low, high = self.ranges[row] if self.ranges else (0, prefix)
-        return max(0, prefix - max(low, prefix // span * span)) if prefix <= high else 0
+        return max(0, prefix - low) if prefix <= high else 0
 
 
 @st.composite
@@ -110,13 +110,17 @@ def test_tables_hold_each_tile_and_chunk_of_each_part_once(case: Pass, keys: int
         queries, candidates = (
             sum(getattr(part, name) for part in piece.parts) for name in ("num_queries", "candidates")
         )
-        means = [part.first_mean + mean for part in piece.parts for mean in range(part.num_means)]
-        assert means == list(range(len(means)))
-        assert piece.size == (queries, len(means), len(piece.parts), candidates, len(tiles))
-        for part in piece.parts:
-            blocks = piece.blocks[part.first_block : part.first_block + part.num_blocks]
+        end = 0
+        for number, part in enumerate(piece.parts):
+            follows = number > 0 and piece.parts[number - 1].row == part.row
+            assert part.first_mean == end - follows * (part.num_means - part.num_blocks)
+            assert part.num_means <= case.step or not part.candidates
+            assert not follows or part.first_mean >= piece.parts[number - 1].first_mean
+            end = part.first_mean + part.num_means
             # Those of the part's own blocks come last.
-            assert [block.mean for block in blocks] == means[: part.first_mean + part.num_means][-len(blocks) :]
+            blocks = piece.blocks[part.first_block : part.first_block + part.num_blocks]
+            assert [block.mean for block in blocks] == list(range(end - len(blocks), end))
+        assert piece.size == (queries, end, len(piece.parts), candidates, len(tiles))
         assert len(tiles) <= candidates / keys + len(piece.parts)
 
 

@@ -1,4 +1,4 @@
-"""What requests keep of groups of their prompts that a pass has cut, from pass to pass, and when it ends."""
+"""What requests keep of prompts whose groups passes may cut, from pass to pass, and when it ends."""
 
 import weakref
 from dataclasses import replace
@@ -65,13 +65,13 @@ class Server:
         self.begin(SimpleNamespace(forward_mode=ForwardMode.DECODE), torch.zeros(0, dtype=torch.int64))
 
     def whole(self, request: Any, start: int, end: int) -> torch.Tensor:
-        """Output of tokens of a prompt that ends with them and is prefilled in one piece, by a request of its own."""
-        alone = make_request(request.req_pool_idx, end, request.sampling_params.custom_params)
-        return self.run((alone, 0, end))[0][start:]
+        """Output of tokens of a prompt where one pass has all before ``end``, by a request of its own."""
+        return self.whole_from(request, 0, end)[start:]
 
     def whole_from(self, request: Any, start: int, end: int) -> torch.Tensor:
         """The same behind a cached prefix that ends at ``start``."""
-        return self.run((make_request(request.req_pool_idx, end, request.sampling_params.custom_params), start, end))[0]
+        prompt, params = len(request.origin_input_ids), request.sampling_params.custom_params
+        return self.run((make_request(request.req_pool_idx, prompt, params), start, end))[0]
 
 
 def make_request(row: int, prompt: int = TOKENS, params: dict[str, Any] | None = None) -> Any:
@@ -104,7 +104,7 @@ def test_each_chunk_sees_the_group_so_far_whatever_runs_between() -> None:
             (mine,) = server.run((first, start, end))
         server.decode()
         assert_same(mine, server.whole(first, start, end))
-        assert (cut_of(first) is None) == (end in (192, 256))
+        assert (cut_of(first) is None) == (end == 256)
         start = end
     assert cut_of(second) is None
 
@@ -113,13 +113,13 @@ def test_what_was_cached_of_a_group_hands_nothing_on() -> None:
     server, request, other = Server(), make_request(0), make_request(0)
     (after,) = server.run((request, 150, 180))
     (more,) = server.run((request, 180, 192))
-    assert cut_of(request) is None
+    assert cut_of(request).start == 150
     server.run((other, 0, 150))
     (known,) = server.run((other, 150, 180))
     assert not torch.allclose(after, known)
     assert_same(known, server.whole(other, 150, 180))
     # From there on as ever: as in one piece from where the cached prefix ends, which is where its group begins.
-    assert cut_of(other).start == 128
+    assert cut_of(other).start == GROUP
     (piece,) = server.run((make_request(0), 150, 192))
     assert_same(more, piece[30:])
     assert not torch.allclose(more, server.run((make_request(0), 180, 192))[0])
@@ -128,7 +128,6 @@ def test_what_was_cached_of_a_group_hands_nothing_on() -> None:
         (part,) = server.run((third, start, end))
         assert_same(part, server.whole_from(third, 150, end)[start - 150 :])
         start = end
-    assert cut_of(third) is None
 
 
 def test_a_cut_that_ends_elsewhere_is_not_gone_on_with() -> None:
@@ -139,7 +138,7 @@ def test_a_cut_that_ends_elsewhere_is_not_gone_on_with() -> None:
     assert cut_of(request).start == 160
 
 
-@pytest.mark.parametrize("how", ["retracted", "aborted", "complete", "at the end of the prompt"])
+@pytest.mark.parametrize("how", ["retracted", "aborted", "at the end of the prompt"])
 def test_what_is_kept_ends_with_the_group_and_the_request(how: str) -> None:
     server, request = Server(), make_request(0)
     server.run((request, 0, 150))
@@ -152,8 +151,6 @@ def test_what_is_kept_ends_with_the_group_and_the_request(how: str) -> None:
         request = None
     elif how == "aborted":
         request = None
-    elif how == "complete":
-        server.run((request, 150, 192))
     else:
         server.run((request, 150, 256))
     server.decode()
@@ -174,6 +171,18 @@ def test_a_prompt_that_another_method_prefills_keeps_nothing() -> None:
     state.options = replace(state.options, prefill=method)
     assert prefill.follow_cuts(state, 0, 237, TOKENS, method) == (None, None)
     assert prefill.follow_cuts(state, 0, 235, TOKENS, method)[1] is state.cut is not None
+
+
+def test_a_prompt_that_goes_on_in_whole_groups_keeps_nothing() -> None:
+    request, method = make_request(0), Anchor(replace_config(share_partial_groups=False))
+    state = getattr(request, ATTRIBUTE)
+    assert prefill.follow_cuts(state, 0, 128, TOKENS, method) == (None, None)
+    # For want of memory one may be cut.
+    _, cut = prefill.follow_cuts(state, 128, 150, TOKENS, method)
+    assert cut is not None and (cut.start, cut.end) == (128, 150)
+    assert prefill.follow_cuts(state, 150, 192, TOKENS, method) == (cut, None)
+    # The first group is dense.
+    assert prefill.follow_cuts(state, 0, 40, TOKENS, Anchor(replace_config())) == (None, None)
 
 
 def replace_config(**fields: Any) -> Any:

@@ -44,6 +44,8 @@ def anchor_prefill(
     Of a group that a pass ends within, the queries pick keys by those of the group so far: its blocks up to the end of
     the pass, the last of which may be cut, with those of earlier passes as far as ``means`` hands them on. What earlier
     parts of the group have attended to stays as it is. The last part so picks what all of the group would in one piece.
+    A part before it, of whose group fewer than three eighths of the blocks are known, picks keys by the last blocks of
+    the group before, too, so many that they are three eighths in all: it would pick far less than one piece does.
 
     Args:
         q: ``[N, Hq, d]``, float32 (CPU only), float16 or bfloat16, the query tokens of all rows one after the other;
@@ -61,15 +63,15 @@ def anchor_prefill(
         out: optional ``[N, Hq, dv]`` in the dtype of ``q``, contiguous.
         stats: optional ``[2]`` int64 on the device of ``q``, to which the query-key pairs attended and the pairs of
             dense causal attention are added, over all query heads.
-        means: by row, what the parts of a cut group hand on: read where the plan has carried queries, and written where
-            the row's sparse queries end within a group. Without, a part picks keys by its own queries.
+        means: by row, what passes hand on: read where the plan has carried queries, or cuts a group in a slice that
+            does not have the group before; written for each of these rows that has queries in the pass.
 
     Returns:
         ``[N, Hq, dv]`` in the dtype of ``q``.
 
     Raises:
         ValueError: a wrong dimension, dtype, device, head count, layout, page size or scale, a plan of another batch,
-            or no means for a row with carried queries.
+            or no means for a row that reads some.
 
     Example:
         >>> import torch

@@ -1,19 +1,19 @@
-"""What the parts of a step group that chunks cut hand on to the later ones."""
+"""What the pieces of a prompt hand on to later ones, so that these find keys for queries of theirs, too."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from .plan import AnchorPlan, GroupPart, QueryBlock
+from .plan import AnchorPlan, Slice
 
 
 @dataclass(frozen=True)
 class GroupMeans:
-    """Means of the query blocks of one row's group so far, for one layer; the first block that has a query comes first.
+    """Means of one row's last query blocks, for one layer; they end with the last entry.
 
-    Written by a pass that ends within the group and read by the next one, whose plan says of how many queries they are
-    (``make_plan``'s ``carried``).
+    Written by each slice with queries of the row. Read by a later slice, also of the next pass, whose plan says how
+    many queries they may be of (``make_plan``'s ``carried``).
 
     Attributes:
         queries: ``[step, Hq, d]`` in the dtype of the query, mean queries.
@@ -39,21 +39,30 @@ def means_bytes(step: int, num_q_heads: int, head_dim: int, dtype: torch.dtype) 
     return step * num_q_heads * (head_dim * dtype.itemsize + torch.float32.itemsize)
 
 
-def carried_means(part: GroupPart, first: QueryBlock) -> int:
-    """How many means are carried to a part whose first block is ``first``, which may have one of them itself."""
-    return part.num_means - part.num_blocks + (first.earlier > 0)
+def carried_means(piece: Slice, number: int) -> int:
+    """How many means are carried to a slice's ``number``-th part, whose first block may have one of them itself."""
+    part = piece.parts[number]
+    if number and piece.parts[number - 1].row == part.row:
+        return 0
+    return earlier_means(piece, number)
 
 
-def is_cut(plan: AnchorPlan, part: GroupPart, last: QueryBlock) -> bool:
-    """Whether a part whose last block is ``last`` ends within its group, which has keys to look for."""
-    return part.candidates > 0 and (last.first_position + last.num_queries) % (plan.block_size * plan.step) > 0
+def earlier_means(piece: Slice, number: int) -> int:
+    """How many means a part has from parts before it, in whatever slice; see ``carried_means``."""
+    part = piece.parts[number]
+    return part.num_means - part.num_blocks + (piece.blocks[part.first_block].earlier > 0)
+
+
+def hands_on(piece: Slice, number: int) -> bool:
+    """Whether the ``number``-th part of a slice is its row's last."""
+    return number + 1 == len(piece.parts) or piece.parts[number + 1].row != piece.parts[number].row
 
 
 def check_means(q: torch.Tensor, plan: AnchorPlan, means: Mapping[int, GroupMeans]) -> None:
     """Raise ValueError unless each row that reads means has some, and all are of the shape and dtype of ``q``."""
     for piece in plan.slices:
-        for part in piece.parts:
-            if carried_means(part, piece.blocks[part.first_block]) and part.row not in means:
+        for number, part in enumerate(piece.parts):
+            if carried_means(piece, number) and part.row not in means:
                 raise ValueError(f"row {part.row} has carried queries in the plan, and no means")
     heads, dim = q.shape[1:]
     for row, held in means.items():

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ SLICE_CANDIDATES = 1 << 19
 # Candidates of one program of the identification, and tiles of one program of the compaction.
 TILE_KEYS = 128
 CHUNK_TILES = 8
+# With fewer blocks than this share of a group, the part of one that is cut keeps too little of what the whole group
+# would keep; with more of those before the group, too much.
+_ENOUGH = Fraction(3, 8)
 # One program of the identification takes a tile of keys for so many parts of a row; more would leave few programs.
 _SHARED_PARTS = 4
 
@@ -47,7 +51,9 @@ class GroupPart(NamedTuple):
     ``group`` is the absolute position divided by block size times step. ``first_block`` counts from the first block of
     the slice. ``candidates`` keys follow the first block of keys; their list starts at ``offset`` times the number of
     query heads in the slice's lists, and its tiles at ``first_tile`` times that number. The ``num_means`` means from
-    the slice's ``first_mean``-th on are those of the group's blocks so far: carried ones, and then its own blocks'.
+    the slice's ``first_mean``-th on are those of the blocks that look for its keys: of earlier ones, and then its own.
+    The earlier ones are the last means of the part before it, if that is the same row's and in the slice; else they are
+    carried. They are of the group's blocks so far, and of the group before where ``make_plan`` says so.
     """
 
     row: int
@@ -221,10 +227,12 @@ def make_plan(
         step: query blocks per group.
         device: where the op runs; the tables reach it in one copy that does not block the host.
         sparse_ranges: for each row, the first sparse position and the one behind the last; queries outside attend
-            densely. All queries are sparse if not given.
+            densely. All queries are sparse if not given, and none follow. Where some follow, a group that the pass ends
+            within is cut: a part of it that knows fewer than three eighths of ``step`` blocks of its group looks for
+            keys with the last blocks of the group before, too, so many that it has as many in all.
         tile_keys: keys that one program of the identification takes, a power of two of at least 16.
-        carried: for each row, how many sparse queries right before its prefix's end, all of the group that it goes on
-            with, have their means in the row's ``GroupMeans``; 0 if not given.
+        carried: for each row, how many sparse queries right before its prefix's end were in passes that have handed on
+            their means in the row's ``GroupMeans``; 0 if not given.
 
     Returns:
         A plan for any number of calls with these rows.
@@ -239,7 +247,7 @@ def make_plan(
     if len(sparse_ranges) != len(rows):
         raise ValueError(f"as many sparse ranges as rows are needed, got {len(sparse_ranges)} and {len(rows)}")
     carried = [0] * len(rows) if carried is None else carried
-    _check_carried(rows, sparse_ranges, carried, block_size * step)
+    _check_carried(rows, sparse_ranges, carried)
     groups = _groups(rows, sparse_ranges, carried, block_size, step)
     device = torch.device(device)
     return AnchorPlan(
@@ -272,12 +280,12 @@ def _check_sizes(
 
 
 def _check_carried(
-    rows: list[tuple[int, int]], sparse_ranges: Sequence[tuple[int, int]], carried: Sequence[int], group: int
+    rows: list[tuple[int, int]], sparse_ranges: Sequence[tuple[int, int]], carried: Sequence[int]
 ) -> None:
     if len(carried) != len(rows):
         raise ValueError(f"as many numbers of carried queries as rows are needed, got {len(carried)} and {len(rows)}")
     for row, ((prefix, _), (low, high), count) in enumerate(zip(rows, sparse_ranges, carried, strict=True)):
-        most = max(0, prefix - max(low, prefix // group * group)) if prefix <= high else 0
+        most = max(0, prefix - max(low, 0)) if prefix <= high else 0
         if not 0 <= count <= most:
             raise ValueError(f"row {row} may have 0 to {most} carried queries, got {count}")
 
@@ -293,9 +301,10 @@ def _groups(
     groups: list[list[QueryBlock]] = []
     first_query = 0
     for row, ((prefix, extend), (low, high)) in enumerate(zip(rows, sparse_ranges, strict=True)):
-        position, end, last = prefix, prefix + extend, (-1, False)
+        position, end, last, first_group = prefix, prefix + extend, (-1, False), len(groups)
         # Whole blocks that are carried alone, and what of the first block of this pass is.
-        before = prefix // block_size - (prefix - carried[row]) // block_size
+        begun = max(prefix - carried[row], prefix // (block_size * step) * block_size * step)
+        before = prefix // block_size - begun // block_size
         earlier = min(carried[row], prefix % block_size)
         while position < end:
             block, sparse = position // block_size, low <= position < high
@@ -313,7 +322,26 @@ def _groups(
             earlier = 0
             position += count
             first_query += count
+        if extend and low < end < high:
+            carried_before = begun // block_size - (prefix - carried[row]) // block_size
+            _fill_up(groups[first_group:], carried_before, low, block_size, step)
     return groups
+
+
+def _fill_up(groups: list[list[QueryBlock]], carried: int, low: int, block_size: int, step: int) -> None:
+    """Put means of the group before in front of those of a row's last part, if it is cut and knows few.
+
+    ``carried`` is how many there may be from earlier passes, and ``low`` the row's first sparse position.
+    """
+    blocks = groups[-1]
+    end = blocks[-1].first_position + blocks[-1].num_queries
+    missing = math.ceil(step * _ENOUGH) - blocks[-1].mean - 1
+    if missing <= 0 or not end % (block_size * step) or blocks[0].window <= block_size:
+        return
+    if len(groups) > 1:
+        # A dense part before it is followed by the first sparse query.
+        carried = groups[-2][-1].mean + 1 if low < blocks[0].first_position else 0
+    blocks[:] = [block._replace(mean=block.mean + min(missing, carried)) for block in blocks]
 
 
 def _anchor_pairs(block: QueryBlock, block_size: int) -> int:
@@ -346,6 +374,9 @@ def _slices(groups: list[list[QueryBlock]], block_size: int, step: int, tile_key
             drafts.append(_Draft(group[0].first_query, [], []))
             queries = offset = first_tile = first_mean = 0
         first_query, blocks, parts = drafts[-1]
+        if parts and parts[-1].row == group[0].row:
+            # Earlier means, if it has any, are those of the part before it.
+            first_mean -= group[0].mean
         part = GroupPart(
             *(group[0].row, index, len(blocks), len(group), count, candidates, offset, first_tile, first_mean, means)
         )

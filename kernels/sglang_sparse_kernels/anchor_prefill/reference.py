@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .means import GroupMeans, carried_means, is_cut
-from .plan import AnchorPlan, GroupPart, QueryBlock
+from .means import GroupMeans, earlier_means
+from .plan import AnchorPlan, GroupPart, QueryBlock, Slice
 
 
 class State(NamedTuple):
@@ -19,10 +19,24 @@ class State(NamedTuple):
 
 
 class Means(NamedTuple):
-    """Mean query ``[n, Hkv, G, d]`` and mean anchor ``[n, Hkv, G]``, in natural units, of a group's blocks so far."""
+    """Mean query ``[n, Hkv, G, d]`` and mean anchor ``[n, Hkv, G]``, in natural units, of the last blocks of a row."""
 
     query: torch.Tensor
     anchor: torch.Tensor
+
+    @classmethod
+    def read(cls, held: GroupMeans | None, num_kv_heads: int, scale: float) -> "Means | None":
+        """Those that an earlier pass has handed on, if it has."""
+        if held is None:
+            return None
+        queries, anchors = (kept.unflatten(1, (num_kv_heads, -1)).float() for kept in (held.queries, held.anchors))
+        return cls(queries, anchors * scale)
+
+    def hand_on(self, held: GroupMeans, scale: float) -> None:
+        """Leave them for a later pass."""
+        count = min(len(self.query), len(held.queries))
+        held.queries[-count:] = self.query[-count:].flatten(1, 2)
+        held.anchors[-count:] = self.anchor[-count:].flatten(1, 2) / scale
 
 
 class Row(NamedTuple):
@@ -61,19 +75,17 @@ def anchor_prefill(
     """
     attended = plan.anchor_pairs * q.shape[1]
     scale = sm_scale * k_scale
+    means, latest = means or {}, dict[int, Means]()
     for piece in plan.slices:
         window = slice(piece.first_query, piece.first_query + piece.num_queries)
         queries, results = _by_kv_head(q[window], k_cache.shape[1]), out[window]
-        for part in piece.parts:
+        for number, part in enumerate(piece.parts):
             blocks = piece.blocks[part.first_block : part.first_block + part.num_blocks]
             row = _row(k_cache, v_cache, page_table, part, blocks, page_size)
             states = [_anchor(queries, row, block, plan.block_size, scale) for block in blocks]
-            held = (means or {}).get(part.row)
-            known = _means(queries, blocks, states, part, held, scale)
+            before = latest.get(part.row) or Means.read(means.get(part.row), k_cache.shape[1], scale)
+            latest[part.row] = known = _means(queries, states, piece, number, before)
             active = _hit(_gaps(known, row, part, plan.block_size, scale), theta[part.row]).any(0)
-            if held is not None and is_cut(plan, part, blocks[-1]):
-                held.queries[: part.num_means] = known.query.flatten(1, 2)
-                held.anchors[: part.num_means] = known.anchor.flatten(1, 2) / scale
             first = plan.block_size
             if replace and part.candidates:
                 active = replace(F.pad(active, (first, 0), value=True), first, min(first, part.candidates))
@@ -84,6 +96,8 @@ def anchor_prefill(
                 state = _resume(_of_block(queries, block), row, active, state, first, scale)
                 result = (state.output / state.total[..., None] * v_scale).flatten(0, 1)
                 results[block.first_query : block.first_query + block.num_queries] = result.transpose(0, 1)
+    for row in latest.keys() & means.keys():
+        latest[row].hand_on(means[row], scale)
     if stats is not None:
         stats += torch.tensor([attended, plan.causal_pairs * q.shape[1]], device=stats.device)
     return out
@@ -111,16 +125,21 @@ def key_gaps(
     Raises:
         ValueError: the pass has no sparse query of this group.
     """
+    scale, heads = sm_scale * k_scale, k_cache.shape[1]
+    known = Means.read((means or {}).get(row), heads, scale)
     for piece in plan.slices:
-        queries = _by_kv_head(q[piece.first_query : piece.first_query + piece.num_queries], k_cache.shape[1])
-        for part in piece.parts:
+        queries = _by_kv_head(q[piece.first_query : piece.first_query + piece.num_queries], heads)
+        for number, part in enumerate(piece.parts):
+            # What comes before the group before has no part in it.
+            if part.row != row or part.group < group - 1:
+                continue
             blocks = piece.blocks[part.first_block : part.first_block + part.num_blocks]
+            keys = _row(k_cache, k_cache, page_table, part, blocks, page_size)
+            states = [_anchor(queries, keys, block, plan.block_size, scale) for block in blocks]
+            known = _means(queries, states, piece, number, known)
             # The dense part of a group that a sparse range cuts looks for no keys.
-            if (part.row, part.group, blocks[0].window) == (row, group, group * plan.step * plan.block_size):
-                keys = _row(k_cache, k_cache, page_table, part, blocks, page_size)
-                states = [_anchor(queries, keys, block, plan.block_size, sm_scale * k_scale) for block in blocks]
-                known = _means(queries, blocks, states, part, (means or {}).get(row), sm_scale * k_scale)
-                return _gaps(known, keys, part, plan.block_size, sm_scale * k_scale).flatten(1, 2)
+            if (part.group, blocks[0].window) == (group, group * plan.step * plan.block_size):
+                return _gaps(known, keys, part, plan.block_size, scale).flatten(1, 2)
     raise ValueError(f"row {row} has no sparse query of group {group} in this pass")
 
 
@@ -177,29 +196,22 @@ def _anchor(queries: torch.Tensor, row: Row, block: QueryBlock, initial: int, sc
     return _continue(empty, query, *row.read(keys), causal, scale)
 
 
-def _means(
-    queries: torch.Tensor,
-    blocks: tuple[QueryBlock, ...],
-    states: list[State],
-    part: GroupPart,
-    held: GroupMeans | None,
-    scale: float,
-) -> Means:
-    """Means of a part's blocks behind those that are carried to it."""
+def _means(queries: torch.Tensor, states: list[State], piece: Slice, number: int, latest: Means | None) -> Means:
+    """Means of the blocks that look for a part's keys, of which ``latest`` has those before its own as its last."""
+    part = piece.parts[number]
+    blocks = piece.blocks[part.first_block : part.first_block + part.num_blocks]
     query = torch.stack([_of_block(queries, block).mean(2) for block in blocks])
     anchor = torch.stack([state.maximum.mean(2) for state in states])
-    first = blocks[0]
-    count = carried_means(part, first)
-    if held is None or not count:
+    count = earlier_means(piece, number)
+    if latest is None or not count:
         return Means(query, anchor)
-    heads = anchor.shape[1:]
-    of_queries, of_anchors = (known[:count].unflatten(1, heads) for known in (held.queries, held.anchors * scale))
-    if first.earlier:
-        total = first.earlier + first.num_queries
-        query[0] = (query[0] * first.num_queries + of_queries[-1].float() * first.earlier) / total
-        anchor[0] = (anchor[0] * first.num_queries + of_anchors[-1] * first.earlier) / total
+    before = Means(latest.query[-count:], latest.anchor[-count:])
+    if earlier := blocks[0].earlier:
+        total = earlier + blocks[0].num_queries
+        query[0] = (query[0] * blocks[0].num_queries + before.query[-1] * earlier) / total
+        anchor[0] = (anchor[0] * blocks[0].num_queries + before.anchor[-1] * earlier) / total
     whole = part.num_means - part.num_blocks
-    return Means(torch.cat([of_queries[:whole].float(), query]), torch.cat([of_anchors[:whole], anchor]))
+    return Means(torch.cat([before.query[:whole], query]), torch.cat([before.anchor[:whole], anchor]))
 
 
 def _gaps(means: Means, row: Row, part: GroupPart, block_size: int, scale: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 from ..launch import LOG2_E, MIN_DOT
 from ..paged_prefill import load_rows, load_slots, softmax_step
 from .launch import Config, Launch, default_config
-from .means import GroupMeans, carried_means, is_cut
+from .means import GroupMeans, carried_means, hands_on
 from .plan import CHUNK_TILES, AnchorPlan, GroupPart, QueryBlock, Scratch
 
 # Mean queries that one product of the identification takes, over a KV head's query heads and a group's blocks.
@@ -434,27 +434,26 @@ def find_active_keys(launch: Launch, theta: torch.Tensor, means: Mapping[int, Gr
 
 def _take_over(launch: Launch, scratch: Scratch, means: Mapping[int, GroupMeans]) -> None:
     """Put what is carried before a part's own means, and into that of a block that is cut. Few parts have any."""
-    for part in launch.piece.parts:
-        first = launch.piece.blocks[part.first_block]
-        if not carried_means(part, first):
+    for number, part in enumerate(launch.piece.parts):
+        count = carried_means(launch.piece, number)
+        if not count:
             continue
-        held, whole = means[part.row], part.num_means - part.num_blocks
+        held, first = means[part.row], launch.piece.blocks[part.first_block]
+        cut = part.first_mean + part.num_means - part.num_blocks
         share = first.earlier / (first.earlier + first.num_queries)
-        for known, earlier in ((scratch.pooled, held.queries), (scratch.anchors, held.anchors)):
-            known[part.first_mean : part.first_mean + whole] = earlier[:whole]
+        for known, earlier in ((scratch.pooled, held.queries[-count:]), (scratch.anchors, held.anchors[-count:])):
+            known[part.first_mean : cut] = earlier[: cut - part.first_mean]
             if first.earlier:
-                own = known[part.first_mean + whole]
-                own.copy_(own.float().lerp(earlier[whole].float(), share))
+                known[cut] = known[cut].float().lerp(earlier[-1].float(), share)
 
 
 def _hand_on(launch: Launch, scratch: Scratch, means: Mapping[int, GroupMeans]) -> None:
-    """Keep the means of parts that end within their group."""
-    for part in launch.piece.parts:
-        last = launch.piece.blocks[part.first_block + part.num_blocks - 1]
-        if part.row in means and is_cut(launch.plan, part, last):
-            given = slice(part.first_mean, part.first_mean + part.num_means)
-            means[part.row].queries[: part.num_means] = scratch.pooled[given]
-            means[part.row].anchors[: part.num_means] = scratch.anchors[given]
+    """Keep the last means of rows that want them."""
+    for number, part in enumerate(launch.piece.parts):
+        if part.row in means and hands_on(launch.piece, number):
+            count, end = min(part.num_means, launch.plan.step), part.first_mean + part.num_means
+            means[part.row].queries[-count:] = scratch.pooled[end - count : end]
+            means[part.row].anchors[-count:] = scratch.anchors[end - count : end]
 
 
 def _attend_slice(
