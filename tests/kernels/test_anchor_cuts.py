@@ -141,8 +141,8 @@ def test_wrong_means_are_refused() -> None:
     arguments["plan"] = make_plan([40], [30], BLOCK, STEP, "cpu", carried=[8])
     good = empty_means(arguments, STEP, run_reference)
     for means, message in [
-        (None, "row 0 has carried queries in the plan, and no means"),
-        ({1: good}, "row 0 has carried queries"),
+        (None, "row 0 has means of earlier queries in the plan, and none are given"),
+        ({1: good}, "row 0 has means of earlier queries"),
         (
             {0: GroupMeans.allocate(STEP + 1, 2, 64, FP32, "cpu")},
             r"the queries of the means of row 0 must be \(2, 2, 64\)",

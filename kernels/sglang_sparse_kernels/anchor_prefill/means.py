@@ -63,7 +63,7 @@ def check_means(q: torch.Tensor, plan: AnchorPlan, means: Mapping[int, GroupMean
     for piece in plan.slices:
         for number, part in enumerate(piece.parts):
             if carried_means(piece, number) and part.row not in means:
-                raise ValueError(f"row {part.row} has carried queries in the plan, and no means")
+                raise ValueError(f"row {part.row} has means of earlier queries in the plan, and none are given")
     heads, dim = q.shape[1:]
     for row, held in means.items():
         for name, tensor, shape, dtype in (
