@@ -87,6 +87,7 @@ class SparseAttentionBackend(DelegatingBackend):
             "_eager_view",
             "_last_slots",
             "_planned",
+            "_prepared",
         }
     )
     # Dense or sparse is decided on the host.
@@ -134,8 +135,8 @@ class SparseAttentionBackend(DelegatingBackend):
         self._last_slots: dict[int, torch.Tensor] | None = None
         # The lengths that a plan was made for, and the plan.
         self._planned: tuple[list[int], DecodePlan] | None = None
-        # Set while a step that rectifies is launched.
-        self.rectifying: Rectification | None = None
+        self._prepared = False
+        self.rectifying: Rectification | None = None  # While a step that rectifies is launched.
 
     @property
     def view(self) -> BatchView | None:
@@ -179,7 +180,8 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a graph's capture (the variant is set by then) or a replay."""
-        self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+        if not in_capture or not self._prepared:
+            self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
         self._last_slots = None
         if not in_capture:
             self._prepare(forward_batch)
@@ -204,13 +206,16 @@ class SparseAttentionBackend(DelegatingBackend):
         view = allocate_view(rows, *self._limits, self.counters.select_stats, self._buffers[block])
         return with_parts(view, self.method, width, self._buffers)
 
-    def begin_capture(self, rows: int, sparse: bool) -> None:
+    def begin_capture(self, rows: int, sparse: bool, prepared: bool) -> None:
         """Choose the path that the next captured decode graph records.
 
         Args:
             rows: batch size of the graph.
             sparse: record the sparse path, over padding rows only.
+            prepared: the dense backend is, by the other graph of this size: FlashInfer's plans a replay in what the
+                last capture allocated, and the first graph would go on with its own one's plan, of one token a row.
         """
+        self._prepared = prepared
         self._view = self.indexed = None
         if sparse:
             self._view = self._rows(rows)

@@ -28,8 +28,8 @@ def capture_both(
     if settings is None or runner.model_runner.is_draft_worker:
         return original(runner, size, forward, stream_idx, variant_label)
     variants = ("sparse",) if settings.config.dense_fallback == "never" else ("dense", "sparse")
-    for variant in variants if settings.name else ("dense",):
-        runner.attn_backend.begin_capture(size, sparse=variant == "sparse")
+    for number, variant in enumerate(variants if settings.name else ("dense",)):
+        runner.attn_backend.begin_capture(size, sparse=variant == "sparse", prepared=number > 0)
         original(runner, size, forward, stream_idx, variant)
 
 

@@ -99,5 +99,6 @@ def cut_prompt(case: cases.Case, device: str) -> tuple[dict[str, Any], int]:
 
 
 def put(masks: Iterator[torch.Tensor], keys: torch.Tensor, first: int, _: int) -> torch.Tensor:
-    """What stands before a group, with the next mask in the place of the keys behind the first block."""
-    return torch.cat([keys[..., :first], next(masks).view_as(keys[..., first:])], -1)
+    """What stands before a block, with the next mask in the place of the keys that follow the first block."""
+    mask = next(masks)
+    return torch.cat([keys[..., :first], mask.view(*keys.shape[:2], -1), keys[..., first + mask.shape[1] :]], -1)

@@ -13,9 +13,9 @@ def newest(active: torch.Tensor, first: int, always: int) -> torch.Tensor:
     """Those right before the ones that are always active: with the first block, sinks and a sliding window.
 
     Args:
-        active: ``[kv_heads, group, keys]`` bool, keys before the group that are attended to.
+        active: ``[kv_heads, group, keys]`` bool, keys before the query block that are attended to.
         first: how many of the first ones stay.
-        always: how many of the last ones stay: the block before the group.
+        always: how many of the last ones stay: those of the block's group, and the block before that.
     """
     front, found = active.tensor_split([first], -1)
     candidates = found.shape[2]

@@ -1,4 +1,4 @@
-"""A negative control of AnchorAttention: as many keys for each group as it would find, chosen at random."""
+"""A negative control of AnchorAttention: as many keys for each query block as it would find, chosen at random."""
 
 from functools import partial
 from typing import ClassVar
@@ -10,12 +10,12 @@ from sglang_sparse_kernels.anchor_prefill import reference
 
 
 def redraw(active: torch.Tensor, first: int, always: int) -> torch.Tensor:
-    """Draw anew for each group, query head and layer.
+    """Draw anew for each query block, query head and layer.
 
     Args:
-        active: ``[kv_heads, group, keys]`` bool, keys before the group that are attended to.
+        active: ``[kv_heads, group, keys]`` bool, keys before the query block that are attended to.
         first: how many of the first ones stay.
-        always: how many of the last ones stay: the block before the group.
+        always: how many of the last ones stay: those of the block's group, and the block before that.
     """
     front, found, last = active.tensor_split([first, active.shape[2] - always], -1)
     rank = torch.rand(found.shape, device=found.device).argsort(-1).argsort(-1)

@@ -139,8 +139,8 @@ ANCHOR: tuple[Leg, ...] = (
     # The dense tail is a part of the selection that is judged: the controls have none.
     _few_needles("anchor", 40, "0,25,50,75,100"),
     *(
-        _few_needles(control, 10, EVERY_TENTH, **_NO_TAIL)
-        for control in ("random_keys", "random_stripes", "newest_stripes")
+        _few_needles(control, count, EVERY_TENTH, **_NO_TAIL)
+        for control, count in (("random_keys", 5), ("random_stripes", 10), ("newest_stripes", 10))
     ),
     _prefill_perplexity(),
     _stripes(),

@@ -115,15 +115,20 @@ def found_keys(keys: int = 400) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "function", "stay"),
-    [("random_stripes", "redraw", FIRST), ("random_keys", "redraw_all", 0), ("newest_stripes", "newest", FIRST)],
+    ("name", "function", "first", "last"),
+    [
+        ("random_stripes", "redraw", FIRST, LAST),
+        ("random_keys", "redraw_all", 0, 0),
+        ("newest_stripes", "newest", FIRST, LAST),
+    ],
 )
-def test_other_keys_are_as_many_as_were_found(controls, name: str, function: str, stay: int) -> None:
+def test_other_keys_are_as_many_as_were_found(controls, name: str, function: str, first: int, last: int) -> None:
     choose, active = getattr(controls(name), function), found_keys()
     chosen = choose(active, FIRST, LAST)
     assert chosen.sum(-1).equal(active.sum(-1)) and chosen.shape == active.shape
-    assert chosen[..., :stay].all() and chosen[..., -LAST:].all() and not chosen[:, 1].equal(active[:, 1])
-    # Before the second group there are the first block and the one before the group; with a step of 1 these are one.
+    assert chosen[..., :first].all() and chosen[..., chosen.shape[2] - last :].all()
+    assert not chosen[:, 1].equal(active[:, 1]) and chosen[:, 2].all()
+    # Where nothing is left out, there is nothing to choose.
     nearest = active[..., :FIRST].contiguous()
     assert choose(nearest, FIRST, 0).equal(nearest)
 
@@ -160,7 +165,7 @@ def test_other_keys_leave_out_what_anchor_leaves_out_elsewhere(controls, name: s
         counts.append(pairs.tolist())
     attended, causal = counts[0]
     assert counts[0] == counts[1] and 0.3 * causal < attended < 0.9 * causal
-    # The first group attends to the same keys with both, and so does the one behind it if the first block stays.
-    near = (1 if name == "random_keys" else 2) * config.step * config.block_size
+    # The first group attends to all keys, and so does the second one, of which the first block and the one before stay.
+    near = 2 * config.step * config.block_size
     torch.testing.assert_close(outs[0][:near], outs[1][:near])
     assert not torch.allclose(outs[0][near:], outs[1][near:], atol=1e-3)

@@ -208,7 +208,7 @@ def test_parts_of_a_group_pick_what_the_definition_picks(case: Case, device: str
         stats = torch.zeros(2, dtype=torch.int64, device=device)
         got = run_triton({**one, "means": means, "stats": stats})
         # Over the kernel's own picks: those on the border may be others.
-        masks = iter([mask for part, mask in found if part.candidates])
+        masks = iter([mask for part, mask in found if part.candidates for _ in range(part.num_blocks)])
         same = run_reference({**one, "means": defined, "replace": partial(put, masks)})
         assert relative_error(got, same) < TOLERANCE[case.dtype]
         attended = made.anchor_pairs * q.shape[1] + sum(int(mask.sum()) * part.num_queries for part, mask in found)

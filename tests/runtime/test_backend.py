@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_sparse import graphs
 from sglang_sparse.backend import SparseAttentionBackend
 from sglang_sparse.decode_path import DecodePath
 from sglang_sparse.indices import SparseIndices
@@ -209,3 +210,30 @@ def test_an_mla_layer_may_come_in_two_parts() -> None:
     layer.k_scale_float = 0.5
     with pytest.raises(RuntimeError, match="scales of its latents"):
         attend()
+
+
+def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FlashInfer's plans replays in the wrappers of the last capture of a size."""
+    wrappers: dict[int, object] = {}
+    backend, captured = make_backend(), {}
+
+    def prepare(batch: Any, in_capture: bool) -> None:
+        wrappers[batch] = object() if in_capture else wrappers[batch]
+
+    def capture(runner: Any, size: int, forward: Any, stream_idx: int | None, variant: str | None) -> None:
+        backend.init_forward_metadata_out_graph(size, in_capture=True)
+        captured[size, variant] = wrappers[size]
+
+    vars(backend.dense).update(init_forward_metadata_out_graph=prepare, req_to_token_pool=SimpleNamespace())
+    backend.dense.req_to_token_pool.req_to_token = torch.zeros(1, SLOTS, dtype=torch.int32)
+    backend._graph_view = allocate_view(2, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64))
+    settings = SimpleNamespace(name="resa", config=SimpleNamespace(dense_fallback="auto"))
+    monkeypatch.setattr(graphs, "settings_of", lambda args: settings)
+    runner = SimpleNamespace(attn_backend=backend)
+    runner.model_runner = SimpleNamespace(server_args=None, is_draft_worker=False)
+    for size in (2, 1, 2, 1):
+        graphs.capture_both(capture, runner, size, None)
+        assert captured[size, "dense"] is captured[size, "sparse"] is wrappers[size]
+    assert wrappers[1] is not wrappers[2]

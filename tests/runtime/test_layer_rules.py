@@ -265,7 +265,7 @@ def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with() 
     counts = torch.zeros(sum(count_sizes(method)), dtype=torch.int64)
     backend.counters = Counters(three(), backend._pools, SHAPE, counts)
     backend.init_cuda_graph_state(4, 4)
-    backend.begin_capture(2, sparse=True)
+    backend.begin_capture(2, sparse=True, prepared=False)
     captured = backend.view
     assert captured is not None and not captured.n_pages.any() and len(captured.parts) == 3
     mode = SimpleNamespace(is_decode=lambda: True)

@@ -70,8 +70,9 @@ def anchor_prefill(
 ) -> torch.Tensor:
     """See ``anchor_prefill.anchor_prefill``.
 
-    For controls, ``replace`` gets the keys before a group that are attended to, ``[Hkv, G, block_size + candidates]``
-    bool, and how many of the first and of the last are so whatever their score; it returns those to take instead.
+    For controls, ``replace`` gets the keys before a query block that are attended to, ``[Hkv, G, keys]`` bool, and how
+    many of the first and of the last are so whatever their score; it returns as many others to take instead. Groups
+    that have nothing to choose from are left as they are.
     """
     attended = plan.anchor_pairs * q.shape[1]
     scale = sm_scale * k_scale
@@ -86,14 +87,15 @@ def anchor_prefill(
             before = latest.get(part.row) or Means.read(means.get(part.row), k_cache.shape[1], scale)
             latest[part.row] = known = _means(queries, states, piece, number, before)
             active = _hit(_gaps(known, row, part, plan.block_size, scale), theta[part.row]).any(0)
-            first = plan.block_size
-            if replace and part.candidates:
-                active = replace(F.pad(active, (first, 0), value=True), first, min(first, part.candidates))
-                states, first = [_anchor(queries, row, block, 0, scale) for block in blocks], 0
-                attended -= plan.block_size * part.num_queries * q.shape[1]
             attended += int(active.sum()) * part.num_queries
             for block, state in zip(blocks, states, strict=True):
-                state = _resume(_of_block(queries, block), row, active, state, first, scale)
+                query, keys, first = _of_block(queries, block), active, plan.block_size
+                if replace and part.candidates:
+                    start = block.block * plan.block_size
+                    last = start - block.window + min(first, part.candidates)
+                    keys = replace(F.pad(active, (first, start - block.window), value=True), first, last)
+                    state, first = _anchor(queries, row, block._replace(window=start), 0, scale), 0
+                state = _resume(query, row, keys, state, first, scale)
                 result = (state.output / state.total[..., None] * v_scale).flatten(0, 1)
                 results[block.first_query : block.first_query + block.num_queries] = result.transpose(0, 1)
     for row in latest.keys() & means.keys():
