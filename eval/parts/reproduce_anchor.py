@@ -24,6 +24,9 @@ _SMALL_GRAPHS = ("--mem-fraction-static", "0.25", "--cuda-graph-max-bs-decode", 
 _BESIDE = ("--page-size", "16", "--attention-backend", "fa3", "--max-total-tokens", "262144", *_SMALL_GRAPHS)
 _FEW: Mapping[str, Any] = {"theta": 5.0, "crossover_tokens": 0}
 _NO_TAIL: Mapping[str, Any] = {"dense_tail": 0}
+# Groups of 512 queries, whose window is a quarter, and next to no stripes: 4 % of the keys at 32k. The first digit of a
+# number may be guessed, and dense decode finds the others, so that a control is below a fifth if it finds a twentieth.
+_NARROW: Mapping[str, Any] = {"theta": 3.0, "step": 4}
 
 
 def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
@@ -72,12 +75,12 @@ def _few_keys(method: str, **more: Any) -> Server:
     return _beside(method, json.dumps({**_FEW, **more}))
 
 
-def _few_needles(method: str, count: int, depths: str, **more: Any) -> Leg:
+def _few_needles(method: str, count: int, depths: str, label: str = "few", **more: Any) -> Leg:
     """Needles of `_few_keys`."""
-    name = "anchor-few" if method == "anchor" else method
+    name = f"anchor-{label}" if method == "anchor" else method if label == "few" else f"{method}-{label}"
     asked = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", str(count), "--concurrency", AT_ONCE)
     asked += ("--lengths", "32k", "--depths", depths, "--least-sparsity", "0.875")
-    command = Command("eval.niah", f"niah-tiny-gqa-few-{method}.jsonl", asked)
+    command = Command("eval.niah", f"niah-tiny-gqa-{label}-{method}.jsonl", asked)
     return Leg(f"needles-{name}", (command,), _few_keys(method, **more))
 
 
@@ -142,6 +145,8 @@ ANCHOR: tuple[Leg, ...] = (
         _few_needles(control, count, EVERY_TENTH, **_NO_TAIL)
         for control, count in (("random_keys", 5), ("random_stripes", 10), ("newest_stripes", 10))
     ),
+    _few_needles("anchor", 100, "0,25,50,75,100", "narrow", **_NARROW),
+    _few_needles("random_keys", 10, EVERY_TENTH, "narrow", **_NARROW, **_NO_TAIL),
     _prefill_perplexity(),
     _stripes(),
     _books(),
