@@ -153,7 +153,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "needles-mixed": lambda: batches.batches(_starting("niah-mixed-")),
     "theta2": lambda: theta2.theta2(_starting(theta2.PREFIX)),
     "theta2-blocks": lambda: theta2.times_as_many(_starting(theta2.PREFIX)),
-    "window-depths": lambda: tiny_mla.depths(_starting("niah-tiny-mla-sink_window")),
+    "window-depths": lambda: tiny_mla.depths([_file(f"niah-tiny-mla-sink_window{all_}") for all_ in ("", "-all")]),
     "hops": lambda: tiny_mla.hops(card.read(RESULTS / "tiny-mla-accuracy.jsonl")),
     "needles-tail": lambda: needles.needles([path for path in _starting("niah-tiny-gqa") if TAILS in path.name]),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),

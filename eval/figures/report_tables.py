@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.figures import long_summary, ppl_summary, recall_summary, summary
 from eval.figures.verdicts import DEFINITION, NLL_MARGIN, RANDOM, read_folder
-from eval.figures.weights import weights
+from eval.figures.weights import sensitive, weights
 from eval.live.counters import EvaluationError
 from eval.live.record import read_finished, read_rows, result_files
 from eval.parts.judge_rows import agreement
@@ -107,7 +107,8 @@ def rectification(*paths: Path, judged: int | None = None) -> str:
     rows: list[Row] = []
     for path in paths:
         header, *found = read_rows(path)
-        rows += [{"weights": weights(header), **row} for row in ppl_summary.summarise(found)]
+        said = {"weights": weights(header), "sensitive": sensitive(header)}
+        rows += [{**said, **row} for row in ppl_summary.summarise(found)]
 
     def verdict(row: Row) -> str:
         if row["setting"] != "rectified" or row["interval"] != judged:
@@ -121,6 +122,7 @@ def rectification(*paths: Path, judged: int | None = None) -> str:
 
     columns: list[Column] = [
         ("weights", text("weights")),
+        ("sparse layers", text("sensitive")),
         ("text", text("task")),
         ("ratio", text("ratio")),
         ("tokens between rectifications", every),

@@ -1,4 +1,4 @@
-"""Whether a result file is of the weights that this repository ships, or of a model's earlier ones."""
+"""What a result file says of the weights that it is of, and of RoBSA's choice among their layers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def weights(header: Mapping[str, Any]) -> str | None:
 
     A server with a calibration refuses other weights than its own; a stock one's file has what its label says.
     """
-    servers = header.get("servers", header)
-    served = servers.get("base") or servers.get("sparse") or {}
+    served = _served(header)
     wanted = shipped(Path(served.get("model_path") or "").name)
     if wanted is None:
         return None
@@ -38,8 +37,25 @@ def weights(header: Mapping[str, Any]) -> str | None:
     return {wanted: SHIPPED, "": UNKNOWN}.get(found, OLDER)
 
 
+def sensitive(header: Mapping[str, Any]) -> str | None:
+    """Of a file of RoBSA, which layers run sparse: above which similarity, and out of which; None of others."""
+    config = _config(_served(header))
+    if "theta2" not in config:
+        return None
+    return f"theta2 {config['theta2']:g}{'' if config['layers'] == 'all' else ', layers ' + config['layers']}"
+
+
 def calibrated(served: Mapping[str, Any]) -> str | None:
     """The fingerprint in the calibration of a sparse server, from what it says of itself; None without one."""
-    config = (served.get("sparse") or {}).get("config") or json.loads(served.get("sparse_config") or "{}")
-    calibration = config.get("calibration") if isinstance(config, Mapping) else None
+    calibration = _config(served).get("calibration")
     return calibration["fingerprint"] if isinstance(calibration, Mapping) else None
+
+
+def _served(header: Mapping[str, Any]) -> Mapping[str, Any]:
+    servers = header.get("servers", header)
+    return servers.get("base") or servers.get("sparse") or {}
+
+
+def _config(served: Mapping[str, Any]) -> Mapping[str, Any]:
+    config = (served.get("sparse") or {}).get("config") or json.loads(served.get("sparse_config") or "{}")
+    return config if isinstance(config, Mapping) else {}

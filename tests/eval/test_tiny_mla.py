@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from eval.figures import tiny_mla
 from eval.figures.report_tables import rectification
+from eval.figures.weights import sensitive
 
 
 def written(path: Path, *rows: dict[str, Any]) -> Path:
@@ -59,3 +62,17 @@ def test_perplexity_is_judged_at_one_interval_by_the_upper_end(tmp_path: Path) -
     # The mean of them is within.
     assert shown([0.0, 0.0, 0.0, 0.016], 32)[-1].endswith(" not within 0.5% |")
     assert not any("within" in line for line in shown([0.004] * 4, None))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"theta2": 0.99, "layers": "all"}, "theta2 0.99"),
+        ({"theta2": 0.998, "layers": "1-"}, "theta2 0.998, layers 1-"),
+        ({"layers": "all"}, None),
+        (None, None),
+    ],
+)
+def test_what_runs_sparse_is_read_from_the_server(config: dict[str, Any] | None, said: str | None) -> None:
+    assert sensitive({"servers": {"base": {"sparse_config": json.dumps(config) if config else None}}}) == said
+    assert sensitive({"servers": {"sparse": {"sparse": {"config": config}}}}) == said
