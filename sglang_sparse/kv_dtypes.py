@@ -30,11 +30,14 @@ def require_dtypes(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) 
         SparseArgumentError: names the dtypes, and what is allowed.
     """
     dtype = str(args.get_model_config().dtype).removeprefix("torch.")
-    cache = {"auto": dtype, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
+    quantized = args.kv_cache_dtype == "auto" and any(map(_makes_float8, _quantizations(args)))
+    plain, auto = ("bf16", "fp8_e4m3") if quantized else ("auto", dtype)
+    cache = {"auto": auto, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
     if cache not in (dtype, *(("fp8_e4m3",) if settings.method.fp8_kv else ())):
+        given = f"{args.kv_cache_dtype}{', which this checkpoint makes fp8_e4m3,' if quantized else ''}"
         raise SparseArgumentError(
-            f"{settings.flag}: the KV cache dtype is {args.kv_cache_dtype} and the model's is {dtype}; "
-            f"allowed: {'auto, fp8_e4m3' if settings.method.fp8_kv else 'auto'}"
+            f"{settings.flag}: the KV cache dtype is {given} and the model's is {dtype}; "
+            f"allowed: {f'{plain}, fp8_e4m3' if settings.method.fp8_kv else plain}"
         )
     kind = settings.method.kind_of(args.get_model_config())
     if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
@@ -50,11 +53,11 @@ def require_dtypes(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) 
     if cache == "fp8_e4m3" and settings.prefill and not _has_scales(args):
         raise SparseArgumentError(
             f"{settings.flag}: fp8 KV without scales cuts off keys and values beyond 448, and the checkpoint names "
-            "none; allowed with --sparse-prefill-method: --kv-cache-dtype auto, a checkpoint with scales of its KV "
+            f"none; allowed with --sparse-prefill-method: --kv-cache-dtype {plain}, a checkpoint with scales of its KV "
             "(kv_cache_scheme or kv_cache_quant_algo of its quantization), or --quantization-param-path FILE"
         )
     if cache == "fp8_e4m3" and settings.method.needs_float8:
-        _require_float8(settings, capability(gpu))
+        _require_float8(settings, capability(gpu), plain)
     if dtype == "float32" and on_gpu(gpu):
         raise SparseArgumentError(
             f"{settings.flag}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
@@ -65,22 +68,38 @@ def _has_scales(args: SparseServerArgs) -> bool:
     """Whether scales of the KV are given, or a checkpoint's quantization says that it has some."""
     if args.quantization_param_path is not None:
         return True
-    model = args.get_model_config()
-    found = [getattr(model.hf_config, name, None) for name in ("quantization_config", "compression_config")]
+    return any(each.get(name) for each in _quantizations(args) for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
+
+
+def _quantizations(args: SparseServerArgs) -> list[Mapping[str, Any]]:
+    """What a checkpoint says of its quantization, in its config and beside it."""
+    config = getattr(args.get_model_config(), "hf_config", None)
+    found = [getattr(config, name, None) for name in ("quantization_config", "compression_config")]
     # Where ModelOpt keeps it.
     beside = Path(args.model_path) / "hf_quant_config.json"
     if beside.is_file():
         found.append(json.loads(beside.read_text()).get("quantization"))
-    fields = [each if isinstance(each, Mapping) else each.to_dict() for each in found if each]
-    return any(each.get(name) for each in fields for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
+    return [each if isinstance(each, Mapping) else each.to_dict() for each in found if each]
 
 
-def _require_float8(settings: Settings, found: tuple[int, int] | None) -> None:
+def _makes_float8(quantization: Mapping[str, Any]) -> bool:
+    """Whether SGLang makes a KV cache of dtype auto float8: for ModelOpt's quantization alone, which names an algo."""
+    scheme = quantization.get("kv_cache_scheme")
+    if "quant_algo" in quantization and isinstance(scheme, Mapping):
+        return (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    return "quant_algo" in quantization and _is_float8(quantization.get("kv_cache_quant_algo"))
+
+
+def _is_float8(algo: Any) -> bool:
+    return isinstance(algo, str) and algo.upper() == "FP8"
+
+
+def _require_float8(settings: Settings, found: tuple[int, int] | None, plain: str) -> None:
     """Refuse fp8 KV on a GPU for which Triton does not compile it: the first request would end the server."""
     if found is not None and found < FLOAT8:
         raise SparseArgumentError(
             f"{settings.flag}: fp8 KV needs a GPU of compute capability {FLOAT8[0]}.{FLOAT8[1]} or later, and this one "
-            f"has {found[0]}.{found[1]}; allowed: --kv-cache-dtype auto"
+            f"has {found[0]}.{found[1]}; allowed: --kv-cache-dtype {plain}"
         )
 
 
@@ -96,7 +115,9 @@ def complete_scales(_: None, *, model: Any, server_args: Any) -> None:
         SparseArgumentError: SGLang has found no scales in the file, of which it says nothing.
     """
     settings = settings_of(server_args)
-    if settings is None or server_args.kv_cache_dtype != "fp8_e4m3":
+    algo = getattr(getattr(model, "quant_config", None), "kv_cache_quant_algo", None)
+    quantized = server_args.kv_cache_dtype == "auto" and _is_float8(algo)
+    if settings is None or not (quantized or server_args.kv_cache_dtype == "fp8_e4m3"):
         return
     import torch
 

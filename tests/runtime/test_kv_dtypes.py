@@ -53,6 +53,58 @@ def test_sparse_prefill_takes_fp8_kv_with_scales(
     kv_dtypes.require_dtypes(args, config.build("resa", {}), gpu=True)
 
 
+@pytest.mark.parametrize(
+    ("quantization", "beside", "float8"),
+    [
+        ({"quant_algo": "FP8", "kv_cache_scheme": {"type": "float", "num_bits": 8}}, None, True),
+        ({"quant_algo": "FP8", "kv_cache_scheme": {"type": "float", "num_bits": 4}}, None, False),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "fp8"}, None, True),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float", "num_bits": 8}}, None, False),
+        (None, {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}, True),
+        (None, {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}, False),
+        (None, None, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["auto", "bf16"])
+def test_a_checkpoint_may_make_the_cache_float8(
+    quantization: dict[str, object] | None, beside: object, float8: bool, dtype: str, tmp_path: Path
+) -> None:
+    """As SGLang decides it, which the methods are then held to."""
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp8Config
+    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+
+    if beside:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    model = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(quantization_config=quantization))
+    args = SimpleNamespace(
+        model_path=str(tmp_path),
+        kv_cache_dtype=dtype,
+        quantization_param_path=None,
+        get_model_config=lambda: model,
+        get_attention_backends=lambda: ["torch_native"],
+    )
+    given = quantization or beside
+    known = given is not None and "compressed-tensors" not in str(given)
+    quant = ModelOptFp8Config.from_config(given) if known and "NVFP4" not in str(given) else None
+    if quant is not None:
+        loaded = SimpleNamespace(quant_config=quant)
+        _, stored = configure_kv_cache_dtype(
+            server_args_kv_cache_dtype=dtype,
+            model=loaded,
+            model_dtype=torch.bfloat16,
+            is_draft_worker=False,
+            is_dflash=False,
+            speculative_draft_attention_backend=None,
+        )
+        assert (stored == torch.float8_e4m3fn) == (float8 and dtype == "auto")
+    refused = pytest.raises(config.SparseArgumentError, match="torch_native writes fp8 KV without its scales")
+    with refused if float8 and dtype == "auto" else nullcontext():
+        kv_dtypes.require_dtypes(args, config.build("resa", {}), gpu=True)
+    refused = pytest.raises(config.SparseArgumentError, match=r"auto, which this checkpoint makes fp8_e4m3, .* bf16$")
+    with refused if float8 and dtype == "auto" else nullcontext():
+        kv_dtypes.require_dtypes(args, config.build("rocketkv", {}), gpu=True)
+
+
 @pytest.mark.parametrize("asked", [True, False], ids=["asked about", "this machine's"])
 def test_fp8_on_a_gpu_that_has_none(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = SimpleNamespace(dtype=torch.bfloat16)
@@ -75,8 +127,17 @@ def test_fp8_on_a_gpu_that_has_none(asked: bool, monkeypatch: pytest.MonkeyPatch
         assert served or str(caught.value).endswith(said)
 
 
-def loaded(scales: Mapping[int, float], method: str | None = "resa", path: str | None = "scales.json") -> list[Any]:
-    """Layers with what SGLang leaves of a file's scales, the last one with a checkpoint's."""
+def loaded(
+    scales: Mapping[int, float],
+    method: str | None = "resa",
+    path: str | None = "scales.json",
+    dtype: str = "fp8_e4m3",
+    algo: str | None = None,
+) -> list[Any]:
+    """Layers with what SGLang leaves of a file's scales, the last one with a checkpoint's.
+
+    ``algo`` is what the checkpoint's quantization says of the KV cache.
+    """
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [RadixAttention(2, 64, 0.125, 1, number) for number in range(3)]
@@ -86,9 +147,12 @@ def loaded(scales: Mapping[int, float], method: str | None = "resa", path: str |
         setattr(layers[-1], name, torch.nn.Parameter(torch.tensor(0.5), requires_grad=False))
         setattr(layers[-1], f"{name}_float", 0.5)
     args = SimpleNamespace(
-        sparse_method=method, sparse_config="{}", kv_cache_dtype="fp8_e4m3", quantization_param_path=path, tp_size=2
+        sparse_method=method, sparse_config="{}", kv_cache_dtype=dtype, quantization_param_path=path, tp_size=2
     )
-    kv_dtypes.complete_scales(None, model=torch.nn.ModuleList([torch.nn.Linear(2, 2), *layers]), server_args=args)
+    model: Any = torch.nn.ModuleList([torch.nn.Linear(2, 2), *layers])
+    if algo:
+        model.quant_config = SimpleNamespace(kv_cache_quant_algo=algo)
+    kv_dtypes.complete_scales(None, model=model, server_args=args)
     return layers
 
 
@@ -113,6 +177,18 @@ def test_a_file_whose_scales_sglang_does_not_read(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match=r"no scales for this model from --quantization-param-path scales"):
         loaded({})
     loaded({}, path=None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "algo", "paged"),
+    [("auto", "fp8", True), ("auto", "NVFP4", False), ("auto", None, False), ("bf16", "FP8", False)],
+)
+def test_scales_of_a_cache_that_the_checkpoint_makes_float8(
+    dtype: str, algo: str | None, paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PAGED, "0")
+    loaded({}, path=None, dtype=dtype, algo=algo)
+    assert os.environ[PAGED] == str(int(paged))
 
 
 def test_the_tiny_models_scales_are_read() -> None:
