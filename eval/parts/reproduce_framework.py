@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from eval.parts.reproduce_leg import Command, Leg, Server
-from eval.parts.reproduce_needles import ALWAYS, AT_ONCE, BESIDE_DENSE, CONTROLS, EVERY_TENTH, GRAPHS
+from eval.parts.reproduce_needles import ALWAYS, AT_ONCE, BESIDE_DENSE, CONTROLS, EVERY_TENTH, FP8, GRAPHS, SCALES
 
 BOTH_FORMS = ("chat", "second_turn")
 # 2 % of a text of 8k are read, of an eighth of it that is kept.
@@ -67,6 +67,8 @@ def _leg(
     forms: Sequence[str] = BOTH_FORMS,
     label: str = "",
     leg: str = "",
+    backend: str = "fa3",
+    more: tuple[str, ...] = (),
 ) -> Leg:
     """Questions to tiny-gqa, sparse against dense on one server.
 
@@ -79,9 +81,11 @@ def _leg(
         forms: of the questions.
         label: of a config that is not the method's usual one.
         leg: ends the leg's name.
+        backend: of the dense attention.
+        more: flags of the server.
     """
     flags = ("--sparse-method", name, "--sparse-config", json.dumps({"page_size": 16, **config}))
-    flags += ("--page-size", "16", "--attention-backend", "fa3", *GRAPHS)
+    flags += ("--page-size", "16", "--attention-backend", backend, *more, *GRAPHS)
     named, said = "-".join(filter(None, (name, label))), "-".join(_words(fields))
     commands = []
     for form, one in product(forms, asked):
@@ -127,4 +131,10 @@ FRAMEWORK: tuple[Leg, ...] = (
     _leg("random_kept", _ROCKETKV, "8k", _TOPK, (_needles(10, EVERY_TENTH), *_tasks(10, EVERY_TENTH))),
     _leg("skip_softmax", {}, "32k", _SKIP_FIELDS, (_needles(100, more=_SKIP_HALF),), ("chat",)),
     _leg("skip_softmax", {}, "32k", _SKIP_FIELDS, _tasks(40), ("chat",), leg="tasks"),
+    # Over float8 KV single answers differ by more than bfloat16's noise: these say whether any is worse for it.
+    _leg(
+        *("skip_softmax", {}, "32k", _SKIP_FIELDS, (_needles(100, more=_SKIP_HALF),), ("chat",), "fp8"),
+        backend="flashinfer",
+        more=(*FP8, "--quantization-param-path", SCALES),
+    ),
 )
