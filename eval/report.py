@@ -79,7 +79,10 @@ PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 SUITES = ("niah", "infinitebench", "variables")
 KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in SUITES for name in ("rocketkv", "random_kept"))
 NEEDLES = (
-    *(f"niah-tiny-gqa-{name}" for name in ("anchor", "few", "narrow", "resa-layers", "rocketkv-topk", "rocketkv-compact")),
+    *(
+        f"niah-tiny-gqa-{name}"
+        for name in ("anchor", "few", "narrow", "resa-layers", "rocketkv-topk", "rocketkv-compact")
+    ),
     *(f"{suite}-tiny-gqa-skip_softmax" for suite in SUITES),
     *(f"niah-tiny-dsa-{name}" for name in ("auto", "portable")),
     *(f"niah-tiny-mla-{name}" for name in ("robsa", "random_blocks", "sink_window", "skip_softmax")),

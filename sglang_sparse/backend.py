@@ -180,9 +180,9 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a graph's capture (the variant is set by then) or a replay."""
-        if not in_capture or not self._prepared:
+        prepared, self._prepared, self._last_slots = in_capture and self._prepared, False, None
+        if not prepared:
             self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
-        self._last_slots = None
         if not in_capture:
             self._prepare(forward_batch)
 
@@ -212,8 +212,8 @@ class SparseAttentionBackend(DelegatingBackend):
         Args:
             rows: batch size of the graph.
             sparse: record the sparse path, over padding rows only.
-            prepared: the dense backend is, by the other graph of this size: FlashInfer's plans a replay in what the
-                last capture allocated, and the first graph would go on with its own one's plan, of one token a row.
+            prepared: the dense backend is, by the other graph of this size. FlashInfer's plans a replay in what it
+                allocated last: a second time would leave the first graph the plan of its capture, of a token a row.
         """
         self._prepared = prepared
         self._view = self.indexed = None

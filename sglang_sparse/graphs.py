@@ -2,6 +2,7 @@
 
 SGLang keys a captured graph by size and an optional variant, which only LoRA uses (refused with sparsity). So a batch
 below the crossover replays SGLang's own dense graph and pays nothing for sparsity but the refresh of the summaries.
+What the dense backend allocates for a size serves both.
 """
 
 from __future__ import annotations

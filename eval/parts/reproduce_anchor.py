@@ -24,8 +24,8 @@ _SMALL_GRAPHS = ("--mem-fraction-static", "0.25", "--cuda-graph-max-bs-decode", 
 _BESIDE = ("--page-size", "16", "--attention-backend", "fa3", "--max-total-tokens", "262144", *_SMALL_GRAPHS)
 _FEW: Mapping[str, Any] = {"theta": 5.0, "crossover_tokens": 0}
 _NO_TAIL: Mapping[str, Any] = {"dense_tail": 0}
-# Groups of 512 queries, whose window is a quarter, and next to no stripes: 4 % of the keys at 32k. The first digit of a
-# number may be guessed, and dense decode finds the others, so that a control is below a fifth if it finds a twentieth.
+# Groups of 512 queries, whose window is a quarter, and next to no stripes: chance finds the first digit of a number by
+# a guess, and dense decode the others, so that it is to have as few keys as may be.
 _NARROW: Mapping[str, Any] = {"theta": 3.0, "step": 4}
 
 

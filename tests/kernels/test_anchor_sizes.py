@@ -31,13 +31,18 @@ def run(arguments: dict[str, Any], prefix: int, chunk: int) -> torch.Tensor:
     return torch.cat(outs)
 
 
-def passes(arguments: dict[str, Any], prefix: int, chunk: int, carries: bool = True) -> Iterator[dict[str, Any]]:
-    """Arguments of each pass of a prompt in chunks behind a prefix, which hand on their means."""
+def passes(
+    arguments: dict[str, Any], prefix: int, chunk: int, carries: bool = True, dense: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Arguments of each pass of a prompt in chunks behind a prefix, which hand on their means.
+
+    ``dense`` queries run densely.
+    """
     start, q = prefix, arguments["q"]
     means = {0: GroupMeans.allocate(STEP, *q.shape[1:], FP32, "cpu")}
-    prompt = [(prefix, prefix + len(q))]
+    prompt = [(prefix + dense, prefix + len(q))]
     for part in q.split(chunk):
-        carried = start - prefix if carries else 0
+        carried = max(0, start - prefix - dense) if carries else 0
         plan = make_plan([start], [len(part)], BLOCK, STEP, "cpu", prompt, carried=[carried])
         yield {**arguments, "q": part, "plan": plan, "means": means}
         start += len(part)
@@ -82,11 +87,15 @@ def test_chunks_of_any_size_are_dense_attention(chunk: int) -> None:
 def prompt(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Three groups and a part of one, with stripes of one strength and an uneven background, or of many strengths."""
     length = 3 * GROUP + 500
+    return with_stripes(length) if request.param == "recipe" else inputs(0, length, 7.0)
+
+
+def with_stripes(length: int) -> dict[str, Any]:
+    """A prompt with stripes of one strength and an uneven background."""
     arguments = inputs(0, length, 7.0)
-    if request.param == "recipe":
-        q, k, _ = make_qkv(length, 2, 1, 64, Recipe(), 0, "cpu")
-        slots = cases.row_slots(arguments["page_table"], 0, length, arguments["page_size"])
-        arguments["q"], arguments["k_cache"][slots] = q.float(), k.float()
+    q, k, _ = make_qkv(length, 2, 1, 64, Recipe(), 0, "cpu")
+    slots = cases.row_slots(arguments["page_table"], 0, length, arguments["page_size"])
+    arguments["q"], arguments["k_cache"][slots] = q.float(), k.float()
     return arguments
 
 
@@ -96,12 +105,14 @@ def test_chunks_of_whole_groups_are_bit_equal(prompt: dict[str, Any]) -> None:
         assert torch.equal(run(prompt, 0, chunk), whole)
 
 
-def least_gaps(arguments: dict[str, Any], chunk: int, carries: bool = True) -> Iterator[tuple[int, int, torch.Tensor]]:
+def least_gaps(
+    arguments: dict[str, Any], chunk: int, carries: bool = True, dense: int = 0
+) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Of each part of a group that may leave out keys, the positions of its queries, and gaps ``[Hq, candidates]``."""
     start = 0
     # What a part hands on does not depend on what it attends to.
     nothing = {**arguments, "theta": torch.tensor([float("-inf")])}
-    for one in passes(nothing, 0, chunk, carries):
+    for one in passes(nothing, 0, chunk, carries, dense):
         end = start + len(one["q"])
         for group in range(max(1, start // GROUP), -(-end // GROUP)):
             names = ("q", "k_cache", "page_table", "plan", "page_size", "sm_scale", "k_scale")
@@ -125,30 +136,57 @@ def masses(arguments: dict[str, Any], group: int) -> torch.Tensor:
     return weights[..., BLOCK:first]
 
 
-def test_chunks_that_cut_groups_keep_nearly_as_much_attention(prompt: dict[str, Any]) -> None:
-    """Within half a point of recall, neither more nor less, for chunks of any size and thresholds among the scores."""
-    length = len(prompt["q"])
-    mass = {group: masses(prompt, group) for group in range(1, -(-length // GROUP))}
-    parts = {chunk: list(least_gaps(prompt, chunk)) for chunk in (length, *CHUNKS)}
-    alone, lost = list(least_gaps(prompt, 512, carries=False)), []
-    scores = torch.cat([gaps[gaps.isfinite()] for _, _, gaps in parts[length]])
+class Measured:
+    """Recall of a prompt in one piece and in chunks, by thresholds among its scores."""
 
-    def measure(parts: list[tuple[int, int, torch.Tensor]], theta: float) -> tuple[float, float]:
-        """Recall, and the share of candidates that are left out, over the queries that may leave out some."""
+    def __init__(self, arguments: dict[str, Any], dense: int = 0) -> None:
+        self.length, self.arguments, self.dense = len(arguments["q"]), arguments, dense
+        self.mass = {group: masses(arguments, group) for group in range(1, -(-self.length // GROUP))}
+        self.whole = self.parts(self.length)
+        scores = torch.cat([gaps[gaps.isfinite()] for _, _, gaps in self.whole])
+        self.thetas = [scores.quantile(1 - share).item() for share in (0.95, 0.9, 0.8, 0.7, 0.55, 0.3)]
+
+    def parts(self, chunk: int, carries: bool = True) -> list[tuple[int, int, torch.Tensor]]:
+        return list(least_gaps(self.arguments, chunk, carries, self.dense))
+
+    def recall(self, parts: list[tuple[int, int, torch.Tensor]], theta: float) -> tuple[float, float]:
+        """And the share of candidates that are left out, over the queries that may leave out some."""
         lost = left_out = pairs = 0.0
         for start, end, gaps in parts:
             missed, group = gaps > theta, start // GROUP
-            lost += (mass[group][:, start % GROUP : start % GROUP + end - start] * missed[:, None]).sum().item()
+            lost += (self.mass[group][:, start % GROUP : start % GROUP + end - start] * missed[:, None]).sum().item()
             left_out += missed.sum().item() * (end - start)
             pairs += missed.numel() * (end - start)
-        return 1 - lost / (2 * (length - GROUP)), left_out / pairs
+        return 1 - lost / (2 * (self.length - GROUP)), left_out / pairs
 
-    for share in (0.95, 0.9, 0.8, 0.7, 0.55, 0.3):
-        theta = scores.quantile(1 - share).item()
-        whole, left_out = measure(parts[length], theta)
+    def differences(self, parts: list[tuple[int, int, torch.Tensor]]) -> list[float]:
+        """How much more than in one piece is kept, for each threshold."""
+        return [self.recall(parts, theta)[0] - self.recall(self.whole, theta)[0] for theta in self.thetas]
+
+
+def test_chunks_that_cut_groups_keep_nearly_as_much_attention(prompt: dict[str, Any]) -> None:
+    """Within half a point of recall, neither more nor less, for chunks of any size and thresholds among the scores."""
+    measured = Measured(prompt)
+    for theta in measured.thetas:
+        whole, left_out = measured.recall(measured.whole, theta)
         assert 0.1 < left_out < 0.95 and 0.9 < whole < 1
-        lost.append(whole - measure(alone, theta)[0])
-        for chunk, found in parts.items():
-            assert abs(measure(found, theta)[0] - whole) < 0.005, f"chunks of {chunk} at theta {theta}"
+    for chunk in CHUNKS:
+        assert max(map(abs, measured.differences(measured.parts(chunk)))) < 0.005, f"chunks of {chunk}"
     # Without what is handed on they do not.
-    assert max(lost) > 0.015
+    assert min(measured.differences(measured.parts(512, carries=False))) < -0.015
+
+
+@pytest.mark.parametrize(
+    ("length", "dense", "less", "more"),
+    [
+        (GROUP + 1000, 0, 0.005, 0.0175),
+        (2 * GROUP + 400, 0, 0.005, 0.0075),
+        # Dense queries lend the first sparse group nothing.
+        (4 * GROUP + 500, GROUP, 0.0075, 0.005),
+    ],
+)
+def test_other_prompts_keep_a_little_more_or_less(length: int, dense: int, less: float, more: float) -> None:
+    measured = Measured(with_stripes(length), dense)
+    for chunk in (64, 128, 300, 512, 777, 1500):
+        found = measured.differences(measured.parts(chunk))
+        assert -less < min(found) and max(found) < more, f"chunks of {chunk}: {found}"

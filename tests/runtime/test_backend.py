@@ -237,3 +237,6 @@ def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared
         graphs.capture_both(capture, runner, size, None)
         assert captured[size, "dense"] is captured[size, "sparse"] is wrappers[size]
     assert wrappers[1] is not wrappers[2]
+    # What is captured elsewhere is prepared anew.
+    backend.init_forward_metadata_out_graph(1, in_capture=True)
+    assert wrappers[1] is not captured[1, "sparse"]

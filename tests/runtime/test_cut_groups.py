@@ -139,7 +139,7 @@ def test_a_cut_that_ends_elsewhere_is_not_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize("how", ["retracted", "aborted", "at the end of the prompt"])
-def test_what_is_kept_ends_with_the_group_and_the_request(how: str) -> None:
+def test_what_is_kept_ends_with_the_request(how: str) -> None:
     server, request = Server(), make_request(0)
     server.run((request, 0, 150))
     tensors = [weakref.ref(kept.queries) for kept in cut_of(request).kept.values()]

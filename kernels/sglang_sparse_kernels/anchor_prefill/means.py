@@ -10,10 +10,10 @@ from .plan import AnchorPlan, Slice
 
 @dataclass(frozen=True)
 class GroupMeans:
-    """Means of one row's last query blocks, for one layer; they end with the last entry.
+    """Means of one row's last query blocks, for one layer, at the end of both tensors: as many as looked for its keys.
 
-    Written by each slice with queries of the row. Read by a later slice, also of the next pass, whose plan says how
-    many queries they may be of (``make_plan``'s ``carried``).
+    What stands before these is not valid. Written where a pass, or a slice of one, ends with queries of the row, and
+    read by the next, whose plan says how many queries they may be of (``make_plan``'s ``carried``).
 
     Attributes:
         queries: ``[step, Hq, d]`` in the dtype of the query, mean queries.

@@ -30,8 +30,8 @@ class QueryBlock(NamedTuple):
 
     ``block`` is the absolute position divided by the block size. ``first_query`` counts from the first query of the
     slice and ``part`` from its first part; ``first_position`` is absolute. The anchor region has all keys from
-    ``window`` on: the first of the group, or 0 for dense queries. Its means are the ``mean``-th of the slice, and those
-    of ``earlier`` more queries of the block are in them, which are carried from an earlier pass.
+    ``window`` on: the first of the group, or 0 for dense queries. Its mean query and mean anchor are the ``mean``-th of
+    the slice, and in them are ``earlier`` more queries of the block, whose means are carried from an earlier pass.
     """
 
     row: int
@@ -232,7 +232,8 @@ def make_plan(
             keys with the last blocks of the group before, too, so many that it has as many in all.
         tile_keys: keys that one program of the identification takes, a power of two of at least 16.
         carried: for each row, how many sparse queries right before its prefix's end were in passes that have handed on
-            their means in the row's ``GroupMeans``; 0 if not given.
+            their means in the row's ``GroupMeans``, and whose plans had a sparse range of the row that goes on behind
+            them; 0 if not given.
 
     Returns:
         A plan for any number of calls with these rows.
