@@ -84,10 +84,12 @@ def _quantizations(args: SparseServerArgs) -> list[Mapping[str, Any]]:
 
 def _makes_float8(quantization: Mapping[str, Any]) -> bool:
     """Whether SGLang makes a KV cache of dtype auto float8: for ModelOpt's quantization alone, which names an algo."""
+    if "quant_algo" not in quantization:
+        return False
     scheme = quantization.get("kv_cache_scheme")
-    if "quant_algo" in quantization and isinstance(scheme, Mapping):
+    if isinstance(scheme, Mapping):
         return (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-    return "quant_algo" in quantization and _is_float8(quantization.get("kv_cache_quant_algo"))
+    return _is_float8(quantization.get("kv_cache_quant_algo"))
 
 
 def _is_float8(algo: Any) -> bool:

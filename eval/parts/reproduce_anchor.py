@@ -77,7 +77,7 @@ def _few_keys(method: str, **more: Any) -> Server:
 
 def _few_needles(method: str, count: int, depths: str, label: str = "few", **more: Any) -> Leg:
     """Needles of `_few_keys`."""
-    name = f"anchor-{label}" if method == "anchor" else method if label == "few" else f"{method}-{label}"
+    name = method if label == "few" and method != "anchor" else f"{method}-{label}"
     asked = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", str(count), "--concurrency", AT_ONCE)
     asked += ("--lengths", "32k", "--depths", depths, "--least-sparsity", "0.875")
     command = Command("eval.niah", f"niah-tiny-gqa-{label}-{method}.jsonl", asked)

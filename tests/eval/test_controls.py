@@ -106,10 +106,10 @@ def test_controls_of_robsa_read_the_share_that_a_request_asks_for(controls) -> N
 FIRST, LAST = 32, 16
 
 
-def found_keys(keys: int = 400) -> torch.Tensor:
+def found_keys() -> torch.Tensor:
     """Of three heads that find nothing, some and everything; the first and the last ones stay."""
     torch.manual_seed(0)
-    active = torch.rand(2, 3, keys) < torch.tensor([0.0, 0.3, 1.0])[:, None]
+    active = torch.rand(2, 3, 400) < torch.tensor([0.0, 0.3, 1.0])[:, None]
     active[..., :FIRST] = active[..., -LAST:] = True
     return active
 

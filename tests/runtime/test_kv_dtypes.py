@@ -18,6 +18,31 @@ ROOT = Path(__file__).parent.parent.parent
 PAGED = "SGLANG_FLASHINFER_USE_PAGED"
 
 
+def args_of(
+    quantization: dict[str, object] | None, beside: object, folder: Path, dtype: str, backend: str, given: str | None
+) -> Any:
+    """Of a server with a checkpoint.
+
+    Args:
+        quantization: in the checkpoint's config.
+        beside: what stands in ModelOpt's file, if there is one.
+        folder: of the checkpoint.
+        dtype: of the KV cache.
+        backend: of attention.
+        given: file with scales.
+    """
+    if beside:
+        (folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    model = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(quantization_config=quantization))
+    return SimpleNamespace(
+        model_path=str(folder),
+        kv_cache_dtype=dtype,
+        quantization_param_path=given,
+        get_model_config=lambda: model,
+        get_attention_backends=lambda: [backend],
+    )
+
+
 @pytest.mark.parametrize(
     ("quantization", "beside", "given", "served"),
     [
@@ -33,16 +58,7 @@ PAGED = "SGLANG_FLASHINFER_USE_PAGED"
 def test_sparse_prefill_takes_fp8_kv_with_scales(
     quantization: dict[str, object] | None, beside: object, given: str | None, served: bool, tmp_path: Path
 ) -> None:
-    if beside:
-        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
-    model = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(quantization_config=quantization))
-    args = SimpleNamespace(
-        model_path=str(tmp_path),
-        kv_cache_dtype="fp8_e4m3",
-        quantization_param_path=given,
-        get_model_config=lambda: model,
-        get_attention_backends=lambda: ["triton"],
-    )
+    args = args_of(quantization, beside, tmp_path, "fp8_e4m3", "triton", given)
     for method in ("anchor", "skip_softmax"):
         settings = config.build(None, {}, method, {})
         if served:
@@ -54,40 +70,38 @@ def test_sparse_prefill_takes_fp8_kv_with_scales(
 
 
 @pytest.mark.parametrize(
-    ("quantization", "beside", "float8"),
+    ("quantization", "beside", "read_by", "float8"),
     [
-        ({"quant_algo": "FP8", "kv_cache_scheme": {"type": "float", "num_bits": 8}}, None, True),
-        ({"quant_algo": "FP8", "kv_cache_scheme": {"type": "float", "num_bits": 4}}, None, False),
-        ({"quant_algo": "FP8", "kv_cache_quant_algo": "fp8"}, None, True),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float", "num_bits": 8}}, None, False),
-        (None, {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}, True),
-        (None, {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}, False),
-        (None, None, False),
+        ({"quant_algo": "FP8", "kv_cache_scheme": {"type": "float", "num_bits": 8}}, None, "ModelOptFp8Config", True),
+        ({"quant_algo": "FP8", "kv_cache_scheme": {"type": "float", "num_bits": 4}}, None, "ModelOptFp8Config", False),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "fp8"}, None, "ModelOptFp8Config", True),
+        (
+            {"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float", "num_bits": 8}},
+            None,
+            None,
+            False,
+        ),
+        (None, {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}, None, True),
+        (None, {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}, "ModelOptFp8Config", False),
+        (None, None, None, False),
     ],
 )
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])
 def test_a_checkpoint_may_make_the_cache_float8(
-    quantization: dict[str, object] | None, beside: object, float8: bool, dtype: str, tmp_path: Path
+    quantization: dict[str, object] | None,
+    beside: object,
+    read_by: str | None,
+    float8: bool,
+    dtype: str,
+    tmp_path: Path,
 ) -> None:
-    """As SGLang decides it, which the methods are then held to."""
-    from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp8Config
+    """As SGLang decides it, with its own class of the quantization, and the methods are held to that."""
+    from sglang.srt.layers.quantization import modelopt_quant
     from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 
-    if beside:
-        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
-    model = SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(quantization_config=quantization))
-    args = SimpleNamespace(
-        model_path=str(tmp_path),
-        kv_cache_dtype=dtype,
-        quantization_param_path=None,
-        get_model_config=lambda: model,
-        get_attention_backends=lambda: ["torch_native"],
-    )
-    given = quantization or beside
-    known = given is not None and "compressed-tensors" not in str(given)
-    quant = ModelOptFp8Config.from_config(given) if known and "NVFP4" not in str(given) else None
-    if quant is not None:
-        loaded = SimpleNamespace(quant_config=quant)
+    args = args_of(quantization, beside, tmp_path, dtype, "torch_native", None)
+    if read_by:
+        loaded = SimpleNamespace(quant_config=getattr(modelopt_quant, read_by).from_config(quantization or beside))
         _, stored = configure_kv_cache_dtype(
             server_args_kv_cache_dtype=dtype,
             model=loaded,

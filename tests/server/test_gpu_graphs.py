@@ -7,6 +7,8 @@ import pytest
 import torch
 from server_requests import assert_nothing_leaked, logprobs, sparse_state, spent
 
+from eval.texts.text import FORMS, NOISE, prompt_text
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MODELS = Path("eval/models")
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.2", "--max-total-tokens", "65536")
@@ -17,12 +19,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "resa": {**SPARSE, "active_ratio": 0.9},
     "robsa": {**SPARSE, "theta1": 0.99, "max_active_ratio": 0.95, "allow_uncalibrated": True, "page_size": 64},
 }
-NUMBER = "4821937"
-TEXT = (
-    "<|im_start|>user\n{}One of the special magic numbers for lantern-hill is: " + NUMBER + ". {}\n"
-    "What is the special magic number for lantern-hill?<|im_end|>\n<|im_start|>assistant\n"
-)
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+KEY, NUMBER, NEEDLE = "lantern-hill", "4821937", FORMS["needle"]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +34,9 @@ def test_decode_is_as_likely_as_in_prefill(serve, method: str, model: str, backe
     flags = (*FLAGS, "--attention-backend", backend, "--page-size", page)
     with serve(MODELS / model, *flags, method=method, config=METHODS[method]) as server:
         for noise in (60, 200):
-            text = TEXT.format(NOISE * noise, NOISE * (noise // 2))
+            record = NEEDLE.record(KEY, value=NUMBER)
+            haystack = " ".join([*[NOISE] * noise, record, *[NOISE] * (noise // 2)])
+            text = prompt_text(NEEDLE, haystack, NEEDLE.question(KEY))
             for sparse in (False, True):
                 before, params = sparse_state(server), {"max_new_tokens": len(NUMBER), "temperature": 0.0}
                 asked = {"sampling_params": {**params, "custom_params": {"sparse": sparse}}, "return_logprob": True}
