@@ -27,6 +27,8 @@ _NO_TAIL: Mapping[str, Any] = {"dense_tail": 0}
 # Groups of 512 queries, whose window is a quarter, and next to no stripes: chance finds the first digit of a number by
 # a guess, and dense decode the others, so that it is to have as few keys as may be.
 _NARROW: Mapping[str, Any] = {"theta": 3.0, "step": 4}
+# As such groups are served by default, which begin behind the crossover.
+_NARROW_SERVED: Mapping[str, Any] = {**_NARROW, "crossover_tokens": "auto"}
 
 
 def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
@@ -134,6 +136,23 @@ def _books() -> Leg:
     return Leg("ppl-prefill-anchor-books", tuple(commands), server, (other,))
 
 
+def _narrow_prose() -> Leg:
+    """What prose and numbers told before lose with narrow groups, as served and sparse from the first token."""
+    servers = {"-served": _few_keys("anchor", **_NARROW_SERVED), "": _few_keys("anchor", **_NARROW)}
+    commands = []
+    for (name, _), url in zip(servers.items(), (URL, *URLS_BESIDE), strict=False):
+        asked = ("--base-url", url, "--length", "32768", "--concurrency", AT_ONCE)
+        # Sparse from the first token, what is lost is wanted in the file and is no failure of the leg.
+        asked += () if name else ("--bound", "1000")
+        book, records = f"ppl-prefill-anchor-books-narrow{name}.jsonl", f"ppl-records-32k-anchor-narrow{name}.jsonl"
+        commands += [
+            Command("eval.ppl_prefill", book, (*asked, "--kind", "book", *BOOKS)),
+            Command("eval.ppl_prefill", records, (*asked, "--kind", "records", "--windows", "200")),
+        ]
+    server, other = servers.values()
+    return Leg("ppl-prefill-anchor-narrow", tuple(commands), server, (other,))
+
+
 ANCHOR: tuple[Leg, ...] = (
     _anchor_needles("anchor", (), 100),
     _anchor_needles("anchor-resa", ("--sparse-method", "resa"), 20),
@@ -147,6 +166,9 @@ ANCHOR: tuple[Leg, ...] = (
     ),
     _few_needles("anchor", 100, "0,25,50,75,100", "narrow", **_NARROW),
     _few_needles("random_keys", 10, EVERY_TENTH, "narrow", **_NARROW, **_NO_TAIL),
+    _few_needles("anchor", 100, "0,25,50,75,100", "narrow-served", **_NARROW_SERVED),
+    _few_needles("random_keys", 10, EVERY_TENTH, "narrow-served", **_NARROW_SERVED, **_NO_TAIL),
+    _narrow_prose(),
     _prefill_perplexity(),
     _stripes(),
     _books(),

@@ -133,7 +133,7 @@ FRAMEWORK: tuple[Leg, ...] = (
     _leg("skip_softmax", {}, "32k", _SKIP_FIELDS, _tasks(40), ("chat",), leg="tasks"),
     # Over float8 KV single answers differ by more than bfloat16's noise: these say whether any is worse for it.
     _leg(
-        *("skip_softmax", {}, "32k", _SKIP_FIELDS, (_needles(100, more=_SKIP_HALF),), ("chat",), "fp8"),
+        *("skip_softmax", {}, "32k", _SKIP_FIELDS, (_needles(300, more=_SKIP_HALF),), ("chat",), "fp8"),
         backend="flashinfer",
         more=(*FP8, "--quantization-param-path", SCALES),
     ),

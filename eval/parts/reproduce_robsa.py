@@ -29,9 +29,13 @@ PAGE = ("--page-size", "64")
 TWO_LAYERS: Mapping[str, Any] = {"theta2": 0.998}
 # All three but the first, which reads hardly any block and costs prose as much as the one that looks numbers up.
 NOT_FIRST: Mapping[str, Any] = {"layers": "1-"}
+# The same by whole pages, of which as much mass is more tokens.
+PAGES: Mapping[str, Any] = {**NOT_FIRST, "block_size": 64}
 THETA1 = (0.3, 0.5, 0.7, 0.9, 0.95)
 # What RoBSA reads with its calibration at 8k, where it reads more than at 32k.
 SHARE = 0.08
+# The same of whole pages.
+PAGES_SHARE = 0.15
 # Windows in flight, all of whose decode steps are graphs.
 _WINDOWS_AT_ONCE = "64"
 
@@ -80,13 +84,14 @@ def _needles(
 def _controls() -> tuple[Leg, ...]:
     """Blocks at random, and a window: as many as RoBSA reads, in the layers that select and in all."""
     return tuple(
-        _needles(f"{control}{suffix}", _server(control, config, CONTROLS), SHARE, 10, depths=EVERY_TENTH)
+        _needles(f"{control}{suffix}", _server(control, config, CONTROLS), share, 10, depths=EVERY_TENTH)
         for control in ("random_blocks", "sink_window")
-        for suffix, config in (
-            ("", {}),
-            ("-two-layers", TWO_LAYERS),
-            ("-not-first", NOT_FIRST),
-            ("-all", {"theta2": 0}),
+        for suffix, config, share in (
+            ("", {}, SHARE),
+            ("-two-layers", TWO_LAYERS, SHARE),
+            ("-not-first", NOT_FIRST, SHARE),
+            ("-pages", PAGES, PAGES_SHARE),
+            ("-all", {"theta2": 0}, SHARE),
         )
     )
 
@@ -161,7 +166,8 @@ def _stock(backend: str) -> Leg:
 ROBSA: tuple[Leg, ...] = (
     _needles("robsa", _server("robsa", {}), 0.95, 100, passkey=True),
     _needles("robsa-two-layers", _server("robsa", TWO_LAYERS), 0.95, 100),
-    _needles("robsa-not-first", _server("robsa", NOT_FIRST), 0.95, 100, passkey=True),
+    _needles("robsa-not-first", _server("robsa", NOT_FIRST), 0.95, 100),
+    _needles("robsa-pages", _server("robsa", PAGES), 0.95, 100, passkey=True),
     # One of the layers that the calibration trusts looks numbers up, and the one that it does not trust selects too.
     _needles("robsa-all", _server("robsa", {"theta2": 0}), 0.7, 100, passkey=True),
     # What of the loss of those is theta1's.
@@ -181,6 +187,7 @@ ROBSA: tuple[Leg, ...] = (
     _perplexity("", {}, "0.95,0.98"),
     _perplexity("-two-layers", TWO_LAYERS, "0.95"),
     _perplexity("-not-first", NOT_FIRST, "0.95"),
+    _perplexity("-pages", PAGES, "0.95"),
     *(_stock(backend) for backend in ("flashinfer", "flashmla", "triton")),
     *(_identity(backend, "triton") for backend in ("flashmla", "flashinfer", "fa3")),
     _identity("triton", "flashinfer"),
