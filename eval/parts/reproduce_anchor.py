@@ -27,8 +27,8 @@ _NO_TAIL: Mapping[str, Any] = {"dense_tail": 0}
 # Groups of 512 queries, whose window is a quarter, and next to no stripes: chance finds the first digit of a number by
 # a guess, and dense decode the others, so that it is to have as few keys as may be.
 _NARROW: Mapping[str, Any] = {"theta": 3.0, "step": 4}
-# As such groups are served by default, which begin behind the crossover.
-_NARROW_SERVED: Mapping[str, Any] = {**_NARROW, "crossover_tokens": "auto"}
+# The layer of tiny-gqa that looks numbers up.
+_LOOKUP_LAYER = 1
 
 
 def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
@@ -77,11 +77,11 @@ def _few_keys(method: str, **more: Any) -> Server:
     return _beside(method, json.dumps({**_FEW, **more}))
 
 
-def _few_needles(method: str, count: int, depths: str, label: str = "few", **more: Any) -> Leg:
-    """Needles of `_few_keys`."""
+def _few_needles(method: str, count: int, depths: str, label: str = "few", least: str = "0.875", **more: Any) -> Leg:
+    """Needles of `_few_keys`, of which `least` is left out."""
     name = method if label == "few" and method != "anchor" else f"{method}-{label}"
     asked = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", str(count), "--concurrency", AT_ONCE)
-    asked += ("--lengths", "32k", "--depths", depths, "--least-sparsity", "0.875")
+    asked += ("--lengths", "32k", "--depths", depths, "--least-sparsity", least)
     command = Command("eval.niah", f"niah-tiny-gqa-{label}-{method}.jsonl", asked)
     return Leg(f"needles-{name}", (command,), _few_keys(method, **more))
 
@@ -107,6 +107,16 @@ def _prefill_perplexity() -> Leg:
 
 def _calibrated() -> list[float]:
     return json.loads((Path(__file__).parents[2] / _THETAS).read_text())["theta"]
+
+
+def _lookup(step: int) -> Mapping[str, Any]:
+    """As calibrated and served, but next to no stripes where numbers are looked up, and groups of `step` blocks.
+
+    So chance has few keys in the layer that counts for a needle, and prose has its keys in the others.
+    """
+    theta = _calibrated()
+    theta[_LOOKUP_LAYER] = _NARROW["theta"]
+    return {"theta": theta, "step": step, "crossover_tokens": "auto"}
 
 
 def _stripes() -> Leg:
@@ -136,21 +146,15 @@ def _books() -> Leg:
     return Leg("ppl-prefill-anchor-books", tuple(commands), server, (other,))
 
 
-def _narrow_prose() -> Leg:
-    """What prose and numbers told before lose with narrow groups, as served and sparse from the first token."""
-    servers = {"-served": _few_keys("anchor", **_NARROW_SERVED), "": _few_keys("anchor", **_NARROW)}
-    commands = []
-    for (name, _), url in zip(servers.items(), (URL, *URLS_BESIDE), strict=False):
-        asked = ("--base-url", url, "--length", "32768", "--concurrency", AT_ONCE)
-        # Sparse from the first token, what is lost is wanted in the file and is no failure of the leg.
-        asked += () if name else ("--bound", "1000")
-        book, records = f"ppl-prefill-anchor-books-narrow{name}.jsonl", f"ppl-records-32k-anchor-narrow{name}.jsonl"
-        commands += [
-            Command("eval.ppl_prefill", book, (*asked, "--kind", "book", *BOOKS)),
-            Command("eval.ppl_prefill", records, (*asked, "--kind", "records", "--windows", "200")),
-        ]
-    server, other = servers.values()
-    return Leg("ppl-prefill-anchor-narrow", tuple(commands), server, (other,))
+def _lookup_prose(label: str, config: Mapping[str, Any]) -> Leg:
+    """What prose and numbers told before lose by it."""
+    asked = ("--base-url", URL, "--length", "32768", "--concurrency", AT_ONCE)
+    book, records = f"ppl-prefill-anchor-books-{label}.jsonl", f"ppl-records-32k-anchor-{label}.jsonl"
+    commands = (
+        Command("eval.ppl_prefill", book, (*asked, "--kind", "book", *BOOKS)),
+        Command("eval.ppl_prefill", records, (*asked, "--kind", "records", "--windows", "200")),
+    )
+    return Leg(f"ppl-prefill-anchor-{label}", commands, _few_keys("anchor", **config))
 
 
 ANCHOR: tuple[Leg, ...] = (
@@ -166,9 +170,15 @@ ANCHOR: tuple[Leg, ...] = (
     ),
     _few_needles("anchor", 100, "0,25,50,75,100", "narrow", **_NARROW),
     _few_needles("random_keys", 10, EVERY_TENTH, "narrow", **_NARROW, **_NO_TAIL),
-    _few_needles("anchor", 100, "0,25,50,75,100", "narrow-served", **_NARROW_SERVED),
-    _few_needles("random_keys", 10, EVERY_TENTH, "narrow-served", **_NARROW_SERVED, **_NO_TAIL),
-    _narrow_prose(),
+    *(
+        leg
+        for step in (4, 8)
+        for leg in (
+            _few_needles("anchor", 100, "0,25,50,75,100", f"lookup-{step}", "0.6", **_lookup(step)),
+            _few_needles("random_keys", 10, EVERY_TENTH, f"lookup-{step}", "0.6", **_lookup(step), **_NO_TAIL),
+            _lookup_prose(f"lookup-{step}", _lookup(step)),
+        )
+    ),
     _prefill_perplexity(),
     _stripes(),
     _books(),

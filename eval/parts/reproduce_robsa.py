@@ -35,7 +35,7 @@ THETA1 = (0.3, 0.5, 0.7, 0.9, 0.95)
 # What RoBSA reads with its calibration at 8k, where it reads more than at 32k.
 SHARE = 0.08
 # The same of whole pages.
-PAGES_SHARE = 0.15
+PAGES_SHARE = 0.1
 # Windows in flight, all of whose decode steps are graphs.
 _WINDOWS_AT_ONCE = "64"
 
@@ -177,6 +177,8 @@ ROBSA: tuple[Leg, ...] = (
     *_controls(),
     _batches("", {}),
     _batches("no-graphs", {}, "--disable-cuda-graph"),
+    _batches("pages", PAGES),
+    _batches("pages-no-graphs", PAGES, "--disable-cuda-graph"),
     # An answer has eight tokens: after each fourth of them a dense pass.
     _batches("rectified", {"rectify_interval": 4}),
     _theta2("calibrated", {}),
