@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,18 @@ def _few_keys(method: str, **more: Any) -> Server:
     return _beside(method, json.dumps({**_FEW, **more}))
 
 
-def _few_needles(method: str, count: int, depths: str, label: str = "few", least: str = "0.875", **more: Any) -> Leg:
+def _few_needles(
+    method: str,
+    count: int,
+    depths: str,
+    label: str = "few",
+    tasks: str = "single,multikey",
+    least: str = "0.875",
+    **more: Any,
+) -> Leg:
     """Needles of `_few_keys`, of which `least` is left out."""
     name = method if label == "few" and method != "anchor" else f"{method}-{label}"
-    asked = (*BESIDE_DENSE, "--tasks", "single,multikey", "--n", str(count), "--concurrency", AT_ONCE)
+    asked = (*BESIDE_DENSE, "--tasks", tasks, "--n", str(count), "--concurrency", AT_ONCE)
     asked += ("--lengths", "32k", "--depths", depths, "--least-sparsity", least)
     command = Command("eval.niah", f"niah-tiny-gqa-{label}-{method}.jsonl", asked)
     return Leg(f"needles-{name}", (command,), _few_keys(method, **more))
@@ -109,14 +118,14 @@ def _calibrated() -> list[float]:
     return json.loads((Path(__file__).parents[2] / _THETAS).read_text())["theta"]
 
 
-def _lookup(step: int) -> Mapping[str, Any]:
-    """As calibrated and served, but next to no stripes where numbers are looked up, and groups of `step` blocks.
+def _lookup() -> Mapping[str, Any]:
+    """As calibrated and served, but with half as long groups, and next to no stripes where numbers are looked up.
 
     So chance has few keys in the layer that counts for a needle, and prose has its keys in the others.
     """
     theta = _calibrated()
-    theta[_LOOKUP_LAYER] = _NARROW["theta"]
-    return {"theta": theta, "step": step, "crossover_tokens": "auto"}
+    theta[_LOOKUP_LAYER] = 3.0
+    return {"theta": theta, "step": 8, "crossover_tokens": "auto"}
 
 
 def _stripes() -> Leg:
@@ -146,15 +155,20 @@ def _books() -> Leg:
     return Leg("ppl-prefill-anchor-books", tuple(commands), server, (other,))
 
 
-def _lookup_prose(label: str, config: Mapping[str, Any]) -> Leg:
-    """What prose and numbers told before lose by it."""
+def _lookup_legs() -> tuple[Leg, ...]:
+    """Needles, prose and numbers told before with it, and needles of as many keys by chance."""
+    needles = _few_needles("anchor", 100, "0,25,50,75,100", "lookup", least="0.6", **_lookup())
+    chance = _few_needles("random_keys", 10, EVERY_TENTH, "lookup", "multikey", "0.6", **_lookup(), **_NO_TAIL)
     asked = ("--base-url", URL, "--length", "32768", "--concurrency", AT_ONCE)
-    book, records = f"ppl-prefill-anchor-books-{label}.jsonl", f"ppl-records-32k-anchor-{label}.jsonl"
-    commands = (
-        Command("eval.ppl_prefill", book, (*asked, "--kind", "book", *BOOKS)),
-        Command("eval.ppl_prefill", records, (*asked, "--kind", "records", "--windows", "200")),
+    texts = (
+        Command("eval.ppl_prefill", "ppl-prefill-anchor-books-lookup.jsonl", (*asked, "--kind", "book", *BOOKS)),
+        Command(
+            "eval.ppl_prefill",
+            "ppl-records-32k-anchor-lookup.jsonl",
+            (*asked, "--kind", "records", "--windows", "200"),
+        ),
     )
-    return Leg(f"ppl-prefill-anchor-{label}", commands, _few_keys("anchor", **config))
+    return replace(needles, commands=(*needles.commands, *texts)), chance
 
 
 ANCHOR: tuple[Leg, ...] = (
@@ -170,15 +184,7 @@ ANCHOR: tuple[Leg, ...] = (
     ),
     _few_needles("anchor", 100, "0,25,50,75,100", "narrow", **_NARROW),
     _few_needles("random_keys", 10, EVERY_TENTH, "narrow", **_NARROW, **_NO_TAIL),
-    *(
-        leg
-        for step in (4, 8)
-        for leg in (
-            _few_needles("anchor", 100, "0,25,50,75,100", f"lookup-{step}", "0.6", **_lookup(step)),
-            _few_needles("random_keys", 10, EVERY_TENTH, f"lookup-{step}", "0.6", **_lookup(step), **_NO_TAIL),
-            _lookup_prose(f"lookup-{step}", _lookup(step)),
-        )
-    ),
+    *_lookup_legs(),
     _prefill_perplexity(),
     _stripes(),
     _books(),

@@ -197,6 +197,9 @@ def test_needles_are_asked_of_a_model_of_ours_by_fields_of_the_method(
     config, prefill = read_config(config), option == "--sparse-prefill-method"
     settings = build(None, {}, name, config) if prefill else build(name, config)
     for command in leg.commands:
+        # Texts that are not asked for anything know the two arms of a server by themselves.
+        if command.module == "eval.ppl_prefill":
+            continue
         args = parsed(command, tmp_path)
         if settings.method.selects_in_model:
             assert args.compare_url is None and args.expect == name and not args.custom_params
