@@ -81,7 +81,7 @@ KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in SUITES for name in ("rocket
 NEEDLES = (
     *(
         f"niah-tiny-gqa-{name}"
-        for name in ("anchor", "few", "narrow", "resa-layers", "rocketkv-topk", "rocketkv-compact")
+        for name in ("anchor", "few", "narrow", "lookup", "resa-layers", "rocketkv-topk", "rocketkv-compact")
     ),
     *(f"{suite}-tiny-gqa-skip_softmax" for suite in SUITES),
     *(f"niah-tiny-dsa-{name}" for name in ("auto", "portable")),

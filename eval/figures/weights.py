@@ -42,7 +42,9 @@ def sensitive(header: Mapping[str, Any]) -> str | None:
     config = _config(_served(header))
     if "theta2" not in config:
         return None
-    return f"theta2 {config['theta2']:g}{'' if config['layers'] == 'all' else ', layers ' + config['layers']}"
+    layers = "" if config["layers"] == "all" else f", layers {config['layers']}"
+    blocks = "" if config.get("block_size", 16) == 16 else f", blocks of {config['block_size']}"
+    return f"theta2 {config['theta2']:g}{layers}{blocks}"
 
 
 def calibrated(served: Mapping[str, Any]) -> str | None:

@@ -155,20 +155,33 @@ def _books() -> Leg:
     return Leg("ppl-prefill-anchor-books", tuple(commands), server, (other,))
 
 
-def _lookup_legs() -> tuple[Leg, ...]:
-    """Needles, prose and numbers told before with it, and needles of as many keys by chance."""
-    needles = _few_needles("anchor", 100, "0,25,50,75,100", "lookup", least="0.6", **_lookup())
-    chance = _few_needles("random_keys", 10, EVERY_TENTH, "lookup", "multikey", "0.6", **_lookup(), **_NO_TAIL)
+def _all_gates(
+    label: str, config: Mapping[str, Any], bound: str, least: str, controls: Mapping[str, str]
+) -> tuple[Leg, ...]:
+    """Needles, prose and numbers told before with one config, and needles of as many keys that a control chooses.
+
+    Args:
+        label: of the config.
+        config: of AnchorAttention.
+        bound: what prose may lose, as a share; of a config that loses more the file is wanted all the same.
+        least: of the keys of a prompt, what is left out.
+        controls: and the tasks that each of them is asked.
+    """
+    needles = _few_needles("anchor", 100, "0,25,50,75,100", label, least=least, **config)
     asked = ("--base-url", URL, "--length", "32768", "--concurrency", AT_ONCE)
+    book = (*asked, "--bound", bound, "--kind", "book", *BOOKS)
+    records = (*asked, "--kind", "records", "--windows", "200")
     texts = (
-        Command("eval.ppl_prefill", "ppl-prefill-anchor-books-lookup.jsonl", (*asked, "--kind", "book", *BOOKS)),
-        Command(
-            "eval.ppl_prefill",
-            "ppl-records-32k-anchor-lookup.jsonl",
-            (*asked, "--kind", "records", "--windows", "200"),
+        Command("eval.ppl_prefill", f"ppl-prefill-anchor-books-{label}.jsonl", book),
+        Command("eval.ppl_prefill", f"ppl-records-32k-anchor-{label}.jsonl", records),
+    )
+    return (
+        replace(needles, commands=(*needles.commands, *texts)),
+        *(
+            _few_needles(control, 10, EVERY_TENTH, label, tasks, least, **config, **_NO_TAIL)
+            for control, tasks in controls.items()
         ),
     )
-    return replace(needles, commands=(*needles.commands, *texts)), chance
 
 
 ANCHOR: tuple[Leg, ...] = (
@@ -182,9 +195,8 @@ ANCHOR: tuple[Leg, ...] = (
         _few_needles(control, count, EVERY_TENTH, **_NO_TAIL)
         for control, count in (("random_keys", 5), ("random_stripes", 10), ("newest_stripes", 10))
     ),
-    _few_needles("anchor", 100, "0,25,50,75,100", "narrow", **_NARROW),
-    _few_needles("random_keys", 10, EVERY_TENTH, "narrow", **_NARROW, **_NO_TAIL),
-    *_lookup_legs(),
+    *_all_gates("narrow", _NARROW, "1000", "0.875", {"random_keys": "single,multikey"}),
+    *_all_gates("lookup", _lookup(), "0.005", "0.6", {"random_keys": "multikey", "newest_stripes": "multikey"}),
     _prefill_perplexity(),
     _stripes(),
     _books(),

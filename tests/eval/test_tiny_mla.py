@@ -68,7 +68,8 @@ def test_perplexity_is_judged_at_one_interval_by_the_upper_end(tmp_path: Path) -
     ("config", "said"),
     [
         ({"theta2": 0.99, "layers": "all"}, "theta2 0.99"),
-        ({"theta2": 0.998, "layers": "1-"}, "theta2 0.998, layers 1-"),
+        ({"theta2": 0.998, "layers": "1-", "block_size": 16}, "theta2 0.998, layers 1-"),
+        ({"theta2": 0.99, "layers": "1-", "block_size": 64}, "theta2 0.99, layers 1-, blocks of 64"),
         ({"layers": "all"}, None),
         (None, None),
     ],
