@@ -152,6 +152,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "kept": lambda: kept.kept(_starting(*KEPT)),
     "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
+    "recall-mla-pages": lambda: recall_table.recall(_file("recall-tiny-mla-pages")),
     "needles": lambda: needles.needles([path for path in _starting(*NEEDLES) if TAILS not in path.name]),
     "needles-mixed": lambda: batches.batches(_starting("niah-mixed-")),
     "theta2": lambda: theta2.theta2(_starting(theta2.PREFIX)),
