@@ -4,7 +4,6 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from sglang_sparse.methods.anchor import Anchor
 from sglang_sparse_kernels.anchor_prefill import reference
@@ -19,10 +18,9 @@ def redraw(active: torch.Tensor, first: int, always: int) -> torch.Tensor:
         always: how many of the last ones stay: those of the block's group, and the block before that.
     """
     front, found, last = active.tensor_split([first, active.shape[2] - always], -1)
-    draws, count = torch.rand(found.shape, device=found.device), found.sum(-1, keepdim=True)
-    # Below the one that stands behind so many in order; sorting them is most of what a control takes.
-    limit = F.pad(draws.sort(-1).values, (0, 1), value=1.0).gather(-1, count)
-    return torch.cat([front, draws < limit, last], -1)
+    order = torch.rand(found.shape, device=found.device).argsort(-1)
+    drawn = torch.arange(found.shape[-1], device=found.device) < found.sum(-1, keepdim=True)
+    return torch.cat([front, torch.empty_like(found).scatter_(-1, order, drawn), last], -1)
 
 
 class RandomStripes(Anchor):

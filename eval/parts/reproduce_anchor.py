@@ -155,7 +155,7 @@ def _books() -> Leg:
     return Leg("ppl-prefill-anchor-books", tuple(commands), server, (other,))
 
 
-def _all_gates(
+def _judged(
     label: str, config: Mapping[str, Any], bound: str, least: str, controls: Mapping[str, str]
 ) -> tuple[Leg, ...]:
     """Needles, prose and numbers told before with one config, and needles of as many keys that a control chooses.
@@ -195,8 +195,8 @@ ANCHOR: tuple[Leg, ...] = (
         _few_needles(control, count, EVERY_TENTH, **_NO_TAIL)
         for control, count in (("random_keys", 5), ("random_stripes", 10), ("newest_stripes", 10))
     ),
-    *_all_gates("narrow", _NARROW, "1000", "0.875", {"random_keys": "single,multikey"}),
-    *_all_gates("lookup", _lookup(), "0.005", "0.6", {"random_keys": "multikey", "newest_stripes": "multikey"}),
+    *_judged("narrow", _NARROW, "1000", "0.875", {"random_keys": "single,multikey"}),
+    *_judged("lookup", _lookup(), "0.005", "0.6", {"random_keys": "multikey", "newest_stripes": "multikey"}),
     _prefill_perplexity(),
     _stripes(),
     _books(),

@@ -27,7 +27,7 @@ CALIBRATION = f"{MODEL}/{weights.CALIBRATION}"
 PAGE = ("--page-size", "64")
 # Two of the three layers that the calibration trusts at the default, whose similarity is .9999 and more.
 TWO_LAYERS: Mapping[str, Any] = {"theta2": 0.998}
-# All three but the first, which reads hardly any block and costs prose as much as the one that looks numbers up.
+# All three but the first, which reads hardly any block of prose and costs it something all the same.
 NOT_FIRST: Mapping[str, Any] = {"layers": "1-"}
 # The same by whole pages, of which as much mass is more tokens.
 PAGES: Mapping[str, Any] = {**NOT_FIRST, "block_size": 64}
