@@ -26,6 +26,7 @@ from pathlib import Path
 from eval.figures import (
     agreement,
     batches,
+    blind,
     compiled,
     crossover,
     decode,
@@ -152,6 +153,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "kept": lambda: kept.kept(_starting(*KEPT)),
     "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
+    "blind": lambda: blind.blind([_file(f"blind-tiny-{model}") for model in ("gqa", "mla")]),
     "recall-mla-pages": lambda: recall_table.recall(_file("recall-tiny-mla-pages")),
     "needles": lambda: needles.needles([path for path in _starting(*NEEDLES) if TAILS not in path.name]),
     "needles-mixed": lambda: batches.batches(_starting("niah-mixed-")),

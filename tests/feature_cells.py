@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from eval.figures.stats import verdict
 from eval.live.record import read_rows, result_files
 from eval.parts.reproduce_legs import LEGS
 from sglang_sparse import capabilities, tables
@@ -150,6 +151,14 @@ def _of_leg(cell: Cell, proof: str) -> Iterator[str]:
             yield "eval/results has no file of the leg"
         if proof.startswith("identity-") and not all(read_rows(path)[-1]["passed"] for path in files):
             yield "it did not pass"
+        if cell.row in (FLOAT8, SCALED) and not all(as_good(read_rows(path)) for path in files):
+            yield "it may answer worse by more than a point"
+
+
+def as_good(rows: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a file of questions excludes that the sparse arm loses more than a point; others have nothing to say."""
+    differences = [row["diff_interval"] for row in rows if row["kind"] == "summary" and row.get("diff_interval")]
+    return all(verdict((low, high)) in ("same", "better") for low, high in differences)
 
 
 def wrong_with(cell: Cell, proof: str) -> list[str]:

@@ -174,6 +174,9 @@ def test_proofs_are_tests_and_legs_that_there_are() -> None:
     cell = Cell(feature_cells.ON_GPU, "robsa", "fa3")
     assert feature_cells.wrong_with(cell, "identity-robsa-triton") == ["the leg has no 'fa3'"]
     assert feature_cells.wrong_with(cell, "identity-anchor-fa3") == ["the leg has no 'robsa'"]
+    of_needles = {"kind": "summary", "task": "single"}
+    assert feature_cells.as_good([of_needles, {**of_needles, "diff_interval": [-0.009, 0.004]}])
+    assert not feature_cells.as_good([{**of_needles, "diff_interval": [-0.011, 0.004]}])
     assert feature_cells.wrong_with(cell, "identity-robsa-fa4") and feature_cells.wrong_with(cell, "tests/x.py::test_x")
 
 
