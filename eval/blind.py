@@ -54,7 +54,7 @@ def hidden(model: Any, layer: int | None, first: int, end: int) -> Iterator[None
         return
 
     def hide(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        states = kwargs["hidden_states"]
         count = states.shape[1]
         unseen = torch.ones(count, count, dtype=torch.bool, device=states.device).triu(1)
         unseen[end:, first:end] = True
@@ -68,9 +68,12 @@ def hidden(model: Any, layer: int | None, first: int, end: int) -> Iterator[None
         handle.remove()
 
 
-def said(model: Any, ids: Sequence[int], number: Sequence[int], layer: int | None) -> dict[str, float]:
-    """Whether the model says the first token of the number that ends a prompt, and each of them after those before."""
-    first, size = place_of(number, ids), len(number)
+def said(model: Any, ids: Sequence[int], number: Sequence[int], first: int, layer: int | None) -> dict[str, float]:
+    """Whether the model says the first token of the number that ends a prompt, and each of them after those before.
+
+    The number stands in the prompt from ``first`` on, too, where ``layer`` does not see it.
+    """
+    size = len(number)
     with torch.inference_mode(), hidden(model, layer, first, first + size):
         logits = model(torch.tensor([ids[:-1]], device=model.device), logits_to_keep=size).logits[0]
     right = (logits.argmax(-1).cpu() == torch.tensor(number)).tolist()
@@ -92,8 +95,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     with Record(args.out, COMMAND, args.revision, arguments=arguments, model={"device": device}) as record:
         for prompt in tqdm(prompts(args, tokenizer), total=args.n * len(args.lengths), desc=COMMAND):
             number = tokenizer.encode(prompt.facts["value"])
+            first = place_of(number, prompt.tokens)
             for layer in layers:
-                score = said(model, prompt.tokens, number, layer)
+                score = said(model, prompt.tokens, number, first, layer)
                 scores.setdefault((prompt.length, layer), []).append(score)
                 record.add("item", id=prompt.id, task="needle", arm="hidden", layer=layer, scores=score)
         summary = []

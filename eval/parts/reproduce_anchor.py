@@ -23,12 +23,15 @@ _THETAS = "eval/models/tiny-gqa/anchor.json"
 # Of servers that stand beside others.
 _SMALL_GRAPHS = ("--mem-fraction-static", "0.25", "--cuda-graph-max-bs-decode", AT_ONCE)
 _BESIDE = ("--page-size", "16", "--attention-backend", "fa3", "--max-total-tokens", "262144", *_SMALL_GRAPHS)
+# Seven eighths are left out at 32k, and nothing is dense for being early: where half of the keys are kept, as by the
+# calibrated thresholds, a random selection may find a needle by luck.
 _FEW: Mapping[str, Any] = {"theta": 5.0, "crossover_tokens": 0}
 _NO_TAIL: Mapping[str, Any] = {"dense_tail": 0}
 # Groups of 512 queries, whose window is a quarter, and next to no stripes: chance finds the first digit of a number by
 # a guess, and dense decode the others, so that it is to have as few keys as may be.
-_NARROW: Mapping[str, Any] = {"theta": 3.0, "step": 4}
-# The layer of tiny-gqa that looks numbers up.
+_NEXT_TO_NONE = 3.0
+_NARROW: Mapping[str, Any] = {"theta": _NEXT_TO_NONE, "crossover_tokens": 0, "step": 4}
+# The layer of tiny-gqa that looks numbers up, as `eval.blind` finds.
 _LOOKUP_LAYER = 1
 
 
@@ -64,35 +67,28 @@ def _anchor_batches(name: str, *more: str) -> Leg:
     return Leg(f"needles-mixed-{name}", commands, Server("eval/models/tiny-gqa", flags))
 
 
-def _beside(method: str, config: str) -> Server:
-    """A server of AnchorAttention or a control that stands beside others."""
+def _beside(method: str, config: str | Mapping[str, Any]) -> Server:
+    """A server of AnchorAttention or a control, with a config or the path of one, that stands beside others."""
+    config = config if isinstance(config, str) else json.dumps(config)
     flags = ("--sparse-prefill-method", method, "--sparse-prefill-config", config, *_BESIDE)
     return Server("eval/models/tiny-gqa", flags, () if method == "anchor" else CONTROLS)
 
 
-def _few_keys(method: str, **more: Any) -> Server:
-    """A server of AnchorAttention or a control that leaves out seven eighths at 32k, nothing dense for being early.
-
-    At a half, as of the calibrated thresholds, a random selection may find a needle by luck.
-    """
-    return _beside(method, json.dumps({**_FEW, **more}))
-
-
 def _few_needles(
     method: str,
+    config: Mapping[str, Any],
     count: int,
     depths: str,
     label: str = "few",
     tasks: str = "single,multikey",
     least: str = "0.875",
-    **more: Any,
 ) -> Leg:
-    """Needles of `_few_keys`, of which `least` is left out."""
+    """Needles where few keys are kept: of those of a prompt `least` is left out."""
     name = method if label == "few" and method != "anchor" else f"{method}-{label}"
     asked = (*BESIDE_DENSE, "--tasks", tasks, "--n", str(count), "--concurrency", AT_ONCE)
     asked += ("--lengths", "32k", "--depths", depths, "--least-sparsity", least)
     command = Command("eval.niah", f"niah-tiny-gqa-{label}-{method}.jsonl", asked)
-    return Leg(f"needles-{name}", (command,), _few_keys(method, **more))
+    return Leg(f"needles-{name}", (command,), _beside(method, config))
 
 
 def _prefill_perplexity() -> Leg:
@@ -110,7 +106,7 @@ def _prefill_perplexity() -> Leg:
             )
             for length in (8192, 16384, 32768)
         ]
-    server, *beside = (_few_keys(method, **more) for method, more in servers.values())
+    server, *beside = (_beside(method, {**_FEW, **more}) for method, more in servers.values())
     return Leg("ppl-prefill-anchor", tuple(commands), server, tuple(beside))
 
 
@@ -124,14 +120,14 @@ def _lookup() -> Mapping[str, Any]:
     So chance has few keys in the layer that counts for a needle, and prose has its keys in the others.
     """
     theta = _calibrated()
-    theta[_LOOKUP_LAYER] = 3.0
-    return {"theta": theta, "step": 8, "crossover_tokens": "auto"}
+    theta[_LOOKUP_LAYER] = _NEXT_TO_NONE
+    return {"theta": theta, "step": 8}
 
 
 def _stripes() -> Leg:
     """What of the numbers told the calibrated thresholds find by stripes alone, and as many stripes by chance."""
     names, commands = ("anchor", "random_stripes"), []
-    config = json.dumps({"theta": _calibrated(), **_NO_TAIL})
+    config = {"theta": _calibrated(), **_NO_TAIL}
     for name, url in zip(names, (URL, *URLS_BESIDE), strict=False):
         asked = ("--base-url", url, "--kind", "records", "--windows", "50", "--bound", "1000", "--length", "32768")
         commands.append(Command("eval.ppl_prefill", f"ppl-records-32k-{name}-calibrated-tail-0.jsonl", asked))
@@ -141,7 +137,7 @@ def _stripes() -> Leg:
 
 def _books() -> Leg:
     """What prose loses as it is served, and where prompts are sparse from the first token: as calibrated, and most."""
-    configs = (_THETAS, json.dumps({"theta": _calibrated(), "crossover_tokens": 0}))
+    configs = (_THETAS, {"theta": _calibrated(), "crossover_tokens": 0})
     server, other = (_beside("anchor", config) for config in configs)
     few = ("--custom-params", json.dumps({"theta": _FEW["theta"]}))
     # Below the crossover, what is lost is wanted in the file and is no failure of the leg.
@@ -167,7 +163,7 @@ def _judged(
         least: of the keys of a prompt, what is left out.
         controls: and the tasks that each of them is asked.
     """
-    needles = _few_needles("anchor", 100, "0,25,50,75,100", label, least=least, **config)
+    needles = _few_needles("anchor", config, 100, "0,25,50,75,100", label, least=least)
     asked = ("--base-url", URL, "--length", "32768", "--concurrency", AT_ONCE)
     book = (*asked, "--bound", bound, "--kind", "book", *BOOKS)
     records = (*asked, "--kind", "records", "--windows", "200")
@@ -178,7 +174,7 @@ def _judged(
     return (
         replace(needles, commands=(*needles.commands, *texts)),
         *(
-            _few_needles(control, 10, EVERY_TENTH, label, tasks, least, **config, **_NO_TAIL)
+            _few_needles(control, {**config, **_NO_TAIL}, 10, EVERY_TENTH, label, tasks, least)
             for control, tasks in controls.items()
         ),
     )
@@ -190,9 +186,9 @@ ANCHOR: tuple[Leg, ...] = (
     _anchor_batches("anchor"),
     _anchor_batches("anchor-no-graphs", "--disable-cuda-graph"),
     # The dense tail is a part of the selection that is judged: the controls have none.
-    _few_needles("anchor", 40, "0,25,50,75,100"),
+    _few_needles("anchor", _FEW, 40, "0,25,50,75,100"),
     *(
-        _few_needles(control, count, EVERY_TENTH, **_NO_TAIL)
+        _few_needles(control, {**_FEW, **_NO_TAIL}, count, EVERY_TENTH)
         for control, count in (("random_keys", 5), ("random_stripes", 10), ("newest_stripes", 10))
     ),
     *_judged("narrow", _NARROW, "1000", "0.875", {"random_keys": "single,multikey"}),
