@@ -39,7 +39,7 @@ from eval.texts import haystacks
 from eval.texts.haystacks import ExactHaystack
 from eval.texts.text import FORMS, hide, random_key, random_number, unique_keys
 
-SETTINGS = ("chat", "ruler", "second_turn")
+SETTINGS = ("chat", "ruler", "second_turn", "prefilled")
 # A number that is part of a longer one is not the number.
 NUMBER = re.compile(r"(?<!\d)\d{7}(?!\d)")
 SPARE_NEEDLES = 64
@@ -100,7 +100,9 @@ class NeedleSuite(Suite):
             "--form",
             default="chat",
             help="chat: asked in the user's turn; ruler: a raw prompt that ends in RULER's answer prefix; second_turn: "
-            "the user's first turn has the text, which the server answers without the question, the second one asks",
+            "the user's first turn has the text, which the server answers without the question, the second one asks; "
+            "prefilled: as chat, but the answer stands behind the question, and the likeliest token at each of its "
+            "places is scored: all of that is prefill's, where a number that decode writes is only begun by it",
         )
         parser.add_argument(
             "--answer-tokens", type=int, help="room for the answer; 64 by default, 128 where four numbers are asked for"
@@ -115,6 +117,11 @@ class NeedleSuite(Suite):
             raise EvaluationError(f"--depths {wrong}: allowed is a list of percentages from 0 to 100")
         if args.form not in SETTINGS:
             raise EvaluationError(f"--form {args.form}: allowed are {', '.join(SETTINGS)}")
+        several = [task for task in args.tasks if TASKS[task].asked * TASKS[task].values > 1]
+        if args.form == "prefilled" and several:
+            raise EvaluationError(
+                f"--form prefilled: --tasks {','.join(several)} have several answers; allowed are those of one"
+            )
         if args.answer_tokens is not None and args.answer_tokens < 1:
             raise EvaluationError(f"--answer-tokens {args.answer_tokens}: allowed is 1 or more")
         self._haystack()
@@ -151,7 +158,9 @@ class NeedleSuite(Suite):
         facts = {"needle_token": place, "keys": needles.keys}
         kind = "needles" if task.fills else self.args.haystack
         facts |= {"haystack": kind, "form": self.args.form}
-        return Prompt(prompt, needles.values, room, facts=facts, before=self._before(texts[len(prompt)]))
+        given = self.tokens.encode(needles.values[0]) if self.args.form == "prefilled" else []
+        before = self._before(texts[len(prompt)])
+        return Prompt(prompt, needles.values, room, facts=facts, before=before, given=given)
 
     def score(self, case: Case, prompt: Prompt, output: str) -> dict[str, float]:
         """Exact match of the first number of seven digits, or the share of the asked numbers that are among them.

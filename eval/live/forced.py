@@ -71,6 +71,18 @@ def prefill_logprobs(answer: dict[str, Any], expected: Sequence[int]) -> list[fl
     return _finite([logprob for logprob, _, _ in found])
 
 
+def likeliest(answer: dict[str, Any], count: int) -> list[int]:
+    """The likeliest token at each of the last `count` places of a prompt, of a request with ``top_logprobs_num``.
+
+    Raises:
+        EvaluationError: the server names none for one of them.
+    """
+    found = (answer["meta_info"].get("input_top_logprobs") or [])[-count:]
+    if len(found) != count or not all(found):
+        raise EvaluationError(f"the server names no likeliest token at each of the last {count} places of a prompt")
+    return [max(tops)[1] for tops in found]
+
+
 def _finite(logprobs: list[float | None]) -> list[float]:
     values = [value for value in logprobs if value is not None and math.isfinite(value)]
     if len(values) != len(logprobs):
@@ -103,11 +115,27 @@ async def prefilled_suffix(
 ) -> list[float]:
     """Log-probabilities of the last `suffix` tokens as prefill gives them, dense unless `params` are given."""
     params = {"sparse": False} if params is None else params
-    request = {
+    return prefill_logprobs(await generate(client, _read(tokens, suffix, params)), tokens[-suffix:])
+
+
+async def prefilled_answer(
+    client: httpx.AsyncClient, tokens: Sequence[int], given: Sequence[int], params: dict[str, Any]
+) -> list[int]:
+    """The likeliest token at each place of an answer ``[len(given)]`` that is read behind a prompt.
+
+    All of them are right if, and only if, decode would answer so greedily, were each of its steps to attend as prefill
+    does: it would then have written what stands before each place.
+    """
+    request = _read([*tokens, *given], len(given), params)
+    return likeliest(await generate(client, {**request, "top_logprobs_num": 1}), len(given))
+
+
+def _read(tokens: Sequence[int], suffix: int, params: dict[str, Any]) -> dict[str, Any]:
+    """Body of a request whose last `suffix` tokens get log-probabilities, and behind which nothing is decoded."""
+    return {
         "input_ids": list(tokens),
         # With its scheduling overlapped, the server may run a decode step before it sees that none is wanted.
         "sampling_params": {"temperature": 0, "max_new_tokens": 0, "custom_params": params},
         "return_logprob": True,
         "logprob_start_len": len(tokens) - suffix - 1,
     }
-    return prefill_logprobs(await generate(client, request), tokens[-suffix:])

@@ -35,6 +35,7 @@ from eval.live.arms import (
 from eval.live.client import FAILURES, LiveServer
 from eval.live.completions import complete
 from eval.live.counters import EvaluationError, Unreachable, moved, read_shares
+from eval.live.forced import prefilled_answer
 from eval.live.record import Record
 from eval.live.suite import Case, Group, Prompt, Suite, groups_of
 from eval.live.tokens import Tokens, tokens
@@ -158,10 +159,15 @@ class Run:
             options = {**prompt.sampling, **arm.options}
             if prompt.before:
                 await complete(client, arm.model, prompt.before, FIRST_TURN, options)
-            answer = await complete(client, arm.model, prompt.tokens, prompt.max_new_tokens, options)
-            row |= {"output": answer.text, "finish": answer.finish, "seconds": round(answer.seconds, 4)}
-            row["completion_tokens"] = answer.completion_tokens
-            row["scores"] = self.suite.score(case, prompt, answer.text)
+            if prompt.given:
+                params = arm.options.get("custom_params", {})
+                found = await prefilled_answer(client, prompt.tokens, prompt.given, params)
+                row |= {"output": self.suite.tokens.decode(found), "completion_tokens": 0}
+            else:
+                answer = await complete(client, arm.model, prompt.tokens, prompt.max_new_tokens, options)
+                row |= {"output": answer.text, "finish": answer.finish, "seconds": round(answer.seconds, 4)}
+                row["completion_tokens"] = answer.completion_tokens
+            row["scores"] = self.suite.score(case, prompt, row["output"])
         except Unreachable:
             raise
         except EvaluationError as error:

@@ -95,6 +95,8 @@ class Prompt:
         sampling: further fields of an OpenAI completion request; greedy by default.
         facts: kept with the result, such as the token at which the needle begins.
         before: ids of a turn that is asked before, so that the server has served it; its answer does not count.
+        given: ids of the answer, where the server is to read it behind the prompt; what counts as its answer is the
+            likeliest token at each place of them. Empty where the server is to write one.
     """
 
     tokens: Sequence[int]
@@ -103,6 +105,7 @@ class Prompt:
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     facts: Mapping[str, Any] = field(default_factory=dict)
     before: Sequence[int] = ()
+    given: Sequence[int] = ()
 
 
 class Suite(ABC):

@@ -82,11 +82,12 @@ def _few_needles(
     label: str = "few",
     tasks: str = "single,multikey",
     least: str = "0.875",
+    form: str = "chat",
 ) -> Leg:
     """Needles where few keys are kept: of those of a prompt `least` is left out."""
     name = method if label == "few" and method != "anchor" else f"{method}-{label}"
     asked = (*BESIDE_DENSE, "--tasks", tasks, "--n", str(count), "--concurrency", AT_ONCE)
-    asked += ("--lengths", "32k", "--depths", depths, "--least-sparsity", least)
+    asked += ("--lengths", "32k", "--depths", depths, "--least-sparsity", least, "--form", form)
     command = Command("eval.niah", f"niah-tiny-gqa-{label}-{method}.jsonl", asked)
     return Leg(f"needles-{name}", (command,), _beside(method, config))
 
@@ -180,6 +181,21 @@ def _judged(
     )
 
 
+def _prefilled(label: str, config: Mapping[str, Any], controls: Sequence[str]) -> tuple[Leg, ...]:
+    """Numbers that prefill alone finds, and with as many keys that each of the controls chooses.
+
+    Dense decode writes the rest of a number of which prefill found, or guessed, the beginning.
+    """
+    form, least = "prefilled", "0.6"
+    return (
+        _few_needles("anchor", config, 100, "0,25,50,75,100", label, least=least, form=form),
+        *(
+            _few_needles(control, {**config, **_NO_TAIL}, 10, EVERY_TENTH, label, "multikey", least, form)
+            for control in controls
+        ),
+    )
+
+
 ANCHOR: tuple[Leg, ...] = (
     _anchor_needles("anchor", (), 100),
     _anchor_needles("anchor-resa", ("--sparse-method", "resa"), 20),
@@ -193,6 +209,9 @@ ANCHOR: tuple[Leg, ...] = (
     ),
     *_judged("narrow", _NARROW, "1000", "0.875", {"random_keys": "single,multikey"}),
     *_judged("lookup", _lookup(), "0.005", "0.6", {"random_keys": "multikey", "newest_stripes": "multikey"}),
+    *_prefilled("prefilled", {"theta": _calibrated()}, ("random_keys",)),
+    # A window of two fifths of the keys holds two fifths of the needles: a sliding window is to have few.
+    *_prefilled("lookup-prefilled", _lookup(), ("random_keys", "newest_stripes")),
     _prefill_perplexity(),
     _stripes(),
     _books(),

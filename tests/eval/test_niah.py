@@ -38,7 +38,7 @@ def oracle(prompt: Prompt) -> str:
     length=st.sampled_from([512, 1024, 1500, 4096, 8192]),
     depth=st.sampled_from([0.0, 0.3, 1.0]),
     kind=st.sampled_from(haystacks.KINDS),
-    form=st.sampled_from(["chat", "ruler", "second_turn"]),
+    form=st.sampled_from(["chat", "ruler", "second_turn", "prefilled"]),
     seed=st.integers(0, 10**6),
 )
 def test_prompts(task: str, length: int, depth: float, kind: str, form: str, seed: int) -> None:
@@ -64,6 +64,9 @@ def test_prompts(task: str, length: int, depth: float, kind: str, form: str, see
         text_end = before.index("\nRemember this text.")
         assert text.startswith(before[:text_end]) and text.rindex("What ") > text_end
         assert all(before.count(key) == TASKS[task].values for key in asked)
+
+    # The answer stands behind the prompt, not in it.
+    assert TOKENS.decode(prompt.given) == (prompt.answers[0] if form == "prefilled" else "")
 
     needle = NEEDLE.match(TOKENS.decode(prompt.tokens[prompt.facts["needle_token"] :]).lstrip())
     assert needle is not None and needle.groups() == (asked[0], prompt.answers[0])
@@ -144,7 +147,8 @@ def test_books_of_ones_own(tmp_path: Path) -> None:
         (["--tasks", "single,mono"], "--tasks mono: allowed are single, multikey"),
         (["--depths", "50,120"], r"--depths \[120.0\]: allowed is a list of percentages"),
         (["--haystack", "straw"], "--haystack straw: allowed are books, noise, repeated"),
-        (["--form", "letter"], "--form letter: allowed are chat, ruler, second_turn"),
+        (["--form", "letter"], "--form letter: allowed are chat, ruler, second_turn, prefilled"),
+        (["--form", "prefilled", "--tasks", "single,multivalue"], "--tasks multivalue have several answers"),
         (["--n", "0"], "--n 0: allowed is 1 or more"),
         (["--lengths", ","], "--lengths: none given"),
         (["--answer-tokens", "0"], "--answer-tokens 0: allowed is 1 or more"),

@@ -1,4 +1,4 @@
-"""Perplexity of sparse prefill on a real server: its arms, what is refused, and where they differ."""
+"""Perplexity and answers of sparse prefill on a real server: its arms, what is refused, and where they differ."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval import ppl_prefill
+from eval import niah, ppl_prefill
 from eval.live.record import read_rows
 from launch.server import ServerProcess
 
@@ -44,6 +44,21 @@ def test_numbers_that_are_left_out_are_not_found(server: ServerProcess, tmp_path
     assert status == 1 and records["dense"] < 1.1 and records["sparse"] > 2 and records["windows"] == 3
     status, (records,) = run(server, tmp_path / "b.jsonl", *asked, "--custom-params", '{"theta": 15}')
     assert records["sparse"] < 1.1 and status == (0 if records["passed"] else 1)
+
+
+@pytest.mark.parametrize(("theta", "found"), [(1.0, False), (15.0, True)])
+def test_answers_that_prefill_reads(server: ServerProcess, tmp_path: Path, theta: float, found: bool) -> None:
+    """Dense decode writes a number of which prefill found the beginning; prefill itself is to find all of it."""
+    arguments = ["--base-url", server.url, "--compare-url", server.url, "--out", str(tmp_path / "niah.jsonl")]
+    arguments += ["--compare-custom-params", '{"sparse": false}', "--custom-params", f'{{"theta": {theta}}}']
+    arguments += ["--tasks", "single,multikey", "--lengths", "1k", "--depths", "40,60", "--n", "2"]
+    assert niah.main([*arguments, "--form", "prefilled"]) == 0
+    rows = read_rows(tmp_path / "niah.jsonl")
+    items = [row for row in rows if row["kind"] == "item"]
+    assert len(items) == 16 and all(len(row["output"]) == 7 and not row["completion_tokens"] for row in items)
+    right = {(row["task"], row["arm"]): row["score"] for row in rows if row["kind"] == "summary"}
+    assert all(right[task, "compare"] == 1 for task in ("single", "multikey"))
+    assert all((right[task, "base"] >= 0.75) == found for task in ("single", "multikey")), right
 
 
 def test_what_shows_nothing_is_refused(
