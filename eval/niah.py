@@ -39,7 +39,7 @@ from eval.texts import haystacks
 from eval.texts.haystacks import ExactHaystack
 from eval.texts.text import FORMS, hide, random_key, random_number, unique_keys
 
-SETTINGS = ("chat", "ruler", "second_turn", "prefilled")
+PREFILLED = "prefilled"
 # A number that is part of a longer one is not the number.
 NUMBER = re.compile(r"(?<!\d)\d{7}(?!\d)")
 SPARE_NEEDLES = 64
@@ -89,6 +89,7 @@ class NeedleSuite(Suite):
 
     command = "eval.niah"
     names: ClassVar[tuple[str, ...]] = tuple(TASKS)
+    forms: ClassVar[tuple[str, ...]] = ("chat", "ruler", "second_turn", PREFILLED)
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -101,8 +102,8 @@ class NeedleSuite(Suite):
             default="chat",
             help="chat: asked in the user's turn; ruler: a raw prompt that ends in RULER's answer prefix; second_turn: "
             "the user's first turn has the text, which the server answers without the question, the second one asks; "
-            "prefilled: as chat, but the answer stands behind the question, and the likeliest token at each of its "
-            "places is scored: all of that is prefill's, where a number that decode writes is only begun by it",
+            "prefilled, of needles alone: as chat, but the answer stands behind the question, and the likeliest token "
+            "at each of its places is scored: all of that is prefill's, which only begins a number that decode writes",
         )
         parser.add_argument(
             "--answer-tokens", type=int, help="room for the answer; 64 by default, 128 where four numbers are asked for"
@@ -115,12 +116,11 @@ class NeedleSuite(Suite):
         wrong = [depth for depth in args.depths if not 0 <= depth <= 100]
         if wrong or not args.depths:
             raise EvaluationError(f"--depths {wrong}: allowed is a list of percentages from 0 to 100")
-        if args.form not in SETTINGS:
-            raise EvaluationError(f"--form {args.form}: allowed are {', '.join(SETTINGS)}")
-        several = [task for task in args.tasks if TASKS[task].asked * TASKS[task].values > 1]
-        if args.form == "prefilled" and several:
+        if args.form not in self.forms:
+            raise EvaluationError(f"--form {args.form}: allowed are {', '.join(self.forms)}")
+        if args.form == PREFILLED and (several := [task for task in args.tasks if _answers(TASKS[task]) > 1]):
             raise EvaluationError(
-                f"--form prefilled: --tasks {','.join(several)} have several answers; allowed are those of one"
+                f"--form {PREFILLED}: --tasks {','.join(several)} have several answers; allowed are those of one"
             )
         if args.answer_tokens is not None and args.answer_tokens < 1:
             raise EvaluationError(f"--answer-tokens {args.answer_tokens}: allowed is 1 or more")
@@ -158,7 +158,7 @@ class NeedleSuite(Suite):
         facts = {"needle_token": place, "keys": needles.keys}
         kind = "needles" if task.fills else self.args.haystack
         facts |= {"haystack": kind, "form": self.args.form}
-        given = self.tokens.encode(needles.values[0]) if self.args.form == "prefilled" else []
+        given = self.tokens.encode(needles.values[0]) if self.args.form == PREFILLED else []
         before = self._before(texts[len(prompt)])
         return Prompt(prompt, needles.values, room, facts=facts, before=before, given=given)
 
@@ -185,7 +185,7 @@ class NeedleSuite(Suite):
 
     def _ask(self, haystack: str, keys: Sequence[str], task: Task) -> list[int]:
         """The whole prompt: the text, and what is asked after it."""
-        if task.asked * task.values == 1:
+        if _answers(task) == 1:
             question = FORMS["needle_ruler" if self.args.form == "ruler" else "needle"].question(keys[0])
         else:
             names = haystacks.join_names(keys)
@@ -211,6 +211,10 @@ class NeedleSuite(Suite):
         # Both prompts are the same up to the record, whatever the template puts around them.
         pairs = enumerate(zip(prompt, [*self._encode(before), -1], strict=False))
         return next(i for i, (a, b) in pairs if a != b)
+
+
+def _answers(task: Task) -> int:
+    return task.asked * task.values
 
 
 def draw_needles(task: Task, rng: random.Random, depth: float, haystack: ExactHaystack | None) -> Needles:

@@ -30,6 +30,7 @@ from eval.figures import (
     compiled,
     crossover,
     decode,
+    depths,
     dsa,
     goals,
     identities,
@@ -82,7 +83,15 @@ KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in SUITES for name in ("rocket
 NEEDLES = (
     *(
         f"niah-tiny-gqa-{name}"
-        for name in ("anchor", "few", "narrow", "lookup", "resa-layers", "rocketkv-topk", "rocketkv-compact")
+        for name in (
+            "anchor",
+            "few",
+            "lookup",
+            "prefilled",
+            "resa-layers",
+            "rocketkv-topk",
+            "rocketkv-compact",
+        )
     ),
     *(f"{suite}-tiny-gqa-skip_softmax" for suite in SUITES),
     *(f"niah-tiny-dsa-{name}" for name in ("auto", "portable")),
@@ -111,6 +120,11 @@ def _measured(name: str, made: Callable[[Path], str]) -> str:
     """The table of a file that may not be there yet."""
     path = result_files(RESULTS).get(name)
     return made(path) if path else f"Not measured yet: `eval/results` has no `{name}.jsonl`."
+
+
+def _depths(name: str) -> str:
+    """At which depths a file's needles were found."""
+    return depths.depths([_file(name)])
 
 
 def _starting(*prefixes: str) -> list[Path]:
@@ -159,8 +173,12 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "needles-mixed": lambda: batches.batches(_starting("niah-mixed-")),
     "theta2": lambda: theta2.theta2(_starting(theta2.PREFIX)),
     "theta2-blocks": lambda: theta2.times_as_many(_starting(theta2.PREFIX)),
-    "window-depths": lambda: tiny_mla.depths([_file(f"niah-tiny-mla-sink_window{all_}") for all_ in ("", "-all")]),
-    "window-depths-pages": lambda: tiny_mla.depths([_file("niah-tiny-mla-sink_window-pages")]),
+    "window-depths": lambda: depths.depths([_file(f"niah-tiny-mla-sink_window{all_}") for all_ in ("", "-all")]),
+    "window-depths-pages": lambda: _depths("niah-tiny-mla-sink_window-pages"),
+    **{
+        f"{control}-depths{config}": partial(_depths, f"niah-tiny-gqa{config}-prefilled-{control}")
+        for config, control in (("", "random_keys"), ("-lookup", "random_keys"), ("-lookup", "newest_stripes"))
+    },
     "hops": lambda: tiny_mla.hops(card.read(RESULTS / "tiny-mla-accuracy.jsonl")),
     "needles-tail": lambda: needles.needles([path for path in _starting("niah-tiny-gqa") if TAILS in path.name]),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),

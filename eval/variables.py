@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from eval.live import runner
 from eval.live.suite import Case, Prompt
 from eval.live.tokens import fit
-from eval.niah import NeedleSuite
+from eval.niah import PREFILLED, NeedleSuite
 from eval.texts import haystacks
 from eval.texts.haystacks import ExactHaystack
 from eval.texts.text import FORMS, hide, random_key, random_number, unique_keys
@@ -40,6 +40,7 @@ class VariableSuite(NeedleSuite):
 
     command = "eval.variables"
     names = tuple(SPLITS)
+    forms = tuple(form for form in NeedleSuite.forms if form != PREFILLED)
 
     def build(self, case: Case) -> Prompt:
         """See `Suite.build`; ``facts["needle_token"]`` is the place of the line asked for in the prompt."""

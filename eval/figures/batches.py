@@ -20,12 +20,12 @@ def pooled(path: Path) -> dict[str, Any]:
     """What a file says of all its questions together.
 
     Returns:
-        ``n``; ``score`` and ``dense``, exact match of the base server and of the one that it is compared with, and the
-        figures of `eval.figures.stats.compare`; ``prefilled``, tokens that the base server's prefill computed, as a
-        share of those of the questions' prompts (what is computed of a turn before the question is counted, and is none
-        of these, so that without a cache it is about 2 there), and ``sparsity``, share of the query-key pairs left out,
-        None without a prefill method; ``density``, share of the pages that decode read, None without a decode method;
-        ``rectified``, tokens that dense passes encoded again, None where the server has none.
+        ``file``, its name; ``n``; ``score`` and ``dense``, exact match of the base server and of the one that it is
+        compared with, and the figures of `eval.figures.stats.compare`; ``prefilled``, tokens that the base server's
+        prefill computed, as a share of those of the questions' prompts (what is computed of a turn before the question
+        is counted, and is none of these, so that without a cache it is about 2 there), and ``sparsity``, share of the
+        query-key pairs left out, None without a prefill method; ``density``, share of the pages that decode read, None
+        without a decode method; ``rectified``, tokens that dense passes encoded again, None where the server has none.
     """
     header, *rows = read_finished(path)
     items = {arm: [row for row in rows if row["kind"] == "item" and row["arm"] == arm] for arm in ("base", "compare")}
@@ -37,6 +37,7 @@ def pooled(path: Path) -> dict[str, Any]:
     asked = sum(row["prompt_tokens"] for row in items["base"])
     lengths, server = header["arguments"]["lengths"], header["servers"]["base"]
     return {
+        "file": path.name.removeprefix("niah-mixed-").split(".jsonl")[0],
         "decode": server.get("sparse_method"),
         "prefill": server.get("sparse_prefill_method"),
         "weights": weights(header),
@@ -61,6 +62,7 @@ def batches(paths: Sequence[Path]) -> str:
     if not paths:
         return "Not measured yet."
     columns: list[Column] = [
+        ("file", text("file")),
         ("decode", text("decode")),
         ("prefill", text("prefill")),
         ("weights", text("weights")),

@@ -27,12 +27,10 @@ _BESIDE = ("--page-size", "16", "--attention-backend", "fa3", "--max-total-token
 # calibrated thresholds, a random selection may find a needle by luck.
 _FEW: Mapping[str, Any] = {"theta": 5.0, "crossover_tokens": 0}
 _NO_TAIL: Mapping[str, Any] = {"dense_tail": 0}
-# Groups of 512 queries, whose window is a quarter, and next to no stripes: chance finds the first digit of a number by
-# a guess, and dense decode the others, so that it is to have as few keys as may be.
-_NEXT_TO_NONE = 3.0
-_NARROW: Mapping[str, Any] = {"theta": _NEXT_TO_NONE, "crossover_tokens": 0, "step": 4}
-# The layer of tiny-gqa that looks numbers up, as `eval.blind` finds.
-_LOOKUP_LAYER = 1
+# The layer of tiny-gqa that looks numbers up, as `eval.blind` finds, and a threshold that keeps next to no stripes.
+_LOOKUP_LAYER, _NEXT_TO_NONE = 1, 3.0
+_CONTROLS = ("random_keys", "newest_stripes")
+_QUARTERS = "0,25,50,75,100"
 
 
 def _anchor_needles(name: str, more: Sequence[str], count: int) -> Leg:
@@ -152,43 +150,32 @@ def _books() -> Leg:
     return Leg("ppl-prefill-anchor-books", tuple(commands), server, (other,))
 
 
-def _judged(
-    label: str, config: Mapping[str, Any], bound: str, least: str, controls: Mapping[str, str]
-) -> tuple[Leg, ...]:
-    """Needles, prose and numbers told before with one config, and needles of as many keys that a control chooses.
-
-    Args:
-        label: of the config.
-        config: of AnchorAttention.
-        bound: what prose may lose, as a share; of a config that loses more the file is wanted all the same.
-        least: of the keys of a prompt, what is left out.
-        controls: and the tasks that each of them is asked.
-    """
-    needles = _few_needles("anchor", config, 100, "0,25,50,75,100", label, least=least)
+def _texts(label: str) -> tuple[Command, ...]:
+    """What prose and numbers told before lose on the first server of a leg, as `_books` and `_prefill_perplexity`."""
     asked = ("--base-url", URL, "--length", "32768", "--concurrency", AT_ONCE)
-    book = (*asked, "--bound", bound, "--kind", "book", *BOOKS)
-    records = (*asked, "--kind", "records", "--windows", "200")
-    texts = (
-        Command("eval.ppl_prefill", f"ppl-prefill-anchor-books-{label}.jsonl", book),
-        Command("eval.ppl_prefill", f"ppl-records-32k-anchor-{label}.jsonl", records),
+    kinds = {"prefill-anchor-books": ("book", *BOOKS), "records-32k-anchor": ("records", "--windows", "200")}
+    return tuple(
+        Command("eval.ppl_prefill", f"ppl-{name}-{label}.jsonl", (*asked, "--kind", *kind))
+        for name, kind in kinds.items()
     )
+
+
+def _controlled(
+    label: str,
+    config: Mapping[str, Any],
+    controls: Sequence[str],
+    form: str = "chat",
+    texts: tuple[Command, ...] = (),
+) -> tuple[Leg, ...]:
+    """Needles with a config, and with as many keys that each of the controls chooses.
+
+    In the form *prefilled* all of an answer is prefill's. Else decode, which is dense, writes the rest of a number of
+    which prefill found, or guessed, the beginning.
+    """
+    least = "0.6"
+    needles = _few_needles("anchor", config, 100, _QUARTERS, label, least=least, form=form)
     return (
         replace(needles, commands=(*needles.commands, *texts)),
-        *(
-            _few_needles(control, {**config, **_NO_TAIL}, 10, EVERY_TENTH, label, tasks, least)
-            for control, tasks in controls.items()
-        ),
-    )
-
-
-def _prefilled(label: str, config: Mapping[str, Any], controls: Sequence[str]) -> tuple[Leg, ...]:
-    """Numbers that prefill alone finds, and with as many keys that each of the controls chooses.
-
-    Dense decode writes the rest of a number of which prefill found, or guessed, the beginning.
-    """
-    form, least = "prefilled", "0.6"
-    return (
-        _few_needles("anchor", config, 100, "0,25,50,75,100", label, least=least, form=form),
         *(
             _few_needles(control, {**config, **_NO_TAIL}, 10, EVERY_TENTH, label, "multikey", least, form)
             for control in controls
@@ -202,16 +189,15 @@ ANCHOR: tuple[Leg, ...] = (
     _anchor_batches("anchor"),
     _anchor_batches("anchor-no-graphs", "--disable-cuda-graph"),
     # The dense tail is a part of the selection that is judged: the controls have none.
-    _few_needles("anchor", _FEW, 40, "0,25,50,75,100"),
+    _few_needles("anchor", _FEW, 40, _QUARTERS),
     *(
         _few_needles(control, {**_FEW, **_NO_TAIL}, count, EVERY_TENTH)
         for control, count in (("random_keys", 5), ("random_stripes", 10), ("newest_stripes", 10))
     ),
-    *_judged("narrow", _NARROW, "1000", "0.875", {"random_keys": "single,multikey"}),
-    *_judged("lookup", _lookup(), "0.005", "0.6", {"random_keys": "multikey", "newest_stripes": "multikey"}),
-    *_prefilled("prefilled", {"theta": _calibrated()}, ("random_keys",)),
+    *_controlled("lookup", _lookup(), _CONTROLS, texts=_texts("lookup")),
+    *_controlled("prefilled", {"theta": _calibrated()}, _CONTROLS[:1], "prefilled"),
     # A window of two fifths of the keys holds two fifths of the needles: a sliding window is to have few.
-    *_prefilled("lookup-prefilled", _lookup(), ("random_keys", "newest_stripes")),
+    *_controlled("lookup-prefilled", _lookup(), _CONTROLS, "prefilled"),
     _prefill_perplexity(),
     _stripes(),
     _books(),

@@ -41,9 +41,11 @@ def test_a_table_says_what_stood_in_a_batch(tmp_path: Path) -> None:
     older = write(tmp_path / "b.jsonl", 0, 30000, mixed=False, form="chat")
     lines = batches([write(tmp_path / "a.jsonl", 3, 30000), older]).splitlines()
     assert lines[2].startswith(
-        "| anchor | yes | cuda | in a second turn | 10k … 32k | mixed | 300 | 1.000 | 0.990 | 3, 0 |"
+        "| a | anchor | yes | cuda | in a second turn | 10k … 32k | mixed | 300 | 1.000 | 0.990 | 3, 0 |"
     )
-    assert lines[3].startswith("| anchor | yes | cuda | with the text | 10k … 32k | one | 300 | 1.000 | 1.000 | 0, 0 |")
+    assert lines[3].startswith(
+        "| b | anchor | yes | cuda | with the text | 10k … 32k | one | 300 | 1.000 | 1.000 | 0, 0 |"
+    )
     assert batches([]) == "Not measured yet."
 
 
@@ -57,5 +59,5 @@ def test_decode_has_its_own_figures(tmp_path: Path) -> None:
             row["counters"] = counts | {"pages_attended": 30, "pages_held": 400, "rectified_tokens": 64}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     header, _, line = batches([path]).splitlines()
-    assert line.startswith("| robsa | no | cuda |") and line.endswith("| 7.5 % | 64 | same |")
+    assert line.startswith("| a | robsa | no | cuda |") and line.endswith("| 7.5 % | 64 | same |")
     assert "prefilled" not in header and "left out" not in header

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.figures import tiny_mla
+from eval.figures import depths, tiny_mla
 from eval.figures.report_tables import rectification
 from eval.figures.weights import sensitive
 
@@ -26,10 +26,10 @@ def test_where_a_window_has_the_needle(tmp_path: Path) -> None:
     # One of the four of depth 90 %.
     rows[8]["scores"] = {"score": 0.0}
     path = written(tmp_path / "a.jsonl", *rows)
-    said = tiny_mla.depths([path, path])
-    found = "90% (exact match 0.50) and 100% (exact match 1.00)"
+    said = depths.depths([path, path])
+    found = "90% (exact match 0.50), 100% (exact match 1.00)"
     assert said == f"A needle is found at depths of {found}, of 4 depths that were asked."
-    assert "at depths of none, of 1" in tiny_mla.depths([written(tmp_path / "b.jsonl", rows[0])])
+    assert "at depths of none, of 1" in depths.depths([written(tmp_path / "b.jsonl", rows[0])])
 
 
 def test_hops_are_those_of_dense_attention() -> None:

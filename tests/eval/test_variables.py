@@ -67,3 +67,5 @@ def test_cases_are_of_its_own_tasks() -> None:
     assert counts == dict.fromkeys(SPLITS, 10)
     with pytest.raises(EvaluationError, match="--tasks single: allowed are variables, variables_known"):
         make("--tasks", "single").cases()
+    with pytest.raises(EvaluationError, match="--form prefilled: allowed are chat, ruler, second_turn"):
+        make("--form", "prefilled").cases()

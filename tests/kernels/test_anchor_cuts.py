@@ -121,6 +121,13 @@ def test_a_cut_part_that_knows_little_of_its_group_takes_means_of_the_one_before
     assert (whole.blocks, whole.parts) == (of_its_group.blocks, of_its_group.parts)
 
 
+@pytest.mark.parametrize(("high", "means"), [(1000, 3), (768, 3), (672, 2), (600, 2), (577, 2), (576, 1), (530, 1)])
+def test_of_the_last_group_of_a_prompt_fewer_are_enough(high: int, means: int) -> None:
+    """Three eighths of the blocks that it will have, at most eight."""
+    ((part,),) = (p.parts for p in make_plan([512], [10], 32, 8, "cpu", [(0, high)], carried=[512]).slices)
+    assert part.num_means == means
+
+
 @pytest.mark.parametrize(
     ("prefix", "ranges", "carried", "message"),
     [

@@ -44,8 +44,9 @@ def anchor_prefill(
     Of a group that a pass ends within, the queries pick keys by those of the group so far: its blocks up to the end of
     the pass, the last of which may be cut, with those of earlier passes as far as ``means`` hands them on. What earlier
     parts of the group have attended to stays as it is. The last part so picks what all of the group would in one piece.
-    A part before it, of whose group fewer than three eighths of the blocks are known, picks keys by the last blocks of
-    the group before, too, so many that they are three eighths in all: it would pick far less than one piece does.
+    A part before it, of whose group fewer than three eighths of the blocks that it will have are known, picks keys by
+    the last blocks of the group before, too, so many that they are three eighths in all: it would pick far less than
+    one piece does.
 
     Args:
         q: ``[N, Hq, d]``, float32 (CPU only), float16 or bfloat16, the query tokens of all rows one after the other;

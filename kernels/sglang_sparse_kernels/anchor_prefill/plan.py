@@ -228,8 +228,8 @@ def make_plan(
         device: where the op runs; the tables reach it in one copy that does not block the host.
         sparse_ranges: for each row, the first sparse position and the one behind the last; queries outside attend
             densely. All queries are sparse if not given, and none follow. Where some follow, a group that the pass ends
-            within is cut: a part of it that knows fewer than three eighths of ``step`` blocks of its group looks for
-            keys with the last blocks of the group before, too, so many that it has as many in all.
+            within is cut: a part of it that knows fewer than three eighths of the blocks that its group will have looks
+            for keys with the last blocks of the group before, too, so many that it has as many in all.
         tile_keys: keys that one program of the identification takes, a power of two of at least 16.
         carried: for each row, how many sparse queries right before its prefix's end were in passes that have handed on
             their means in the row's ``GroupMeans``, and whose plans had a sparse range of the row that goes on behind
@@ -325,18 +325,20 @@ def _groups(
             first_query += count
         if extend and low < end < high:
             carried_before = begun // block_size - (prefix - carried[row]) // block_size
-            _fill_up(groups[first_group:], carried_before, low, block_size, step)
+            _fill_up(groups[first_group:], carried_before, low, high, block_size, step)
     return groups
 
 
-def _fill_up(groups: list[list[QueryBlock]], carried: int, low: int, block_size: int, step: int) -> None:
+def _fill_up(groups: list[list[QueryBlock]], carried: int, low: int, high: int, block_size: int, step: int) -> None:
     """Put means of the group before in front of those of a row's last part, if it is cut and knows few.
 
-    ``carried`` is how many there may be from earlier passes, and ``low`` the row's first sparse position.
+    ``carried`` is how many there may be from earlier passes, ``low`` the row's first sparse position, and ``high`` the
+    one behind its last.
     """
     blocks = groups[-1]
     end = blocks[-1].first_position + blocks[-1].num_queries
-    missing = math.ceil(step * _ENOUGH) - blocks[-1].mean - 1
+    whole = min(step, math.ceil((high - blocks[0].window) / block_size))
+    missing = math.ceil(whole * _ENOUGH) - blocks[-1].mean - 1
     if missing <= 0 or not end % (block_size * step) or blocks[0].window <= block_size:
         return
     if len(groups) > 1:
