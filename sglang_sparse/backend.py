@@ -125,7 +125,7 @@ class SparseAttentionBackend(DelegatingBackend):
             self.prefill = PrefillPath(settings.prefill, layers, pool, table, page, model.num_q_heads)
             if device.type == "cuda":
                 self.prefill.warm_up(runner.dtype)
-            logger.info("sglang_sparse: prefill %s, %s", settings.prefill_name, self.prefill.describe(model.num_layers))
+            logger.info("sglang_sparse: %s", self.prefill.describe(settings.prefill_described, model.num_layers))
         self.keeps = make_path(self.method, self._pools, runner, model)
         select_stats = torch.zeros(sum(count_sizes(self.method)), dtype=torch.int64, device=device)
         self.counters = Counters(settings, self._pools, model, select_stats, self.prefill, self.keeps)

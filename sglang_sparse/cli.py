@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
 from sglang_sparse import dsa_flags, hooks, implementation, refusals, registry
-from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields, read_config, settings_of
+from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields, settings_of
+from sglang_sparse.config_value import read_config
 from sglang_sparse.versions import UnsupportedSGLangError, require_supported_sglang
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
 def _say_prefill(server_args: SparseServerArgs, settings: Settings) -> None:
     if settings.prefill:
         server_args.sparse_prefill_method = settings.prefill_name
-        server_args.sparse_prefill_config = settings.prefill.config.model_dump_json()
+        server_args.sparse_prefill_config = json.dumps(settings.prefill_resolved)
 
 
 def refuse_model(_: None, self: SparseServerArgs) -> None:

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from sglang_sparse import registry
-from sglang_sparse.layer_rules import build_rules
+from sglang_sparse.layered_methods import build_prefill_rules, build_rules
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import PAGE_SIZES, MethodConfig, RectifyConfig, SparseConfig
 from sglang_sparse.methods.dense import Dense
 from sglang_sparse.prefill_method import PrefillMethod
 from sglang_sparse.trtllm import as_ours
 from sglang_sparse.validation import SparseArgumentError, validated
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -48,6 +39,7 @@ class Settings:
         prefill_name: the prefill method's; None for dense prefill.
         prefill: the prefill method.
         rules: the config's ``layers`` in full where it is a mapping, see ``layer_rules.py``.
+        prefill_rules: the same of the prefill method's.
     """
 
     name: str | None
@@ -55,6 +47,7 @@ class Settings:
     prefill_name: str | None = None
     prefill: PrefillMethod | None = None
     rules: Mapping[str, Any] | None = None
+    prefill_rules: Mapping[str, Any] | None = None
 
     @property
     def flag(self) -> str:
@@ -67,7 +60,7 @@ class Settings:
     def comes_along(self) -> bool:
         """Whether the prefill method is the one that the decode method brings, which no flag of its own asked for."""
         own = self.method.prefill_fields() if self.name == self.prefill_name else None
-        if own is None or self.prefill is None:
+        if own is None or self.prefill is None or self.prefill_rules:
             return False
         return self.prefill.config == type(self.prefill.config).model_validate(own)
 
@@ -84,13 +77,22 @@ class Settings:
     @property
     def described(self) -> str:
         """The decode method's name, or where each of several has its layers."""
-        parts = zip(self.method.names, self.method.parts, strict=True)
-        return ", ".join(f"{name} in layers {part.config.layers}" for name, part in parts) or str(self.name)
+        return _by_layers(self.method) or str(self.name)
+
+    @property
+    def prefill_described(self) -> str:
+        """The same of the prefill method."""
+        return (self.prefill and _by_layers(self.prefill)) or str(self.prefill_name)
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """The same in full, as ``--sparse-config`` says it."""
-        return self.config.model_dump(mode="json") | ({"layers": dict(self.rules)} if self.rules else {})
+        """The decode method's configuration in full, as ``--sparse-config`` says it."""
+        return _resolved(self.config, self.rules)
+
+    @property
+    def prefill_resolved(self) -> dict[str, Any]:
+        """The same of the prefill method, as ``--sparse-prefill-config`` says it; empty without one."""
+        return _resolved(self.prefill.config, self.prefill_rules) if self.prefill else {}
 
     @property
     def check_exactness(self) -> bool:
@@ -104,82 +106,13 @@ class Settings:
         return config if isinstance(config, RectifyConfig) else None
 
 
-class _Twice(ValueError):
-    """A mapping says a name twice; Python would keep the last."""
+def _by_layers(method: DecodeMethod | PrefillMethod) -> str:
+    parts = zip(method.names, method.parts, strict=True)
+    return ", ".join(f"{name} in layers {part.config.layers}" for name, part in parts)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Twice(f"it says {next(name for name in names if names.count(name) > 1)!r} twice")
-    return found
-
-
-class _OnceLoader(yaml.SafeLoader):
-    """YAML whose mappings say a name once, and in which a number that is a name is one as it is written."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
-        for key, _ in node.value:
-            # 012 and 1_0 would be 10.
-            if key.tag == "tag:yaml.org,2002:int":
-                key.tag = "tag:yaml.org,2002:str"
-        return super().construct_mapping(node, deep)
-
-
-_PARSERS = {
-    ".json": (partial(json.loads, object_pairs_hook=_once), json.JSONDecodeError),
-    ".toml": (tomllib.loads, tomllib.TOMLDecodeError),
-    ".yaml": (partial(yaml.load, Loader=_OnceLoader), yaml.YAMLError),
-    ".yml": (partial(yaml.load, Loader=_OnceLoader), yaml.YAMLError),
-}
-
-
-def read_config(value: str | dict[str, Any] | None, flag: str = "--sparse-config") -> dict[str, Any]:
-    """Read the value of ``--sparse-config`` or ``--sparse-prefill-config``.
-
-    Args:
-        flag: which of the two.
-        value: inline JSON (it starts with ``{``), a path to a .json, .toml, .yaml or .yml file, a mapping (from
-            ``sglang.Engine``), or None.
-
-    Raises:
-        SparseArgumentError: the file is missing, unreadable, of another type or cannot be parsed, or it does not
-            hold a mapping.
-    """
-    if value is None:
-        return {}
-    if isinstance(value, dict):
-        return value
-    if not isinstance(value, str):
-        raise SparseArgumentError(f"{flag}: got {type(value).__name__}, allowed: JSON text, a path, a mapping")
-    if value.lstrip().startswith("{"):
-        return _parse(value, ".json", flag)
-    path = Path(value)
-    if path.suffix not in _PARSERS:
-        raise SparseArgumentError(
-            f"{flag}: got {value!r}, allowed: inline JSON that starts with '{{', "
-            f"or a file that ends in {', '.join(_PARSERS)}"
-        )
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SparseArgumentError(f"{flag}: cannot read {value!r}: {error}") from error
-    return _parse(text, path.suffix, f"{flag} {value}")
-
-
-def _parse(text: str, suffix: str, origin: str) -> dict[str, Any]:
-    parse, parse_error = _PARSERS[suffix]
-    try:
-        data = parse(text)
-    except (parse_error, _Twice) as error:
-        raise SparseArgumentError(f"{origin}: not valid {suffix[1:].upper()}: {error}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise SparseArgumentError(f"{origin}: got a {type(data).__name__}, allowed: a mapping of config fields")
-    return data
+def _resolved(config: SparseConfig, rules: Mapping[str, Any] | None) -> dict[str, Any]:
+    return config.model_dump(mode="json") | ({"layers": dict(rules)} if rules else {})
 
 
 def build(
@@ -221,12 +154,14 @@ def build(
     if name and comes_along and (own := method.prefill_fields()) is not None:
         prefill_name, prefill_fields, prefill_class = name, own, registry.load_prefill_method(name)
     origin = f"--sparse-prefill-config of {prefill_name}"
-    prefill = prefill_class and prefill_class(
-        validated(origin, prefill_class.config_class, prefill_fields or {}, checkpoint)
-    )
+    prefill, prefill_rules = None, None
+    if prefill_name and prefill_fields and isinstance(prefill_fields.get("layers"), dict):
+        prefill, prefill_rules = build_prefill_rules(prefill_name, prefill_fields, checkpoint)
+    elif prefill_class:
+        prefill = prefill_class(validated(origin, prefill_class.config_class, prefill_fields or {}, checkpoint))
     if name == prefill_name and prefill and prefill_fields and not comes_along:
-        _require_own(origin, prefill_fields, method.config, prefill.config)
-    return Settings(name, method, prefill_name, prefill, rules)
+        _require_own(origin, prefill_fields, method.config, prefill)
+    return Settings(name, method, prefill_name, prefill, rules, prefill_rules)
 
 
 def _as_ours(origin: str, name: str | None, fields: dict[str, Any]) -> dict[str, Any]:
@@ -236,11 +171,12 @@ def _as_ours(origin: str, name: str | None, fields: dict[str, Any]) -> dict[str,
         raise SparseArgumentError(f"{origin}: {error}") from error
 
 
-def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, prefill: SparseConfig) -> None:
+def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, prefill: PrefillMethod) -> None:
     """Refuse a config that does not repeat what the decode method's says of prefill: nothing is taken over."""
     for field in decode.phase_fields:
         said = getattr(decode, field).get("prefill")
-        if said and field in decode.model_fields_set and field not in prefill.model_fields_set:
+        own = any(field in config.model_fields_set for config in prefill.configs)
+        if said and field in decode.model_fields_set and not own:
             raise SparseArgumentError(
                 f"{origin}: got {json.dumps(fields)}, which does not say its {field}, and --sparse-config has {said:g} "
                 "for prefill, of which a config of its own takes over nothing; allowed: repeat here the share or "

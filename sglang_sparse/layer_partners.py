@@ -1,4 +1,4 @@
-"""What may have the other layers where rules give a decode method some, found by asking as ``capabilities.py`` does."""
+"""What may have the other layers where rules give a method some, found by asking as ``capabilities.py`` does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_sparse import capabilities, registry
 
-# By decode method, what a second rule of it says otherwise than the first one.
+# By method, what a second rule of it says otherwise than the first one.
 OTHER_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "resa": {"active_ratio": 0.2},
     "robsa": {"theta1": 0.8},
@@ -16,18 +16,22 @@ OTHER_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "skip_softmax": {"threshold_scale_factor": {"decode": 50}},
     "dsa": {"index_share_layers": 2},
 }
+OTHER_PREFILL_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "anchor": {"theta": 8.0},
+    "skip_softmax": {"threshold_scale_factor": 50.0},
+}
 
 
 def rule_partners(method: capabilities.Method) -> tuple[str, ...]:
-    """What may have the other layers where rules give a decode method some; on some machine.
+    """What may have the other layers where rules give a method some; on some machine.
 
     Returns:
-        "dense", "itself with other fields", or the name of another method.
+        "dense", "itself with other fields", or the name of another method of the phase.
     """
-    if method.prefill:
-        return ()
-    others = {"dense": "dense", "itself with other fields": OTHER_FIELDS.get(method.name, {})}
-    others |= {name: {"method": name} for name in registry.decode_methods() if name != method.name}
+    names = registry.prefill_methods() if method.prefill else registry.decode_methods()
+    fields = (OTHER_PREFILL_FIELDS if method.prefill else OTHER_FIELDS).get(method.name, {})
+    others: dict[str, Any] = {"dense": "dense", "itself with other fields": fields}
+    others |= {name: {"method": name} for name in names if name != method.name}
     place = capabilities.place_of(method)
 
     def served(rule: Any) -> bool:

@@ -28,6 +28,13 @@ def parse_spans(spec: str) -> list[LayerSpan]:
     return spans
 
 
+def names_layer(spec: str | list[int], layer: int) -> bool:
+    """Whether a ``layers`` field of a valid form names a layer."""
+    if isinstance(spec, list):
+        return layer in spec
+    return any(first <= layer and (last is None or layer <= last) for first, last in parse_spans(spec))
+
+
 def parse_layers(spec: str | list[int], num_layers: int | None) -> tuple[int, ...]:
     """Turn a ``layers`` field into layer ids.
 

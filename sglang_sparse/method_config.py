@@ -64,8 +64,7 @@ class SparseConfig(BaseModel):
     def _layers_have_a_form(cls, value: object) -> object:
         if isinstance(value, str) or (isinstance(value, list) and all(type(layer) is int for layer in value)):
             return value
-        rules = "; rules by layer are for --sparse-config" if isinstance(value, dict) else ""
-        raise ValueError(f"must be {LAYERS_FORM}{rules}")
+        raise ValueError(f"must be {LAYERS_FORM}")
 
     @field_validator("layers")
     @classmethod

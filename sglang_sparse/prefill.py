@@ -82,7 +82,8 @@ def split_prompt(
     """
     dense = prompt if method is None else method.dense_from(prompt)
     if start < min(end, dense):
-        yield PrefillSpan(row, start, min(end, dense), method, before=cuts[0], after=cuts[1])
+        goes_on = dense if cuts[1] else 0
+        yield PrefillSpan(row, start, min(end, dense), method, before=cuts[0], after=cuts[1], goes_on=goes_on)
     if max(start, dense) < end:
         yield PrefillSpan(row, max(start, dense), end, None)
 

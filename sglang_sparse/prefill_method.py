@@ -24,6 +24,11 @@ class PrefillConfig(SparseConfig):
 
     request_fields: ClassVar[tuple[str, ...]] = ("exact_prefix",)
 
+    layers: str | list[int] = Field(
+        "all",
+        description='Layers that run sparse: "all", a range "2-", or a list; a mapping has rules for layers, '
+        "see README.",
+    )
     crossover_tokens: Crossover = Field(
         "auto",
         description="Prompt tokens below this position attend densely, whatever the prompt's length, so that shorter "
@@ -78,6 +83,7 @@ class PrefillSpan:
         decodes: the one token of a row that decodes within a mixed batch. It is no prefill's, and is not counted.
         before: what earlier passes have left of the prompt for the span to go on with, if they have.
         after: what it leaves for the next, if it does; what is kept of it goes where ``before`` keeps it.
+        goes_on: position behind the last token of the prompt that the method will run sparse, where ``after`` is there.
     """
 
     row: int
@@ -87,6 +93,7 @@ class PrefillSpan:
     decodes: bool = False
     before: CutPrompt | None = None
     after: CutPrompt | None = None
+    goes_on: int = 0
 
     @property
     def tokens(self) -> int:
@@ -141,13 +148,27 @@ class PrefillMethod(ABC):
         config: the configuration.
         more_counts: names of what ``attend`` counts beside pairs, for the server info; what attends densely adds
             nothing to it.
+        names: of the parts, in the registry; empty for a method without any.
+        parts: methods that have layers of their own each, see ``LayeredPrefill``; empty for any other.
     """
 
     config_class: ClassVar[type[PrefillConfig]] = PrefillConfig
-    more_counts: ClassVar[tuple[str, ...]] = ()
+    more_counts: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    parts: tuple[PrefillMethod, ...] = ()
 
     def __init__(self, config: PrefillConfig):
         self.config = config
+
+    @property
+    def configs(self) -> tuple[PrefillConfig, ...]:
+        """Its own, or those of its parts."""
+        return (self.config,)
+
+    def having(self, configs: Sequence[PrefillConfig]) -> PrefillMethod:
+        """Return the method with others in the place of its ``configs``."""
+        (config,) = configs
+        return type(self)(config)
 
     @property
     @abstractmethod

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sglang_sparse.layers import names_layer
 from sglang_sparse.prefill_method import PrefillInputs, PrefillSpan
 
 if TYPE_CHECKING:
@@ -60,13 +62,24 @@ class PrefillPath:
         self._tokens = 0
         self._page_table = torch.zeros(0, 0, dtype=torch.int32)
 
-    def describe(self, num_layers: int) -> str:
-        """Say in a line what runs, of a model of ``num_layers``."""
+    def describe(self, name: str, num_layers: int) -> str:
+        """Say in a line what runs, by its name, of a model of ``num_layers``."""
         kernels = "reference" if self._req_to_token.device.type == "cpu" else "triton"
         return (
-            f"{len(self.layers)} of {num_layers} layers, groups of {self.method.group_tokens} tokens, dense below "
-            f"position {self.method.dense_below}; kernels {kernels}"
+            f"prefill {name}, {len(self.layers)} of {num_layers} layers, groups of {self.method.group_tokens} tokens, "
+            f"dense below position {self.method.dense_below}; kernels {kernels}"
         )
+
+    def parts(self) -> list[dict[str, Any]]:
+        """Which layers each part of the method has, for the server info."""
+        return [
+            {
+                "method": name,
+                "layers": [layer for layer in sorted(self.layers) if names_layer(part.config.layers, layer)],
+                "config": part.config.model_dump(mode="json"),
+            }
+            for name, part in zip(self.method.names, self.method.parts, strict=True)
+        ]
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Run the method over a group of zeros of ``dtype``, so that no request waits for its kernels' compiler."""
@@ -74,7 +87,14 @@ class PrefillPath:
         end = min(start + self.method.group_tokens, self._req_to_token.shape[1])
         if end <= start:
             return
-        layer_id = min(self.layers)
+        # The first row of SGLang's table is nobody's yet: all of it is the pool's dummy page.
+        slots = torch.zeros(end - start, dtype=torch.int64, device=self._req_to_token.device)
+        self.begin([PrefillSpan(0, start, end, self.method)], slots[:1], counted=False)
+        for part in self.method.parts or (self.method,):
+            self._attend_to_zeros(min(filter(partial(names_layer, part.config.layers), self.layers)), slots, dtype)
+        self.begin((), slots[:0], counted=False)
+
+    def _attend_to_zeros(self, layer_id: int, slots: torch.Tensor, dtype: torch.dtype) -> None:
         dims = [buffer(layer_id).shape[2] for buffer in (self._kv_pool.get_key_buffer, self._kv_pool.get_value_buffer)]
         layer = SimpleNamespace(
             layer_id=layer_id,
@@ -85,12 +105,8 @@ class PrefillPath:
             k_scale_float=None,
             v_scale_float=None,
         )
-        slots = torch.zeros(end - start, dtype=torch.int64, device=self._req_to_token.device)
-        query = torch.zeros(end - start, self._q_heads * dims[0], dtype=dtype, device=slots.device)
-        # The first row of SGLang's table is nobody's yet: all of it is the pool's dummy page.
-        self.begin([PrefillSpan(0, start, end, self.method)], slots[:1], counted=False)
+        query = torch.zeros(len(slots), self._q_heads * dims[0], dtype=dtype, device=slots.device)
         self.attend(query, query, query, layer, slots, save_kv_cache=False)
-        self.begin((), slots[:0], counted=False)
 
     def begin(self, spans: Sequence[PrefillSpan], req_pool_indices: torch.Tensor, counted: bool = True) -> None:
         """Decide the pass that runs next.

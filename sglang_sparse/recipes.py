@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sglang_sparse.config import Settings, build, read_config
+from sglang_sparse.config import Settings, build
+from sglang_sparse.config_value import read_config
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.model_kinds import KINDS
 from sglang_sparse.recipe_memory import memory

@@ -253,6 +253,7 @@ def require_model(args: SparseServerArgs, settings: Settings, stand_in: bool = F
         settings.method.sparse_layers(model.num_hidden_layers)
         if settings.prefill:
             origin = f"--sparse-prefill-config of {settings.prefill_name}"
+            require_range(settings.prefill_rules or {}, model.num_hidden_layers)
             parse_layers(settings.prefill.config.layers, model.num_hidden_layers)
     except ValueError as error:
         raise SparseArgumentError(f"{origin}: {error}") from error

@@ -131,7 +131,7 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
 
 def _configs(settings: Settings) -> dict[str, Sequence[SparseConfig]]:
     """The configs of each phase: of decode one, or that of each part."""
-    return {DECODE: settings.method.configs, PREFILL: [settings.prefill.config] if settings.prefill else []}
+    return {DECODE: settings.method.configs, PREFILL: settings.prefill.configs if settings.prefill else ()}
 
 
 def _by_phase(settings: Settings, params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -197,15 +197,19 @@ def _method_with(method: DecodeMethod, overrides: Overrides) -> DecodeMethod:
 @lru_cache(maxsize=256)
 def _prefill_with(server: PrefillMethod, overrides: Overrides, sparse: bool) -> tuple[PrefillMethod | None, str]:
     """The prefill method of a request, and the namespace of what differs from the server's."""
-    config = _config_with(server.config, overrides)
-    if config.exact_prefix or not sparse:
+    configs, fields = [], {}
+    for own in server.configs:
+        # A field is for the parts that have it.
+        config = _config_with(own, tuple(one for one in overrides if one[0] in own.request_fields))
+        configs.append(config)
+        # Nothing else: what a server alone may be given, such as a list, is no key of a cache.
+        asked = {name: getattr(config, name) for name in config.request_fields}
+        fields |= {name: value for name, value in asked.items() if value != getattr(own, name)}
+    if any(config.exact_prefix for config in configs) or not sparse:
         return None, "" if server.config.exact_prefix else f"{NAMESPACE}exact_prefix"
-    asked = {name: getattr(config, name) for name in config.request_fields}
-    # Nothing else: what a server alone may be given, such as a list, is no key of a cache.
-    fields = {name: value for name, value in asked.items() if value != getattr(server.config, name)}
     if not fields:
         return server, ""
-    return type(server)(config), NAMESPACE + json.dumps(fields, sort_keys=True)
+    return server.having(configs), NAMESPACE + json.dumps(fields, sort_keys=True)
 
 
 def namespaced(extra_key: str | None, options: RequestOptions) -> str | None:

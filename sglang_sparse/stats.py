@@ -252,8 +252,9 @@ class Counters:
         causal = totals["pairs_causal"]
         return {
             "method": self._settings.prefill_name,
-            "config": {**path.method.config.model_dump(), "crossover_tokens": path.method.dense_below},
+            "config": {**self._settings.prefill_resolved, "crossover_tokens": path.method.dense_below},
             "sparse_layers": len(path.layers),
+            **({"parts": path.parts()} if path.method.parts else {}),
             **totals,
             "sparsity": 1 - totals["pairs_attended"] / causal if causal else 0.0,
         }

@@ -69,6 +69,7 @@ _ANCHOR = _SERVER.format("prefill") + "a_threshold_that_keeps_all_is_dense"
 _DSA = _SERVER.format("dsa") + "prompts_are_read_as_the_model_was_trained"
 _KEPT = _SERVER.format("rocketkv") + "few_blocks_of_what_is_kept_are_attended"
 _LATENTS = _SERVER.format("skip_softmax_mla")
+_LAYERED = _SERVER.format("layered_prefill")
 # In the name of a leg, and its methods.
 _OF_BOTH_PHASES = {
     "resa-anchor": ("resa", "anchor"),
@@ -104,6 +105,15 @@ PROOFS: Mapping[Cell, str] = {
     Cell(OTHER_LAYERS, "robsa", "dense"): _PARTS + "robsa_with_two_shares_beside_dense_layers",
     Cell(OTHER_LAYERS, "robsa", _OTHER_FIELDS): _PARTS + "robsa_with_two_sizes_of_blocks_on_two_ranks",
     Cell(OTHER_LAYERS, "robsa", DECODE_SKIP): _LATENTS + "robsa_has_other_layers",
+    **{
+        Cell(OTHER_LAYERS, method, other): _LAYERED + "each_layer_has_its_rule"
+        for method, others in (
+            ("anchor", ("dense", _OTHER_FIELDS, "skip_softmax")),
+            (PREFILL_SKIP, ("dense", "anchor")),
+        )
+        for other in others
+    },
+    Cell(OTHER_LAYERS, PREFILL_SKIP, _OTHER_FIELDS): _LAYERED + "two_factors_of_one_method_on_two_ranks",
     Cell(MODELS, DECODE_SKIP, "MLA"): _LATENTS + "a_factor_of_next_to_nothing_equals_dense",
     # What takes a GPU.
     Cell(ON_GPU, "resa", "fa3"): "e1",

@@ -77,7 +77,7 @@ def decode_config(server: LiveServer) -> dict[str, Any]:
     state = server.sparse_state()
     if state.get("parts"):
         raise EvaluationError(
-            f"the server decodes by rules of several methods or fields, {_of_parts(state)}; wanted is one config"
+            f"the server decodes by rules of several methods or fields, {_method_of(state)}; wanted is one config"
         )
     if state["config"] is None:
         raise EvaluationError(f"the server runs {state['prefill']['method']} alone and decodes dense")
@@ -87,13 +87,12 @@ def decode_config(server: LiveServer) -> dict[str, Any]:
 def phases_of(facts: dict[str, Any]) -> tuple[str | None, str | None]:
     """The decode method and the prefill method that a server runs; None where the phase is dense."""
     state = facts.get("sparse") or {}
-    decode = _of_parts(state) if state.get("parts") else state.get("method")
-    return decode, (state.get("prefill") or {}).get("method")
+    return _method_of(state), _method_of(state.get("prefill") or {})
 
 
-def _of_parts(state: dict[str, Any]) -> str:
-    """The methods of rules by layer, such as "resa/skip_softmax"."""
-    return "/".join(part["method"] for part in state["parts"])
+def _method_of(state: dict[str, Any]) -> str | None:
+    """The method of a phase, or those of rules by layer, such as "resa/skip_softmax"."""
+    return "/".join(part["method"] for part in state["parts"]) if state.get("parts") else state.get("method")
 
 
 def together(*names: str | None) -> str | None:

@@ -38,7 +38,8 @@ from sglang_sparse.calibration.capture import (
 from sglang_sparse.calibration.prompts import FLAGS, FORMS, Prompts
 from sglang_sparse.calibration.recall import MAX_THETA, Kept, Tally
 from sglang_sparse.calibration.report import layer_rows, report, same_theta_rows
-from sglang_sparse.config import build, read_config
+from sglang_sparse.config import build
+from sglang_sparse.config_value import read_config
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor, AnchorConfig
 
@@ -87,11 +88,13 @@ def base_method(config: str | None) -> Anchor:
 
     Raises:
         SparseArgumentError: as the server refuses it.
+        CalibrationError: it gives layers different methods or fields.
     """
     given = read_config(config, CONFIG_FLAG)
     fields = {name: value for name, value in given.items() if name not in ("theta", "calibration")}
     method = build(None, {}, "anchor", fields).prefill
-    assert isinstance(method, Anchor)
+    if not isinstance(method, Anchor):
+        raise CalibrationError(f'{CONFIG_FLAG}: layers has several rules; allowed: those of anchor, as "2-"')
     return method
 
 

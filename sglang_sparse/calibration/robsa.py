@@ -67,7 +67,8 @@ from sglang_sparse.calibration.robsa_prompts import (
 from sglang_sparse.calibration.robsa_report import plot, table
 from sglang_sparse.calibration.similarity import agreement
 from sglang_sparse.calibration.weights import fingerprint
-from sglang_sparse.config import build, read_config
+from sglang_sparse.config import build
+from sglang_sparse.config_value import read_config
 
 if TYPE_CHECKING:
     from sglang_sparse.methods.robsa import RobsaConfig

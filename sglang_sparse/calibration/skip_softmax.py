@@ -49,7 +49,8 @@ from sglang_sparse.calibration.skip_file import Point, SkipCalibration, fit
 from sglang_sparse.calibration.skip_report import plot, table
 from sglang_sparse.calibration.skipping import Skipped, skipped_in_decode, skipped_in_prefill
 from sglang_sparse.calibration.weights import fingerprint
-from sglang_sparse.config import Settings, build, read_config
+from sglang_sparse.config import Settings, build
+from sglang_sparse.config_value import read_config
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.methods.skip_softmax_checkpoint import FORMULA, PHASES, TABLE
 from sglang_sparse.prefill_method import PrefillMethod
@@ -157,9 +158,9 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _layers(settings: Settings, facts: ModelFacts) -> dict[str, list[int]]:
-    if settings.method.parts:
-        raise CalibrationError(f'{CONFIG_FLAG}: layers has several rules; allowed: those of skip_softmax, as "2-"')
     assert settings.prefill is not None
+    if settings.method.parts or settings.prefill.parts:
+        raise CalibrationError('layers has several rules; allowed: those of skip_softmax, as "2-"')
     if reason := settings.prefill.refuse(facts) or settings.method.refuse(facts):
         raise CalibrationError(f"--method skip_softmax does not fit {facts.architecture}: {reason}")
     found = {}
@@ -235,9 +236,8 @@ def measure(
 
 def _finite(captured: Captured, found: Skipped) -> Skipped:
     if not all(map(math.isfinite, found.mass)):
-        raise CalibrationError(
-            f"--model-path: the attention of layer {captured.layer} is not finite in {captured.key.dtype}"
-        )
+        layer, dtype = captured.layer, captured.key.dtype
+        raise CalibrationError(f"--model-path: the attention of layer {layer} is not finite in {dtype}")
     return found
 
 

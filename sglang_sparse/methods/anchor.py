@@ -142,8 +142,8 @@ class Anchor(PrefillMethod):
             starts[span.row] = span.start
             ends[span.row] = max(ends[span.row], span.end)
             if isinstance(span.method, Anchor):
-                # Where the prompt goes on, its next token is sparse, too.
-                ranges[span.row] = self.dense_below, span.end + (span.after is not None)
+                # Also what of the prompt later passes run sparse: a part of a group goes by what that will have.
+                ranges[span.row] = self.dense_below, max(span.end, span.goes_on)
                 thetas[span.row] = span.method.config.theta
                 carried[span.row] = span.before.tokens if span.before else 0
                 if cut := span.before or span.after:

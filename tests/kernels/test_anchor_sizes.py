@@ -180,8 +180,9 @@ def test_chunks_that_cut_groups_keep_nearly_as_much_attention(prompt: dict[str, 
     ("length", "dense", "bound"),
     [
         *((length, 0, 0.005) for length in (GROUP + 750, GROUP + 1000, 2 * GROUP, 2 * GROUP + 700)),
-        # The default of a server, and less, behind which the first sparse group is a larger part of a short prompt.
+        # As by default, and less, behind which the first sparse group is a larger part of a short prompt.
         (5 * GROUP + 1000, 4 * GROUP, 0.005),
+        (3 * GROUP, 2 * GROUP, 0.005),
         (2 * GROUP + 1000, GROUP, 0.0075),
     ],
 )

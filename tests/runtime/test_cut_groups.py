@@ -109,6 +109,18 @@ def test_each_chunk_sees_the_group_so_far_whatever_runs_between() -> None:
     assert cut_of(second) is None
 
 
+def test_a_part_goes_by_what_its_group_will_have() -> None:
+    """Three eighths of four blocks are two, one more than such a part knows; of two blocks it is one, which it has."""
+    method = Anchor(replace_config())
+    for prompt, means in ((TOKENS, 2), (192, 2), (160, 1), (150, 1)):
+        request, plans = make_request(0, prompt), []
+        for start, end in ((0, 96), (96, 140)):
+            cuts = prefill.follow_cuts(getattr(request, ATTRIBUTE), start, end, prompt, method)
+            spans = [*prefill.split_prompt(0, start, end, prompt, method, cuts)]
+            plans.append(method.plan(spans, torch.device("cpu")).op)
+        assert plans[1].slices[0].parts[-1].num_means == means, prompt
+
+
 def test_what_was_cached_of_a_group_hands_nothing_on() -> None:
     server, request, other = Server(), make_request(0), make_request(0)
     (after,) = server.run((request, 150, 180))

@@ -66,8 +66,8 @@ def test_mixed_chunk_with_any_decode_that_does_not_rectify(qwen3: str, decode: d
         ),
         (
             {"sparse_prefill_config": '{"layers": {"0-1": "dense"}}'},
-            "--sparse-prefill-config of anchor: layers: got {'0-1': 'dense'}; must be \"all\", ids or ranges such as "
-            '"2-" or "0-3,8", or a list of ids; rules by layer are for --sparse-config',
+            "--sparse-prefill-config of anchor: layers: no rule runs anchor; allowed: a rule that does, another "
+            "--sparse-prefill-method, or none at all for dense prefill",
         ),
         ({"sparse_prefill_config": '{"layers": [true]}'}, 'layers: got [True]; must be "all", ids or ranges'),
         ({"sparse_prefill_config": '{"step": 0}'}, "step: got 0"),

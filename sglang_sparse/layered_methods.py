@@ -1,0 +1,139 @@
+"""What the rules of ``layer_rules.py`` make of a phase.
+
+Rules of one method and one config are that method on those layers, as the text form would say it; rules of several are
+a ``Composite``, and for prefill a ``LayeredPrefill``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from sglang_sparse import registry
+from sglang_sparse.layer_rules import DECODE_PHASE, LAYERS, PREFILL_PHASE, Checkpoint, methods_of_rules
+from sglang_sparse.method_config import SHARED
+from sglang_sparse.validation import SparseArgumentError
+
+if TYPE_CHECKING:
+    from sglang_sparse.method import DecodeMethod
+    from sglang_sparse.prefill_method import PrefillMethod
+
+# Kinds of attention as users know them.
+KINDS = {"MHA": "MHA and GQA", "MLA": "MLA", "DSA": "DSA"}
+
+
+def build_rules(
+    name: str, fields: Mapping[str, Any], checkpoint: Checkpoint = None
+) -> tuple[DecodeMethod, dict[str, Any]]:
+    """Build the decode method of a config whose ``layers`` is a mapping.
+
+    Args:
+        name: of ``--sparse-method``, which some rule must run.
+        fields: the config. What stands beside ``layers`` is for every rule whose method has it and does not give it.
+        checkpoint: reads the model's config.json; None where no model is at hand.
+
+    Returns:
+        The method, and the rules in full: by their layers "dense" or the fields of a method.
+
+    Raises:
+        SparseArgumentError: rules are malformed, overlap or cannot be combined, or their fields are wrong.
+    """
+    found = methods_of_rules(DECODE_PHASE, name, fields, checkpoint)
+    methods = found.methods
+    if len(methods) > 1:
+        methods = _apart(f"--sparse-config of {name}: {LAYERS}", found.names, methods, found.first_specs)
+    said = found.said(methods, SHARED)
+    if len(methods) == 1:
+        return methods[0], said
+    # To read a config takes no torch.
+    from sglang_sparse.composite import Composite
+
+    return Composite(found.names, methods), said
+
+
+def build_prefill_rules(
+    name: str, fields: Mapping[str, Any], checkpoint: Checkpoint = None
+) -> tuple[PrefillMethod, dict[str, Any]]:
+    """Build the prefill method of a config whose ``layers`` is a mapping; see ``build_rules``.
+
+    What all layers share is said once; where nobody says how long the dense tail is, it is the longest that one of the
+    methods has by default.
+    """
+    from sglang_sparse.layered_prefill import SHARED as SHARED_BY_PREFILL
+    from sglang_sparse.layered_prefill import LayeredPrefill
+    from sglang_sparse.prefill_method import PrefillConfig
+
+    found = methods_of_rules(PREFILL_PHASE, name, fields, checkpoint)
+    said = found.said(found.methods, SHARED_BY_PREFILL)
+    if len(found.methods) == 1:
+        return found.methods[0], said
+    configs = [method.config for method in found.methods]
+    shared = {}
+    for field in SHARED_BY_PREFILL:
+        pairs = zip(found.first_specs, configs, strict=True)
+        asked = {getattr(config, field): spec for spec, config in pairs if field in config.model_fields_set}
+        if len(asked) > 1:
+            _refuse_apart(f"--sparse-prefill-config of {name}: {LAYERS}", field, asked)
+        values = asked or {getattr(config, field) for config in configs}
+        shared[field] = max(values) if len(values) > 1 else next(iter(values))
+    parts = [
+        method.having([config.model_copy(update=shared)]) for method, config in zip(found.methods, configs, strict=True)
+    ]
+    layers = ",".join(str(config.layers) for config in configs)
+    return LayeredPrefill(PrefillConfig.model_validate({**shared, LAYERS: layers}), found.names, parts), said
+
+
+def _apart(
+    origin: str, names: Sequence[str], methods: Sequence[DecodeMethod], specs: Sequence[str]
+) -> list[DecodeMethod]:
+    """Refuse what cannot stand in one model, and leave prefill to the method that is named for it."""
+    for place, (name, method, spec) in enumerate(zip(names, methods, specs, strict=True)):
+        if not method.combines:
+            raise SparseArgumentError(
+                f'{origin}: rule "{spec}": {name} runs beside dense layers alone, and other rules name another method '
+                f"or other fields; allowed beside each other: {_combining(_kinds(methods[0]))}"
+            )
+        if method.alone:
+            raise SparseArgumentError(
+                f'{origin}: rule "{spec}": {name} runs beside no other method and no other fields with this config: '
+                f"{method.alone}"
+            )
+        for other, first, where in zip(methods[:place], names, specs, strict=False):
+            if not _kinds(method) & _kinds(other):
+                raise SparseArgumentError(
+                    f'{origin}: rule "{spec}": {name} serves {KINDS[method.attention]} models, and {first} of rule '
+                    f'"{where}" {KINDS[other.attention]} models; allowed beside {first}: {_combining(_kinds(other))}'
+                )
+    for field in SHARED:
+        said = {getattr(method.config, field): spec for method, spec in zip(methods, specs, strict=True)}
+        if len(said) > 1:
+            _refuse_apart(origin, field, said)
+    return [_of_decode_alone(f'{origin}: rule "{spec}"', method) for method, spec in zip(methods, specs, strict=True)]
+
+
+def _refuse_apart(origin: str, field: str, said: Mapping[Any, str]) -> NoReturn:
+    found = ", ".join(f'{json.dumps(value)} for "{spec}"' for value, spec in said.items())
+    raise SparseArgumentError(f'{origin}: {field} is {found}; allowed: one for all rules: set it beside "{LAYERS}"')
+
+
+def _kinds(method: DecodeMethod | type[DecodeMethod]) -> set[str]:
+    return {method.attention, "MLA"} if method.latents else {method.attention}
+
+
+def _combining(kinds: Collection[str]) -> str:
+    found = registry.loaded_decode_methods().items()
+    return ", ".join(name for name, method in found if method.combines and _kinds(method) & set(kinds))
+
+
+def _of_decode_alone(origin: str, method: DecodeMethod) -> DecodeMethod:
+    config, nothing = method.config, {}
+    for field in config.phase_fields:
+        value = getattr(config, field)
+        if value["prefill"] and field in config.model_fields_set:
+            raise SparseArgumentError(
+                f"{origin}: {field} has {value['prefill']:g} for prefill, and beside rules of other methods prefill is "
+                f'what --sparse-prefill-method says; allowed: {{"{field}": {{"decode": …}}}}'
+            )
+        nothing[field] = {**value, "prefill": 0.0}
+    return type(method)(config.model_copy(update=nothing)) if nothing else method

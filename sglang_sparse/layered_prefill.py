@@ -1,0 +1,105 @@
+"""Several prefill methods, or configs of one, in one model: each has layers of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.layers import names_layer, parse_layers
+from sglang_sparse.prefill_method import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_sparse.method import ModelShape
+
+# What is said once for all layers of a server, whatever prefill methods they have.
+SHARED = tuple(field for field in PrefillConfig.model_fields if field != "layers")
+
+
+class LayeredPrefill(PrefillMethod):
+    """Prefill methods by layer.
+
+    A token's KV depends on what all layers below did, so that its groups are whole ones of each part: KV is a function
+    of the tokens before it where it is in every layer. All parts begin to be sparse at one position.
+
+    Args:
+        config: what the parts share.
+        names: what the parts are called in the registry.
+        parts: methods of no common layer, whose configs agree in ``SHARED`` but for ``crossover_tokens``.
+    """
+
+    def __init__(self, config: PrefillConfig, names: Sequence[str], parts: Sequence[PrefillMethod]):
+        super().__init__(config)
+        self.names = tuple(names)
+        group = math.lcm(*(part.group_tokens for part in parts))
+        begin = -(-max(part.dense_below for part in parts) // group) * group
+        self.parts = tuple(part.having([part.config.model_copy(update={"crossover_tokens": begin})]) for part in parts)
+        self.more_counts = tuple(dict.fromkeys(name for part in parts for name in part.more_counts))
+        self._group = group
+
+    @property
+    def configs(self) -> tuple[PrefillConfig, ...]:
+        """Those of the parts."""
+        return tuple(part.config for part in self.parts)
+
+    def having(self, configs: Sequence[PrefillConfig]) -> LayeredPrefill:
+        """See ``PrefillMethod.having``; one for each part."""
+        parts = [part.having([config]) for part, config in zip(self.parts, configs, strict=True)]
+        return LayeredPrefill(self.config, self.names, parts)
+
+    @property
+    def group_tokens(self) -> int:
+        """Whole groups of each part."""
+        return self._group
+
+    @property
+    def dense_below(self) -> int:
+        """Where the last part begins, at the end of a group of all."""
+        return self.parts[0].dense_below
+
+    def refuse(self, model_config: Any) -> str | None:
+        """What a part refuses."""
+        return next((reason for part in self.parts if (reason := part.refuse(model_config))), None)
+
+    def refuse_weights(self, model_config: Any) -> str | None:
+        """What a part refuses."""
+        return next((reason for part in self.parts if (reason := part.refuse_weights(model_config))), None)
+
+    def refuse_page_size(self, page_size: int) -> str | None:
+        """What a part refuses."""
+        return next((reason for part in self.parts if (reason := part.refuse_page_size(page_size))), None)
+
+    def refuse_gpu(self, capability: tuple[int, int]) -> str | None:
+        """What a part refuses."""
+        return next((reason for part in self.parts if (reason := part.refuse_gpu(capability))), None)
+
+    def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
+        """The most of the parts: layers run one after the other, and each gives back what it took."""
+        return max(part.scratch_bytes(model, max_tokens, max_context) for part in self.parts)
+
+    def kept_bytes(self, model: ModelShape, layers: int, dtype: torch.dtype) -> int:
+        """Those of the parts, each for its own of the layers."""
+        return sum(
+            part.kept_bytes(model, len(parse_layers(part.config.layers, model.num_layers)), dtype)
+            for part in self.parts
+        )
+
+    def plan(self, spans: Sequence[PrefillSpan], device: torch.device) -> tuple[Any, ...]:
+        """A plan of each part, for which a request's method is that part of it."""
+        return tuple(
+            part.plan([replace(span, method=span.method and span.method.parts[place]) for span in spans], device)
+            for place, part in enumerate(self.parts)
+        )
+
+    def attend(self, plan: tuple[Any, ...], layer_id: int, inputs: PrefillInputs) -> None:
+        """Attend by the part that has the layer, and put what it counts where all parts are counted."""
+        place = next(i for i, part in enumerate(self.parts) if names_layer(part.config.layers, layer_id))
+        part = self.parts[place]
+        counts = inputs.pairs.new_zeros(2 + len(part.more_counts))
+        part.attend(plan[place], layer_id, replace(inputs, pairs=counts))
+        inputs.pairs[:2] += counts[:2]
+        for name, count in zip(part.more_counts, counts[2:], strict=True):
+            inputs.pairs[2 + self.more_counts.index(name)] += count
