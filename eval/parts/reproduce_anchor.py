@@ -24,7 +24,7 @@ _THETAS = "eval/models/tiny-gqa/anchor.json"
 _SMALL_GRAPHS = ("--mem-fraction-static", "0.25", "--cuda-graph-max-bs-decode", AT_ONCE)
 _BESIDE = ("--page-size", "16", "--attention-backend", "fa3", "--max-total-tokens", "262144", *_SMALL_GRAPHS)
 # Seven eighths are left out at 32k, and nothing is dense for being early: where half of the keys are kept, as by the
-# calibrated thresholds, a random selection may find a needle by luck.
+# calibrated thresholds, chance has what dense decode needs to begin a number.
 _FEW: Mapping[str, Any] = {"theta": 5.0, "crossover_tokens": 0}
 _NO_TAIL: Mapping[str, Any] = {"dense_tail": 0}
 # The layer of tiny-gqa that looks numbers up, as `eval.blind` finds, and a threshold that keeps next to no stripes.
@@ -160,6 +160,22 @@ def _texts(label: str) -> tuple[Command, ...]:
     )
 
 
+def _tail() -> tuple[Leg, ...]:
+    """What the dense tail is worth for numbers that prefill alone is to find: without it, and beside random keys."""
+    config, form, depths = {"theta": _calibrated()}, "prefilled", EVERY_TENTH
+    return (
+        _few_needles("anchor", {**config, **_NO_TAIL}, 10, depths, "prefilled-tail-0", "multikey", "0.6", form),
+        _few_needles("random_keys", config, 10, depths, "prefilled-tail-128", "multikey", "0.6", form),
+    )
+
+
+def _by_layer() -> Leg:
+    """Needles with prefill methods by layer: Skip-Softmax in the first layers, AnchorAttention in the others."""
+    skip = {"method": "skip_softmax", "threshold_scale_factor": 350.0}
+    config = {"layers": {"0-1": skip, "2": {"theta": 8.375}, "3": {"theta": 7.875}}}
+    return _few_needles("anchor", config, 20, _QUARTERS, "layers", least="0.3")
+
+
 def _controlled(
     label: str,
     config: Mapping[str, Any],
@@ -198,6 +214,8 @@ ANCHOR: tuple[Leg, ...] = (
     *_controlled("prefilled", {"theta": _calibrated()}, _CONTROLS[:1], "prefilled"),
     # A window of two fifths of the keys holds two fifths of the needles: a sliding window is to have few.
     *_controlled("lookup-prefilled", _lookup(), _CONTROLS, "prefilled"),
+    *_tail(),
+    _by_layer(),
     _prefill_perplexity(),
     _stripes(),
     _books(),
