@@ -175,7 +175,7 @@ def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, p
     """Refuse a config that does not repeat what the decode method's says of prefill: nothing is taken over."""
     for field in decode.phase_fields:
         said = getattr(decode, field).get("prefill")
-        own = any(field in config.model_fields_set for config in prefill.configs)
+        own = all(field in config.model_fields_set for config in prefill.configs if field in type(config).model_fields)
         if said and field in decode.model_fields_set and not own:
             raise SparseArgumentError(
                 f"{origin}: got {json.dumps(fields)}, which does not say its {field}, and --sparse-config has {said:g} "

@@ -11,7 +11,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_sparse import registry
-from sglang_sparse.layer_rules import DECODE_PHASE, LAYERS, PREFILL_PHASE, Checkpoint, methods_of_rules
+from sglang_sparse.layer_rules import (
+    DECODE_PHASE,
+    DENSE,
+    LAYERS,
+    PREFILL_PHASE,
+    Checkpoint,
+    RuleMethods,
+    methods_of_rules,
+)
 from sglang_sparse.method_config import SHARED
 from sglang_sparse.validation import SparseArgumentError
 
@@ -65,23 +73,32 @@ def build_prefill_rules(
     from sglang_sparse.prefill_method import PrefillConfig
 
     found = methods_of_rules(PREFILL_PHASE, name, fields, checkpoint)
+    shared = _shared_by_prefill(name, found, SHARED_BY_PREFILL)
+    # Rules that differ in nothing else are of one method.
+    own = {
+        spec: rule if rule == DENSE else {field: rule[field] for field in rule if field not in shared}
+        for spec, rule in found.given.items()
+    }
+    found = methods_of_rules(PREFILL_PHASE, name, {**fields, **shared, LAYERS: own}, checkpoint)
     said = found.said(found.methods, SHARED_BY_PREFILL)
     if len(found.methods) == 1:
         return found.methods[0], said
-    configs = [method.config for method in found.methods]
-    shared = {}
-    for field in SHARED_BY_PREFILL:
+    layers = ",".join(str(method.config.layers) for method in found.methods)
+    config = PrefillConfig.model_validate({**shared, LAYERS: layers})
+    return LayeredPrefill(config, found.names, found.methods), said
+
+
+def _shared_by_prefill(name: str, found: RuleMethods, fields: Sequence[str]) -> dict[str, Any]:
+    """What the configs say of these fields, of which each is one for all."""
+    configs, shared = [method.config for method in found.methods], {}
+    for field in fields:
         pairs = zip(found.first_specs, configs, strict=True)
         asked = {getattr(config, field): spec for spec, config in pairs if field in config.model_fields_set}
         if len(asked) > 1:
             _refuse_apart(f"--sparse-prefill-config of {name}: {LAYERS}", field, asked)
         values = asked or {getattr(config, field) for config in configs}
         shared[field] = max(values) if len(values) > 1 else next(iter(values))
-    parts = [
-        method.having([config.model_copy(update=shared)]) for method, config in zip(found.methods, configs, strict=True)
-    ]
-    layers = ",".join(str(config.layers) for config in configs)
-    return LayeredPrefill(PrefillConfig.model_validate({**shared, LAYERS: layers}), found.names, parts), said
+    return shared
 
 
 def _apart(

@@ -124,10 +124,13 @@ async def prefilled_answer(
     """The likeliest token at each place of an answer ``[len(given)]`` that is read behind a prompt.
 
     All of them are right if, and only if, decode would answer so greedily, were each of its steps to attend as prefill
-    does: it would then have written what stands before each place.
+    does: it would then have written what stands before each place. Where a method chooses keys for several queries
+    together, those of places behind have a say here, which decode would not have.
     """
     request = _read([*tokens, *given], len(given), params)
-    return likeliest(await generate(client, {**request, "top_logprobs_num": 1}), len(given))
+    answer = await generate(client, {**request, "top_logprobs_num": 1})
+    prefill_logprobs(answer, given)
+    return likeliest(answer, len(given))
 
 
 def _read(tokens: Sequence[int], suffix: int, params: dict[str, Any]) -> dict[str, Any]:

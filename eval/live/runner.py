@@ -153,7 +153,7 @@ class Run:
         try:
             prompt = await asyncio.to_thread(self.suite.build, case)
             row |= _asked(prompt)
-            room = len(prompt.tokens) + prompt.max_new_tokens
+            room = len(prompt.tokens) + max(prompt.max_new_tokens, len(prompt.given))
             if arm.context is not None and room > arm.context:
                 raise EvaluationError(f"prompt and answer take {room} tokens, the server's context is {arm.context}")
             options = {**prompt.sampling, **arm.options}
