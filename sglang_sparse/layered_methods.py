@@ -65,8 +65,8 @@ def build_prefill_rules(
 ) -> tuple[PrefillMethod, dict[str, Any]]:
     """Build the prefill method of a config whose ``layers`` is a mapping; see ``build_rules``.
 
-    What all layers share is said once; where nobody says how long the dense tail is, it is the longest that one of the
-    methods has by default.
+    What all layers share is said once, beside the rules; where nobody says how long the dense tail is, it is the
+    longest that one of the methods has by default.
     """
     from sglang_sparse.layered_prefill import SHARED as SHARED_BY_PREFILL
     from sglang_sparse.layered_prefill import LayeredPrefill
@@ -85,19 +85,21 @@ def build_prefill_rules(
         return found.methods[0], said
     layers = ",".join(str(method.config.layers) for method in found.methods)
     config = PrefillConfig.model_validate({**shared, LAYERS: layers})
-    return LayeredPrefill(config, found.names, found.methods), said
+    try:
+        return LayeredPrefill(config, found.names, found.methods), said
+    except ValueError as error:
+        raise SparseArgumentError(f"--sparse-prefill-config of {name}: {LAYERS}: {error}") from error
 
 
 def _shared_by_prefill(name: str, found: RuleMethods, fields: Sequence[str]) -> dict[str, Any]:
     """What the configs say of these fields, of which each is one for all."""
     configs, shared = [method.config for method in found.methods], {}
     for field in fields:
-        pairs = zip(found.first_specs, configs, strict=True)
-        asked = {getattr(config, field): spec for spec, config in pairs if field in config.model_fields_set}
-        if len(asked) > 1:
-            _refuse_apart(f"--sparse-prefill-config of {name}: {LAYERS}", field, asked)
-        values = asked or {getattr(config, field) for config in configs}
-        shared[field] = max(values) if len(values) > 1 else next(iter(values))
+        values = {getattr(config, field): spec for spec, config in zip(found.first_specs, configs, strict=True)}
+        asked = any(field in config.model_fields_set for config in configs)
+        if len(values) > 1 and (asked or field != "dense_tail"):
+            _refuse_apart(f"--sparse-prefill-config of {name}: {LAYERS}", field, values)
+        shared[field] = max(values) if field == "dense_tail" else next(iter(values))
     return shared
 
 

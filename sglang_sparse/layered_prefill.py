@@ -29,6 +29,9 @@ class LayeredPrefill(PrefillMethod):
         config: what the parts share.
         names: what the parts are called in the registry.
         parts: methods of no common layer, whose configs agree in ``SHARED`` but for ``crossover_tokens``.
+
+    Raises:
+        ValueError: a part begins elsewhere than it is told to, or has a rule of its own of what may be shared.
     """
 
     def __init__(self, config: PrefillConfig, names: Sequence[str], parts: Sequence[PrefillMethod]):
@@ -37,6 +40,13 @@ class LayeredPrefill(PrefillMethod):
         group = math.lcm(*(part.group_tokens for part in parts))
         begin = -(-max(part.dense_below for part in parts) // group) * group
         self.parts = tuple(part.having([part.config.model_copy(update={"crossover_tokens": begin})]) for part in parts)
+        for name, part in zip(names, self.parts, strict=True):
+            own = [
+                rule for rule in ("boundary", "dense_from") if getattr(type(part), rule) != getattr(PrefillMethod, rule)
+            ]
+            if part.dense_below != begin or own:
+                found = f"has {own[0]}() of its own" if own else f"begins at {part.dense_below} where {begin} is asked"
+                raise ValueError(f"{name} {found}; allowed: all sparse layers for it alone")
         self.more_counts = tuple(dict.fromkeys(name for part in parts for name in part.more_counts))
         self._group = group
 
@@ -61,7 +71,13 @@ class LayeredPrefill(PrefillMethod):
         return self.parts[0].dense_below
 
     def refuse(self, model_config: Any) -> str | None:
-        """What a part refuses."""
+        """What a part refuses, and groups that no prompt of the model has."""
+        context = getattr(model_config, "context_len", None)
+        if context and self._group > context:
+            sizes = ", ".join(
+                f"{part.group_tokens} of {name}" for name, part in zip(self.names, self.parts, strict=True)
+            )
+            return f"groups of all layers have {self._group} tokens ({sizes}), and the context has {context}"
         return next((reason for part in self.parts if (reason := part.refuse(model_config))), None)
 
     def refuse_weights(self, model_config: Any) -> str | None:

@@ -142,7 +142,9 @@ class PrefillMethod(ABC):
     The KV that a prompt's sparse prefill leaves is a function of the tokens before it only at the ends of complete
     groups of ``group_tokens``, aligned to absolute positions: within a group a token's output may depend on later
     tokens of the group. Prefixes are therefore matched, cached and cut into chunks at these ends alone, see
-    ``prefill.py``. Positions below ``dense_below`` are dense for every prompt, and there any page end will do.
+    ``prefill.py``. Positions below ``dense_below`` are dense for every prompt, and there any page end will do. To have
+    layers beside other methods (``LayeredPrefill``) a method begins where ``crossover_tokens`` says if that is the end
+    of a group, and leaves ``boundary`` and ``dense_from`` as they are.
 
     Attributes:
         config: the configuration.

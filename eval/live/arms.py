@@ -80,7 +80,7 @@ def decode_config(server: LiveServer) -> dict[str, Any]:
             f"the server decodes by rules of several methods or fields, {_method_of(state)}; wanted is one config"
         )
     if state["config"] is None:
-        raise EvaluationError(f"the server runs {state['prefill']['method']} alone and decodes dense")
+        raise EvaluationError(f"the server runs {_method_of(state['prefill'])} alone and decodes dense")
     return state["config"]
 
 

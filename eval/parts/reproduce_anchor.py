@@ -212,7 +212,7 @@ ANCHOR: tuple[Leg, ...] = (
     ),
     *_controlled("lookup", _lookup(), _CONTROLS, texts=_texts("lookup")),
     *_controlled("prefilled", {"theta": _calibrated()}, _CONTROLS[:1], "prefilled"),
-    # A window of two fifths of the keys holds two fifths of the needles: a sliding window is to have few.
+    # A sliding window holds as many of the needles as of the keys, so that it is to have few.
     *_controlled("lookup-prefilled", _lookup(), _CONTROLS, "prefilled"),
     *_tail(),
     _by_layer(),

@@ -68,11 +68,10 @@ def test_dense_rules_and_one_method_are_its_text_form(rules: Any, beside: dict[s
         (RULES, {}),
         (RULES, {"crossover_tokens": 100, "dense_tail": 9, "theta": [1.0, 2.0, 3.0, 4.0]}),
         ({"0": "dense", "1-": {}}, {"step": 8, "dense_fallback": "never"}),
-        ({"0": {"dense_tail": 5}, "1": SKIP}, {}),
+        ({"0": {}, "1": SKIP}, {"dense_tail": 5}),
         ({"0": {"theta": 8}, "1": {**SKIP, "target_sparsity": 0.5}}, {}),
         # What one rule says is for all, and then the first two are alike.
-        ({"0": {"dense_tail": 5}, "1": {}, "2-": SKIP}, {}),
-        ({"0": {"dense_fallback": "never"}, "1": {}}, {}),
+        ({"0": {"dense_tail": 128}, "1": {}, "2-": {**SKIP, "dense_tail": 128}}, {}),
     ],
 )
 def test_what_is_resolved_resolves_to_itself(rules: dict[str, Any], beside: dict[str, Any]) -> None:
@@ -93,7 +92,9 @@ def test_what_is_resolved_resolves_to_itself(rules: dict[str, Any], beside: dict
         ({"0": SKIP, "1": "dense"}, {}, ["layers: no rule runs anchor", "none at all for dense prefill"]),
         ({"0": {"method": "anchro"}}, {}, ["rule \"0\": method: got 'anchro'", "did you mean 'anchor'"]),
         ({"0": {}, "1": {"method": "resa"}}, {}, ["rule \"1\": method: got 'resa', allowed: anchor, skip_softmax"]),
-        ({"0": {"dense_tail": 1}, "1": {**SKIP, "dense_tail": 2}}, {}, [*APART, 'dense_tail is 1 for "0", 2 for "1"']),
+        ({"0": {}, "1": {**SKIP, "dense_tail": 0}}, {}, [*APART, 'dense_tail is 128 for "0", 0 for "1"']),
+        ({"0": {"exact_prefix": True}, "1": {}}, {}, [*APART, 'exact_prefix is true for "0"']),
+        ({"0": {"dense_fallback": "never"}, "1": {}}, {}, [*APART, 'dense_fallback is "never" for "0"']),
         ({"0": {"crossover_tokens": 0}, "1": {"crossover_tokens": "auto"}}, {}, [*APART, '0 for "0", "auto" for "1"']),
         ({"0": {}, "1": SKIP}, {"active_ratio": 0.1}, ["unknown field 'active_ratio'", "which no rule's method has"]),
         ({"0": {"threshold_scale_factor": 9}, "1": SKIP}, {}, ["rule \"0\": unknown field 'threshold_scale_factor'"]),
@@ -140,7 +141,7 @@ def test_all_parts_begin_at_one_end_of_whole_groups(step: int, crossover: Any, g
     [
         ({"layers": MIXED}, 128),
         ({"layers": MIXED, "dense_tail": 7}, 7),
-        ({"layers": {"0": {}, "1": {**SKIP, "dense_tail": 0}}}, 0),
+        ({"layers": {"0": {"dense_tail": 0}, "1": {**SKIP, "dense_tail": 0}}}, 0),
         ({"layers": {"0": {"threshold_scale_factor": 9}, "1": {}}, **SKIP_NAME}, 0),
     ],
 )
