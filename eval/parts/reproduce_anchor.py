@@ -169,6 +169,21 @@ def _tail() -> tuple[Leg, ...]:
     )
 
 
+def _fine() -> tuple[Leg, ...]:
+    """Blocks of 16 queries, whose mean shows a question of twenty tokens: what the stripes find, and chance without tail.
+
+    The control takes a loop over blocks in plain torch, and is asked less.
+    """
+    config, label, form, least = {"theta": 9.0, "block_size": 16, "step": 8}, "fine", "prefilled", "0.6"
+    needles = _few_needles("anchor", config, 100, _QUARTERS, label, least=least)
+    bare = {**config, **_NO_TAIL}
+    return (
+        replace(needles, commands=(*needles.commands, *_texts(label))),
+        _few_needles("anchor", bare, 10, EVERY_TENTH, f"{label}-prefilled-tail-0", "multikey", least, form),
+        _few_needles("random_keys", bare, 2, EVERY_TENTH, f"{label}-prefilled-tail-0", "multikey", least, form),
+    )
+
+
 def _by_layer() -> Leg:
     """Needles with prefill methods by layer: Skip-Softmax in the first layers, AnchorAttention in the others."""
     skip = {"method": "skip_softmax", "threshold_scale_factor": 350.0}
@@ -215,6 +230,7 @@ ANCHOR: tuple[Leg, ...] = (
     # A sliding window holds as many of the needles as of the keys, so that it is to have few.
     *_controlled("lookup-prefilled", _lookup(), _CONTROLS, "prefilled"),
     *_tail(),
+    *_fine(),
     _by_layer(),
     _prefill_perplexity(),
     _stripes(),
