@@ -170,7 +170,7 @@ def _tail() -> tuple[Leg, ...]:
 
 
 def _fine() -> tuple[Leg, ...]:
-    """Blocks of 16 queries, whose mean shows a question of twenty tokens: what the stripes find, and chance without tail.
+    """Blocks of 16 queries, whose mean shows a question of twenty tokens: what stripes find without a tail, and chance.
 
     The control takes a loop over blocks in plain torch, and is asked less.
     """
