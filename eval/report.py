@@ -86,6 +86,7 @@ NEEDLES = (
         for name in (
             "anchor",
             "few",
+            "fine",
             "layers",
             "lookup",
             "prefilled",
@@ -180,6 +181,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         f"{control}-depths{config}": partial(_depths, f"niah-tiny-gqa{config}-prefilled-{control}")
         for config, control in (("", "random_keys"), ("-lookup", "random_keys"), ("-lookup", "newest_stripes"))
     },
+    "anchor-depths-fine": lambda: _depths("niah-tiny-gqa-fine-prefilled-tail-0-anchor"),
     "anchor-depths-tail-0": lambda: _depths("niah-tiny-gqa-prefilled-tail-0-anchor"),
     "hops": lambda: tiny_mla.hops(card.read(RESULTS / "tiny-mla-accuracy.jsonl")),
     "needles-tail": lambda: needles.needles([path for path in _starting("niah-tiny-gqa") if TAILS in path.name]),
