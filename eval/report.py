@@ -181,6 +181,10 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         f"{control}-depths{config}": partial(_depths, f"niah-tiny-gqa{config}-prefilled-{control}")
         for config, control in (("", "random_keys"), ("-lookup", "random_keys"), ("-lookup", "newest_stripes"))
     },
+    **{
+        f"fine-depths-{name}": partial(_depths, f"niah-tiny-gqa-fine-theta-10-prefilled-tail-0-{name}-cpu")
+        for name in ("anchor", "random_keys")
+    },
     "anchor-depths-fine": lambda: _depths("niah-tiny-gqa-fine-prefilled-tail-0-anchor"),
     "anchor-depths-tail-0": lambda: _depths("niah-tiny-gqa-prefilled-tail-0-anchor"),
     "hops": lambda: tiny_mla.hops(card.read(RESULTS / "tiny-mla-accuracy.jsonl")),
