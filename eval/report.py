@@ -101,6 +101,17 @@ NEEDLES = (
     *("infinitebench-tiny-mla", "infinitebench-tiny-gqa-anchor"),
 )
 TAILS = "-tail-"
+# By block, the file of whose needles it says where they were found.
+DEPTHS = {
+    "window-depths-pages": "niah-tiny-mla-sink_window-pages",
+    "random_keys-depths": "niah-tiny-gqa-prefilled-random_keys",
+    "random_keys-depths-lookup": "niah-tiny-gqa-lookup-prefilled-random_keys",
+    "newest_stripes-depths-lookup": "niah-tiny-gqa-lookup-prefilled-newest_stripes",
+    "anchor-depths-tail-0": "niah-tiny-gqa-prefilled-tail-0-anchor",
+    "anchor-depths-fine": "niah-tiny-gqa-fine-prefilled-tail-0-anchor",
+    "fine-depths-anchor": "niah-tiny-gqa-fine-theta-10-prefilled-tail-0-anchor-cpu",
+    "fine-depths-random_keys": "niah-tiny-gqa-fine-theta-10-prefilled-tail-0-random_keys-cpu",
+}
 REUSE = tuple(f"niah-tiny-dsa-{part}" for part in ("layers", "steps"))
 # Which goals are whose.
 GOALS = {
@@ -176,17 +187,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "theta2": lambda: theta2.theta2(_starting(theta2.PREFIX)),
     "theta2-blocks": lambda: theta2.times_as_many(_starting(theta2.PREFIX)),
     "window-depths": lambda: depths.depths([_file(f"niah-tiny-mla-sink_window{all_}") for all_ in ("", "-all")]),
-    "window-depths-pages": lambda: _depths("niah-tiny-mla-sink_window-pages"),
-    **{
-        f"{control}-depths{config}": partial(_depths, f"niah-tiny-gqa{config}-prefilled-{control}")
-        for config, control in (("", "random_keys"), ("-lookup", "random_keys"), ("-lookup", "newest_stripes"))
-    },
-    **{
-        f"fine-depths-{name}": partial(_depths, f"niah-tiny-gqa-fine-theta-10-prefilled-tail-0-{name}-cpu")
-        for name in ("anchor", "random_keys")
-    },
-    "anchor-depths-fine": lambda: _depths("niah-tiny-gqa-fine-prefilled-tail-0-anchor"),
-    "anchor-depths-tail-0": lambda: _depths("niah-tiny-gqa-prefilled-tail-0-anchor"),
+    **{block: partial(_depths, name) for block, name in DEPTHS.items()},
     "hops": lambda: tiny_mla.hops(card.read(RESULTS / "tiny-mla-accuracy.jsonl")),
     "needles-tail": lambda: needles.needles([path for path in _starting("niah-tiny-gqa") if TAILS in path.name]),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),

@@ -129,6 +129,7 @@ async def prefilled_answer(
     """
     request = _read([*tokens, *given], len(given), params)
     answer = await generate(client, {**request, "top_logprobs_num": 1})
+    # For what it refuses: other tokens, and values that are no numbers.
     prefill_logprobs(answer, given)
     return likeliest(answer, len(given))
 

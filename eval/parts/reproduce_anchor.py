@@ -175,10 +175,9 @@ def _fine() -> tuple[Leg, ...]:
     The control takes a loop over blocks in plain torch, and is asked less.
     """
     config, label, form, least = {"theta": 9.0, "block_size": 16, "step": 8}, "fine", "prefilled", "0.6"
-    needles = _few_needles("anchor", config, 100, _QUARTERS, label, least=least)
     bare = {**config, **_NO_TAIL}
     return (
-        replace(needles, commands=(*needles.commands, *_texts(label))),
+        *_controlled(label, config, (), texts=_texts(label)),
         _few_needles("anchor", bare, 10, EVERY_TENTH, f"{label}-prefilled-tail-0", "multikey", least, form),
         _few_needles("random_keys", bare, 2, EVERY_TENTH, f"{label}-prefilled-tail-0", "multikey", least, form),
     )
@@ -226,7 +225,7 @@ ANCHOR: tuple[Leg, ...] = (
         for control, count in (("random_keys", 5), ("random_stripes", 10), ("newest_stripes", 10))
     ),
     *_controlled("lookup", _lookup(), _CONTROLS, texts=_texts("lookup")),
-    *_controlled("prefilled", {"theta": _calibrated()}, _CONTROLS[:1], "prefilled"),
+    *_controlled("prefilled", {"theta": _calibrated()}, ("random_keys",), "prefilled"),
     # A sliding window holds as many of the needles as of the keys, so that it is to have few.
     *_controlled("lookup-prefilled", _lookup(), _CONTROLS, "prefilled"),
     *_tail(),
