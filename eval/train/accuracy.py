@@ -78,6 +78,8 @@ TASKS = (
     Task("var_2hop_2%", FORMS["var"], 0.02, 2, hops=2),
     Task("var_2hop_2%_completion", FORMS["var_completion"], 0.02, 2, hops=2),
     Task("var_2hop_2%_known_words", FORMS["var"], 0.02, 2, hops=2, split="train"),
+    Task("var_2hop_2%_value", FORMS["var_value"], 0.02, 2, hops=2),
+    Task("var_2hop_2%_value_known_words", FORMS["var_value"], 0.02, 2, hops=2, split="train"),
     Task("records_60%", FORMS["records"], 0.6, 2),
     Task("json_95%", FORMS["json"], 0.95, 2),
     Task("json_95%_completion", FORMS["json_completion"], 0.95, 2),

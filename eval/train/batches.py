@@ -125,7 +125,7 @@ class BatchBuilder:
     def _plan(self, form: Form, length: int, fill: float, most_turns: int) -> Plan:
         """Draws what a group has in common; as many questions as fit into half the row, as many records as asked."""
         rng, mix = self.rng, self.mix
-        hops = rng.choice((1, 2, 2, 2, 3)) if form.link else 1
+        hops = rng.choice(mix.hops) if form.link else 1
         sizes = {"words": (1, 1, 2) if form.link else mix.key_sizes, "none": (1,)}
         key_size = rng.randint(*mix.json_digits) if form.keys == "digits" else rng.choice(sizes[form.keys])
         digits = rng.choice(mix.short_digits if form.link or form.keys == "none" else mix.digits)

@@ -15,6 +15,7 @@ class Mix:
         text_weight: weight of the text's loss beside the answers'.
         key_sizes: numbers of words in a key; json_digits: smallest and largest number of digits in a key.
         digits: numbers of digits in a value; passkeys and variables have their own.
+        hops: numbers of records in a chain.
     """
 
     forms: dict[str, float]
@@ -24,6 +25,7 @@ class Mix:
     digits: tuple[int, ...] = (5, 7, 7, 8)
     short_digits: tuple[int, ...] = (5, 5, 7)
     json_digits: tuple[int, int] = (5, 8)
+    hops: tuple[int, ...] = (1, 2, 2, 2, 3)
 
 
 # Lookup by words appears first, and only then in reasonable time, on short forms with many questions a row.
@@ -59,3 +61,13 @@ FULL = Mix(
     book_share=0.15,
     text_weight=0.5,
 )
+# Chains whose answer is the number alone: both records have to be found before the answer begins.
+VALUES = replace(
+    FULL,
+    forms={"var_value": 0.75, "needle": 0.1, "records": 0.05, "passkey": 0.05, "var_completion": 0.05},
+    book_share=0.05,
+    text_weight=0.1,
+    short_digits=(5,),
+    hops=(1, 2, 2, 2),
+)
+SHORT_VALUES = replace(VALUES, forms={"var_value": 0.8, "needle": 0.1, "records": 0.1}, short_digits=(3,))

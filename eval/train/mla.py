@@ -82,8 +82,10 @@ class MLATrainer(Trainer):
         size, length = batch.tokens.shape
         return replace(super().rows(batch), extra=torch.randint(length, (size, SAMPLED), device=self.device))
 
-    def auxiliary(self, rows: Rows) -> Tensor:
+    def auxiliary(self, batch: Batch, rows: Rows | None) -> Tensor:
         """The divergence () of the RoPE-only scores, weighted by layer."""
+        if rows is None:
+            return super().auxiliary(batch, rows)
         assert rows.divergence
         return (torch.stack(rows.divergence) * torch.tensor(self.args.proxy_weights, device=self.device)).sum()
 

@@ -43,7 +43,7 @@ def arguments(
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data", type=Path, required=True, help="folder with books/train and books/heldout")
     if trunk:
-        parser.add_argument("--trunk", type=Path, required=True, help="folder of the finished tiny MLA model")
+        parser.add_argument("--trunk", type=Path, required=True, help="folder of the finished tiny model")
     else:
         parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and of training.jsonl")

@@ -25,7 +25,10 @@ from eval.train.schedule import EVERY, Stage, passed, progress, rate_at
 from eval.train.sparse import Rows
 
 GATE_FORMS = ("needle", "needle_ruler", "var", "records")
-REPORT_FORMS = (*GATE_FORMS, "needle_boxed", "needle_sentence", "passkey", "json", "json_completion", "var_completion")
+REPORT_FORMS = (
+    *(*GATE_FORMS, "var_value", "needle_boxed", "needle_sentence", "passkey", "json", "json_completion"),
+    "var_completion",
+)
 WARM_UP = 100
 
 
@@ -91,8 +94,8 @@ class Trainer(ABC):
     def draw_rows(self, positions: Tensor) -> Rows:
         """What the answer rows at positions (B, R) attend to in a sparse stage, drawn anew for each step."""
 
-    def auxiliary(self, rows: Rows) -> Tensor:
-        """A further loss of the rows of a sparse stage."""
+    def auxiliary(self, batch: Batch, rows: Rows | None) -> Tensor:
+        """A further loss () of what `step` just ran; rows: those of a sparse stage."""
         return torch.zeros((), device=self.device)
 
     def _builder(self, split: str) -> BatchBuilder:
@@ -102,7 +105,11 @@ class Trainer(ABC):
         stream = token_stream(self.tokenizer, read_books(self.books(split)).values(), self.device)
         print(f"{split}: {len(stream):,} tokens of books")
         seed = self.args.seed + (split == "eval")
-        return BatchBuilder(Vocabulary(encode, split, self.device), stream, seed, self.groups)
+        return self.new_builder(Vocabulary(encode, split, self.device), stream, seed)
+
+    def new_builder(self, vocabulary: Vocabulary, stream: Tensor, seed: int) -> BatchBuilder:
+        """What builds the batches out of books (n,) int64."""
+        return BatchBuilder(vocabulary, stream, seed, self.groups)
 
     def books(self, split: str) -> Path:
         """Folder of the books of a split, "train" or "eval"."""
@@ -136,7 +143,7 @@ class Trainer(ABC):
         # A last batch of uneven rows has another number of tokens: only the usual number is compiled.
         plain = batch.tokens.numel() != self.args.tokens
         text, answer = self.model.loss(batch.tokens, *weights, rows, plain=plain)
-        further = self.auxiliary(rows) if rows else torch.zeros_like(text)
+        further = self.auxiliary(batch, rows)
         (stage.mix.text_weight * text + answer + further).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         rate *= min(1.0, (self.steps + 1) / WARM_UP)

@@ -165,14 +165,15 @@ def test_random_rows_count_and_layers_are_weighed_as_asked() -> None:
     weight[:, 40:110] = 1.0
     tokens = torch.randint(4, 4096, (2, 128))
     bare = Bare()
-    rows = bare.rows(Batch(tokens, weight.long(), weight, weight))
+    batch = Batch(tokens, weight.long(), weight, weight)
+    rows = bare.rows(batch)
     assert rows.extra is not None and rows.extra.shape == (2, 64) and rows.divergence == []
     assert rows.extra.min() < 40 and rows.extra.max() >= 110 and rows.extra.max() < 128
     assert rows.positions.shape == (2, 64) and rows.positions.min() >= 40 and rows.positions.max() < 110
 
     model = lively(TinyMLA())
     model(tokens, rows)
-    loss = bare.auxiliary(rows)
+    loss = bare.auxiliary(batch, rows)
     assert rows.divergence is not None and len(rows.divergence) == 4
     torch.testing.assert_close(loss, 4.0 * rows.divergence[0] + 3.0 * rows.divergence[1])
     loss.backward()
