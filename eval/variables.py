@@ -7,6 +7,7 @@ chains stand in the text, one of them asked for. Tasks:
 ==============  ==================================================================
 variables       keys are two words that the tiny models of ``eval/models`` never saw
 variables_known keys are two words of their training, which they copy more surely
+variables_value keys are two words that they never saw, and the number alone is asked for, of tiny-chains
 ==============  ==================================================================
 
 The depth is that of the line asked for; all others stand anywhere. RULER's own task, ``vt`` of `eval.ruler`, asks for
@@ -30,7 +31,9 @@ from eval.texts.haystacks import ExactHaystack
 from eval.texts.text import FORMS, hide, random_key, random_number, unique_keys
 
 # The words of the keys, of `eval.texts.text.words`.
-SPLITS = {"variables": "eval", "variables_known": "train"}
+SPLITS = {"variables": "eval", "variables_known": "train", "variables_value": "eval"}
+# The form of the records and of the question, of `eval.texts.text.FORMS`.
+ASKS = {"variables_value": "var_value"}
 CHAINS, HOPS, DIGITS, ROOM = 4, 2, 5, 64
 VALUE = re.compile(rf"(?<!\d)\d{{{DIGITS}}}(?!\d)")
 
@@ -57,7 +60,7 @@ class VariableSuite(NeedleSuite):
         def make(filling: int) -> list[int]:
             taken = parts.draw(random.Random(start), filling)
             text = hide(taken, records, [haystacks.share(taken, depth) for depth in depths], "\n")
-            prompt = self._track(text, key)
+            prompt = self._track(case.task, text, key)
             texts.setdefault(len(prompt), text)
             return prompt
 
@@ -72,9 +75,10 @@ class VariableSuite(NeedleSuite):
         (value,) = prompt.answers
         return {"score": float(VALUE.findall(output)[:1] == [value]), "contains": float(value in output)}
 
-    def _track(self, text: str, key: str) -> list[int]:
+    def _track(self, task: str, text: str, key: str) -> list[int]:
         """The whole prompt: the text, and what is asked after it."""
-        question = FORMS["var_completion" if self.args.form == "ruler" else "var"].question(key)
+        asked = ASKS.get(task, "var")
+        question = FORMS["var_completion" if self.args.form == "ruler" and asked == "var" else asked].question(key)
         if self.args.form == "second_turn":
             return self.tokens.second_turn(text, question)
         return self._encode(f"{text}\n{question}")
