@@ -4,11 +4,14 @@ tiny-gqa names every variable on the way to a number, so that decode steps look 
 answers with the number alone: the prompt's last tokens have to find both records. By the loss of the answers it does
 not learn that in thousands of steps; a few hundred are enough where a second loss asks the second layer's output, at
 the places before each digit, for the words of the second variable. Its two matrices are not part of the model.
+
+In the last stage the rows of an answer attend to blocks that the last tokens of its question choose, as RocketKV's do,
+so that the later digits are looked up where the first one was.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +33,13 @@ STAGES = (
     Stage("value", 256, 2000, 0.3, GATE, 500, SHORT_VALUES, threshold=0.9, required=True),
     Stage("value-1k", 1024, 2000, 0.3, GATE, 500, VALUES, threshold=0.9),
     Stage("value-4k", 4096, 1000, 0.3, mix=VALUES),
-    Stage("value-8k", 8192, 4000, 1.0, mix=VALUES, rate=(1.0, 0.0)),
+    Stage("value-8k", 8192, 4000, 0.5, mix=VALUES, rate=(1.0, 0.0)),
+    Stage("sparse", 8192, 4000, 1.0, mix=VALUES, rate=(0.5, 0.0), sparse=True),
 )
 HINT_STEP = ROLE_STEP * 8
 """A code is ``hint * HINT_STEP + role * ROLE_STEP + token id``."""
 HINT_WEIGHT, MOST_HINTS = 0.5, 16384
+QUESTIONS = 4
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class ChainsTrainer(GQATrainer):
     """Trains the whole model on, from ``--trunk``, and two matrices that are thrown away."""
 
     stages = STAGES
+    sparse_lengths = {1024: 10, 2048: 15, 4096: 25, 8192: 45, 16384: 5}
 
     def new_model(self, compute: torch.dtype, compiled: bool) -> TinyGQA:
         """See Trainer."""
@@ -95,6 +101,18 @@ class ChainsTrainer(GQATrainer):
         options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": fused}
         return [*super().new_optimizers(fused), torch.optim.AdamW(self.heads.parameters(), **options)]
 
+    def rows(self, batch: Batch) -> Rows:
+        """See Trainer; with the last tokens of the questions, at most as many as a row of a sparse stage has."""
+        length = batch.tokens.shape[1]
+        value = batch.roles == VALUE_ROLE
+        ends = F.pad(value[:, 1:] & ~value[:, :-1], (0, 1))
+        places = torch.arange(length, device=self.device).where(ends, -1).topk(QUESTIONS, 1).values
+        return replace(super().rows(batch), ends=places.where(places >= 0, length - 1).sort(1).values)
+
+    def draw_rows(self, positions: Tensor) -> Rows:
+        """See Trainer."""
+        return Rows(positions, "window", self.rng.uniform(0.06, 0.125), least=8)
+
     def auxiliary(self, batch: Batch, rows: Rows | None) -> Tensor:
         """The weighted cross entropy () of the first and the last word of the second variable, at most of the hints."""
         assert isinstance(batch, HintedBatch) and self.model.kept is not None
@@ -112,7 +130,7 @@ class ChainsTrainer(GQATrainer):
 
 def main() -> None:
     """Trains all stages; the checkpoint is written after each."""
-    args = arguments("Trains the tiny GQA model on, to follow chains", budget=420.0, evaluation=0.0, trunk=True)
+    args = arguments("Trains the tiny GQA model on, to follow chains", budget=600.0, evaluation=0.0, trunk=True)
     train(ChainsTrainer(args), HEAD_DIM, (HEAD_DIM,))
 
 

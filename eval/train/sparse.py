@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SELECTORS = ("quest", "quest_scores", "mass", "random")
+WINDOW, NEIGHBOURS = 32, 2
+"""Last tokens of a question that choose for its answer, as RocketKV's; blocks on each side that share a score."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,11 @@ class Rows:
     Attributes:
         positions: (B, R) int64; repetitions are harmless.
         selector: "quest" (bound for the mean query), "quest_scores" (mean of the heads' bounds), "mass" (true
-            attention mass) or "random".
+            attention mass), "random" or "window" (true mass of a question's last tokens, see `window_scores`).
         ratio: share of the blocks seen so far.
         least: lower limit of the number of blocks.
         divergence: a model with RoPE-only scores appends one number per layer here (see `latent`).
+        ends: (B, E) int64, in order, of "window": the last tokens of the questions.
         extra: (B, E) int64, further queries that count for the divergence alone; they attend as they would without.
     """
 
@@ -34,6 +38,7 @@ class Rows:
     block: int = 16
     divergence: list[Tensor] | None = None
     extra: Tensor | None = None
+    ends: Tensor | None = None
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
@@ -56,6 +61,31 @@ def block_scores(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
     if rows.selector == "quest":
         q = q.mean(2, keepdim=True)
     return (_products(q.clamp(min=0), pages.amax(3)) + _products(q.clamp(max=0), pages.amin(3))).mean(2)
+
+
+@torch.no_grad()
+def window_scores(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
+    """Scores (B, Hkv, R, M): the mass that the last tokens of the question before each row leave in a block.
+
+    The best of a block and its neighbours, as RocketKV shares scores within its kernel; what stands behind the first of
+    these tokens is always chosen.
+
+    Args:
+        q: (B, T, Hq, d); k: (B, Hkv, T, d), T a multiple of the block.
+    """
+    assert rows.ends is not None
+    b, h, t, d = k.shape
+    start = (rows.ends - WINDOW + 1).clamp(min=0)
+    places = (start[..., None] + torch.arange(WINDOW, device=k.device)).clamp(max=t - 1)
+    index = places.flatten(1)[..., None, None].expand(-1, -1, *q.shape[2:])
+    asked = q.gather(1, index).view(b, -1, h, q.shape[2] // h, d).permute(0, 2, 3, 1, 4).float()
+    later = torch.arange(t, device=k.device) > places.flatten(1)[:, None, None, :, None]
+    weight = (_products(asked, k) * d**-0.5).masked_fill(later, -torch.inf).softmax(-1).mean(2)
+    mass = weight.view(b, h, -1, WINDOW, t // rows.block, rows.block).sum((3, 5))
+    mass = F.max_pool1d(mass.flatten(1, 2), 2 * NEIGHBOURS + 1, 1, NEIGHBOURS).view_as(mass)
+    mass = mass.masked_fill(torch.arange(mass.shape[-1], device=k.device) >= start[:, None, :, None] // rows.block, 1e9)
+    question = (torch.searchsorted(rows.ends, rows.positions, right=True) - 1).clamp(min=0)
+    return mass.gather(2, question[:, None, :, None].expand(-1, h, -1, mass.shape[-1]))
 
 
 @torch.no_grad()
@@ -89,7 +119,8 @@ def sparse_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Ten
     index = rows.positions[:, :, None, None].expand(-1, -1, hq, d)
     picked = q.gather(1, index).view(b, -1, hkv, hq // hkv, d).permute(0, 2, 3, 1, 4).float()
     keys, values = k.transpose(1, 2).float(), v.transpose(1, 2).float()
-    chosen = select(picked, keys, rows).repeat_interleave(rows.block, -1)
+    found = choose(window_scores(q, keys, rows), rows) if rows.selector == "window" else select(picked, keys, rows)
+    chosen = found.repeat_interleave(rows.block, -1)
     seen = chosen & (torch.arange(t, device=q.device) <= rows.positions[:, None, :, None])
     weights = (_products(picked, keys) * d**-0.5).masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
     new = (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
