@@ -84,7 +84,7 @@ def window_scores(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
     mass = weight.view(b, h, -1, WINDOW, t // rows.block, rows.block).sum((3, 5))
     mass = F.max_pool1d(mass.flatten(1, 2), 2 * NEIGHBOURS + 1, 1, NEIGHBOURS).view_as(mass)
     mass = mass.masked_fill(torch.arange(mass.shape[-1], device=k.device) >= start[:, None, :, None] // rows.block, 1e9)
-    question = (torch.searchsorted(rows.ends, rows.positions, right=True) - 1).clamp(min=0)
+    question = (torch.searchsorted(rows.ends, rows.positions.contiguous(), right=True) - 1).clamp(min=0)
     return mass.gather(2, question[:, None, :, None].expand(-1, h, -1, mass.shape[-1]))
 
 
