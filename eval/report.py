@@ -62,7 +62,9 @@ COMPARISON = RESULTS / "compare-tiny-gqa"
 CROSSOVERS = ROOT / "sglang_sparse" / "crossover.json"
 PAGES = ROOT / "sglang_sparse" / "docs"
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "eval" / "docs").glob("*.md")), *sorted(PAGES.glob("*.md")))
-CARDS = tuple(ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-mla", "tiny-dsa"))
+CARDS = tuple(
+    ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-chains", "tiny-mla", "tiny-dsa")
+)
 BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
 
 PROFILE = "profile-qwen3-1.7b-1x256k"
@@ -73,13 +75,13 @@ SELECTORS = "theta-structured-selectors"
 SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b", "serving-v2-lite-contexts")
 THROUGHPUT = "throughput-qwen3-8b"
 FIRST_TOKEN = "first-token-qwen3-8b"
-SKIP_PREFILL, SKIP_SERVED, SKIP_FIRST_TOKEN = (
-    *("bench_prefill_skip_softmax", "prefill-skip-softmax-qwen3-8b", "first-token-skip-softmax-qwen3-8b"),
-)
+SKIP_PREFILL, SKIP_SERVED = "bench_prefill_skip_softmax", "prefill-skip-softmax-qwen3-8b"
+SKIP_FIRST_TOKEN = "first-token-skip-softmax-qwen3-8b"
 FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 SUITES = ("niah", "infinitebench", "variables")
-KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in SUITES for name in ("rocketkv", "random_kept"))
+_KEEPING = ("rocketkv", "random_kept")
+KEPT = ("variables-tiny-chains", *(f"{suite}-tiny-gqa-{name}" for suite in SUITES for name in _KEEPING))
 NEEDLES = (
     *(
         f"niah-tiny-gqa-{name}"

@@ -8,133 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from eval.train.card_texts import HEAD, PARTITION, SHAPES, SPARSE
+from eval.train.mixes import FULL, VALUES
+
 Line = dict[str, Any]
 
-BLOCKS = """\
-The prompt is read densely, the answer is decoded with block-sparse attention: blocks of 16, at least 16 blocks."""
-SHAPES = {
-    "tiny-gqa": {
-        "kind": "A Qwen3 model",
-        "architecture": "Qwen3ForCausalLM",
-        "shape": "hidden 256, MLP 640, 8 query and 2 KV heads of 64",
-        "modules": "`eval.train.gqa`",
-        "attention": "dense attention",
-        "other": "a sparse decode",
-        "selectors": f"""{BLOCKS}
-`quest` is the bound for the mean query of a group, `quest_scores` the mean of the heads' bounds, `mass` the true
-attention mass.""",
-        "remark": """\
-Where nearly all of the text is records, the bound itself misses blocks while the true mass does not: those rows are
-for reporting, not for gates.""",
-    },
-    "tiny-mla": {
-        "kind": "A DeepSeek-V3 model with plain MLPs",
-        "architecture": "DeepseekV3ForCausalLM",
-        "shape": "hidden 256, MLP 640, 8 heads of 64 + 64 (rotary, interleaved) and 64 for values, latent rank 512, "
-        "query rank 192",
-        "modules": "`eval.train.mla`",
-        "attention": "dense attention",
-        "other": "a sparse decode",
-        "selectors": f"""{BLOCKS}
-The blocks are the same for all heads: `mass` takes those of the largest attention mass, the mean over the heads, `rope`
-those of the largest mass by the scores of the rotary part alone.""",
-        "remark": """\
-In all layers but the last one the last stage of the training drew the scores of the rotary part and the full ones
-together, so that the former stand for the latter there and not in the last one. What is selected in these three decides
-an answer: a random selection finds nothing. The third one's weight in that was small in one run of the stage and larger
-in the next (`--proxy-weights`; the training log has them).""",
-    },
-    "tiny-dsa": {
-        "kind": "A DeepSeek-V3.2 model: tiny-mla with a lightning indexer",
-        "architecture": "DeepseekV32ForCausalLM",
-        "shape": "that of tiny-mla, with its weights from before the last stage was trained again; an indexer of 32 "
-        "heads of 128 chooses 512 tokens",
-        "modules": "`eval.train.dsa`",
-        "attention": "every row attends to the 512 tokens of its indexer",
-        "other": "another choice",
-        "selectors": """\
-All rows, those of the prompt too, attend to all tokens (`dense`, the trunk alone) or to 512 random ones (`random`);
-`indexer` is the model itself.""",
-        "remark": """\
-Queries and keys of the indexer are rounded to e4m3 here as SGLang does on CUDA; transformers rounds nothing, so that
-its choice differs in a few tokens. Up to 512 tokens the attention is dense. Only the indexers were trained: on 64 rows
-in answers and 64 others of each sequence, in the stage "sparse" with a quarter of the tokens in a step.""",
-    },
-}
-"""What the cards say of each model."""
-
-HEAD = """# {model}
-
-{kind} of {millions:.2f} M parameters that looks numbers up in long texts and does little else. It exists to test
-sparse attention: small enough for a CPU server, and a right implementation of a block selector scores close to dense
-attention while a random selection of the same size scores close to zero. Its accuracy says something about an
-implementation and nothing about the quality of a method on real models.
-
-| | |
-| --- | --- |
-| class | `{architecture}`, bfloat16, tied embedding, loads with transformers and SGLang |
-| shape | 4 layers, {shape}, RoPE theta 1e6, context 40,960 |
-| tokenizer | byte-level BPE, 4,096 entries, every digit a token; trained on the training books |
-| stops at | `<\\|im_end\\|>` |
-| training | {steps:,} steps of {tokens:,} tokens, seed {seed}, {seconds:.0f} s on one {device} |
-| made by | `python -m eval.train.tokenizer`, {modules}, `eval.train.accuracy`, `eval.train.card` |
-
-The stages end by accuracy or by time, so another run gives another model with the same seed.
-
-## Asking it
-
-Forms, example strings and helpers are in `eval/texts/text.py`. Chat: the long text and the question in the user's turn,
-the answer alone in the assistant's; later questions are further turns.
-
-| form | a record in the text | question | answer |
-| --- | --- | --- | --- |
-{forms}
-
-The answer to a variable names every variable on the way. Values are 5, 7 or 8 digits, keys one to three lower-case
-words joined by hyphens (JSON: 5-8 digits). Greedy decoding.
-
-## Exact match, {attention}
-
-Whole answer and end of turn; held-out books; keys of words unseen in training, except in rows named "known_words". The
-percentage is the share of the text that is records; without one the text has a single record. n = {n_long} to {n}. An
-empty cell was not measured.
-
-{dense}
-
-## Exact match with {other}, {sparse_length} tokens
-
-{selectors} n = {n_sparse}.
-
-{sparse}
-
-{remark}
-
-{partition}## Training
-
-{training}
-
-Exact match here is on rows built as in training (60 % records, one question) at the length of the stage.
-
-## Data and licence
-
-Trained on 16 novels and travel books in the public domain in the USA (their authors died in 1937 or earlier; Project
-Gutenberg e-texts without its header and name) and on generated numbers. Tested on five other books by other authors.
-Weights, tokenizer and this card: Apache-2.0.
-"""
-
-PARTITION = """\
-## Layers that may select by their rotary part
-
-Cosine similarity of the attention by the full scores and by those of the rotary part alone, as `robsa.json` has it:
-mean and deviation over {prompts} prompts, and the mean over the {long} of at least {least} tokens. A layer is
-sensitive, RoBSA's word for one whose rotary part is a reliable proxy, if both means are above theta2 = {theta2:g}.
-
-{table}
-
-"""
 CALIBRATION = "robsa.json"
 
 
@@ -164,6 +46,12 @@ def sparse_table(lines: list[Line]) -> str:
     tasks = list(dict.fromkeys(line["task"] for line in lines))
     header = ["task", *(f"{selector} {ratio}" for selector, ratio in columns)]
     return table(header, [[t, *(found[t, s, r] for s, r in columns)] for t in tasks])
+
+
+def sparse_section(model: str, lines: list[Line]) -> str:
+    """The section of other choices than the model's own."""
+    said, n, length = SHAPES[model], lines[-1]["n"], lines[0]["length"]
+    return SPARSE.format(**said, n=n, length=length, table=sparse_table(lines))
 
 
 def training_table(stages: list[Line]) -> str:
@@ -220,12 +108,12 @@ def read_calibration(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def forms_table() -> str:
-    """One row per form, without the header."""
+def forms_table(names: Iterable[str]) -> str:
+    """One row per form of these, without the header."""
     from eval.texts.text import FORMS
 
     rows = []
-    for form in FORMS.values():
+    for form in (form for form in FORMS.values() if form.name in names):
         keys = {"words": ("lantern-hill", "copper-meadow"), "digits": ("48213977",), "none": ()}[form.keys]
         keys = keys[: 2 if form.link else 1]
         value = "48219" if form.link or not keys else "4821937"
@@ -258,13 +146,11 @@ def card(accuracy: list[Line], training: list[Line], calibration: dict[str, Any]
         seed=settings["seed"],
         seconds=sum(s["seconds"] for s in stages),
         device=settings["device"],
-        forms=forms_table(),
+        forms=forms_table((VALUES if model == "tiny-chains" else FULL).forms),
         n=max(line["n"] for line in dense),
         n_long=min(line["n"] for line in dense),
-        n_sparse=sparse[-1]["n"],
-        sparse_length=sparse[0]["length"],
         dense=dense_table(dense),
-        sparse=sparse_table(sparse),
+        sparse=sparse_section(model, sparse) if sparse else "",
         partition=partition(calibration) if calibration else "",
         training=training_table(stages),
     )
