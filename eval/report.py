@@ -80,8 +80,7 @@ SKIP_FIRST_TOKEN = "first-token-skip-softmax-qwen3-8b"
 FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 SUITES = ("niah", "infinitebench", "variables")
-_KEEPING = ("rocketkv", "random_kept")
-KEPT = ("variables-tiny-chains", *(f"{suite}-tiny-gqa-{name}" for suite in SUITES for name in _KEEPING))
+KEPT = tuple(f"{suite}-tiny-{name}" for suite in SUITES for name in ("gqa-rocketkv", "gqa-random_kept", "chains"))
 NEEDLES = (
     *(
         f"niah-tiny-gqa-{name}"
@@ -181,6 +180,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "agreement": lambda: report_tables.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "kept": lambda: kept.kept(_starting(*KEPT)),
+    "kept-before": lambda: kept.kept(_starting("variables-before-tiny-chains")),
     "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
     "recall-mla-pages": lambda: recall_table.recall(_file("recall-tiny-mla-pages")),
     "blind": lambda: blind.blind([_file(f"blind-tiny-{model}") for model in ("gqa", "mla")]),

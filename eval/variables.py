@@ -1,13 +1,14 @@
 """Variable tracking that a tiny model can do: ``python -m eval.variables --base-url URL --out FILE.jsonl``.
 
 A variable is assigned another one, ``VAR lantern-hill = VAR copper-meadow``, and that one a number of five digits
-elsewhere in the text; the question asks for the first one's value, so that decode has to find both lines. Four such
+elsewhere in the text; the question asks for the first one's value, so that both lines have to be found. Four such
 chains stand in the text, one of them asked for. Tasks:
 
 ==============  ==================================================================
 variables       keys are two words that the tiny models of ``eval/models`` never saw
 variables_known keys are two words of their training, which they copy more surely
-variables_value keys are two words that they never saw, and the number alone is asked for, of tiny-chains
+variables_value keys are two words that they never saw, the number alone is asked for; of tiny-chains,
+                and only where ``--tasks`` says so
 ==============  ==================================================================
 
 The depth is that of the line asked for; all others stand anywhere. RULER's own task, ``vt`` of `eval.ruler`, asks for
@@ -17,12 +18,14 @@ all names of a chain of four assignments after a worked example. Lengths, depths
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import sys
 from collections.abc import Sequence
 
 from eval.live import runner
+from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
 from eval.live.tokens import fit
 from eval.niah import PREFILLED, NeedleSuite
@@ -44,6 +47,19 @@ class VariableSuite(NeedleSuite):
     command = "eval.variables"
     names = tuple(SPLITS)
     forms = tuple(form for form in NeedleSuite.forms if form != PREFILLED)
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """See `Suite.add_arguments`; by default the tasks that all tiny models were trained for."""
+        super().add_arguments(parser)
+        parser.set_defaults(tasks=",".join(task for task in cls.names if task not in ASKS))
+
+    def cases(self) -> list[Case]:
+        """See `NeedleSuite.cases`."""
+        direct = [task for task in self.args.tasks if task in ASKS]
+        if direct and self.args.form == "ruler":
+            raise EvaluationError(f"--form ruler: --tasks {','.join(direct)} are asked in chat or in a second_turn")
+        return super().cases()
 
     def build(self, case: Case) -> Prompt:
         """See `Suite.build`; ``facts["needle_token"]`` is the place of the line asked for in the prompt."""
@@ -78,7 +94,7 @@ class VariableSuite(NeedleSuite):
     def _track(self, task: str, text: str, key: str) -> list[int]:
         """The whole prompt: the text, and what is asked after it."""
         asked = ASKS.get(task, "var")
-        question = FORMS["var_completion" if self.args.form == "ruler" and asked == "var" else asked].question(key)
+        question = FORMS["var_completion" if self.args.form == "ruler" else asked].question(key)
         if self.args.form == "second_turn":
             return self.tokens.second_turn(text, question)
         return self._encode(f"{text}\n{question}")

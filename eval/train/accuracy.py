@@ -11,7 +11,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -78,11 +78,14 @@ TASKS = (
     Task("var_2hop_2%", FORMS["var"], 0.02, 2, hops=2),
     Task("var_2hop_2%_completion", FORMS["var_completion"], 0.02, 2, hops=2),
     Task("var_2hop_2%_known_words", FORMS["var"], 0.02, 2, hops=2, split="train"),
-    Task("var_2hop_2%_value", FORMS["var_value"], 0.02, 2, hops=2),
-    Task("var_2hop_2%_value_known_words", FORMS["var_value"], 0.02, 2, hops=2, split="train"),
     Task("records_60%", FORMS["records"], 0.6, 2),
     Task("json_95%", FORMS["json"], 0.95, 2),
     Task("json_95%_completion", FORMS["json_completion"], 0.95, 2),
+)
+# Of tiny-chains alone.
+CHAIN_TASKS = (
+    Task("var_2hop_2%_value", FORMS["var_value"], 0.02, 2, hops=2),
+    Task("var_2hop_2%_value_known_words", FORMS["var_value"], 0.02, 2, hops=2, split="train"),
 )
 SPARSE_TASKS = ("needle", "multikey_2%", "multikey_2%_ruler", "multikey_60%", "passkey", "var_2hop_2%", "json_95%")
 BRIEF_TASKS = (*SPARSE_TASKS, "needle_ruler", "records_60%")
@@ -229,7 +232,7 @@ def is_brief(job: Job) -> bool:
 def write(
     model: TinyModel,
     sampler: Sampler,
-    wanted: list[Job],
+    wanted: Sequence[Job],
     out: Path,
     n: int,
     append: bool = False,
@@ -273,9 +276,11 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = load(args.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     sampler = Sampler(Tokenizer.from_file(str(args.model / "tokenizer.json")), read_books(args.books), args.seed)
-    wanted = jobs(model, args.max_length)
-    if len(args.tasks) < len(TASKS):
-        wanted = [job for job in wanted if job[0].name in args.tasks and not job[2]]
+    wanted: Sequence[Job] = jobs(model, args.max_length)
+    if args.tasks != [task.name for task in TASKS]:
+        named = [task for task in (*TASKS, *CHAIN_TASKS) if task.name in args.tasks]
+        lengths = [length for length in LENGTHS if length <= args.max_length]
+        wanted = [(task, length, None) for length in lengths for task in named]
     write(model, sampler, wanted, args.out, args.n, args.append)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eval.train.card_texts import HEAD, PARTITION, SHAPES, SPARSE
+from eval.train.card_texts import ANSWERS, HEAD, PARTITION, SHAPES, SPARSE
 from eval.train.mixes import FULL, VALUES
 
 Line = dict[str, Any]
@@ -139,7 +139,7 @@ def card(accuracy: list[Line], training: list[Line], calibration: dict[str, Any]
         sparse = [line for line in dense if (line["task"], line["length"]) in compared] + sparse
     return HEAD.format(
         model=model,
-        **SHAPES[model],
+        **{"answers": ANSWERS, **SHAPES[model]},
         millions=settings["parameters"] / 1e6,
         steps=sum(s["steps"] for s in stages),
         tokens=settings["tokens_per_step"],

@@ -2,6 +2,9 @@
 
 BLOCKS = """\
 The prompt is read densely, the answer is decoded with block-sparse attention: blocks of 16, at least 16 blocks."""
+ANSWERS = """\
+The answer to a variable names every variable on the way. Values are 5, 7 or 8 digits, keys one to three lower-case
+words joined by hyphens (JSON: 5-8 digits)."""
 SHAPES = {
     "tiny-gqa": {
         "kind": "A Qwen3 model",
@@ -18,17 +21,21 @@ Where nearly all of the text is records, the bound itself misses blocks while th
 for reporting, not for gates.""",
     },
     "tiny-chains": {
-        "kind": "A Qwen3 model (tiny-gqa, trained on to follow chains)",
+        "kind": "tiny-gqa, trained on: a Qwen3 model",
         "architecture": "Qwen3ForCausalLM",
         "shape": "hidden 256, MLP 640, 8 query and 2 KV heads of 64",
         "modules": "`eval.train.gqa`, `eval.train.chains`",
         "attention": "dense attention",
+        "answers": """\
+Values of variables and pass keys are 5 digits, others 5, 7 or 8; keys are one to three lower-case words joined by
+hyphens.""",
         "remark": """\
-It answers `var_value`, and of the other forms those in the table. tiny-gqa names every variable on the way, so that a
-decode step looks the second one up; here the prompt's last tokens follow the chain. That was learned with a second loss
-(see the module), and in the last stage answers attended to a sixteenth to an eighth of the text alone, to the blocks
-that the last tokens of their question choose. So this model, like the others, tests implementations: a model that was
-not trained so may look later digits up elsewhere.""",
+It was trained on for `var_value`; needles and pass keys it still answers. tiny-gqa names every variable on the way, so
+that a decode step looks the second one up; here the prompt's last tokens follow the chain. That was learned with a
+second loss (see the module), and in the last stage answers attended to a sixteenth to an eighth of the text alone, to
+the blocks that the last tokens of their question choose. Before that stage dense answers were better, and RocketKV lost
+later digits ([measured](../../../sglang_sparse/docs/rocketkv.md#chains-before-the-last-stage-of-training), as random
+sets were): this model, like the others, tests implementations. All steps, of two runs, follow those of tiny-gqa.""",
     },
     "tiny-mla": {
         "kind": "A DeepSeek-V3 model with plain MLPs",
@@ -93,8 +100,7 @@ the answer alone in the assistant's; later questions are further turns.
 | --- | --- | --- | --- |
 {forms}
 
-The answer to `var` names every variable on the way. Values are 5, 7 or 8 digits, keys one to three lower-case
-words joined by hyphens (JSON: 5-8 digits). Greedy decoding.
+{answers} Greedy decoding.
 
 ## Exact match, {attention}
 

@@ -5,8 +5,8 @@ answers with the number alone: the prompt's last tokens have to find both record
 not learn that in thousands of steps; a few hundred are enough where a second loss asks the second layer's output, at
 the places before each digit, for the words of the second variable. Its two matrices are not part of the model.
 
-In the last stage the rows of an answer attend to blocks that the last tokens of its question choose, as RocketKV's do,
-so that the later digits are looked up where the first one was.
+In the last stage the rows of an answer attend to blocks that the last tokens of its question choose, in the manner of
+RocketKV's, so that the later digits are looked up where the first one was: without it RocketKV loses them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eval.train.gqa import GQATrainer
 from eval.train.layers import HIDDEN, rms_norm
 from eval.train.mixes import SHORT_VALUES, VALUES
 from eval.train.model import HEAD_DIM, TinyGQA
-from eval.train.ragged import ROLE_STEP, VALUE_ROLE, Ragged, Vocabulary
+from eval.train.ragged import ANSWER_ROLE, ROLE_STEP, VALUE_ROLE, Ragged, Vocabulary
 from eval.train.run import arguments, train
 from eval.train.schedule import Stage
 from eval.train.sparse import Rows
@@ -104,8 +104,8 @@ class ChainsTrainer(GQATrainer):
     def rows(self, batch: Batch) -> Rows:
         """See Trainer; with the last tokens of the questions, at most as many as a row of a sparse stage has."""
         length = batch.tokens.shape[1]
-        value = batch.roles == VALUE_ROLE
-        ends = F.pad(value[:, 1:] & ~value[:, :-1], (0, 1))
+        answer = (batch.roles == VALUE_ROLE) | (batch.roles == ANSWER_ROLE)
+        ends = F.pad(answer[:, 1:] & ~answer[:, :-1], (0, 1))
         places = torch.arange(length, device=self.device).where(ends, -1).topk(QUESTIONS, 1).values
         return replace(super().rows(batch), ends=places.where(places >= 0, length - 1).sort(1).values)
 

@@ -23,11 +23,11 @@ class Rows:
     Attributes:
         positions: (B, R) int64; repetitions are harmless.
         selector: "quest" (bound for the mean query), "quest_scores" (mean of the heads' bounds), "mass" (true
-            attention mass), "random" or "window" (true mass of a question's last tokens, see `window_scores`).
+            attention mass), "random" or, in `sparse_rows`, "window" (see `window_scores`).
         ratio: share of the blocks seen so far.
         least: lower limit of the number of blocks.
         divergence: a model with RoPE-only scores appends one number per layer here (see `latent`).
-        ends: (B, E) int64, in order, of "window": the last tokens of the questions.
+        ends: (B, Q) int64, in order, of "window": the last tokens of the questions.
         extra: (B, E) int64, further queries that count for the divergence alone; they attend as they would without.
     """
 

@@ -1,16 +1,17 @@
 """tiny-chains: hints at the digits of chains alone, blocks that a question's last tokens choose, what was measured."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import write_books
 
-from eval.live.record import result_files
+from eval.live.record import read_rows, result_files
 from eval.texts import text
 from eval.train import chains
-from eval.train.ragged import ROLE_STEP, VALUE_ROLE
+from eval.train.ragged import ANSWER_ROLE, ROLE_STEP, VALUE_ROLE
 from eval.train.sparse import WINDOW, Rows, choose, sparse_rows, window_scores
 
 MODELS = Path(__file__).parent.parent.parent / "eval" / "models"
@@ -92,10 +93,23 @@ def test_a_code_holds_a_hint_of_all_words(trainer: chains.ChainsTrainer) -> None
     assert words**2 * chains.HINT_STEP < 2**62 and chains.HINT_STEP > 4 * ROLE_STEP
 
 
-def test_the_shipped_model_was_asked() -> None:
+def test_rows_of_raw_prompts_have_their_own_question(trainer: chains.ChainsTrainer) -> None:
+    trainer.builder.mix = replace(chains.VALUES, forms={"records": 0.5, "var_completion": 0.5}, book_share=0.0)
+    batch = trainer.builder.batch(256, 2048, most_turns=4)
+    rows, answer = trainer.rows(batch), (batch.roles == VALUE_ROLE) | (batch.roles == ANSWER_ROLE)
+    assert rows.ends is not None
+    for tokens, ends, marked in zip(batch.tokens, rows.ends, answer, strict=True):
+        asked = [int(end) for end in ends.unique() if end < 255]
+        # What an answer begins with stands behind its question and nowhere else.
+        assert asked and not marked[asked].any() and all(marked[end + 1] for end in asked), tokens
+
+
+@pytest.mark.parametrize("form", ["", "-second_turn"])
+def test_what_was_kept_answers_as_all_does_and_chance_does_not(form: str) -> None:
     names = result_files(MODELS.parent / "results")
-    assert {
-        f"variables-tiny-chains-{name}-topk-40{form}"
-        for name in ("rocketkv", "random_kept")
-        for form in ("", "-second_turn")
-    } <= set(names)
+    found = {}
+    for method in ("rocketkv", "random_kept"):
+        lines = read_rows(names[f"variables-tiny-chains-{method}-topk-40{form}"])
+        (found[method],) = (line for line in lines if line["kind"] == "summary" and line["arm"] == "base")
+    assert found["rocketkv"]["n"] == 500 and found["rocketkv"]["diff_interval"][0] > -0.02
+    assert found["random_kept"]["score_interval"][1] < 0.2

@@ -30,6 +30,8 @@ def oracle(prompt: Prompt) -> str:
 @pytest.mark.parametrize("task", SPLITS)
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_prompts(task: str, form: str, depth: float) -> None:
+    if (task, form) == ("variables_value", "ruler"):
+        return  # Refused, see below.
     suite, length = make("--form", form), 4096
     for index in range(3):
         case = Case(task, length, depth, index)
@@ -48,6 +50,14 @@ def test_prompts(task: str, form: str, depth: float) -> None:
         before = TOKENS.decode(prompt.before)
         assert before.count(key) == (form == "second_turn")
         assert suite.score(case, prompt, oracle(prompt)) == {"score": 1.0, "contains": 1.0}
+
+
+def test_the_number_alone_is_not_asked_for_in_raw_prompts() -> None:
+    with pytest.raises(EvaluationError, match="--form ruler: --tasks variables_value are asked in chat or in a second"):
+        make("--form", "ruler", "--tasks", "variables_value,variables").cases()
+    assert {case.task for case in make("--form", "ruler").cases()} == {"variables", "variables_known"}
+    prompt = make().build(Case("variables_value", 1024, 0.5, 0))
+    assert f"Which number does VAR {prompt.facts['keys'][0]} stand for in the end?" in TOKENS.decode(prompt.tokens)
 
 
 def test_the_value_of_another_chain_is_wrong() -> None:
