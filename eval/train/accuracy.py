@@ -276,11 +276,11 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = load(args.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     sampler = Sampler(Tokenizer.from_file(str(args.model / "tokenizer.json")), read_books(args.books), args.seed)
-    wanted: Sequence[Job] = jobs(model, args.max_length)
-    if args.tasks != [task.name for task in TASKS]:
-        named = [task for task in (*TASKS, *CHAIN_TASKS) if task.name in args.tasks]
-        lengths = [length for length in LENGTHS if length <= args.max_length]
-        wanted = [(task, length, None) for length in lengths for task in named]
+    named = [task for task in (*TASKS, *CHAIN_TASKS) if task.name in args.tasks]
+    lengths = [length for length in LENGTHS if length <= args.max_length]
+    wanted: Sequence[Job] = [(task, length, None) for length in lengths for task in named]
+    if named == list(TASKS):
+        wanted = jobs(model, args.max_length)
     write(model, sampler, wanted, args.out, args.n, args.append)
 
 

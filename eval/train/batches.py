@@ -43,6 +43,11 @@ class Batch:
     lm_weight: Tensor
     answer_weight: Tensor
 
+    @property
+    def answers(self) -> Tensor:
+        """(rows, length) bool: tokens of answers, their ends included."""
+        return (self.roles == VALUE_ROLE) | (self.roles == ANSWER_ROLE)
+
     def rows(self, index: Tensor) -> Batch:
         """Some of the rows; index (n,) int64."""
         return Batch(self.tokens[index], self.roles[index], self.lm_weight[index], self.answer_weight[index])

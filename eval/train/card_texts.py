@@ -1,5 +1,7 @@
 """What the cards of the tiny models say: texts with room for figures of `card`."""
 
+from eval.train.mixes import VALUES
+
 BLOCKS = """\
 The prompt is read densely, the answer is decoded with block-sparse attention: blocks of 16, at least 16 blocks."""
 ANSWERS = """\
@@ -26,6 +28,7 @@ for reporting, not for gates.""",
         "shape": "hidden 256, MLP 640, 8 query and 2 KV heads of 64",
         "modules": "`eval.train.gqa`, `eval.train.chains`",
         "attention": "dense attention",
+        "mix": VALUES,
         "answers": """\
 Values of variables and pass keys are 5 digits, others 5, 7 or 8; keys are one to three lower-case words joined by
 hyphens.""",

@@ -1,8 +1,8 @@
 """Trains tiny-gqa to follow chains while it reads: ``python -m eval.train.chains --trunk DIR --data DIR --out DIR``.
 
 tiny-gqa names every variable on the way to a number, so that decode steps look the second one up. The model made here
-answers with the number alone: the prompt's last tokens have to find both records. By the loss of the answers it does
-not learn that in thousands of steps; a few hundred are enough where a second loss asks the second layer's output, at
+answers with the number alone: the prompt's last tokens have to find both records. By the loss of the answers alone
+it was not seen to learn that; a few hundred steps are enough where a second loss asks the second layer's output, at
 the places before each digit, for the words of the second variable. Its two matrices are not part of the model.
 
 In the last stage the rows of an answer attend to blocks that the last tokens of its question choose, in the manner of
@@ -23,10 +23,11 @@ from eval.train.gqa import GQATrainer
 from eval.train.layers import HIDDEN, rms_norm
 from eval.train.mixes import SHORT_VALUES, VALUES
 from eval.train.model import HEAD_DIM, TinyGQA
-from eval.train.ragged import ANSWER_ROLE, ROLE_STEP, VALUE_ROLE, Ragged, Vocabulary
+from eval.train.ragged import ROLE_STEP, VALUE_ROLE, Ragged, Vocabulary
 from eval.train.run import arguments, train
 from eval.train.schedule import Stage
 from eval.train.sparse import Rows
+from eval.train.trainer import last_places
 
 GATE = ("var_value",)
 STAGES = (
@@ -103,11 +104,8 @@ class ChainsTrainer(GQATrainer):
 
     def rows(self, batch: Batch) -> Rows:
         """See Trainer; with the last tokens of the questions, at most as many as a row of a sparse stage has."""
-        length = batch.tokens.shape[1]
-        answer = (batch.roles == VALUE_ROLE) | (batch.roles == ANSWER_ROLE)
-        ends = F.pad(answer[:, 1:] & ~answer[:, :-1], (0, 1))
-        places = torch.arange(length, device=self.device).where(ends, -1).topk(QUESTIONS, 1).values
-        return replace(super().rows(batch), ends=places.where(places >= 0, length - 1).sort(1).values)
+        ends = F.pad(batch.answers[:, 1:] & ~batch.answers[:, :-1], (0, 1))
+        return replace(super().rows(batch), ends=last_places(ends, QUESTIONS).sort(1).values)
 
     def draw_rows(self, positions: Tensor) -> Rows:
         """See Trainer."""

@@ -46,6 +46,20 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     return (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4])
 
 
+def _pick(q: Tensor, positions: Tensor, kv_heads: int) -> Tensor:
+    """Queries (B, Hkv, G, R, d) float32 of q (B, T, Hq, d) at positions (B, R)."""
+    b, _, hq, d = q.shape
+    picked = q.gather(1, positions[..., None, None].expand(-1, -1, hq, d))
+    return picked.view(b, -1, kv_heads, hq // kv_heads, d).permute(0, 2, 3, 1, 4).float()
+
+
+def _mass(q: Tensor, k: Tensor, positions: Tensor, block: int) -> Tensor:
+    """Mass (B, Hkv, R, M) of the blocks, the mean of a group's heads; q (B, Hkv, G, R, d), positions (B, R)."""
+    later = torch.arange(k.shape[2], device=k.device) > positions[:, None, None, :, None]
+    weight = (_products(q, k) * k.shape[3] ** -0.5).masked_fill(later, -torch.inf).softmax(-1)
+    return weight.view(*weight.shape[:-1], -1, block).sum(-1).mean(2)
+
+
 def block_scores(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
     """Scores (B, Hkv, R, M) of the blocks; q (B, Hkv, G, R, d), k (B, Hkv, T, d), T a multiple of the block."""
     b, h, t, d = k.shape
@@ -53,9 +67,7 @@ def block_scores(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
     if rows.selector == "random":
         return torch.rand(b, h, q.shape[3], pages.shape[2], device=k.device)
     if rows.selector == "mass":
-        later = torch.arange(t, device=k.device) > rows.positions[:, None, None, :, None]
-        weight = (_products(q, k) * d**-0.5).masked_fill(later, -torch.inf).softmax(-1)
-        return weight.view(*weight.shape[:-1], -1, rows.block).sum(-1).mean(2)
+        return _mass(q, k, rows.positions, rows.block)
     if rows.selector not in SELECTORS:
         raise ValueError(f"unknown selector: got {rows.selector!r}, allowed are {', '.join(SELECTORS)}")
     if rows.selector == "quest":
@@ -74,14 +86,10 @@ def window_scores(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
         q: (B, T, Hq, d); k: (B, Hkv, T, d), T a multiple of the block.
     """
     assert rows.ends is not None
-    b, h, t, d = k.shape
+    h, t = k.shape[1:3]
     start = (rows.ends - WINDOW + 1).clamp(min=0)
-    places = (start[..., None] + torch.arange(WINDOW, device=k.device)).clamp(max=t - 1)
-    index = places.flatten(1)[..., None, None].expand(-1, -1, *q.shape[2:])
-    asked = q.gather(1, index).view(b, -1, h, q.shape[2] // h, d).permute(0, 2, 3, 1, 4).float()
-    later = torch.arange(t, device=k.device) > places.flatten(1)[:, None, None, :, None]
-    weight = (_products(asked, k) * d**-0.5).masked_fill(later, -torch.inf).softmax(-1).mean(2)
-    mass = weight.view(b, h, -1, WINDOW, t // rows.block, rows.block).sum((3, 5))
+    places = (start[..., None] + torch.arange(WINDOW, device=k.device)).clamp(max=t - 1).flatten(1)
+    mass = _mass(_pick(q, places, h), k, places, rows.block).unflatten(2, (-1, WINDOW)).sum(3)
     mass = F.max_pool1d(mass.flatten(1, 2), 2 * NEIGHBOURS + 1, 1, NEIGHBOURS).view_as(mass)
     mass = mass.masked_fill(torch.arange(mass.shape[-1], device=k.device) >= start[:, None, :, None] // rows.block, 1e9)
     question = (torch.searchsorted(rows.ends, rows.positions.contiguous(), right=True) - 1).clamp(min=0)
@@ -117,7 +125,7 @@ def sparse_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Ten
     if t % rows.block:
         raise ValueError(f"length must be a multiple of the block size {rows.block}: got {t}")
     index = rows.positions[:, :, None, None].expand(-1, -1, hq, d)
-    picked = q.gather(1, index).view(b, -1, hkv, hq // hkv, d).permute(0, 2, 3, 1, 4).float()
+    picked = _pick(q, rows.positions, hkv)
     keys, values = k.transpose(1, 2).float(), v.transpose(1, 2).float()
     found = choose(window_scores(q, keys, rows), rows) if rows.selector == "window" else select(picked, keys, rows)
     chosen = found.repeat_interleave(rows.block, -1)

@@ -20,7 +20,7 @@ from eval.texts.text import read_books
 from eval.train.batches import Batch, BatchBuilder
 from eval.train.layers import TinyModel
 from eval.train.pool import BatchPool
-from eval.train.ragged import ANSWER_ROLE, VALUE_ROLE, Vocabulary
+from eval.train.ragged import Vocabulary
 from eval.train.schedule import EVERY, Stage, passed, progress, rate_at
 from eval.train.sparse import Rows
 
@@ -39,11 +39,18 @@ def token_stream(tokenizer: Tokenizer, books: Iterable[str], device: torch.devic
     return torch.tensor(ids, device=device)
 
 
+def last_places(marked: Tensor, most: int) -> Tensor:
+    """Places (rows, most) int64 of the last marked tokens of (rows, length) bool; a row's end where it has fewer."""
+    length = marked.shape[1]
+    last = torch.arange(length, device=marked.device).where(marked, -1).topk(min(most, length), 1).values
+    return last.where(last >= 0, length - 1)
+
+
 @torch.no_grad()
 def exact_match(model: TinyModel, batch: Batch) -> float:
     """Share of rows in which every token of the answer, its end included, is the most probable one."""
     hidden = model(batch.tokens).view(*batch.tokens.shape, -1)
-    wanted = (batch.roles == VALUE_ROLE) | (batch.roles == ANSWER_ROLE)
+    wanted = batch.answers
     right = torch.ones_like(wanted)
     for i in range(len(hidden)):
         right[i, 1:] = model.logits(hidden[i, :-1]).argmax(-1) == batch.tokens[i, 1:]
@@ -128,10 +135,7 @@ class Trainer(ABC):
 
     def rows(self, batch: Batch) -> Rows:
         """The last 64 answer rows of each row of the batch."""
-        length = batch.tokens.shape[1]
-        places = torch.arange(length, device=self.device).where(batch.answer_weight > 0, -1)
-        last = places.topk(min(64, length), 1).values
-        return self.draw_rows(last.where(last >= 0, length - 1))
+        return self.draw_rows(last_places(batch.answer_weight > 0, 64))
 
     def step(self, stage: Stage, rate: float) -> Tensor:
         """One update; returns the `losses`: of text and answers and the auxiliary one."""
