@@ -1,3 +1,3 @@
 """Sparse attention for stock SGLang; see README.md."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse import crossover, hooks, pools
+from sglang_sparse import arguments, crossover, hooks, pools
 from sglang_sparse.composite import count_sizes, view_buffers, with_parts
 from sglang_sparse.config import settings_of
 from sglang_sparse.decode_path import DecodePath, PartsPath, require_plain
@@ -111,7 +111,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self._limits = (model.num_kv_heads, max_blocks, usual, self.method.block_size)
         device = self._pools.overflow.device
         self._buffers = view_buffers(self.method, model, max_blocks, runner.dtype, device)
-        self.divide = divider_of(runner.server_args.get_attention_backends()[0], model, device)
+        self.divide = divider_of(arguments.of(runner.server_args).get_attention_backends()[0], model, device)
         if settings.name and self.method.has_crossover:
             found = crossover.find(settings, model, device)
             self.method.crossover_tokens = found.tokens

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse import implementation, refusals, registry
+from sglang_sparse import arguments, implementation, refusals, registry
 from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields
 from sglang_sparse.limits import DENSE_BACKENDS, Gpu, dense_backends
 from sglang_sparse.model_kinds import KINDS
@@ -154,14 +154,9 @@ def _server(kind: str, changes: Mapping[str, Any]) -> SparseServerArgs:
     """SGLang's arguments as they are written: to resolve them it would look at this machine."""
     from sglang.srt.server_args import ServerArgs
 
-    args: Any = ServerArgs.__new__(ServerArgs)
-    for field in dataclasses.fields(ServerArgs):
-        made = field.default_factory
-        setattr(args, field.name, field.default if made is dataclasses.MISSING else made())
-    asked = {"sparse_method": None, "sparse_prefill_method": None, "sparse_config": None, "sparse_prefill_config": None}
-    for name, value in {**asked, "model_path": _checkpoint(kind).name, **changes}.items():
-        setattr(args, name, value)
-    return args
+    if not hasattr(ServerArgs, "sparse_method"):
+        from sglang_sparse.record import SparseServerArgs as ServerArgs
+    return arguments.of(ServerArgs(**{"model_path": _checkpoint(kind).name, **changes}))
 
 
 def refusal(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> str | None:

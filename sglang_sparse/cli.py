@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
-from sglang_sparse import dsa_flags, hooks, implementation, refusals, registry
+from sglang_sparse import arguments, dsa_flags, hooks, implementation, refusals, registry
 from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields, settings_of
 from sglang_sparse.config_value import read_config
 from sglang_sparse.versions import UnsupportedSGLangError, require_supported_sglang
@@ -22,7 +21,7 @@ SOURCE = "sglang_sparse"
 logger = logging.getLogger(__name__)
 
 
-def _help() -> dict[str, str]:
+def help_texts() -> dict[str, str]:
     decode = ", ".join(registry.decode_methods())
     prefill = ", ".join(registry.prefill_methods())
     return {
@@ -34,56 +33,45 @@ def _help() -> dict[str, str]:
 
 
 def add_server_args() -> None:
-    """Add the four fields to SGLang's ``ServerArgs`` dataclass in place.
-
-    In place, because the class is bound by name in many modules and is an attribute of ``Engine``. Decorating a
-    dataclass again loses two things that are put back here: the ``Field`` objects of fields with a default factory,
-    and the generated methods, which ``dataclass`` does not overwrite.
+    """Put a subclass of SGLang's ``ServerArgs`` that has the four fields in its place.
 
     Raises:
         RuntimeError: SGLang has fields of these names itself.
     """
-    from sglang.srt.arg_groups import arg_utils
+    from sglang.srt.arg_groups.arg_utils import field_names
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs
 
-    existing = dict(ServerArgs.__dataclass_fields__)
-    new = _help()
-    if all(name in existing for name in new):
-        return
-    taken = [name for name in new if name in existing or hasattr(ServerArgs, name)]
-    if taken:
-        raise RuntimeError(f"SGLang's ServerArgs already has {', '.join(taken)}")
-    for field in existing.values():
-        if field.default_factory is not dataclasses.MISSING:
-            setattr(ServerArgs, field.name, field)
-    for name, text in new.items():
-        ServerArgs.__annotations__[name] = arg_utils.A[Optional[str], arg_utils.Arg(help=text)]  # noqa: UP045
-        setattr(ServerArgs, name, None)
-    documentation = ServerArgs.__doc__
-    generated = ("__init__", "__repr__", "__eq__", "__hash__", "__match_args__", "__replace__")
-    for name in (*generated, "__dataclass_fields__", "__dataclass_params__"):
-        if name in ServerArgs.__dict__:
-            delattr(ServerArgs, name)
-    dataclasses.dataclass(ServerArgs)
-    ServerArgs.__doc__ = documentation
-    arg_utils.namespace_of.cache_clear()
-    arg_utils.resolvable_fields.cache_clear()
-    tokenizer_manager: Any = sys.modules.get("sglang.srt.managers.tokenizer_manager")
-    if tokenizer_manager is not None:
-        tokenizer_manager._SERVER_ARGS_FIELDS = frozenset(field.name for field in dataclasses.fields(ServerArgs))
+    new = help_texts()
+    if ServerArgs.__module__ != "sglang_sparse.record":
+        taken = [name for name in new if name in field_names(ServerArgs) or hasattr(ServerArgs, name)]
+        if taken:
+            raise RuntimeError(f"SGLang's ServerArgs already has {', '.join(taken)}")
+    from sglang_sparse.record import SparseServerArgs
+
+    HookRegistry.register("sglang.srt.server_args.ServerArgs", SparseServerArgs, HookType.REPLACE)
+    # A class attribute, which SGLang's propagation does not reach.
+    engine: Any = sys.modules.get("sglang.srt.entrypoints.engine")
+    if engine is not None and engine.Engine.server_args_class is ServerArgs:
+        engine.Engine.server_args_class = SparseServerArgs
 
 
-def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -> None:
-    """Around ``ServerArgs.__post_init__``: validate what can be before SGLang resolves its own arguments, and the
+def resolve_record(original: Callable[[], None], record: Any) -> None:
+    """Around ``ServerArgs.resolve_once``: validate what can be before SGLang resolves its own arguments, and the
     rest after.
 
     Raises:
         SparseArgumentError: a sparse flag, config field or combination cannot be served.
         UnsupportedSGLangError: the SGLang version is not supported, or one of its seams moved.
     """
+    if getattr(record, "_resolution_finished", False) or getattr(record, "_resolution_failed", False):
+        return original()
+    from sglang.srt.environ import envs
+
+    self = arguments.of(record)
     _refuse_orphans(self)
     if not self.sparse_method and not self.sparse_prefill_method:
-        return original(self)
+        return original()
     require_supported_sglang()
     hooks.verify()
     settings = resolve(self)
@@ -94,7 +82,10 @@ def validated_post_init(original: Callable[..., None], self: SparseServerArgs) -
     if self.page_size is None:
         self.page_size = settings.config.page_size
     refusals.require_before(self, settings)
-    original(self)
+    if settings.check_exactness:
+        # The check walks the tree's nodes, which the other core keeps to itself. Processes that start later inherit it.
+        envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.set("python")
+    original()
     if self.model_path.lower() not in ("none", "dummy"):
         # What the model decides is in it by now.
         settings = settings_of(self) or settings
@@ -110,12 +101,13 @@ def _say_prefill(server_args: SparseServerArgs, settings: Settings) -> None:
         server_args.sparse_prefill_config = json.dumps(settings.prefill_resolved)
 
 
-def refuse_model(_: None, self: SparseServerArgs) -> None:
-    """After ``ServerArgs._handle_model_source_paths``: the model is at hand, and SGLang has not judged it yet.
+def refuse_model(_: None, record: SparseServerArgs) -> None:
+    """After ``handle_model_source_paths``: the model is at hand, and SGLang has not judged it yet.
 
     Raises:
         SparseArgumentError: the method does not fit the model.
     """
+    self = arguments.of(record)
     settings = settings_of(self)
     if settings is not None:
         fitted = refusals.fit_prefill(self, settings)
@@ -149,6 +141,10 @@ def _config_json(server_args: SparseServerArgs) -> dict[str, Any]:
         raise SparseArgumentError(f"cannot read config.json of {server_args.model_path}: {error}") from error
 
 
+def _orphaned(server_args: Any) -> bool:
+    return server_args.sparse_config is not None or server_args.sparse_prefill_config is not None
+
+
 def _refuse_orphans(server_args: SparseServerArgs) -> None:
     for config, method in (("sparse_config", "sparse_method"), ("sparse_prefill_config", "sparse_prefill_method")):
         if getattr(server_args, config) is not None and not getattr(server_args, method):
@@ -163,7 +159,10 @@ def prepare_server_args(original: Callable[[list[str]], SparseServerArgs], argv:
         SystemExit: with status 2, as argparse does for its own errors.
     """
     try:
-        return original(argv)
+        server_args = original(argv)
+        if server_args.sparse_method or server_args.sparse_prefill_method or _orphaned(server_args):
+            server_args.resolve_once()
+        return server_args
     except (SparseArgumentError, UnsupportedSGLangError) as error:
         print(f"sglang_sparse: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

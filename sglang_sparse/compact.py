@@ -94,7 +94,7 @@ class Compaction:
     def span(self, request: Any, state: RequestState) -> Span | None:
         """Return what of a request would be copied; None where that frees nothing."""
         kept, first_visible = state.kept
-        end = request.extend_range.end // self._page * self._page
+        end = request.extend_end // self._page * self._page
         boundary = min(first_visible, end // self._block)
         start = (boundary - kept) * self._block // self._page * self._page
         return Span(start, end, kept, boundary) if first_visible and start > 0 else None
@@ -123,17 +123,17 @@ class Compaction:
         slots = allocator.alloc(need)
         if slots is None:
             return False
-        place, own = request.req_pool_idx, request.cache_protected_len
+        place, own = request.kv.req_pool_idx, request.kv.cache_protected_len
         row = table.req_to_token[place]
-        self._moves.append(Move(span, place, row[: request.extend_range.end : self._page] // self._page, slots))
+        self._moves.append(Move(span, place, row[: request.extend_end : self._page] // self._page, slots))
         allocator.free_segment(row[own : span.end], start_pos=own)
         # Page 0 belongs to nobody.
         table.write((place, slice(0, span.start)), 0)
         table.write((place, slice(span.start, span.end)), slots.to(row.dtype))
-        tree.dec_lock_ref(request.last_node)
-        request.last_node = None
-        request.prefix_indices = request.prefix_indices[:0]
-        request.cache_protected_len = span.start
+        tree.unlock(request.lock)
+        request.lock = request.last_node = None
+        request.prefix_len = 0
+        request.kv.cache_protected_len = span.start
         self.requests += 1
         self.freed_tokens += span.start
         return True

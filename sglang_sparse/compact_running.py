@@ -9,6 +9,7 @@ not what a request is retracted for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ def compact_running(running: Any, scheduler: Any, *_: Any) -> None:
     could attend to all, as it only grows, and from then on its batches run sparse whatever the crossover says.
     """
     settings = settings_of(scheduler.server_args)
+    if running is None:
+        # Where memory is short SGLang leaves a step out.
+        return
     if settings is None or not (isinstance(settings.method, KeepMethod) and settings.method.compacts):
         return
     backend, tree = scheduler.tp_worker.model_runner.attn_backend, scheduler.tree_cache
@@ -49,7 +53,7 @@ def compact_running(running: Any, scheduler: Any, *_: Any) -> None:
         return
     reserve = len(states) * tree.page_size
     for row, span in ready.items():
-        if plan.n_select[row] >= plan.n_pages[row] or not _pays(running.reqs[row], span):
+        if plan.n_select[row] >= plan.n_pages[row] or not _pays(running.reqs[row], span, running.reqs, tree):
             continue
         if compaction.let_go(running.reqs[row], span, tree, reserve):
             states[row].compacted = True
@@ -59,24 +63,30 @@ def compact_running(running: Any, scheduler: Any, *_: Any) -> None:
             compaction.waits += 1
 
 
-def _pays(request: Any, span: Span) -> bool:
+def _pays(request: Any, span: Span, running: list[Any], tree: Any) -> bool:
     """Whether less KV is held where all who hold this prompt let go of it.
 
     Of what others hold too nothing is free until the last of them lets go, while each takes a copy.
     """
-    shared, node = 0, request.last_node
-    while node is not None and node.parent is not None:
-        shared += len(node.key) // node.lock_ref
-        node = node.parent
+    locks = [other.lock.node for other in running if other.lock is not None]
+    holders = Counter(
+        (info.node_id, info.path_end - info.path_start)
+        for path in tree.tree_core.collect_path_info(locks)
+        for info in path
+    )
+    own = tree.tree_core.collect_path_info([request.lock.node])[0] if request.lock is not None else ()
+    shared = sum(
+        (info.path_end - info.path_start) // holders[info.node_id, info.path_end - info.path_start] for info in own
+    )
     # The pages up to ``span.end`` that are its own are given back, and as many are taken from ``span.start`` on.
-    return shared + span.start > request.cache_protected_len
+    return shared + span.start > request.kv.cache_protected_len
 
 
 def _prefilled(request: Any, state: RequestState, tree: Any) -> bool:
     """Whether the results of a request's prefill are processed, which is when SGLang puts its prompt into the tree."""
-    if state.compacted or not state.kept[1] or request.extend_range is None:
+    if state.compacted or not state.kept[1] or request.extend_end is None:
         return False
-    return tree.disable or request.extend_range.end <= len(request.prefix_indices)
+    return tree.disable or request.extend_end <= request.prefix_len
 
 
 @contextmanager
@@ -95,8 +105,8 @@ def room_for_a_copy(settings: Settings | None, adder: Any, request: Any) -> Iter
         yield
         return
     room, sampling = _room(settings, method, adder, request), request.sampling_params
-    adder.rem_total_token_offset += room
-    adder.cur_rem_token_offset += room
+    adder.memory_budget.total_offset += room
+    adder.memory_budget.current_offset += room
     ignores_eos = sampling.ignore_eos
     # Without a radix tree SGLang would look ahead to where such requests end, and count whole prompts as given back.
     sampling.ignore_eos = False
@@ -104,8 +114,8 @@ def room_for_a_copy(settings: Settings | None, adder: Any, request: Any) -> Iter
         yield
     finally:
         sampling.ignore_eos = ignores_eos
-        adder.rem_total_token_offset -= room
-        adder.cur_rem_token_offset -= room
+        adder.memory_budget.total_offset -= room
+        adder.memory_budget.current_offset -= room
 
 
 def _room(settings: Settings, method: KeepMethod, adder: Any, request: Any) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse import registry
+from sglang_sparse import arguments, registry
 from sglang_sparse.layered_methods import build_prefill_rules, build_rules
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import PAGE_SIZES, MethodConfig, RectifyConfig, SparseConfig
@@ -186,7 +186,7 @@ def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, p
 
 def prefill_chunk(server_args: Any) -> int | None:
     """Return the most tokens of a chunk of prefill; None where prompts are not cut."""
-    chunk = server_args.chunked_prefill_size or -1
+    chunk = arguments.of(server_args).chunked_prefill_size or -1
     return chunk if chunk > 0 else None
 
 
@@ -196,6 +196,7 @@ def settings_of(server_args: SparseServerArgs) -> Settings | None:
     The main process has replaced the configs by the resolved fields as JSON, so a scheduler sees what was validated
     even if a config file changed meanwhile.
     """
+    server_args = arguments.of(server_args)
     name = getattr(server_args, "sparse_method", None)
     prefill = getattr(server_args, "sparse_prefill_method", None)
     if not name and not prefill:

@@ -188,9 +188,15 @@ def convert(options: Mapping[str, Any], gpu: bool) -> tuple[Conversion, str]:
     return conversion, algorithm.note
 
 
+def _fields(args: Any) -> dict[str, Any]:
+    import msgspec
+
+    return msgspec.structs.asdict(args.record)
+
+
 def as_fields(arguments: Sequence[str]) -> dict[str, Any]:
     """What a command line says, as fields of ``sglang.Engine``; configs of methods as mappings."""
-    given, usual = (vars(serve.parse([*MODEL, *more])) for more in (arguments, ()))
+    given, usual = (_fields(serve.parse([*MODEL, *more])) for more in (arguments, ()))
     fields = {name: value for name, value in given.items() if value != usual[name]}
     return {
         name: json.loads(value) if name.startswith("sparse_") and name.endswith("_config") else value

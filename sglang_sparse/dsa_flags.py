@@ -53,9 +53,10 @@ def require_stages(args: SparseServerArgs, settings: Settings, found: Mapping[st
         SparseArgumentError: names the flag or variable, and what is allowed.
     """
     from sglang.srt.environ import envs
+    import msgspec
     from sglang.srt.server_args import ServerArgs
 
-    fields = ServerArgs.__dataclass_fields__
+    fields = {field.name: field for field in msgspec.structs.fields(ServerArgs)}
     given = {
         f"--{name.replace('_', '-')}": (getattr(args, name), fields[name].default, stage)
         for name, stage in STAGE_FLAGS.items()
@@ -93,7 +94,7 @@ def take_slot(args: Any, settings: Settings, attention: str) -> None:
         args.kv_cache_dtype = "bfloat16"
 
 
-def keep_slot(original: Callable[..., None], args: SparseServerArgs, major: int) -> None:
+def keep_slot(original: Callable[..., dict[str, Any]], args: Any) -> dict[str, Any]:
     """Around ``ServerArgs._set_default_dsa_backends``: nothing where ``take_slot`` has put the attention there.
 
     SGLang would leave it there, but for float8 latents, which its own backend there reads on AMD's GPUs alone.
@@ -105,7 +106,8 @@ def keep_slot(original: Callable[..., None], args: SparseServerArgs, major: int)
     """
     settings = settings_of(args)
     if settings is None or not isinstance(settings.method, Dsa) or settings.method.native("attention"):
-        original(args, major)
+        return original(args)
+    return {}
 
 
 def leave_graphs(args: SparseServerArgs, settings: Settings) -> None:
@@ -126,4 +128,6 @@ def leave_graphs(args: SparseServerArgs, settings: Settings) -> None:
     logger.warning(
         "sglang_sparse: prefill runs without CUDA graphs (%s); the indexer cannot be in them", graphs.prefill.backend
     )
-    graphs.prefill.backend = "disabled"
+    from sglang.srt.model_executor.cuda_graph_config import with_phase
+
+    args.cuda_graph_config = with_phase(graphs, "prefill", backend="disabled")

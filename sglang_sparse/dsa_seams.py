@@ -67,8 +67,8 @@ DSA_SEAMS = (
         gpu=True,
     ),
     Seam(
-        "sglang.srt.layers.attention.dsa_backend.deep_gemm.get_paged_mqa_logits_metadata",
-        "AROUND",
+        "sglang.srt.layers.attention.dsa.utils.resolve_paged_mqa_logits_metadata_fn",
+        "AFTER",
         "native_indexer:schedule",
         "scheduler",
         "DSA on a GPU: no schedule of SGLang's logits, which GPUs that it does not serve refuse, where others are made",
@@ -101,7 +101,7 @@ DSA_SEAMS = (
         "dsa",
     ),
     Seam(
-        "sglang.srt.server_args.ServerArgs._set_default_dsa_backends",
+        "sglang.srt.arg_groups.overrides._dsa_split_backend_resolution",
         "AROUND",
         "dsa_flags:keep_slot",
         "main",

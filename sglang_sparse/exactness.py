@@ -64,13 +64,13 @@ def forget_exact_length(_: None, request: Any) -> None:
 
 
 def exact_committed_len(original: Callable[[Any], int], request: Any) -> int:
-    """Around ``Req.effective_kv_committed_len``: what a finished request inserts into the radix tree ends here.
+    """Around ``Req.owned_kv_len``: what a finished request inserts into the radix tree ends here.
 
     One that is compacted inserts nothing, and all of it is freed.
     """
     state = state_of(request)
     if state is not None and state.compacted:
-        return request.kv_committed_len
+        return request.kv.kv_committed_len
     committed = original(request)
     exact = exact_len(request)
     if exact is None:
@@ -97,9 +97,8 @@ def release_inexact_tail(original: Callable[..., None], request: Any, start: int
         return original(request, start, end, tree_cache)
     if request.finished():
         exact = start if state.exact_len is None else min(start, state.exact_len)
-        state.counts.tail_tokens_dropped += max(0, request.kv_committed_len - exact)
-    allocator = tree_cache.token_to_kv_pool_allocator
-    start = -(-start // allocator.page_size) * allocator.page_size
+        state.counts.tail_tokens_dropped += max(0, request.kv.kv_committed_len - exact)
+    page_size = tree_cache.token_to_kv_pool_allocator.page_size
+    start = -(-start // page_size) * page_size
     if start < end:
-        slots = tree_cache.req_to_token_pool.req_to_token[request.req_pool_idx][start:end]
-        allocator.free_segment(slots, start_pos=start)
+        tree_cache.free_kv_row(request.kv, [(start, end)])

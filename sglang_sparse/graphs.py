@@ -20,6 +20,7 @@ def capture_both(
     forward: Callable[..., Any],
     stream_idx: int | None = None,
     variant_label: str | None = None,
+    attention_variant: str | None = None,
 ) -> None:
     """Around ``DecodeCudaGraphRunner.capture_one_shape``: capture the dense and the sparse variant.
 
@@ -27,17 +28,17 @@ def capture_both(
     """
     settings = settings_of(runner.model_runner.server_args)
     if settings is None or runner.model_runner.is_draft_worker:
-        return original(runner, size, forward, stream_idx, variant_label)
+        return original(runner, size, forward, stream_idx, variant_label, attention_variant)
     variants = ("sparse",) if settings.config.dense_fallback == "never" else ("dense", "sparse")
     for number, variant in enumerate(variants if settings.name else ("dense",)):
         runner.attn_backend.begin_capture(size, sparse=variant == "sparse", prepared=number > 0)
-        original(runner, size, forward, stream_idx, variant)
+        original(runner, size, forward, stream_idx, variant_label, variant)
 
 
-def graph_variant(original: Callable[..., str | None], runner: Any, forward_batch: Any) -> str | None:
-    """Around ``_resolve_lora_variant``: name the graph that this batch replays."""
+def graph_variant(original: Callable[..., str | None], runner: Any, forward_batch: Any, *args: Any) -> str | None:
+    """Around ``_resolve_attention_variant``: name the graph that this batch replays."""
     if settings_of(runner.model_runner.server_args) is None or runner.model_runner.is_draft_worker:
-        return original(runner, forward_batch)
+        return original(runner, forward_batch, *args)
     plan = runner.attn_backend.plan(forward_batch.seq_lens_cpu)
     return "sparse" if plan.sparse else "dense"
 

@@ -67,7 +67,7 @@ def require_whole_groups(method: PrefillMethod | None, start: int, end: int) -> 
 
 
 def mark_key(original: Callable[..., Any], tree: Any, params: Any) -> Any:
-    """Around ``RadixCache.match_prefix`` and ``RadixCache.insert``, the only ways into the tree."""
+    """Around ``UnifiedRadixCache.match_prefix`` and ``.insert``, the only ways into the tree."""
     settings = current_settings()
     # A tree without a pool only sorts the waiting queue.
     if settings is None or settings.prefill is None or tree.req_to_token_pool is None:
@@ -77,5 +77,11 @@ def mark_key(original: Callable[..., Any], tree: Any, params: Any) -> Any:
     method = prefill_of_namespace(settings, params.key.extra_key)
     if method is None or method.config.share_partial_groups:
         return original(tree, params)
-    key = RadixKey(marked(params.key.raw_token_ids(), method), params.key.extra_key)
+    found = params.key
+    key = RadixKey(
+        marked(found.raw_token_ids(), method),
+        found.extra_key,
+        is_bigram=found.is_bigram,
+        cache_salt=found.cache_salt,
+    )
     return original(tree, replace(params, key=key))

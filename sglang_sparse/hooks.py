@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from sglang_sparse import arguments
 from sglang_sparse.config import settings_of
 from sglang_sparse.seams import SEAMS, Seam
 from sglang_sparse.versions import UnsupportedSGLangError, installed_sglang
@@ -80,7 +81,7 @@ def hook_method(original: Callable[[Any], None], runner: Any) -> None:
     if settings is not None and found:
         from sglang_sparse import refusals
 
-        refusals.require_weights(runner.server_args, settings, runner.model_config)
+        refusals.require_weights(arguments.of(runner.server_args), settings, runner.model_config)
 
 
 def verify(seams: Sequence[Seam] | None = None) -> None:

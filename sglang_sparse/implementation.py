@@ -261,7 +261,5 @@ def _facts(args: Any, config: DsaConfig, asked: Gpu) -> Facts:
 
 
 def _model(args: SparseServerArgs) -> Any:
-    from sglang.srt.configs.model_config import ModelConfig
-
     # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
-    return ModelConfig.from_server_args(args)
+    return args.new_model_config()

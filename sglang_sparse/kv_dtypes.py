@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_sparse import arguments
 from sglang_sparse.config import Settings, SparseArgumentError, settings_of
 from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS, Gpu, capability, on_gpu
 
@@ -105,7 +106,7 @@ def _require_float8(settings: Settings, found: tuple[int, int] | None, plain: st
         )
 
 
-def complete_scales(_: None, *, model: Any, server_args: Any) -> None:
+def complete_scales(_: None, *, model: Any, kv_cache_dtype: str) -> None:
     """After ``load_kv_cache_scales``: let all of SGLang's attention read the scales of float8 KV.
 
     SGLang 0.5.17 leaves those of ``--quantization-param-path`` as numbers under the names of the tensors. With such,
@@ -116,6 +117,9 @@ def complete_scales(_: None, *, model: Any, server_args: Any) -> None:
     Raises:
         SparseArgumentError: SGLang has found no scales in the file, of which it says nothing.
     """
+    from sglang.srt.runtime_context import get_server_args
+
+    server_args = arguments.of(get_server_args())
     settings = settings_of(server_args)
     algo = getattr(getattr(model, "quant_config", None), "kv_cache_quant_algo", None)
     quantized = server_args.kv_cache_dtype == "auto" and _is_float8(algo)

@@ -106,7 +106,6 @@ FLAG_LIMITS = (
     FlagLimit("decode context parallelism", _above_one("dcp_size"), "a rank holds only a part of each page"),
     FlagLimit("prefill context parallelism", _set("enable_prefill_cp"), "a rank holds only a part of each chunk"),
     FlagLimit("attention context parallelism", _above_one("attn_cp_size"), "a rank holds only a part of each chunk"),
-    FlagLimit("LoRA", lambda args: args.enable_lora or args.lora_paths or None, "it uses the decode graphs' variants"),
     FlagLimit("diffusion LLM decoding", _set("dllm_algorithm"), "tokens are not decoded one by one"),
     FlagLimit("HiSparse", _set("enable_hisparse"), "it is another sparse attention"),
     FlagLimit("unified memory pool", _set("enable_unified_memory"), "the summaries would not be allocated"),
@@ -136,11 +135,10 @@ FLAG_LIMITS = (
         lambda args: None if args.kv_cache_dtype in KV_DTYPES else args.kv_cache_dtype,
         f"allowed: {', '.join(KV_DTYPES)}",
     ),
-    FlagLimit(
-        "another radix tree",
-        _environment("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE"),
-        _OWN_TREE,
-    ),
+    FlagLimit("attention data parallelism", _above_one("attn_dp_size"), "ranks must agree on the forward mode"),
+    FlagLimit("KV cache sharding", _set("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
+    FlagLimit("external cache linker", _set("enable_unified_cache_external_linker"), _OTHER_WRITER),
+    FlagLimit("megakernel", _set("enable_nvidia_megakernel"), _OTHER_LOOP),
 )
 
 RECTIFY_LIMITS = (

@@ -62,15 +62,17 @@ def choose(
     return select(logits, lengths, topk, first, (batch.real_page_table, rows, offsets))
 
 
-def schedule(original: Callable[..., torch.Tensor], lengths: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Around ``get_paged_mqa_logits_metadata``: nothing where SGLang's logits are not made.
+def schedule(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """After ``resolve_paged_mqa_logits_metadata_fn``: what it returns makes nothing where SGLang's logits are not made.
 
     Args:
         original: DeepGEMM's function.
-        lengths: ``[rows, 1]`` int32.
-        *args: how it divides the work.
     """
-    return original(lengths, *args) if _native("indexer") else torch.zeros(1, dtype=torch.int32, device=lengths.device)
+
+    def made(lengths: torch.Tensor, *args: Any) -> torch.Tensor:
+        return original(lengths, *args) if _native("indexer") else torch.zeros(1, dtype=torch.int32, device=lengths.device)
+
+    return made
 
 
 def plan(original: Callable[..., torch.Tensor | None], dense: Any, lengths: torch.Tensor) -> torch.Tensor | None:

@@ -236,7 +236,7 @@ def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:
     if not model.rope_dim:
         model = dataclasses.replace(model, head_dim=max(model.head_dim, kvc.model_config.v_head_dim))
     settings.method.adopt(kvc.model_config)
-    width = kvc.model_config.context_len + get_req_to_token_extra_context_len(kvc.server_args)
+    width = kvc.model_config.context_len + get_req_to_token_extra_context_len()
     for need in scratch.needs(settings, kvc, model, width):
         if need.nbytes >= available:
             raise ValueError(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from sglang_sparse import arguments
 from sglang_sparse.compact_running import room_for_a_copy
 from sglang_sparse.config import settings_of
 from sglang_sparse.prefill_method import CutPrompt, PrefillSpan
@@ -166,7 +167,7 @@ def _end_where_allowed(adder: Any, request: Any, memory: int = sys.maxsize) -> b
     """
     method, budget = sharing_method(request), adder.rem_chunk_tokens
     window, prompt = window_start(current_settings(), request), len(request.origin_input_ids)
-    start, end = len(request.prefix_indices), len(request.full_untruncated_fill_ids)
+    start, end = request.prefix_len, len(request.full_untruncated_fill_ids)
     size = adder.page_size
     if (method is None and window is None) or budget is None or -(-(end - start) // size) * size <= min(budget, memory):
         return True
@@ -186,25 +187,16 @@ def _mixed_rows(adder: Any) -> int:
     from sglang.srt.runtime_context import get_server_args
 
     running = adder.running_batch
-    if adder.can_run_list or running is None or not get_server_args().enable_mixed_chunk:
+    if adder.can_run_list or running is None or not arguments.of(get_server_args()).enable_mixed_chunk:
         return 0
     return len(running.reqs)
 
 
-def cache_whole_groups(original: Callable[..., None], tree: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """Around ``RadixCache.cache_unfinished_req``: insert whole groups; the rest stays the request's own."""
-    method, extended = sharing_method(request), request.extend_range
-    if method is None or (limit := share_limit(request, method)) >= extended.end:
-        return original(tree, request, *args, **kwargs)
-    request.extend_range = extended._replace(end=limit)
-    try:
-        original(tree, request, *args, **kwargs)
-    finally:
-        request.extend_range = extended
-    slots = tree.req_to_token_pool.req_to_token[request.req_pool_idx, : extended.end]
-    kept = len(request.prefix_indices)
-    request.prefix_indices = torch.cat([request.prefix_indices, slots[kept:].to(request.prefix_indices.dtype)])
-    return None
+def cache_whole_groups(original: Callable[..., None], tree: Any, request: Any, *, up_to: int, **kwargs: Any) -> None:
+    """Around ``UnifiedRadixCache.checkpoint``: insert whole groups; the rest stays the request's own."""
+    method = sharing_method(request)
+    limit = up_to if method is None else min(up_to, share_limit(request, method))
+    return original(tree, request, up_to=limit, **kwargs)
 
 
 def begin(backend: Any, forward_batch: Any, batch: Any) -> None:

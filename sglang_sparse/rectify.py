@@ -169,6 +169,8 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
             capture_hidden_mode=forward_batch.capture_hidden_mode,
             return_hidden_states_before_norm=False,
         )
+        # An event of the pass before says nothing of what this one reads, which may publish none.
+        runner.shared_read_done_event = None
         output = original(runner, inner, *args, **kwargs)
         if rows is not rest and device.type == "cuda" and not output.can_run_graph:
             _say_eager()
@@ -238,22 +240,22 @@ def grouped(spans: Sequence[Span], max_batch: int, max_tokens: int) -> list[list
     return groups
 
 
-def hold_release(original: Callable[..., None], request: Any, tree_cache: Any, is_insert: bool = True) -> None:
+def hold_release(original: Callable[..., None], request: Any, tree_cache: Any, *, checkpoint: bool) -> None:
     """Around ``release_kv_cache``: hold back a finished request whose last tokens are not exact yet.
 
     One that is compacted has nothing to insert: its row no longer begins with its prompt.
     """
     held = getattr(tree_cache, HELD, None)
     state = state_of(request)
-    is_insert = is_insert and not (state is not None and state.compacted)
-    if held is None or state is None or state.exact_len is None or not is_insert or not state.options.rectify_interval:
-        return original(request, tree_cache, is_insert=is_insert)
+    checkpoint = checkpoint and not (state is not None and state.compacted)
+    if held is None or state is None or state.exact_len is None or not checkpoint or not state.options.rectify_interval:
+        return original(request, tree_cache, checkpoint=checkpoint)
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    span = Span(request, state.exact_len, request.kv_committed_len)
+    span = Span(request, state.exact_len, request.kv.kv_committed_len)
     if span.tokens <= 0 or isinstance(request.finished_reason, FINISH_ABORT):
-        return original(request, tree_cache, is_insert=is_insert)
-    held.append((span, lambda: original(request, tree_cache, is_insert=is_insert)))
+        return original(request, tree_cache, checkpoint=checkpoint)
+    held.append((span, lambda: original(request, tree_cache, checkpoint=checkpoint)))
     return None
 
 
@@ -272,7 +274,7 @@ def _rectify_tails(scheduler: Any, batch: Any, spans: list[Span]) -> None:
         runner.forward(forward_batch)
     if scheduler.enable_overlap:
         # The requests' rows of req_to_token are free for others as soon as they are released.
-        runner.war_fastpath_read_done_event = None
+        runner.shared_read_done_event = None
         scheduler._apply_war_barrier()
 
 

@@ -222,9 +222,7 @@ def fit_prefill(args: SparseServerArgs, settings: Settings) -> Settings:
     """
     if args.sparse_prefill_method or not settings.comes_along or settings.prefill is None:
         return settings
-    from sglang.srt.configs.model_config import ModelConfig
-
-    if settings.prefill.refuse(ModelConfig.from_server_args(args)) is None:
+    if settings.prefill.refuse(args.new_model_config()) is None:
         return settings
     fitted = replace(settings, method=settings.method.decode_alone(), prefill_name=None, prefill=None)
     args.sparse_config = json.dumps(fitted.resolved)
@@ -238,10 +236,8 @@ def require_model(args: SparseServerArgs, settings: Settings, stand_in: bool = F
         SparseArgumentError: names the architecture and why it is not served, by each kind of model that it is, or the
             layers that do not exist.
     """
-    from sglang.srt.configs.model_config import ModelConfig
-
     # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
-    model = ModelConfig.from_server_args(args)
+    model = args.new_model_config()
     architecture = (model.hf_config.architectures or ["unknown"])[0]
     kinds = [limit for limit in MODEL_LIMITS if excludes(limit, settings.method) and limit.applies(model)]
     if kinds:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from sglang_sparse import refusals, registry
+from sglang_sparse import arguments, refusals, registry
 from sglang_sparse.composite import Composite
 from sglang_sparse.config import Settings, settings_of
 from sglang_sparse.method import DecodeMethod
@@ -238,6 +238,8 @@ def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *ar
     if settings is not None:
         sampling = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
         options = _validate(settings, manager, sampling.get("custom_params"))
+        if (sampling.get("beam_width") or 1) > 1:
+            raise ValueError(f"beam_width: got {sampling['beam_width']}, allowed on this server: 1")
         tokenized = original(manager, obj, *args, **kwargs)
         if NAMESPACE in (tokenized.extra_key or ""):
             raise ValueError(f"extra_key: got {tokenized.extra_key!r}, allowed: anything without {NAMESPACE!r}")
@@ -250,7 +252,7 @@ def _validate(settings: Settings, manager: Any, params: Any) -> RequestOptions:
     if params is not None and not isinstance(params, dict):
         raise ValueError(f"custom_params: got {params!r}, allowed: a mapping")
     options = parse_options(settings, params)
-    refusals.require_interval(options.rectify_interval, manager.server_args, manager.model_config)
+    refusals.require_interval(options.rectify_interval, arguments.of(manager.server_args), manager.model_config)
     vocabulary = manager.model_config.vocab_size
     if any(token >= vocabulary for token in options.forced_tokens):
         raise ValueError(f"{FORCED_TOKENS}: got {max(options.forced_tokens)}, allowed: ids below {vocabulary}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse import compact, index_reuse
+from sglang_sparse import arguments, compact, index_reuse
 from sglang_sparse.composite import count_sizes, view_buffers, with_parts
 from sglang_sparse.config import prefill_chunk
 from sglang_sparse.keep_method import KeepMethod, keep_methods
@@ -135,7 +135,7 @@ def of_selection(settings: Settings, kvc: Any, table_width: int) -> Need:
 
 def of_steps(settings: Settings, kvc: Any, model: ModelShape) -> Need:
     """What selections that serve later steps take all the time; see ``needs``."""
-    requests = kvc.server_args.max_running_requests or MOST_ROWS
+    requests = arguments.of(kvc.server_args).max_running_requests or MOST_ROWS
     method = settings.method
     # SGLang's request pool has a row more, for what pads a batch.
     kept = index_reuse.state_bytes(method, requests + 1, model.num_layers) if isinstance(method, Dsa) else 0
@@ -148,7 +148,7 @@ def of_prompts(methods: Sequence[KeepMethod], flag: str, kvc: Any, model: ModelS
 
     The layers of several methods choose one after the other.
     """
-    requests = kvc.server_args.max_running_requests or MOST_ROWS
+    requests = arguments.of(kvc.server_args).max_running_requests or MOST_ROWS
     context = kvc.model_config.context_len
     sizes = [
         (count, max(context if count == 1 else 0, TOKENS_AT_ONCE // count)) for count in range(1, PROMPTS_AT_ONCE + 1)
@@ -171,6 +171,7 @@ def of_prompts(methods: Sequence[KeepMethod], flag: str, kvc: Any, model: ModelS
 
 def decode_batches(server_args: Any) -> tuple[list[int], range]:
     """Return the sizes of decode batches: those that CUDA graphs have, and those that may run without one."""
+    server_args = arguments.of(server_args)
     running = server_args.max_running_requests or MOST_ROWS
     graphs = server_args.cuda_graph_config.decode
     if graphs.backend == "disabled":
@@ -188,6 +189,7 @@ def most_query_tokens(server_args: Any, max_context: int) -> int:
     Without chunks SGLang takes on requests until ``max_prefill_tokens`` are reached, and cuts none of them. Rows that
     decode within a mixed batch may come on top of a chunk, see ``prefill.py``.
     """
+    server_args = arguments.of(server_args)
     tokens = prefill_chunk(server_args) or server_args.max_prefill_tokens + max_context
     return tokens + (server_args.max_running_requests or MOST_ROWS if server_args.enable_mixed_chunk else 0)
 

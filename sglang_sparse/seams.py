@@ -6,14 +6,7 @@ from sglang_sparse.dsa_seams import DSA_SEAMS, Seam
 
 SEAMS = (
     Seam(
-        "sglang.srt.server_args.ServerArgs.__post_init__",
-        "AROUND",
-        "cli:validated_post_init",
-        "main",
-        "validate flags and refuse what cannot be served, before memory is taken",
-    ),
-    Seam(
-        "sglang.srt.server_args.ServerArgs._handle_model_source_paths",
+        "sglang.srt.arg_groups.model_path_hook.handle_model_source_paths",
         "AFTER",
         "cli:refuse_model",
         "main",
@@ -27,7 +20,7 @@ SEAMS = (
         "a refusal on the command line is one message and exit status 2",
     ),
     Seam(
-        "sglang.srt.server_args.ServerArgs.post_capture_kv_sizing_planned",
+        "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned",
         "AROUND",
         "graphs:no_post_capture_sizing",
         "both",
@@ -76,7 +69,7 @@ SEAMS = (
         "capture a dense and a sparse decode graph for every batch size",
     ),
     Seam(
-        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_lora_variant",
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_attention_variant",
         "AROUND",
         "graphs:graph_variant",
         "scheduler",
@@ -167,28 +160,28 @@ SEAMS = (
         "sparse prefill, rocketkv: further chunks likewise",
     ),
     Seam(
-        "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req",
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint",
         "AROUND",
         "prefill:cache_whole_groups",
         "scheduler",
         "sparse prefill: only complete groups enter the radix tree",
     ),
     Seam(
-        "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix",
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix",
         "AROUND",
         "group_keys:mark_key",
         "scheduler",
         "sparse prefill: prompts that part within a group share nothing of it",
     ),
     Seam(
-        "sglang.srt.mem_cache.radix_cache.RadixCache.insert",
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
         "AROUND",
         "group_keys:mark_key",
         "scheduler",
         "the same, for what enters the tree",
     ),
     Seam(
-        "sglang.srt.managers.schedule_batch.Req.effective_kv_committed_len",
+        "sglang.srt.managers.schedule_batch.Req.owned_kv_len",
         "AROUND",
         "exactness:exact_committed_len",
         "scheduler",

@@ -11,7 +11,6 @@ no recipe and no flag.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shlex
@@ -21,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from sglang_sparse import arguments as server_arguments
 from sglang_sparse import recipes, refusals
 from sglang_sparse.cli import resolve
 from sglang_sparse.limits import dense_backends
@@ -60,13 +60,8 @@ def parse(arguments: Sequence[str]) -> SparseServerArgs:
     given = parser.parse_args(arguments)
     if given.config is not None:
         raise ValueError("--config is not read here; allowed: its flags on the command line")
-    # To resolve them SGLang would look at this machine.
-    args: Any = ServerArgs.__new__(ServerArgs)
-    for field in dataclasses.fields(ServerArgs):
-        made = field.default_factory
-        default = field.default if made is dataclasses.MISSING else made()
-        setattr(args, field.name, getattr(given, field.name, default))
-    return args
+    # Not resolved: for that SGLang would look at this machine.
+    return server_arguments.of(ServerArgs.from_cli_args(given))
 
 
 def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:

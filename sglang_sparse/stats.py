@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse import index_counts
+from sglang_sparse import arguments, index_counts
 from sglang_sparse.config import settings_of
 from sglang_sparse.crossover import gpu_name
 from sglang_sparse.method import ModelShape
@@ -269,8 +269,8 @@ def report_active(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
     if settings_of(scheduler.server_args) is not None:
         backend = scheduler.tp_worker.model_runner.attn_backend
         if type(backend).__name__ == "SparseAttentionBackend":
-            info["sparse_method"] = scheduler.server_args.sparse_method
-            info["sparse_prefill_method"] = scheduler.server_args.sparse_prefill_method
+            info["sparse_method"] = arguments.of(scheduler.server_args).sparse_method
+            info["sparse_prefill_method"] = arguments.of(scheduler.server_args).sparse_prefill_method
 
 
 def require_active_schedulers(result: Any, cls: type, server_args: Any, *_: Any, **__: Any) -> None:

@@ -79,7 +79,7 @@ def check_when_idle(_result: None, scheduler: Any, *_: Any) -> None:
     settings = settings_of(scheduler.server_args)
     if settings is None or not settings.check_exactness or not scheduler.is_fully_idle():
         return
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode as TreeNode
 
     memory = _memory(scheduler.tree_cache)
     # A new node raises the first number, a pass that could have overwritten a page the second.
@@ -111,10 +111,10 @@ def check_tree(scheduler: Any, tolerance: float | None = None) -> TreeReport:
     Raises:
         InexactTreeError: names the tokens, the layer, the worst difference and the path.
     """
-    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
     tree = scheduler.tree_cache
-    if not isinstance(tree, RadixCache) or tree.disable:
+    if tree.disable or not isinstance(tree.tree_core, UnifiedTreeCore):
         return TreeReport(0, 0.0)
     memory = _memory(tree)
     runner = scheduler.tp_worker.model_runner
@@ -192,7 +192,10 @@ def _recompute(runner: Any, tokens: list[int], slots: torch.Tensor, prefill: Pre
             end = min(start + size, len(tokens))
             if path:
                 path.begin([*split_prompt(0, start, end, prompt, prefill)], torch.zeros_like(slots[:1]), counted=False)
-            runner.forward(_extend_batch(tokens[start:end], slots[start:end], start))
+            batch = _extend_batch(tokens[start:end], slots[start:end], start)
+            plan = runner.kv_index_translator.own_plan(batch)
+            plan.bind(batch, runner.kv_index_translator, cols=None)
+            runner.forward(batch)
     finally:
         row.copy_(before)
 
@@ -217,7 +220,7 @@ def _forward_stream(scheduler: Any) -> Iterator[None]:
 
 def _nodes(tree: Any) -> Iterator[_Node]:
     size = tree.page_size
-    stack = [(child, 0, hash(child.key.extra_key)) for child in tree.root_node.children.values()]
+    stack = [(child, 0, hash(child.key.extra_key)) for child in tree.tree_core.root_node.children.values()]
     while stack:
         node, start, parent_hash = stack.pop()
         tokens = plain(node.key.raw_token_ids())
@@ -225,8 +228,14 @@ def _nodes(tree: Any) -> Iterator[_Node]:
         for first in range(0, len(tokens), size):
             parent_hash = hash((parent_hash, *tokens[first : first + size]))
             hashes.append(parent_hash)
-        yield _Node(node, start, (node.value[::size] // size).tolist(), hashes)
+        yield _Node(node, start, (_value(node)[::size] // size).tolist(), hashes)
         stack += [(child, start + len(tokens), parent_hash) for child in node.children.values()]
+
+
+def _value(node: Any) -> torch.Tensor:
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    return node.component_data[ComponentType.FULL].value
 
 
 def _path(node: Any) -> tuple[list[int], torch.Tensor]:
@@ -237,7 +246,7 @@ def _path(node: Any) -> tuple[list[int], torch.Tensor]:
         node = node.parent
     nodes.reverse()
     return [token for node in nodes for token in plain(node.key.raw_token_ids())], torch.cat(
-        [node.value for node in nodes]
+        [_value(node) for node in nodes]
     )
 
 
@@ -296,5 +305,6 @@ def _extend_batch(tokens: list[int], slots: torch.Tensor, start: int) -> Any:
         extend_seq_lens_cpu=[count],
         extend_logprob_start_lens_cpu=[count],
         num_token_non_padded=torch.tensor(count, dtype=torch.int32, device=device),
-        num_token_non_padded_cpu=count,
+        global_num_token_non_padded=torch.tensor(count, dtype=torch.int32, device=device),
+        global_num_token_non_padded_cpu=count,
     )

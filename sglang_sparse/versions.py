@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 
 from sglang_sparse import __version__
 
-SUPPORTED_SGLANG = ("0.5.17",)
+SUPPORTED_SGLANG = ("0.5.23",)
 # What a measured figure depends on.
 PACKAGES = ("sglang-sparse", "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 

@@ -15,7 +15,7 @@ from skip_calibrations import BY_PHASE, FORMULA, GROUP, NEW, OLD, OTHER_GROUP, R
 
 load_plugins()
 
-from sglang.srt.server_args import ServerArgs
+from resolved import ServerArgs
 
 from sglang_sparse import config
 from sglang_sparse.config import build

@@ -11,7 +11,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang.srt.server_args import ServerArgs
+from resolved import ServerArgs
 
 from sglang_sparse import config
 from sglang_sparse.config import Settings, build

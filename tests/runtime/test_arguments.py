@@ -12,7 +12,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.server_args import ServerArgs, prepare_server_args
+from resolved import ServerArgs, prepare_server_args
 
 from sglang_sparse import config, hooks, refusals, registry, versions
 

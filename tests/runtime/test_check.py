@@ -13,7 +13,7 @@ from third_parties import install
 
 load_plugins()
 
-from sglang.srt.server_args import ServerArgs
+from resolved import ServerArgs
 
 from sglang_sparse import capabilities, check, limits, refusals, registry, tables
 from sglang_sparse.capabilities import FLAGS, UNRECTIFIED, Method, Place

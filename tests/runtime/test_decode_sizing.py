@@ -16,7 +16,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.model_executor import pool_configurator
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.server_args import ServerArgs
+from resolved import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_sparse import pools, scratch

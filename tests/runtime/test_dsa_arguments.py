@@ -14,7 +14,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang.srt.server_args import ServerArgs
+from resolved import ServerArgs
 
 from sglang_sparse import kv_dtypes
 from sglang_sparse.calibration.weights import INDEX

@@ -14,7 +14,7 @@ from dashboard import DASHBOARD
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
-from sglang.srt.server_args import ServerArgs
+from resolved import ServerArgs
 
 from sglang_sparse.config import build
 from sglang_sparse.method import ModelShape

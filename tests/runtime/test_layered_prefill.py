@@ -11,7 +11,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang.srt.server_args import ServerArgs
+from resolved import ServerArgs
 
 from sglang_sparse.calibration.anchor import base_method
 from sglang_sparse.calibration.capture import CalibrationError

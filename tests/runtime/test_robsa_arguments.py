@@ -12,7 +12,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang.srt.server_args import ServerArgs
+from resolved import ServerArgs
 
 from sglang_sparse import refusals
 from sglang_sparse.config import SparseArgumentError, build

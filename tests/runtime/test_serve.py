@@ -14,7 +14,7 @@ from skip_calibrations import calibration_file
 
 load_plugins()
 
-from sglang.srt.server_args import prepare_server_args
+from resolved import prepare_server_args
 
 from sglang_sparse import recipes, serve
 

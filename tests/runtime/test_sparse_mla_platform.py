@@ -105,7 +105,7 @@ def test_prefixes_bring_their_keys_along_and_retraction_changes_nothing(trained)
     ],
 )
 def test_what_needs_a_gpu_is_refused_by_name(flags: list[str], message: str) -> None:
-    from sglang.srt.server_args import prepare_server_args
+    from resolved import prepare_server_args
 
     with pytest.raises(ValueError, match=message):
         prepare_server_args(["--model-path", "eval/models/tiny-dsa", *flags])

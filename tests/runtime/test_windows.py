@@ -17,7 +17,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang.srt.server_args import ServerArgs
+from resolved import ServerArgs
 from window_stubs import Pass, chunks, request
 
 from sglang_sparse import prefill, tree_check, windows

@@ -28,34 +28,32 @@ def holders(scheduler: Any) -> list[Any]:
         found.update((id(request), request) for request in (batch.reqs if batch is not None else ()))
     if scheduler.chunked_req is not None:
         found[id(scheduler.chunked_req)] = scheduler.chunked_req
-    return [request for request in found.values() if request.req_pool_idx is not None]
+    return [request for request in found.values() if request.kv.req_pool_idx is not None]
 
 
 def row_of(engine: Engine, request: Any, end: int) -> torch.Tensor:
     """The slots ``[end]`` int64 of a request's first tokens."""
-    return engine.scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, :end].to(torch.int64)
+    return engine.scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, :end].to(torch.int64)
 
 
 def check_ownership(engine: Engine) -> None:
     """Every page has exactly one owner: the free list, the tree, or one request; and no request slot is lost."""
     scheduler, size = engine.scheduler, engine.options.page_size
     allocator = scheduler.token_to_kv_pool_allocator
-    if not allocator.is_not_in_free_group:
-        raise LostPageError("a free group is open between two iterations")
     requests = holders(scheduler)
-    tree = [node.value[::size] // size for node in tree_nodes(scheduler.tree_cache)]
+    tree = [value_of(node)[::size] // size for node in tree_nodes(scheduler.tree_cache)]
     in_tree = set(torch.cat(tree).tolist()) if tree else set()
     private = []
     for request in requests:
         row = row_of(engine, request, request.kv.kv_allocated_len)[::size] // size
-        shared = request.cache_protected_len // size
+        shared = request.kv.cache_protected_len // size
         if is_compacted(request):
             if row[:shared].any():
                 raise LostPageError(f"{request.rid} has let go of its prompt and still names its pages")
         elif not in_tree.issuperset(row[:shared].tolist()):
             raise LostPageError(f"{request.rid} reads pages as a shared prefix that the tree does not hold")
         private.append(row[shared:])
-    owned = torch.cat([allocator.free_pages, allocator.release_pages, *tree, *private]).sort().values
+    owned = torch.cat([allocator.get_all_free_pages(), *tree, *private]).sort().values
     expected = torch.arange(1, engine.options.pages + 1)
     if not torch.equal(owned, expected):
         counts = torch.bincount(owned, minlength=len(expected) + 1)[1:]
@@ -74,11 +72,18 @@ def is_compacted(request: Any) -> bool:
 
 def tree_nodes(tree: Any) -> list[Any]:
     """All nodes of a radix tree but its root."""
-    found, stack = [], [] if tree.is_chunk_cache() else list(tree.root_node.children.values())
+    found, stack = [], [] if tree.disable else list(tree.tree_core.root_node.children.values())
     while stack:
         found.append(stack.pop())
         stack += found[-1].children.values()
     return found
+
+
+def value_of(node: Any) -> torch.Tensor:
+    """The slots of a node."""
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    return node.component_data[ComponentType.FULL].value
 
 
 def check_summaries(engine: Engine) -> None:
@@ -86,10 +91,10 @@ def check_summaries(engine: Engine) -> None:
     size = engine.options.page_size
     ends = []
     for request in holders(engine.scheduler):
-        row = row_of(engine, request, request.kv_committed_len)
+        row = row_of(engine, request, request.kv.kv_committed_len)
         if is_compacted(request):
             # Its first page may begin with blocks that nobody uses.
-            row = row[request.cache_protected_len + size :]
+            row = row[request.kv.cache_protected_len + size :]
         last = row[size - 1 :: size]
         ends.append(torch.cat([last, row[-1:]]) if len(row) % size else last)
     if not ends:
@@ -106,10 +111,10 @@ def check_exact_lengths(engine: Engine) -> None:
         exact = exactness.exact_len(request)
         if exact is None:
             raise BrokenInvariantError(f"{request.rid} holds KV and has no exact length")
-        if not request.cache_protected_len <= exact <= request.kv_committed_len:
+        if not request.kv.cache_protected_len <= exact <= request.kv.kv_committed_len:
             raise BrokenInvariantError(
-                f"{request.rid}: protected {request.cache_protected_len}, exact {exact}, "
-                f"committed {request.kv_committed_len}"
+                f"{request.rid}: protected {request.kv.cache_protected_len}, exact {exact}, "
+                f"committed {request.kv.kv_committed_len}"
             )
 
 

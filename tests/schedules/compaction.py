@@ -44,7 +44,7 @@ class Compactions:
         return cls(runner) if keeps and keeps.compaction else None
 
     def _note(self, request: Any, span: Any, tree: Any, reserve: int) -> bool:
-        place = request.req_pool_idx
+        place = request.kv.req_pool_idx
         row = self._table.req_to_token[place].clone().long()
         layers = sorted(self._kept.blocks)
         window = torch.arange(span.boundary * self._block, span.end)
@@ -57,7 +57,7 @@ class Compactions:
                     tokens = [int(block) * self._block + i for block in chosen for i in range(self._block)]
                     heads.append(cache[row[[*tokens, *window.tolist()]], head])
                 expected.append(torch.stack(heads, 1))
-        node = request.last_node
+        node = None if request.lock is None else tree.tree_core.node_by_id(request.lock.node)
         if not self._let_go(request, span, tree, reserve):
             return False
         if node is not None and node.parent is not None:
@@ -101,7 +101,7 @@ class Compactions:
             if not request.sglang_sparse.compacted:
                 continue
             first, blocks, expected = self._expected[request.rid]
-            slots = self._table.req_to_token[request.req_pool_idx, first : first + len(expected[0])].long()
+            slots = self._table.req_to_token[request.kv.req_pool_idx, first : first + len(expected[0])].long()
             caches = [
                 get(layer)
                 for layer in sorted(self._kept.blocks)
@@ -110,5 +110,5 @@ class Compactions:
             if not all(torch.equal(cache[slots], kv) for cache, kv in zip(caches, expected, strict=True)):
                 raise DamagedCopyError(f"{request.rid} holds other KV than it kept")
             for kept in self._kept.blocks.values():
-                if not (kept[request.req_pool_idx, :, : len(blocks)] == blocks).all():
+                if not (kept[request.kv.req_pool_idx, :, : len(blocks)] == blocks).all():
                     raise DamagedCopyError(f"{request.rid} looks for what it keeps in other blocks")

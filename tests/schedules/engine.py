@@ -15,7 +15,7 @@ from checkpoints import random_qwen3
 from compaction import Compactions
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, TokenizedGenerateReqInput
-from sglang.srt.runtime_context import get_server_args, publish
+from sglang.srt.runtime_context import SpawnRanks, get_server_args, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -165,8 +165,9 @@ class Engine:
             sparse_config=json.dumps(options.sparse_config),
             **options.prefill_flags,
         )
-        publish(args, role="scheduler")
-        self.scheduler: Any = scheduler_module.Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+        args.resolve_once()
+        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        self.scheduler: Any = scheduler_module.Scheduler(args, PortArgs.init_new(args))
         self.compaction = Compactions.of(self.runner)
         self.divided = 0
         self.evicted_tokens = 0
@@ -221,7 +222,7 @@ class Engine:
 
     def run(self, receive: Callable[[], list[Any]]) -> None:
         """Run SGLang's own event loop until ``receive``, called at each iteration, raises ``StopLoop``."""
-        self.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
+        self.scheduler.request_receiver = SimpleNamespace(recv_requests=lambda *_, **__: receive())
         with suppress(StopLoop):
             self.scheduler.run_event_loop()
 

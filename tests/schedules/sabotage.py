@@ -17,7 +17,7 @@ from sglang_sparse.prefill_method import PrefillMethod, PrefillSpan
 
 def let_approximate_kv_in(engine: Engine) -> None:
     """Take the radix guard away: a finished request inserts all it committed."""
-    Req.effective_kv_committed_len = lambda self: self.kv_committed_len
+    Req.owned_kv_len = lambda self: self.kv.kv_committed_len
 
 
 def corrupt_a_summary(engine: Engine) -> None:

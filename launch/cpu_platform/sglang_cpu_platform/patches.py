@@ -12,15 +12,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from sglang_cpu_platform import attention, sparse_mla
 
 
-def limit_threads(runner: Any) -> None:
+def limit_threads(*_: Any, **__: Any) -> None:
     """Give PyTorch at most half of the cores this process may use, and at least one.
 
     HTTP server, scheduler and detokenizer poll. Intra-operator threads that share their cores wait for each other at
     every barrier, which slows a small model tenfold. A smaller ``OMP_NUM_THREADS`` stays in force.
     """
     torch.set_num_threads(min(torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // 2)))
-    # The replaced method also ties each tensor-parallel rank to a NUMA node and refuses more ranks than nodes.
-    runner.local_omp_cpuid = None
+    # The replaced function also ties each tensor-parallel rank to a NUMA node and refuses more ranks than nodes.
 
 
 def no_nccl(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -73,22 +72,24 @@ def absorbed_mla(original: Callable[[type, str], Callable], registry: type, back
     return _dispatch_mla_subtype if backend_name == "torch_native" else original(registry, backend_name)
 
 
-def keep_kv_dtype(server_args: Any, major: int, quantization: str | None) -> None:
+def keep_kv_dtype(view: Any) -> dict[str, Any]:
     """SGLang's sparse attention kernels take bfloat16 or float8 latents; those in PyTorch take any."""
+    return {}
 
 
-def keep_dsa_backends(server_args: Any, major: int) -> None:
+def keep_dsa_backends(view: Any) -> dict[str, Any]:
     """The platform has chosen; SGLang would by GPU, and refuse float8 latents in the place that PyTorch takes."""
+    return {}
 
 
 _MLA = "sglang.srt.models.deepseek_common.attention_backend_handler"
 _NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _DSA = "sglang.srt.layers.attention"
-_LATENTS = "sglang.kernels.ops.attention.dsa.quant_k_cache.quantize_k_cache_separate"
+_LATENTS = "sglang.kernels.ops.quantization.dsa_quant_k_cache.quantize_k_cache_separate"
 _INDEX = "sglang.kernels.ops.attention.dsa.transform_index"
 _XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 _HOOKS: dict[str, tuple[Callable, HookType]] = {
-    "sglang.srt.model_executor.model_runner.ModelRunner.init_threads_binding": (limit_threads, HookType.REPLACE),
+    "sglang.srt.distributed.bootstrap._bind_threads_if_cpu": (limit_threads, HookType.REPLACE),
     "sglang.srt.distributed.parallel_state.init_model_parallel_group": (no_nccl, HookType.AROUND),
     "torch.cuda.get_device_capability": (device_capability, HookType.REPLACE),
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": (rope_on_cpu, HookType.AROUND),
@@ -96,8 +97,8 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     f"{_MLA}.AttentionBackendRegistry.get_handler": (absorbed_mla, HookType.AROUND),
     f"{_NATIVE}._run_sdpa_forward_extend": (attention.extend, HookType.AROUND),
     f"{_NATIVE}._run_sdpa_forward_decode": (attention.decode, HookType.AROUND),
-    "sglang.srt.server_args.ServerArgs._set_default_dsa_kv_cache_dtype": (keep_kv_dtype, HookType.REPLACE),
-    "sglang.srt.server_args.ServerArgs._set_default_dsa_backends": (keep_dsa_backends, HookType.REPLACE),
+    "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default": (keep_kv_dtype, HookType.REPLACE),
+    "sglang.srt.arg_groups.overrides._dsa_split_backend_resolution": (keep_dsa_backends, HookType.REPLACE),
     _LATENTS: (sparse_mla.quantize_latents, HookType.REPLACE),
     "sglang.kernels.ops.kvcache.mla_buffer.set_mla_kv_buffer_triton": (sparse_mla.write_latents, HookType.REPLACE),
     f"{_DSA}.dsa.dsa_indexer.Indexer.forward_native": (sparse_mla.indexer_forward, HookType.REPLACE),

@@ -15,7 +15,7 @@ from sglang_cpu_platform import patches
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-SUPPORTED_SGLANG = "0.5.17"
+SUPPORTED_SGLANG = "0.5.23"
 
 # SGLang sizes these from the device's memory; host memory is large and shared, so it would take nearly all of it.
 MAX_TOTAL_TOKENS = 32768
@@ -24,6 +24,13 @@ MAX_RUNNING_REQUESTS = 32
 CHUNKED_PREFILL_SIZE = 2048
 
 logger = logging.getLogger(__name__)
+
+
+def _default(name: str) -> object:
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    return next(field.default for field in msgspec.structs.fields(ServerArgs) if field.name == name)
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -66,20 +73,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """No compilation."""
         return "eager"
 
-    def get_mha_kv_pool_cls(self) -> type:
-        """SGLang's own pool."""
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-        return MHATokenToKVPool
-
-    def get_mla_kv_pool_cls(self) -> type:
-        """SGLang's own pool, less one argument."""
-        from sglang_cpu_platform.pools import MLAPool
-
-        return MLAPool
-
-    def get_dsa_kv_pool_cls(self) -> type:
-        """SGLang's own pool, written without Triton."""
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """SGLang's own pools, that of an indexer written without Triton."""
+        if kind != "dsa":
+            return None
         from sglang_cpu_platform.pools import IndexedLatentPool
 
         return IndexedLatentPool
@@ -122,8 +119,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # An idle scheduler polls its sockets without a pause, on a core that others could use.
         server_args.sleep_on_idle = True
         assert server_args.cuda_graph_config is not None  # filled in one step earlier
-        server_args.cuda_graph_config.decode.backend = "disabled"
-        server_args.cuda_graph_config.prefill.backend = "disabled"
+        from sglang.srt.model_executor.cuda_graph_config import with_phase
+
+        graphs = with_phase(server_args.cuda_graph_config, "decode", backend="disabled")
+        server_args.cuda_graph_config = with_phase(graphs, "prefill", backend="disabled")
         logger.warning(
             "No CUDA device: serving on the CPU in plain PyTorch (%s attention, %s), for trying, testing and CI only.",
             server_args.attention_backend,
@@ -152,7 +151,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         backends = ("prefill", "decode", "topk", "paged_mqa_logits")
         for name in (f"dsa_{backend}_backend" for backend in backends):
-            if getattr(server_args, name) not in (None, type(server_args).__dataclass_fields__[name].default):
+            if getattr(server_args, name) not in (None, _default(name)):
                 flag, got = f"--{name.replace('_', '-')}", getattr(server_args, name)
                 raise ValueError(f"{flag} {got}: without a CUDA device DeepSeek Sparse Attention runs in plain PyTorch")
         if server_args.kv_cache_dtype not in ("auto", "bfloat16", "bf16", "fp8_e4m3"):

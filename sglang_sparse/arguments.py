@@ -1,0 +1,65 @@
+"""SGLang's arguments as its resolution has left them so far, and the place where this plugin writes them.
+
+From 0.5.20 on the record keeps what was given: what SGLang decides is declared beside it, and so is what we decide
+once resolution has begun.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SOURCE = "sglang_sparse"
+
+
+class Arguments:
+    """Reads like the resolved record, and writes declarations.
+
+    Args:
+        record: SGLang's ``ServerArgs``.
+    """
+
+    __slots__ = ("record",)
+
+    def __init__(self, record: Any):
+        object.__setattr__(self, "record", record)
+
+    def __getattr__(self, name: str) -> Any:
+        from sglang.srt.arg_groups.arg_utils import field_names
+        from sglang.srt.arg_groups.overrides import resolution_result
+
+        if name in field_names(type(self.record)):
+            return resolution_result(self.record, name)
+        return getattr(self.record, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+
+        if hasattr(self.record, "_raw_input"):
+            declare_resolution(self.record, SOURCE, **{name: value})
+        else:
+            setattr(self.record, name, value)
+
+    def get_model_config(self) -> Any:
+        """SGLang's ``ModelConfig``, which it keeps from now on."""
+        from sglang.srt.arg_groups.model_override_base import model_config_of
+
+        return model_config_of(self.record)
+
+    def new_model_config(self) -> Any:
+        """One that SGLang does not keep."""
+        from sglang.srt.configs.model_config import ModelConfig
+
+        return ModelConfig.from_server_args(self.record)
+
+    def get_attention_backends(self) -> tuple[str, str]:
+        """Those of prefill and decode."""
+        from sglang.srt.arg_groups.model_override_base import attention_backends_of
+
+        return attention_backends_of(self)
+
+
+def of(server_args: Any) -> Any:
+    """Return SGLang's arguments as they are resolved; stand-ins of tests are what they are."""
+    if hasattr(type(server_args), "resolve_once"):
+        return Arguments(server_args)
+    return server_args

@@ -1,0 +1,23 @@
+"""SGLang's arguments, resolved: since 0.5.19 making them resolves nothing."""
+
+from typing import Any
+
+
+def ServerArgs(*args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.server_args import ServerArgs as Record
+
+    from sglang_sparse import arguments
+
+    record = Record(*args, **kwargs)
+    record.resolve_once()
+    return arguments.of(record)
+
+
+def prepare_server_args(argv: list[str]) -> Any:
+    from sglang.srt import server_args
+
+    from sglang_sparse import arguments
+
+    record = server_args.prepare_server_args(argv)
+    record.resolve_once()
+    return arguments.of(record)
