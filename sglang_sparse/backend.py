@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse import arguments, crossover, hooks, pools
+from sglang_sparse import crossover, pools
 from sglang_sparse.composite import count_sizes, view_buffers, with_parts
-from sglang_sparse.config import settings_of
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import settings_of
 from sglang_sparse.decode_path import DecodePath, PartsPath, require_plain
 from sglang_sparse.delegate import DelegatingBackend
+from sglang_sparse.hooks import apply
 from sglang_sparse.index_reuse import step_reuse
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.pass_rows import divider_of
@@ -25,7 +27,7 @@ from sglang_sparse.windows import make_path
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sglang_sparse.config import Settings
+    from sglang_sparse.config.settings import Settings
     from sglang_sparse.indexer import IndexerBatch
     from sglang_sparse.rectify import Rectification
     from sglang_sparse.requests import RequestOptions
@@ -44,7 +46,7 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, den
     settings = settings_of(runner.server_args)
     if settings is None or runner.is_draft_worker:
         return backend
-    hooks.verify()
+    apply.verify()
     if not hasattr(runner.token_to_kv_pool, pools.ATTRIBUTE):
         raise RuntimeError(f"the KV pool {type(runner.token_to_kv_pool).__name__} was built without page summaries")
     return SparseAttentionBackend(backend, runner, settings)

@@ -18,7 +18,7 @@ import torch
 from sglang_sparse.calibration import anchor, robsa, skip_softmax
 from sglang_sparse.calibration.capture import CalibrationError
 from sglang_sparse.calibration.prompts import FORMS
-from sglang_sparse.config import SparseArgumentError
+from sglang_sparse.config.settings import SparseArgumentError
 
 
 class Method(Protocol):

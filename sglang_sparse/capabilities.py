@@ -14,13 +14,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse import arguments, implementation, refusals, registry
-from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields
+from sglang_sparse import implementation, refusals, registry
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import Settings, SparseArgumentError, build, page_size_fields
 from sglang_sparse.limits import DENSE_BACKENDS, Gpu, dense_backends
 from sglang_sparse.model_kinds import KINDS
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import SparseServerArgs
+    from sglang_sparse.config.settings import SparseServerArgs
     from sglang_sparse.method import DecodeMethod
     from sglang_sparse.prefill_method import PrefillMethod
 
@@ -152,11 +153,9 @@ def _checkpoint(kind: str) -> TemporaryDirectory[str]:
 
 def _server(kind: str, changes: Mapping[str, Any]) -> SparseServerArgs:
     """SGLang's arguments as they are written: to resolve them it would look at this machine."""
-    from sglang.srt.server_args import ServerArgs
+    from sglang_sparse.hooks.server_args import SparseServerArgs
 
-    if not hasattr(ServerArgs, "sparse_method"):
-        from sglang_sparse.record import SparseServerArgs as ServerArgs
-    return arguments.of(ServerArgs(**{"model_path": _checkpoint(kind).name, **changes}))
+    return arguments.of(SparseServerArgs(**{"model_path": _checkpoint(kind).name, **changes}))
 
 
 def refusal(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> str | None:

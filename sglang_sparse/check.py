@@ -23,7 +23,7 @@ from sglang_sparse.capabilities import broken_methods, methods
 from sglang_sparse.versions import SUPPORTED_SGLANG, installed_sglang
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import SparseServerArgs
+    from sglang_sparse.config.settings import SparseServerArgs
 
 MARKDOWN = "--markdown"
 BLOCK = re.compile(r"(<!-- check: ([\w-]+) -->\n)(.*?)(<!-- check end -->)", re.S)

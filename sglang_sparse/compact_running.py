@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.config import settings_of
+from sglang_sparse.config.settings import settings_of
 from sglang_sparse.keep_method import KeepMethod
 from sglang_sparse.plan import plan_decode
 from sglang_sparse.requests import ensure_state, options_of, state_of
 
 if TYPE_CHECKING:
     from sglang_sparse.compact import Compaction, Span
-    from sglang_sparse.config import Settings
+    from sglang_sparse.config.settings import Settings
     from sglang_sparse.requests import RequestState
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,6 @@ from typing import Any
 import yaml
 
 from sglang_sparse.validation import SparseArgumentError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 class _Twice(ValueError):

@@ -25,7 +25,7 @@ from typing import Any
 
 from sglang_sparse import registry, serve
 from sglang_sparse.capabilities import Method, load, place_of
-from sglang_sparse.config import SparseArgumentError, build
+from sglang_sparse.config.settings import SparseArgumentError, build
 from sglang_sparse.config_value import read_config
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.trtllm import ALGORITHM, ALGORITHMS, NESTED, Algorithm, Change, lost, never, rules, unless

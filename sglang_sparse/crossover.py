@@ -18,7 +18,7 @@ from sglang_sparse.method_config import DEFAULT_CROSSOVER
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sglang_sparse.config import Settings
+    from sglang_sparse.config.settings import Settings
     from sglang_sparse.method import ModelShape
     from sglang_sparse.method_config import MethodConfig
 

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.config import SparseArgumentError, settings_of
+from sglang_sparse.config.settings import SparseArgumentError, settings_of
 from sglang_sparse.methods.dsa import NATIVE, Dsa
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import Settings, SparseServerArgs
+    from sglang_sparse.config.settings import Settings, SparseServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ def require_stages(args: SparseServerArgs, settings: Settings, found: Mapping[st
     Raises:
         SparseArgumentError: names the flag or variable, and what is allowed.
     """
-    from sglang.srt.environ import envs
     import msgspec
+    from sglang.srt.environ import envs
     from sglang.srt.server_args import ServerArgs
 
     fields = {field.name: field for field in msgspec.structs.fields(ServerArgs)}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_sparse import forcing, prefill, windows
-from sglang_sparse.config import settings_of
+from sglang_sparse.config.settings import settings_of
 from sglang_sparse.requests import ensure_state, state_of
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.config import settings_of
+from sglang_sparse.config.settings import settings_of
 from sglang_sparse.passes import to_device
 
 if TYPE_CHECKING:

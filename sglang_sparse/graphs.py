@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_sparse.config import settings_of
+from sglang_sparse.config.settings import settings_of
 
 
 def capture_both(

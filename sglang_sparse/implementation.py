@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import dsa_flags
-from sglang_sparse.config import SparseArgumentError
+from sglang_sparse.config.settings import SparseArgumentError
 from sglang_sparse.limits import Gpu, on_gpu
 from sglang_sparse.methods.dsa import AUTO, NATIVE, PORTABLE, REFERENCE, STAGES, Dsa, DsaConfig
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import Settings, SparseServerArgs
+    from sglang_sparse.config.settings import Settings, SparseServerArgs
 
 logger = logging.getLogger(__name__)
 

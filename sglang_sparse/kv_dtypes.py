@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse import arguments
-from sglang_sparse.config import Settings, SparseArgumentError, settings_of
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import Settings, SparseArgumentError, settings_of
 from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS, Gpu, capability, on_gpu
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import SparseServerArgs
+    from sglang_sparse.config.settings import SparseServerArgs
 
 # NVIDIA's number of the first GPUs on which kernels read float8.
 FLOAT8 = (8, 9)

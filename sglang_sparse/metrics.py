@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.config import settings_of
+from sglang_sparse.config.settings import settings_of
 from sglang_sparse.method_counters import kept_totals, method_counters
 from sglang_sparse.selection_counts import added
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.config import settings_of
+from sglang_sparse.config.settings import settings_of
 from sglang_sparse.indexer import served_backend
 from sglang_sparse.methods.dsa import Dsa
 from sglang_sparse_kernels.index_choice import select
@@ -69,10 +69,12 @@ def schedule(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         original: DeepGEMM's function.
     """
 
-    def made(lengths: torch.Tensor, *args: Any) -> torch.Tensor:
-        return original(lengths, *args) if _native("indexer") else torch.zeros(1, dtype=torch.int32, device=lengths.device)
+    def metadata(lengths: torch.Tensor, *args: Any) -> torch.Tensor:
+        if _native("indexer"):
+            return original(lengths, *args)
+        return torch.zeros(1, dtype=torch.int32, device=lengths.device)
 
-    return made
+    return metadata
 
 
 def plan(original: Callable[..., torch.Tensor | None], dense: Any, lengths: torch.Tensor) -> torch.Tensor | None:

@@ -14,11 +14,11 @@ def register() -> None:
     Raises:
         SystemExit: sparsity was asked for on the command line and the plugin cannot provide it.
     """
-    from sglang_sparse import cli, hooks
+    from sglang_sparse.hooks import apply, server_args
 
     try:
-        cli.add_server_args()
-        hooks.register()
+        server_args.add_fields()
+        apply.register()
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         if any(argument.startswith("--sparse") for argument in sys.argv[1:]):
             from sglang_sparse.versions import installed_sglang

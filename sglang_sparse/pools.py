@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse import scratch
-from sglang_sparse.config import settings_of
+from sglang_sparse.config.settings import settings_of
 from sglang_sparse.keep_method import Kept
 from sglang_sparse.kv_dtypes import kv_bytes_per_token
 from sglang_sparse.method import AuxSpec, ModelShape
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import Settings
+    from sglang_sparse.config.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -18,17 +18,15 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
-from sglang_sparse import arguments
 from sglang_sparse.compact_running import room_for_a_copy
-from sglang_sparse.config import settings_of
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import settings_of
 from sglang_sparse.prefill_method import CutPrompt, PrefillSpan
 from sglang_sparse.requests import options_of, state_of
 from sglang_sparse.windows import outside, window_start
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import Settings, SparseServerArgs
+    from sglang_sparse.config.settings import Settings, SparseServerArgs
     from sglang_sparse.prefill_method import PrefillMethod
     from sglang_sparse.requests import RequestState
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sglang_sparse.config import Settings, build
+from sglang_sparse.config.settings import Settings, build
 from sglang_sparse.config_value import read_config
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.model_kinds import KINDS

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.config import prefill_chunk, settings_of
+from sglang_sparse.config.settings import prefill_chunk, settings_of
 from sglang_sparse.passes import Span, decode_view, extend_view, to_device
 from sglang_sparse.requests import state_of
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import Settings
+    from sglang_sparse.config.settings import Settings
     from sglang_sparse.pass_rows import Divide
     from sglang_sparse.stats import RectifyCounts
 

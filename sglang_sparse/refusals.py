@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import implementation
-from sglang_sparse.config import Settings, SparseArgumentError, prefill_chunk
+from sglang_sparse.config.settings import Settings, SparseArgumentError, prefill_chunk
 from sglang_sparse.keep_method import KeepMethod, keep_methods
 from sglang_sparse.kv_dtypes import require_dtypes
 from sglang_sparse.layer_rules import require_range
@@ -30,7 +30,7 @@ from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import PAGE_SIZES
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import SparseServerArgs
+    from sglang_sparse.config.settings import SparseServerArgs
 
 
 def refusal(args: SparseServerArgs, settings: Settings, gpu: Gpu, stand_in: bool = False) -> str | None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from sglang_sparse import arguments, refusals, registry
+from sglang_sparse import refusals, registry
 from sglang_sparse.composite import Composite
-from sglang_sparse.config import Settings, settings_of
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import Settings, settings_of
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import SparseConfig
 from sglang_sparse.prefill_method import CutPrompt, PrefillMethod

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse import arguments, compact, index_reuse
+from sglang_sparse import compact, index_reuse
 from sglang_sparse.composite import count_sizes, view_buffers, with_parts
-from sglang_sparse.config import prefill_chunk
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import prefill_chunk
 from sglang_sparse.keep_method import KeepMethod, keep_methods
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.methods.dsa import Dsa
@@ -19,7 +20,7 @@ from sglang_sparse.view import allocate_view
 from sglang_sparse.windows import PROMPTS_AT_ONCE, TOKENS_AT_ONCE, kept_bytes
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import Settings
+    from sglang_sparse.config.settings import Settings
     from sglang_sparse.method import ModelShape
 
 # SGLang's own bound on the rows that run at once, where none is given.

@@ -18,18 +18,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from sglang_sparse import arguments as server_arguments
 from sglang_sparse import recipes, refusals
-from sglang_sparse.cli import resolve
+from sglang_sparse.config import arguments as server_arguments
+from sglang_sparse.hooks.server_args import resolve
 from sglang_sparse.limits import dense_backends
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.model_kinds import KINDS
 from sglang_sparse.recipes import Recipe
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import SparseServerArgs
+    from sglang_sparse.config.settings import SparseServerArgs
 
 LAUNCH = ("-m", "sglang.launch_server")
 

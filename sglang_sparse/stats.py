@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse import arguments, index_counts
-from sglang_sparse.config import settings_of
+from sglang_sparse import index_counts
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import settings_of
 from sglang_sparse.crossover import gpu_name
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.dsa import Dsa
@@ -19,7 +20,7 @@ from sglang_sparse.selection_counts import SelectionCounts, added
 from sglang_sparse.versions import installed_sglang, package_versions
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import Settings
+    from sglang_sparse.config.settings import Settings
     from sglang_sparse.plan import DecodePlan
     from sglang_sparse.pools import AuxPools
     from sglang_sparse.prefill_path import PrefillPath

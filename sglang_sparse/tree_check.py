@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.config import settings_of
+from sglang_sparse.config.settings import settings_of
 from sglang_sparse.group_keys import plain, require_whole_groups
 from sglang_sparse.kv_check import (
     InexactTreeError,

@@ -20,7 +20,7 @@ from sglang_sparse.requests import options_of, state_of
 from sglang_sparse.selection_counts import added
 
 if TYPE_CHECKING:
-    from sglang_sparse.config import Settings
+    from sglang_sparse.config.settings import Settings
     from sglang_sparse.method import DecodeMethod, ModelShape
     from sglang_sparse.pools import AuxPools
     from sglang_sparse.requests import RequestOptions

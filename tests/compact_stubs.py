@@ -14,7 +14,8 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
-from sglang_sparse import compact, config, pools
+from sglang_sparse import compact, pools
+from sglang_sparse.config import settings as config
 from sglang_sparse.keep_method import Kept
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.rocketkv import Rocketkv

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_sparse import dsa_latents, indexer
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.plan import plan_decode
 from sglang_sparse.view import BatchView, allocate_view
 from sglang_sparse_kernels import index_keys

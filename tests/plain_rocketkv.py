@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.keep_method import Kept, Prompts
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.rocketkv import Rocketkv

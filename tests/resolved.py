@@ -6,7 +6,7 @@ from typing import Any
 def ServerArgs(*args: Any, **kwargs: Any) -> Any:
     from sglang.srt.server_args import ServerArgs as Record
 
-    from sglang_sparse import arguments
+    from sglang_sparse.config import arguments
 
     record = Record(*args, **kwargs)
     record.resolve_once()
@@ -16,7 +16,7 @@ def ServerArgs(*args: Any, **kwargs: Any) -> Any:
 def prepare_server_args(argv: list[str]) -> Any:
     from sglang.srt import server_args
 
-    from sglang_sparse import arguments
+    from sglang_sparse.config import arguments
 
     record = server_args.prepare_server_args(argv)
     record.resolve_once()

@@ -4,16 +4,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
-
-if sys.version_info < (3, 11):
-    pytest.skip("tomllib needs Python 3.11", allow_module_level=True)
-import tomllib
 
 
 def test_constraints_are_the_same_for_pip_and_uv() -> None:

@@ -5,7 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from sglang_sparse.seams import SEAMS
+from sglang_sparse.hooks.table import SEAMS
 
 PATCHES = Path(__file__).parent.parent / "patches"
 

@@ -8,7 +8,7 @@ from plain_rocketkv import DIM, GROUP, HEADS, MODEL, PAGE, SCALE, SMALL, rocketk
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_sparse import prefill, requests, windows
-from sglang_sparse.config import Settings
+from sglang_sparse.config.settings import Settings
 from sglang_sparse.pools import AuxPools
 from sglang_sparse.stats import RectifyCounts
 

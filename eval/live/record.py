@@ -19,7 +19,7 @@ import json
 import lzma
 import subprocess
 from collections.abc import Iterable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -181,7 +181,7 @@ class Record:
     """
 
     def __init__(self, path: Path, command: str, revision: str | None = None, resume: bool = False, **header: Any):
-        started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        started = datetime.now(UTC).isoformat(timespec="seconds")
         first = {"kind": "header", "command": command, "revision": revision or git_revision(), "started": started}
         first |= header
         # As it will be read back: tuples become lists.

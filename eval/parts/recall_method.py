@@ -14,7 +14,7 @@ import torch
 from eval.live.counters import EvaluationError
 from eval.parts.recall_attention import Captured, Selection
 from sglang_sparse.calibration.capture import AttentionArch, ModelFacts
-from sglang_sparse.config import Settings, SparseArgumentError, build
+from sglang_sparse.config.settings import Settings, SparseArgumentError, build
 from sglang_sparse.config_value import read_config
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import ModelShape

@@ -38,7 +38,7 @@ from sglang_sparse.calibration.capture import (
 from sglang_sparse.calibration.prompts import FLAGS, FORMS, Prompts
 from sglang_sparse.calibration.recall import MAX_THETA, Kept, Tally
 from sglang_sparse.calibration.report import layer_rows, report, same_theta_rows
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.config_value import read_config
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor, AnchorConfig

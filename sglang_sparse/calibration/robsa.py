@@ -67,7 +67,7 @@ from sglang_sparse.calibration.robsa_prompts import (
 from sglang_sparse.calibration.robsa_report import plot, table
 from sglang_sparse.calibration.similarity import agreement
 from sglang_sparse.calibration.weights import fingerprint
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.config_value import read_config
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ from sglang_sparse.calibration.skip_file import Point, SkipCalibration, fit
 from sglang_sparse.calibration.skip_report import plot, table
 from sglang_sparse.calibration.skipping import Skipped, skipped_in_decode, skipped_in_prefill
 from sglang_sparse.calibration.weights import fingerprint
-from sglang_sparse.config import Settings, build
+from sglang_sparse.config.settings import Settings, build
 from sglang_sparse.config_value import read_config
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.methods.skip_softmax_checkpoint import FORMULA, PHASES, TABLE

@@ -12,7 +12,7 @@ from eval.live.counters import EvaluationError
 from eval.parts.recall_attention import Captured, Selection, judge
 from eval.parts.recall_method import ModelFacts, method_settings, require_served, select
 from sglang_sparse.calibration.similarity import select as rope_selection
-from sglang_sparse.config import Settings
+from sglang_sparse.config.settings import Settings
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import MethodConfig

@@ -39,7 +39,7 @@ from eval.parts.reproduce_leg import URL, URLS_BESIDE, Command, Leg
 from eval.parts.reproduce_legs import LEGS
 from eval.texts.lengths import short_length
 from sglang_sparse import tune
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.config_value import read_config
 from sglang_sparse.requests import parse_options
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.pools import AuxPools, page_ends
 from sglang_sparse.view import allocate_view

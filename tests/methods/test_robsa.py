@@ -13,7 +13,7 @@ from rope_calibrations import calibration
 
 from sglang_sparse.calibration.partition import RopeCalibration
 from sglang_sparse.calibration.weights import fingerprint
-from sglang_sparse.config import SparseArgumentError, build
+from sglang_sparse.config.settings import SparseArgumentError, build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.robsa import Robsa
 from sglang_sparse.plan import plan_decode

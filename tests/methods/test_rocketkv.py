@@ -26,7 +26,7 @@ from plain_rocketkv import (
 )
 
 from sglang_sparse import pools, scratch, windows
-from sglang_sparse.config import SparseArgumentError, build
+from sglang_sparse.config.settings import SparseArgumentError, build
 from sglang_sparse.kv_check import stale_summaries
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods import rocketkv as methods

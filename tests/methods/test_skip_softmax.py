@@ -14,8 +14,8 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse import config
-from sglang_sparse.config import SparseArgumentError, build
+from sglang_sparse.config import settings as config
+from sglang_sparse.config.settings import SparseArgumentError, build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.skip_softmax import SkipSoftmax
 from sglang_sparse.pools import AuxPools

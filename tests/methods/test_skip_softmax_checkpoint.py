@@ -17,8 +17,8 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse import config
-from sglang_sparse.config import build
+from sglang_sparse.config import settings as config
+from sglang_sparse.config.settings import build
 
 
 def checkpoint(folder: Path, table: Any) -> str:

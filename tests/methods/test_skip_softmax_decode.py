@@ -13,8 +13,8 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse import config
-from sglang_sparse.config import Settings, build
+from sglang_sparse.config import settings as config
+from sglang_sparse.config.settings import Settings, build
 from sglang_sparse.decode_path import DecodePath
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.skip_softmax_decode import SkipSoftmaxDecode

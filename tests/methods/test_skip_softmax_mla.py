@@ -14,8 +14,8 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse import config
-from sglang_sparse.config import build
+from sglang_sparse.config import settings as config
+from sglang_sparse.config.settings import build
 from sglang_sparse.decode_path import DecodePath
 from sglang_sparse.method import ModelShape
 from sglang_sparse.plan import plan_decode, usual_selection

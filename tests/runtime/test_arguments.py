@@ -11,10 +11,12 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang.srt.plugins.hook_registry import HookRegistry
 from resolved import ServerArgs, prepare_server_args
+from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_sparse import config, hooks, refusals, registry, versions
+from sglang_sparse import refusals, registry, versions
+from sglang_sparse.config import settings as config
+from sglang_sparse.hooks import apply as hooks
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from sglang_sparse.calibration.capture import CalibrationError, Captured
 from sglang_sparse.calibration.prompts import Prompts
 from sglang_sparse.calibration.recall import Kept, Tally, candidates, thetas
 from sglang_sparse.calibration.report import layer_rows, report, same_theta_rows
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.config_value import read_config
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor
 from sglang_sparse.prefill_method import PrefillInputs, PrefillSpan

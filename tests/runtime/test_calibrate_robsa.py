@@ -21,7 +21,7 @@ from sglang_sparse.calibration.partition import RopeCalibration
 from sglang_sparse.calibration.robsa_prompts import Prompt
 from sglang_sparse.calibration.similarity import agreement, select
 from sglang_sparse.calibration.weights import fingerprint
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.config_value import read_config
 from sglang_sparse.methods.robsa import RobsaConfig
 

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_sparse import exactness, prefill
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.methods.anchor import Anchor
 from sglang_sparse.prefill_path import PrefillPath
 from sglang_sparse.requests import ATTRIBUTE, RequestState, parse_options

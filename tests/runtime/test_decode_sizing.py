@@ -12,15 +12,15 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
+from resolved import ServerArgs
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.model_executor import pool_configurator
 from sglang.srt.plugins.hook_registry import HookRegistry
-from resolved import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_sparse import pools, scratch
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.plan import usual_selection
 from sglang_sparse.view import allocate_view

@@ -18,7 +18,7 @@ from resolved import ServerArgs
 
 from sglang_sparse import kv_dtypes
 from sglang_sparse.calibration.weights import INDEX
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.methods.dsa import STAGES
 from sglang_sparse.plan import plan_decode
 from sglang_sparse.requests import parse_options

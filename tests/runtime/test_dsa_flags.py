@@ -8,7 +8,7 @@ import torch
 from sglang.srt.environ import envs
 
 from sglang_sparse import dsa_flags
-from sglang_sparse.config import SparseArgumentError, build
+from sglang_sparse.config.settings import SparseArgumentError, build
 from sglang_sparse.methods.dsa import STAGES
 
 

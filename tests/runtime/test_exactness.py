@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_sparse import config, exactness, requests
+from sglang_sparse import exactness, requests
+from sglang_sparse.config import settings as config
 from sglang_sparse.methods.resa import Resa
 from sglang_sparse.plan import plan_decode
 from sglang_sparse.stats import RectifyCounts

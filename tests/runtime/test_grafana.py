@@ -13,10 +13,10 @@ import torch
 from dashboard import DASHBOARD
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 from resolved import ServerArgs
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.method_counters import KEPT_COUNTERS
 from sglang_sparse.metrics import Metrics

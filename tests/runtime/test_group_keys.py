@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.group_keys import TOKEN_BITS, marked, plain, require_whole_groups
 from sglang_sparse.kv_check import InexactTreeError
 

@@ -15,8 +15,8 @@ load_plugins()
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_sparse import hooks
-from sglang_sparse.config import build as config_of
+from sglang_sparse.config.settings import build as config_of
+from sglang_sparse.hooks import apply as hooks
 from sglang_sparse.refusals import require_weights
 
 

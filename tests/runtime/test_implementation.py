@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_sparse import dsa_flags, implementation, serve
-from sglang_sparse.config import SparseArgumentError, build
+from sglang_sparse.config.settings import SparseArgumentError, build
 from sglang_sparse.implementation import Facts, resolve
 from sglang_sparse.methods.dsa import STAGES
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from eval.texts.text import read_book
 from eval.texts.windows import BOOK
 from sglang_sparse import indexer
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.view import SELECT_STATS, BatchView, allocate_view
 
 MODEL = Path("eval/models/tiny-dsa")

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from eval.parts.reproduce_needles import SCALES
-from sglang_sparse import config, kv_dtypes
+from sglang_sparse import kv_dtypes
+from sglang_sparse.config import settings as config
 
 ROOT = Path(__file__).parent.parent.parent
 PAGED = "SGLANG_FLASHINFER_USE_PAGED"

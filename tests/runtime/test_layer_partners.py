@@ -11,7 +11,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 from sglang_sparse import capabilities, layer_partners
-from sglang_sparse.config import SparseArgumentError, build
+from sglang_sparse.config.settings import SparseArgumentError, build
 
 
 def refused(layers: Any, name: str) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from sglang_sparse import crossover, keep_method, metrics, pools, recipes, scratch, windows
 from sglang_sparse.composite import Composite, count_sizes, view_buffers, with_parts
-from sglang_sparse.config import Settings, build
+from sglang_sparse.config.settings import Settings, build
 from sglang_sparse.kv_check import stale_summaries
 from sglang_sparse.method import ModelShape
 from sglang_sparse.plan import DecodePlan, plan_decode

@@ -17,7 +17,7 @@ from resolved import ServerArgs
 from sglang_sparse import pools
 from sglang_sparse.backend import SparseAttentionBackend
 from sglang_sparse.composite import Composite, count_sizes, view_buffers, with_parts
-from sglang_sparse.config import Settings, SparseArgumentError, build
+from sglang_sparse.config.settings import Settings, SparseArgumentError, build
 from sglang_sparse.config_value import read_config
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_sparse import prefill
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.layered_prefill import LayeredPrefill
 from sglang_sparse.methods.anchor import Anchor, AnchorConfig
 from sglang_sparse.prefill_method import PrefillConfig, PrefillMethod

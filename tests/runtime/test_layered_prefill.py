@@ -16,7 +16,7 @@ from resolved import ServerArgs
 from sglang_sparse.calibration.anchor import base_method
 from sglang_sparse.calibration.capture import CalibrationError
 from sglang_sparse.calibration.skip_softmax import _layers
-from sglang_sparse.config import Settings, SparseArgumentError, build
+from sglang_sparse.config.settings import Settings, SparseArgumentError, build
 from sglang_sparse.layered_prefill import LayeredPrefill
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.anchor import Anchor

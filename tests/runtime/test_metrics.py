@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_sparse import metrics
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.plan import DecodePlan
 from sglang_sparse.pools import AuxPools

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_sparse import native_indexer
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 
 PAGE, TOPK = 64, 8
 LENGTHS, NEW = [70, 5, 150], [3, 5, 2]

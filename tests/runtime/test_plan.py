@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.plan import plan_decode, usual_selection
 from sglang_sparse.requests import parse_options

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_sparse import pools
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.method import AuxSpec, ModelShape
 from sglang_sparse.methods.resa import SUMMARY
 

@@ -11,7 +11,7 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse import config
+from sglang_sparse.config import settings as config
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 from third_parties import install
 
 from sglang_sparse import registry
-from sglang_sparse.config import SparseArgumentError, build
+from sglang_sparse.config.settings import SparseArgumentError, build
 
 
 def test_entry_points_name_methods_of_either_phase(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_sparse import registry
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import MethodConfig
 from sglang_sparse.requests import _configs, namespaced, parse_options, prefill_of_namespace
@@ -68,7 +68,7 @@ def test_refused(params: dict[str, object], expected: str) -> None:
 
 
 def test_a_method_without_rectification_has_no_interval() -> None:
-    from sglang_sparse.config import Settings
+    from sglang_sparse.config.settings import Settings
 
     plain = Settings("plain", Plain(MethodConfig()))
     with pytest.raises(ValueError, match="rectify_interval: --sparse-method plain has no such field"):

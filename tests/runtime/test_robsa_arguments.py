@@ -15,7 +15,7 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse import refusals
-from sglang_sparse.config import SparseArgumentError, build
+from sglang_sparse.config.settings import SparseArgumentError, build
 
 TINY_MLA = "eval/models/tiny-mla"
 OPEN = '{"allow_uncalibrated": true}'

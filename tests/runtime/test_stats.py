@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import torch
 
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.plan import DecodePlan
 from sglang_sparse.pools import AuxPools

@@ -15,7 +15,7 @@ load_plugins()
 from resolved import ServerArgs, prepare_server_args
 
 from sglang_sparse import capabilities, convert
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="starts on the CPU platform")
 SKIP: dict[str, Any] = {"algorithm": "skip_softmax", "threshold_scale_factor": {"prefill": 1000.0}}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_sparse import crossover, tune
-from sglang_sparse.config import build
+from sglang_sparse.config.settings import build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.method_config import DEFAULT_CROSSOVER
 from sglang_sparse.methods.resa import SUMMARY, Resa, ResaConfig

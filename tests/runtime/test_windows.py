@@ -21,7 +21,7 @@ from resolved import ServerArgs
 from window_stubs import Pass, chunks, request
 
 from sglang_sparse import prefill, tree_check, windows
-from sglang_sparse.config import Settings, build
+from sglang_sparse.config.settings import Settings, build
 from sglang_sparse.windows import KeepPath, PromptEnd
 
 WINDOW, BUDGET = 8, 24

@@ -19,7 +19,8 @@ from sglang.srt.runtime_context import SpawnRanks, get_server_args, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from sglang_sparse import config, requests
+from sglang_sparse import requests
+from sglang_sparse.config import settings as config
 
 VOCABULARY = 300
 CONTEXT = 512

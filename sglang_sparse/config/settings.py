@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse import arguments, registry
+from sglang_sparse import registry
+from sglang_sparse.config import arguments
 from sglang_sparse.layered_methods import build_prefill_rules, build_rules
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import PAGE_SIZES, MethodConfig, RectifyConfig, SparseConfig
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     class SparseServerArgs(ServerArgs):
-        """SGLang's class as ``cli.add_server_args`` leaves it."""
+        """SGLang's class as ``hooks.server_args.add_fields`` leaves it."""
 
         sparse_method: str | None
         sparse_prefill_method: str | None

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from sglang_sparse import arguments
-from sglang_sparse.config import settings_of
-from sglang_sparse.seams import SEAMS, Seam
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import settings_of
+from sglang_sparse.hooks.table import SEAMS, Seam
 from sglang_sparse.versions import UnsupportedSGLangError, installed_sglang
 
 

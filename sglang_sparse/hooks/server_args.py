@@ -6,49 +6,57 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sglang_sparse import arguments, dsa_flags, hooks, implementation, refusals, registry
-from sglang_sparse.config import Settings, SparseArgumentError, build, page_size_fields, settings_of
+from sglang.srt.arg_groups.arg_utils import A, Arg
+from sglang.srt.server_args import ServerArgs
+
+from sglang_sparse import dsa_flags, implementation, refusals, registry
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import Settings, SparseArgumentError, build, page_size_fields, settings_of
 from sglang_sparse.config_value import read_config
+from sglang_sparse.hooks import apply
 from sglang_sparse.versions import UnsupportedSGLangError, require_supported_sglang
-
-if TYPE_CHECKING:
-    from sglang_sparse.config import SparseServerArgs
-
-SOURCE = "sglang_sparse"
 
 logger = logging.getLogger(__name__)
 
-
-def help_texts() -> dict[str, str]:
-    decode = ", ".join(registry.decode_methods())
-    prefill = ", ".join(registry.prefill_methods())
-    return {
-        "sparse_method": f"Sparse attention method of decode: {decode}.",
-        "sparse_prefill_method": f"Sparse attention method of prefill: {prefill}.",
-        "sparse_config": "Config of the decode method: inline JSON, or a .json, .toml or .yaml file.",
-        "sparse_prefill_config": "Config of the prefill method, likewise.",
-    }
+_CONFIG = "inline JSON, or a .json, .toml or .yaml file"
 
 
-def add_server_args() -> None:
-    """Put a subclass of SGLang's ``ServerArgs`` that has the four fields in its place.
+class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
+    """SGLang's record of arguments with the four fields of this plugin, which takes the record's place.
+
+    Annotations of fields are read by SGLang's parser, which knows ``Optional`` alone.
+    """
+
+    sparse_method: A[str | None, Arg(help=f"Sparse decode method: {', '.join(registry.decode_methods())}.")] = None
+    sparse_prefill_method: A[
+        str | None, Arg(help=f"Sparse prefill method: {', '.join(registry.prefill_methods())}.")
+    ] = None
+    sparse_config: A[str | None, Arg(help=f"Config of the decode method: {_CONFIG}.")] = None
+    sparse_prefill_config: A[str | None, Arg(help=f"Config of the prefill method: {_CONFIG}.")] = None
+
+    def resolve_once(self) -> None:
+        """Resolve SGLang's arguments, and refuse what cannot be served before and after.
+
+        Raises:
+            SparseArgumentError: a sparse flag, config field or combination cannot be served.
+            UnsupportedSGLangError: the SGLang version is not supported, or one of its functions moved.
+        """
+        _resolve_once(super().resolve_once, self)
+
+
+def add_fields() -> None:
+    """Put `SparseServerArgs` in the place of SGLang's ``ServerArgs``.
 
     Raises:
         RuntimeError: SGLang has fields of these names itself.
     """
-    from sglang.srt.arg_groups.arg_utils import field_names
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.server_args import ServerArgs
 
-    new = help_texts()
-    if ServerArgs.__module__ != "sglang_sparse.record":
-        taken = [name for name in new if name in field_names(ServerArgs) or hasattr(ServerArgs, name)]
-        if taken:
-            raise RuntimeError(f"SGLang's ServerArgs already has {', '.join(taken)}")
-    from sglang_sparse.record import SparseServerArgs
-
+    taken = sorted(name for name in SparseServerArgs.__annotations__ if hasattr(ServerArgs, name))
+    if taken:
+        raise RuntimeError(f"SGLang's ServerArgs already has {', '.join(taken)}")
     HookRegistry.register("sglang.srt.server_args.ServerArgs", SparseServerArgs, HookType.REPLACE)
     # A class attribute, which SGLang's propagation does not reach.
     engine: Any = sys.modules.get("sglang.srt.entrypoints.engine")
@@ -56,7 +64,7 @@ def add_server_args() -> None:
         engine.Engine.server_args_class = SparseServerArgs
 
 
-def resolve_record(original: Callable[[], None], record: Any) -> None:
+def _resolve_once(original: Callable[[], None], record: Any) -> None:
     """Around ``ServerArgs.resolve_once``: validate what can be before SGLang resolves its own arguments, and the
     rest after.
 
@@ -73,7 +81,7 @@ def resolve_record(original: Callable[[], None], record: Any) -> None:
     if not self.sparse_method and not self.sparse_prefill_method:
         return original()
     require_supported_sglang()
-    hooks.verify()
+    apply.verify()
     settings = resolve(self)
     if settings.name:
         self.sparse_config = json.dumps(settings.resolved)

@@ -1,0 +1,1 @@
+"""From what a user says to one validated object."""
