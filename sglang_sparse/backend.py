@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
 from sglang_sparse import crossover, pools
 from sglang_sparse.composite import count_sizes, view_buffers, with_parts
@@ -14,6 +15,7 @@ from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.decode_path import DecodePath, PartsPath, require_plain
 from sglang_sparse.delegate import DelegatingBackend
+from sglang_sparse.graphs import SPARSE, GraphVariants, offer
 from sglang_sparse.hooks import apply
 from sglang_sparse.index_reuse import step_reuse
 from sglang_sparse.layers import parse_layers
@@ -49,7 +51,9 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, den
     apply.verify()
     if not hasattr(runner.token_to_kv_pool, pools.ATTRIBUTE):
         raise RuntimeError(f"the KV pool {type(runner.token_to_kv_pool).__name__} was built without page summaries")
-    return SparseAttentionBackend(backend, runner, settings)
+    wrapped = SparseAttentionBackend(backend, runner, settings)
+    offer(runner.model_config.hf_config, GraphVariants(wrapped, settings))
+    return wrapped
 
 
 class SparseAttentionBackend(DelegatingBackend):
@@ -89,7 +93,7 @@ class SparseAttentionBackend(DelegatingBackend):
             "_eager_view",
             "_last_slots",
             "_planned",
-            "_prepared",
+            "_captured_rows",
         }
     )
     # Dense or sparse is decided on the host.
@@ -137,7 +141,8 @@ class SparseAttentionBackend(DelegatingBackend):
         self._last_slots: dict[int, torch.Tensor] | None = None
         # The lengths that a plan was made for, and the plan.
         self._planned: tuple[list[int], DecodePlan] | None = None
-        self._prepared = False
+        # The batch size that the dense backend is prepared to capture.
+        self._captured_rows: int | None = None
         self.rectifying: Rectification | None = None  # While a step that rectifies is launched.
 
     @property
@@ -182,10 +187,15 @@ class SparseAttentionBackend(DelegatingBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a graph's capture (the variant is set by then) or a replay."""
-        prepared, self._prepared, self._last_slots = in_capture and self._prepared, False, None
-        if not prepared:
+        rows, self._last_slots = forward_batch.batch_size, None
+        # FlashInfer plans a replay in what it allocated last for a size. Allocating again for the second graph of a
+        # size would leave the first one the plan of its capture, of a token a row.
+        if not (in_capture and self._captured_rows == rows):
             self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
-        if not in_capture:
+        self._captured_rows = rows if in_capture else None
+        if in_capture:
+            self._begin_capture(rows)
+        else:
             self._prepare(forward_batch)
 
     def prepare_forward_metadata_for_breakable_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> None:
@@ -208,18 +218,10 @@ class SparseAttentionBackend(DelegatingBackend):
         view = allocate_view(rows, *self._limits, self.counters.select_stats, self._buffers[block])
         return with_parts(view, self.method, width, self._buffers)
 
-    def begin_capture(self, rows: int, sparse: bool, prepared: bool) -> None:
-        """Choose the path that the next captured decode graph records.
-
-        Args:
-            rows: batch size of the graph.
-            sparse: record the sparse path, over padding rows only.
-            prepared: the dense backend is, by the other graph of this size. FlashInfer's plans a replay in what it
-                allocated last: a second time would leave the first graph the plan of its capture, of a token a row.
-        """
-        self._prepared = prepared
+    def _begin_capture(self, rows: int) -> None:
+        """Choose the path that the next captured decode graph records, the sparse one over padding rows only."""
         self._view = self.indexed = None
-        if sparse:
+        if get_capture_attention_variant() == SPARSE:
             self._view = self._rows(rows)
             self._view.clear(self.dense.req_to_token_pool.req_to_token)
 

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse.scheduler.request_fields import leave_tree, pool_row, prefill_end, protected_len
+
 if TYPE_CHECKING:
     from sglang_sparse.keep_method import KeepMethod
     from sglang_sparse.method import ModelShape
@@ -94,7 +96,7 @@ class Compaction:
     def span(self, request: Any, state: RequestState) -> Span | None:
         """Return what of a request would be copied; None where that frees nothing."""
         kept, first_visible = state.kept
-        end = request.extend_end // self._page * self._page
+        end = (prefill_end(request) or 0) // self._page * self._page
         boundary = min(first_visible, end // self._block)
         start = (boundary - kept) * self._block // self._page * self._page
         return Span(start, end, kept, boundary) if first_visible and start > 0 else None
@@ -123,17 +125,14 @@ class Compaction:
         slots = allocator.alloc(need)
         if slots is None:
             return False
-        place, own = request.kv.req_pool_idx, request.kv.cache_protected_len
+        place, own = pool_row(request), protected_len(request)
         row = table.req_to_token[place]
-        self._moves.append(Move(span, place, row[: request.extend_end : self._page] // self._page, slots))
+        self._moves.append(Move(span, place, row[: prefill_end(request) : self._page] // self._page, slots))
         allocator.free_segment(row[own : span.end], start_pos=own)
         # Page 0 belongs to nobody.
         table.write((place, slice(0, span.start)), 0)
         table.write((place, slice(span.start, span.end)), slots.to(row.dtype))
-        tree.unlock(request.lock)
-        request.lock = request.last_node = None
-        request.prefix_len = 0
-        request.kv.cache_protected_len = span.start
+        leave_tree(request, tree, span.start)
         self.requests += 1
         self.freed_tokens += span.start
         return True

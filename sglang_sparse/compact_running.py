@@ -18,6 +18,7 @@ from sglang_sparse.config.settings import settings_of
 from sglang_sparse.keep_method import KeepMethod
 from sglang_sparse.plan import plan_decode
 from sglang_sparse.requests import ensure_state, options_of, state_of
+from sglang_sparse.scheduler.request_fields import locked_node, prefill_end, prefix_len, protected_len
 
 if TYPE_CHECKING:
     from sglang_sparse.compact import Compaction, Span
@@ -68,25 +69,27 @@ def _pays(request: Any, span: Span, running: list[Any], tree: Any) -> bool:
 
     Of what others hold too nothing is free until the last of them lets go, while each takes a copy.
     """
-    locks = [other.lock.node for other in running if other.lock is not None]
+    locks = [node for other in running if (node := locked_node(other)) is not None]
     holders = Counter(
         (info.node_id, info.path_end - info.path_start)
         for path in tree.tree_core.collect_path_info(locks)
         for info in path
     )
-    own = tree.tree_core.collect_path_info([request.lock.node])[0] if request.lock is not None else ()
+    node = locked_node(request)
+    own = () if node is None else tree.tree_core.collect_path_info([node])[0]
     shared = sum(
         (info.path_end - info.path_start) // holders[info.node_id, info.path_end - info.path_start] for info in own
     )
     # The pages up to ``span.end`` that are its own are given back, and as many are taken from ``span.start`` on.
-    return shared + span.start > request.kv.cache_protected_len
+    return shared + span.start > protected_len(request)
 
 
 def _prefilled(request: Any, state: RequestState, tree: Any) -> bool:
     """Whether the results of a request's prefill are processed, which is when SGLang puts its prompt into the tree."""
-    if state.compacted or not state.kept[1] or request.extend_end is None:
+    end = prefill_end(request)
+    if state.compacted or not state.kept[1] or end is None:
         return False
-    return tree.disable or request.extend_end <= request.prefix_len
+    return tree.disable or end <= prefix_len(request)
 
 
 @contextmanager

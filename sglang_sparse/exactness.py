@@ -14,6 +14,7 @@ from typing import Any
 from sglang_sparse import forcing, prefill, windows
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.requests import ensure_state, state_of
+from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
 
 
 def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_: Any) -> None:
@@ -70,7 +71,7 @@ def exact_committed_len(original: Callable[[Any], int], request: Any) -> int:
     """
     state = state_of(request)
     if state is not None and state.compacted:
-        return request.kv.kv_committed_len
+        return committed_len(request)
     committed = original(request)
     exact = exact_len(request)
     if exact is None:
@@ -97,8 +98,8 @@ def release_inexact_tail(original: Callable[..., None], request: Any, start: int
         return original(request, start, end, tree_cache)
     if request.finished():
         exact = start if state.exact_len is None else min(start, state.exact_len)
-        state.counts.tail_tokens_dropped += max(0, request.kv.kv_committed_len - exact)
+        state.counts.tail_tokens_dropped += max(0, committed_len(request) - exact)
     page_size = tree_cache.token_to_kv_pool_allocator.page_size
     start = -(-start // page_size) * page_size
     if start < end:
-        tree_cache.free_kv_row(request.kv, [(start, end)])
+        free_tokens(request, tree_cache, start, end)

@@ -1,46 +1,57 @@
-"""Two decode CUDA graphs for every batch size, a dense and a sparse one, and the choice between them.
+"""Two decode CUDA graphs for every batch size, a dense and a sparse one, as SGLang's attention graph variants.
 
-SGLang keys a captured graph by size and an optional variant, which only LoRA uses (refused with sparsity). So a batch
-below the crossover replays SGLang's own dense graph and pays nothing for sparsity but the refresh of the summaries.
-What the dense backend allocates for a size serves both.
+SGLang captures a graph for each label and asks which of them a batch replays. So a batch below the crossover replays
+the dense graph and pays nothing for sparsity but the refresh of the summaries. What the dense backend allocates for a
+size serves both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config.settings import settings_of
 
+if TYPE_CHECKING:
+    from sglang_sparse.backend import SparseAttentionBackend
+    from sglang_sparse.config.settings import Settings
 
-def capture_both(
-    original: Callable[..., None],
-    runner: Any,
-    size: int,
-    forward: Callable[..., Any],
-    stream_idx: int | None = None,
-    variant_label: str | None = None,
-    attention_variant: str | None = None,
-) -> None:
-    """Around ``DecodeCudaGraphRunner.capture_one_shape``: capture the dense and the sparse variant.
+DENSE, SPARSE = "dense", "sparse"
 
-    With ``dense_fallback: never`` only the sparse one exists, without a decode method only the dense one.
+
+class GraphVariants:
+    """SGLang's protocol ``AttentionGraphVariants``, for one sparse backend.
+
+    Args:
+        backend: decides which rows run sparse.
+        settings: with ``dense_fallback: never`` only the sparse graph exists, without a decode method only the dense.
+
+    Attributes:
+        capture_labels: the graphs of each size, in the order of their capture.
     """
-    settings = settings_of(runner.model_runner.server_args)
-    if settings is None or runner.model_runner.is_draft_worker:
-        return original(runner, size, forward, stream_idx, variant_label, attention_variant)
-    variants = ("sparse",) if settings.config.dense_fallback == "never" else ("dense", "sparse")
-    for number, variant in enumerate(variants if settings.name else ("dense",)):
-        runner.attn_backend.begin_capture(size, sparse=variant == "sparse", prepared=number > 0)
-        original(runner, size, forward, stream_idx, variant_label, variant)
+
+    def __init__(self, backend: SparseAttentionBackend, settings: Settings):
+        self._backend = backend
+        both = (SPARSE,) if settings.config.dense_fallback == "never" else (DENSE, SPARSE)
+        self.capture_labels = both if settings.name else (DENSE,)
+
+    def select(self, forward_batch: Any) -> str:
+        """Name the graph that a batch replays."""
+        return SPARSE if self._backend.plan(forward_batch.seq_lens_cpu).sparse else DENSE
 
 
-def graph_variant(original: Callable[..., str | None], runner: Any, forward_batch: Any, *args: Any) -> str | None:
-    """Around ``_resolve_attention_variant``: name the graph that this batch replays."""
-    if settings_of(runner.model_runner.server_args) is None or runner.model_runner.is_draft_worker:
-        return original(runner, forward_batch, *args)
-    plan = runner.attn_backend.plan(forward_batch.seq_lens_cpu)
-    return "sparse" if plan.sparse else "dense"
+# By the identity of the model's config, which is all that SGLang hands on: a draft model has its own.
+_OFFERED: dict[int, GraphVariants] = {}
+
+
+def offer(model: Any, variants: GraphVariants) -> None:
+    """Offer variants for the decode graphs of a model, a transformers config."""
+    _OFFERED[id(model)] = variants
+
+
+def add_variants(found: Any, model: Any) -> Any:
+    """After ``create_attention_graph_variants``: return those that were offered for this model, if any."""
+    return _OFFERED.get(id(model), found)
 
 
 def no_post_capture_sizing(original: Callable[[Any], bool], server_args: Any) -> bool:

@@ -19,6 +19,7 @@ import torch
 from sglang_sparse.kv_check import InexactTreeError
 from sglang_sparse.prefill import current_settings
 from sglang_sparse.requests import prefill_of_namespace
+from sglang_sparse.scheduler import inserted_keys
 
 if TYPE_CHECKING:
     from sglang_sparse.prefill_method import PrefillMethod
@@ -53,35 +54,48 @@ def plain(tokens: array[int]) -> list[int]:
     return [token & ((1 << TOKEN_BITS) - 1) for token in tokens]
 
 
-def require_whole_groups(method: PrefillMethod | None, start: int, end: int) -> None:
-    """Prove of a node of the tree that it begins and ends where KV is a function of its tokens.
+def require_whole_groups(method: PrefillMethod | None, ends: Sequence[int]) -> None:
+    """Prove that nodes of the tree end where KV is a function of its tokens.
+
+    Args:
+        method: the prefill method of their namespace.
+        ends: the positions at which they end.
 
     Raises:
         InexactTreeError: it does not, so that prompts that part within a group share some of it.
     """
     if method is None or method.config.share_partial_groups:
         return
-    for position in (start, end):
-        if method.boundary(position) != position:
-            raise InexactTreeError(f"a node of the radix tree, of the tokens {start} to {end - 1}, cuts a group")
+    for end in ends:
+        if method.boundary(end) != end:
+            raise InexactTreeError(f"a node of the radix tree that ends with token {end - 1} cuts a group")
 
 
-def mark_key(original: Callable[..., Any], tree: Any, params: Any) -> Any:
-    """Around ``UnifiedRadixCache.match_prefix`` and ``.insert``, the only ways into the tree."""
+def mark_lookup(original: Callable[..., Any], tree: Any, params: Any) -> Any:
+    """Around ``UnifiedRadixCache.match_prefix``: look for a key whose groups are marked."""
+    return original(tree, replace(params, key=tree_key(tree, params.key)))
+
+
+def mark_insert(original: Callable[..., Any], tree: Any, params: Any) -> Any:
+    """Around ``UnifiedRadixCache.insert``: insert such a key, and remember it where the tree is to be checked."""
+    key = tree_key(tree, params.key)
+    result = original(tree, replace(params, key=key))
+    settings = current_settings()
+    if hasattr(tree, inserted_keys.ATTRIBUTE) or (settings is not None and settings.check_exactness):
+        inserted_keys.remember_inserts(tree).add(key)
+    return result
+
+
+def tree_key(tree: Any, key: Any) -> Any:
+    """Return a request's key, a ``RadixKey``, as it stands in the tree."""
     settings = current_settings()
     # A tree without a pool only sorts the waiting queue.
     if settings is None or settings.prefill is None or tree.req_to_token_pool is None:
-        return original(tree, params)
+        return key
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    method = prefill_of_namespace(settings, params.key.extra_key)
+    method = prefill_of_namespace(settings, key.extra_key)
     if method is None or method.config.share_partial_groups:
-        return original(tree, params)
-    found = params.key
-    key = RadixKey(
-        marked(found.raw_token_ids(), method),
-        found.extra_key,
-        is_bigram=found.is_bigram,
-        cache_salt=found.cache_salt,
-    )
-    return original(tree, replace(params, key=key))
+        return key
+    tokens = marked(key.raw_token_ids(), method)
+    return RadixKey(tokens, key.extra_key, is_bigram=key.is_bigram, cache_salt=key.cache_salt)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from sglang_sparse.scheduler.request_fields import pool_row
+
 
 @dataclass(frozen=True)
 class Span:
@@ -67,7 +69,7 @@ def extend_view(batch: Any, spans: Sequence[Span], newest: torch.Tensor | None =
     view.seq_lens_cpu = torch.tensor(ends, dtype=torch.int64)
     view.seq_lens = to_device(ends, torch.int64, table.device)
     view.orig_seq_lens = to_device(ends, torch.int32, table.device)
-    requests = [span.request.kv.req_pool_idx for span in spans]
+    requests = [pool_row(span.request) for span in spans]
     view.req_pool_indices = to_device(requests, torch.int64, table.device)
     slots = [table[request, span.start : span.end] for request, span in zip(requests, spans, strict=True)]
     view.out_cache_loc = torch.cat(slots).to(torch.int64)

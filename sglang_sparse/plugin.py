@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import sys
 
+from setproctitle import getproctitle
+
+# SGLang's processes that call none of the hooked functions. Hooks would import the scheduler there, CUDA and all.
+UNHOOKED = ("sglang::detokenizer", "sglang::data_parallel_controller")
+
 
 def register() -> None:
-    """Add the ``--sparse-*`` flags to ``ServerArgs`` and register the hook table.
+    """Register the hook table, then add the ``--sparse-*`` flags to ``ServerArgs``.
 
-    SGLang logs and swallows whatever a plugin raises here, and would then serve dense. So a failure ends the process
-    when the command line asks for sparsity, and is left to SGLang's log otherwise.
+    SGLang logs and swallows whatever a plugin raises here, and would then serve dense. So the flags come last: without
+    the hooks they do not exist. And a failure ends the process when the command line asks for sparsity.
 
     Raises:
         SystemExit: sparsity was asked for on the command line and the plugin cannot provide it.
     """
+    if getproctitle() in UNHOOKED:
+        return
     from sglang_sparse.hooks import apply, server_args
 
     try:
-        server_args.add_fields()
         apply.register()
+        server_args.add_fields()
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         if any(argument.startswith("--sparse") for argument in sys.argv[1:]):
             from sglang_sparse.versions import installed_sglang

@@ -23,6 +23,7 @@ from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.prefill_method import CutPrompt, PrefillSpan
 from sglang_sparse.requests import options_of, state_of
+from sglang_sparse.scheduler.request_fields import prefix_len
 from sglang_sparse.windows import outside, window_start
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def _end_where_allowed(adder: Any, request: Any, memory: int = sys.maxsize) -> b
     """
     method, budget = sharing_method(request), adder.rem_chunk_tokens
     window, prompt = window_start(current_settings(), request), len(request.origin_input_ids)
-    start, end = request.prefix_len, len(request.full_untruncated_fill_ids)
+    start, end = prefix_len(request), len(request.full_untruncated_fill_ids)
     size = adder.page_size
     if (method is None and window is None) or budget is None or -(-(end - start) // size) * size <= min(budget, memory):
         return True

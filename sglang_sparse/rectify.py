@@ -25,6 +25,7 @@ import torch
 from sglang_sparse.config.settings import prefill_chunk, settings_of
 from sglang_sparse.passes import Span, decode_view, extend_view, to_device
 from sglang_sparse.requests import state_of
+from sglang_sparse.scheduler.request_fields import committed_len
 
 if TYPE_CHECKING:
     from sglang_sparse.config.settings import Settings
@@ -252,7 +253,7 @@ def hold_release(original: Callable[..., None], request: Any, tree_cache: Any, *
         return original(request, tree_cache, checkpoint=checkpoint)
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    span = Span(request, state.exact_len, request.kv.kv_committed_len)
+    span = Span(request, state.exact_len, committed_len(request))
     if span.tokens <= 0 or isinstance(request.finished_reason, FINISH_ABORT):
         return original(request, tree_cache, checkpoint=checkpoint)
     held.append((span, lambda: original(request, tree_cache, checkpoint=checkpoint)))

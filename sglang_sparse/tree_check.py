@@ -23,10 +23,12 @@ from sglang_sparse.kv_check import (
 )
 from sglang_sparse.prefill import split_prompt
 from sglang_sparse.requests import prefill_of_namespace
+from sglang_sparse.scheduler.inserted_keys import remember_inserts
 
 if TYPE_CHECKING:
     from sglang_sparse.prefill_method import PrefillMethod
     from sglang_sparse.prefill_path import PrefillPath
+    from sglang_sparse.scheduler.inserted_keys import TreePath
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +62,6 @@ class _Memory:
     seen: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True)
-class _Node:
-    """A node of the tree: its pages, the position of its first token and the pages' identities."""
-
-    node: Any
-    start: int
-    pages: list[int]
-    hashes: list[int]
-
-
 def check_when_idle(_result: None, scheduler: Any, *_: Any) -> None:
     """After ``Scheduler.on_idle``: check the tree, if the config asks for it and anything ran since the last check.
 
@@ -79,11 +71,9 @@ def check_when_idle(_result: None, scheduler: Any, *_: Any) -> None:
     settings = settings_of(scheduler.server_args)
     if settings is None or not settings.check_exactness or not scheduler.is_fully_idle():
         return
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode as TreeNode
-
     memory = _memory(scheduler.tree_cache)
-    # A new node raises the first number, a pass that could have overwritten a page the second.
-    seen = (TreeNode.counter, scheduler.forward_ct)
+    # An insertion raises the first number, a pass that could have overwritten a page the second.
+    seen = (remember_inserts(scheduler.tree_cache).count, scheduler.forward_ct)
     if memory.seen == seen:
         return
     report = check_tree(scheduler)
@@ -111,30 +101,27 @@ def check_tree(scheduler: Any, tolerance: float | None = None) -> TreeReport:
     Raises:
         InexactTreeError: names the tokens, the layer, the worst difference and the path.
     """
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
-
     tree = scheduler.tree_cache
-    if tree.disable or not isinstance(tree.tree_core, UnifiedTreeCore):
+    if tree.disable:
         return TreeReport(0, 0.0)
     memory = _memory(tree)
     runner = scheduler.tp_worker.model_runner
     settings = settings_of(runner.server_args)
     with torch.inference_mode(), _forward_stream(scheduler):
-        nodes = list(_nodes(tree))
-        if not nodes:
+        # The longest first: a path proves the pages that others share with it.
+        paths = remember_inserts(tree).paths()
+        hashes = {page: found for path in paths for page, found in _hashes(path, tree.page_size)}
+        if not hashes:
             return TreeReport(0, 0.0)
-        pages = [page for node in nodes for page in node.pages]
-        identities = dict(zip(pages, _identities(runner.token_to_kv_pool, nodes, pages), strict=True))
+        sums = checksums(runner.token_to_kv_pool, [*hashes])
+        identities = {page: (found, sums[place]) for place, (page, found) in enumerate(hashes.items())}
         unproven = {page for page, identity in identities.items() if memory.proven.get(page) != identity}
         _require_fresh_summaries(runner.token_to_kv_pool, sorted(unproven))
         checked, worst = 0, 0.0
-        # Deepest first: a path proves the pages of its inner nodes along with its own.
-        for node in sorted(nodes, key=lambda node: node.start, reverse=True):
-            if unproven.isdisjoint(node.pages):
-                continue
-            prefill = prefill_of_namespace(settings, node.node.key.extra_key) if settings else None
-            require_whole_groups(prefill, node.start, node.start + len(node.hashes) * tree.page_size)
-            difference, proven = _check_path(runner, node.node, tree.page_size, unproven, tolerance, prefill)
+        for path in paths:
+            prefill = prefill_of_namespace(settings, path.key.extra_key) if settings else None
+            require_whole_groups(prefill, path.ends)
+            difference, proven = _check_path(runner, path, tree.page_size, unproven, tolerance, prefill)
             worst = max(worst, difference)
             checked += len(proven)
             unproven -= proven
@@ -218,41 +205,12 @@ def _forward_stream(scheduler: Any) -> Iterator[None]:
         current.wait_stream(scheduler.forward_stream)
 
 
-def _nodes(tree: Any) -> Iterator[_Node]:
-    size = tree.page_size
-    stack = [(child, 0, hash(child.key.extra_key)) for child in tree.tree_core.root_node.children.values()]
-    while stack:
-        node, start, parent_hash = stack.pop()
-        tokens = plain(node.key.raw_token_ids())
-        hashes = []
-        for first in range(0, len(tokens), size):
-            parent_hash = hash((parent_hash, *tokens[first : first + size]))
-            hashes.append(parent_hash)
-        yield _Node(node, start, (_value(node)[::size] // size).tolist(), hashes)
-        stack += [(child, start + len(tokens), parent_hash) for child in node.children.values()]
-
-
-def _value(node: Any) -> torch.Tensor:
-    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-
-    return node.component_data[ComponentType.FULL].value
-
-
-def _path(node: Any) -> tuple[list[int], torch.Tensor]:
-    """Tokens from the root to the end of a node, and their slots ``[tokens]`` int64."""
-    nodes = []
-    while node.parent is not None:
-        nodes.append(node)
-        node = node.parent
-    nodes.reverse()
-    return [token for node in nodes for token in plain(node.key.raw_token_ids())], torch.cat(
-        [_value(node) for node in nodes]
-    )
-
-
-def _identities(kv_pool: Any, nodes: list[_Node], pages: list[int]) -> Iterator[tuple[int, int]]:
-    hashes = (identity for node in nodes for identity in node.hashes)
-    return zip(hashes, checksums(kv_pool, pages), strict=True)
+def _hashes(path: TreePath, size: int) -> Iterator[tuple[int, int]]:
+    """The pages of a path, each with a hash of the tokens up to its end."""
+    tokens, found = plain(path.key.raw_token_ids()), hash((path.key.extra_key, path.key.cache_salt))
+    for first, page in zip(range(0, len(tokens), size), (path.slots[::size] // size).tolist(), strict=True):
+        found = hash((found, *tokens[first : first + size]))
+        yield page, found
 
 
 def _require_fresh_summaries(kv_pool: Any, pages: list[int]) -> None:
@@ -266,12 +224,15 @@ def _require_fresh_summaries(kv_pool: Any, pages: list[int]) -> None:
 
 
 def _check_path(
-    runner: Any, node: Any, size: int, unproven: set[int], tolerance: float | None, prefill: PrefillMethod | None
+    runner: Any, path: TreePath, size: int, unproven: set[int], tolerance: float | None, prefill: PrefillMethod | None
 ) -> tuple[float, set[int]]:
-    """Prove the unproven pages from the root to the end of a node; returns the worst difference and these pages."""
-    tokens, slots = _path(node)
+    """Prove the unproven pages of a path; returns the worst difference and these pages."""
+    slots = path.slots
     pages = (slots[::size] // size).tolist()
     places = [place for place, page in enumerate(pages) if page in unproven]
+    if not places:
+        return 0.0, set()
+    tokens = plain(path.key.raw_token_ids())
     positions = page_slots(torch.tensor(places, device=slots.device), size)
     tail = prefill.config.dense_tail if prefill else 0  # beyond the crossover it is not in the tree
     worst = compare_with_recomputed(runner, tokens, slots, positions, tolerance, (prefill, len(tokens) + tail))

@@ -13,11 +13,17 @@ PACKAGES = ("sglang-sparse", "torch", "triton", "sglang", "sglang-kernel", "flas
 
 
 class UnsupportedSGLangError(RuntimeError, ValueError):
-    """The installed SGLang is not one that this release works with.
+    """The installed SGLang is not one that this release works with; says which is, and what to install.
 
     A RuntimeError, for it is about the world; and a ValueError, for ``sglang.Engine`` promises that for all that is
     refused at start.
     """
+
+    def __init__(self, reason: str):
+        super().__init__(
+            f"{reason}; sglang_sparse {__version__} works with SGLang {', '.join(SUPPORTED_SGLANG)}: "
+            f"pip install sglang=={SUPPORTED_SGLANG[-1]}"
+        )
 
 
 def installed_sglang() -> str:
@@ -46,6 +52,4 @@ def require_supported_sglang(installed: str | None = None) -> None:
     """
     installed = installed or installed_sglang()
     if installed not in SUPPORTED_SGLANG:
-        raise UnsupportedSGLangError(
-            f"sglang_sparse {__version__} works with SGLang {', '.join(SUPPORTED_SGLANG)}; got SGLang {installed}"
-        )
+        raise UnsupportedSGLangError(f"got SGLang {installed}")

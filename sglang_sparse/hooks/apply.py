@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import pkgutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -84,8 +86,21 @@ def hook_method(original: Callable[[Any], None], runner: Any) -> None:
         refusals.require_weights(arguments.of(runner.server_args), settings, runner.model_config)
 
 
+def parameters_of(target: str) -> str:
+    """Return the parameters of a function of SGLang, hooked or not, as `Seam.parameters` has them.
+
+    Raises:
+        ImportError, AttributeError: there is no such function.
+    """
+    owner, _, name = target.rpartition(".")
+    found = inspect.getattr_static(pkgutil.resolve_name(owner), name)
+    signature = inspect.signature(getattr(found, "__func__", found))
+    plain = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))[1:-1]
+
+
 def verify(seams: Sequence[Seam] | None = None) -> None:
-    """Prove that seams are hooked in this process.
+    """Prove that seams are hooked in this process, and that their functions take what they took.
 
     SGLang only logs a hook that it cannot apply, and a server would then run dense or, worse, half sparse.
 
@@ -93,14 +108,15 @@ def verify(seams: Sequence[Seam] | None = None) -> None:
         seams: which; ``active()`` if not given.
 
     Raises:
-        UnsupportedSGLangError: a seam is missing; names it and the SGLang version.
+        UnsupportedSGLangError: a seam is missing or its parameters have changed; names it and the SGLang version.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     asked = active() if seams is None else seams
     missing = [seam.target for seam in asked if seam.target not in HookRegistry._patched]
     if missing:
-        raise UnsupportedSGLangError(
-            f"SGLang {installed_sglang()} has moved what sglang_sparse hooks: {', '.join(missing)}; "
-            "see patches/README.md for what each is for"
-        )
+        raise UnsupportedSGLangError(f"SGLang {installed_sglang()} has moved what this hooks: {', '.join(missing)}")
+    changed = [(seam, got) for seam in asked if (got := parameters_of(seam.target)) != seam.parameters]
+    if changed:
+        found = "; ".join(f"{seam.target} takes ({got}), expected ({seam.parameters})" for seam, got in changed)
+        raise UnsupportedSGLangError(f"SGLang {installed_sglang()} has changed what this hooks: {found}")

@@ -52,11 +52,13 @@ def add_fields() -> None:
     Raises:
         RuntimeError: SGLang has fields of these names itself.
     """
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     taken = sorted(name for name in SparseServerArgs.__annotations__ if hasattr(ServerArgs, name))
     if taken:
         raise RuntimeError(f"SGLang's ServerArgs already has {', '.join(taken)}")
+    register_resolution_hook("handle_model_source_paths")(refuse_model)
     HookRegistry.register("sglang.srt.server_args.ServerArgs", SparseServerArgs, HookType.REPLACE)
     # A class attribute, which SGLang's propagation does not reach.
     engine: Any = sys.modules.get("sglang.srt.entrypoints.engine")
@@ -74,8 +76,6 @@ def _resolve_once(original: Callable[[], None], record: Any) -> None:
     """
     if getattr(record, "_resolution_finished", False) or getattr(record, "_resolution_failed", False):
         return original()
-    from sglang.srt.environ import envs
-
     self = arguments.of(record)
     _refuse_orphans(self)
     if not self.sparse_method and not self.sparse_prefill_method:
@@ -90,9 +90,6 @@ def _resolve_once(original: Callable[[], None], record: Any) -> None:
     if self.page_size is None:
         self.page_size = settings.config.page_size
     refusals.require_before(self, settings)
-    if settings.check_exactness:
-        # The check walks the tree's nodes, which the other core keeps to itself. Processes that start later inherit it.
-        envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.set("python")
     original()
     if self.model_path.lower() not in ("none", "dummy"):
         # What the model decides is in it by now.
@@ -109,12 +106,13 @@ def _say_prefill(server_args: SparseServerArgs, settings: Settings) -> None:
         server_args.sparse_prefill_config = json.dumps(settings.prefill_resolved)
 
 
-def refuse_model(_: None, record: SparseServerArgs) -> None:
-    """After ``handle_model_source_paths``: the model is at hand, and SGLang has not judged it yet.
+def refuse_model(record: SparseServerArgs, previous: Callable[[Any], None]) -> None:
+    """Around SGLang's step ``handle_model_source_paths``: judge the model before SGLang resolves arguments for it.
 
     Raises:
         SparseArgumentError: the method does not fit the model.
     """
+    previous(record)
     self = arguments.of(record)
     settings = settings_of(self)
     if settings is not None:

@@ -12,6 +12,7 @@ class Seam:
 
     Attributes:
         target: dotted path in SGLang.
+        parameters: the parameters of the function as it was when its hook was written.
         kind: SGLang's hook type.
         function: ``module:function`` of this package, imported at its first call: a server without a sparse flag
             loads no more than this table and the flags.
@@ -23,6 +24,7 @@ class Seam:
     """
 
     target: str
+    parameters: str
     kind: Literal["AFTER", "AROUND"]
     function: str
     process: Literal["main", "scheduler", "both"]
@@ -34,6 +36,7 @@ class Seam:
 DSA_SEAMS = (
     Seam(
         "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_native",
+        "self, *args, **kwargs",
         "AROUND",
         "indexer:choose",
         "scheduler",
@@ -43,6 +46,7 @@ DSA_SEAMS = (
     ),
     Seam(
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        "self",
         "AROUND",
         "hooks.apply:hook_method",
         "scheduler",
@@ -50,6 +54,7 @@ DSA_SEAMS = (
     ),
     Seam(
         "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda",
+        "self, x, q_lora, positions, forward_batch, layer_id, return_indices=True, use_cuda_graph=True",
         "AROUND",
         "indexer:choose",
         "scheduler",
@@ -59,6 +64,10 @@ DSA_SEAMS = (
     ),
     Seam(
         "sglang.srt.layers.attention.dsa.dsa_indexer_metadata.DSAIndexerMetadata.topk_transform",
+        (
+            "self, logits, topk, ks=None, cu_seqlens_q=None, ke_offset=None, batch_idx_list=None, "
+            "topk_indices_offset_override=None"
+        ),
         "AROUND",
         "native_indexer:choose",
         "scheduler",
@@ -68,6 +77,7 @@ DSA_SEAMS = (
     ),
     Seam(
         "sglang.srt.layers.attention.dsa.utils.resolve_paged_mqa_logits_metadata_fn",
+        "",
         "AFTER",
         "native_indexer:schedule",
         "scheduler",
@@ -77,6 +87,7 @@ DSA_SEAMS = (
     ),
     Seam(
         "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._build_topk_v2_plan",
+        "self, seqlens_expanded",
         "AROUND",
         "native_indexer:plan",
         "scheduler",
@@ -86,6 +97,7 @@ DSA_SEAMS = (
     ),
     Seam(
         "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_tilelang",
+        "self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale",
         "AROUND",
         "dsa_latents:attend",
         "scheduler",
@@ -94,6 +106,7 @@ DSA_SEAMS = (
     ),
     Seam(
         "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._write_mla_kv_buffer",
+        "self, dst_buffer, loc, cache_k_nope, cache_k_rope",
         "AROUND",
         "dsa_latents:write",
         "scheduler",
@@ -102,6 +115,7 @@ DSA_SEAMS = (
     ),
     Seam(
         "sglang.srt.arg_groups.overrides._dsa_split_backend_resolution",
+        "view",
         "AROUND",
         "dsa_flags:keep_slot",
         "main",
@@ -112,14 +126,8 @@ DSA_SEAMS = (
 
 SEAMS = (
     Seam(
-        "sglang.srt.arg_groups.model_path_hook.handle_model_source_paths",
-        "AFTER",
-        "hooks.server_args:refuse_model",
-        "main",
-        "refuse a model before SGLang resolves arguments for it",
-    ),
-    Seam(
         "sglang.srt.server_args.prepare_server_args",
+        "argv",
         "AROUND",
         "hooks.server_args:prepare_server_args",
         "main",
@@ -127,6 +135,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned",
+        "server_args",
         "AROUND",
         "graphs:no_post_capture_sizing",
         "both",
@@ -134,6 +143,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+        "self, kvc, num_layers",
         "AFTER",
         "pools:charge_aux_bytes",
         "scheduler",
@@ -141,6 +151,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.model_executor.model_runner.load_kv_cache_scales",
+        "*, model, kv_cache_dtype",
         "AFTER",
         "kv_dtypes:complete_scales",
         "scheduler",
@@ -148,6 +159,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        "self, pre_model_load_memory",
         "AFTER",
         "pools:charge_scratch",
         "scheduler",
@@ -155,6 +167,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
+        "self, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool",
         "AFTER",
         "pools:attach_aux_pools",
         "scheduler",
@@ -162,27 +175,26 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        "runner, full_attn_backend",
         "AROUND",
         "backend:wrap_attention_backend",
         "scheduler",
         "wrap the dense attention backend",
     ),
     Seam(
-        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape",
-        "AROUND",
-        "graphs:capture_both",
+        "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
+        "hf_config",
+        "AFTER",
+        "graphs:add_variants",
         "scheduler",
-        "capture a dense and a sparse decode graph for every batch size",
-    ),
-    Seam(
-        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_attention_variant",
-        "AROUND",
-        "graphs:graph_variant",
-        "scheduler",
-        "choose between the two decode graphs for each batch",
+        "capture a dense and a sparse decode graph for every batch size, and choose between them for each batch",
     ),
     Seam(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        (
+            "cls, batch, model_runner, *, capture_hidden_mode=None, return_hidden_states_before_norm, "
+            "extend_position_info=None, spec_mrope_positions=None, kv_loc_plan=None, write_cols=None"
+        ),
         "AFTER",
         "exactness:begin_pass",
         "scheduler",
@@ -190,6 +202,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        "self, obj, input_text, input_ids, input_embeds=None, mm_inputs=None, token_type_ids=None",
         "AROUND",
         "requests:refuse_bad_options",
         "main",
@@ -197,6 +210,10 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        (
+            "self, batch, forward_batch=None, pp_proxy_tensors=None, is_verify=False, "
+            "skip_attn_backend_init=None, *, capture_hidden_mode=None, return_kv_loc_plan=False"
+        ),
         "AROUND",
         "rectify:run_step",
         "scheduler",
@@ -204,6 +221,10 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",
+        (
+            "self, forward_batch, skip_attn_backend_init=None, pp_proxy_tensors=None, reinit_attn_backend=False, "
+            "split_forward_count=1"
+        ),
         "AROUND",
         "rectify:run_passes",
         "scheduler",
@@ -211,6 +232,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.model_executor.model_runner.ModelRunner.sample",
+        "self, logits_output, forward_batch",
         "AROUND",
         "forcing:sample",
         "scheduler",
@@ -218,6 +240,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+        "self, batch, result",
         "AROUND",
         "rectify:finish_exactly",
         "scheduler",
@@ -225,6 +248,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.mem_cache.common.release_kv_cache",
+        "req, tree_cache, *, checkpoint",
         "AROUND",
         "rectify:hold_release",
         "scheduler",
@@ -232,6 +256,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.update_running_batch",
+        "self, batch",
         "AFTER",
         "compact_running:compact_running",
         "scheduler",
@@ -239,6 +264,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
+        "self",
         "AFTER",
         "exactness:forget_exact_length",
         "scheduler",
@@ -246,6 +272,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
+        "self, input_len",
         "AFTER",
         "prefill:limit_match",
         "scheduler",
@@ -253,6 +280,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        "self, req, has_chunked_req, truncation_align_size",
         "AROUND",
         "prefill:add_request",
         "scheduler",
@@ -260,6 +288,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
+        "self, req",
         "AROUND",
         "prefill:add_chunk",
         "scheduler",
@@ -267,6 +296,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint",
+        "self, req, *, up_to, **kwargs",
         "AROUND",
         "prefill:cache_whole_groups",
         "scheduler",
@@ -274,20 +304,23 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix",
+        "self, params",
         "AROUND",
-        "group_keys:mark_key",
+        "group_keys:mark_lookup",
         "scheduler",
         "sparse prefill: prompts that part within a group share nothing of it",
     ),
     Seam(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
+        "self, params",
         "AROUND",
-        "group_keys:mark_key",
+        "group_keys:mark_insert",
         "scheduler",
-        "the same, for what enters the tree",
+        "the same, for what enters the tree; check_exactness: remember it",
     ),
     Seam(
         "sglang.srt.managers.schedule_batch.Req.owned_kv_len",
+        "self",
         "AROUND",
         "exactness:exact_committed_len",
         "scheduler",
@@ -295,6 +328,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.mem_cache.common._release_overallocated_kv_indices",
+        "req, start_p, end_p, tree_cache",
         "AROUND",
         "exactness:release_inexact_tail",
         "scheduler",
@@ -303,6 +337,7 @@ SEAMS = (
     *DSA_SEAMS,
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.on_idle",
+        "self",
         "AFTER",
         "tree_check:check_when_idle",
         "scheduler",
@@ -310,6 +345,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+        "self",
         "AFTER",
         "stats:report_active",
         "scheduler",
@@ -317,6 +353,10 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
+        (
+            "cls, server_args, init_tokenizer_manager_func, run_scheduler_process_func, "
+            "run_detokenizer_process_func, port_args=None, placement_group=None"
+        ),
         "AFTER",
         "stats:require_active_schedulers",
         "main",
@@ -324,6 +364,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+        "self",
         "AFTER",
         "metrics:start",
         "scheduler",
@@ -331,6 +372,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
+        "self, can_run_cuda_graph, running_batch=None, num_generated_tokens=0",
         "AFTER",
         "metrics:follow",
         "scheduler",
@@ -338,6 +380,7 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        "self, recv_req",
         "AFTER",
         "stats:add_internal_state",
         "scheduler",

@@ -1,10 +1,11 @@
 """When the backend refreshes a method's buffers: before each selection where asked, and once at the end of a pass."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
 
 from sglang_sparse import graphs
 from sglang_sparse.backend import SparseAttentionBackend
@@ -80,7 +81,7 @@ def make_backend() -> SparseAttentionBackend:
     backend.method = method
     model = ModelShape(5, 1, HEADS, DIM, torch.float32)
     backend._decoding = DecodePath(method, backend._pools, dense.token_to_kv_pool, model)
-    backend.prefill = backend.keeps = None
+    backend.prefill = backend.keeps = backend._captured_rows = None
     backend._view = allocate_view(1, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64))
     return backend
 
@@ -212,31 +213,43 @@ def test_an_mla_layer_may_come_in_two_parts() -> None:
         attend()
 
 
-def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared_once() -> None:
     """FlashInfer's plans replays in the wrappers of the last capture of a size."""
     wrappers: dict[int, object] = {}
     backend, captured = make_backend(), {}
 
     def prepare(batch: Any, in_capture: bool) -> None:
-        wrappers[batch] = object() if in_capture else wrappers[batch]
-
-    def capture(runner: Any, size: int, forward: Any, stream_idx: int | None, variant: str | None) -> None:
-        backend.init_forward_metadata_out_graph(size, in_capture=True)
-        captured[size, variant] = wrappers[size]
+        wrappers[batch.batch_size] = object()
 
     vars(backend.dense).update(init_forward_metadata_out_graph=prepare, req_to_token_pool=SimpleNamespace())
     backend.dense.req_to_token_pool.req_to_token = torch.zeros(1, SLOTS, dtype=torch.int32)
     backend._graph_view = allocate_view(2, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64))
-    settings = SimpleNamespace(name="resa", config=SimpleNamespace(dense_fallback="auto"))
-    monkeypatch.setattr(graphs, "settings_of", lambda args: settings)
-    runner = SimpleNamespace(attn_backend=backend)
-    runner.model_runner = SimpleNamespace(server_args=None, is_draft_worker=False)
-    for size in (2, 1, 2, 1):
-        graphs.capture_both(capture, runner, size, None)
-        assert captured[size, "dense"] is captured[size, "sparse"] is wrappers[size]
+    settings: Any = SimpleNamespace(name="resa", config=SimpleNamespace(dense_fallback="auto"))
+    variants = graphs.GraphVariants(backend, settings)
+    try:
+        for size in (2, 1, 2, 1):
+            for label in variants.capture_labels:
+                _set_capture_attention_variant(label)
+                backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=size), in_capture=True)
+                captured[size, label] = wrappers[size], backend.view is not None
+            assert captured[size, "dense"] == (wrappers[size], False)
+            assert captured[size, "sparse"] == (wrappers[size], True)
+    finally:
+        _set_capture_attention_variant(None)
     assert wrappers[1] is not wrappers[2]
-    # What is captured elsewhere is prepared anew.
-    backend.init_forward_metadata_out_graph(1, in_capture=True)
-    assert wrappers[1] is not captured[1, "sparse"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fallback", "labels"),
+    [("resa", "auto", ("dense", "sparse")), ("resa", "never", ("sparse",)), (None, "auto", ("dense",))],
+)
+def test_graphs_that_no_batch_would_replay_are_not_captured(name: str | None, fallback: str, labels: Any) -> None:
+    settings: Any = SimpleNamespace(name=name, config=SimpleNamespace(dense_fallback=fallback))
+    assert graphs.GraphVariants(make_backend(), settings).capture_labels == labels
+
+
+def test_variants_are_those_of_the_model_that_they_were_offered_for() -> None:
+    model, draft, variants = object(), object(), cast("graphs.GraphVariants", object())
+    graphs.offer(model, variants)
+    assert graphs.add_variants(None, model) is variants
+    assert graphs.add_variants(None, draft) is None

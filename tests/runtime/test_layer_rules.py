@@ -252,7 +252,7 @@ def test_parts_of_a_view_share_all_but_what_is_their_own() -> None:
     assert not any(part.n_select.any() or part.values.any() for part in view.parts)
 
 
-def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with() -> None:
+def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with(monkeypatch) -> None:
     method = build("resa", {"layers": RULES, **SHARED, "min_seq_len": 0}).method
     table = torch.arange(3 * 1024, dtype=torch.int32).reshape(3, 1024)
     backend = object.__new__(SparseAttentionBackend)
@@ -266,7 +266,8 @@ def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with() 
     counts = torch.zeros(sum(count_sizes(method)), dtype=torch.int64)
     backend.counters = Counters(three(), backend._pools, SHAPE, counts)
     backend.init_cuda_graph_state(4, 4)
-    backend.begin_capture(2, sparse=True, prepared=False)
+    monkeypatch.setattr("sglang_sparse.backend.get_capture_attention_variant", lambda: "sparse")
+    backend._begin_capture(2)
     captured = backend.view
     assert captured is not None and not captured.n_pages.any() and len(captured.parts) == 3
     mode = SimpleNamespace(is_decode=lambda: True)

@@ -1,0 +1,1 @@
+"""Which tokens run, and what may be shared."""

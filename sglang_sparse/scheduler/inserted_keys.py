@@ -1,0 +1,92 @@
+"""The sequences that the radix tree holds, read in one way from every tree core.
+
+The nodes of SGLang's Rust core cannot be walked from Python. So every key that enters the tree is remembered and, when
+somebody asks, looked up again through read-only calls of the cores' common interface. The core's list of all its slots
+then shows whether the remembered keys account for the whole tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_sparse.kv_check import InexactTreeError
+
+# The attribute of SGLang's tree that holds an `InsertedKeys`.
+ATTRIBUTE = "sglang_sparse_inserted"
+# Keys that are remembered before those that the tree has dropped are forgotten for the first time.
+FORGET_AT = 256
+
+
+@dataclass(frozen=True)
+class TreePath:
+    """A sequence that the tree holds from its root on.
+
+    Attributes:
+        key: SGLang's ``RadixKey``, as it stands in the tree.
+        slots: ``[len(key)]`` int64, where its KV is.
+        ends: the positions at which its nodes end, ascending; the last may lie behind the key.
+    """
+
+    key: Any
+    slots: torch.Tensor
+    ends: tuple[int, ...]
+
+
+class InsertedKeys:
+    """Remembers the keys that enter a tree.
+
+    Args:
+        tree: SGLang's ``UnifiedRadixCache``.
+
+    Attributes:
+        count: insertions so far.
+    """
+
+    def __init__(self, tree: Any):
+        self.count = 0
+        self._tree, self._keys = tree, []
+        self._limit = FORGET_AT
+
+    def add(self, key: Any) -> None:
+        """Remember a key that has been inserted, a ``RadixKey`` of whole pages."""
+        self.count += 1
+        self._keys.append(key[: len(key)])
+        if len(self._keys) >= self._limit:
+            self.paths()
+            self._limit = max(FORGET_AT, 2 * len(self._keys))
+
+    def paths(self) -> list[TreePath]:
+        """Return sequences that together cover the tree, the longest first; none of them is a prefix of another.
+
+        Raises:
+            InexactTreeError: the tree holds slots of sequences that nobody has inserted.
+        """
+        core, size = self._tree.tree_core, self._tree.page_size
+        found, known = [], set()
+        for key in sorted(self._keys, key=len, reverse=True):
+            length, node, _ = core.match_full_device_prefix(key)
+            slots = self._tree.path_device_indices(node)[:length]
+            # A page stands at one place of the tree: who holds the last one of a path holds them all.
+            if length == 0 or int(slots[-1]) in known:
+                continue
+            known.update(slots[size - 1 :: size].tolist())
+            ends = tuple(info.path_end for info in core.collect_path_info([node])[0])
+            found.append(TreePath(key[:length], slots, ends))
+        held = self._tree.all_values_flatten()
+        if len(known) * size != len(held):
+            raise InexactTreeError(
+                f"the radix tree holds {len(held)} slots, {len(held) - len(known) * size} of them of sequences that "
+                "nobody has inserted"
+            )
+        self._keys = [path.key for path in found]
+        return sorted(found, key=lambda path: len(path.slots), reverse=True)
+
+
+def remember_inserts(tree: Any) -> InsertedKeys:
+    """Remember what enters a tree from now on; returns where."""
+    if not hasattr(tree, ATTRIBUTE):
+        setattr(tree, ATTRIBUTE, InsertedKeys(tree))
+    return getattr(tree, ATTRIBUTE)
