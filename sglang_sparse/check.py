@@ -4,6 +4,8 @@ Without arguments it prints what each method goes with, and what is refused and 
 judges them as the server would: with ``--sparse-method`` or ``--sparse-prefill-method`` it prints the resolved config,
 and without either what each method says to this model and these flags.
 
+``--sglang`` says what the installed SGLang, of whatever version, lacks or has changed of what the plugin needs.
+
 ``--markdown README.md sglang_sparse/docs/*.md`` writes the tables of documents anew, between ``<!-- check: NAME -->``
 and ``<!-- check end -->``.
 """
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 
 from sglang_sparse import method_pages, tables
 from sglang_sparse.capabilities import broken_methods, methods
+from sglang_sparse.hooks.table import SEAMS
 from sglang_sparse.versions import SUPPORTED_SGLANG, installed_sglang
 
 if TYPE_CHECKING:
@@ -98,8 +101,25 @@ def _judge(arguments: list[str]) -> None:
         print(f"\n{_verdicts(arguments)}")
 
 
+def _surface() -> int:
+    from sglang_sparse.tools import sglang_surface
+
+    found = sglang_surface.problems()
+    for name, what in found:
+        print(f"{name}: {what}")
+    asked = len(SEAMS), len(sglang_surface.imports()), len(sglang_surface.attributes())
+    print(
+        "SGLang {}: {} problems, of {} hooked functions, {} imports and {} attributes".format(
+            installed_sglang(), len(found), *asked
+        )
+    )
+    return int(bool(found))
+
+
 def main(arguments: list[str]) -> int:
-    """Print the tables, write them into documents, or judge a server's arguments. Returns the exit status."""
+    """Print the tables, write them into documents, or judge SGLang or a server's arguments. Returns the exit status."""
+    if arguments == ["--sglang"]:
+        return _surface()
     if not arguments:
         print(f"SGLang: {', '.join(SUPPORTED_SGLANG)} (installed: {installed_sglang()})")
         for made in BLOCKS.values():

@@ -154,6 +154,7 @@ def choose(
     forward_batch: Any,
     layer_id: int,
     return_indices: bool = True,
+    use_cuda_graph: bool = True,
 ) -> torch.Tensor | None:
     """Around ``Indexer.forward_native`` and ``forward_cuda``: store the keys of a pass and choose what to attend to.
 
@@ -166,6 +167,7 @@ def choose(
         forward_batch: SGLang's ``ForwardBatch``.
         layer_id: the layer.
         return_indices: whether the attention wants them.
+        use_cuda_graph: whether SGLang's own function may use a graph that it captured.
 
     Returns:
         ``[tokens, index_topk]`` int32, positions within each request in ascending order, or slots where SGLang's
@@ -176,7 +178,7 @@ def choose(
     if backend is None or backend.method.native("indexer"):
         if backend is not None and layer_id == backend.first_layer:
             index_counts.count_native(backend)
-        return original(indexer, x, q_lora, positions, forward_batch, layer_id, return_indices)
+        return original(indexer, x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph)
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
     pool: Any = get_token_to_kv_pool()

@@ -69,10 +69,9 @@ _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages 
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
 _PER_TOKEN = "a rectifying pass computes them for every token that it re-encodes"
-_OWN_TREE = "the rule that only exact KV is shared is proven for SGLang's default tree only"
-
-
 _UNSEEN = "the options of its requests would not be validated"
+TREE_CORES = ("rust", "python")
+_OWN_TREE = f"the rule that only exact KV is shared is proven for SGLang's own tree; its cores: {', '.join(TREE_CORES)}"
 
 
 def _environment(*names: str) -> Callable[[Any], object | None]:
@@ -82,6 +81,13 @@ def _environment(*names: str) -> Callable[[Any], object | None]:
         return next((name for name in names if getattr(envs, name).get()), None)
 
     return found
+
+
+def _foreign_core(_: Any) -> str | None:
+    from sglang.srt.environ import envs
+
+    name = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get()
+    return None if name in TREE_CORES else name
 
 
 FLAG_LIMITS = (
@@ -94,18 +100,30 @@ FLAG_LIMITS = (
     FlagLimit("hierarchical cache", _set("enable_hierarchical_cache"), _OTHER_WRITER),
     FlagLimit("LMCache", _set("enable_lmcache"), _OTHER_WRITER),
     FlagLimit("FlexKV", _set("enable_flexkv"), _OTHER_WRITER),
+    FlagLimit("changing PD roles", _set("enable_pd_role_switch"), _OTHER_WRITER),
+    FlagLimit("retraction to host memory", _set("disaggregation_decode_retraction_backup"), _OTHER_WRITER),
+    FlagLimit("external cache linker", _set("enable_unified_cache_external_linker"), _OTHER_WRITER),
     FlagLimit("data-parallel attention", _set("enable_dp_attention"), "ranks must agree on the forward mode"),
+    FlagLimit("data-parallel attention", _above_one("attn_dp_size"), "ranks must agree on the forward mode"),
     FlagLimit(
         "data parallelism",
         _above_one("dp_size"),
-        "SGLang 0.5.17's data-parallel controller hides from the main process what a scheduler runs",
+        "SGLang's data-parallel controller hides from the main process what a scheduler runs",
     ),
     FlagLimit("two-batch overlap", _set("enable_two_batch_overlap"), _OTHER_LOOP),
     FlagLimit("PD multiplexing", _set("enable_pdmux"), _OTHER_LOOP),
+    FlagLimit("megakernel", _set("enable_nvidia_megakernel"), _OTHER_LOOP),
+    FlagLimit(
+        "metadata glue graphs",
+        _environment("SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
+        "a replay would not prepare the sparse path",
+    ),
     FlagLimit("pipeline parallelism", _above_one("pp_size"), _OTHER_LOOP),
     FlagLimit("decode context parallelism", _above_one("dcp_size"), "a rank holds only a part of each page"),
     FlagLimit("prefill context parallelism", _set("enable_prefill_cp"), "a rank holds only a part of each chunk"),
     FlagLimit("attention context parallelism", _above_one("attn_cp_size"), "a rank holds only a part of each chunk"),
+    FlagLimit("KV cache sharding", _set("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
+    FlagLimit("bounded replay of windows", _set("enable_encoder_swa_bounded_replay"), "it frees pages of a prompt"),
     FlagLimit("diffusion LLM decoding", _set("dllm_algorithm"), "tokens are not decoded one by one"),
     FlagLimit("HiSparse", _set("enable_hisparse"), "it is another sparse attention"),
     FlagLimit("unified memory pool", _set("enable_unified_memory"), "the summaries would not be allocated"),
@@ -125,20 +143,13 @@ FLAG_LIMITS = (
     FlagLimit("gRPC serving", lambda args: args.smg_grpc_mode or args.grpc_mode or None, _UNSEEN),
     FlagLimit("several tokenizer workers", _above_one("tokenizer_worker_num"), _UNSEEN),
     FlagLimit("the Rust server", _environment("SGLANG_RUST_SERVER"), _UNSEEN),
-    FlagLimit(
-        "radix cache backend",
-        _set("radix_cache_backend"),
-        _OWN_TREE,
-    ),
+    FlagLimit("radix cache backend", _set("radix_cache_backend"), _OWN_TREE),
+    FlagLimit("radix tree core", _foreign_core, _OWN_TREE),
     FlagLimit(
         "KV cache dtype",
         lambda args: None if args.kv_cache_dtype in KV_DTYPES else args.kv_cache_dtype,
         f"allowed: {', '.join(KV_DTYPES)}",
     ),
-    FlagLimit("attention data parallelism", _above_one("attn_dp_size"), "ranks must agree on the forward mode"),
-    FlagLimit("KV cache sharding", _set("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
-    FlagLimit("external cache linker", _set("enable_unified_cache_external_linker"), _OTHER_WRITER),
-    FlagLimit("megakernel", _set("enable_nvidia_megakernel"), _OTHER_LOOP),
 )
 
 RECTIFY_LIMITS = (
@@ -148,6 +159,7 @@ RECTIFY_LIMITS = (
         lambda args: args.enable_return_hidden_states or args.return_hidden_states_mode or None,
         _PER_TOKEN,
     ),
+    FlagLimit("returned auxiliary hidden states", _set("enable_return_aux_hidden_states"), _PER_TOKEN),
     FlagLimit("returned routed experts", _set("enable_return_routed_experts"), _PER_TOKEN),
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
 )
@@ -187,9 +199,15 @@ def _mamba_like(model: Any) -> bool:
 
 
 def _own_sparse_attention(model: Any) -> bool:
-    from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
+    from sglang.srt.configs.dots3 import Dots3Config
+    from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
+    from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
 
-    return is_deepseek_dsa(model.hf_config) or is_minimax_sparse(model.hf_config)
+    config = model.hf_config
+    known = (is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse, is_qwen_qsa)
+    # MiniCPM's class says so itself.
+    own = getattr(config, "has_minicpm_sparse_attention", False)
+    return own or isinstance(config, Dots3Config) or any(asks(config) for asks in known)
 
 
 def _soft_cap(model: Any) -> bool:

@@ -21,11 +21,12 @@ def register() -> None:
     """
     if getproctitle() in UNHOOKED:
         return
-    from sglang_sparse.hooks import apply, server_args
-
     try:
+        from sglang_sparse.hooks import apply
+        from sglang_sparse.hooks.server_args import add_fields
+
         apply.register()
-        server_args.add_fields()
+        add_fields()
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         if any(argument.startswith("--sparse") for argument in sys.argv[1:]):
             from sglang_sparse.versions import installed_sglang

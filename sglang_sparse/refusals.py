@@ -90,6 +90,10 @@ def require_before(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) 
         raise SparseArgumentError(
             f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
         )
+    if settings.check_exactness and args.disable_radix_cache:
+        raise SparseArgumentError(
+            f"{settings.flag}: check_exactness has nothing to prove with --disable-radix-cache; leave one of them out"
+        )
     if not has_gpu:
         allowed = ", ".join(dense_backends(settings.method.attention, gpu=False))
         for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
@@ -151,7 +155,7 @@ def require_after(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) -
     if args.cuda_graph_config is not None and args.cuda_graph_config.prefill.backend == "full":
         raise SparseArgumentError(
             f"{settings.flag}: the prefill CUDA graph backend 'full' would not refresh the summaries; "
-            "allowed: breakable, tc_piecewise, disabled"
+            "allowed: breakable, disabled"
         )
     require_dtypes(args, settings, gpu)
     try:

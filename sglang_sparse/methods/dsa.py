@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 INDEX_DIM = 128
 MOST_HEADS = 64
 MOST_TOPK = 4096
-# What makes an indexer another one than DeepSeek-V3.2's: choices that layers share (1: none do), tokens that are always
-# chosen, other RoPE.
-SHARED = ("index_topk_freq", "cli_factor")
+# What makes an indexer another one than DeepSeek-V3.2's: choices that layers or neighbouring tokens share (1: none do),
+# tokens that are always chosen, other RoPE.
+SHARED = ("index_topk_freq", "cli_factor", "index_kpool")
 OTHER_INDEXERS = ("index_topk_pattern", "index_init_tokens", "index_local_tokens", "indexer_rope_interleave")
 # Fields that let a selection serve more than a layer of a step.
 REUSE = ("index_share_layers", "index_reuse_steps")

@@ -122,6 +122,17 @@ def test_rows_are_rotated_and_rounded_by_definition() -> None:
     assert scales[1, 0] == 2.0**-9
 
 
+def test_keys_are_stored_by_page_with_their_scales() -> None:
+    keys = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    slots = torch.tensor([3, 0, 11, 7, 4])
+    buffer = torch.full((3, 4 * (128 + 4)), 0xFF, dtype=torch.uint8)
+    sparse_mla.store_keys(buffer, slots, keys)
+    values, scales = sparse_mla.quantize(keys)
+    assert torch.equal(sparse_mla.read_keys(buffer, slots), values.float() * scales[:, None])
+    assert torch.equal(buffer[1, : 4 * 128].view(4, 128)[3], values[3].view(torch.uint8))
+    assert torch.equal(buffer[1, 4 * 128 :].view(torch.float32)[[0, 3]], scales[[4, 3]])
+
+
 @pytest.mark.parametrize("length", [1, TOPK, TOPK + 1, 300])
 def test_the_best_tokens_are_chosen_and_ties_go_to_the_lowest(length: int) -> None:
     generator = torch.Generator().manual_seed(length)
@@ -154,8 +165,7 @@ def test_float8_rows_hold_latents_with_a_scale_for_each_tile() -> None:
     latent, rotated = torch.randn(9, 1, 256, generator=generator), torch.randn(9, 1, 16, generator=generator)
     latent[0, 0, :128], latent[1, 0, 128:] = 0.0, 100 * latent[1, 0, 128:]
     rows = torch.full((12, 1, 256 + 8 + 32), 0xFF, dtype=torch.uint8)
-    sparse_mla.write_latents(rows, torch.arange(3, 12), *sparse_mla.quantize_latents(latent, rotated))
-    assert bool((rows[:3] == 0xFF).all())
+    rows[3:] = torch.cat(sparse_mla.quantize_latents(latent, rotated), -1)
     # As a server's first page, which is read where nothing is chosen.
     rows[0] = 0
     found = sparse_mla.expand(rows[3:, 0].view(torch.float8_e4m3fn), 256)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+import torch
+from sglang.srt.environ import envs
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_cpu_platform import patches
 
+# SGLang makes the platform while most of its modules are half imported: methods import what they use of those.
 if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+    from transformers import PretrainedConfig
 
 SUPPORTED_SGLANG = "0.5.23"
 
@@ -23,14 +27,23 @@ MEM_FRACTION = 0.7
 MAX_RUNNING_REQUESTS = 32
 CHUNKED_PREFILL_SIZE = 2048
 
+# What selects a kernel for a stage of DeepSeek Sparse Attention, and which KV caches PyTorch reads there.
+DSA_BACKENDS = (
+    "dsa_prefill_backend",
+    "dsa_decode_backend",
+    "dsa_topk_backend",
+    "dsa_paged_mqa_logits_backend",
+)
+DSA_KV_DTYPES = ("auto", "bfloat16", "bf16", "fp8_e4m3")
+# Fields of a model's config that ask for more than `sparse_mla` does, and the values that do not.
+INDEXER_FIELDS = {
+    "index_init_tokens": 0,
+    "index_local_tokens": 0,
+    "indexer_rope_interleave": False,
+    "index_kpool": 1,
+}
+
 logger = logging.getLogger(__name__)
-
-
-def _default(name: str) -> object:
-    import msgspec
-    from sglang.srt.server_args import ServerArgs
-
-    return next(field.default for field in msgspec.structs.fields(ServerArgs) if field.name == name)
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -50,62 +63,63 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         patches.register()
 
     def get_device(self, device_id: int | None = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Device name without an index; ServerArgs calls this when the user gives no ``--device``."""
+        """Return the device's name without an index; ServerArgs calls this when the user gives no ``--device``."""
         return "cpu"
 
-    def is_pin_memory_available(self, device: object = None) -> bool:
-        """Pinned memory is for copies to a GPU."""
-        return False
-
     def get_torch_profiler_activity_str(self) -> str:
-        """No activity of torch's profiler: what runs here is its "CPU", which SGLang knows by itself."""
+        """Return no activity of torch's profiler: what runs here is its "CPU", which SGLang knows by itself."""
         return "none"
 
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        """Return the activity of that name, which nobody asks for."""
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_default_attention_backend(self) -> str:
-        """The one attention backend of SGLang that is plain PyTorch."""
+        """Return the one attention backend of SGLang that is plain PyTorch."""
         return "torch_native"
 
-    def get_dispatch_key_name(self) -> str:
-        """Makes every operator of SGLang take its ``forward_native``."""
-        return "native"
-
     def get_compile_backend(self, mode: str | None = None) -> str:
-        """No compilation."""
+        """Return torch.compile's backend that compiles nothing."""
         return "eager"
 
-    def get_kv_pool_cls(self, *, kind: str) -> type | None:
-        """SGLang's own pools, that of an indexer written without Triton."""
-        if kind != "dsa":
-            return None
-        from sglang_cpu_platform.pools import IndexedLatentPool
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Prove the patches, and send MLA prefill on torch_native through the absorbed method.
 
-        return IndexedLatentPool
-
-    def get_paged_allocator_cls(self) -> type:
-        """The page allocator without Triton, for every page size.
+        Each scheduler process calls this once, after its plugins were loaded and before the first forward pass.
 
         Raises:
             RuntimeError: if a patch is missing in this process.
         """
-        from sglang_cpu_platform.pools import TorchPagedAllocator
+        from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
-        # The scheduler asks this once, after its plugins were loaded: the right moment to notice a failed patch.
         patches.require_applied()
-        return TorchPagedAllocator
+        # Unknown to SGLang's registry, torch_native falls back to Triton's rule, which prefills with multi-head keys;
+        # it reads keys from the pool instead, where MLA keeps one latent per token.
+        handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
 
-    def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
+    def apply_server_args_defaults(self, server_args: Any) -> None:
         """Fill what the user left open, and say once that this is no place for production.
 
+        Args:
+            server_args: records assigned fields as declarations; an object behind a field belongs to others.
+
         Raises:
-            ValueError: if the user asked for a device other than the CPU.
+            ValueError: if the user asked for a device other than the CPU, or for what only kernels do.
         """
+        from sglang.srt.configs.model_config import ModelConfig, is_deepseek_dsa
+        from sglang.srt.model_executor.cuda_graph_config import with_phase
+
         if server_args.device != "cpu":
             raise ValueError(f"--device {server_args.device}: no CUDA device was found; use --device cpu or drop it")
-        # SGLang has just filled an open --attention-backend with its AMX kernels, which its CUDA wheels lack.
+        # SGLang would keep what its `model_config_of` returns, and the dtype is not settled yet.
+        model = ModelConfig.from_server_args(server_args)
+        # SGLang has just filled an open --attention-backend with its AMX kernels, which its CUDA wheels lack. A model
+        # with a trained indexer would run dense on any other backend than its own, and not say so.
         if server_args.attention_backend == "intel_amx":
-            server_args.attention_backend = self._default_backend(server_args)
+            sparse = is_deepseek_dsa(model.hf_config)
+            server_args.attention_backend = "dsa" if sparse else self.get_default_attention_backend()
         if server_args.attention_backend == "dsa":
-            self._use_torch_indexer(server_args)
+            _use_torch_dsa(server_args, model.hf_text_config)
         if server_args.dtype == "auto":
             server_args.dtype = "float32"
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
@@ -118,53 +132,40 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.chunked_prefill_size = CHUNKED_PREFILL_SIZE
         # An idle scheduler polls its sockets without a pause, on a core that others could use.
         server_args.sleep_on_idle = True
-        assert server_args.cuda_graph_config is not None  # filled in one step earlier
-        from sglang.srt.model_executor.cuda_graph_config import with_phase
-
-        graphs = with_phase(server_args.cuda_graph_config, "decode", backend="disabled")
-        server_args.cuda_graph_config = with_phase(graphs, "prefill", backend="disabled")
+        server_args.disable_custom_all_reduce = True
+        graphs = server_args.cuda_graph_config
+        for phase in ("prefill", "decode"):
+            graphs = with_phase(graphs, phase, backend="disabled")
+        server_args.cuda_graph_config = graphs
         logger.warning(
             "No CUDA device: serving on the CPU in plain PyTorch (%s attention, %s), for trying, testing and CI only.",
             server_args.attention_backend,
             server_args.dtype,
         )
 
-    def _default_backend(self, server_args: ServerArgs) -> str:
-        """A model with a trained indexer would run dense on any other backend than its own, and not say so."""
-        from sglang.srt.configs.model_config import ModelConfig, is_deepseek_dsa
 
-        if server_args.model_path.lower() in ("none", "dummy"):
-            return self.get_default_attention_backend()
-        # SGLang would keep what its ``get_model_config`` returns, and the dtype is not settled yet.
-        model = ModelConfig.from_server_args(server_args).hf_config
-        return "dsa" if is_deepseek_dsa(model) else self.get_default_attention_backend()
+def _use_torch_dsa(server_args: Any, model: PretrainedConfig) -> None:
+    """Let SGLang's backend for sparse MLA call what `sparse_mla` has put in place of its kernels.
 
-    @staticmethod
-    def _use_torch_indexer(server_args: ServerArgs) -> None:
-        """Let SGLang's backend for sparse MLA call what `sparse_mla` has put in place of its kernels.
+    Raises:
+        ValueError: another kernel is asked for, a KV cache that only kernels read, or another kind of indexer.
+    """
+    from sglang.srt.server_args import ServerArgs
 
-        Raises:
-            ValueError: another kernel is asked for, a KV cache that only kernels read, or another kind of indexer.
-        """
-        from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.environ import envs
-
-        backends = ("prefill", "decode", "topk", "paged_mqa_logits")
-        for name in (f"dsa_{backend}_backend" for backend in backends):
-            if getattr(server_args, name) not in (None, _default(name)):
-                flag, got = f"--{name.replace('_', '-')}", getattr(server_args, name)
-                raise ValueError(f"{flag} {got}: without a CUDA device DeepSeek Sparse Attention runs in plain PyTorch")
-        if server_args.kv_cache_dtype not in ("auto", "bfloat16", "bf16", "fp8_e4m3"):
-            got = server_args.kv_cache_dtype
-            raise ValueError(
-                f"--kv-cache-dtype {got}: DeepSeek Sparse Attention in plain PyTorch takes auto, bfloat16 or fp8_e4m3"
-            )
-        model = ModelConfig.from_server_args(server_args).hf_text_config
-        for name in ("index_init_tokens", "index_local_tokens", "indexer_rope_interleave"):
-            if value := getattr(model, name, None):
-                raise ValueError(f"the model's {name} is {value}: its indexer is not served without a CUDA device")
-        # Whoever leaves it on chooses slots by other means than SGLang's, as on a GPU.
-        if not (envs.SGLANG_DSA_FUSE_TOPK.is_set() and envs.SGLANG_DSA_FUSE_TOPK.get()):
-            envs.SGLANG_DSA_FUSE_TOPK.set(False)
-            server_args.dsa_topk_backend = "torch"
-        server_args.dsa_prefill_backend = server_args.dsa_decode_backend = "tilelang"
+    defaults = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}  # pyright: ignore[reportArgumentType]
+    for name in DSA_BACKENDS:
+        if (got := getattr(server_args, name)) not in (None, defaults[name]):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {got}: without a CUDA device DeepSeek Sparse Attention runs in plain PyTorch")
+    if (got := server_args.kv_cache_dtype) not in DSA_KV_DTYPES:
+        raise ValueError(
+            f"--kv-cache-dtype {got}: DeepSeek Sparse Attention in plain PyTorch takes auto, bfloat16 or fp8_e4m3"
+        )
+    for name, allowed in INDEXER_FIELDS.items():
+        if (got := getattr(model, name, None)) not in (None, allowed):
+            raise ValueError(f"the model's {name} is {got}: its indexer is not served without a CUDA device")
+    # With the variable set to true, another plugin selects slots itself, as on a GPU.
+    if not (envs.SGLANG_DSA_FUSE_TOPK.is_set() and envs.SGLANG_DSA_FUSE_TOPK.get()):
+        envs.SGLANG_DSA_FUSE_TOPK.set(False)
+        server_args.dsa_topk_backend = "torch"
+    server_args.dsa_prefill_backend = server_args.dsa_decode_backend = "tilelang"

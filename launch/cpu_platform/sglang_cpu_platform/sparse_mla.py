@@ -16,6 +16,7 @@ ROWS = 64  # queries per product: bounds the scores of all heads
 FP8_MAX = 448.0
 TILE = 128  # values of a latent that share a scale
 LEAST = 1e-4  # of a row's largest value, so that a row of zeros has a scale
+KEY_DIM = 128  # of the indexer
 
 
 @cache
@@ -46,6 +47,36 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
 
 
+def index_views(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split the index cache of a layer, whose pages hold the keys of their tokens and then the scales.
+
+    Args:
+        buffer: ``[pages, page_size * (128 + 4)]`` uint8.
+
+    Returns:
+        Views: keys ``[pages, page_size, 128]`` uint8, e4m3, and scales ``[pages, page_size]`` float32.
+    """
+    page_size = buffer.shape[1] // (KEY_DIM + 4)
+    keys, scales = buffer.split((page_size * KEY_DIM, page_size * 4), 1)
+    return keys.unflatten(1, (page_size, KEY_DIM)), scales.view(torch.float32)
+
+
+def store_keys(buffer: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> None:
+    """Write the indexer's keys ``[tokens, 128]`` to slots of an index cache."""
+    stored, scales = index_views(buffer)
+    page, place = slots // stored.shape[1], slots % stored.shape[1]
+    values, scale = quantize(keys)
+    stored[page, place] = values.view(torch.uint8)
+    scales[page, place] = scale
+
+
+def read_keys(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Read the indexer's keys of slots of an index cache, scaled: ``[tokens, 128]`` float32."""
+    stored, scales = index_views(buffer)
+    page, place = slots // stored.shape[1], slots % stored.shape[1]
+    return stored[page, place].view(torch.float8_e4m3fn).float() * scales[page, place, None]
+
+
 def indexer_forward(
     indexer: Any,
     x: torch.Tensor,
@@ -55,7 +86,7 @@ def indexer_forward(
     layer_id: int,
     return_indices: bool = True,
 ) -> torch.Tensor | None:
-    """In place of SGLang's ``Indexer.forward``: store the keys of a batch and choose what each token attends to.
+    """In place of SGLang's ``Indexer.forward_native``: store the keys of a batch, choose what each token attends to.
 
     Returns:
         ``[tokens, index_topk]`` int32, positions within the request in ascending order, -1 where there are fewer; ties
@@ -68,7 +99,8 @@ def indexer_forward(
         return None
     query, key, _ = indexer._get_q_k_bf16(q_lora, x, positions, False, forward_batch)
     pool: Any = get_token_to_kv_pool()
-    pool.set_index_k_scale_buffer(layer_id, forward_batch.out_cache_loc, *quantize(key))
+    buffer = pool.get_index_k_with_scale_buffer(layer_id)
+    store_keys(buffer, forward_batch.out_cache_loc, key)
     if not return_indices:
         return None
     values, scales = quantize(query)
@@ -82,7 +114,7 @@ def indexer_forward(
     for row in rows.unique().tolist():
         mine = (rows == row).nonzero().flatten()
         slots = batch.page_table_1[row, : int(lengths[mine].max())].long()
-        keys = pool.index_keys(layer_id, slots) if len(slots) > indexer.index_topk else slots.new_zeros(len(slots), 0)
+        keys = read_keys(buffer, slots) if len(slots) > indexer.index_topk else slots.new_zeros(len(slots), 0)
         for part in mine.split(ROWS):
             chosen[part] = choose(values[part].float(), gates[part], keys, lengths[part], indexer.index_topk)
     return chosen
@@ -160,11 +192,6 @@ def expand(rows: torch.Tensor, rank: int) -> torch.Tensor:
     values, scales, rotated = rows.view(torch.uint8).tensor_split((rank, rank + rank // 32), -1)
     latent = values.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, TILE)) * scales.view(torch.float32)[..., None]
     return torch.cat([latent.flatten(-2), rotated.view(torch.bfloat16).float()], -1)
-
-
-def write_latents(cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor) -> None:
-    """In place of SGLang's ``set_mla_kv_buffer_triton``: write to the slots of a cache ``[slots, 1, rank + rope]``."""
-    cache[slots] = torch.cat([latent, rotated], -1)
 
 
 def attend(

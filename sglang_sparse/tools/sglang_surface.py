@@ -1,0 +1,124 @@
+"""What this plugin needs of SGLang, and what an installed SGLang lacks of it: the first step of a port."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sglang_sparse.hooks.apply import parameters_of
+from sglang_sparse.hooks.table import SEAMS
+from sglang_sparse.limits import COMPACT_LIMITS, FLAG_LIMITS, INDEXER_LIMITS, PREFILL_LIMITS, RECTIFY_LIMITS
+
+PACKAGE = Path(__file__).parent.parent
+
+# Which of SGLang's classes a variable, an argument or an attribute of this name is, wherever this package has one.
+CLASSES = {
+    "adder": "sglang.srt.managers.schedule_policy.PrefillAdder",
+    "allocator": "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
+    "core": "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface",
+    "forward_batch": "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+    "forward_mode": "sglang.srt.model_executor.forward_batch_info.ForwardMode",
+    "indexer": "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer",
+    "kv": "sglang.srt.managers.schedule_batch.ReqKvInfo",
+    "kv_pool": "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+    "kvc": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator",
+    "lock": "sglang.srt.mem_cache.base_prefix_cache.TreeLock",
+    "logits_output": "sglang.srt.layers.logits_processor.LogitsProcessorOutput",
+    "memory_budget": "sglang.srt.mem_cache.prefill_budget.PrefillBudget",
+    "model_config": "sglang.srt.configs.model_config.ModelConfig",
+    "model_runner": "sglang.srt.model_executor.model_runner.ModelRunner",
+    "request": "sglang.srt.managers.schedule_batch.Req",
+    "req_to_token_pool": "sglang.srt.mem_cache.memory_pool.ReqToTokenPool",
+    "runner": "sglang.srt.model_executor.model_runner.ModelRunner",
+    "running": "sglang.srt.managers.schedule_batch.ScheduleBatch",
+    "sampling_params": "sglang.srt.sampling.sampling_params.SamplingParams",
+    "scheduler": "sglang.srt.managers.scheduler.Scheduler",
+    "server_args": "sglang_sparse.hooks.server_args.SparseServerArgs",
+    "tree": "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
+    "tree_cache": "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
+    "tree_core": "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface",
+    "worker": "sglang.srt.managers.tp_worker.TpModelWorker",
+}
+
+
+def imports() -> dict[str, str]:
+    """Return every name that this package imports from SGLang, dotted, with the file that does so."""
+    found = {}
+    for path, tree in _sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
+                found |= {f"{node.module}.{alias.name}": path for alias in node.names}
+    return found
+
+
+def attributes() -> dict[str, str]:
+    """Return every attribute that this package reads or writes of SGLang's objects, dotted, with the file."""
+    found = {}
+    for path, tree in _sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and (owner := CLASSES.get(_name(node.value))):
+                found[f"{owner}.{node.attr}"] = path
+    return found
+
+
+def problems() -> list[tuple[str, str]]:
+    """Return what the installed SGLang lacks or has changed: a dotted name, and what is wrong with it."""
+    found = []
+    for seam in SEAMS:
+        try:
+            got = parameters_of(seam.target)
+        except (ImportError, AttributeError) as error:
+            found.append((seam.target, f"hooked by {seam.function}: {error}"))
+            continue
+        if got != seam.parameters:
+            found.append((seam.target, f"hooked by {seam.function}: takes ({got}), expected ({seam.parameters})"))
+    for name, path in imports().items():
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            found.append((name, f"imported by {path}: {error}"))
+    for name, path in attributes().items():
+        owner, _, attribute = name.rpartition(".")
+        try:
+            known = _known(pkgutil.resolve_name(owner))
+        except (ImportError, AttributeError) as error:
+            found.append((owner, f"used by {path}: {error}"))
+            continue
+        if attribute not in known:
+            found.append((name, f"used by {path}: no class of its line defines or assigns it"))
+    return sorted({*found, *_lost_flags()})
+
+
+def _lost_flags() -> Iterator[tuple[str, str]]:
+    """The arguments that refusals ask for and SGLang no longer has."""
+    from sglang.srt.server_args import ServerArgs
+
+    for limit in (*FLAG_LIMITS, *RECTIFY_LIMITS, *COMPACT_LIMITS, *INDEXER_LIMITS, *PREFILL_LIMITS):
+        try:
+            limit.got(ServerArgs(model_path="none"))
+        except AttributeError as error:
+            yield "sglang.srt.server_args.ServerArgs", f"refused as {limit.name}: {error}"
+
+
+def _sources() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE.parent).as_posix(), ast.parse(path.read_text())
+
+
+def _name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _known(owner: type[Any]) -> set[str]:
+    """Names that a class, or one that it derives from, defines, annotates or assigns to ``self``."""
+    known: set[str] = set()
+    for base in owner.__mro__:
+        known |= {*vars(base), *vars(base).get("__annotations__", ())}
+        if base.__module__.split(".")[0] in ("sglang", "sglang_sparse"):
+            known |= set(re.findall(r"\bself\.(\w+)", inspect.getsource(base)))
+    return known

@@ -1,0 +1,57 @@
+"""The surface that the plugin needs of SGLang: nothing of it is missing, and what a release moves is named."""
+
+import pkgutil
+from typing import Any
+
+import pytest
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang_sparse.check import main
+from sglang_sparse.hooks import apply
+from sglang_sparse.hooks.table import SEAMS
+from sglang_sparse.tools import sglang_surface
+from sglang_sparse.versions import UnsupportedSGLangError
+
+
+def test_the_installed_sglang_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--sglang"]) == 0
+    assert "0 problems" in capsys.readouterr().out
+
+
+def test_no_more_functions_are_hooked_than_on_sglang_0_5_17() -> None:
+    assert len({seam.target for seam in SEAMS}) <= 42 and len(SEAMS) <= 43
+
+
+def test_every_class_that_attributes_are_looked_up_in_is_used() -> None:
+    used = {name.rpartition(".")[0] for name in sglang_surface.attributes()}
+    assert used == set(sglang_surface.CLASSES.values())
+
+
+def test_a_function_that_moved_and_one_that_takes_other_parameters_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_idle(self: Any, batch: Any) -> None: ...
+
+    monkeypatch.setattr(Scheduler, "on_idle", on_idle)
+    monkeypatch.delattr(Scheduler, "update_running_batch")
+    found = dict(sglang_surface.problems())
+    target = "sglang.srt.managers.scheduler.Scheduler"
+    assert set(found) == {f"{target}.on_idle", f"{target}.update_running_batch"}
+    assert "(self, batch)" in found[f"{target}.on_idle"] and "(self)" in found[f"{target}.on_idle"]
+    with pytest.raises(UnsupportedSGLangError, match=r"Scheduler\.on_idle takes \(self, batch\), expected \(self\)"):
+        apply.verify([seam for seam in SEAMS if seam.target.endswith("on_idle")])
+
+
+def test_an_import_and_an_attribute_that_are_gone_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import TreeLock
+
+    monkeypatch.delattr(pkgutil.resolve_name("sglang.srt.mem_cache.common"), "evict_from_tree_cache")
+    monkeypatch.setitem(sglang_surface.CLASSES, "kv", f"{TreeLock.__module__}.{TreeLock.__name__}")
+    found = dict(sglang_surface.problems())
+    assert "imported by sglang_sparse/compact.py" in found["sglang.srt.mem_cache.common.evict_from_tree_cache"]
+    assert f"{TreeLock.__module__}.TreeLock.kv_committed_len" in found
+    assert main(["--sglang"]) == 1
+    assert "evict_from_tree_cache" in capsys.readouterr().out
