@@ -60,6 +60,7 @@ class Block:
             "method": options.method,
             "radix": "on" if options.radix else "off",
             "apart": "on" if options.apart else "off",
+            "core": options.core,
             "steps": self.steps,
             "first-seed": seed,
             "schedules": 1,

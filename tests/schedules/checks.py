@@ -10,6 +10,7 @@ from engine import Engine
 from sglang_sparse import exactness
 from sglang_sparse.kv_check import stale_summaries
 from sglang_sparse.requests import state_of
+from sglang_sparse.scheduler.request_fields import committed_len, pool_row, protected_len
 from sglang_sparse.tree_check import TreeReport, check_tree, compare_with_recomputed
 
 
@@ -28,12 +29,12 @@ def holders(scheduler: Any) -> list[Any]:
         found.update((id(request), request) for request in (batch.reqs if batch is not None else ()))
     if scheduler.chunked_req is not None:
         found[id(scheduler.chunked_req)] = scheduler.chunked_req
-    return [request for request in found.values() if request.kv.req_pool_idx is not None]
+    return [request for request in found.values() if pool_row(request) is not None]
 
 
 def row_of(engine: Engine, request: Any, end: int) -> torch.Tensor:
     """The slots ``[end]`` int64 of a request's first tokens."""
-    return engine.scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, :end].to(torch.int64)
+    return engine.scheduler.req_to_token_pool.req_to_token[pool_row(request), :end].to(torch.int64)
 
 
 def check_ownership(engine: Engine) -> None:
@@ -41,19 +42,20 @@ def check_ownership(engine: Engine) -> None:
     scheduler, size = engine.scheduler, engine.options.page_size
     allocator = scheduler.token_to_kv_pool_allocator
     requests = holders(scheduler)
-    tree = [value_of(node)[::size] // size for node in tree_nodes(scheduler.tree_cache)]
-    in_tree = set(torch.cat(tree).tolist()) if tree else set()
+    # Neither core's nodes are walked: each says by itself which slots it holds.
+    tree = scheduler.tree_cache.all_values_flatten()[::size] // size
+    in_tree = set(tree.tolist())
     private = []
     for request in requests:
         row = row_of(engine, request, request.kv.kv_allocated_len)[::size] // size
-        shared = request.kv.cache_protected_len // size
+        shared = protected_len(request) // size
         if is_compacted(request):
             if row[:shared].any():
                 raise LostPageError(f"{request.rid} has let go of its prompt and still names its pages")
         elif not in_tree.issuperset(row[:shared].tolist()):
             raise LostPageError(f"{request.rid} reads pages as a shared prefix that the tree does not hold")
         private.append(row[shared:])
-    owned = torch.cat([allocator.get_all_free_pages(), *tree, *private]).sort().values
+    owned = torch.cat([allocator.get_all_free_pages(), tree, *private]).sort().values
     expected = torch.arange(1, engine.options.pages + 1)
     if not torch.equal(owned, expected):
         counts = torch.bincount(owned, minlength=len(expected) + 1)[1:]
@@ -70,31 +72,15 @@ def is_compacted(request: Any) -> bool:
     return state is not None and state.compacted
 
 
-def tree_nodes(tree: Any) -> list[Any]:
-    """All nodes of a radix tree but its root."""
-    found, stack = [], [] if tree.disable else list(tree.tree_core.root_node.children.values())
-    while stack:
-        found.append(stack.pop())
-        stack += found[-1].children.values()
-    return found
-
-
-def value_of(node: Any) -> torch.Tensor:
-    """The slots of a node."""
-    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-
-    return node.component_data[ComponentType.FULL].value
-
-
 def check_summaries(engine: Engine) -> None:
     """The summaries of every page that a request wrote are those of the page's keys."""
     size = engine.options.page_size
     ends = []
     for request in holders(engine.scheduler):
-        row = row_of(engine, request, request.kv.kv_committed_len)
+        row = row_of(engine, request, committed_len(request))
         if is_compacted(request):
             # Its first page may begin with blocks that nobody uses.
-            row = row[request.kv.cache_protected_len + size :]
+            row = row[protected_len(request) + size :]
         last = row[size - 1 :: size]
         ends.append(torch.cat([last, row[-1:]]) if len(row) % size else last)
     if not ends:
@@ -111,10 +97,9 @@ def check_exact_lengths(engine: Engine) -> None:
         exact = exactness.exact_len(request)
         if exact is None:
             raise BrokenInvariantError(f"{request.rid} holds KV and has no exact length")
-        if not request.kv.cache_protected_len <= exact <= request.kv.kv_committed_len:
+        if not protected_len(request) <= exact <= committed_len(request):
             raise BrokenInvariantError(
-                f"{request.rid}: protected {request.kv.cache_protected_len}, exact {exact}, "
-                f"committed {request.kv.kv_committed_len}"
+                f"{request.rid}: protected {protected_len(request)}, exact {exact}, committed {committed_len(request)}"
             )
 
 
@@ -145,7 +130,7 @@ def check_step(engine: Engine) -> TreeReport:
     check_summaries(engine)
     if engine.compaction:
         engine.compaction.check(holders(engine.scheduler))
-        engine.compaction.count_evicted(holders(engine.scheduler), tree_nodes(engine.scheduler.tree_cache))
+        engine.compaction.count_evicted(holders(engine.scheduler), engine.scheduler.tree_cache)
         last = engine.scheduler.last_batch
         if last is not None and last.forward_mode.is_decode():
             engine.compaction.check_sparse(last)

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_sparse import pools
+from sglang_sparse.group_keys import tree_key
+from sglang_sparse.scheduler.request_fields import pool_row, protected_len
 
 
 class DamagedCopyError(AssertionError):
@@ -33,8 +36,8 @@ class Compactions:
         # By request: the position of the first block, the blocks, and K and V of each layer.
         self._expected: dict[str, tuple[int, torch.Tensor, list[torch.Tensor]]] = {}
         self.prompts_evicted = 0
-        # By request: where its prompt ends in the tree, from when it let go until that is evicted.
-        self._ends: dict[str, Any] = {}
+        # By request: its prompt's key in the tree, from when it let go until some of it is evicted.
+        self._prompts: dict[str, Any] = {}
         self._let_go, self._path.let_go = self._path.let_go, self._note
 
     @classmethod
@@ -44,7 +47,7 @@ class Compactions:
         return cls(runner) if keeps and keeps.compaction else None
 
     def _note(self, request: Any, span: Any, tree: Any, reserve: int) -> bool:
-        place = request.kv.req_pool_idx
+        place = pool_row(request)
         row = self._table.req_to_token[place].clone().long()
         layers = sorted(self._kept.blocks)
         window = torch.arange(span.boundary * self._block, span.end)
@@ -57,11 +60,12 @@ class Compactions:
                     tokens = [int(block) * self._block + i for block in chosen for i in range(self._block)]
                     heads.append(cache[row[[*tokens, *window.tolist()]], head])
                 expected.append(torch.stack(heads, 1))
-        node = None if request.lock is None else tree.tree_core.node_by_id(request.lock.node)
+        shared = 0 if tree.disable else protected_len(request)
         if not self._let_go(request, span, tree, reserve):
             return False
-        if node is not None and node.parent is not None:
-            self._ends[request.rid] = node
+        if shared:
+            key = RadixKey(request.full_untruncated_fill_ids[:shared], request.extra_key)
+            self._prompts[request.rid] = tree_key(tree, key)
         first = span.boundary - span.kept
         self._expected[request.rid] = first * self._block, torch.arange(first, span.boundary), expected
         return True
@@ -77,19 +81,13 @@ class Compactions:
             if request.sglang_sparse.compacted and not (plan.sparse and plan.n_select[row] < plan.n_pages[row]):
                 raise DamagedCopyError(f"{request.rid} has let go of its prompt and attended to all of it")
 
-    def count_evicted(self, requests: Sequence[Any], nodes: Sequence[Any]) -> None:
-        """Count prompts that have left the tree since the last call.
-
-        Args:
-            requests: those that run.
-            nodes: of the tree.
-        """
-        running, held = {request.rid for request in requests}, {id(node) for node in nodes}
-        self._ends = {rid: node for rid, node in self._ends.items() if rid in running}
-        evicted = [rid for rid, node in self._ends.items() if id(node) not in held]
-        self.prompts_evicted += len(evicted)
-        for rid in evicted:
-            del self._ends[rid]
+    def count_evicted(self, requests: Sequence[Any], tree: Any) -> None:
+        """Count prompts of running requests that have left the tree since the last call."""
+        running = {request.rid for request in requests}
+        before = {rid: key for rid, key in self._prompts.items() if rid in running}
+        match = tree.tree_core.match_full_device_prefix
+        self._prompts = {rid: key for rid, key in before.items() if match(key)[0] == len(key)}
+        self.prompts_evicted += len(before) - len(self._prompts)
 
     def check(self, requests: Sequence[Any]) -> None:
         """Compare what compacted requests hold, bit by bit.
@@ -101,7 +99,7 @@ class Compactions:
             if not request.sglang_sparse.compacted:
                 continue
             first, blocks, expected = self._expected[request.rid]
-            slots = self._table.req_to_token[request.kv.req_pool_idx, first : first + len(expected[0])].long()
+            slots = self._table.req_to_token[pool_row(request), first : first + len(expected[0])].long()
             caches = [
                 get(layer)
                 for layer in sorted(self._kept.blocks)
@@ -110,5 +108,5 @@ class Compactions:
             if not all(torch.equal(cache[slots], kv) for cache, kv in zip(caches, expected, strict=True)):
                 raise DamagedCopyError(f"{request.rid} holds other KV than it kept")
             for kept in self._kept.blocks.values():
-                if not (kept[request.kv.req_pool_idx, :, : len(blocks)] == blocks).all():
+                if not (kept[pool_row(request), :, : len(blocks)] == blocks).all():
                     raise DamagedCopyError(f"{request.rid} looks for what it keeps in other blocks")

@@ -13,6 +13,7 @@ from typing import Any
 
 from checkpoints import random_qwen3
 from compaction import Compactions
+from sglang.srt.environ import envs
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.runtime_context import SpawnRanks, get_server_args, publish
@@ -21,6 +22,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 from sglang_sparse import requests
 from sglang_sparse.config import settings as config
+from sglang_sparse.scheduler.inserted_keys import remember_inserts
 
 VOCABULARY = 300
 CONTEXT = 512
@@ -46,6 +48,7 @@ class EngineOptions:
         method: the decode method.
         radix: whether there is a radix tree.
         apart: rectify each row in a pass of its own, as long rows are on a GPU.
+        core: the core of SGLang's radix tree.
     """
 
     overlap: bool
@@ -58,6 +61,7 @@ class EngineOptions:
     method: str = "resa"
     radix: bool = True
     apart: bool = False
+    core: str = "rust"
 
     @property
     def pages(self) -> int:
@@ -149,6 +153,7 @@ class Engine:
 
     def __init__(self, options: EngineOptions, model: Path):
         self.options = options
+        envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.set(options.core)
         args = ServerArgs(  # pyright: ignore[reportCallIssue]
             model_path=str(model),
             skip_tokenizer_init=True,
@@ -173,6 +178,7 @@ class Engine:
         self.divided = 0
         self.evicted_tokens = 0
         tree: Any = self.scheduler.tree_cache
+        remember_inserts(tree)
         self._evict, tree.evict = tree.evict, self._count_evicted
         if options.apart:
             self.runner.attn_backend.divide = self._apart

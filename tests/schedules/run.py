@@ -50,6 +50,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--method", choices=["resa", "rocketkv", "skip_softmax"], default="resa", help="of decode")
     parser.add_argument("--radix", choices=["on", "off"], default="on", help="whether there is a radix tree")
     parser.add_argument("--apart", choices=["on", "off"], default="off", help="rectify each row in a pass of its own")
+    parser.add_argument("--core", choices=["both", "rust", "python"], default="both", help="both: blocks take turns")
     parser.add_argument("--vary", action="store_true", help="blocks take turns with VARIANTS of the above")
     parser.add_argument("--vary-compact", action="store_true", help="likewise with COMPACT_VARIANTS")
     parser.add_argument("--vary-skip", action="store_true", help="likewise with SKIP_VARIANTS")
@@ -167,7 +168,9 @@ def _blocks(args: argparse.Namespace) -> list[Block]:
         options = EngineOptions(
             overlap, args.page_size, args.slots, args.chunk, args.config, args.prefill, args.mixed == "on", args.method
         )
-        options = replace(options, radix=args.radix == "on", apart=args.apart == "on")
+        # Each core gets every variant, and both kinds of overlap.
+        core = ("rust", "python")[number // (len(variants) or 2) % 2] if args.core == "both" else args.core
+        options = replace(options, radix=args.radix == "on", apart=args.apart == "on", core=core)
         if variants:
             options = replace(options, **variants[number % len(variants)])
         blocks.append(Block(first, min(first + args.block, end) - 1, args.steps, options, args.sabotage))
