@@ -73,7 +73,7 @@ def _verdicts(arguments: list[str]) -> str:
     for method in (*methods(), *broken_methods()):
         reasons = []
         try:
-            prepare([*arguments, *method.flag.split()])
+            prepare([*arguments, *method.flag.split()]).resolve_once()
         except ValueError as error:
             reasons.append(str(error).removeprefix(method.flag).lstrip(": "))
         verdict = "no" if reasons else "yes"

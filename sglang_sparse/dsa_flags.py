@@ -95,14 +95,16 @@ def take_slot(args: Any, settings: Settings, attention: str) -> None:
 
 
 def keep_slot(original: Callable[..., dict[str, Any]], args: Any) -> dict[str, Any]:
-    """Around ``ServerArgs._set_default_dsa_backends``: nothing where ``take_slot`` has put the attention there.
+    """Around ``_dsa_split_backend_resolution``: nothing where ``take_slot`` has put the attention there.
 
-    SGLang would leave it there, but for float8 latents, which its own backend there reads on AMD's GPUs alone.
+    SGLang would leave it there, but for float8 latents, which its own backend there reads on some GPUs alone.
 
     Args:
         original: SGLang's function.
-        args: the server's.
-        major: compute capability of the GPU.
+        args: the server's, as SGLang's view of what is resolved so far.
+
+    Returns:
+        What SGLang declares of its backends.
     """
     settings = settings_of(args)
     if settings is None or not isinstance(settings.method, Dsa) or settings.method.native("attention"):

@@ -86,8 +86,8 @@ def _environment(*names: str) -> Callable[[Any], object | None]:
 def _foreign_core(_: Any) -> str | None:
     from sglang.srt.environ import envs
 
-    name = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get()
-    return None if name in TREE_CORES else name
+    variable = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND
+    return None if variable.get() in TREE_CORES else variable.name
 
 
 FLAG_LIMITS = (
@@ -103,8 +103,11 @@ FLAG_LIMITS = (
     FlagLimit("changing PD roles", _set("enable_pd_role_switch"), _OTHER_WRITER),
     FlagLimit("retraction to host memory", _set("disaggregation_decode_retraction_backup"), _OTHER_WRITER),
     FlagLimit("external cache linker", _set("enable_unified_cache_external_linker"), _OTHER_WRITER),
-    FlagLimit("data-parallel attention", _set("enable_dp_attention"), "ranks must agree on the forward mode"),
-    FlagLimit("data-parallel attention", _above_one("attn_dp_size"), "ranks must agree on the forward mode"),
+    FlagLimit(
+        "data-parallel attention",
+        lambda args: args.enable_dp_attention or _above_one("attn_dp_size")(args),
+        "ranks must agree on the forward mode",
+    ),
     FlagLimit(
         "data parallelism",
         _above_one("dp_size"),
@@ -124,6 +127,11 @@ FLAG_LIMITS = (
     FlagLimit("attention context parallelism", _above_one("attn_cp_size"), "a rank holds only a part of each chunk"),
     FlagLimit("KV cache sharding", _set("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
     FlagLimit("bounded replay of windows", _set("enable_encoder_swa_bounded_replay"), "it frees pages of a prompt"),
+    FlagLimit(
+        "LoRA",
+        lambda args: args.enable_lora or args.lora_paths or None,
+        "SGLang serves adapters on GPUs only, where sparse passes with adapters are not proven yet",
+    ),
     FlagLimit("diffusion LLM decoding", _set("dllm_algorithm"), "tokens are not decoded one by one"),
     FlagLimit("HiSparse", _set("enable_hisparse"), "it is another sparse attention"),
     FlagLimit("unified memory pool", _set("enable_unified_memory"), "the summaries would not be allocated"),

@@ -19,8 +19,6 @@ if TRACKED.returncode != 0:
 SOURCES = [path for path in FILES if path.suffix == ".py"]
 MAY_IMPORT_SGLANG = {
     "plugin.py",
-    "cli.py",
-    "hooks.py",
     "view.py",
     "pools.py",
     "backend.py",
@@ -44,8 +42,8 @@ MAY_IMPORT_SGLANG = {
     "decode_path.py",
     "indexer.py",
     "native_indexer.py",
-    "implementation.py",
     "dsa_flags.py",
+    "kv_dtypes.py",
 }
 
 
@@ -115,9 +113,13 @@ def test_methods_import_no_sglang() -> None:
 
 
 def test_only_the_seam_modules_import_sglang() -> None:
+    """Those at the root that are listed, the rooms for it, and what reads SGLang's arguments, once it is asked."""
     for path in SOURCES:
         if path.parent == ROOT / "sglang_sparse" and path.name not in MAY_IMPORT_SGLANG:
             assert "sglang" not in imported(path), relative(path)
+        if relative(path).startswith("sglang_sparse/config/"):
+            top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+            assert not [node for node in top if (node.module or "").startswith("sglang.")], relative(path)
 
 
 def test_eval_and_launch_talk_to_servers_over_http() -> None:
@@ -134,7 +136,7 @@ def test_eval_and_launch_talk_to_servers_over_http() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_sizes(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= (500 if relative(path).startswith("kernels/") else 300)
+    assert len(text.splitlines()) <= (500 if relative(path).startswith("kernels/") else 400)
     # Triton kernels are one function by nature.
     limit = 100 if relative(path).startswith("kernels/") else 50
     for node in ast.walk(ast.parse(text)):

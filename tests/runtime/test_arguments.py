@@ -1,9 +1,9 @@
 """Bad input: each case ends with one message that says what was wrong, what was got and what is allowed."""
 
-import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from model_configs import write_config
@@ -169,12 +169,10 @@ def test_dtypes_that_the_kernels_cannot_read(qwen3: str) -> None:
 
 
 def test_full_prefill_graphs(qwen3: str) -> None:
-    args = resolve(qwen3)
-    graphs = SimpleNamespace(prefill=SimpleNamespace(backend="full"))
-    stand_in = copy.copy(args)
-    object.__setattr__(stand_in, "cuda_graph_config", graphs)
+    args: Any = resolve(qwen3)
+    args.cuda_graph_config = SimpleNamespace(prefill=SimpleNamespace(backend="full"))
     with pytest.raises(ValueError, match="'full' would not refresh the summaries; allowed: breakable"):
-        refusals.require_after(stand_in, config.settings_of(args))
+        refusals.require_after(args, config.settings_of(args))
 
 
 def test_a_third_party_method_that_leads_nowhere(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +189,8 @@ def test_gpu_only_flag_without_a_gpu(qwen3: str, monkeypatch: pytest.MonkeyPatch
 def test_unsupported_sglang_names_both_versions(
     qwen3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(versions, "installed_sglang", lambda: "0.5.23")
-    expected = "works with SGLang 0.5.17; got SGLang 0.5.23"
+    monkeypatch.setattr(versions, "installed_sglang", lambda: "0.5.17")
+    expected = "got SGLang 0.5.17; sglang_sparse 0.2.0 works with SGLang 0.5.23: pip install sglang==0.5.23"
     assert expected in refused(qwen3)
     with pytest.raises(SystemExit) as caught:
         prepare_server_args(["--model-path", qwen3, "--sparse-method", "resa"])

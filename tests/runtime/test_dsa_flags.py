@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
 from sglang_sparse import dsa_flags
 from sglang_sparse.config.settings import SparseArgumentError, build
@@ -18,13 +19,13 @@ from sglang_sparse.methods.dsa import STAGES
         ("portable", "breakable", "disabled"),
         ("portable", "disabled", "disabled"),
         ("native", "breakable", "breakable"),
-        ("native", "tc_piecewise", "disabled"),
+        ("native", "full", "disabled"),
     ],
 )
 def test_prefill_graphs_that_the_indexer_cannot_be_in(
     stages: str, graphs: str, left: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    args: Any = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend=graphs)))
+    args: Any = SimpleNamespace(cuda_graph_config=CudaGraphConfig(prefill=PhaseConfig(backend=graphs)))
     dsa_flags.leave_graphs(args, build("resa", {}))
     assert args.cuda_graph_config.prefill.backend == graphs
     dsa_flags.leave_graphs(args, build("dsa", {"implementation": stages}))

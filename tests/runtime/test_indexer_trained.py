@@ -49,7 +49,7 @@ class Asked:
         monkeypatch.setattr(plain_dsa.modeling.DeepseekV32Indexer, "forward", partialmethod(_in_turn, self.plainly))
         monkeypatch.setattr(dsa_indexer, "rotate_activation", sparse_mla.rotate)
         # What a server's arguments leave behind in the process of other tests.
-        monkeypatch.setattr(dsa_indexer, "is_cp_v2_active", lambda _: False)
+        monkeypatch.setattr(dsa_indexer, "is_cp_active", lambda _: False)
         flags = SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
         monkeypatch.setattr("sglang.srt.layers.rotary_embedding.base.get_exec", lambda: flags)
         self.decoded = torch.zeros(SELECT_STATS, dtype=torch.int64)
@@ -111,7 +111,7 @@ def _served(module: Any) -> Any:
         rotary_emb=get_rope(
             rope, rope, config.max_position_embeddings, int(config.rope_parameters["rope_theta"]), is_neox_style=True
         ),
-        use_dsa_indexer_fusion=False,
+        use_dsa_indexer_fusion=False, use_aiter_fused_fp8_writer=False,
         alt_stream=None,
         _update_rope_guarded=dsa_indexer.Indexer._update_rope_guarded,
     )

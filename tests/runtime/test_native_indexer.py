@@ -121,7 +121,7 @@ def test_what_sglang_prepares_for_its_own_kernels_is_left_out_with_them(
     for choice in ("native", "portable"):
         args.sparse_config = f'{{"implementation": {{"{stage}": "{choice}"}}}}'
         if stage == "indexer":
-            found = native_indexer.schedule(lambda *_: prepared, lengths, 64, 132)
+            found = native_indexer.schedule(lambda *_: prepared)(lengths, 64, 132)
             assert (found is prepared) == (choice == "native") and isinstance(found, torch.Tensor)
         else:
             found = native_indexer.plan(lambda *_: prepared, None, lengths)
