@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 from plain_rocketkv import DIM, GROUP, HEADS, PAGE, SCALE, SMALL
-from sglang.srt.managers.schedule_batch import Range
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_sparse import compact, pools
 from sglang_sparse.config import settings as config
@@ -28,6 +32,23 @@ from sglang_sparse_kernels.sparse_decode import sparse_decode
 LAYERS, WIDTH, PLACES = 2, 640, 6
 MODEL = ModelShape(LAYERS, HEADS * GROUP, HEADS, DIM, torch.float32)
 FIELDS = {**SMALL, "eviction": "compact", "dense_fallback": "never", "kt_cache_dtype": "bfloat16"}
+# By the name of the core in its settings, the class of SGLang's that has its nodes.
+CORES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
+# What a server may have: SGLang's tree with either core, or disabled, so that it holds nothing.
+TREES = (*CORES, "disabled")
+
+
+def make_tree(kind: str, allocator: Any, table: Any, page_size: int) -> Any:
+    """SGLang's tree, one of ``TREES``."""
+    components = (ComponentType.FULL,)
+    core = "rust" if kind == "disabled" else kind
+    disabled = kind == "disabled"
+    tree = UnifiedRadixCache(
+        CacheInitParams(disabled, table, allocator, page_size, tree_components=components, tree_core_backend=core)
+    )
+    # It takes the other one where a machine has no such core.
+    assert type(tree.tree_core).__name__ == CORES[core]
+    return tree
 
 
 class Server:
@@ -35,11 +56,11 @@ class Server:
 
     Args:
         pages: of the KV pool.
-        tree: "radix"; "disabled": SGLang's tree that holds nothing; or "none": what SGLang has in its place.
+        tree: one of ``TREES``.
         **fields: of the config.
     """
 
-    def __init__(self, pages: int = 100, tree: str = "radix", **fields: Any):
+    def __init__(self, pages: int = 100, tree: str = "rust", **fields: Any):
         torch.manual_seed(pages)
         self.args: Any = SimpleNamespace(sparse_method="rocketkv", sparse_config=None)
         self.settings = config.build("rocketkv", {**FIELDS, **fields})
@@ -58,8 +79,7 @@ class Server:
         self.aux.kept = (Kept(blocks, counts, counts.clone()),)
         self.table = ReqToTokenPool(PLACES - 1, WIDTH, "cpu", False)
         self.allocator = PagedTokenToKVPoolAllocator(pages * PAGE, PAGE, torch.float32, "cpu", None, False)  # pyright: ignore
-        params = CacheInitParams(tree == "disabled", self.table, self.allocator, PAGE)
-        self.tree: Any = ChunkCache(params) if tree == "none" else RadixCache(params)
+        self.tree = make_tree(tree, self.allocator, self.table, PAGE)
         self.compaction = compact.Compaction(method, self.aux, self.kv_pool)
         counters = SimpleNamespace(rectify=RectifyCounts())
         backend = SimpleNamespace(method=method, keeps=SimpleNamespace(compaction=self.compaction), counters=counters)
@@ -72,38 +92,27 @@ class Server:
         """Return a request whose prompt and output are prefilled, and in the tree; equal ``tokens`` share a prompt."""
         end, place = prompt + generated, self.table.free_slots.pop(0)
         ids = array("q", [tokens * 1000 + i for i in range(end)])
-        matched = self.tree.match_prefix(SimpleNamespace(key=_key(ids[: prompt - 8]))) if self.tree else None
-        found = matched.device_indices
-        self.tree.inc_lock_ref(matched.last_device_node)
+        matched = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(ids[: prompt - 8])))
+        found = self.tree.path_device_indices(matched.last_device_node)[: matched.device_prefix_len]
         fresh = self.allocator.alloc(-(-(end - len(found)) // PAGE) * PAGE)
         assert fresh is not None
         self.table.write((place, slice(0, end)), torch.cat([found, fresh])[:end])
-        request = SimpleNamespace(
-            rid=str(place),
-            origin_input_ids=ids[:prompt],
-            output_ids=ids[prompt:],
-            get_fill_ids=lambda: ids,
-            extra_key=None,
-            req_pool_idx=place,
-            kv=SimpleNamespace(kv_allocated_len=end),
-            kv_committed_len=end,
-            cache_protected_len=len(found),
-            prefix_indices=found,
-            last_node=matched.last_device_node,
-            extend_range=Range(len(found), end),
-            sampling_params=SimpleNamespace(custom_params=options or None),
-            finished=lambda: True,
-        )
-        state = ensure_state(
-            self.settings, self.scheduler.tp_worker.model_runner.attn_backend.counters.rectify, request
-        )
+        request: Any = Req(str(place), "", ids[:prompt], SamplingParams(custom_params=options or None))
+        request.output_ids = ids[prompt:]
+        request.refresh_fill_ids()
+        request.prefix_len, request.extend_end = len(found), end
+        request.last_node, request.lock = matched.last_device_node, self.tree.lock(matched.last_device_node)
+        request.kv.req_pool_idx, request.kv.cache_protected_len = place, len(found)
+        request.kv.kv_committed_len = request.kv.kv_allocated_len = end
+        counts = self.scheduler.tp_worker.model_runner.attn_backend.counters.rectify
+        state = ensure_state(self.settings, counts, request)
         state.exact_len = end
         self._keep(request, state)
         return request
 
     def _keep(self, request: Any, state: RequestState) -> None:
         (kept,) = self.aux.kept
-        place, prompt = request.req_pool_idx, len(request.origin_input_ids)
+        place, prompt = request.kv.req_pool_idx, len(request.origin_input_ids)
         state.kept = self.method.kept(prompt) if state.options.sparse else (0, 0)
         count, first_visible = state.kept
         kept.counts[place], kept.first_visible[place] = state.kept
@@ -116,11 +125,16 @@ class Server:
     def cached(self, *requests: Any) -> None:
         """Let SGLang process the results of their prefill."""
         for request in requests:
-            self.tree.cache_unfinished_req(request)
+            checkpoint_kv_cache(request, self.tree)
+
+    def release(self, request: Any) -> None:
+        """Let SGLang end it."""
+        request.finished_reason = FINISH_LENGTH(len(request.output_ids))
+        release_kv_cache(request, self.tree, checkpoint=True)
 
     def row(self, request: Any) -> torch.Tensor:
         """The slots of its tokens."""
-        return self.table.req_to_token[request.req_pool_idx, : request.kv_committed_len].long()
+        return self.table.req_to_token[request.kv.req_pool_idx, : request.kv.kv_committed_len].long()
 
     def let_go(self, request: Any, reserve: int = 0) -> bool:
         """Let go of its prompt, without a word to ``compact_running``."""
@@ -138,7 +152,7 @@ class Server:
         plan = plan_decode(self.method, torch.tensor([len(slots)]), [state.options])
         stats = torch.zeros(4, dtype=torch.int64)
         view = allocate_view(1, HEADS, WIDTH // self.method.block_size, 6, self.method.block_size, stats)
-        batch = SimpleNamespace(req_pool_indices=torch.tensor([request.req_pool_idx]))
+        batch = SimpleNamespace(req_pool_indices=torch.tensor([request.kv.req_pool_idx]))
         view.load(plan, batch, self.table.req_to_token)
         query = torch.randn(1, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(3))
         found = []
@@ -151,15 +165,9 @@ class Server:
 
     def require_all_pages_owned(self, *requests: Any) -> None:
         """SGLang's own count while it is busy, over the requests that hold KV."""
-        own = sum(-(-r.kv.kv_allocated_len // PAGE) * PAGE - r.cache_protected_len for r in requests)
+        own = sum(-(-r.kv.kv_allocated_len // PAGE) * PAGE - r.kv.cache_protected_len for r in requests)
         tree = 0 if self.tree.disable else self.tree.evictable_size() + self.tree.protected_size()
         assert self.allocator.available_size() + tree + own == self.pages * PAGE
         free = set(self.allocator.free_pages.tolist())
         for request in requests:
             assert free.isdisjoint((self.row(request) // PAGE).tolist())
-
-
-def _key(ids: array) -> Any:
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    return RadixKey(ids)

@@ -1,25 +1,30 @@
 """Compaction: what a request lets go of, what it holds then, and who may have the rest."""
 
-from types import SimpleNamespace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from compact_stubs import MODEL, Server
+from compact_stubs import CORES, MODEL, TREES, Server
 from peak_memory import Peak
 from plain_rocketkv import HEADS, PAGE, rocketkv
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_context
 
 load_plugins()
-
-from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_sparse import compact, exactness
 from sglang_sparse.kv_check import stale_summaries
 from sglang_sparse.requests import state_of
 
-TREES = ("radix", "disabled", "none")
+
+@pytest.fixture
+def published() -> Iterator[None]:
+    """Arguments of the process, which SGLang asks where a request ends."""
+    with get_context().override_server_args():
+        yield
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,7 @@ def test_a_step_sees_what_it_would_see(
     assert server.let_go(request)
     server.compaction.run()
     row = server.row(request)
-    held = row[request.cache_protected_len :]
+    held = row[request.kv.cache_protected_len :]
     server.tree.evict(EvictParams(num_tokens=10**6))
     assert len(pages & set(server.allocator.free_pages.tolist())) == (prompt + generated) // PAGE
     for cache in (*server.keys, *server.values):
@@ -82,18 +87,17 @@ def test_a_step_sees_what_it_would_see(
     assert all(map(torch.equal, server.attend(other), others))
     count, first_visible = server.method.kept(prompt)
     assert not stale_summaries(server.kv_pool, held[2 * PAGE - 1 :: PAGE]).any()
-    assert not row[: request.cache_protected_len].any() and int(held.min()) >= PAGE
+    assert not row[: request.kv.cache_protected_len].any() and int(held.min()) >= PAGE
     kept = server.aux.require_kept(0)
     boundary = min(first_visible, (prompt + generated) // PAGE * PAGE // server.method.block_size)
     for blocks in kept.blocks.values():
         expected = torch.arange(boundary - count, boundary, dtype=torch.int32).expand(HEADS, -1)
-        assert torch.equal(blocks[request.req_pool_idx, :, :count], expected)
+        assert torch.equal(blocks[request.kv.req_pool_idx, :, :count], expected)
 
 
+@pytest.mark.usefixtures("published")
 @pytest.mark.parametrize("tree", TREES)
-def test_every_page_has_an_owner_until_all_are_free(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    serving = SimpleNamespace(strip_thinking_cache=False)
-    monkeypatch.setattr("sglang.srt.mem_cache.common.get_serving", lambda: serving)
+def test_every_page_has_an_owner_until_all_are_free(tree: str) -> None:
     server = Server(tree=tree)
     requests = [server.prefill(208), server.prefill(300, 37, tokens=1), server.prefill(150, tokens=2)]
     server.cached(*requests)
@@ -106,18 +110,16 @@ def test_every_page_has_an_owner_until_all_are_free(tree: str, monkeypatch: pyte
     counts = server.compaction.snapshot()
     assert now - free == counts["freed_tokens"] == 176 + 272 and counts["compacted"] == 2
     for request in requests:
-        request.effective_kv_committed_len = lambda request=request: exactness.exact_committed_len(
-            lambda found: found.kv_committed_len, request
-        )
-        release_kv_cache(request, server.tree)
+        server.release(request)
     server.tree.evict(EvictParams(num_tokens=10**6))
     assert server.allocator.available_size() == server.pages * PAGE
     assert len(server.table.free_slots) == server.table.size
 
 
-def test_a_finished_request_shares_nothing_of_what_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang.srt.mem_cache.common.get_serving", lambda: SimpleNamespace(strip_thinking_cache=False))
-    server = Server()
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("core", CORES)
+def test_a_finished_request_shares_nothing_of_what_it_kept(core: str) -> None:
+    server = Server(tree=core)
     request = server.prefill(208, 20)
     server.cached(request)
     # Its exact length would end before its own pages begin.
@@ -125,23 +127,23 @@ def test_a_finished_request_shares_nothing_of_what_it_kept(monkeypatch: pytest.M
     assert state is not None
     assert server.let_go(request)
     state.exact_len = 100
-    prompt = server.tree.total_size()
-    request.effective_kv_committed_len = lambda: exactness.exact_committed_len(lambda _: 100, request)
-    release_kv_cache(request, server.tree)
-    assert server.tree.total_size() == prompt == server.tree.evictable_size()
+    prompt, _ = server.tree.total_size()
+    server.release(request)
+    assert server.tree.total_size() == (prompt, 0) and server.tree.evictable_size() == prompt
     assert server.allocator.available_size() + prompt == server.pages * PAGE
     assert state.counts.tail_tokens_dropped == 128
     exactness.forget_exact_length(None, request)
     assert (state.kept, state.compacted) == ((0, 0), False)
 
 
-def test_what_others_hold_too_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server()
+@pytest.mark.parametrize("core", CORES)
+def test_what_others_hold_too_stays(core: str) -> None:
+    server = Server(tree=core)
     one = server.prefill(208)
     server.cached(one)
     two = server.prefill(208)
     server.cached(two)
-    assert two.cache_protected_len == 208 and server.tree.protected_size() == 208
+    assert two.kv.cache_protected_len == 208 and server.tree.protected_size() == 208
     before = server.attend(two)
     assert server.let_go(one)
     assert server.tree.protected_size() == 208
@@ -163,25 +165,26 @@ def test_one_request_gets_the_pages_that_another_let_go_of(tree: str) -> None:
     assert server.allocator.available_size() == 2 * PAGE
     assert server.let_go(one) and server.let_go(two)
     server.require_all_pages_owned(one, two)
-    assert prompt & set((server.row(two)[two.cache_protected_len : 208] // PAGE).tolist())
+    assert prompt & set((server.row(two)[two.kv.cache_protected_len : 208] // PAGE).tolist())
     server.compaction.run()
     assert all(map(torch.equal, [*server.attend(one), *server.attend(two)], before))
 
 
-def test_without_room_nothing_changes() -> None:
-    server = Server(pages=13 + 2)
+@pytest.mark.parametrize("core", CORES)
+def test_without_room_nothing_changes(core: str) -> None:
+    server = Server(pages=13 + 2, tree=core)
     request = server.prefill(208)
     server.cached(request)
-    before, row = vars(request).copy(), server.row(request)
+    before, row = vars(request) | {"kv": replace(request.kv)}, server.row(request)
     assert not server.let_go(request, reserve=1)
     assert vars(request) == before and torch.equal(server.row(request), row)
     assert server.compaction.snapshot() == {"compacted": 0, "freed_tokens": 0, "compact_waits": 0}
     # What nobody holds is evicted for it.
     assert server.let_go(request)
-    small = Server(pages=13 + 2)
+    small = Server(pages=13 + 2, tree=core)
     old = small.prefill(30, tokens=1)
     small.cached(old)
-    small.tree.dec_lock_ref(old.last_node)
+    small.tree.unlock(old.lock)
     small.allocator.free(small.row(old)[16:])
     request = small.prefill(208)
     small.cached(request)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from compact_stubs import Server
+from compact_stubs import CORES, TREES, Server
 from plain_rocketkv import PAGE, rocketkv
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -18,12 +19,10 @@ from sglang_sparse.config import settings as config
 from sglang_sparse.plan import plan_decode
 from sglang_sparse.requests import parse_options, state_of
 
-TREES = ("radix", "disabled", "none")
-
 
 def running(server: Server, *requests: Any) -> Any:
     """A decode batch of them, after ``update_running_batch``, and let go of what they may."""
-    lengths = torch.tensor([request.kv_committed_len + 1 for request in requests])
+    lengths = torch.tensor([request.kv.kv_committed_len + 1 for request in requests])
     batch = SimpleNamespace(reqs=[*requests], seq_lens_cpu=lengths, batch_is_full=True)
     server.args.sparse_config = server.settings.config.model_dump_json()
     compact_running.compact_running(batch, server.scheduler)
@@ -59,7 +58,7 @@ def test_only_what_the_tree_has_is_let_go_of(tree: str) -> None:
     server = Server(tree=tree)
     request = server.prefill(208)
     running(server, request)
-    assert compacted(request) == [tree != "radix"]
+    assert compacted(request) == [tree == "disabled"]
     server.cached(request)
     running(server, request)
     assert compacted(request) == [True]
@@ -88,15 +87,19 @@ def test_a_request_is_admitted_beside_others_only_with_room_for_a_copy() -> None
     state.compacted = True
 
     def room(request: Any, *others: Any, running: Any = None, preempted: Sequence[Any] = ()) -> int:
+        budget = PrefillBudget(server.allocator, server.tree)
+        budget.total_offset, budget.current_offset = 7, 5
+        before = budget.remaining_total, budget.remaining_current
         adder: Any = SimpleNamespace(
-            page_size=PAGE, can_run_list=others, running_batch=running, rem_total_token_offset=7, cur_rem_token_offset=5
+            page_size=PAGE, can_run_list=others, running_batch=running, memory_budget=budget
         )
         adder.preempt_list = [*preempted]
         request.sampling_params = SimpleNamespace(ignore_eos=True)
         with compact_running.room_for_a_copy(settings, adder, request):
-            found = adder.rem_total_token_offset - 7
-            assert adder.cur_rem_token_offset == 5 + found and not request.sampling_params.ignore_eos
-        assert (adder.rem_total_token_offset, adder.cur_rem_token_offset) == (7, 5)
+            found = budget.total_offset - 7
+            assert budget.current_offset == 5 + found and not request.sampling_params.ignore_eos
+            assert (budget.remaining_total + found, budget.remaining_current + found) == before
+        assert (budget.total_offset, budget.current_offset) == (7, 5)
         assert request.sampling_params.ignore_eos
         return found
 
@@ -113,18 +116,19 @@ def test_a_request_is_admitted_beside_others_only_with_room_for_a_copy() -> None
     assert room(long, short, preempted=[done]) == 0
 
 
-def test_who_shares_a_prompt_copies_it_only_where_that_is_less_for_all() -> None:
-    server = Server()
+@pytest.mark.parametrize("core", CORES)
+def test_who_shares_a_prompt_copies_it_only_where_that_is_less_for_all(core: str) -> None:
+    server = Server(tree=core)
     sharers = [server.prefill(80) for _ in range(4)]
     for request in sharers:
         server.cached(request)
-    assert sharers[-1].cache_protected_len == 80
+    assert sharers[-1].kv.cache_protected_len == 80
     running(server, *sharers)
     # Each would copy 32 tokens.
     assert compacted(*sharers) == [False] * 4 and server.compaction.waits == 0
     # As others end those that are left let go, one and all.
     for request in sharers[2:]:
-        server.tree.dec_lock_ref(request.last_node)
+        server.tree.unlock(request.lock)
     running(server, *sharers[:2])
     assert compacted(*sharers[:2]) == [True] * 2 and server.tree.protected_size() == 0
 

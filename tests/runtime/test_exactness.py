@@ -1,10 +1,12 @@
 """Exact lengths: what moves them and what a finished request may insert."""
 
 import json
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 from sglang_sparse import exactness, requests
 from sglang_sparse.config import settings as config
@@ -109,13 +111,13 @@ def test_retraction_starts_over() -> None:
 @pytest.mark.parametrize(("exact_len", "freed"), [(35, (48, 70)), (32, (32, 70)), (64, (64, 70)), (70, None)])
 def test_the_inexact_tail_is_freed_by_whole_pages(exact_len: int, freed: tuple[int, int] | None) -> None:
     calls = []
-    allocator = SimpleNamespace(page_size=16, free_segment=lambda slots, start_pos: calls.append((slots, start_pos)))
     tree = SimpleNamespace(
-        token_to_kv_pool_allocator=allocator,
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=16, free_segments=calls.extend),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.arange(200).view(2, 100)),
     )
+    tree.free_kv_row = MethodType(BasePrefixCache.free_kv_row, tree)
     follow("extend", [one := request()], [exact_len], [0])
-    one.req_pool_idx, one.kv_committed_len = 1, 70
+    one.kv = ReqKvInfo(req_pool_idx=1, kv_committed_len=70, kv_allocated_len=70)
     exactness.release_inexact_tail(lambda *_: pytest.fail("SGLang's own function asserts"), one, exact_len, 70, tree)
     assert requests.state_of(one).counts.tail_tokens_dropped == 70 - exact_len
     if freed is None:

@@ -1,11 +1,13 @@
 """Scratch of sparse prefill in SGLang's sizing of the KV pool."""
 
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.runtime_context import get_context
 
 from sglang_sparse import pools
 from sglang_sparse.method import ModelShape
@@ -19,8 +21,11 @@ CUT_GROUPS = 2 * 36 * 8 * 32 * (2 * 128 + 4)
 
 
 @pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pools, "model_shape", lambda *_: SHAPE)
+    # SGLang asks the arguments of the process how wide a row of its token table is.
+    with get_context().override_server_args():
+        yield
 
 
 def configurator(
@@ -35,8 +40,6 @@ def configurator(
         max_prefill_tokens=16384,
         enable_mixed_chunk=mixed is not None,
         max_running_requests=mixed,
-        max_speculative_num_draft_tokens=None,
-        speculative_algorithm=None,
     )
     model = SimpleNamespace(context_len=CONTEXT, v_head_dim=v_dim)
     return SimpleNamespace(

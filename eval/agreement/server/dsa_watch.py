@@ -105,9 +105,10 @@ class Watch:
         forward_batch: Any,
         layer_id: int,
         return_indices: bool = True,
+        use_cuda_graph: bool = True,
     ) -> torch.Tensor | None:
         """As ``sglang_sparse.indexer.choose``, whose result it returns."""
-        inputs = (indexer, x, q_lora, positions, forward_batch, layer_id, return_indices)
+        inputs = (indexer, x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph)
         given = self._choose(original, *inputs)
         backend = portable.served_backend()
         if backend is None or not len(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):

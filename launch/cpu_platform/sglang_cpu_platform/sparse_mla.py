@@ -85,8 +85,14 @@ def indexer_forward(
     forward_batch: Any,
     layer_id: int,
     return_indices: bool = True,
+    use_cuda_graph: bool = True,
 ) -> torch.Tensor | None:
     """In place of SGLang's ``Indexer.forward_native``: store the keys of a batch, choose what each token attends to.
+
+    Args:
+        indexer, x, q_lora, positions, forward_batch, layer_id: as of ``Indexer.forward_cuda``.
+        return_indices: whether the attention wants them.
+        use_cuda_graph: not looked at.
 
     Returns:
         ``[tokens, index_topk]`` int32, positions within the request in ascending order, -1 where there are fewer; ties
