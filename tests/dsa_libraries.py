@@ -13,6 +13,7 @@ from eval.parts.dsa_inputs import FP8, Shape, Step
 from eval.parts.dsa_table import TABLE
 from eval.parts.kernel_machine import Machine
 from eval.parts.kernel_table import Implementation
+from eval.parts.mla_peers import FLASHMLA
 from sglang_sparse_kernels.index_keys.reference import parts
 
 # The newest page is partly filled, and no two sizes are equal.
@@ -120,7 +121,7 @@ class Keys:
     @staticmethod
     def execute(pool: Any, buffer: torch.Tensor, page_indices: torch.Tensor, **rows: Any) -> Any:
         assert rows.pop("seq_len_tensor").tolist() == [200] and rows == {"seq_len_sum": 200, "max_seq_len": 200}
-        assert (pool.page_size, pool.index_head_dim) == (64, 128)
+        assert (pool.index_page_size, pool.index_head_dim) == (64, 128)
         keys, scales = parts(buffer)
         pages = page_indices[0].long()
         return keys[pages].flatten(0, 1)[:200], scales[pages].reshape(-1, 1)[:200].contiguous().view(torch.uint8)
@@ -129,8 +130,9 @@ class Keys:
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """What needs a GPU is played by torch; SGLang's dispatch between its kernels is its own."""
     from sglang.kernels.ops.attention import flash_attention
-    from sglang.kernels.ops.attention.dsa import index_buf_accessor, quant_k_cache
     from sglang.kernels.ops.attention.dsv4 import topk
+    from sglang.kernels.ops.kvcache import dsa_index_k_cache
+    from sglang.kernels.ops.quantization import dsa_quant_k_cache
 
     # Where arguments of a server on the CPU were resolved before, SGLang has turned these off for the whole process.
     for variable in ("SGLANG_DSA_FUSE_TOPK", "SGLANG_OPT_USE_TOPK_V2"):
@@ -138,13 +140,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     package: Any = ModuleType("sgl_kernel")
     # SGLang imports both.
     package.fast_topk_transform_fused = package.fast_topk_transform_ragged_fused = fused
-    for name, module in {"sgl_kernel": package, "sgl_kernel.flash_mla": flashmla_stand_in()}.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", package)
+    monkeypatch.setitem(sys.modules, FLASHMLA, flashmla_stand_in())
     monkeypatch.setitem(sys.modules, "deep_gemm", gemm_stand_in())
     monkeypatch.setattr(topk, "plan_topk_v2", lambda lengths: lengths.new_zeros(len(lengths) + 1, 2))
-    monkeypatch.setattr(topk, "topk_transform_512_v2", topk_v2)
-    monkeypatch.setattr(index_buf_accessor, "GetKAndS", Keys)
-    monkeypatch.setattr(quant_k_cache, "quantize_k_cache", lambda cache: cache.float())
+    monkeypatch.setattr(topk, "topk_transform_paged_v2", topk_v2)
+    monkeypatch.setattr(dsa_index_k_cache, "GetKAndS", Keys)
+    monkeypatch.setattr(dsa_quant_k_cache, "quantize_k_cache", lambda cache: cache.float())
     monkeypatch.setattr(flash_attention, "flash_attn_with_kvcache", fa3)
 
 

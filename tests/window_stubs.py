@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from plain_rocketkv import DIM, GROUP, HEADS, MODEL, PAGE, SCALE, SMALL, rocketkv
 from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 
 from sglang_sparse import prefill, requests, windows
 from sglang_sparse.config.settings import Settings
@@ -18,7 +19,7 @@ def request(prompt: int, generated: int = 0, cached: int = 0, known: Settings | 
     found = SimpleNamespace(
         origin_input_ids=[0] * prompt,
         full_untruncated_fill_ids=[0] * (prompt + generated),
-        prefix_indices=[0] * cached,
+        prefix_len=cached,
         sampling_params=SimpleNamespace(custom_params=options or None),
     )
     if known is not None:
@@ -33,7 +34,7 @@ def chunks(one: Any, budgets: list[int], memory: int, size: int) -> list[int]:
     """
 
     def take(adder: Any, request: Any, *_: Any) -> int:
-        start, total = len(request.prefix_indices), len(request.full_untruncated_fill_ids)
+        start, total = request.prefix_len, len(request.full_untruncated_fill_ids)
         allowed = min(adder.rem_chunk_tokens, memory)
         return total if -(-(total - start) // size) * size <= allowed else start + allowed // size * size
 
@@ -46,7 +47,7 @@ def chunks(one: Any, budgets: list[int], memory: int, size: int) -> list[int]:
         if end is AddReqResult.OTHER:
             return ends
         ends.append(end)
-        one.prefix_indices = [0] * end
+        one.prefix_len = end
         if end == len(one.full_untruncated_fill_ids):
             return ends
     return ends
@@ -64,8 +65,10 @@ class Pass:
         table = (torch.randperm(199)[:120] + 1).view(self.PLACES, 20, 1) * PAGE + torch.arange(PAGE)
         self.keys = torch.randn(200 * PAGE, HEADS, DIM)
         pool = SimpleNamespace(get_key_buffer=lambda layer: self.keys)
-        runner: Any = SimpleNamespace(
-            req_to_token_pool=SimpleNamespace(req_to_token=table.flatten(1).int()), token_to_kv_pool=pool
+        rows = table.flatten(1).int()
+        runner: Any = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=rows), token_to_kv_pool=pool)
+        runner.kv_index_translator = KVIndexTranslator(
+            req_to_token=rows, token_to_kv_pool_allocator=None, token_to_kv_pool=pool, page_size=PAGE, device="cpu"
         )
         path = windows.make_path(method, self.aux, runner, MODEL)
         assert isinstance(path, windows.KeepPath)

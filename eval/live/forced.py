@@ -64,7 +64,7 @@ def prefill_logprobs(answer: dict[str, Any], expected: Sequence[int]) -> list[fl
     """
     found = answer["meta_info"]["input_token_logprobs"][-len(expected) :]
     named = [token for _, token, _ in found]
-    # SGLang 0.5.17 takes the last id of the vocabulary for a padding of images and names it 0; the value is its own.
+    # SGLang takes the last id of the vocabulary for a padding of images and names it 0; the value is its own.
     others = {(want, token) for want, token in zip(expected, named, strict=False) if want != token}
     if len(named) != len(expected) or not others <= {(max(expected), 0)}:
         raise EvaluationError("the prompt's log-probabilities are of other tokens")

@@ -1,4 +1,4 @@
-"""DSA's stages by SGLang 0.5.17 on Hopper, for ``eval.bench_dsa``.
+"""DSA's stages by SGLang on Hopper, for ``eval.bench_dsa``.
 
 Each function gets a `Step` and returns a call for each of its layers. What SGLang does once for all layers of a batch
 (DeepGEMM's and FlashMLA's schedules, the plan of the selection, page tables) is done beforehand and not timed.
@@ -16,11 +16,12 @@ import torch
 
 from eval.parts.dsa_inputs import FP8, INDEX_DIM, LOGITS, Layer, Step
 from eval.parts.mla_inputs import SM_SCALE
-from eval.parts.mla_peers import QUANTISED, SPARSE_HEADS
+from eval.parts.mla_peers import FLASHMLA, QUANTISED, SPARSE_HEADS
 from sglang_sparse_kernels.index_keys import PAGE_SIZE
 from sglang_sparse_kernels.timing import Run
 
 DSA = "sglang.kernels.ops.attention.dsa"
+KEYS = "sglang.kernels.ops.kvcache.dsa_index_k_cache"
 TOPK_BACKEND = "sglang.srt.layers.attention.dsa.dsa_topk_backend"
 TOPK_V2 = "sglang.kernels.ops.attention.dsv4.topk"
 FLASH_ATTENTION = "sglang.kernels.ops.attention.flash_attention"
@@ -55,8 +56,8 @@ def _ragged_logits(step: Step) -> Logits:
     of 8k tokens at 128k, 4 GiB, do on a server that leaves little.
     """
     library = importlib.import_module("deep_gemm")
-    keys = importlib.import_module(f"{DSA}.index_buf_accessor").GetKAndS
-    pool, length = SimpleNamespace(page_size=PAGE_SIZE, index_head_dim=INDEX_DIM), step.shape.length
+    keys = importlib.import_module(KEYS).GetKAndS
+    pool, length = SimpleNamespace(index_page_size=PAGE_SIZE, index_head_dim=INDEX_DIM), step.shape.length
     row_lengths = torch.full((step.shape.batch,), length, dtype=torch.int32, device=step.device)
     first = torch.zeros_like(step.lengths)
 
@@ -91,6 +92,8 @@ def selection(v2: bool, step: Step) -> list[Run]:
     starts = [0, shape.chunk] if shape.chunk else range(shape.batch + 1)
     queries = torch.tensor([*starts], dtype=torch.int32, device=step.device)
     facts: dict[str, Any] = {"real_page_table": step.page_table, "page_table_1": slots, "page_size": PAGE_SIZE}
+    # Read on AMD's GPUs alone.
+    facts["token_to_batch_idx"] = None
     if v2:
         facts["topk_v2_plan"] = importlib.import_module(TOPK_V2).plan_topk_v2(step.lengths)
     metadata = SimpleNamespace(**facts)
@@ -146,7 +149,7 @@ def _padded(step: Step, layer: Layer, heads: int) -> torch.Tensor:
 
 def flashmla_sparse(step: Step) -> list[Run]:
     """FlashMLA's kernel of prefill over a bfloat16 cache (``_forward_flashmla_sparse``), which decode can take, too."""
-    library, shape = importlib.import_module("sgl_kernel.flash_mla"), step.shape
+    library, shape = importlib.import_module(FLASHMLA), step.shape
     heads = -(-shape.heads // SPARSE_HEADS) * SPARSE_HEADS
 
     def made(layer: Layer) -> Run:
@@ -159,7 +162,7 @@ def flashmla_sparse(step: Step) -> list[Run]:
 
 def flashmla_kv(step: Step) -> list[Run]:
     """What SGLang attends with in decode over its float8 cache (``_forward_flashmla_kv``): 656 bytes a token."""
-    library, shape = importlib.import_module("sgl_kernel.flash_mla"), step.shape
+    library, shape = importlib.import_module(FLASHMLA), step.shape
     quantise = importlib.import_module(QUANTISED).quantize_k_cache
     heads = 64 if shape.heads <= 64 else 128
     plan, splits = library.get_mla_metadata(

@@ -1,6 +1,6 @@
 """What outside judges write, as rows of this project's files, and whether a judge's scores agree with ours.
 
-Layouts: the samples of lm-eval 0.4.13 with ``--log_samples``, and the result of SGLang 0.5.17's ``benchmark.serving``
+Layouts: the samples of lm-eval 0.4.13 with ``--log_samples``, and the result of SGLang's ``benchmark.serving``
 with ``--output-details --cache-report``.
 """
 

@@ -67,7 +67,7 @@ def deepseek_v4_topk(step: Step) -> list[Run]:
 
     def select(scores: torch.Tensor) -> torch.Tensor:
         chosen = torch.empty(len(scores), step.shape.n_select, dtype=torch.int32, device=scores.device)
-        topk.topk_transform_512_v2(scores, lengths, table, chosen, 1, plan)
+        topk.topk_transform_paged_v2(scores, lengths, table, chosen, 1, plan)
         return chosen
 
     return _runs(step, select)

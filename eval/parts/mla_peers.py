@@ -1,6 +1,6 @@
 """MLA decode attention by other libraries, for ``eval.bench_mla``: dense, and over this project's selection.
 
-Each is called as SGLang 0.5.17's backend of that name calls it in a decode step, and gives ``[B, H, latent]``; where it
+Each is called as SGLang's backend of that name calls it in a decode step, and gives ``[B, H, latent]``; where it
 is not, its docstring says so. What such a backend does once for all layers (FlashMLA's and FlashInfer's plans, the
 Triton backend's number of splits) is done beforehand and not timed.
 """
@@ -22,7 +22,8 @@ from sglang_sparse_kernels.timing import Run
 
 TRITON = "sglang.kernels.ops.attention"
 FP8 = torch.float8_e4m3fn
-QUANTISED = "sglang.kernels.ops.attention.dsa.quant_k_cache"
+QUANTISED = "sglang.kernels.ops.quantization.dsa_quant_k_cache"
+FLASHMLA = f"{TRITON}.flash_mla_interface"
 # Of its sparse kernels on Hopper: heads are computed in tiles, tokens are loaded in tiles.
 SPARSE_HEADS, SPARSE_TOKENS = 64, 128
 
@@ -43,7 +44,7 @@ def _split(layer: Layer, latent: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def flashmla(kv_dtype: torch.dtype, step: Step) -> list[Run]:
     """FlashMLA; over a float8 cache, converted beforehand, it takes a float8 query, which each layer converts."""
-    library, shape = importlib.import_module("sgl_kernel.flash_mla"), step.shape
+    library, shape = importlib.import_module(FLASHMLA), step.shape
     lengths = _lengths(step)
     schedule, splits = library.get_mla_metadata(lengths, shape.heads, 1, is_fp8_kvcache=kv_dtype == FP8)
     caches = [_paged(layer.cache.to(kv_dtype), shape.page_size) for layer in step.layers]
@@ -183,7 +184,7 @@ def flashmla_tokens(step: Step) -> list[Run]:
     It does not split a row's tokens over processors: with few rows most of the chip is idle, which is not what FlashMLA
     can do in decode. That is `flashmla_fp8_tokens`.
     """
-    library, shape = importlib.import_module("sgl_kernel.flash_mla"), step.shape
+    library, shape = importlib.import_module(FLASHMLA), step.shape
     width, padding = _widest(step), -shape.heads % SPARSE_HEADS
 
     def made(layer: Layer) -> Run:
@@ -206,7 +207,7 @@ def flashmla_fp8_tokens(step: Step) -> list[Run]:
     dimensions, the rotated dimensions in bfloat16, 656 bytes a token (the row's ``bytes`` count 576). Every row costs
     as much as the longest of all layers.
     """
-    library, shape = importlib.import_module("sgl_kernel.flash_mla"), step.shape
+    library, shape = importlib.import_module(FLASHMLA), step.shape
     quantised = importlib.import_module(QUANTISED).quantize_k_cache
     width, padding = _widest(step), -shape.heads % SPARSE_HEADS
     heads, integers = shape.heads + padding, {"dtype": torch.int32, "device": step.device}

@@ -78,7 +78,7 @@ def grid(args: argparse.Namespace) -> list[Cell]:
 
 def batch_flags(most: int) -> list[str]:
     """What a server is started with that decodes up to `most` requests at once."""
-    # SGLang 0.5.17 takes a batch for full when one place is left and the last chunk of a prompt is prefilled: the last
+    # SGLang takes a batch for full when one place is left and the last chunk of a prompt is prefilled: the last
     # prompt would wait until an answer ends.
     return ["--cuda-graph-max-bs-decode", str(most), "--max-running-requests", str(most + 1)]
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's lightning indexer (DeepSeek-V3.2-Exp report, section 2.1), as SGLang 0.5.17 computes it on CUDA.
+"""DeepSeek-V3.2's lightning indexer (DeepSeek-V3.2-Exp report, section 2.1), as SGLang computes it on CUDA.
 
 RoPE turns the first dimensions of queries and keys by halves, unlike the attention's own; then both are multiplied by
 the Hadamard matrix and rounded to e4m3. SGLang gives a query a scale that is a power of two; the kernel that stores a

@@ -197,7 +197,20 @@ def settings_of(server_args: SparseServerArgs) -> Settings | None:
     The main process has replaced the configs by the resolved fields as JSON, so a scheduler sees what was validated
     even if a config file changed meanwhile.
     """
-    server_args = arguments.of(server_args)
+    record, settings = _LAST
+    if server_args is not record:
+        settings = _read(arguments.of(server_args))
+        if getattr(server_args, "_resolution_finished", False):
+            # It changes no more, and is asked for several times a step.
+            _LAST[:] = server_args, settings
+    return settings
+
+
+# The last record that was read after its resolution, and its settings.
+_LAST: list[Any] = [None, None]
+
+
+def _read(server_args: SparseServerArgs) -> Settings | None:
     name = getattr(server_args, "sparse_method", None)
     prefill = getattr(server_args, "sparse_prefill_method", None)
     if not name and not prefill:

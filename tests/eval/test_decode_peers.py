@@ -54,7 +54,7 @@ class Server(openai_stub.Server):
         super().__init__()
         self.RequestHandlerClass = Handler
         state = {"sparse": {**dict.fromkeys(COUNTED, 0), "config": {}}} if sparse else {}
-        self.info = {"version": "0.5.17", "device": "cpu", "page_size": 16, "max_total_num_tokens": 10_000, **FACTS}
+        self.info = {"version": "0.5.23", "device": "cpu", "page_size": 16, "max_total_num_tokens": 10_000, **FACTS}
         self.info |= {"disable_radix_cache": False, "internal_states": [state]}
         self.info["attention_backend"] = "fa3" if sparse else "flashinfer"
         self.cached = 64

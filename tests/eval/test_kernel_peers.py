@@ -90,7 +90,7 @@ def topk_stand_ins() -> dict[str, SimpleNamespace]:
         "flashinfer.topk": SimpleNamespace(top_k_page_table_transform=transform),
         "sgl_kernel.top_k": SimpleNamespace(fast_topk_v2=highest),
         kernel_selection.DEEPSEEK_V4: SimpleNamespace(
-            plan_topk_v2=lambda lengths: "plan", topk_transform_512_v2=planned
+            plan_topk_v2=lambda lengths: "plan", topk_transform_paged_v2=planned
         ),
     }
 

@@ -120,7 +120,7 @@ def triton_decode(q: Any, k: Any, v: Any, out: Any, starts: Any, slots: Any, *si
 def test_each_peer_is_given_the_right_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(SHAPE, read_recipe({**RECIPE, "band_tokens": 64, "stripe_ratio": 0.02}), "cpu", 2)
     libraries = {
-        "sgl_kernel.flash_mla": flashmla_stand_in(),
+        "sglang.kernels.ops.attention.flash_mla_interface": flashmla_stand_in(),
         "sgl_kernel.flash_attn": fa3_stand_in(),
         "flashinfer": SimpleNamespace(BatchMLAPagedAttentionWrapper=FlashInferStandIn),
         # Stands for quantised rows, so that what reads them is given them.

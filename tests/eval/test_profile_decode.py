@@ -109,7 +109,7 @@ class Server(openai_stub.Server):
     def __init__(self, sparse: bool) -> None:
         super().__init__()
         self.RequestHandlerClass = Handler
-        self.info = {"version": "0.5.17", "device": "cuda", "page_size": 16, "max_total_num_tokens": 10_000}
+        self.info = {"version": "0.5.23", "device": "cuda", "page_size": 16, "max_total_num_tokens": 10_000}
         self.info["disable_radix_cache"] = False
         self.info["internal_states"] = [{"sparse": dict.fromkeys(COUNTED, 0)} if sparse else {}]
         self.step = Barrier(2, timeout=60)
@@ -154,7 +154,7 @@ def test_profile_of_a_server(
     printed = capsys.readouterr().out.strip()
     header, *rows = read_rows(out)
     assert header["command"] == "eval.profile_decode" and header["arguments"]["context"] == 64
-    assert header["server"]["version"] == "0.5.17" and header["arguments"]["label"] == "x"
+    assert header["server"]["version"] == "0.5.23" and header["arguments"]["label"] == "x"
     told = ("NVIDIA H200", "the server") if sparse else ("NVIDIA L4", "this machine")
     assert (header["device"], header["told_by"]) == told and "torch" in header["versions"]
     assert header["server_command"] == "python -m sglang.launch_server"

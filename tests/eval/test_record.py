@@ -10,7 +10,7 @@ import pytest
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, read_rows, result_files
 
-SERVER = {"version": "0.5.17", "model_path": "m", "max_total_num_tokens": 1000, "sparse": {"decode_rows": 0}}
+SERVER = {"version": "0.5.23", "model_path": "m", "max_total_num_tokens": 1000, "sparse": {"decode_rows": 0}}
 
 
 def header(**changes: Any) -> dict[str, Any]:

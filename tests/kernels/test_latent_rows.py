@@ -68,7 +68,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     # Its packages take long to import.
     package = importlib.util.find_spec("sglang")
     assert package is not None and package.origin is not None
-    path = Path(package.origin).parent / "kernels/ops/attention/dsa/quant_k_cache.py"
+    path = Path(package.origin).parent / "kernels/ops/quantization/dsa_quant_k_cache.py"
     spec = importlib.util.spec_from_file_location("interpreted_quant_k_cache", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -84,7 +84,7 @@ def by_sglang(latent: torch.Tensor, rotated: torch.Tensor, monkeypatch: pytest.M
     round, and PyTorch rounds it.
     """
     if latent.is_cuda:
-        from sglang.kernels.ops.attention.dsa.quant_k_cache import quantize_k_cache_separate
+        from sglang.kernels.ops.quantization.dsa_quant_k_cache import quantize_k_cache_separate
 
         return torch.cat(quantize_k_cache_separate(latent, rotated), -1)[:, 0]
     entries, dim = latent.shape

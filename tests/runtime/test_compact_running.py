@@ -90,9 +90,7 @@ def test_a_request_is_admitted_beside_others_only_with_room_for_a_copy() -> None
         budget = PrefillBudget(server.allocator, server.tree)
         budget.total_offset, budget.current_offset = 7, 5
         before = budget.remaining_total, budget.remaining_current
-        adder: Any = SimpleNamespace(
-            page_size=PAGE, can_run_list=others, running_batch=running, memory_budget=budget
-        )
+        adder: Any = SimpleNamespace(page_size=PAGE, can_run_list=others, running_batch=running, memory_budget=budget)
         adder.preempt_list = [*preempted]
         request.sampling_params = SimpleNamespace(ignore_eos=True)
         with compact_running.room_for_a_copy(settings, adder, request):
@@ -181,3 +179,13 @@ def test_a_server_that_does_not_compact_does_nothing() -> None:
         args = SimpleNamespace(sparse_method=method, sparse_config=json.dumps(fields))
         assert config.settings_of(args) is not None  # pyright: ignore[reportArgumentType]
         compact_running.compact_running(SimpleNamespace(), SimpleNamespace(server_args=args))
+
+
+def test_a_step_that_sglang_leaves_out_lets_go_of_nothing() -> None:
+    """Where memory is short there is no batch for a while."""
+    server = Server()
+    request = server.prefill(208)
+    server.cached(request)
+    server.args.sparse_config = server.settings.config.model_dump_json()
+    compact_running.compact_running(None, server.scheduler)
+    assert compacted(request) == [False] and server.compaction.waits == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_sparse import exactness, prefill
@@ -44,9 +45,9 @@ class Server:
             prefix_lens=[start for _, start, _ in passed],
             extend_lens=[end - start for _, start, end in passed],
         )
-        indices = torch.tensor([request.req_pool_idx for request, _, _ in passed])
+        indices = torch.tensor([request.kv.req_pool_idx for request, _, _ in passed])
         self.begin(batch, indices)
-        rows = [range(r.req_pool_idx * TOKENS + start, r.req_pool_idx * TOKENS + end) for r, start, end in passed]
+        rows = [range(r.kv.req_pool_idx * TOKENS + start, r.kv.req_pool_idx * TOKENS + end) for r, start, end in passed]
         query = torch.cat([self.query[list(row)] for row in rows])
         out = query
         for layer_id in LAYERS:
@@ -71,12 +72,14 @@ class Server:
     def whole_from(self, request: Any, start: int, end: int) -> torch.Tensor:
         """The same behind a cached prefix that ends at ``start``."""
         prompt, params = len(request.origin_input_ids), request.sampling_params.custom_params
-        return self.run((make_request(request.req_pool_idx, prompt, params), start, end))[0]
+        return self.run((make_request(request.kv.req_pool_idx, prompt, params), start, end))[0]
 
 
 def make_request(row: int, prompt: int = TOKENS, params: dict[str, Any] | None = None) -> Any:
     request = SimpleNamespace(
-        origin_input_ids=[0] * prompt, req_pool_idx=row, sampling_params=SimpleNamespace(custom_params=params)
+        origin_input_ids=[0] * prompt,
+        kv=ReqKvInfo(req_pool_idx=row),
+        sampling_params=SimpleNamespace(custom_params=params),
     )
     setattr(request, ATTRIBUTE, RequestState(parse_options(SETTINGS, params), RectifyCounts()))
     return request

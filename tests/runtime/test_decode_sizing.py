@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ load_plugins()
 from resolved import ServerArgs
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache import kv_cache_configurator
-from sglang.srt.model_executor import pool_configurator
+from sglang.srt.model_executor.model_runner_components.layer_setup import ModelLayerInfo
+from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.runtime_context import SpawnRanks, create_context, get_context, use_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_sparse import pools, scratch
@@ -32,6 +35,13 @@ SHAPE = ModelShape(61, 128, 1, 576, torch.bfloat16, 64)
 CONTEXT, EXTRA = 131072, 4
 OPEN = {"allow_uncalibrated": True}
 SIZES = [1, 2, 4, 8, 16, 24, 256]
+
+
+@pytest.fixture(autouse=True)
+def published() -> Iterator[None]:
+    """Arguments of the process, which SGLang asks how wide a row of its token table is."""
+    with get_context().override_server_args(page_size=16):
+        yield
 
 
 @pytest.fixture
@@ -50,8 +60,6 @@ def configurator(
         max_running_requests=running,
         cuda_graph_config=SimpleNamespace(decode=graphs),
         disable_cuda_graph_padding=kwargs.pop("unpadded", False),
-        max_speculative_num_draft_tokens=None,
-        speculative_algorithm=None,
         chunked_prefill_size=8192,
         enable_mixed_chunk=False,
     )
@@ -184,9 +192,12 @@ def test_a_real_server_sizes_its_pool_by_what_remains(
         max_running_requests=running,
         mem_fraction_static=0.9,
     )
-    kvc = real_configurator(args, monkeypatch)
-    tokens = kvc._resolve_memory_pool_config(1.0).max_total_num_tokens
-    model = pools.model_shape(kvc.model_config, torch.float32)
+    context = create_context(args.record, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    context.parallel.override_permanently(world_group=SimpleNamespace(world_size=1, cpu_group=None))
+    with use_context(context):
+        kvc = real_configurator(args, monkeypatch)
+        tokens = kvc._resolve_memory_pool_config(1.0).max_total_num_tokens
+        model = pools.model_shape(kvc.model_config, torch.float32)
     taken = by_rows(context=kvc.model_config.context_len, model=model)
     need = max(taken(rows, torch.float32) for rows in range(1, running + 1))
     cell = 4 * model.head_dim * model.num_layers
@@ -198,21 +209,18 @@ def test_a_real_server_sizes_its_pool_by_what_remains(
 
 def real_configurator(args: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's ``KVCacheConfigurator`` of one rank, without a model."""
-    alone = SimpleNamespace(world_size=1, cpu_group=None)
-    parallel = SimpleNamespace(attn_tp_size=1, attn_cp_size=1)
     monkeypatch.setattr(kv_cache_configurator, "get_available_gpu_memory", lambda *_, **__: 1.0)
-    monkeypatch.setattr(kv_cache_configurator, "get_world_group", lambda: alone)
-    monkeypatch.setattr(kv_cache_configurator, "get_schedule", lambda: args)
-    monkeypatch.setattr(pool_configurator, "get_parallel", lambda: parallel)
-    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
     kind = kv_cache_configurator.KVCacheConfigurator
     fields = dict.fromkeys(field.name for field in dataclasses.fields(kind) if field.init)
-    model = ModelConfig.from_server_args(args)
+    model = ModelConfig.from_server_args(args.record)
+    layers = model.num_hidden_layers
     known = {
         "device": "cpu",
-        "ps": SimpleNamespace(attn_dp_size=1, pp_size=1),
+        "attn_dp_size": 1,
+        "pp_size": 1,
+        "page_size": args.page_size,
         "model_config": model,
-        "server_args": args,
+        "server_args": args.record,
         "kv_cache_dtype": torch.float32,
         "model_dtype": torch.float32,
         "spec_algorithm": SpeculativeAlgorithm.NONE,
@@ -220,7 +228,8 @@ def real_configurator(args: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         "is_hybrid_swa": False,
         "post_capture_kv_active": False,
         "use_mla_backend": True,
-        "layer_info": SimpleNamespace(num_effective_layers=model.num_hidden_layers),
+        "spec_aux_config": SpecAuxHiddenStateConfig(),
+        "layer_info": ModelLayerInfo(start_layer=0, end_layer=layers, num_effective_layers=layers),
     }
     return kind(**{**fields, **known})
 

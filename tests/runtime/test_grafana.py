@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,8 +12,9 @@ import torch
 from dashboard import DASHBOARD
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from resolved import ServerArgs
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
+from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse.config.settings import build
 from sglang_sparse.method import ModelShape
@@ -45,19 +45,11 @@ class Collector(SchedulerMetricsCollector):
 
 def exported_by(count: Callable[[], Counters]) -> dict[str, set[str]]:
     """The labels of each metric of a server, by its counters."""
-    args: Any = ServerArgs.__new__(ServerArgs)
-    for name, value in {"enable_metrics": True, "served_model_name": "m", "extra_metric_labels": None}.items():
-        setattr(args, name, value)
-    context = Collector.init_new(
-        server_args=args,
-        ps=SimpleNamespace(attn_tp_rank=0, pp_rank=0, attn_cp_rank=0, moe_ep_rank=0),
-        tp_rank=0,
-        pp_rank=0,
-        dp_rank=None,
-        enable_priority_scheduling=False,
-        enable_lora=False,
-        enable_hierarchical_cache=False,
-    )
+    args: Any = ServerArgs(model_path="dummy", served_model_name="m", enable_metrics=True)
+    with use_context(create_context(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))):
+        context = Collector.init_new(
+            server_args=args, enable_priority_scheduling=False, enable_lora=False, enable_hierarchical_cache=False
+        )
     collector: Any = context.collector
     Metrics(collector, count())
     families = text_string_to_metric_families(generate_latest(collector.registry).decode())

@@ -167,7 +167,9 @@ def loaded(
     model: Any = torch.nn.ModuleList([torch.nn.Linear(2, 2), *layers])
     if algo:
         model.quant_config = SimpleNamespace(kv_cache_quant_algo=algo)
-    kv_dtypes.complete_scales(None, model=model, server_args=args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
+        kv_dtypes.complete_scales(None, model=model, kv_cache_dtype=dtype)
     return layers
 
 

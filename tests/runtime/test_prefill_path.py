@@ -127,9 +127,7 @@ def test_a_chunk_has_room_for_a_group(
         rem_total_tokens=memory,
     )
     prompt = [0] * (2 * GROUP + before)
-    request = SimpleNamespace(
-        prefix_indices=prompt[: 2 * GROUP], full_untruncated_fill_ids=prompt, origin_input_ids=prompt
-    )
+    request = SimpleNamespace(prefix_len=2 * GROUP, full_untruncated_fill_ids=prompt, origin_input_ids=prompt)
     budget = adder.rem_chunk_tokens
     prefill.add_chunk(lambda adder, _: adder.rem_chunk_tokens, adder, request)
     assert adder.rem_chunk_tokens == (budget if expected is None else expected)

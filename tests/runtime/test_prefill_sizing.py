@@ -24,7 +24,7 @@ CUT_GROUPS = 2 * 36 * 8 * 32 * (2 * 128 + 4)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pools, "model_shape", lambda *_: SHAPE)
     # SGLang asks the arguments of the process how wide a row of its token table is.
-    with get_context().override_server_args():
+    with get_context().override_server_args(page_size=16):
         yield
 
 

@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from compact_stubs import CORES, make_tree
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
 
 from sglang_sparse import pools, tree_check
 from sglang_sparse.kv_check import InexactTreeError
 from sglang_sparse.method import AuxSpec
+from sglang_sparse.scheduler.inserted_keys import InsertedKeys, remember_inserts
 from sglang_sparse.tree_check import check_tree, check_when_idle
 from sglang_sparse_kernels.page_summary import update_page_summaries
 
@@ -43,10 +50,19 @@ class Model:
         setattr(self.token_to_kv_pool, pools.ATTRIBUTE, aux)
         self.server_args = SimpleNamespace(sparse_method=None)
         self.attn_backend = SimpleNamespace(prefill=None)
-        self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(3, 512, dtype=torch.int32))
+        self.req_to_token_pool = ReqToTokenPool(2, 512, "cpu", False)
+        self.kv_index_translator = KVIndexTranslator(
+            req_to_token=self.req_to_token_pool.req_to_token,
+            token_to_kv_pool_allocator=None,
+            token_to_kv_pool=self.token_to_kv_pool,
+            page_size=SIZE,
+            device="cpu",
+        )
 
     def forward(self, batch: Any) -> None:
         self.tokens += len(batch.input_ids)
+        # SGLang's backends read the slots of a pass here.
+        assert self.kv_index_translator.write_ids(batch).tolist() == batch.out_cache_loc.tolist()
         known = self.req_to_token_pool.req_to_token[0, : int(batch.seq_lens[0])]
         assert known[int(batch.positions[0]) :].tolist() == batch.out_cache_loc.tolist()
         self.write(batch.input_ids, batch.positions, batch.out_cache_loc, ROUNDING)
@@ -60,13 +76,16 @@ class Model:
             getattr(self.token_to_kv_pool, pools.ATTRIBUTE).refresh({layer: self.keys[layer]}, last)
 
 
-@pytest.fixture
-def scheduler() -> Scheduler:
+@pytest.fixture(params=CORES)
+def scheduler(request: pytest.FixtureRequest) -> Scheduler:
     model = Model()
     allocator = PagedTokenToKVPoolAllocator(PAGES * SIZE, SIZE, torch.float32, "cpu", None, False)  # pyright: ignore
+    tree = make_tree(request.param, allocator, model.req_to_token_pool, SIZE)
+    # From now on the hook on its insertions does so, as where a server is asked to check.
+    remember_inserts(tree)
     stream = SimpleNamespace(wait_stream=lambda other: None)
     return SimpleNamespace(
-        tree_cache=RadixCache.create_simulated(mock_allocator=allocator, page_size=SIZE),
+        tree_cache=tree,
         token_to_kv_pool_allocator=allocator,
         tp_worker=SimpleNamespace(model_runner=model),
         device_module=SimpleNamespace(current_stream=lambda: stream),
@@ -78,8 +97,7 @@ def scheduler() -> Scheduler:
 def insert(scheduler: Scheduler, tokens: list[int]) -> None:
     """What a request does: take what the tree has, write the rest, insert all."""
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
-    key = RadixKey(array("q", tokens))
-    shared = tree.match_prefix(MatchPrefixParams(key=key)).device_indices
+    key, shared = RadixKey(array("q", tokens)), slots_of(scheduler, tokens)
     fresh = allocator.alloc(len(tokens) - len(shared))
     positions = torch.arange(len(shared), len(tokens))
     scheduler.tp_worker.model_runner.write(torch.tensor(tokens)[positions], positions, fresh)
@@ -87,7 +105,9 @@ def insert(scheduler: Scheduler, tokens: list[int]) -> None:
 
 
 def slots_of(scheduler: Scheduler, tokens: list[int]) -> torch.Tensor:
-    return scheduler.tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)))).device_indices
+    tree = scheduler.tree_cache
+    found = tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
+    return tree.path_device_indices(found.last_device_node)[: found.device_prefix_len]
 
 
 def everything(scheduler: Scheduler) -> list[torch.Tensor]:
@@ -195,6 +215,29 @@ def test_a_wrong_summary_is_found(scheduler) -> None:
     aux.buffer("summary", 1)[page, 0, 0, 3] += 1
     with pytest.raises(InexactTreeError, match=f"summaries of 1 pages of the radix tree, page {page}"):
         check_tree(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fresh"),
+    [([*range(40, 48)], 8), ([*range(12), 90, 91, 92, 93], 4), ([*range(24)], 4)],
+    ids=["beside the others", "a branch of another", "behind another"],
+)
+def test_a_key_that_came_behind_our_back_is_noticed(scheduler, monkeypatch, tokens, fresh) -> None:
+    """Nothing is known of its pages, as no core's nodes are walked; so the tree is not proven without them."""
+    insert(scheduler, [*range(20)])
+    assert check_tree(scheduler).pages_checked == 5
+    with monkeypatch.context() as patch:
+        patch.setattr(InsertedKeys, "add", lambda *_: None)
+        insert(scheduler, tokens)
+    said = f"holds {20 + fresh} slots, {fresh} of them of sequences that nobody has inserted"
+    for _ in range(2):
+        with pytest.raises(InexactTreeError, match=said):
+            check_tree(scheduler)
+    # A server that checks when it is idle says so, too.
+    with pytest.raises(InexactTreeError, match=said):
+        idle(scheduler, check=True)
+    remember_inserts(scheduler.tree_cache).add(RadixKey(array("q", tokens)))
+    assert check_tree(scheduler).pages_checked == fresh // SIZE
 
 
 def idle(scheduler: Scheduler, check: bool) -> None:

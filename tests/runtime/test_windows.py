@@ -134,7 +134,7 @@ def test_a_full_budget_is_enough(pages: int, prompt: int, generated: int, size: 
         patch.setattr(prefill, "current_settings", lambda: ROCKETKV)
         one = request(prompt, generated)
         cached = prefill.limit_match(min(pages * size, prompt + generated - 1), one) // size * size
-        one.prefix_indices = [0] * cached
+        one.prefix_len = cached
         least = -(-(WINDOW + size - 1) // size) * size
         assert chunks(one, [least] * 400, MEMORY, size)[-1] == prompt + generated
 
@@ -190,7 +190,7 @@ def test_beside_anchor_the_smallest_chunk_is_enough(prompt: int, found: int, gen
         patch.setattr(prefill, "current_settings", lambda: BESIDE_ANCHOR)
         one = request(prompt, generated)
         cached = prefill.limit_match(min(found, prompt + generated - 1), one) // PAGE * PAGE
-        one.prefix_indices = [0] * cached
+        one.prefix_len = cached
         ends = chunks(one, [64] * 400, MEMORY, PAGE)
     assert ends[-1] == prompt + generated
     assert prompt <= BUDGET or not any(prompt - WINDOW < end < prompt for end in ends)
@@ -270,14 +270,13 @@ def test_a_retracted_request_whose_whole_prompt_is_cached_has_nothing_of_its_pre
     assert found.of(3) == (0, 0, [[], []])
 
 
-def test_a_recomputation_chooses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recomputation_chooses_nothing() -> None:
     """An idle server that checks its tree, after a pass that completed a prompt."""
     found = Pass()
     found.run([(request(200, known=ROCKETKV), 0, 200, 3)])
     before = found.of(3)
-    monkeypatch.setattr(tree_check, "_extend_batch", lambda tokens, *_: len(tokens))
     runner = found.runner
     runner.attn_backend = SimpleNamespace(prefill=None, keeps=found.path)
-    runner.forward = lambda tokens: found.layer(torch.randn(tokens, HEADS * GROUP * DIM))
+    runner.forward = lambda batch: found.layer(torch.randn(len(batch.input_ids), HEADS * GROUP * DIM))
     tree_check._recompute(runner, [0] * 192, torch.arange(192), None, 0)
     assert found.of(3) == before

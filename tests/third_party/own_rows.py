@@ -14,7 +14,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target in (
-        "sglang.kernels.ops.attention.dsa.quant_k_cache.quantize_k_cache_separate",
+        "sglang.kernels.ops.quantization.dsa_quant_k_cache.quantize_k_cache_separate",
         "sglang_cpu_platform.sparse_mla.expand",
     ):
         HookRegistry.register(target, refuse, HookType.AROUND)

@@ -1,6 +1,6 @@
 """Index keys: FP8 queries and keys of the lightning indexer, and the paged cache of the keys.
 
-Source: DeepSeek Sparse Attention (DSA, DeepSeek-V3.2-Exp), as SGLang 0.5.17 computes it: ``rotate_activation``, then
+Source: DeepSeek Sparse Attention (DSA, DeepSeek-V3.2-Exp), as SGLang computes it: ``rotate_activation``, then
 ``act_quant`` with scales in the format "ue8m0" (powers of two). Where SGLang quantises and stores keys in one kernel,
 as on CUDA, a key's scale is ``amax / 448`` itself (``powers`` of False). The logits take both.
 """

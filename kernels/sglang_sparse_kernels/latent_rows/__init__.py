@@ -1,6 +1,6 @@
 """Rows of float8 latents: what a token of a latent (MLA) cache takes where SGLang keeps it in float8 for DSA.
 
-Source: the layout that FlashMLA calls its FP8 KV cache, written as SGLang 0.5.17 does (``quantize_k_cache_separate``).
+Source: the layout that FlashMLA calls its FP8 KV cache, written as SGLang does (``quantize_k_cache_separate``).
 A row of bytes has ``R`` values in float8_e4m3fn, a float32 scale for each 128 of them, and the rotated key in bfloat16:
 656 bytes for a latent of 512 and a key of 64.
 """

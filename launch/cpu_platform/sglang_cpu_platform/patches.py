@@ -59,6 +59,7 @@ _HOOKS: dict[str, tuple[Callable, HookType]] = {
     "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper": (rope_on_cpu, HookType.AROUND),
     f"{_NATIVE}._run_sdpa_forward_extend": (attention.extend, HookType.AROUND),
     f"{_NATIVE}._run_sdpa_forward_decode": (attention.decode, HookType.AROUND),
+    "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim": (sparse_mla.row_width, HookType.AROUND),
     _LATENTS: (sparse_mla.quantize_latents, HookType.REPLACE),
     f"{_DSA}.dsa.dsa_indexer.Indexer.forward_native": (sparse_mla.indexer_forward, HookType.REPLACE),
     f"{_DSA}.dsa.dsa_indexer.rotate_activation": (sparse_mla.rotate, HookType.REPLACE),

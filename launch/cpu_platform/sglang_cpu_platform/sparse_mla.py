@@ -7,6 +7,7 @@ rotation and the FP8 keys of its published inference code, which SGLang follows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -172,6 +173,18 @@ def slots_of_decode(page_table: torch.Tensor, topk_indices: torch.Tensor, page_s
     """In place of SGLang's ``transform_index_page_table_decode``: likewise with one new token a row."""
     slots = page_table.gather(1, topk_indices.clamp(min=0).long())
     return slots.masked_fill(topk_indices < 0, -1).int()
+
+
+def row_width(original: Callable[..., int], *, model_config: Any, kv_cache_dtype: torch.dtype) -> int:
+    """Around SGLang's ``calculate_mla_kv_cache_dim``: numbers that the KV pool keeps of a token in a layer.
+
+    SGLang would keep float8 latents without scales, as its kernel in the place of `attend` reads them.
+    """
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
+    if kv_cache_dtype != torch.float8_e4m3fn or not is_deepseek_dsa(model_config.hf_config):
+        return original(model_config=model_config, kv_cache_dtype=kv_cache_dtype)
+    return model_config.kv_lora_rank // TILE * (TILE + 4) + 2 * model_config.qk_rope_head_dim
 
 
 def quantize_latents(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
