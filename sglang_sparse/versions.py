@@ -37,7 +37,7 @@ def installed_sglang() -> str:
 @cache
 def package_versions() -> dict[str, str]:
     """Return the versions of those of `PACKAGES` that are installed."""
-    installed = {found.metadata["Name"]: found.version for found in distributions()}
+    installed = {found.metadata["Name"]: found.version for found in reversed([*distributions()])}
     return {name: installed[name] for name in PACKAGES if name in installed}
 
 

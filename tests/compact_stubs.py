@@ -40,9 +40,8 @@ TREES = (*CORES, "disabled")
 
 def make_tree(kind: str, allocator: Any, table: Any, page_size: int) -> Any:
     """SGLang's tree, one of ``TREES``."""
-    components = (ComponentType.FULL,)
-    core = "rust" if kind == "disabled" else kind
-    disabled = kind == "disabled"
+    disabled, components = kind == "disabled", (ComponentType.FULL,)
+    core = "rust" if disabled else kind
     tree = UnifiedRadixCache(
         CacheInitParams(disabled, table, allocator, page_size, tree_components=components, tree_core_backend=core)
     )

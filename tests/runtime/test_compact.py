@@ -117,8 +117,9 @@ def test_every_page_has_an_owner_until_all_are_free(tree: str) -> None:
 
 
 @pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("evicted", [False, True])
 @pytest.mark.parametrize("core", CORES)
-def test_a_finished_request_shares_nothing_of_what_it_kept(core: str) -> None:
+def test_a_finished_request_shares_nothing_of_what_it_kept(core: str, evicted: bool) -> None:
     server = Server(tree=core)
     request = server.prefill(208, 20)
     server.cached(request)
@@ -127,7 +128,11 @@ def test_a_finished_request_shares_nothing_of_what_it_kept(core: str) -> None:
     assert state is not None
     assert server.let_go(request)
     state.exact_len = 100
+    if evicted:
+        # Else what it inserts is there already.
+        server.tree.evict(EvictParams(num_tokens=10**6))
     prompt, _ = server.tree.total_size()
+    assert prompt == (0 if evicted else 224)
     server.release(request)
     assert server.tree.total_size() == (prompt, 0) and server.tree.evictable_size() == prompt
     assert server.allocator.available_size() + prompt == server.pages * PAGE

@@ -53,6 +53,7 @@ def mla(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(mla: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """An MLA server whose pool is too small for many requests: long prompts come in chunks, decoding retracts."""
     flags = ["--page-size=16", "--chunked-prefill-size=128", "--max-total-tokens=768", "--schedule-conservativeness=0"]
+    flags.append("--constrained-json-disable-any-whitespace")
     log = tmp_path_factory.mktemp("server") / "log"
     with ServerProcess(mla, *flags, log_path=log, env=STRICT_MEMORY) as server:
         yield server

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import plain_dsa
 import pytest
@@ -183,6 +184,20 @@ def test_float8_rows_hold_latents_with_a_scale_for_each_tile() -> None:
         sparse_mla.attend(None, query, cache, 256, slots, 0.1) for cache in (rows.view(torch.float8_e4m3fn), plain)
     )
     assert torch.equal(got, want)
+
+
+def test_a_row_of_float8_has_room_for_its_scales() -> None:
+    config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=TOPK)
+    dense = SimpleNamespace(architectures=["DeepseekV3ForCausalLM"], index_topk=None)
+    widths = [
+        sparse_mla.row_width(
+            lambda **_: 272,
+            model_config=SimpleNamespace(hf_config=found, kv_lora_rank=256, qk_rope_head_dim=16),
+            kv_cache_dtype=dtype,
+        )
+        for found, dtype in [(config, torch.float8_e4m3fn), (config, torch.float32), (dense, torch.float8_e4m3fn)]
+    ]
+    assert widths == [256 + 2 * 4 + 2 * 16, 272, 272]
 
 
 def test_positions_become_slots() -> None:

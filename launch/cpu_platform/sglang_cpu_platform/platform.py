@@ -71,7 +71,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "none"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
-        """Return the activity of that name, which nobody asks for."""
+        """Return an activity for that name; SGLang asks for one, and nobody profiles it."""
         return torch.profiler.ProfilerActivity.CPU
 
     def get_default_attention_backend(self) -> str:
