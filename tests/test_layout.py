@@ -43,6 +43,7 @@ MAY_IMPORT_SGLANG = {
     "indexer.py",
     "native_indexer.py",
     "dsa_flags.py",
+    "dsa_latents.py",
     "kv_dtypes.py",
 }
 

@@ -105,6 +105,15 @@ DSA_SEAMS = (
         "dsa",
     ),
     Seam(
+        "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim",
+        "*, model_config, kv_cache_dtype",
+        "AROUND",
+        "dsa_latents:row_width",
+        "scheduler",
+        "DSA: float8 latents have scales in the KV pool, too, where the portable attention has a place without",
+        "dsa",
+    ),
+    Seam(
         "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._write_mla_kv_buffer",
         "self, dst_buffer, loc, cache_k_nope, cache_k_rope",
         "AROUND",

@@ -66,8 +66,8 @@ class InsertedKeys:
         """
         core, size = self._tree.tree_core, self._tree.page_size
         found, known = [], set()
-        for key in sorted(self._keys, key=len, reverse=True):
-            length, node, _ = core.match_full_device_prefix(key)
+        matched = [(*core.match_full_device_prefix(key)[:2], key) for key in self._keys]
+        for length, node, key in sorted(matched, key=lambda match: match[0], reverse=True):
             slots = self._tree.path_device_indices(node)[:length]
             # A page stands at one place of the tree: who holds the last one of a path holds them all.
             if length == 0 or int(slots[-1]) in known:
@@ -82,7 +82,7 @@ class InsertedKeys:
                 "nobody has inserted"
             )
         self._keys = [path.key for path in found]
-        return sorted(found, key=lambda path: len(path.slots), reverse=True)
+        return found
 
 
 def remember_inserts(tree: Any) -> InsertedKeys:

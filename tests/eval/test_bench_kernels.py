@@ -125,7 +125,9 @@ def test_inputs_with_a_structure(tmp_path: Path) -> None:
         assert header["arguments"]["inputs"] == ("normal" if name == "normal" else "structured")
         assert (header.get("recipe") or {}).get("stripes") == {"structured": 0.3, "fewer": 0.1}.get(name)
     assert 0.1 < kept["normal"] < 0.2 and 0.3 < kept["structured"] < kept["fewer"] < 1
-    assert distance["fewer"] < 1 < distance["normal"] and distance["fewer"] < distance["structured"] < distance["normal"]
+    assert (
+        distance["fewer"] < 1 < distance["normal"] and distance["fewer"] < distance["structured"] < distance["normal"]
+    )
 
 
 def test_what_is_measured() -> None:

@@ -45,7 +45,7 @@ def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
     hooks.hook_method(lambda _: loaded.append(list(hooked)), runner)
     expected = [seam.target for seam in hooks.SEAMS if seam.method == "dsa" and seam.gpu is not False]
     assert loaded == [expected if method == "dsa" else []]
-    assert len(expected) == 6 and not any(target.endswith("forward_native") for target in expected)
+    assert len(expected) == 7 and not any(target.endswith("forward_native") for target in expected)
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
     monkeypatch.setattr(HookRegistry, "_patched", set())
     if method == "dsa":

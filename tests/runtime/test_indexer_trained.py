@@ -111,7 +111,8 @@ def _served(module: Any) -> Any:
         rotary_emb=get_rope(
             rope, rope, config.max_position_embeddings, int(config.rope_parameters["rope_theta"]), is_neox_style=True
         ),
-        use_dsa_indexer_fusion=False, use_aiter_fused_fp8_writer=False,
+        use_dsa_indexer_fusion=False,
+        use_aiter_fused_fp8_writer=False,
         alt_stream=None,
         _update_rope_guarded=dsa_indexer.Indexer._update_rope_guarded,
     )
