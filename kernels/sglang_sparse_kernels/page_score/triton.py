@@ -22,8 +22,8 @@ _UNBOUNDED = tl.constexpr(UNBOUNDED)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters: bytes of summaries per program and step; programs aimed for per multiprocessor, all resident
-    at once; and registers of a thread, so that they are, where a program takes several steps.
+    """Launch parameters: bytes of summaries per program and step, and programs aimed for per multiprocessor, all
+    resident at once.
 
     The pages beyond their first step the programs take in turn; where one step is enough for all pages, it is twice as
     large. The defaults were fastest on one H200 for bfloat16, see
@@ -31,8 +31,7 @@ class Config:
     """
 
     block_bytes: int = 8192
-    programs_per_processor: int = 8
-    max_registers: int = 64
+    programs_per_processor: int = 6
 
 
 @triton.jit
@@ -98,8 +97,8 @@ def _page_score_kernel(
     first = tl.program_id(1) * (LANES * STEPS)
     stride = tl.num_programs(1) * (LANES * STEPS)
     # A lane is the threads that together read one row of a summary, 16 bytes each. Its pages follow each other in the
-    # table, so that one load can bring several. Lanes come before steps: Triton gives a warp's threads to the last axes,
-    # and a thread that had two steps of one lane would hold the query twice.
+    # table, so that one load can bring several. Steps are the first axis, since Triton gives the last ones to a warp's
+    # threads: they would hold more of the query, each for one step.
     logical = first + tl.arange(0, STEPS)[:, None] + tl.arange(0, LANES)[None, :] * STEPS
     page_table_ptr += row * table_stride
     # Only the summaries wait for another load: the table is read before it is known how many pages there are.
@@ -167,10 +166,8 @@ def page_score(
     entry_bytes = summary.element_size() * packed
     block_entries = triton.next_power_of_2(dim // packed)
     block_pages = max(1, config.block_bytes // (2 * block_entries * entry_bytes))
-    registers = config.max_registers if packed == 1 else None
     if batch * heads * triton.cdiv(width, block_pages) <= programs:
         block_pages *= 2
-        registers = None
     block_pages = min(block_pages, triton.next_power_of_2(width))
     lanes = min(block_pages, max(1, _NUM_WARPS * _WARP_BYTES // (block_entries * entry_bytes)))
     per_row = min(triton.cdiv(width, block_pages), max(1, programs // (batch * heads)))
@@ -198,6 +195,5 @@ def page_score(
         NATIVE=converts_float8(q.device),
         num_warps=_NUM_WARPS,
         launch_pdl=dependent,
-        maxnreg=registers,
     )
     return out
