@@ -79,11 +79,11 @@ def _multiply(shared, place, HEAD: gl.constexpr, MASKED: gl.constexpr):
     first = warpgroup_mma(queries.index(2 * HEAD), block, zero, use_acc=False, is_async=True)
     second = warpgroup_mma(queries.index(2 * HEAD + 1), block, zero, use_acc=False, is_async=True)
     # By then every warp has seen its products of the block before finished; nobody waits for that in between.
-    gl.thread_barrier()
+    gl.barrier()
     before = gl.where(stage == 0, STAGES, stage) - 1
     mbarrier.arrive(free.index(before), count=1, pred=visit > 0 if MASKED else True)
     # The compiler would put this barrier in front of the decision.
-    gl.thread_barrier()
+    gl.barrier()
     return first, second
 
 
@@ -129,7 +129,7 @@ def _visit(shared, place, seen, rule, upper, lower, HEAD: gl.constexpr, MASKED: 
     if MASKED:
         levels_below = gl.maximum(levels_above, levels_below)
     vote(levels_below, votes_below)
-    gl.thread_barrier()
+    gl.barrier()
     level = highest(votes_below)
     if not MASKED:
         level = gl.maximum(level, highest(votes_above))

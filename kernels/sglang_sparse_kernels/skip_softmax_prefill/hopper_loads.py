@@ -104,7 +104,7 @@ def produce(descs, shared, table_ptr, end, first_query, columns, PAGE: gl.conste
             mbarrier.wait(v_ready, 0)
             _clear(values, stage, rows, V_DIM)
             fence_async_shared()
-            gl.thread_barrier()
+            gl.barrier()
             mbarrier.arrive(values_ready.index(stage), count=1)
         stage, phase = next_stage(stage, phase, STAGES)
     # Nor may they come when the next program has this memory.
