@@ -15,9 +15,14 @@ def ask(
     tokens: int = 8,
     options: dict[str, Any] | None = None,
     rid: str | None = None,
+    ignore_eos: bool = True,
 ) -> dict[str, Any]:
-    """Have ``tokens`` tokens generated, whatever they are, and return the answer."""
-    params = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "custom_params": options}
+    """Have ``tokens`` tokens generated, whatever they are, and return the answer.
+
+    SGLang keeps room for all of them where the end of the text is ignored, and for a part where it is put off.
+    """
+    goes_on = {"ignore_eos": True} if ignore_eos else {"min_new_tokens": tokens}
+    params = {"max_new_tokens": tokens, "temperature": 0.0, "custom_params": options, **goes_on}
     return server.generate(input_ids=prompt, sampling_params=params, rid=rid)
 
 

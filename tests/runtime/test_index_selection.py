@@ -106,7 +106,7 @@ def test_a_native_indexer_is_left_alone_and_counted(topk: str, monkeypatch: pyte
         monkeypatch.setattr(module, "served_backend", lambda: backend)
     asked: list[Any] = []
     for layer in LAYERS:
-        assert indexer.choose(lambda *args: asked.append(args[-2]), None, *[None] * 4, layer, True) is None
+        assert indexer.choose(lambda *args: asked.append(args[-3]), None, *[None] * 4, layer, True) is None
     assert asked == list(LAYERS) and rows.view is not None
     assert rows.view.stats.tolist() == [2 * 3, (32 + 20) * 3, 220 * 3, 0]
     assert dsa_latents.attend(lambda *args: args[-1], None, *[None] * 4, 0.3) == 0.3

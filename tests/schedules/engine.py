@@ -179,7 +179,7 @@ class Engine:
         self.evicted_tokens = 0
         tree: Any = self.scheduler.tree_cache
         remember_inserts(tree)
-        self._evict, tree.evict = tree.evict, self._count_evicted
+        tree.evict, tree.evict_for_alloc = self._counting(tree.evict), self._counting(tree.evict_for_alloc)
         if options.apart:
             self.runner.attn_backend.divide = self._apart
         self.forget()
@@ -190,10 +190,13 @@ class Engine:
         # Not in the order of the batch, as by length.
         return [[row] for row in reversed(range(len(rows)))]
 
-    def _count_evicted(self, params: Any) -> Any:
-        result = self._evict(params)
-        self.evicted_tokens += result.num_tokens_evicted
-        return result
+    def _counting(self, evict: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = evict(*args, **kwargs)
+            self.evicted_tokens += result.num_tokens_evicted
+            return result
+
+        return counted
 
     def forget(self) -> None:
         """Empty the sink."""
