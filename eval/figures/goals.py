@@ -258,8 +258,16 @@ def line(
     return cells | {
         "quality": "; ".join(filter(None, quality)),
         "revision": row.get("revision") or "",
+        "sglang": _sglang(row),
         "file": path.name,
     }
+
+
+def _sglang(row: Mapping[str, Any]) -> str:
+    """The SGLang that a row was measured with; empty where its file does not say."""
+    servers = row.get("servers") or {}
+    told = (row.get("versions") or {}).get("sglang")
+    return told or next((server["version"] for server in servers.values() if server.get("version")), "")
 
 
 def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = None) -> str:
@@ -287,6 +295,7 @@ def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = 
         ("verdict", text("verdict")),
         ("quality", text("quality")),
         ("revision", text("revision")),
+        ("SGLang", text("sglang")),
         ("result file", text("file")),
     ]
     if ids is None:

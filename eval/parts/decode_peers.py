@@ -77,6 +77,8 @@ def peer_of(path: Path) -> Peer:
 def outdated_peers(folder: Path) -> list[str]:
     """Where a summary has other figures of a peer than the file that it names: that was measured again since then.
 
+    With another SGLang it is another peer, and says nothing of the figures that were measured beside the one before.
+
     Args:
         folder: of result files; what is not in it cannot be compared.
 
@@ -88,14 +90,22 @@ def outdated_peers(folder: Path) -> list[str]:
     """
     found = []
     for path in sorted(folder.glob("bench-decode-*.jsonl")):
-        for row in read_finished(path):
+        header, *rows = read_finished(path)
+        for row in rows:
             if row["kind"] != "summary" or row["arm"] != "peer" or not (folder / row["file"]).exists():
+                continue
+            peer = read_finished(folder / row["file"])[0]
+            if _sglang(peer) != _sglang(header):
                 continue
             now = peer_of(folder / row["file"])
             said = Peer(row["backend"], row["file"], row["rounds"], row["tpot"], tuple(row["tpot_range"]))
             if said != now:
                 found.append(f"{path.name} has {_figures(said)} from {row['file']}, which has {_figures(now)}")
     return found
+
+
+def _sglang(header: Mapping[str, Any]) -> str | None:
+    return (header.get("versions") or {}).get("sglang")
 
 
 def _figures(peer: Peer) -> str:

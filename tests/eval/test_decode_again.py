@@ -1,5 +1,6 @@
 """Rounds of the decode benchmark beside peers that were measured later, and rows whose peer was measured again."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -84,5 +85,9 @@ def test_a_peer_that_was_measured_again_is_found(
     for changed in ({"rounds": 4}, {"tpot_range": [0.02, 0.05]}):
         peer_file(peer, {**ROW, **changed})
         assert len(outdated_peers(measured.parent)) == 1
+    header, *rows = (json.loads(line) for line in peer.read_text().splitlines())
+    header["versions"] = {"sglang": "another"}
+    peer.write_text("".join(json.dumps(row) + "\n" for row in (header, *rows)))
+    assert outdated_peers(measured.parent) == []
     peer.unlink()
     assert report.main(["--check"]) == 0, "what is not there cannot be compared"
