@@ -21,7 +21,7 @@ from sglang_sparse.limits import DENSE_BACKENDS, Gpu, dense_backends
 from sglang_sparse.model_kinds import KINDS
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.settings import SparseServerArgs
+    from sglang_sparse.config.arguments import Arguments
     from sglang_sparse.method import DecodeMethod
     from sglang_sparse.prefill_method import PrefillMethod
 
@@ -151,7 +151,7 @@ def _checkpoint(kind: str) -> TemporaryDirectory[str]:
     return folder
 
 
-def _server(kind: str, changes: Mapping[str, Any]) -> SparseServerArgs:
+def _server(kind: str, changes: Mapping[str, Any]) -> Arguments:
     """SGLang's arguments as they are written: to resolve them it would look at this machine."""
     from sglang_sparse.hooks.server_args import SparseServerArgs
 
@@ -174,7 +174,7 @@ def refusal(method: Method, place: Place, changes: Mapping[str, Any] | None = No
     return refusals.refusal(args, settings, place.gpu, stand_in=True)
 
 
-def _asked(method: Method, place: Place, changes: Mapping[str, Any]) -> tuple[SparseServerArgs, Settings]:
+def _asked(method: Method, place: Place, changes: Mapping[str, Any]) -> tuple[Arguments, Settings]:
     fields = dict(place.fields)
     if "page_size" in changes and not method.prefill:
         fields["page_size"] = changes["page_size"]

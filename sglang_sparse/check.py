@@ -26,7 +26,7 @@ from sglang_sparse.hooks.table import SEAMS
 from sglang_sparse.versions import SUPPORTED_SGLANG, installed_sglang
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.settings import SparseServerArgs
+    from sglang_sparse.config.arguments import Arguments
 
 MARKDOWN = "--markdown"
 BLOCK = re.compile(r"(<!-- check: ([\w-]+) -->\n)(.*?)(<!-- check end -->)", re.S)
@@ -87,7 +87,7 @@ def _judge(arguments: list[str]) -> None:
     load_plugins()
     from sglang.srt.server_args import prepare_server_args
 
-    server_args = cast("SparseServerArgs", prepare_server_args(arguments))
+    server_args = cast("Arguments", prepare_server_args(arguments))
     flags = {
         f"--sparse-method {server_args.sparse_method}": server_args.sparse_method and server_args.sparse_config,
         f"--sparse-prefill-method {server_args.sparse_prefill_method}": server_args.sparse_prefill_config,

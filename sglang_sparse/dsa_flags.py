@@ -10,7 +10,8 @@ from sglang_sparse.config.settings import SparseArgumentError, settings_of
 from sglang_sparse.methods.dsa import NATIVE, Dsa
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.settings import Settings, SparseServerArgs
+    from sglang_sparse.config.arguments import Arguments
+    from sglang_sparse.config.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ SLOT = "tilelang"
 STAGE_FLAGS: Mapping[str, str] = {"dsa_topk_backend": "topk", "dsa_paged_mqa_logits_backend": "indexer"}
 
 
-def require_dtype(args: SparseServerArgs, settings: Settings, dtype: Any, gpu: bool) -> None:
+def require_dtype(args: Arguments, settings: Settings, dtype: Any, gpu: bool) -> None:
     """Refuse a model that next to a GPU would not run in bfloat16, as its checkpoint or ``--dtype`` has it.
 
     Args:
@@ -40,7 +41,7 @@ def require_dtype(args: SparseServerArgs, settings: Settings, dtype: Any, gpu: b
         )
 
 
-def require_stages(args: SparseServerArgs, settings: Settings, found: Mapping[str, str], gpu: bool) -> None:
+def require_stages(args: Arguments, settings: Settings, found: Mapping[str, str], gpu: bool) -> None:
     """Refuse what chooses among kernels of SGLang's that do not run.
 
     Args:
@@ -56,7 +57,8 @@ def require_stages(args: SparseServerArgs, settings: Settings, found: Mapping[st
     from sglang.srt.environ import envs
     from sglang.srt.server_args import ServerArgs
 
-    fields = {field.name: field for field in msgspec.structs.fields(ServerArgs)}
+    record: Any = ServerArgs
+    fields = {field.name: field for field in msgspec.structs.fields(record)}
     given = {
         f"--{name.replace('_', '-')}": (getattr(args, name), fields[name].default, stage)
         for name, stage in STAGE_FLAGS.items()
@@ -112,7 +114,7 @@ def keep_slot(original: Callable[..., dict[str, Any]], args: Any) -> dict[str, A
     return {}
 
 
-def leave_graphs(args: SparseServerArgs, settings: Settings) -> None:
+def leave_graphs(args: Arguments, settings: Settings) -> None:
     """Switch off those CUDA graphs of prefill that the indexer cannot be in.
 
     A breakable one runs SGLang's own indexer eagerly, between its pieces; the portable indexer has no such place, and

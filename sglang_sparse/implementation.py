@@ -18,7 +18,8 @@ from sglang_sparse.limits import Gpu, on_gpu
 from sglang_sparse.methods.dsa import AUTO, NATIVE, PORTABLE, REFERENCE, STAGES, Dsa, DsaConfig
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.settings import Settings, SparseServerArgs
+    from sglang_sparse.config.arguments import Arguments
+    from sglang_sparse.config.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def settle(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) -> Settings:
+def settle(args: Arguments, settings: Settings, gpu: Gpu = None) -> Settings:
     """Put the choice into a server's config, and into those arguments of SGLang's that follow from it.
 
     Args:
@@ -260,6 +261,6 @@ def _facts(args: Any, config: DsaConfig, asked: Gpu) -> Facts:
     )
 
 
-def _model(args: SparseServerArgs) -> Any:
+def _model(args: Arguments) -> Any:
     # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
     return args.new_model_config()

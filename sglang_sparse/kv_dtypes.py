@@ -13,13 +13,13 @@ from sglang_sparse.config.settings import Settings, SparseArgumentError, setting
 from sglang_sparse.limits import DENSE_BACKENDS, GPU_ONLY_BACKENDS, Gpu, capability, on_gpu
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.settings import SparseServerArgs
+    from sglang_sparse.config.arguments import Arguments
 
 # NVIDIA's number of the first GPUs on which kernels read float8.
 FLOAT8 = (8, 9)
 
 
-def require_dtypes(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) -> None:
+def require_dtypes(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     """Refuse KV caches that a method's kernels do not read, or read wrongly.
 
     Args:
@@ -65,14 +65,14 @@ def require_dtypes(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) 
         )
 
 
-def _has_scales(args: SparseServerArgs) -> bool:
+def _has_scales(args: Arguments) -> bool:
     """Whether scales of the KV are given, or a checkpoint's quantization says that it has some."""
     if args.quantization_param_path is not None:
         return True
     return any(each.get(name) for each in _quantizations(args) for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
 
 
-def _quantizations(args: SparseServerArgs) -> list[Mapping[str, Any]]:
+def _quantizations(args: Arguments) -> list[Mapping[str, Any]]:
     """What a checkpoint says of its quantization, in its config and beside it."""
     config = getattr(args.get_model_config(), "hf_config", None)
     found = [getattr(config, name, None) for name in ("quantization_config", "compression_config")]

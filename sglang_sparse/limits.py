@@ -207,15 +207,14 @@ def _mamba_like(model: Any) -> bool:
 
 
 def _own_sparse_attention(model: Any) -> bool:
-    from sglang.srt.configs.dots3 import Dots3Config
     from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
     from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
 
     config = model.hf_config
     known = (is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse, is_qwen_qsa)
     # MiniCPM's class says so itself.
-    own = getattr(config, "has_minicpm_sparse_attention", False)
-    return own or isinstance(config, Dots3Config) or any(asks(config) for asks in known)
+    own = getattr(config, "has_minicpm_sparse_attention", False) or config.model_type == "dots3_note"
+    return own or any(asks(config) for asks in known)
 
 
 def _soft_cap(model: Any) -> bool:

@@ -27,7 +27,8 @@ from sglang_sparse.scheduler.request_fields import prefix_len
 from sglang_sparse.windows import outside, window_start
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.settings import Settings, SparseServerArgs
+    from sglang_sparse.config.arguments import Arguments
+    from sglang_sparse.config.settings import Settings
     from sglang_sparse.prefill_method import PrefillMethod
     from sglang_sparse.requests import RequestState
 
@@ -40,7 +41,7 @@ def current_settings() -> Settings | None:
         server_args = get_server_args()
     except ValueError:
         return None
-    return settings_of(cast("SparseServerArgs", server_args))
+    return settings_of(cast("Arguments", server_args))
 
 
 def method_of(request: Any) -> PrefillMethod | None:

@@ -30,10 +30,10 @@ from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import PAGE_SIZES
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.settings import SparseServerArgs
+    from sglang_sparse.config.arguments import Arguments
 
 
-def refusal(args: SparseServerArgs, settings: Settings, gpu: Gpu, stand_in: bool = False) -> str | None:
+def refusal(args: Arguments, settings: Settings, gpu: Gpu, stand_in: bool = False) -> str | None:
     """Say why a server would not start, or None: all that a start asks, in its order.
 
     Args:
@@ -52,7 +52,7 @@ def refusal(args: SparseServerArgs, settings: Settings, gpu: Gpu, stand_in: bool
     return None
 
 
-def require_before(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) -> None:
+def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     """Refuse what can be seen before SGLang resolves its arguments.
 
     Args:
@@ -104,7 +104,7 @@ def require_before(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) 
                 )
 
 
-def require_interval(interval: int, args: SparseServerArgs, model: Any) -> None:
+def require_interval(interval: int, args: Arguments, model: Any) -> None:
     """Refuse an interval that this server cannot serve, whoever asks for it.
 
     Args:
@@ -125,12 +125,12 @@ def require_interval(interval: int, args: SparseServerArgs, model: Any) -> None:
         raise ValueError(f"rectify_interval: got {interval}, allowed on this server: 0; it has {found}")
 
 
-def _found(args: SparseServerArgs, limits: tuple[FlagLimit, ...]) -> str:
+def _found(args: Arguments, limits: tuple[FlagLimit, ...]) -> str:
     got = [(limit, limit.got(args)) for limit in limits]
     return "; ".join(f"{limit.name} (got {value!r}): {limit.reason}" for limit, value in got if value is not None)
 
 
-def require_after(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) -> None:
+def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     """Refuse what SGLang's resolved arguments show.
 
     Args:
@@ -173,7 +173,7 @@ def require_after(args: SparseServerArgs, settings: Settings, gpu: Gpu = None) -
         )
 
 
-def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
+def _require_prefill(args: Arguments, settings: Settings) -> None:
     if settings.prefill is None:
         return
     reason = settings.prefill.refuse_page_size(settings.config.page_size)
@@ -196,7 +196,7 @@ def _require_prefill(args: SparseServerArgs, settings: Settings) -> None:
         )
 
 
-def _require_window(args: SparseServerArgs, settings: Settings) -> None:
+def _require_window(args: Arguments, settings: Settings) -> None:
     """Refuse chunks that a prompt's window may not fit: a prompt would wait for one that does, for ever."""
     window = max((method.window_tokens for method in keep_methods(settings.method)), default=0)
     page = settings.config.page_size
@@ -217,7 +217,7 @@ def excludes(limit: ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bo
     return not (limit.own_selection and method.selects_in_model)
 
 
-def fit_prefill(args: SparseServerArgs, settings: Settings) -> Settings:
+def fit_prefill(args: Arguments, settings: Settings) -> Settings:
     """Leave out the prefill method that came along where it does not fit the model; one that was asked for stays.
 
     Args:
@@ -233,7 +233,7 @@ def fit_prefill(args: SparseServerArgs, settings: Settings) -> Settings:
     return fitted
 
 
-def require_model(args: SparseServerArgs, settings: Settings, stand_in: bool = False) -> None:
+def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -> None:
     """Refuse what the model's config shows, and its weights unless it is a stand-in.
 
     Raises:
@@ -272,7 +272,7 @@ def require_model(args: SparseServerArgs, settings: Settings, stand_in: bool = F
         raise SparseArgumentError(f"{asked} does not fit {architecture}: {reason}")
 
 
-def require_weights(args: SparseServerArgs, settings: Settings, model: Any) -> None:
+def require_weights(args: Arguments, settings: Settings, model: Any) -> None:
     """Refuse weights that do not fit the decode method, as far as they are at hand.
 
     Args:

@@ -29,7 +29,7 @@ from sglang_sparse.model_kinds import KINDS
 from sglang_sparse.recipes import Recipe
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.settings import SparseServerArgs
+    from sglang_sparse.config.arguments import Arguments
 
 LAUNCH = ("-m", "sglang.launch_server")
 
@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def parse(arguments: Sequence[str]) -> SparseServerArgs:
+def parse(arguments: Sequence[str]) -> Arguments:
     """Read a server's command line with SGLang's own parser, and resolve nothing.
 
     Args:

@@ -19,15 +19,7 @@ from sglang_sparse.trtllm import as_ours
 from sglang_sparse.validation import SparseArgumentError, validated
 
 if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
-
-    class SparseServerArgs(ServerArgs):
-        """SGLang's class as ``hooks.server_args.add_fields`` leaves it."""
-
-        sparse_method: str | None
-        sparse_prefill_method: str | None
-        sparse_config: str | dict[str, Any] | None
-        sparse_prefill_config: str | dict[str, Any] | None
+    from sglang_sparse.config.arguments import Arguments
 
 
 @dataclass(frozen=True)
@@ -191,7 +183,7 @@ def prefill_chunk(server_args: Any) -> int | None:
     return chunk if chunk > 0 else None
 
 
-def settings_of(server_args: SparseServerArgs) -> Settings | None:
+def settings_of(server_args: Any) -> Settings | None:
     """Return the settings of a server, or None where no sparse method was asked for.
 
     The main process has replaced the configs by the resolved fields as JSON, so a scheduler sees what was validated
@@ -210,7 +202,7 @@ def settings_of(server_args: SparseServerArgs) -> Settings | None:
 _LAST: list[Any] = [None, None]
 
 
-def _read(server_args: SparseServerArgs) -> Settings | None:
+def _read(server_args: Arguments) -> Settings | None:
     name = getattr(server_args, "sparse_method", None)
     prefill = getattr(server_args, "sparse_prefill_method", None)
     if not name and not prefill:
@@ -221,7 +213,7 @@ def _read(server_args: SparseServerArgs) -> Settings | None:
     )
 
 
-def page_size_fields(server_args: SparseServerArgs) -> dict[str, Any]:
+def page_size_fields(server_args: Arguments) -> dict[str, Any]:
     """Config of dense decode: the pages are the server's. A size that nobody serves is refused elsewhere."""
     return {"page_size": server_args.page_size} if server_args.page_size in PAGE_SIZES else {}
 

@@ -13,6 +13,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse import dsa_flags, implementation, refusals, registry
 from sglang_sparse.config import arguments
+from sglang_sparse.config.arguments import Arguments
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build, page_size_fields, settings_of
 from sglang_sparse.config_value import read_config
 from sglang_sparse.hooks import apply
@@ -100,13 +101,13 @@ def _resolve_once(original: Callable[[], None], record: Any) -> None:
         logger.warning("sglang_sparse: %s", text)
 
 
-def _say_prefill(server_args: SparseServerArgs, settings: Settings) -> None:
+def _say_prefill(server_args: Arguments, settings: Settings) -> None:
     if settings.prefill:
         server_args.sparse_prefill_method = settings.prefill_name
         server_args.sparse_prefill_config = json.dumps(settings.prefill_resolved)
 
 
-def refuse_model(record: SparseServerArgs, previous: Callable[[Any], None]) -> None:
+def refuse_model(record: Any, previous: Callable[[Any], None]) -> None:
     """Around SGLang's step ``handle_model_source_paths``: judge the model before SGLang resolves arguments for it.
 
     Raises:
@@ -126,7 +127,7 @@ def refuse_model(record: SparseServerArgs, previous: Callable[[Any], None]) -> N
         implementation.settle(self, settings)
 
 
-def resolve(server_args: SparseServerArgs) -> Settings:
+def resolve(server_args: Arguments) -> Settings:
     """Read and validate the configs that a user gave, with the model's config.json where they ask for it.
 
     Raises:
@@ -138,7 +139,7 @@ def resolve(server_args: SparseServerArgs) -> Settings:
     return build(names[0], fields, names[1], prefill, checkpoint=lambda: _config_json(server_args))
 
 
-def _config_json(server_args: SparseServerArgs) -> dict[str, Any]:
+def _config_json(server_args: Arguments) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     try:
@@ -151,7 +152,7 @@ def _orphaned(server_args: Any) -> bool:
     return server_args.sparse_config is not None or server_args.sparse_prefill_config is not None
 
 
-def _refuse_orphans(server_args: SparseServerArgs) -> None:
+def _refuse_orphans(server_args: Arguments) -> None:
     for config, method in (("sparse_config", "sparse_method"), ("sparse_prefill_config", "sparse_prefill_method")):
         if getattr(server_args, config) is not None and not getattr(server_args, method):
             flag, needed = (f"--{name.replace('_', '-')}" for name in (config, method))

@@ -98,9 +98,10 @@ def _lost_flags() -> Iterator[tuple[str, str]]:
     """The arguments that refusals ask for and SGLang no longer has."""
     from sglang.srt.server_args import ServerArgs
 
+    record: Any = ServerArgs
     for limit in (*FLAG_LIMITS, *RECTIFY_LIMITS, *COMPACT_LIMITS, *INDEXER_LIMITS, *PREFILL_LIMITS):
         try:
-            limit.got(ServerArgs(model_path="none"))
+            limit.got(record(model_path="none"))
         except AttributeError as error:
             yield "sglang.srt.server_args.ServerArgs", f"refused as {limit.name}: {error}"
 

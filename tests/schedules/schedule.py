@@ -221,12 +221,15 @@ class Schedule:
     def _admit(self) -> Any:
         rid = f"{self.seed}-{self.counts.requests}"
         self.counts.requests += 1
-        # Requests that can never fit are refused; that is SGLang's to test.
-        longest = min(self.engine.scheduler.max_req_input_len, CONTEXT) - 1
-        tokens = self._prompt()[:longest]
+        scheduler = self.engine.scheduler
+        # SGLang refuses a prompt that never fits and clips an output to what the empty pool holds; the
+        # larger pool of the dense twin would not, so each request here fits with all its tokens.
+        room = scheduler.max_total_num_tokens - 2 * scheduler.page_size
+        tokens = self._prompt()[: min(scheduler.max_req_input_len - 1, CONTEXT - 1, room - 1)]
         self._prompts[rid] = tokens
+        longest_output = self._rng.choice([1, 2, *[self._rng.randint(3, self._longest_output)] * 4])
         sampling = {
-            "max_new_tokens": self._rng.choice([1, 2, *[self._rng.randint(3, self._longest_output)] * 4]),
+            "max_new_tokens": min(longest_output, room - len(tokens)),
             "temperature": self._rng.choice([0.0, 0.0 if self.engine.options.compared else 1.0]),
             # SGLang reserves all tokens of a request that ignores stop tokens, which the pool then never lacks.
             "ignore_eos": self._rng.random() < 0.15,

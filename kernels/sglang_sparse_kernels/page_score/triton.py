@@ -2,6 +2,7 @@
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from dataclasses import dataclass
 

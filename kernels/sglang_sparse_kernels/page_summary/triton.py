@@ -2,6 +2,7 @@
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 import functools
 from collections.abc import Sequence

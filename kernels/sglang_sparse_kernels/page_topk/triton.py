@@ -8,6 +8,7 @@ scores narrow the range to a single key. A cumulative sum then places the select
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from dataclasses import dataclass
 
