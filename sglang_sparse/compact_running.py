@@ -53,28 +53,33 @@ def compact_running(running: Any, scheduler: Any, *_: Any) -> None:
     if not plan.sparse:
         return
     reserve = len(states) * tree.page_size
+    holders = None
     for row, span in ready.items():
-        if plan.n_select[row] >= plan.n_pages[row] or not _pays(running.reqs[row], span, running.reqs, tree):
+        if plan.n_select[row] >= plan.n_pages[row]:
+            continue
+        holders = holders or _holders([*running.reqs, *filter(None, [scheduler.chunked_req])], tree)
+        if not _pays(running.reqs[row], span, holders, tree):
             continue
         if compaction.let_go(running.reqs[row], span, tree, reserve):
-            states[row].compacted = True
+            states[row].compacted, holders = True, None
             # There may be room for who waits.
             running.batch_is_full = False
         else:
             compaction.waits += 1
 
 
-def _pays(request: Any, span: Span, running: list[Any], tree: Any) -> bool:
+def _holders(requests: list[Any], tree: Any) -> Counter[tuple[int, int]]:
+    """Count who holds each node of the tree, by its id and length."""
+    locks = [node for request in requests if (node := locked_node(request)) is not None]
+    paths = tree.tree_core.collect_path_info(locks)
+    return Counter((info.node_id, info.path_end - info.path_start) for path in paths for info in path)
+
+
+def _pays(request: Any, span: Span, holders: Counter[tuple[int, int]], tree: Any) -> bool:
     """Whether less KV is held where all who hold this prompt let go of it.
 
     Of what others hold too nothing is free until the last of them lets go, while each takes a copy.
     """
-    locks = [node for other in running if (node := locked_node(other)) is not None]
-    holders = Counter(
-        (info.node_id, info.path_end - info.path_start)
-        for path in tree.tree_core.collect_path_info(locks)
-        for info in path
-    )
     node = locked_node(request)
     own = () if node is None else tree.tree_core.collect_path_info([node])[0]
     shared = sum(

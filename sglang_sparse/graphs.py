@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from sglang_sparse.backend import SparseAttentionBackend
     from sglang_sparse.config.settings import Settings
 
-DENSE, SPARSE = "dense", "sparse"
+# Not "dense": SGLang's DSA indexer takes that label for its own variant, which scores nothing.
+DENSE, SPARSE = "dense decode", "sparse decode"
 
 
 class GraphVariants:

@@ -109,7 +109,7 @@ def _require_float8(settings: Settings, found: tuple[int, int] | None, plain: st
 def complete_scales(_: None, *, model: Any, kv_cache_dtype: str) -> None:
     """After ``load_kv_cache_scales``: let all of SGLang's attention read the scales of float8 KV.
 
-    SGLang 0.5.17 leaves those of ``--quantization-param-path`` as numbers under the names of the tensors. With such,
+    SGLang leaves those of ``--quantization-param-path`` as numbers under the names of the tensors. With such,
     its FA3 and Triton backends end at the first prompt, and FlashInfer's writes keys with the scale and reads them
     without. Those of a checkpoint have both already. Neither are read by FlashInfer's prefill where it attends to a
     prefix apart from the chunk; so it attends to both in the cache.

@@ -87,7 +87,7 @@ def _foreign_core(_: Any) -> str | None:
     from sglang.srt.environ import envs
 
     variable = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND
-    return None if variable.get() in TREE_CORES else variable.name
+    return None if variable.get() in TREE_CORES else f"{variable.name}={variable.get()}"
 
 
 FLAG_LIMITS = (
@@ -98,6 +98,11 @@ FLAG_LIMITS = (
         _OTHER_WRITER,
     ),
     FlagLimit("hierarchical cache", _set("enable_hierarchical_cache"), _OTHER_WRITER),
+    FlagLimit(
+        "the KV canary",
+        lambda args: None if args.kv_canary == "none" else args.kv_canary,
+        "it takes KV that a rectifying pass rewrites or a request lets go of for damage; not proven yet",
+    ),
     FlagLimit("LMCache", _set("enable_lmcache"), _OTHER_WRITER),
     FlagLimit("FlexKV", _set("enable_flexkv"), _OTHER_WRITER),
     FlagLimit("changing PD roles", _set("enable_pd_role_switch"), _OTHER_WRITER),

@@ -27,9 +27,15 @@ def register() -> None:
 
         apply.register()
         add_fields()
-    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+    except Exception as error:
         if any(argument.startswith("--sparse") for argument in sys.argv[1:]):
-            from sglang_sparse.versions import installed_sglang
-
-            raise SystemExit(f"sglang_sparse cannot hook SGLang {installed_sglang()}: {error}") from error
+            raise SystemExit(_message(error)) from error
         raise
+
+
+def _message(error: Exception) -> str:
+    from sglang_sparse.versions import UnsupportedSGLangError, installed_sglang
+
+    if not isinstance(error, UnsupportedSGLangError):
+        error = UnsupportedSGLangError(f"cannot hook SGLang {installed_sglang()}: {error}")
+    return str(error)

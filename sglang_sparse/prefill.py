@@ -148,7 +148,8 @@ def add_chunk(original: Callable[..., Any], adder: Any, request: Any) -> Any:
     SGLang must be given a chunk here. Where memory for a whole group is lacking it gets what there is, and the request
     shares nothing from that group on; and where the chunk ends within its window, it sees all of its prompt.
     """
-    memory = int(adder.rem_total_tokens)
+    # SGLang may give others a share of the pass (``--schedule-policy shortest-prefill-first``).
+    memory = min(int(adder.rem_total_tokens), adder.chunked_req_limit or sys.maxsize)
     _end_where_allowed(adder, request, memory if memory > 0 else sys.maxsize)
     return original(adder, request)
 

@@ -239,9 +239,9 @@ def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *ar
     if settings is not None:
         sampling = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
         options = _validate(settings, manager, sampling.get("custom_params"))
-        if (sampling.get("beam_width") or 1) > 1:
-            raise ValueError(f"beam_width: got {sampling['beam_width']}, allowed on this server: 1")
         tokenized = original(manager, obj, *args, **kwargs)
+        if (width := tokenized.sampling_params.beam_width or 1) > 1:
+            raise ValueError(f"beam_width: got {width}, allowed on this server: 1")
         if NAMESPACE in (tokenized.extra_key or ""):
             raise ValueError(f"extra_key: got {tokenized.extra_key!r}, allowed: anything without {NAMESPACE!r}")
         tokenized.extra_key = namespaced(tokenized.extra_key, options)

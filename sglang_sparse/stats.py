@@ -17,7 +17,7 @@ from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.dsa import Dsa
 from sglang_sparse.scratch import allocator_counts
 from sglang_sparse.selection_counts import SelectionCounts, added
-from sglang_sparse.versions import installed_sglang, package_versions
+from sglang_sparse.versions import UnsupportedSGLangError, installed_sglang, package_versions
 
 if TYPE_CHECKING:
     from sglang_sparse.config.settings import Settings
@@ -266,8 +266,17 @@ def _counters(model_runner: Any) -> Counters:
 
 
 def report_active(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
-    """After ``Scheduler.get_init_info``: name the backend that really runs."""
+    """After ``Scheduler.get_init_info``: name the backend that really runs.
+
+    Raises:
+        UnsupportedSGLangError: SGLang has made another prefix cache than the one that is hooked.
+    """
     if settings_of(scheduler.server_args) is not None:
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        tree = scheduler.tree_cache
+        if not isinstance(tree, UnifiedRadixCache):
+            raise UnsupportedSGLangError(f"got a {type(tree).__name__} as prefix cache, whose inserts are not hooked")
         backend = scheduler.tp_worker.model_runner.attn_backend
         if type(backend).__name__ == "SparseAttentionBackend":
             info["sparse_method"] = arguments.of(scheduler.server_args).sparse_method

@@ -84,7 +84,10 @@ class Server:
         backend = SimpleNamespace(method=method, keeps=SimpleNamespace(compaction=self.compaction), counters=counters)
         runner = SimpleNamespace(attn_backend=backend)
         self.scheduler: Any = SimpleNamespace(
-            server_args=self.args, tree_cache=self.tree, tp_worker=SimpleNamespace(model_runner=runner)
+            server_args=self.args,
+            chunked_req=None,
+            tree_cache=self.tree,
+            tp_worker=SimpleNamespace(model_runner=runner),
         )
 
     def prefill(self, prompt: int, generated: int = 0, tokens: int = 0, **options: Any) -> Any:

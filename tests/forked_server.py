@@ -23,7 +23,6 @@ from launch.server import ServerProcess
 IMPORTS = [
     "torch._dynamo",
     "torchvision",
-    "torchao",
     "triton",
     "transformers.generation.candidate_generator",
     "compressed_tensors",

@@ -41,7 +41,12 @@ def chunks(one: Any, budgets: list[int], memory: int, size: int) -> list[int]:
     ends: list[int] = []
     for budget in budgets:
         adder = SimpleNamespace(
-            rem_chunk_tokens=budget, running_batch=None, can_run_list=[], page_size=size, rem_total_tokens=memory
+            rem_chunk_tokens=budget,
+            running_batch=None,
+            can_run_list=[],
+            page_size=size,
+            rem_total_tokens=memory,
+            chunked_req_limit=None,
         )
         end = prefill.add_chunk(take, adder, one) if ends else prefill.add_request(take, adder, one, False, None)
         if end is AddReqResult.OTHER:

@@ -25,10 +25,7 @@ _CONFIG = "inline JSON, or a .json, .toml or .yaml file"
 
 
 class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
-    """SGLang's record of arguments with the four fields of this plugin, which takes the record's place.
-
-    Annotations of fields are read by SGLang's parser, which knows ``Optional`` alone.
-    """
+    """SGLang's record of arguments with the four fields of this plugin, which takes the record's place."""
 
     sparse_method: A[str | None, Arg(help=f"Sparse decode method: {', '.join(registry.decode_methods())}.")] = None
     sparse_prefill_method: A[

@@ -183,13 +183,15 @@ class Dsa(DecodeMethod):
                 return f"{name} is {asked} and it has {most} {unit}; allowed: 1 to {most}"
         shared = {name: getattr(config, name, None) for name in SHARED if (getattr(config, name, None) or 1) != 1}
         other = shared | {name: value for name in OTHER_INDEXERS if (value := getattr(config, name, None))}
+        if "shared" in (getattr(config, "indexer_types", None) or ()):
+            other["indexer_types"] = '"shared" layers'
         said = ", ".join(f"{name} {value}" for name, value in other.items())
         return f"its indexer has {said}, which is not served yet" if other else None
 
     def refuse_weights(self, model_config: Any) -> str | None:
         """Refuse weights without an indexer in every layer, or with another one than the config's.
 
-        Weights that are not at hand are not judged, and a warning says so: see ``hooks.hook_method`` for the next time.
+        Weights that are not at hand are not judged, and a warning says so.
         """
         config = model_config.hf_text_config
         try:

@@ -125,7 +125,8 @@ class SkipSoftmax(PrefillMethod):
         if capability[0] != 10:
             return None
         return (
-            f"Triton 3.6 does not compile its kernel for compute capability {capability[0]}.x; allowed: "
+            f"Triton 3.6 did not compile its kernel for compute capability {capability[0]}.x, and no later one is "
+            "proven; allowed: "
             '--sparse-method skip_softmax with {"threshold_scale_factor": {"decode": …}}, whose prefill is dense, or '
             "--sparse-prefill-method anchor"
         )

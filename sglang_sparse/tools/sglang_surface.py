@@ -72,7 +72,7 @@ def problems() -> list[tuple[str, str]]:
     for seam in SEAMS:
         try:
             got = parameters_of(seam.target)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:
             found.append((seam.target, f"hooked by {seam.function}: {error}"))
             continue
         if got != seam.parameters:
@@ -80,13 +80,13 @@ def problems() -> list[tuple[str, str]]:
     for name, path in imports().items():
         try:
             pkgutil.resolve_name(name)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:
             found.append((name, f"imported by {path}: {error}"))
     for name, path in attributes().items():
         owner, _, attribute = name.rpartition(".")
         try:
             known = _known(pkgutil.resolve_name(owner))
-        except (ImportError, AttributeError) as error:
+        except Exception as error:
             found.append((owner, f"used by {path}: {error}"))
             continue
         if attribute not in known:
@@ -102,7 +102,7 @@ def _lost_flags() -> Iterator[tuple[str, str]]:
     for limit in (*FLAG_LIMITS, *RECTIFY_LIMITS, *COMPACT_LIMITS, *INDEXER_LIMITS, *PREFILL_LIMITS):
         try:
             limit.got(record(model_path="none"))
-        except AttributeError as error:
+        except Exception as error:
             yield "sglang.srt.server_args.ServerArgs", f"refused as {limit.name}: {error}"
 
 

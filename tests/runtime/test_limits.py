@@ -85,6 +85,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             Trigger("the Rust server", variable="SGLANG_RUST_SERVER"),
             on("radix cache backend", "radix_cache_backend", "other"),
             on("KV cache dtype", "kv_cache_dtype", "nvfp4"),
+            on("the KV canary", "kv_canary", "raise"),
             Trigger("radix tree core", variable="SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"),
         ),
     ),

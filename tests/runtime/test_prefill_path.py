@@ -107,8 +107,10 @@ def test_passes_that_serve_no_prompt_count_for_nothing() -> None:
         (True, GROUP, GROUP - 4, [], 999, None),
     ],
 )
+@pytest.mark.parametrize("bound", ["rem_total_tokens", "chunked_req_limit"])
 def test_a_chunk_has_room_for_a_group(
     monkeypatch: pytest.MonkeyPatch,
+    bound: str,
     mixed: bool,
     chunk: int,
     before: int,
@@ -124,7 +126,7 @@ def test_a_chunk_has_room_for_a_group(
         running_batch=SimpleNamespace(reqs=[None] * 4),
         can_run_list=begun,
         page_size=4,
-        rem_total_tokens=memory,
+        **{"rem_total_tokens": 999, "chunked_req_limit": None, bound: memory},
     )
     prompt = [0] * (2 * GROUP + before)
     request = SimpleNamespace(prefix_len=2 * GROUP, full_untruncated_fill_ids=prompt, origin_input_ids=prompt)

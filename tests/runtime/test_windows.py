@@ -158,7 +158,12 @@ def test_beside_rows_that_decode_a_window_has_room(
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(enable_mixed_chunk=True))
     running = SimpleNamespace(reqs=[None] * 6)
     adder = SimpleNamespace(
-        rem_chunk_tokens=10, running_batch=running, can_run_list=begun, page_size=4, rem_total_tokens=memory
+        rem_chunk_tokens=10,
+        running_batch=running,
+        can_run_list=begun,
+        page_size=4,
+        rem_total_tokens=memory,
+        chunked_req_limit=None,
     )
     # The window begins a token after what is cached.
     prefill.add_chunk(lambda *_: None, adder, request(101, cached=92))

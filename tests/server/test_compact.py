@@ -158,6 +158,7 @@ def test_more_prompts_run_than_the_pool_holds(serve, some, long, expected) -> No
     with serve(MODEL, *FLAGS, *flags, method="rocketkv", config=COMPACT) as server:
         begin = len(server.log())
         with ThreadPoolExecutor(len(long)) as pool:
+            # Of requests that ignore stop tokens SGLang reserves all that they may generate, and five run at once.
             answers = [*pool.map(lambda prompt: ask(server, prompt, 3 * TOKENS, ignore_eos=False), long)]
         assert [answer["output_ids"] for answer in answers] == expected[1]
         assert not any(answer["meta_info"].get("num_retractions") for answer in answers)
