@@ -29,7 +29,8 @@ def decode(*paths: Path, beside: Sequence[Path] = ()) -> str:
         header, *found = read_finished(path)
         own = backend_of(header["server"])
         # Files of older revisions know no dense decode but their own.
-        rows += [{"own": own, "dense": own, **row} for row in found if row["kind"] == "summary"]
+        version = header["server"].get("version")
+        rows += [{"own": own, "dense": own, "sglang": version, **row} for row in found if row["kind"] == "summary"]
         against = next((row for row in found if row.get("dense_ratio") == 1), None)
         if against is not None:
             rows += [_line(other, against) for other in beside if _load(other) == _load(path)]
@@ -45,6 +46,7 @@ def decode(*paths: Path, beside: Sequence[Path] = ()) -> str:
         ("times faster", number("dense_ratio", 2)),
         ("than dense", text("dense")),
         ("read", percent("density")),
+        ("SGLang", text("sglang")),
     ]
     return table([row for row in rows if row["arm"] != "dense_short"], columns)
 
@@ -99,5 +101,6 @@ def _line(path: Path, against: Row) -> dict[str, Any]:
         "shape": against["shape"],
         "backend": f"{backend_of(server)}, {server['kv_cache_dtype']} KV",
         "dense": against.get("dense"),
+        "sglang": server.get("version"),
         "dense_ratio": against["tpot"] / row["tpot"],
     }

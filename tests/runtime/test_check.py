@@ -105,7 +105,7 @@ def test_gpus_that_are_not_at_hand(method: Method) -> None:
         refused_at_all = capabilities.refusal(method, place)
         assert words.startswith("yes") == (refused_at_all is None)
         # Of prefill a kernel does not compile for the first Blackwells.
-        uncompiled = "does not compile its kernel" in str(refused_at_all)
+        uncompiled = "not compile its kernel" in str(refused_at_all)
         assert (words in ("no", "decode alone")) == uncompiled or (method.name, gpu) == ("dsa", (7, 5))
         refused = [capabilities.refusal(method, place, flag) or "" for flag in tables.FLOAT8]
         too_old = any("8.9 or later, and this one has" in reason for reason in refused)
