@@ -2,6 +2,7 @@
 
 import inspect
 import pkgutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,11 @@ load_plugins()
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 
+from sglang_sparse import plugin
 from sglang_sparse.config.settings import build as config_of
 from sglang_sparse.hooks import apply as hooks
 from sglang_sparse.refusals import require_weights
+from sglang_sparse.versions import SUPPORTED_SGLANG
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -108,3 +111,20 @@ def test_sglang_refuses_float8_latents_in_one_place_which_is_hooked() -> None:
     assert found == [4, 2]
     (hooked,) = (seam for seam in hooks.SEAMS if seam.function == "dsa_flags:keep_slot")
     assert hooked.target == f"{overrides.__name__}._dsa_split_backend_resolution"
+
+
+def test_an_sglang_that_takes_no_hook_is_named_with_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang logs what a plugin raises and serves dense; where sparsity is asked for, the process ends instead."""
+
+    def register() -> None:
+        raise ValueError("no resolution step of this name")
+
+    monkeypatch.setattr(hooks, "register", register)
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--sparse-method", "resa"])
+    with pytest.raises(
+        SystemExit, match=rf"no resolution step of this name.*pip install sglang=={SUPPORTED_SGLANG[-1]}"
+    ):
+        plugin.register()
+    monkeypatch.setattr(sys, "argv", ["launch_server"])
+    with pytest.raises(ValueError, match="no resolution step"):
+        plugin.register()
