@@ -27,7 +27,7 @@ def register() -> None:
 
         apply.register()
         add_fields()
-    except Exception as error:
+    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         if any(argument.startswith("--sparse") for argument in sys.argv[1:]):
             raise SystemExit(_message(error)) from error
         raise

@@ -14,6 +14,8 @@ from sglang_sparse.hooks.apply import parameters_of
 from sglang_sparse.hooks.table import SEAMS
 from sglang_sparse.limits import COMPACT_LIMITS, FLAG_LIMITS, INDEXER_LIMITS, PREFILL_LIMITS, RECTIFY_LIMITS
 
+# What looking a name up in another SGLang than this package was written for may raise.
+FOUND_OTHERWISE = (ImportError, AttributeError, TypeError, ValueError)
 PACKAGE = Path(__file__).parent.parent
 
 # Which of SGLang's classes a variable, an argument or an attribute of this name is, wherever this package has one.
@@ -72,7 +74,7 @@ def problems() -> list[tuple[str, str]]:
     for seam in SEAMS:
         try:
             got = parameters_of(seam.target)
-        except Exception as error:
+        except FOUND_OTHERWISE as error:
             found.append((seam.target, f"hooked by {seam.function}: {error}"))
             continue
         if got != seam.parameters:
@@ -80,13 +82,13 @@ def problems() -> list[tuple[str, str]]:
     for name, path in imports().items():
         try:
             pkgutil.resolve_name(name)
-        except Exception as error:
+        except FOUND_OTHERWISE as error:
             found.append((name, f"imported by {path}: {error}"))
     for name, path in attributes().items():
         owner, _, attribute = name.rpartition(".")
         try:
             known = _known(pkgutil.resolve_name(owner))
-        except Exception as error:
+        except FOUND_OTHERWISE as error:
             found.append((owner, f"used by {path}: {error}"))
             continue
         if attribute not in known:
@@ -102,7 +104,7 @@ def _lost_flags() -> Iterator[tuple[str, str]]:
     for limit in (*FLAG_LIMITS, *RECTIFY_LIMITS, *COMPACT_LIMITS, *INDEXER_LIMITS, *PREFILL_LIMITS):
         try:
             limit.got(record(model_path="none"))
-        except Exception as error:
+        except FOUND_OTHERWISE as error:
             yield "sglang.srt.server_args.ServerArgs", f"refused as {limit.name}: {error}"
 
 
