@@ -25,16 +25,19 @@ class Trigger:
         limit: its name.
         flags: fields of ``ServerArgs``.
         variable: of the environment.
+        value: of the variable, where the message shows it too.
     """
 
     limit: str
     flags: dict[str, Any] = field(default_factory=dict)
     variable: str | None = None
+    value: str | None = None
 
     @property
     def got(self) -> Any:
         """The value that the message shows."""
-        return self.variable or next(iter(self.flags.values()))
+        shown = f"{self.variable}={self.value}" if self.value else self.variable
+        return shown or next(iter(self.flags.values()))
 
 
 def on(limit: str, flag: str, value: object = True) -> Trigger:
@@ -86,7 +89,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("radix cache backend", "radix_cache_backend", "other"),
             on("KV cache dtype", "kv_cache_dtype", "nvfp4"),
             on("the KV canary", "kv_canary", "raise"),
-            Trigger("radix tree core", variable="SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"),
+            Trigger("radix tree core", variable="SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", value="other"),
         ),
     ),
     "RECTIFY_LIMITS": (
@@ -169,7 +172,7 @@ def test_a_flag_is_refused(table: str, trigger: Trigger, tmp_path: Path, monkeyp
     asked, beginning, _ = TABLES[table]
     model = write_config(tmp_path, "own_sparse_attention" if table == "INDEXER_LIMITS" else "qwen3")
     if trigger.variable:
-        monkeypatch.setenv(trigger.variable, "1")
+        monkeypatch.setenv(trigger.variable, trigger.value or "1")
     message = refused(model, **asked, **trigger.flags)
     assert message.startswith(beginning)
     assert f"{trigger.limit} (got {trigger.got!r}): {limit_of(table, trigger.limit).reason}" in message
