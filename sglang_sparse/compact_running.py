@@ -72,7 +72,11 @@ def _holders(requests: list[Any], tree: Any) -> Counter[tuple[int, int]]:
     """Count who holds each node of the tree, by its id and length."""
     locks = [node for request in requests if (node := locked_node(request)) is not None]
     paths = tree.tree_core.collect_path_info(locks)
-    return Counter((info.node_id, info.path_end - info.path_start) for path in paths for info in path)
+    return Counter(node for path in paths for node in _nodes(path))
+
+
+def _nodes(path: Any) -> list[tuple[int, int]]:
+    return [(info.node_id, info.path_end - info.path_start) for info in path]
 
 
 def _pays(request: Any, span: Span, holders: Counter[tuple[int, int]], tree: Any) -> bool:
@@ -82,9 +86,7 @@ def _pays(request: Any, span: Span, holders: Counter[tuple[int, int]], tree: Any
     """
     node = locked_node(request)
     own = () if node is None else tree.tree_core.collect_path_info([node])[0]
-    shared = sum(
-        (info.path_end - info.path_start) // holders[info.node_id, info.path_end - info.path_start] for info in own
-    )
+    shared = sum(length // holders[node_id, length] for node_id, length in _nodes(own))
     # The pages up to ``span.end`` that are its own are given back, and as many are taken from ``span.start`` on.
     return shared + span.start > protected_len(request)
 

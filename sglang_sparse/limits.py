@@ -57,8 +57,12 @@ class ModelLimit:
     own_selection: bool = False
 
 
-def _set(field: str) -> Callable[[Any], object | None]:
-    return lambda args: getattr(args, field) or None
+def _set(*fields: str) -> Callable[[Any], object | None]:
+    return lambda args: next((value for field in fields if (value := getattr(args, field))), None)
+
+
+def _other_than(field: str, served: object) -> Callable[[Any], object | None]:
+    return lambda args: None if getattr(args, field) == served else getattr(args, field)
 
 
 def _above_one(field: str) -> Callable[[Any], object | None]:
@@ -94,13 +98,13 @@ FLAG_LIMITS = (
     FlagLimit("speculative decoding", _set("speculative_algorithm"), "draft tokens are verified by other passes"),
     FlagLimit(
         "prefill-decode disaggregation",
-        lambda args: None if args.disaggregation_mode == "null" else args.disaggregation_mode,
+        _other_than("disaggregation_mode", "null"),
         _OTHER_WRITER,
     ),
     FlagLimit("hierarchical cache", _set("enable_hierarchical_cache"), _OTHER_WRITER),
     FlagLimit(
         "the KV canary",
-        lambda args: None if args.kv_canary == "none" else args.kv_canary,
+        _other_than("kv_canary", "none"),
         "it takes KV that a rectifying pass rewrites or a request lets go of for damage; not proven yet",
     ),
     FlagLimit("LMCache", _set("enable_lmcache"), _OTHER_WRITER),
@@ -134,7 +138,7 @@ FLAG_LIMITS = (
     FlagLimit("bounded replay of windows", _set("enable_encoder_swa_bounded_replay"), "it frees pages of a prompt"),
     FlagLimit(
         "LoRA",
-        lambda args: args.enable_lora or args.lora_paths or None,
+        _set("enable_lora", "lora_paths"),
         "SGLang serves adapters on GPUs only, where sparse passes with adapters are not proven yet",
     ),
     FlagLimit("diffusion LLM decoding", _set("dllm_algorithm"), "tokens are not decoded one by one"),
@@ -149,11 +153,11 @@ FLAG_LIMITS = (
     FlagLimit("torch.compile", _set("enable_torch_compile"), "the sparse and the dense graph would share one"),
     FlagLimit(
         "deterministic inference",
-        lambda args: args.enable_deterministic_inference or args.rl_on_policy_target or None,
+        _set("enable_deterministic_inference", "rl_on_policy_target"),
         "splits and the crossover depend on the batch, so a request's output depends on its neighbours",
     ),
     FlagLimit("embedding serving", _set("is_embedding"), "nothing is decoded"),
-    FlagLimit("gRPC serving", lambda args: args.smg_grpc_mode or args.grpc_mode or None, _UNSEEN),
+    FlagLimit("gRPC serving", _set("smg_grpc_mode", "grpc_mode"), _UNSEEN),
     FlagLimit("several tokenizer workers", _above_one("tokenizer_worker_num"), _UNSEEN),
     FlagLimit("the Rust server", _environment("SGLANG_RUST_SERVER"), _UNSEEN),
     FlagLimit("radix cache backend", _set("radix_cache_backend"), _OWN_TREE),
@@ -167,11 +171,7 @@ FLAG_LIMITS = (
 
 RECTIFY_LIMITS = (
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
-    FlagLimit(
-        "returned hidden states",
-        lambda args: args.enable_return_hidden_states or args.return_hidden_states_mode or None,
-        _PER_TOKEN,
-    ),
+    FlagLimit("returned hidden states", _set("enable_return_hidden_states", "return_hidden_states_mode"), _PER_TOKEN),
     FlagLimit("returned auxiliary hidden states", _set("enable_return_aux_hidden_states"), _PER_TOKEN),
     FlagLimit("returned routed experts", _set("enable_return_routed_experts"), _PER_TOKEN),
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
@@ -190,7 +190,7 @@ INDEXER_LIMITS = (
     FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), "what is chosen is not reported"),
     FlagLimit(
         "a page size",
-        lambda args: args.page_size if args.page_size != INDEXER_PAGE else None,
+        _other_than("page_size", INDEXER_PAGE),
         f"the indexer's keys are laid out in pages of {INDEXER_PAGE}",
     ),
     FlagLimit(

@@ -206,7 +206,7 @@ def _forward_stream(scheduler: Any) -> Iterator[None]:
 
 
 def _hashes(path: TreePath, size: int) -> Iterator[tuple[int, int]]:
-    """The pages of a path, each with a hash of the tokens up to its end."""
+    """Yield the pages of a path, each with a hash of the tokens up to its end."""
     tokens, found = plain(path.key.raw_token_ids()), hash((path.key.extra_key, path.key.cache_salt))
     for first, page in zip(range(0, len(tokens), size), (path.slots[::size] // size).tolist(), strict=True):
         found = hash((found, *tokens[first : first + size]))

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from eval.figures.report_tables import Column, Row, number, percent, table, text
-from eval.live.record import read_finished
+from eval.live.record import read_finished, sglang_of
 from eval.parts.decode_peers import backend_of
 
 SPARSE = {"sparse": "sparse, never rectified", "rectified": "sparse, rectified"}
@@ -29,8 +29,9 @@ def decode(*paths: Path, beside: Sequence[Path] = ()) -> str:
         header, *found = read_finished(path)
         own = backend_of(header["server"])
         # Files of older revisions know no dense decode but their own.
-        version = header["server"].get("version")
-        rows += [{"own": own, "dense": own, "sglang": version, **row} for row in found if row["kind"] == "summary"]
+        rows += [
+            {"own": own, "dense": own, "sglang": sglang_of(header), **row} for row in found if row["kind"] == "summary"
+        ]
         against = next((row for row in found if row.get("dense_ratio") == 1), None)
         if against is not None:
             rows += [_line(other, against) for other in beside if _load(other) == _load(path)]
@@ -101,6 +102,6 @@ def _line(path: Path, against: Row) -> dict[str, Any]:
         "shape": against["shape"],
         "backend": f"{backend_of(server)}, {server['kv_cache_dtype']} KV",
         "dense": against.get("dense"),
-        "sglang": server.get("version"),
+        "sglang": sglang_of(header),
         "dense_ratio": against["tpot"] / row["tpot"],
     }

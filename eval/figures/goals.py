@@ -35,7 +35,7 @@ from eval.figures.prefill import with_search
 from eval.figures.report_tables import Column, table, text
 from eval.figures.targets import near_target
 from eval.live.counters import EvaluationError
-from eval.live.record import read_rows, result_files
+from eval.live.record import read_rows, result_files, sglang_of
 
 # Share of a limit by which noise may exceed it.
 LIMIT_TOLERANCE = 0.01
@@ -258,16 +258,9 @@ def line(
     return cells | {
         "quality": "; ".join(filter(None, quality)),
         "revision": row.get("revision") or "",
-        "sglang": _sglang(row),
+        "sglang": sglang_of(row),
         "file": path.name,
     }
-
-
-def _sglang(row: Mapping[str, Any]) -> str:
-    """The SGLang that a row was measured with; empty where its file does not say."""
-    servers = row.get("servers") or {}
-    told = (row.get("versions") or {}).get("sglang")
-    return told or next((server["version"] for server in servers.values() if server.get("version")), "")
 
 
 def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = None) -> str:

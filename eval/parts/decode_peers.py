@@ -10,7 +10,7 @@ import httpx
 
 from eval.figures.tpot import Peer
 from eval.live.counters import EvaluationError
-from eval.live.record import read_finished, read_rows
+from eval.live.record import read_finished, read_rows, sglang_of
 
 COMMAND = "eval.bench_decode"
 # Of a cache in float8, dense attention reads half the bytes, and answers something else.
@@ -95,17 +95,13 @@ def outdated_peers(folder: Path) -> list[str]:
             if row["kind"] != "summary" or row["arm"] != "peer" or not (folder / row["file"]).exists():
                 continue
             peer = read_finished(folder / row["file"])[0]
-            if _sglang(peer) != _sglang(header):
+            if sglang_of(peer) != sglang_of(header):
                 continue
             now = peer_of(folder / row["file"])
             said = Peer(row["backend"], row["file"], row["rounds"], row["tpot"], tuple(row["tpot_range"]))
             if said != now:
                 found.append(f"{path.name} has {_figures(said)} from {row['file']}, which has {_figures(now)}")
     return found
-
-
-def _sglang(header: Mapping[str, Any]) -> str | None:
-    return (header.get("versions") or {}).get("sglang")
 
 
 def _figures(peer: Peer) -> str:

@@ -40,19 +40,19 @@ class Arguments:
             setattr(self.record, name, value)
 
     def get_model_config(self) -> Any:
-        """SGLang's ``ModelConfig``, which it keeps from now on."""
+        """Return SGLang's ``ModelConfig``, which it keeps from now on."""
         from sglang.srt.arg_groups.model_override_base import model_config_of
 
         return model_config_of(self.record)
 
     def new_model_config(self) -> Any:
-        """One that SGLang does not keep."""
+        """Return a ``ModelConfig`` that SGLang does not keep."""
         from sglang.srt.configs.model_config import ModelConfig
 
         return ModelConfig.from_server_args(self.record)
 
     def get_attention_backends(self) -> tuple[str, str]:
-        """Those of prefill and decode."""
+        """Return the attention backends of prefill and decode."""
         from sglang.srt.arg_groups.model_override_base import attention_backends_of
 
         return attention_backends_of(self)

@@ -25,7 +25,7 @@ _CONFIG = "inline JSON, or a .json, .toml or .yaml file"
 
 
 class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
-    """SGLang's record of arguments with the four fields of this plugin, which takes the record's place."""
+    """SGLang's record of arguments with the four fields of this plugin; it replaces the record."""
 
     sparse_method: A[str | None, Arg(help=f"Sparse decode method: {', '.join(registry.decode_methods())}.")] = None
     sparse_prefill_method: A[
@@ -41,11 +41,34 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
             SparseArgumentError: a sparse flag, config field or combination cannot be served.
             UnsupportedSGLangError: the SGLang version is not supported, or one of its functions moved.
         """
-        _resolve_once(super().resolve_once, self)
+        if getattr(self, "_resolution_finished", False) or getattr(self, "_resolution_failed", False):
+            return super().resolve_once()
+        args = arguments.of(self)
+        _refuse_orphans(args)
+        if not args.sparse_method and not args.sparse_prefill_method:
+            return super().resolve_once()
+        require_supported_sglang()
+        apply.verify()
+        settings = resolve(args)
+        if settings.name:
+            args.sparse_config = json.dumps(settings.resolved)
+        if args.sparse_prefill_method:
+            _say_prefill(args, settings)
+        if args.page_size is None:
+            args.page_size = settings.config.page_size
+        refusals.require_before(args, settings)
+        super().resolve_once()
+        if args.model_path.lower() not in ("none", "dummy"):
+            # What the model decides is in it by now.
+            settings = settings_of(args) or settings
+            refusals.require_after(args, settings)
+            dsa_flags.leave_graphs(args, settings)
+        for text in settings.method.warnings():
+            logger.warning("sglang_sparse: %s", text)
 
 
 def add_fields() -> None:
-    """Put `SparseServerArgs` in the place of SGLang's ``ServerArgs``.
+    """Replace SGLang's ``ServerArgs`` by `SparseServerArgs`.
 
     Raises:
         RuntimeError: SGLang has fields of these names itself.
@@ -62,40 +85,6 @@ def add_fields() -> None:
     engine: Any = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None and engine.Engine.server_args_class is ServerArgs:
         engine.Engine.server_args_class = SparseServerArgs
-
-
-def _resolve_once(original: Callable[[], None], record: Any) -> None:
-    """Around ``ServerArgs.resolve_once``: validate what can be before SGLang resolves its own arguments, and the
-    rest after.
-
-    Raises:
-        SparseArgumentError: a sparse flag, config field or combination cannot be served.
-        UnsupportedSGLangError: the SGLang version is not supported, or one of its seams moved.
-    """
-    if getattr(record, "_resolution_finished", False) or getattr(record, "_resolution_failed", False):
-        return original()
-    self = arguments.of(record)
-    _refuse_orphans(self)
-    if not self.sparse_method and not self.sparse_prefill_method:
-        return original()
-    require_supported_sglang()
-    apply.verify()
-    settings = resolve(self)
-    if settings.name:
-        self.sparse_config = json.dumps(settings.resolved)
-    if self.sparse_prefill_method:
-        _say_prefill(self, settings)
-    if self.page_size is None:
-        self.page_size = settings.config.page_size
-    refusals.require_before(self, settings)
-    original()
-    if self.model_path.lower() not in ("none", "dummy"):
-        # What the model decides is in it by now.
-        settings = settings_of(self) or settings
-        refusals.require_after(self, settings)
-        dsa_flags.leave_graphs(self, settings)
-    for text in settings.method.warnings():
-        logger.warning("sglang_sparse: %s", text)
 
 
 def _say_prefill(server_args: Arguments, settings: Settings) -> None:
@@ -145,10 +134,6 @@ def _config_json(server_args: Arguments) -> dict[str, Any]:
         raise SparseArgumentError(f"cannot read config.json of {server_args.model_path}: {error}") from error
 
 
-def _orphaned(server_args: Any) -> bool:
-    return server_args.sparse_config is not None or server_args.sparse_prefill_config is not None
-
-
 def _refuse_orphans(server_args: Arguments) -> None:
     for config, method in (("sparse_config", "sparse_method"), ("sparse_prefill_config", "sparse_prefill_method")):
         if getattr(server_args, config) is not None and not getattr(server_args, method):
@@ -164,7 +149,7 @@ def prepare_server_args(original: Callable[[list[str]], SparseServerArgs], argv:
     """
     try:
         server_args = original(argv)
-        if server_args.sparse_method or server_args.sparse_prefill_method or _orphaned(server_args):
+        if any(getattr(server_args, name) is not None for name in SparseServerArgs.__annotations__):
             server_args.resolve_once()
         return server_args
     except (SparseArgumentError, UnsupportedSGLangError) as error:

@@ -1,4 +1,4 @@
-"""What of SGLang's ``Req`` this plugin reads and writes, in one place: SGLang moves these fields between releases."""
+"""Read and write fields of SGLang's ``Req``, all in one place: SGLang moves them between releases."""
 
 from __future__ import annotations
 

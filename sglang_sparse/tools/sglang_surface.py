@@ -1,4 +1,4 @@
-"""What this plugin needs of SGLang, and what an installed SGLang lacks of it: the first step of a port."""
+"""List the names of SGLang that this plugin uses and an installed SGLang lacks: the first step of a port."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def problems() -> list[tuple[str, str]]:
 
 
 def _lost_flags() -> Iterator[tuple[str, str]]:
-    """The arguments that refusals ask for and SGLang no longer has."""
+    """Yield the arguments that refusals read and SGLang no longer has."""
     from sglang.srt.server_args import ServerArgs
 
     record: Any = ServerArgs
