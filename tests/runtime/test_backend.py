@@ -232,8 +232,8 @@ def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared
                 _set_capture_attention_variant(label)
                 backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=size), in_capture=True)
                 captured[size, label] = wrappers[size], backend.view is not None
-            assert captured[size, "dense"] == (wrappers[size], False)
-            assert captured[size, "sparse"] == (wrappers[size], True)
+            assert captured[size, graphs.DENSE] == (wrappers[size], False)
+            assert captured[size, graphs.SPARSE] == (wrappers[size], True)
     finally:
         _set_capture_attention_variant(None)
     assert wrappers[1] is not wrappers[2]
@@ -241,7 +241,11 @@ def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared
 
 @pytest.mark.parametrize(
     ("name", "fallback", "labels"),
-    [("resa", "auto", ("dense", "sparse")), ("resa", "never", ("sparse",)), (None, "auto", ("dense",))],
+    [
+        ("resa", "auto", (graphs.DENSE, graphs.SPARSE)),
+        ("resa", "never", (graphs.SPARSE,)),
+        (None, "auto", (graphs.DENSE,)),
+    ],
 )
 def test_graphs_that_no_batch_would_replay_are_not_captured(name: str | None, fallback: str, labels: Any) -> None:
     settings: Any = SimpleNamespace(name=name, config=SimpleNamespace(dense_fallback=fallback))

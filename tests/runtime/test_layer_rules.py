@@ -19,6 +19,7 @@ from sglang_sparse.backend import SparseAttentionBackend
 from sglang_sparse.composite import Composite, count_sizes, view_buffers, with_parts
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build
 from sglang_sparse.config_value import read_config
+from sglang_sparse.graphs import SPARSE
 from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.plan import plan_decode
@@ -266,7 +267,7 @@ def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with(mo
     counts = torch.zeros(sum(count_sizes(method)), dtype=torch.int64)
     backend.counters = Counters(three(), backend._pools, SHAPE, counts)
     backend.init_cuda_graph_state(4, 4)
-    monkeypatch.setattr("sglang_sparse.backend.get_capture_attention_variant", lambda: "sparse")
+    monkeypatch.setattr("sglang_sparse.backend.get_capture_attention_variant", lambda: SPARSE)
     backend._begin_capture(2)
     captured = backend.view
     assert captured is not None and not captured.n_pages.any() and len(captured.parts) == 3
