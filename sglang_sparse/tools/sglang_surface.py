@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import pkgutil
-import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,5 +123,7 @@ def _known(owner: type[Any]) -> set[str]:
     for base in owner.__mro__:
         known |= {*vars(base), *vars(base).get("__annotations__", ())}
         if base.__module__.split(".")[0] in ("sglang", "sglang_sparse"):
-            known |= set(re.findall(r"\bself\.(\w+)", inspect.getsource(base)))
+            nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base))))
+            stored = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+            known |= {node.attr for node in stored if _name(node.value) == "self"}
     return known

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from dsa_passes import PAGE, PAGES, PASSES, Model, Rows, no_original, runner
+from sglang.srt import runtime_context
 
 from sglang_sparse import dsa_latents
+from sglang_sparse.config.settings import build
 from sglang_sparse_kernels.latent_rows import reference, row_bytes
 
 LATENT, ROPE, HEADS = 128, 16, 2
@@ -53,6 +55,23 @@ def test_what_sglang_writes_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(dsa_latents, "served_backend", lambda found=backend: found)
         dsa_latents.write(lambda *args: asked.append(len(args)), pool(float8), *[torch.zeros(1)] * 4)
     assert asked == [5] * 3
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "width"),
+    [
+        ("portable", torch.float8_e4m3fn, row_bytes(LATENT, ROPE)),
+        ("portable", torch.bfloat16, "SGLang's"),
+        ("native", torch.float8_e4m3fn, "SGLang's"),
+    ],
+)
+def test_the_kv_pool_is_sized_by_rows_with_their_scales(
+    implementation: str, dtype: torch.dtype, width: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: None)
+    monkeypatch.setattr(dsa_latents, "settings_of", lambda _: build("dsa", {"implementation": implementation}))
+    model = SimpleNamespace(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
+    assert dsa_latents.row_width(lambda **_: "SGLang's", model_config=model, kv_cache_dtype=dtype) == width
 
 
 def test_rows_of_another_layout_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,14 @@
 """Keys of groups: prompts that part within a group have no token of it in common."""
 
 from array import array
+from types import SimpleNamespace
 
 import pytest
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_sparse import group_keys
 from sglang_sparse.config.settings import build
-from sglang_sparse.group_keys import TOKEN_BITS, marked, plain, require_whole_groups
+from sglang_sparse.group_keys import TOKEN_BITS, marked, plain, require_whole_groups, tree_key
 from sglang_sparse.kv_check import InexactTreeError
 
 FIELDS = {"block_size": 16, "step": 2, "crossover_tokens": 64}
@@ -40,6 +43,16 @@ def test_a_node_that_cuts_a_group_is_no_proof(method) -> None:
         with pytest.raises(InexactTreeError, match=f"ends with token {end - 1} cuts a group"):
             require_whole_groups(method, (64, end, 128))
     require_whole_groups(None, (80,))
+
+
+@pytest.mark.parametrize("whole_tree", [True, False])
+def test_marks_leave_all_else_of_a_key_as_it_was(method, whole_tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree without a pool only sorts the waiting queue, by the tokens themselves."""
+    monkeypatch.setattr(group_keys, "current_settings", lambda: SimpleNamespace(prefill=method))
+    key = RadixKey(PROMPT, "tenant", is_bigram=True, cache_salt="salt")
+    found = tree_key(SimpleNamespace(req_to_token_pool=object() if whole_tree else None), key)
+    assert (found.extra_key, found.is_bigram, found.cache_salt) == ("tenant", True, "salt")
+    assert found.raw_token_ids() == (marked(PROMPT, method) if whole_tree else PROMPT)
 
 
 def test_the_tokens_come_back(method) -> None:

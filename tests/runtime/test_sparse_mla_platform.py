@@ -1,5 +1,6 @@
 """DeepSeek Sparse Attention on the CPU platform: parts against their definition, a server against transformers."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,18 @@ def test_what_needs_a_gpu_is_refused_by_name(flags: list[str], message: str) -> 
 
     with pytest.raises(ValueError, match=message):
         prepare_server_args(["--model-path", "eval/models/tiny-dsa", *flags])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("index_local_tokens", 64), ("index_kpool", 2), ("indexer_types", ["full", "shared"])]
+)
+def test_an_indexer_of_another_kind_is_refused_by_its_field(field: str, value: object, tmp_path: Path) -> None:
+    from resolved import prepare_server_args
+
+    config = json.loads(Path("eval/models/tiny-dsa/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(ValueError, match=f"the model's {field} .* not served without a CUDA device"):
+        prepare_server_args(["--model-path", str(tmp_path)])
 
 
 def test_rows_are_rotated_and_rounded_by_definition() -> None:

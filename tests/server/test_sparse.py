@@ -150,6 +150,8 @@ def test_a_bad_request_leaves_the_server_unharmed(server) -> None:
     messages = [{"role": "user", "content": "bado cedi"}]
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="default", messages=messages, max_tokens=8, temperature=-1)
+    beams = server.client.post("/generate", json={"text": "bado", "sampling_params": {"beam_width": 2}})
+    assert beams.status_code == 400 and "beam_width: got 2, allowed on this server: 1" in beams.text
     answer = client.chat.completions.create(model="default", messages=messages, max_tokens=8, temperature=0)
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 0

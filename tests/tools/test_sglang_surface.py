@@ -25,6 +25,11 @@ def test_no_more_functions_are_hooked_than_on_sglang_0_5_17() -> None:
     assert len({seam.target for seam in SEAMS}) <= 42 and len(SEAMS) <= 43
 
 
+def test_an_attribute_that_a_class_only_reads_is_not_its_own() -> None:
+    known = sglang_surface._known(Scheduler)
+    assert {"tree_cache", "waiting_queue"} <= known and "enable_fpm" not in known
+
+
 def test_every_class_that_attributes_are_looked_up_in_is_used() -> None:
     used = {name.rpartition(".")[0] for name in sglang_surface.attributes()}
     assert used == set(sglang_surface.CLASSES.values())

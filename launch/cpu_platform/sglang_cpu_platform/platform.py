@@ -164,6 +164,8 @@ def _use_torch_dsa(server_args: Any, model: PretrainedConfig) -> None:
     for name, allowed in INDEXER_FIELDS.items():
         if (got := getattr(model, name, None)) not in (None, allowed):
             raise ValueError(f"the model's {name} is {got}: its indexer is not served without a CUDA device")
+    if "shared" in (getattr(model, "indexer_types", None) or ()):
+        raise ValueError("some of the model's indexer_types are shared: not served without a CUDA device")
     # With the variable set to true, another plugin selects slots itself, as on a GPU.
     if not (envs.SGLANG_DSA_FUSE_TOPK.is_set() and envs.SGLANG_DSA_FUSE_TOPK.get()):
         envs.SGLANG_DSA_FUSE_TOPK.set(False)
