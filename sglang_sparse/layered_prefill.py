@@ -88,10 +88,6 @@ class LayeredPrefill(PrefillMethod):
         """What a part refuses."""
         return next((reason for part in self.parts if (reason := part.refuse_page_size(page_size))), None)
 
-    def refuse_gpu(self, capability: tuple[int, int]) -> str | None:
-        """What a part refuses."""
-        return next((reason for part in self.parts if (reason := part.refuse_gpu(capability))), None)
-
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
         """The most of the parts: layers run one after the other, and each gives back what it took."""
         return max(part.scratch_bytes(model, max_tokens, max_context) for part in self.parts)

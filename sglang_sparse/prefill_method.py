@@ -217,10 +217,6 @@ class PrefillMethod(ABC):
         """Say why this config does not fit pages of ``page_size`` tokens, or None when it does."""
         return None
 
-    def refuse_gpu(self, capability: tuple[int, int]) -> str | None:
-        """Say why the kernels do not run on GPUs of a compute capability, or None where they do."""
-        return None
-
     @abstractmethod
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
         """Return an upper bound of the GPU memory that a layer's ``attend`` takes beside its inputs, in bytes.

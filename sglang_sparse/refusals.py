@@ -22,7 +22,6 @@ from sglang_sparse.limits import (
     FlagLimit,
     Gpu,
     ModelLimit,
-    capability,
     dense_backends,
     on_gpu,
 )
@@ -143,9 +142,6 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
     """
     _require_prefill(args, settings)
     _require_window(args, settings)
-    found = capability(gpu)
-    if settings.prefill and found and (reason := settings.prefill.refuse_gpu(found)):
-        raise SparseArgumentError(f"{settings.prefill_flag}: {reason}")
     allowed = dense_backends(settings.method.kind_of(args.get_model_config()), on_gpu(gpu))
     for name in args.get_attention_backends():
         if name not in allowed:

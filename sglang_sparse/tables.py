@@ -43,8 +43,6 @@ GPUS = {
 }
 # The one for which everything has been measured.
 MEASURED = (9, 0)
-# Of a method with two phases, the config that leaves prefill dense.
-DECODE_ALONE = {"threshold_scale_factor": {"decode": 25.0}}
 # With scales and without.
 FLOAT8 = tuple(flag for flag in FLAGS if "kv_cache_dtype" in flag)
 
@@ -139,9 +137,7 @@ def on_gpu(method: Method, capability: tuple[int, int]) -> str:
     """Say how a method runs on GPUs of a compute capability: "yes" or "no", and what is not as on the measured one."""
     place, best = (dataclasses.replace(place_of(method), gpu=gpu) for gpu in (capability, MEASURED))
     if not answer(method, place).served:
-        alone = dataclasses.replace(place, fields={**place.fields, **DECODE_ALONE})
-        tries = not method.prefill and method.takes(DECODE_ALONE)
-        return "decode alone" if tries and answer(method, alone).served else "no"
+        return "no"
     how = dict.fromkeys(stages(method, place).values())
     words = ["yes", *([f"({' and '.join(how)} kernels)"] if how else [])]
     less = _float8(method, best) and not _float8(method, place)

@@ -48,8 +48,8 @@ def properties(device: torch.device) -> Properties:
 def most_latent_rows(gpu: Properties) -> int:
     """Most rows of a product over latents of 512.
 
-    Those of 64 go through tensor memory on compute capability 10.x, for which Triton 3.6 took more shared memory than
-    there is, or found no layout where they stand under a condition.
+    Those of 64 go through tensor memory on compute capability 10.x, for which Triton 3.8 takes more shared memory than
+    there is.
     """
     return 32 if gpu.capability[0] == 10 else 64
 

@@ -120,17 +120,6 @@ class SkipSoftmax(PrefillMethod):
         """Refuse what the calibration was not made on."""
         return refuse_other_model(self.config, self.config.calibration, model_config)
 
-    def refuse_gpu(self, capability: tuple[int, int]) -> str | None:
-        """See ``PrefillMethod.refuse_gpu``: of products under a condition Triton finds no layout in tensor memory."""
-        if capability[0] != 10:
-            return None
-        return (
-            f"Triton 3.6 did not compile its kernel for compute capability {capability[0]}.x, and no later one is "
-            "proven; allowed: "
-            '--sparse-method skip_softmax with {"threshold_scale_factor": {"decode": …}}, whose prefill is dense, or '
-            "--sparse-prefill-method anchor"
-        )
-
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
         """None: what the kernel holds between its blocks is in registers. The reference, on a CPU, is not counted."""
         return 0
