@@ -4,7 +4,7 @@ Source: the block representation of ReSA (arXiv:2506.04108, section 3.1), which 
 RocketKV (arXiv:2502.14051) has the same in its KT cache, which TensorRT-LLM keeps in float8_e5m2 and rounds to nearest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -54,14 +54,9 @@ def update_page_summaries(
         >>> summary[1, 0, :, 0].tolist()
         [6.0, 4.0]
     """
-    if len(k_caches) != len(summaries) or not k_caches:
-        raise ValueError(f"k_caches and summaries must be as many, got {len(k_caches)} and {len(summaries)}")
-    _check_arguments(k_caches[0], summaries[0], last_slots, page_size, overflow)
-    for name, tensors in (("k_caches", k_caches), ("summaries", summaries)):
-        if len({(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors}) > 1:
-            raise ValueError(f"{name} must have the same dtype, shape and strides in all layers")
-        for tensor in tensors:
-            dispatch.check_device(k_caches[0].device, **{name: tensor})
+    check_layers(k_caches, summaries)
+    dtypes = (k_caches[0].dtype, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+    check_arguments(k_caches[0], summaries[0], last_slots, page_size, overflow, dtypes, 2)
     if dispatch.use_reference(k_caches[0]):
         for k_cache, summary in zip(k_caches, summaries, strict=True):
             reference.update_page_summary(k_cache, summary, last_slots, page_size, overflow)
@@ -82,19 +77,32 @@ def update_page_summary(
     update_page_summaries((k_cache,), (summary,), last_slots, page_size, overflow)
 
 
-def _check_arguments(
+def check_layers(k_caches: Sequence[torch.Tensor], summaries: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError unless there is a summary for each K cache, and all layers are alike."""
+    if len(k_caches) != len(summaries) or not k_caches:
+        raise ValueError(f"k_caches and summaries must be as many, got {len(k_caches)} and {len(summaries)}")
+    for name, tensors in (("k_caches", k_caches), ("summaries", summaries)):
+        if len({(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors}) > 1:
+            raise ValueError(f"{name} must have the same dtype, shape and strides in all layers")
+        for tensor in tensors:
+            dispatch.check_device(k_caches[0].device, **{name: tensor})
+
+
+def check_arguments(
     k_cache: torch.Tensor,
     summary: torch.Tensor,
     last_slots: torch.Tensor,
     page_size: int,
     overflow: torch.Tensor | None,
+    dtypes: Collection[torch.dtype],
+    vectors: int,
 ) -> None:
+    """Raise ValueError unless these are a layer's K cache, and summaries of so many vectors a page."""
     dispatch.check_tensor("k_cache", k_cache, 3, dispatch.KV_DTYPES)
-    allowed = (k_cache.dtype, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-    dispatch.check_tensor("summary", summary, 4, allowed)
+    dispatch.check_tensor("summary", summary, 4, dtypes)
     dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
     dispatch.check_page_size(page_size)
-    dispatch.check_shape("summary", summary, (summary.shape[0], k_cache.shape[1], 2, k_cache.shape[2]))
+    dispatch.check_shape("summary", summary, (summary.shape[0], k_cache.shape[1], vectors, k_cache.shape[2]))
     dispatch.check_last(k_cache=k_cache)
     dispatch.check_device(k_cache.device, summary=summary, last_slots=last_slots, overflow=overflow)
     dispatch.check_contiguous("summary", summary)

@@ -129,7 +129,7 @@ def update_page_summaries(
         k_cache,
         # Bits of float8 are stored as integers: compilers for some GPUs do not know e4m3.
         summary.view(torch.uint8) if float8 else summary,
-        _offsets(k_caches, summaries) if layers > 1 else last_slots,
+        layer_offsets(k_caches, summaries) if layers > 1 else last_slots,
         last_slots.contiguous(),
         overflow if overflow is not None else last_slots,
         k_cache.stride(0),
@@ -147,7 +147,7 @@ def update_page_summaries(
     )
 
 
-def _offsets(k_caches: Sequence[torch.Tensor], summaries: Sequence[torch.Tensor]) -> torch.Tensor:
+def layer_offsets(k_caches: Sequence[torch.Tensor], summaries: Sequence[torch.Tensor]) -> torch.Tensor:
     """``[2, layers]`` int64: how many elements after the first layer's tensor each layer's begins."""
     addresses = tuple(x.data_ptr() // x.element_size() for tensors in (k_caches, summaries) for x in tensors)
     return _offsets_of(addresses, k_caches[0].device)

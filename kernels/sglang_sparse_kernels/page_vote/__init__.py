@@ -1,0 +1,115 @@
+"""Page votes: the share of the attention that each page of a row would get, by what is kept of its keys.
+
+Each query head of a KV head's group gives every page a logit and spreads one vote over the pages by their softmax; a
+page's score is what it gets of all heads. A page that one head looks for is then not lost in the mean query of a group
+whose other heads look elsewhere. Source: of our own. The bound is Quest's (arXiv:2406.10774, section 3.3); what it is
+instead of is the group query of ReSA (arXiv:2506.04108, section 3.1), see ``page_score``.
+"""
+
+import torch
+
+from .. import dispatch
+from . import reference
+
+# Pages of a program of the kernels.
+BLOCK = 64
+
+
+def page_vote(
+    q: torch.Tensor,
+    summary: torch.Tensor,
+    page_table: torch.Tensor,
+    n_pages: torch.Tensor,
+    sm_scale: float,
+    bounds: bool,
+    out: torch.Tensor | None = None,
+    local_pages: int = 1,
+) -> torch.Tensor:
+    """Score every page of every row by the votes of each KV head's group.
+
+    A head's logit of a page is, of bounds, the most that ``q . k`` of any key can be; of centroids the logarithm of
+    ``sum_c 2^-c exp(sm_scale * q . centroid_c)``: they stand in the order of how many keys they are the mean of, and
+    each has about half as many as the one before. With the softmax of every head over the row's pages, the score is
+    the logarithm of its mean over the heads, less a constant. The newest ``local_pages`` pages score +inf; a page whose
+    summary holds NaN scores the largest finite float32 and takes no votes from others.
+
+    Args:
+        q: ``[B, Hq, d]``, float32, float16 or bfloat16; ``d`` is contiguous. Of float8 summaries the kernels take it in
+            float16.
+        summary: ``[num_pages, Hkv, V, d]``, contiguous, from ``update_page_summary`` (V is 2) or
+            ``update_page_centroids`` (V is 1 to 8).
+        page_table: ``[B, M]`` int32, the physical page of each logical page; only the first ``n_pages[b]`` count. ``M``
+            is contiguous.
+        n_pages: ``[B]`` int32, contiguous: pages of each row, at most ``M``.
+        sm_scale: of the logits, above 0, with the scale of stored keys.
+        bounds: whether the summary is of bounds.
+        out: optional ``[B, Hkv, M]`` float32, contiguous.
+        local_pages: newest pages that always score +inf.
+
+    Returns:
+        ``[B, Hkv, M]`` float32. Entries at or beyond ``n_pages[b]`` are -inf from the reference and *left unwritten* by
+        the GPU kernels. What these allocate besides is in ``scratch_bytes``.
+
+    Raises:
+        ValueError: a wrong dimension, dtype, device, head count or number of vectors.
+
+    Example:
+        >>> import torch
+        >>> from sglang_sparse_kernels.page_vote import page_vote
+        >>> q = torch.eye(2, 64)[None]
+        >>> centroids = torch.zeros(4, 1, 1, 64, dtype=torch.bfloat16)
+        >>> centroids[1, 0, 0, 0], centroids[2, 0, 0, 1] = 9.0, 5.0
+        >>> page_table = torch.tensor([[1, 2, 3]], dtype=torch.int32)
+        >>> n_pages = torch.tensor([3], dtype=torch.int32)
+        >>> page_vote(q, centroids, page_table, n_pages, 1.0, False).exp().round(decimals=2)
+        tensor([[[1.0000, 0.9900,    inf]]])
+    """
+    _check_arguments(q, summary, page_table, n_pages, sm_scale, bounds, local_pages)
+    shape = q.shape[0], summary.shape[1], page_table.shape[1]
+    out = dispatch.result("out", out, shape, torch.float32, q.device)
+    if dispatch.use_reference(q):
+        return reference.page_vote(q, summary, page_table, n_pages, sm_scale, bounds, out, local_pages)
+    from . import triton
+
+    return triton.page_vote(q, summary, page_table, n_pages, sm_scale, bounds, out, local_pages)
+
+
+def scratch_bytes(batch: int, num_q_heads: int, max_pages: int) -> int:
+    """Bytes that the kernels of one call allocate beside the result: a logit of every head for every page.
+
+    Args:
+        batch: rows.
+        num_q_heads: query heads.
+        max_pages: width of the table.
+    """
+    return 4 * batch * num_q_heads * (max_pages + 2 * -(-max_pages // BLOCK))
+
+
+def _check_arguments(
+    q: torch.Tensor,
+    summary: torch.Tensor,
+    page_table: torch.Tensor,
+    n_pages: torch.Tensor,
+    sm_scale: float,
+    bounds: bool,
+    local_pages: int,
+) -> None:
+    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    dispatch.check_tensor("summary", summary, 4, dispatch.KV_DTYPES)
+    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
+    batch, num_q_heads, head_dim = q.shape
+    num_pages, num_kv_heads, vectors = summary.shape[:3]
+    dispatch.check_heads(num_q_heads, num_kv_heads)
+    allowed = (2,) if bounds else range(1, 9)
+    if vectors not in allowed:
+        raise ValueError(f"summary must have {'2' if bounds else '1 to 8'} vectors a page, got {vectors}")
+    dispatch.check_shape("summary", summary, (num_pages, num_kv_heads, vectors, head_dim))
+    dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
+    dispatch.check_last(q=q, page_table=page_table)
+    dispatch.check_device(q.device, summary=summary, page_table=page_table, n_pages=n_pages)
+    dispatch.check_contiguous("summary", summary)
+    dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
+    if sm_scale <= 0:
+        raise ValueError(f"sm_scale must be above 0, got {sm_scale}")
+    if local_pages < 0:
+        raise ValueError(f"local_pages must be at least 0, got {local_pages}")

@@ -1,0 +1,228 @@
+"""Triton kernels of the page votes: logits of all heads of a group on tensor cores, then each page's votes.
+
+The first reads every summary once and leaves the logits, and of each block of pages the maximum and the sum of every
+head's softmax; the second puts these together. Logits are to the base 2.
+"""
+
+# Type checkers know neither the launch options of a kernel nor its compile-time values.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from ..float8 import as_half
+from ..launch import LOG2_E, await_inputs, dependent_launch
+from ..page_score.reference import UNBOUNDED
+from . import BLOCK
+
+_UNBOUNDED = tl.constexpr(UNBOUNDED)
+# What tensor cores multiply, by the dtype of the summaries.
+_OPERANDS = {
+    torch.float8_e4m3fn: tl.float16,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
+
+
+@triton.jit
+def _vectors(pointers, mask, OPERAND: tl.constexpr, FLOAT8: tl.constexpr):
+    """One vector of each page, ``[pages, dims]``; of float8 2^-8 of it."""
+    loaded = tl.load(pointers, mask=mask, other=0)
+    if FLOAT8:
+        loaded = as_half(loaded)
+    return loaded.to(OPERAND)
+
+
+@triton.jit
+def _logits_kernel(
+    q_ptr,
+    summary_ptr,
+    page_table_ptr,
+    n_pages_ptr,
+    logits_ptr,
+    sums_ptr,
+    q_stride_row,
+    q_stride_head,
+    table_stride,
+    width,
+    blocks,
+    factor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    await_inputs(DEPENDENT)
+    # Heads run fastest: the programs that share pages, whose summaries are neighbours in memory, run together.
+    head = tl.program_id(0)
+    block = tl.program_id(1)
+    row = tl.program_id(2)
+    n_pages = tl.load(n_pages_ptr + row)
+    if block * PAGES < n_pages:
+        logical = block * PAGES + tl.arange(0, PAGES)
+        held = logical < n_pages
+        page = tl.load(page_table_ptr + row * table_stride + logical, mask=held, other=0)
+        members = tl.arange(0, BLOCK_GROUP)
+        dims = tl.arange(0, BLOCK_DIM)
+        in_dim = (dims < DIM)[None, :]
+        q_ptr += row * q_stride_row + head * GROUP * q_stride_head
+        in_group = members < GROUP
+        query = tl.load(
+            q_ptr + members[:, None] * q_stride_head + dims[None, :], mask=in_group[:, None] & in_dim, other=0
+        )
+        query = query.to(OPERAND)
+        vectors = summary_ptr + (page.to(tl.int64) * HEADS + head)[:, None] * (VECTORS * DIM) + dims[None, :]
+        mask = held[:, None] & in_dim
+        if BOUNDS:
+            above = _vectors(vectors, mask, OPERAND, FLOAT8)
+            below = _vectors(vectors + DIM, mask, OPERAND, FLOAT8)
+            raised, lowered = tl.maximum(query, 0.0).to(OPERAND), tl.minimum(query, 0.0).to(OPERAND)
+            logits = tl.dot(raised, tl.trans(above), input_precision="ieee")
+            logits = tl.dot(lowered, tl.trans(below), logits, input_precision="ieee") * factor
+        else:
+            vector = _vectors(vectors, mask, OPERAND, FLOAT8)
+            top = tl.dot(query, tl.trans(vector), input_precision="ieee") * factor
+            total = tl.full([BLOCK_GROUP, PAGES], 1.0, tl.float32)
+            for number in tl.static_range(1, VECTORS):
+                vector = _vectors(vectors + number * DIM, mask, OPERAND, FLOAT8)
+                logits = tl.dot(query, tl.trans(vector), input_precision="ieee") * factor - number
+                most = tl.maximum(top, logits)
+                total = total * tl.exp2(top - most) + tl.exp2(logits - most)
+                top = most
+            logits = top + tl.log2(total)
+        at = row * HEADS * GROUP + head * GROUP + members
+        out = logits_ptr + at.to(tl.int64)[:, None] * width + logical[None, :]
+        tl.store(out, logits, mask=in_group[:, None] & held[None, :])
+        # Summaries with NaN take no votes.
+        votes = tl.where(held[None, :] & (logits == logits), logits, float("-inf"))  # noqa: PLR0124
+        most = tl.max(votes, axis=1)
+        base = tl.where(most == float("-inf"), 0.0, most)
+        sums = sums_ptr + (at.to(tl.int64) * blocks + block) * 2
+        tl.store(sums, most, mask=in_group)
+        tl.store(sums + 1, tl.sum(tl.exp2(votes - base[:, None]), axis=1), mask=in_group)
+
+
+@triton.jit
+def _votes_kernel(
+    n_pages_ptr,
+    logits_ptr,
+    sums_ptr,
+    out_ptr,
+    width,
+    blocks,
+    local_pages,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    await_inputs(DEPENDENT)
+    head = tl.program_id(0)
+    row = tl.program_id(2)
+    n_pages = tl.load(n_pages_ptr + row)
+    first = tl.program_id(1) * PAGES
+    if first < n_pages:
+        logical = first + tl.arange(0, PAGES)
+        held = logical < n_pages
+        parts = tl.arange(0, BLOCKS)
+        known = parts * PAGES < n_pages
+        top = tl.full([PAGES], float("-inf"), tl.float32)
+        total = tl.zeros([PAGES], tl.float32)
+        unknown = tl.zeros([PAGES], tl.int1)
+        for member in tl.static_range(GROUP):
+            at = ((row * HEADS + head) * GROUP + member).to(tl.int64)
+            maxima = tl.load(sums_ptr + (at * blocks + parts) * 2, mask=known, other=float("-inf"))
+            sums = tl.load(sums_ptr + (at * blocks + parts) * 2 + 1, mask=known, other=0.0)
+            most = tl.max(maxima, axis=0)
+            base = tl.where(most == float("-inf"), 0.0, most)
+            whole = base + tl.log2(tl.sum(sums * tl.exp2(maxima - base), axis=0))
+            vote = tl.load(logits_ptr + at * width + logical, mask=held, other=0.0) - whole
+            unknown = unknown | (vote != vote)  # noqa: PLR0124
+            higher = tl.maximum(top, vote)
+            total = total * tl.exp2(top - higher) + tl.exp2(vote - higher)
+            top = higher
+        # To the base e, as the reference.
+        score = (top + tl.log2(total)) * 0.6931471805599453
+        score = tl.where(unknown, _UNBOUNDED, score)
+        score = tl.where(logical >= n_pages - local_pages, float("inf"), score)
+        tl.store(out_ptr + (row * HEADS + head).to(tl.int64) * width + logical, score, mask=held)
+
+
+def page_vote(
+    q: torch.Tensor,
+    summary: torch.Tensor,
+    page_table: torch.Tensor,
+    n_pages: torch.Tensor,
+    sm_scale: float,
+    bounds: bool,
+    out: torch.Tensor,
+    local_pages: int = 1,
+) -> torch.Tensor:
+    """See ``page_vote.page_vote``; entries at or beyond ``n_pages`` are left unwritten."""
+    batch, num_q_heads, dim = q.shape
+    heads, width = summary.shape[1], page_table.shape[1]
+    if batch == 0 or width == 0:
+        return out
+    blocks = triton.cdiv(width, BLOCK)
+    logits = torch.empty(batch, num_q_heads, width, dtype=torch.float32, device=q.device)
+    sums = torch.empty(batch, num_q_heads, blocks, 2, dtype=torch.float32, device=q.device)
+    group = num_q_heads // heads
+    float8 = summary.dtype == torch.float8_e4m3fn
+    dependent = dependent_launch(q.device)
+    _logits_kernel[(heads, blocks, batch)](
+        q,
+        summary.view(torch.uint8) if float8 else summary,
+        page_table,
+        n_pages,
+        logits,
+        sums,
+        q.stride(0),
+        q.stride(1),
+        page_table.stride(0),
+        width,
+        blocks,
+        sm_scale * LOG2_E * (256.0 if float8 else 1.0),
+        HEADS=heads,
+        GROUP=group,
+        BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
+        VECTORS=summary.shape[2],
+        BOUNDS=bounds,
+        FLOAT8=float8,
+        # The interpreter multiplies the bit patterns of bfloat16.
+        OPERAND=tl.float32 if knobs.runtime.interpret else _OPERANDS[summary.dtype],
+        PAGES=BLOCK,
+        DEPENDENT=dependent,
+        num_warps=4 if dim <= 128 else 8,
+        launch_pdl=dependent,
+    )
+    _votes_kernel[(heads, blocks, batch)](
+        n_pages,
+        logits,
+        sums,
+        out,
+        width,
+        blocks,
+        local_pages,
+        HEADS=heads,
+        GROUP=group,
+        PAGES=BLOCK,
+        BLOCKS=triton.next_power_of_2(blocks),
+        DEPENDENT=dependent,
+        num_warps=4,
+        launch_pdl=dependent,
+    )
+    return out

@@ -1,0 +1,108 @@
+"""Page votes: reference against loops, Triton against the reference, and what a head alone looks for."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_sparse_kernels.page_vote import page_vote, reference, scratch_bytes
+from sglang_sparse_kernels.page_vote.cases import BF16, CASES, FP8, Case, make
+
+
+def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
+    shape = arguments["q"].shape[0], arguments["summary"].shape[1], arguments["page_table"].shape[1]
+    return reference.page_vote(**arguments, out=torch.empty(shape, device=arguments["q"].device))
+
+
+def assert_same(got: torch.Tensor, expected: torch.Tensor, n_pages: torch.Tensor) -> None:
+    """Equal where a row holds pages; the kernels leave the rest unwritten."""
+    held = (torch.arange(got.shape[2], device=got.device) < n_pages[:, None])[:, None].expand_as(got)
+    torch.testing.assert_close(got[held], expected[held], rtol=1e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.gpu_only and case.dim < 128], ids=str)
+def test_reference_is_the_softmax_of_every_head(case: Case) -> None:
+    arguments = make(case, "cpu")
+    scores = run_reference(arguments)
+    for row, n_pages in enumerate(case.n_pages):
+        assert (scores[row, :, n_pages:] == float("-inf")).all()
+        pages = arguments["page_table"][row, :n_pages].long()
+        for head in range(case.heads):
+            shares = torch.zeros(n_pages, dtype=torch.float64)
+            for query in arguments["q"][row, head * case.group : (head + 1) * case.group].double():
+                vectors = arguments["summary"][pages, head].double()
+                products = query * vectors * case.dim**-0.5
+                if case.centroids:
+                    mass = (products.sum(-1).exp() * 0.5 ** torch.arange(case.centroids)).sum(-1)
+                else:
+                    mass = products.amax(1).sum(-1).exp()
+                shares += mass / mass.sum()
+            local = min(case.local_pages, n_pages)
+            assert scores[row, head, n_pages - local : n_pages].isposinf().all()
+            rest = slice(0, n_pages - local)
+            torch.testing.assert_close(scores[row, head, rest].double().exp(), shares[rest], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_equal_the_reference(case: Case, device: str) -> None:
+    arguments = make(case, device)
+    expected = run_reference(arguments)
+    beyond = torch.arange(expected.shape[2], device=device) >= arguments["n_pages"][:, None]
+    arguments["page_table"].masked_fill_(beyond, 2**31 - 1)
+    got = page_vote(**arguments, out=torch.full_like(expected, torch.nan))
+    assert_same(got, expected, arguments["n_pages"])
+    assert torch.equal(got.nan_to_num(), page_vote(**arguments, out=torch.full_like(expected, torch.nan)).nan_to_num())
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
+def test_nan_in_a_summary_selects_the_page_and_takes_no_votes(dtype: Any, implementation: str, device: str) -> None:
+    arguments = make(Case((80,), 2, 2, 64, BF16, dtype), device)
+    run = page_vote if implementation == "triton" else lambda **given: run_reference(given)
+    before = run(**arguments)[0]
+    page = arguments["page_table"][0, 3].item()
+    vectors = arguments["summary"].float()
+    vectors[page, 1, 2, 7] = float("nan")
+    arguments["summary"] = vectors.to(dtype)
+    after = run(**arguments)[0]
+    assert (after[1] == torch.finfo(torch.float32).max).nonzero().tolist() == [[3]]
+    assert torch.equal(after[0], before[0])
+    others = [i for i in range(79) if i != 3]
+    shift = after[1, others] - before[1, others]
+    assert shift.min() > 0 and shift.max() < 0.5
+
+
+def test_the_page_that_one_head_looks_for_beats_what_all_like_a_little(device: str) -> None:
+    """By the mean query it does not."""
+    q = torch.zeros(1, 4, 64, device=device, dtype=BF16)
+    q[0, 0, 0] = 80.0
+    q[0, 1:, 0] = -40.0
+    q[0, :, 1] = 8.0
+    centroids = torch.zeros(65, 1, 1, 64, device=device, dtype=BF16)
+    centroids[9, 0, 0, 0], centroids[20, 0, 0, 1] = 1.0, 1.0
+    table = torch.arange(65, dtype=torch.int32, device=device)[None]
+    count = torch.tensor([65], dtype=torch.int32, device=device)
+    scores = page_vote(q, centroids, table, count, 0.125, False)[0, 0]
+    assert scores[:64].argmax() == 9
+    mean = page_vote(q.mean(1, keepdim=True), centroids, table, count, 0.125, False)[0, 0]
+    assert mean[:64].argmax() == 20
+
+
+def test_what_is_allocated_is_counted() -> None:
+    assert scratch_bytes(3, 8, 130) == 4 * 3 * 8 * (130 + 2 * 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bounds": True}, "summary must have 2 vectors a page, got 4"),
+        ({"sm_scale": 0.0}, "sm_scale must be above 0, got 0.0"),
+        ({"local_pages": -1}, "local_pages must be at least 0, got -1"),
+        ({"summary": torch.zeros(9, 2, 9, 64, dtype=BF16)}, "1 to 8 vectors a page, got 9"),
+        ({"summary": torch.zeros(9, 2, 4, 32, dtype=BF16)}, r"summary must have the shape \(9, 2, 4, 64\)"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    arguments = make(Case((8,), 2, 2, 64, BF16, BF16), "cpu") | change
+    with pytest.raises(ValueError, match=message):
+        page_vote(**arguments)
