@@ -27,6 +27,8 @@ TABLE = Path(__file__).with_name("crossover.json")
 TUNED = "resa"
 # What tells two entries of a table apart; the first ones are what `setup` returns.
 KEY = ("method", "gpu", "q_heads", "kv_heads", "head_dim", "page_size", "kv_dtype", "summary_dtype", "active_ratio")
+# The selection that was measured.
+PAPER = {"summary": "minmax", "group": "mean_query"}
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ def setup(method: str, config: MethodConfig, model: ModelShape, gpu: str) -> dic
         model: the attention layers of one rank.
         gpu: see `gpu_name`.
     """
+    # Measured was the paper's form alone: another statistic has no entry.
+    paper = all(getattr(config, name, form) == form for name, form in PAPER.items())
     return {
-        "method": method,
+        "method": method if paper else f"{method}, another selection",
         "gpu": gpu,
         "q_heads": model.num_q_heads,
         "kv_heads": model.num_kv_heads,

@@ -133,7 +133,9 @@ def select(settings: Settings, captured: Captured, model: ModelFacts) -> Selecti
         view.n_pages.copy_(plan.n_pages)
         view.n_select.copy_(plan.n_select)
         view.values.copy_(plan.values)
-        found = method.select(replace(view, last_slots=written), layer, rows.query(row, written), pools)
+        found = method.select(
+            replace(view, last_slots=written, logit_scale=captured.scaling), layer, rows.query(row, written), pools
+        )
         pools.refresh({layer: rows.cache}, written)
         unit = block if found.unit == "page" else 1
         units = _units(found, page // unit, -(-(position + 1) // unit), blocks * block // unit)

@@ -4,6 +4,9 @@ Source: "Rectified Sparse Attention" (ReSA), sections 2.1 to 2.3; the score is Q
 p for both the ratio and the sparsity is ``active_ratio`` here. Rectification is the scheduler's work, see
 ``rectify.py``; with ``rectify_interval`` 0 this is Quest with one selection a GQA group.
 
+Not in the paper: summaries of centroids (``page_centroids``), and heads that vote (``page_vote``) where its group has
+one mean query. Either goes with either.
+
 The paper keeps one newest page (n_local), here it is two: a page that has just begun holds one token, and then nothing
 would make sure that the words before it are attended to. Answers that cross the end of a page show it.
 """
@@ -18,6 +21,9 @@ from pydantic import Field, field_validator, model_validator
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.method_config import RectifyConfig
+from sglang_sparse_kernels import page_vote as votes
+from sglang_sparse_kernels.page_centroids import MOST as MOST_CENTROIDS
+from sglang_sparse_kernels.page_centroids import update_page_centroids
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summaries
 from sglang_sparse_kernels.page_topk import page_topk
@@ -39,8 +45,25 @@ class ResaConfig(RectifyConfig):
     active_ratio: float = Field(0.1, gt=0, le=1, description="Share of a row's pages that a decode step attends to.")
     min_pages: int = Field(16, ge=1, description="Attend to at least this many pages.")
     local_pages: int = Field(2, ge=1, description="The newest pages that are always attended to; at most min_pages.")
+    summary: Literal["minmax", "centroids"] = Field(
+        "minmax",
+        description="What is kept of a page's keys: their minimum and maximum, as in the paper, or means of those that "
+        "lie together.",
+    )
+    centroids: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_CENTROIDS,
+        description="Means of a page, with summary centroids; by default those that take the bytes of minmax: 4, of an "
+        "fp8 KV cache 2.",
+    )
+    group: Literal["mean_query", "vote"] = Field(
+        "mean_query",
+        description="How the query heads of a KV head choose pages: by their mean query, as in the paper, or each by "
+        "its softmax over the pages, of which the mean counts.",
+    )
     summary_dtype: Literal["auto", "bf16", "fp8"] = Field(
-        "auto", description="Element type of the page summaries; auto is the KV cache's."
+        "auto", description="Element type of the page summaries; auto is the KV cache's, of centroids fp8."
     )
 
     @model_validator(mode="before")
@@ -57,9 +80,16 @@ class ResaConfig(RectifyConfig):
             raise ValueError(f"must be at most min_pages ({info.data['min_pages']})")
         return value
 
+    @field_validator("centroids")
+    @classmethod
+    def _centroids_are_kept(cls, value: int | None, info: Any) -> int | None:
+        if value is not None and (summary := info.data.get("summary", "centroids")) != "centroids":
+            raise ValueError(f'needs summary "centroids", got {summary!r}')
+        return value
+
 
 class Resa(DecodeMethod):
-    """Score every page by the bound on q·k from its min and max of K, attend to the best ones."""
+    """Score every page by its summary, attend to the best ones."""
 
     config_class = ResaConfig
     config: ResaConfig
@@ -72,30 +102,51 @@ class Resa(DecodeMethod):
         return None
 
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
-        """One entry a page: the element-wise maximum and minimum of its keys, ``[kv_heads, 2, head_dim]``."""
-        dtype = SUMMARY_DTYPES.get(self.config.summary_dtype, model.kv_dtype)
-        return (AuxSpec(SUMMARY, (model.num_kv_heads, 2, model.head_dim), dtype, update_page_summaries),)
+        """One entry a page: maximum and minimum, or centroids, of its keys, ``[kv_heads, vectors, head_dim]``."""
+        dtype = SUMMARY_DTYPES.get(self.config.summary_dtype)
+        if self.config.summary == "minmax":
+            vectors, refresh, dtype = 2, update_page_summaries, dtype or model.kv_dtype
+        else:
+            vectors = self.config.centroids or (2 if model.kv_dtype.itemsize == 1 else 4)
+            refresh, dtype = update_page_centroids, dtype or torch.float8_e4m3fn
+        return (AuxSpec(SUMMARY, (model.num_kv_heads, vectors, model.head_dim), dtype, refresh),)
 
     def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
         """``max(min_pages, ceil(n_pages * active_ratio))`` (methods of the paper, section 2.2)."""
         return _count(n_pages, self.config.active_ratio).clamp_min(self.config.min_pages)
 
     def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
-        """One selection a KV head, by the mean query of its group."""
+        """One selection a KV head."""
         summary = pools.buffer(SUMMARY, layer_id)
-        # The view is filled before the model runs, after the summaries of the passes before, and what looks up its
-        # embeddings waits for that; so would have to what comes first on a later stage of pipeline parallelism.
-        tables = (view.page_table, view.n_pages)
-        scores = page_score(query, summary, *tables, view.scores, self.config.local_pages, summaries_ready=True)
-        pages = (*tables, view.n_select, view.max_select)
+        scores = self._scores(view, query, summary)
+        pages = (view.page_table, view.n_pages, view.n_select, view.max_select)
         indices, counts = page_topk(scores, *pages, view.selected, view.stats, tables_ready=True)
         return SparseIndices(indices, counts)
 
+    def _scores(self, view: BatchView, query: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
+        tables, local = (view.page_table, view.n_pages), self.config.local_pages
+        bounds = self.config.summary == "minmax"
+        if self.config.group == "vote" or not bounds:
+            if self.config.group == "mean_query":
+                query = query.unflatten(1, (summary.shape[1], -1)).mean(2)
+            return votes.page_vote(query, summary, *tables, view.logit_scale, bounds, view.scores, local)
+        # The view is filled before the model runs, after the summaries of the passes before, and what looks up its
+        # embeddings waits for that; so would have to what comes first on a later stage of pipeline parallelism.
+        return page_score(query, summary, *tables, view.scores, local, summaries_ready=True)
+
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
-        """That of the attention: scores and selection are in the view. Values have at most the model's ``head_dim``."""
+        """The more of the votes' and the attention's: scores and selection are in the view.
+
+        Values have at most the model's ``head_dim``.
+        """
+        rows, width = view.page_table.shape
+        voted = 0
+        if self.config.group == "vote" or self.config.summary == "centroids":
+            voters = model.num_q_heads if self.config.group == "vote" else model.num_kv_heads
+            voted = votes.scratch_bytes(rows, voters, width)
         heads, dims = (model.num_q_heads, model.num_kv_heads), (model.head_dim, model.head_dim)
         usual = (view.usual_select, view.page_size)
-        return scratch_bytes(len(view.n_pages), *heads, *dims, *usual, dtype, model.kv_dtype, device)
+        return max(voted, scratch_bytes(rows, *heads, *dims, *usual, dtype, model.kv_dtype, device))
 
 
 def _count(n_pages: torch.Tensor, ratio: float) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """ReSA's selection on a paged cache against a plain formulation, page by page."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,27 +11,47 @@ from sglang_sparse.config.settings import build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.pools import AuxPools, page_ends
 from sglang_sparse.view import allocate_view
+from sglang_sparse_kernels.page_centroids.reference import means
 
 PAGE, KV_HEADS, GROUP, DIM = 16, 2, 4, 64
+SCALE = DIM**-0.5
 SHAPE = ModelShape(1, KV_HEADS * GROUP, KV_HEADS, DIM, torch.float32)
 
 
-def naive(keys: torch.Tensor, query: torch.Tensor, ratio: float, least: int, local: int) -> list[set[int]]:
+def logits(config: Any, query: torch.Tensor, keys: torch.Tensor) -> float:
+    """What the tokens of a page, ``[tokens, dim]``, can weigh for a query, by what is kept of them."""
+    if config.summary == "minmax":
+        return float(torch.maximum(query * keys.amax(0), query * keys.amin(0)).sum() * SCALE)
+    written = torch.ones(1, len(keys), dtype=torch.bool)
+    kept = means(keys[None, :, None], written, config.centroids)[0, 0].bfloat16().float()
+    return float((kept @ query * SCALE - math.log(2) * torch.arange(len(kept))).logsumexp(0))
+
+
+def naive(config: Any, keys: torch.Tensor, query: torch.Tensor) -> list[set[int]]:
     """Logical pages for each KV head; ``keys`` is ``[tokens, kv_heads, dim]`` in the order of positions."""
-    pages = keys.split(PAGE)
-    count = min(len(pages), max(least, math.ceil(round(len(pages) * ratio, 9))))
+    pages, local = keys.split(PAGE), config.local_pages
+    count = min(len(pages), max(config.min_pages, math.ceil(round(len(pages) * config.active_ratio, 9))))
     chosen = []
     for head in range(KV_HEADS):
-        mean = query.view(KV_HEADS, GROUP, DIM)[head].mean(0)
-        scores = [
-            torch.maximum(mean * page[:, head].amax(0), mean * page[:, head].amin(0)).sum().item() for page in pages
-        ]
+        voters = query.view(KV_HEADS, GROUP, DIM)[head]
+        voters = voters.mean(0, keepdim=True) if config.group == "mean_query" else voters
+        each = torch.tensor([[logits(config, voter, page[:, head]) for page in pages] for voter in voters])
+        scores = each.softmax(1).mean(0).log().tolist()
         scores[len(pages) - local :] = [math.inf] * local
         chosen.append(set(sorted(range(len(pages)), key=lambda j: (-scores[j], j))[:count]))
     return chosen
 
 
-@pytest.mark.parametrize("fields", [{"min_pages": 2}, {"min_pages": 3, "local_pages": 3, "active_ratio": 0.25}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"min_pages": 2},
+        {"min_pages": 3, "local_pages": 3, "active_ratio": 0.25},
+        {"min_pages": 3, "group": "vote"},
+        {"min_pages": 3, "summary": "centroids", "centroids": 3, "summary_dtype": "bf16"},
+        {"min_pages": 3, "summary": "centroids", "centroids": 4, "summary_dtype": "bf16", "group": "vote"},
+    ],
+)
 def test_selection(fields: dict[str, object]) -> None:
     torch.manual_seed(3)
     settings = build("resa", fields)
@@ -38,6 +60,7 @@ def test_selection(fields: dict[str, object]) -> None:
     aux = AuxPools(method.aux_specs(SHAPE), (0,), 200, PAGE, "cpu")
     cache = torch.randn(200 * PAGE, KV_HEADS, DIM)
     view = allocate_view(len(lengths), KV_HEADS, 40, 40, PAGE, torch.zeros(4, dtype=torch.int64))
+    view = replace(view, logit_scale=SCALE)
     free = (torch.randperm(199) + 1).tolist()
     for row, length in enumerate(lengths):
         n_pages = -(-length // PAGE)
@@ -52,7 +75,7 @@ def test_selection(fields: dict[str, object]) -> None:
     for row, length in enumerate(lengths):
         table = view.page_table[row].tolist()
         slots = (view.page_table[row, :, None].long() * PAGE + torch.arange(PAGE)).flatten()[:length]
-        expected = naive(cache[slots], query[row], config.active_ratio, config.min_pages, config.local_pages)
+        expected = naive(config, cache[slots], query[row])
         for head in range(KV_HEADS):
             count = int(selected.counts[row, head])
             ids = selected.indices[row, head].tolist()

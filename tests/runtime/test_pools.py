@@ -1,7 +1,9 @@
 """The buffers beside the KV pool: which pages a pass touches, what is charged, and that a summary is its page's."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -41,10 +43,22 @@ def test_slots_of_the_dummy_page_are_skipped() -> None:
     assert pools.page_ends(slots, 16).tolist() == [-1, 33, -1, -1, -1]
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("auto", 128), ("bf16", 128), ("fp8", 64)])
-def test_bytes_per_token(dtype: str, expected: int) -> None:
-    # 4 layers, 2 heads, minimum and maximum of 64 elements, one entry for 16 tokens.
-    assert pools.aux_bytes_per_token(build("resa", {"summary_dtype": dtype}), SHAPE) == expected
+@pytest.mark.parametrize(
+    ("fields", "expected", "of_float8"),
+    [
+        ({}, 128, 64),
+        ({"summary_dtype": "bf16"}, 128, 128),
+        ({"summary_dtype": "fp8"}, 64, 64),
+        ({"summary": "centroids", "group": "vote"}, 128, 64),
+        ({"summary": "centroids", "centroids": 3}, 96, 96),
+        ({"summary": "centroids", "summary_dtype": "bf16", "centroids": 1}, 64, 64),
+    ],
+)
+def test_bytes_per_token(fields: dict[str, Any], expected: int, of_float8: int) -> None:
+    # 4 layers, 2 heads, vectors of 64 elements, one entry for 16 tokens.
+    settings = build("resa", fields)
+    assert pools.aux_bytes_per_token(settings, SHAPE) == expected
+    assert pools.aux_bytes_per_token(settings, replace(SHAPE, kv_dtype=torch.float8_e4m3fn)) == of_float8
 
 
 def test_what_a_token_takes_in_sglangs_pool() -> None:
@@ -97,8 +111,9 @@ def test_bytes_are_those_of_the_buffers() -> None:
     assert aux.nbytes == 100 * 16 * pools.aux_bytes_per_token(settings, SHAPE)
 
 
-def test_a_key_outside_fp8_ends_the_server() -> None:
-    settings = build("resa", {"summary_dtype": "fp8"})
+@pytest.mark.parametrize("fields", [{"summary_dtype": "fp8"}, {"summary": "centroids"}])
+def test_a_key_outside_fp8_ends_the_server(fields: dict[str, Any]) -> None:
+    settings = build("resa", fields)
     aux = pools.AuxPools(settings.method.aux_specs(SHAPE), (0,), 8, 16, "cpu")
     keys = torch.randn(128, 2, 64).to(torch.bfloat16)
     aux.refresh({0: keys}, torch.tensor([31]))

@@ -184,7 +184,8 @@ def test_another_shape_is_not_measured(other: dict[str, Any]) -> None:
     assert found.tokens == DEFAULT_CROSSOVER
     assert found.source == "the default; not measured for this shape on cpu, see python -m sglang_sparse.tune"
     assert find({}, {"gpu": "NVIDIA H100"}).tokens == find({"page_size": 32}, {}).tokens == DEFAULT_CROSSOVER
-    assert find({"summary_dtype": "fp8"}, {}).tokens == DEFAULT_CROSSOVER
+    for fields in ({"summary_dtype": "fp8"}, {"summary": "centroids"}, {"group": "vote"}):
+        assert find(fields, {}).tokens == DEFAULT_CROSSOVER
 
 
 def test_the_packaged_table_is_one() -> None:

@@ -121,8 +121,8 @@ def test_only_exact_answers_are_shared(server, prompts) -> None:
 
 
 def test_two_configs_of_one_method_on_two_ranks(serve, checkpoint, prompts) -> None:
-    """Summaries of two dtypes; the part that attends to everything makes no row dense."""
-    rules = {"0": {**TENTH, "summary_dtype": "bf16"}, "1,3": {"active_ratio": 1.0}, "2": "dense"}
+    """Summaries of two kinds; the part that attends to everything makes no row dense."""
+    rules = {"0": {**TENTH, "summary": "centroids", "group": "vote"}, "1,3": {"active_ratio": 1.0}, "2": "dense"}
     config = {"layers": rules, "min_seq_len": 300, "crossover_tokens": 0, "rectify_interval": 0}
     with serve(checkpoint, "--tp", "2", config={**config, "check_exactness": True}) as ranks:
         short, long = prompts[4], prompts[15]

@@ -215,7 +215,10 @@ def index_logits(
 
 
 def default_config(capability: tuple[int, int]) -> Config:
-    """As many queries as need no local memory to speak of, by the compiler's word; not measured yet."""
+    """As many queries as need no local memory to speak of, by the compiler's word; not measured yet.
+
+    Without float8 the queries are float16, and those of 64 heads fill the shared memory of compute capability 8.6.
+    """
     if capability[0] == 9:
         return Config(block_heads=64)
-    return Config(queries=2) if capability[0] == 10 else Config()
+    return Config(queries=2) if capability[0] == 10 or capability < (8, 9) else Config()
