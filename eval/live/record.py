@@ -33,6 +33,7 @@ SERVER_FIELDS = (
     "model_path",
     "attention_backend",
     "page_size",
+    "quantization",
     "kv_cache_dtype",
     "dtype",
     "device",

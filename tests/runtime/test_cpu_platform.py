@@ -1,6 +1,7 @@
 """SGLang on the CPU platform: parts against SGLang's own, whole servers against transformers."""
 
 import json
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -193,6 +194,16 @@ def test_inactive_next_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sglang_cpu_platform.activate() == "sglang_cpu_platform.platform:TorchCpuPlatform"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert sglang_cpu_platform.activate() is None
+
+
+def test_a_gguf_file_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    from resolved import prepare_server_args
+
+    file = tmp_path / "model.gguf"
+    field, value = (struct.pack("<Q", len(text)) + text for text in (b"general.architecture", b"qwen2"))
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field + struct.pack("<I", 8) + value)
+    with pytest.raises(ValueError, match=r"model\.gguf: SGLang reads GGUF .* give the folder, .* in safetensors"):
+        prepare_server_args(["--model-path", str(file)])
 
 
 def test_refuses_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -104,13 +105,18 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args: records assigned fields as declarations; an object behind a field belongs to others.
 
         Raises:
-            ValueError: if the user asked for a device other than the CPU, or for what only kernels do.
+            ValueError: if the user asked for a device other than the CPU, for a GGUF file, or for what only kernels do.
         """
         from sglang.srt.configs.model_config import ModelConfig, is_deepseek_dsa
         from sglang.srt.model_executor.cuda_graph_config import with_phase
 
         if server_args.device != "cpu":
             raise ValueError(f"--device {server_args.device}: no CUDA device was found; use --device cpu or drop it")
+        if server_args.load_format == "gguf" or Path(server_args.model_path).suffix == ".gguf":
+            raise ValueError(
+                f"--model-path {server_args.model_path}: SGLang reads GGUF files with kernels of a GPU alone; without "
+                "a CUDA device give the folder, or the hub's name, of the same model in safetensors"
+            )
         # SGLang would keep what its `model_config_of` returns, and the dtype is not settled yet.
         model = ModelConfig.from_server_args(server_args)
         # SGLang has just filled an open --attention-backend with its AMX kernels, which its CUDA wheels lack. A model
