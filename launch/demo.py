@@ -2,8 +2,9 @@
 
 Starts the server with the tiny model that ships with the repository, hides three numbers in a book, asks for each
 through the OpenAI API, and prints what was answered, what the prefix cache had, and what decode attended to, beside
-a dense server. Ends with status 0 only when all answers are right, the second and the third question hit the
-prefix cache, and no sparse decode step attended to more than 15 % of the pages held.
+a dense server. With ``--model-path``, a checkpoint of yours, it asks for three constants of this package's own sources
+instead. Ends with status 0 only when all answers are right, the second and the third question hit the prefix cache, and
+no sparse decode step attended to more than 15 % of the pages held.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -21,25 +23,41 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eval.live.tokens import tokens
 from eval.texts.text import FORMS, Haystack, exact_match, hide, messages, random_key, random_number, read_books
 from launch.server import ServerProcess
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "eval" / "models" / "tiny-gqa"
 BOOKS = ROOT / "eval" / "data"
+CODE = ROOT / "sglang_sparse"
+CONSTANT = re.compile(r'^([A-Z][A-Z_]{3,}) = (?:"([^"\n]{4,})"|(\d[\d_.]+))$', re.MULTILINE)
 MAX_ACTIVE = 0.15
 # The demo's text is shorter than where sparsity starts to pay, so the crossover is lowered.
 CONFIG = {"active_ratio": 0.1, "min_seq_len": 0, "crossover_tokens": 0}
-QUESTIONS = 3
+# Where in the text the questions' answers stand.
+DEPTHS = (0.15, 0.5, 0.85)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, and the answer: all that is to be said, or what an answer in words must contain."""
+
+    text: str
+    truth: str
+    in_words: bool = False
+
+    def right(self, answer: str) -> bool:
+        """Whether an answer is the truth."""
+        return self.truth in answer if self.in_words else exact_match(answer, self.truth)
 
 
 @dataclass(frozen=True)
 class Row:
     """One question: what was asked, what came back, and what it cost."""
 
-    question: str
+    question: Question
     answer: str
-    truth: str
     prompt_tokens: int
     cached_tokens: int
     pages_attended: int
@@ -47,27 +65,42 @@ class Row:
     pages_summarised: int
     seconds: float
 
-    @property
-    def right(self) -> bool:
-        """Whether the answer is the truth."""
-        return exact_match(self.answer, self.truth)
 
-
-def make_text(tokens: int, seed: int) -> tuple[str, list[tuple[str, str]]]:
-    """Hide ``QUESTIONS`` numbers in a book.
+def read_book(length: int, seed: int) -> tuple[str, list[Question]]:
+    """Hide a number at each of ``DEPTHS`` in a book.
 
     Args:
-        tokens: rough length of the text.
+        length: rough length of the text in tokens.
         seed: of the place in the book, the names and the numbers.
-
-    Returns:
-        The text and ``(name, number)`` pairs.
     """
-    rng = random.Random(seed)
+    rng, form = random.Random(seed), FORMS["needle"]
     (book,) = read_books(BOOKS).values()
-    needles = [(random_key(rng), random_number(rng)) for _ in range(QUESTIONS)]
-    records = [FORMS["needle"].record(key, value=value) for key, value in needles]
-    return hide(Haystack(book).draw(rng, tokens), records, [0.15, 0.5, 0.85]), needles
+    needles = [(random_key(rng), random_number(rng)) for _ in DEPTHS]
+    records = [form.record(key, value=value) for key, value in needles]
+    questions = [Question(form.question(key), form.answer(key, value=value)) for key, value in needles]
+    return hide(Haystack(book).draw(rng, length), records, list(DEPTHS)), questions
+
+
+def read_code(length: int, model: str) -> tuple[str, list[Question]]:
+    """Put this package's sources one after the other, and ask for the constants nearest to ``DEPTHS``.
+
+    Args:
+        length: rough length of the text in tokens of the model.
+        model: folder or hub's name of the checkpoint.
+    """
+    text, tokenizer = "", tokens(model)
+    files = sorted(CODE.rglob("*.py"))
+    while len(tokenizer.encode(text)) < length:
+        path = files.pop(0)
+        text += f"# {path.relative_to(ROOT)}\n{path.read_text()}\n"
+    found = list(CONSTANT.finditer(text))
+    questions = []
+    for depth in DEPTHS:
+        nearest = min(found, key=lambda match, depth=depth: abs(match.start() / len(text) - depth))
+        found.remove(nearest)
+        asked = f"What value does the code above assign to the constant {nearest[1]}? Answer with the value alone."
+        questions.append(Question(asked, nearest[2] or nearest[3], in_words=True))
+    return text, questions
 
 
 def counters(server: ServerProcess) -> dict[str, Any]:
@@ -75,13 +108,12 @@ def counters(server: ServerProcess) -> dict[str, Any]:
     return server.server_info()["internal_states"][0].get("sparse", {})
 
 
-def ask(server: ServerProcess, text: str, key: str, value: str) -> Row:
-    """Ask for one number through the OpenAI client."""
-    form = FORMS["needle"]
+def ask(server: ServerProcess, text: str, question: Question) -> Row:
+    """Ask one question through the OpenAI client."""
     before = counters(server)
     began = time.monotonic()
     answer = server.openai().chat.completions.create(
-        model="default", messages=messages(text, [], form.question(key)), temperature=0, max_tokens=16
+        model="default", messages=messages(text, [], question.text), temperature=0, max_tokens=16
     )
     seconds = time.monotonic() - began
     after = counters(server)
@@ -90,9 +122,8 @@ def ask(server: ServerProcess, text: str, key: str, value: str) -> Row:
     # SGLang leaves the details out where nothing was cached.
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
     return Row(
-        question=form.question(key),
+        question=question,
         answer=answer.choices[0].message.content or "",
-        truth=form.answer(key, value=value),
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=cached or 0,
         pages_attended=after.get("pages_attended", 0) - before.get("pages_attended", 0),
@@ -110,9 +141,9 @@ def show(console: Console, title: str, rows: list[Row]) -> None:
     for row in rows:
         share = f"{row.pages_attended / row.pages_held:.1%}" if row.pages_held else "all"
         table.add_row(
-            row.question,
+            row.question.text,
             row.answer,
-            row.truth,
+            row.question.truth,
             str(row.prompt_tokens),
             str(row.cached_tokens),
             share,
@@ -124,7 +155,8 @@ def show(console: Console, title: str, rows: list[Row]) -> None:
 
 def failures(rows: list[Row], state: dict[str, Any]) -> list[str]:
     """Say what did not hold on the sparse server."""
-    found = [f"{row.question} got {row.answer!r}, want {row.truth!r}" for row in rows if not row.right]
+    wrong = [row for row in rows if not row.question.right(row.answer)]
+    found = [f"{row.question.text} got {row.answer!r}, want {row.question.truth!r}" for row in wrong]
     found += [
         f"question {i + 2} hit only {row.cached_tokens} of {row.prompt_tokens} tokens in the prefix cache"
         for i, row in enumerate(rows[1:])
@@ -137,17 +169,18 @@ def failures(rows: list[Row], state: dict[str, Any]) -> list[str]:
     return found
 
 
-def start(sparse: bool, logs: Path) -> ServerProcess:
+def start(model: str, sparse: bool, logs: Path) -> ServerProcess:
     """Describe a server; on a machine without a GPU the CPU platform serves."""
     flags = ["--enable-cache-report", "--page-size", "16", "--max-running-requests", "8"]
     if sparse:
         flags += ["--sparse-method", "resa", "--sparse-config", json.dumps(CONFIG)]
-    return ServerProcess(MODEL, *flags, log_path=logs / ("sparse.log" if sparse else "dense.log"))
+    return ServerProcess(model, *flags, log_path=logs / ("sparse.log" if sparse else "dense.log"))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(prog="launch.demo", description=__doc__)
+    parser.add_argument("--model-path", help="folder or hub's name of another checkpoint; it is asked about code")
     parser.add_argument("--tokens", type=int, default=12000, help="rough length of the text (8000 to 14000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="leave the sparse server up and print a request to try")
@@ -157,11 +190,12 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=150)
     logs = Path(tempfile.mkdtemp(prefix="sglang-sparse-demo-"))
     console.print(f"server logs: {logs}")
-    text, needles = make_text(args.tokens, args.seed)
-    with start(False, logs) as server:
-        show(console, "dense", [ask(server, text, key, value) for key, value in needles])
-    with start(True, logs) as server:
-        rows = [ask(server, text, key, value) for key, value in needles]
+    model = args.model_path or str(MODEL)
+    made = read_code(args.tokens, model) if args.model_path else read_book(args.tokens, args.seed)
+    with start(model, False, logs) as server:
+        show(console, "dense", [ask(server, made[0], question) for question in made[1]])
+    with start(model, True, logs) as server:
+        rows = [ask(server, made[0], question) for question in made[1]]
         show(console, f"--sparse-method resa {json.dumps(CONFIG)}", rows)
         problems = failures(rows, counters(server))
         for problem in problems:
