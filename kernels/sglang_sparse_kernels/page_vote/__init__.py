@@ -11,8 +11,8 @@ import torch
 from .. import dispatch
 from . import reference
 
-# Pages of a program of the kernels.
-BLOCK = 64
+# Pages of a program of the kernels, and bytes of scratch above which rows wait for one another.
+BLOCK, MOST_SCRATCH = 64, 1 << 28
 
 
 def page_vote(
@@ -82,7 +82,16 @@ def scratch_bytes(batch: int, num_q_heads: int, max_pages: int) -> int:
         num_q_heads: query heads.
         max_pages: width of the table.
     """
-    return 4 * batch * num_q_heads * (max_pages + 2 * -(-max_pages // BLOCK))
+    return min(batch, rows_at_once(num_q_heads, max_pages)) * _row_bytes(num_q_heads, max_pages)
+
+
+def rows_at_once(num_q_heads: int, max_pages: int) -> int:
+    """Rows of a launch, at least one; see ``scratch_bytes``."""
+    return max(1, MOST_SCRATCH // max(1, _row_bytes(num_q_heads, max_pages)))
+
+
+def _row_bytes(num_q_heads: int, max_pages: int) -> int:
+    return 4 * num_q_heads * (max_pages + 2 * -(-max_pages // BLOCK))
 
 
 def _check_arguments(

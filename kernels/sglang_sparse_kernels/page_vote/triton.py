@@ -16,7 +16,7 @@ from triton import knobs
 from ..float8 import as_half
 from ..launch import LOG2_E, await_inputs, dependent_launch
 from ..page_score.reference import UNBOUNDED
-from . import BLOCK
+from . import BLOCK, rows_at_once
 
 _UNBOUNDED = tl.constexpr(UNBOUNDED)
 # What tensor cores multiply, by the dtype of the summaries.
@@ -171,13 +171,33 @@ def page_vote(
     local_pages: int = 1,
 ) -> torch.Tensor:
     """See ``page_vote.page_vote``; entries at or beyond ``n_pages`` are left unwritten."""
-    batch, num_q_heads, dim = q.shape
-    heads, width = summary.shape[1], page_table.shape[1]
+    batch, num_q_heads, width = *q.shape[:2], page_table.shape[1]
     if batch == 0 or width == 0:
         return out
-    blocks = triton.cdiv(width, BLOCK)
-    logits = torch.empty(batch, num_q_heads, width, dtype=torch.float32, device=q.device)
-    sums = torch.empty(batch, num_q_heads, blocks, 2, dtype=torch.float32, device=q.device)
+    rows = min(batch, rows_at_once(num_q_heads, width))
+    logits = torch.empty(rows, num_q_heads, width, dtype=torch.float32, device=q.device)
+    sums = torch.empty(rows, num_q_heads, triton.cdiv(width, BLOCK), 2, dtype=torch.float32, device=q.device)
+    for first in range(0, batch, rows):
+        part = slice(first, first + rows)
+        inputs = q[part], summary, page_table[part], n_pages[part]
+        _launch(*inputs, sm_scale, bounds, out[part], local_pages, logits, sums)
+    return out
+
+
+def _launch(
+    q: torch.Tensor,
+    summary: torch.Tensor,
+    page_table: torch.Tensor,
+    n_pages: torch.Tensor,
+    sm_scale: float,
+    bounds: bool,
+    out: torch.Tensor,
+    local_pages: int,
+    logits: torch.Tensor,
+    sums: torch.Tensor,
+) -> None:
+    batch, num_q_heads, dim = q.shape
+    heads, width, blocks = summary.shape[1], page_table.shape[1], sums.shape[2]
     group = num_q_heads // heads
     float8 = summary.dtype == torch.float8_e4m3fn
     dependent = dependent_launch(q.device)
@@ -225,4 +245,3 @@ def page_vote(
         num_warps=4,
         launch_pdl=dependent,
     )
-    return out
