@@ -183,7 +183,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "kept-before": lambda: kept.kept(_starting("variables-before-tiny-chains")),
     "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
     "recall-mla-pages": lambda: recall_table.recall(_file("recall-tiny-mla-pages")),
-    "page-statistics": lambda: recall_table.statistics(_starting("page-statistics-")),
+    "page-statistics": lambda: recall_table.statistics(sorted((RESULTS / "real").glob("page-statistics-*"))),
     "blind": lambda: blind.blind([_file(f"blind-tiny-{model}") for model in ("gqa", "mla")]),
     "needles": lambda: needles.needles([path for path in _starting(*NEEDLES) if TAILS not in path.name]),
     "needles-mixed": lambda: batches.batches(_starting("niah-mixed-")),

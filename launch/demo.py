@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eval.live.counters import EvaluationError
 from eval.live.tokens import tokens
 from eval.texts.text import FORMS, Haystack, exact_match, hide, messages, random_key, random_number, read_books
 from launch.server import ServerProcess
@@ -49,7 +50,9 @@ class Question:
 
     def right(self, answer: str) -> bool:
         """Whether an answer is the truth."""
-        return self.truth in answer if self.in_words else exact_match(answer, self.truth)
+        if self.in_words:
+            return re.search(rf"(?<![\w.]){re.escape(self.truth)}(?![\w])", answer) is not None
+        return exact_match(answer, self.truth)
 
 
 @dataclass(frozen=True)
@@ -82,24 +85,24 @@ def read_book(length: int, seed: int) -> tuple[str, list[Question]]:
 
 
 def read_code(length: int, model: str) -> tuple[str, list[Question]]:
-    """Put this package's sources one after the other, and ask for the constants nearest to ``DEPTHS``.
+    """Put this package's sources one after the other, small ones with constants first, and ask for three constants.
 
     Args:
         length: rough length of the text in tokens of the model.
         model: folder or hub's name of the checkpoint.
     """
     text, tokenizer = "", tokens(model)
-    files = sorted(CODE.rglob("*.py"))
+    files = sorted(CODE.rglob("*.py"), key=lambda path: (not CONSTANT.search(path.read_text()), path.stat().st_size))
     while len(tokenizer.encode(text)) < length:
         path = files.pop(0)
         text += f"# {path.relative_to(ROOT)}\n{path.read_text()}\n"
     found = list(CONSTANT.finditer(text))
+    # Another file may give the same name to something else.
+    found = [match for match in found if len(re.findall(rf"^{match[1]}\b", text, re.MULTILINE)) == 1]
     questions = []
-    for depth in DEPTHS:
-        nearest = min(found, key=lambda match, depth=depth: abs(match.start() / len(text) - depth))
-        found.remove(nearest)
-        asked = f"What value does the code above assign to the constant {nearest[1]}? Answer with the value alone."
-        questions.append(Question(asked, nearest[2] or nearest[3], in_words=True))
+    for match in (found[0], found[len(found) // 2], found[-1]):
+        asked = f"What value does the code above assign to the constant {match[1]}? Answer with the value alone."
+        questions.append(Question(asked, match[2] or match[3], in_words=True))
     return text, questions
 
 
@@ -113,7 +116,11 @@ def ask(server: ServerProcess, text: str, question: Question) -> Row:
     before = counters(server)
     began = time.monotonic()
     answer = server.openai().chat.completions.create(
-        model="default", messages=messages(text, [], question.text), temperature=0, max_tokens=16
+        model="default",
+        messages=messages(text, [], question.text),
+        temperature=0,
+        max_tokens=32,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )
     seconds = time.monotonic() - began
     after = counters(server)
@@ -191,7 +198,10 @@ def main(arguments: list[str] | None = None) -> int:
     logs = Path(tempfile.mkdtemp(prefix="sglang-sparse-demo-"))
     console.print(f"server logs: {logs}")
     model = args.model_path or str(MODEL)
-    made = read_code(args.tokens, model) if args.model_path else read_book(args.tokens, args.seed)
+    try:
+        made = read_code(args.tokens, model) if args.model_path else read_book(args.tokens, args.seed)
+    except EvaluationError:
+        parser.error(f"--model-path: got {model!r}, allowed: a checkpoint's folder or its name on the hub")
     with start(model, False, logs) as server:
         show(console, "dense", [ask(server, made[0], question) for question in made[1]])
     with start(model, True, logs) as server:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 TABLE = Path(__file__).with_name("crossover.json")
 # The method that ``sglang_sparse.tune`` measures.
 TUNED = "resa"
+# Fields that it leaves at their defaults.
+UNMEASURED = ("summary", "group")
 # What tells two entries of a table apart; the first ones are what `setup` returns.
 KEY = ("method", "gpu", "q_heads", "kv_heads", "head_dim", "page_size", "kv_dtype", "summary_dtype", "active_ratio")
-# The selection that was measured.
-PAPER = {"summary": "minmax", "group": "mean_query"}
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,8 @@ def setup(method: str, config: MethodConfig, model: ModelShape, gpu: str) -> dic
         model: the attention layers of one rank.
         gpu: see `gpu_name`.
     """
-    # Measured was the paper's form alone: another statistic has no entry.
-    paper = all(getattr(config, name, form) == form for name, form in PAPER.items())
     return {
-        "method": method if paper else f"{method}, another selection",
+        "method": method,
         "gpu": gpu,
         "q_heads": model.num_q_heads,
         "kv_heads": model.num_kv_heads,
@@ -102,6 +100,8 @@ def find(
         return Crossover(0, "dense_fallback is never")
     if config.crossover_tokens != "auto":
         return Crossover(config.crossover_tokens, "set by the user")
+    if other := [name for name in UNMEASURED if name in config.model_fields_set]:
+        return Crossover(DEFAULT_CROSSOVER, f"the default; not measured with {' and '.join(other)}")
     gpu = gpu_name(device)
     wanted = setup(str(settings.name), config, model, gpu)
     ratio = getattr(config, "active_ratio", float("inf"))

@@ -141,7 +141,7 @@ class AuxPools:
         if int(self._overflow_seen):
             spec = next(spec for spec in self.specs if spec.dtype.itemsize == 1)
             raise RuntimeError(
-                f"{int(self._overflow_seen)} bounds of keys are outside the range of an fp8 page summary "
+                f"{int(self._overflow_seen)} values of page summaries are outside the range of fp8 "
                 f"({torch.finfo(spec.dtype).max:g}); this model needs {spec.remedy}"
             )
         self._overflow_seen.copy_(self.overflow, non_blocking=True)

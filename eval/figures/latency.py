@@ -130,7 +130,7 @@ def limit_of(rows: Sequence[Row]) -> Limit | None:
 
     Returns:
         None where it cannot be said: the model is no shape of `eval.parts.model_shapes`, or an MLA one; the chip or the
-        element type is unknown; the method is not ReSA; or a server runs on several GPUs.
+        element type is unknown; the method is not ReSA with the paper's summaries; or a server runs on several GPUs.
     """
     header = rows[0]
     shape, gbps = SHAPES.get(header["arguments"].get("shape") or ""), CEILING_GBPS.get(header["device"])
@@ -141,6 +141,8 @@ def limit_of(rows: Sequence[Row]) -> Limit | None:
     sparse = servers[SPARSE]["facts"].get("sparse") or {}
     several = any(re.search(r"--(tp|tensor-parallel)", server["command"]) for server in servers.values())
     if own is None or dense is None or sparse.get("method") != "resa" or several:
+        return None
+    if sparse["config"].get("summary", "minmax") != "minmax":
         return None
     layers, elements = shape["num_hidden_layers"], shape["num_key_value_heads"] * 2 * shape["head_dim"]
     return Limit(layers, elements, gbps, own, dense, sparse["sparse_layers"], sparse["config"])

@@ -20,6 +20,8 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("page_table", r"page_table"),
     ("page_summary", r"page_summary"),
     ("page_score", r"page_score"),
+    ("page_centroids", r"page_centroids"),
+    ("page_vote", r"page_vote"),
     ("page_topk", r"page_topk"),
     ("kt_select", r"kt_select"),
     ("index_topk", r"index_topk"),

@@ -123,15 +123,18 @@ def store_keys(device: str) -> None:
     module.store(values, scales, slots, buffer)
 
 
-def summarise_layers(case: Any, device: str, layers: int = 3) -> None:
-    """Page summaries of several layers at once, as at the end of a step."""
-    module = importlib.import_module("sglang_sparse_kernels.page_summary")
-    make = importlib.import_module("sglang_sparse_kernels.page_summary.cases").make
+def summarise_layers(operation: str, case: Any, device: str, layers: int = 3) -> None:
+    """Page summaries or centroids of several layers at once, as at the end of a step."""
+    module = importlib.import_module(f"sglang_sparse_kernels.{operation}")
+    make = importlib.import_module(f"sglang_sparse_kernels.{operation}.cases").make
     given = [make(case, device, seed) for seed in range(layers)]
-    caches, summaries = ([layer[name] for layer in given] for name in ("k_cache", "summary"))
     # One batch writes to the same slots of all layers.
     rows = {name: given[0][name] for name in ("last_slots", "page_size", "overflow")}
-    module.update_page_summaries(caches, summaries, **rows)
+    if operation == "page_centroids":
+        lists = {name: [layer[name][0] for layer in given] for name in ("k_caches", "centroids")}
+        module.update_page_centroids(**lists, **rows)
+    else:
+        module.update_page_summaries(*([layer[name] for layer in given] for name in ("k_cache", "summary")), **rows)
 
 
 def score_in_cuda(case: Any, device: str) -> None:
@@ -179,8 +182,8 @@ def call(operation: str, cases: Sequence[Any], device: str) -> None:
                 run(case)
         if operation == "page_score":
             score_in_cuda(case, device)
-        if operation == "page_summary":
-            summarise_layers(case, device)
+        if operation in ("page_centroids", "page_summary"):
+            summarise_layers(operation, case, device)
     if operation == "index_keys":
         store_keys(device)
     if device == "cuda":

@@ -4,7 +4,9 @@ One folder per operation, each usable without SGLang:
 
 - ``page_table``: the physical page of each logical page of a batch.
 - ``page_summary``: element-wise maximum and minimum of every page's keys.
+- ``page_centroids``: means of those keys of every page that lie together.
 - ``page_score``: upper bound of each page's attention logit for one query group.
+- ``page_vote``: how much of the attention each page would get, by what is kept of its keys.
 - ``page_topk``: the highest pages of each row, exact and deterministic.
 - ``sparse_decode``: decode attention over the selected pages.
 - ``block_mass``: share of each block in a row's attention, by some dimensions of query and key.

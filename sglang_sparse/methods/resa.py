@@ -5,7 +5,7 @@ p for both the ratio and the sparsity is ``active_ratio`` here. Rectification is
 ``rectify.py``; with ``rectify_interval`` 0 this is Quest with one selection a GQA group.
 
 Not in the paper: summaries of centroids (``page_centroids``), and heads that vote (``page_vote``) where its group has
-one mean query. Either goes with either.
+one mean query. Each works with the other's default.
 
 The paper keeps one newest page (n_local), here it is two: a page that has just begun holds one token, and then nothing
 would make sure that the words before it are attended to. Answers that cross the end of a page show it.
@@ -22,8 +22,7 @@ from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.method_config import RectifyConfig
 from sglang_sparse_kernels import page_vote as votes
-from sglang_sparse_kernels.page_centroids import MOST as MOST_CENTROIDS
-from sglang_sparse_kernels.page_centroids import update_page_centroids
+from sglang_sparse_kernels.page_centroids import MAX_CENTROIDS, update_page_centroids
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summaries
 from sglang_sparse_kernels.page_topk import page_topk
@@ -47,20 +46,19 @@ class ResaConfig(RectifyConfig):
     local_pages: int = Field(2, ge=1, description="The newest pages that are always attended to; at most min_pages.")
     summary: Literal["minmax", "centroids"] = Field(
         "minmax",
-        description="What is kept of a page's keys: their minimum and maximum, as in the paper, or means of those that "
-        "lie together.",
+        description="Page summary: minimum and maximum of the keys (the paper's), or means of keys that lie together.",
     )
     centroids: int | None = Field(
         None,
         ge=1,
-        le=MOST_CENTROIDS,
-        description="Means of a page, with summary centroids; by default those that take the bytes of minmax: 4, of an "
-        "fp8 KV cache 2.",
+        le=MAX_CENTROIDS,
+        description="With summary centroids, means of a page, at most page_size; by default 4, or 2 with an fp8 KV "
+        "cache: in fp8 they take the bytes of minmax in the KV cache's dtype.",
     )
     group: Literal["mean_query", "vote"] = Field(
         "mean_query",
-        description="How the query heads of a KV head choose pages: by their mean query, as in the paper, or each by "
-        "its softmax over the pages, of which the mean counts.",
+        description="How the query heads of a KV head choose pages: mean_query scores pages with their mean query "
+        "(the paper's), vote averages their softmax over the pages.",
     )
     summary_dtype: Literal["auto", "bf16", "fp8"] = Field(
         "auto", description="Element type of the page summaries; auto is the KV cache's, of centroids fp8."
@@ -85,6 +83,8 @@ class ResaConfig(RectifyConfig):
     def _centroids_are_kept(cls, value: int | None, info: Any) -> int | None:
         if value is not None and (summary := info.data.get("summary", "centroids")) != "centroids":
             raise ValueError(f'needs summary "centroids", got {summary!r}')
+        if value is not None and value > (size := info.data.get("page_size", value)):
+            raise ValueError(f"must be at most page_size ({size})")
         return value
 
 
@@ -107,7 +107,8 @@ class Resa(DecodeMethod):
         if self.config.summary == "minmax":
             vectors, refresh, dtype = 2, update_page_summaries, dtype or model.kv_dtype
         else:
-            vectors = self.config.centroids or (2 if model.kv_dtype.itemsize == 1 else 4)
+            usual = 2 if model.kv_dtype.itemsize == 1 else 4
+            vectors = self.config.centroids or min(usual, self.config.page_size)
             refresh, dtype = update_page_centroids, dtype or torch.float8_e4m3fn
         return (AuxSpec(SUMMARY, (model.num_kv_heads, vectors, model.head_dim), dtype, refresh),)
 
@@ -128,7 +129,7 @@ class Resa(DecodeMethod):
         bounds = self.config.summary == "minmax"
         if self.config.group == "vote" or not bounds:
             if self.config.group == "mean_query":
-                query = query.unflatten(1, (summary.shape[1], -1)).mean(2)
+                query = query.unflatten(1, (summary.shape[1], -1)).mean(2, dtype=torch.float32)
             return votes.page_vote(query, summary, *tables, view.logit_scale, bounds, view.scores, local)
         # The view is filled before the model runs, after the summaries of the passes before, and what looks up its
         # embeddings waits for that; so would have to what comes first on a later stage of pipeline parallelism.
@@ -143,7 +144,8 @@ class Resa(DecodeMethod):
         voted = 0
         if self.config.group == "vote" or self.config.summary == "centroids":
             voters = model.num_q_heads if self.config.group == "vote" else model.num_kv_heads
-            voted = votes.scratch_bytes(rows, voters, width)
+            # Behind it the mean query, in float32.
+            voted = votes.scratch_bytes(rows, voters, width) + rows * model.num_kv_heads * model.head_dim * 4
         heads, dims = (model.num_q_heads, model.num_kv_heads), (model.head_dim, model.head_dim)
         usual = (view.usual_select, view.page_size)
         return max(voted, scratch_bytes(rows, *heads, *dims, *usual, dtype, model.kv_dtype, device))

@@ -46,6 +46,7 @@ OPERATIONS = (
     Operation("kt_select", results=("indices", "counts"), stats=3),
     Operation("load_page_table", "page_table", ()),
     Operation("page_score"),
+    Operation("page_vote"),
     Operation("page_topk", results=("indices", "counts"), stats=3),
     Operation("quantize", "index_keys", ("values", "scales"), query="x"),
     Operation("skip_softmax_decode", stats=2, query="q"),

@@ -36,7 +36,8 @@ def test_reference_is_the_softmax_of_every_head(case: Case) -> None:
                     mass = (products.sum(-1).exp() * 0.5 ** torch.arange(case.centroids)).sum(-1)
                 else:
                     mass = products.amax(1).sum(-1).exp()
-                shares += mass / mass.sum()
+                # All but the newest page.
+                shares += mass / (mass[:-1].sum() if n_pages > 1 else 1.0)
             local = min(case.local_pages, n_pages)
             assert scores[row, head, n_pages - local : n_pages].isposinf().all()
             rest = slice(0, n_pages - local)
@@ -70,6 +71,19 @@ def test_nan_in_a_summary_selects_the_page_and_takes_no_votes(dtype: Any, implem
     others = [i for i in range(79) if i != 3]
     shift = after[1, others] - before[1, others]
     assert shift.min() > 0 and shift.max() < 0.5
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("local", [0, 1, 2])
+def test_the_newest_page_changes_no_others_score(local: int, implementation: str, device: str) -> None:
+    """Its summary may be what the page's last owner left."""
+    arguments = make(Case((80, 1), 2, 2, 64, BF16, BF16, local_pages=local), device)
+    run = page_vote if implementation == "triton" else lambda **given: run_reference(given)
+    before = run(**arguments)[:, :, :80]
+    arguments["summary"][arguments["page_table"][0, 79]] = 30.0
+    after = run(**arguments)[:, :, :80]
+    assert torch.equal(before[0, :, :79], after[0, :, :79])
+    assert not after[1, :, 0].isnan().any()
 
 
 def test_the_page_that_one_head_looks_for_beats_what_all_like_a_little(device: str) -> None:

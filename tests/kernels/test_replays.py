@@ -23,8 +23,10 @@ from sglang_sparse_kernels.index_topk import cases as token_cases
 from sglang_sparse_kernels.kt_score import cases as kt_cases
 from sglang_sparse_kernels.kt_select import cases as selection_cases
 from sglang_sparse_kernels.latent_rows import cases as row_cases
+from sglang_sparse_kernels.page_centroids import cases as centroid_cases
 from sglang_sparse_kernels.page_summary import cases as summary_cases
 from sglang_sparse_kernels.page_table import cases as table_cases
+from sglang_sparse_kernels.page_vote import cases as vote_cases
 from sglang_sparse_kernels.skip_softmax_decode import cases as skip_decode_cases
 from sglang_sparse_kernels.skip_softmax_mla_decode import cases as skip_mla_cases
 from sglang_sparse_kernels.skip_softmax_prefill import BLOCK_KEYS, TILE_QUERIES
@@ -169,6 +171,7 @@ OPERATIONS = [
     ),
     operation("kt_score", kt_cases, small={"candidates": (40, 0, 3), "width": 50, "heads": 1}),
     operation("kt_select", selection_cases, implementation="portable", counts=3, arguments=with_tables),
+    operation("page_vote", vote_cases, small={"n_pages": (70, 0, 3), "width": 80, "heads": 1}),
     operation("window_score", window_cases, small={"lengths": (60, 0, 5), "width": 5, "heads": 1}),
     operation("visible_blocks", visible_cases, counts=3),
     operation("sparse_mla_decode", mla_cases, more=(LATENT, FLOAT8_ROWS)),
@@ -197,6 +200,14 @@ OPERATIONS = [
     operation("index_keys", key_cases, function="store", written=("buffer",), arguments=to_be_stored),
     operation("latent_rows", row_cases, function="write_latents", written=("rows",), arguments=in_place),
     operation("page_table", table_cases, function="load_page_table", written=("page_table",), arguments=in_place),
+    operation(
+        "page_centroids",
+        centroid_cases,
+        function="update_page_centroids",
+        written=("centroids",),
+        counted=("overflow",),
+        arguments=in_place,
+    ),
     operation(
         "page_summary",
         summary_cases,

@@ -72,6 +72,7 @@ def test_config_without_method(qwen3: str) -> None:
         ('{"summary": "mean"}', ["summary: got 'mean'", "'minmax' or 'centroids'"]),
         ('{"group": "max"}', ["group: got 'max'", "'mean_query' or 'vote'"]),
         ('{"centroids": 4}', ["centroids: got 4", "needs summary \"centroids\", got 'minmax'"]),
+        ('{"summary": "centroids", "centroids": 4, "page_size": 2}', ["centroids: got 4", "at most page_size (2)"]),
         ('{"summary": "centroids", "centroids": 9}', ["centroids: got 9", "less than or equal to 8"]),
         ('{"dense_fallback": "sometimes"}', ["dense_fallback: got 'sometimes'", "'auto' or 'never'"]),
         ('{"page_size": 24}', ["page_size: got 24", "power of two from 1 to 64"]),

@@ -60,14 +60,14 @@ def rounded(vectors: Tensor) -> Tensor:
 
 
 def _kept(vectors: Tensor, query: Tensor, scale: float, bounds: bool = False, mean: bool = False) -> Tensor:
-    """What the operations of a server make of ``[pages, vectors, kv_heads, d]``."""
+    """What the operations of a server make of ``[pages, vectors, kv_heads, d]``, before a newest page."""
     pages, _, heads, _ = vectors.shape
     if mean:
         query = query.unflatten(1, (heads, -1)).mean(2)
-    table = torch.arange(pages, dtype=torch.int32).expand(len(query), -1)
-    counts = torch.full((len(query),), pages, dtype=torch.int32)
+    table = torch.arange(pages + 1, dtype=torch.int32).expand(len(query), -1) % pages
+    counts = torch.full((len(query),), pages + 1, dtype=torch.int32)
     summary = vectors.transpose(1, 2).contiguous()
-    return page_vote(query.float(), summary, table, counts, scale, bounds, local_pages=0)
+    return page_vote(query.float(), summary, table, counts, scale, bounds)[..., :pages]
 
 
 def _votes(logits: Tensor) -> Tensor:
@@ -115,7 +115,8 @@ def gaussian(keys: Tensor, query: Tensor, scale: float) -> Tensor:
     return _votes(logits + torch.einsum("qhgd,phd->qhgp", grouped.square(), variance) / 2)
 
 
-# With bytes for each element of a key and page; the paper's in bfloat16, all others in float8.
+# With the bytes that a server keeps for each element of a key and page: minimum and maximum alone in bfloat16, which is
+# not rounded to here, all else in float8.
 STATISTICS: dict[str, tuple[int, Statistic]] = {
     "minimum, maximum; mean query (the paper's)": (4, partial(minmax, mean=True)),
     "minimum, maximum; vote": (4, partial(minmax, mean=False)),
@@ -185,8 +186,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         EvaluationError: see the functions that this one calls.
     """
     described = model_facts(args.model_path)
-    if args.length > described.context_len:
-        raise EvaluationError(f"--length {args.length}: the model's context is {described.context_len} tokens")
+    if args.length + ANSWER > described.context_len:
+        raise EvaluationError(
+            f"--length {args.length}: the model's context is {described.context_len} tokens, and an answer may take "
+            f"{ANSWER}"
+        )
     model, tokenizer = load_model(args.model_path, "cpu", torch.float32), tokens(args.model_path)
     names = ("texts", "length", "n", "queries", "ratios", "seed")
     facts = {
@@ -238,7 +242,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSONL file; a run that was interrupted goes on")
     parser.add_argument("--from", type=Path, dest="file", help="take the figures of this JSONL file, without a model")
     parser.add_argument("--name", help="of the model, for the file's header; the folder's or the hub's by default")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
+    parser.add_argument("--revision", help="of this code, outside of a git checkout")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     args = parser.parse_args(arguments)
     if args.file is None and (args.model_path is None or args.out is None):

@@ -1,9 +1,7 @@
 """Page centroids: a few means of each page's keys, each of keys that lie together, kept beside the KV cache.
 
-A page of few kinds of keys is told by as many means. Of its bounds alone (``page_summary``) only what *could* be there
-is known, and of one mean nothing of a key that stands apart. Source: of our own; the first keys are chosen as in
-Gonzalez' farthest-first traversal (1985), without the rounds of k-means that would follow: these did not keep more of
-the attention.
+A few means describe a page better than its bounds (``page_summary``), which say what *could* be there, and than one
+mean, which hides an outlier. Not from a paper; the seeds are those of Gonzalez' farthest-first traversal (1985).
 """
 
 from collections.abc import Sequence
@@ -11,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from .. import dispatch
-from ..page_summary import check_arguments, check_layers
+from ..page_summary import check_arguments
 from . import reference
 
-MOST = 8
+MAX_CENTROIDS = 8
 
 
 def update_page_centroids(
@@ -56,12 +54,8 @@ def update_page_centroids(
         >>> centroids[0, 0, :, 0].tolist()
         [2.0, 9.0]
     """
-    check_layers(k_caches, centroids)
-    count = centroids[0].shape[2] if centroids[0].dim() == 4 else 0
-    if not 1 <= count <= MOST:
-        raise ValueError(f"centroids must have 1 to {MOST} vectors a page, got shape {tuple(centroids[0].shape)}")
-    dtypes = (torch.bfloat16, torch.float8_e4m3fn)
-    check_arguments(k_caches[0], centroids[0], last_slots, page_size, overflow, dtypes, count)
+    dtypes, counts = (torch.bfloat16, torch.float8_e4m3fn), range(1, MAX_CENTROIDS + 1)
+    check_arguments(k_caches, centroids, last_slots, page_size, overflow, dtypes, counts)
     if dispatch.use_reference(k_caches[0]):
         for k_cache, layer in zip(k_caches, centroids, strict=True):
             reference.update_page_centroids(k_cache, layer, last_slots, page_size, overflow)

@@ -1,4 +1,4 @@
-"""Shapes on which page centroids are tested and measured."""
+"""Shapes on which page centroids are tested."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -75,7 +75,7 @@ def _page_centroids_kernel(
                 distance = tl.where(written, nearest, -1.0)
             owner = tl.where(written, owner, BLOCK_COUNT)
             counts = tl.sum((owner[:, None] == seeds[None, :]).to(tl.int32), axis=0)
-            # Those of more keys come first; of as many, the earlier seed.
+            # ``page_vote`` weights centroids by their order.
             more = counts[:, None] > counts[None, :]
             earlier = (counts[:, None] == counts[None, :]) & (seeds[:, None] < seeds[None, :])
             rank = tl.sum(((more | earlier) & (seeds < COUNT)[:, None]).to(tl.int32), axis=0)

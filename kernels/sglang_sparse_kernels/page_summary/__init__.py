@@ -54,9 +54,8 @@ def update_page_summaries(
         >>> summary[1, 0, :, 0].tolist()
         [6.0, 4.0]
     """
-    check_layers(k_caches, summaries)
-    dtypes = (k_caches[0].dtype, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-    check_arguments(k_caches[0], summaries[0], last_slots, page_size, overflow, dtypes, 2)
+    dtypes = (*(cache.dtype for cache in k_caches[:1]), torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+    check_arguments(k_caches, summaries, last_slots, page_size, overflow, dtypes, (2,))
     if dispatch.use_reference(k_caches[0]):
         for k_cache, summary in zip(k_caches, summaries, strict=True):
             reference.update_page_summary(k_cache, summary, last_slots, page_size, overflow)
@@ -77,35 +76,45 @@ def update_page_summary(
     update_page_summaries((k_cache,), (summary,), last_slots, page_size, overflow)
 
 
-def check_layers(k_caches: Sequence[torch.Tensor], summaries: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError unless there is a summary for each K cache, and all layers are alike."""
-    if len(k_caches) != len(summaries) or not k_caches:
-        raise ValueError(f"k_caches and summaries must be as many, got {len(k_caches)} and {len(summaries)}")
-    for name, tensors in (("k_caches", k_caches), ("summaries", summaries)):
-        if len({(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors}) > 1:
-            raise ValueError(f"{name} must have the same dtype, shape and strides in all layers")
-        for tensor in tensors:
-            dispatch.check_device(k_caches[0].device, **{name: tensor})
-
-
 def check_arguments(
-    k_cache: torch.Tensor,
-    summary: torch.Tensor,
+    k_caches: Sequence[torch.Tensor],
+    summaries: Sequence[torch.Tensor],
     last_slots: torch.Tensor,
     page_size: int,
     overflow: torch.Tensor | None,
     dtypes: Collection[torch.dtype],
-    vectors: int,
+    vectors: Sequence[int],
 ) -> None:
-    """Raise ValueError unless these are a layer's K cache, and summaries of so many vectors a page."""
+    """Raise ValueError unless these are the K caches of layers that are alike, and a summary of each.
+
+    Args:
+        k_caches: see ``update_page_summaries``, and so for what is not said here.
+        summaries: likewise.
+        last_slots: likewise.
+        page_size: likewise.
+        overflow: likewise.
+        dtypes: which the summaries may have.
+        vectors: how many of a page they may have.
+    """
+    if len(k_caches) != len(summaries) or not k_caches:
+        raise ValueError(f"k_caches and summaries must be as many, got {len(k_caches)} and {len(summaries)}")
+    k_cache, summary = k_caches[0], summaries[0]
     dispatch.check_tensor("k_cache", k_cache, 3, dispatch.KV_DTYPES)
     dispatch.check_tensor("summary", summary, 4, dtypes)
     dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
     dispatch.check_page_size(page_size)
-    dispatch.check_shape("summary", summary, (summary.shape[0], k_cache.shape[1], vectors, k_cache.shape[2]))
+    if (count := summary.shape[2]) not in vectors:
+        allowed = " or ".join(map(str, vectors)) if len(vectors) < 3 else f"{min(vectors)} to {max(vectors)}"
+        raise ValueError(f"summary must have {allowed} vectors a page, got {count}")
+    dispatch.check_shape("summary", summary, (summary.shape[0], k_cache.shape[1], count, k_cache.shape[2]))
     dispatch.check_last(k_cache=k_cache)
     dispatch.check_device(k_cache.device, summary=summary, last_slots=last_slots, overflow=overflow)
     dispatch.check_contiguous("summary", summary)
     dispatch.check_contiguous("last_slots", last_slots)
     if overflow is not None:
         dispatch.check_exactly("overflow", overflow, (1,), torch.int32)
+    for name, tensors in (("k_caches", k_caches), ("summaries", summaries)):
+        if len({(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors}) > 1:
+            raise ValueError(f"{name} must have the same dtype, shape and strides in all layers")
+        for tensor in tensors:
+            dispatch.check_device(k_cache.device, **{name: tensor})

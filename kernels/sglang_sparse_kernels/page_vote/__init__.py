@@ -2,8 +2,8 @@
 
 Each query head of a KV head's group gives every page a logit and spreads one vote over the pages by their softmax; a
 page's score is what it gets of all heads. A page that one head looks for is then not lost in the mean query of a group
-whose other heads look elsewhere. Source: of our own. The bound is Quest's (arXiv:2406.10774, section 3.3); what it is
-instead of is the group query of ReSA (arXiv:2506.04108, section 3.1), see ``page_score``.
+whose other heads look elsewhere. Not from a paper; it replaces the group query of ReSA (arXiv:2506.04108, section 3.1),
+see ``page_score``. The bound is Quest's (arXiv:2406.10774, section 3.3).
 """
 
 import torch
@@ -30,18 +30,19 @@ def page_vote(
     A head's logit of a page is, of bounds, the most that ``q . k`` of any key can be; of centroids the logarithm of
     ``sum_c 2^-c exp(sm_scale * q . centroid_c)``: they stand in the order of how many keys they are the mean of, and
     each has about half as many as the one before. With the softmax of every head over the row's pages, the score is
-    the logarithm of its mean over the heads, less a constant. The newest ``local_pages`` pages score +inf; a page whose
-    summary holds NaN scores the largest finite float32 and takes no votes from others.
+    the logarithm of its mean over the heads, less a constant. The softmax is of all pages but the newest, whose summary
+    may be out of date, so that this changes no other page's score. The newest ``local_pages`` pages score +inf; a page
+    whose summary holds NaN scores the largest finite float32 and takes no votes from others.
 
     Args:
-        q: ``[B, Hq, d]``, float32, float16 or bfloat16; ``d`` is contiguous. Of float8 summaries the kernels take it in
-            float16.
+        q: ``[B, Hq, d]``, float32, float16 or bfloat16; ``d`` is contiguous. The kernels round it to the summary's
+            dtype, and to float16 for one of float8.
         summary: ``[num_pages, Hkv, V, d]``, contiguous, from ``update_page_summary`` (V is 2) or
             ``update_page_centroids`` (V is 1 to 8).
         page_table: ``[B, M]`` int32, the physical page of each logical page; only the first ``n_pages[b]`` count. ``M``
             is contiguous.
         n_pages: ``[B]`` int32, contiguous: pages of each row, at most ``M``.
-        sm_scale: of the logits, above 0, with the scale of stored keys.
+        sm_scale: softmax scale times the scale of stored keys; positive.
         bounds: whether the summary is of bounds.
         out: optional ``[B, Hkv, M]`` float32, contiguous.
         local_pages: newest pages that always score +inf.
@@ -62,7 +63,7 @@ def page_vote(
         >>> page_table = torch.tensor([[1, 2, 3]], dtype=torch.int32)
         >>> n_pages = torch.tensor([3], dtype=torch.int32)
         >>> page_vote(q, centroids, page_table, n_pages, 1.0, False).exp().round(decimals=2)
-        tensor([[[1.0000, 0.9900,    inf]]])
+        tensor([[[1.0000, 1.0000,    inf]]])
     """
     _check_arguments(q, summary, page_table, n_pages, sm_scale, bounds, local_pages)
     shape = q.shape[0], summary.shape[1], page_table.shape[1]
@@ -75,7 +76,7 @@ def page_vote(
 
 
 def scratch_bytes(batch: int, num_q_heads: int, max_pages: int) -> int:
-    """Bytes that the kernels of one call allocate beside the result: a logit of every head for every page.
+    """Bytes that the kernels of one call allocate: a logit of every head for every page, of some rows at a time.
 
     Args:
         batch: rows.

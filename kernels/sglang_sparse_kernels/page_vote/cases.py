@@ -1,4 +1,4 @@
-"""Shapes on which page votes are tested and measured."""
+"""Shapes on which page votes are tested."""
 
 from dataclasses import dataclass
 from typing import Any

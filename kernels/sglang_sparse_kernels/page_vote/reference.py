@@ -37,8 +37,10 @@ def page_vote(
         halves = -math.log(2) * torch.arange(vectors.shape[3], device=q.device)
         logits = (torch.einsum("bhgd,bmhvd->bhgmv", query, vectors) + halves).logsumexp(-1)
     unknown = logits.isnan()
-    votes = logits.masked_fill(unknown | ~held[:, None, None], float("-inf")).log_softmax(-1)
-    score = votes.logsumexp(2).masked_fill(unknown.any(2), UNBOUNDED)
+    logits = logits.masked_fill(unknown, float("-inf"))
+    voted = logical < n_pages[:, None] - 1
+    whole = logits.masked_fill(~voted[:, None, None], float("-inf")).logsumexp(-1, keepdim=True)
+    score = (logits - whole.masked_fill(whole.isinf(), 0)).logsumexp(2).masked_fill(unknown.any(2), UNBOUNDED)
     local = logical >= n_pages[:, None] - local_pages
     score.masked_fill_(local[:, None], float("inf"))
     out[:, :, :width] = score.masked_fill_(~held[:, None], float("-inf"))

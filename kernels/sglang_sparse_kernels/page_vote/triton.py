@@ -38,7 +38,7 @@ def _vectors(pointers, mask, OPERAND: tl.constexpr, FLOAT8: tl.constexpr):
 
 
 @triton.jit
-def _logits_kernel(
+def _page_vote_logits_kernel(
     q_ptr,
     summary_ptr,
     page_table_ptr,
@@ -104,8 +104,9 @@ def _logits_kernel(
         at = row * HEADS * GROUP + head * GROUP + members
         out = logits_ptr + at.to(tl.int64)[:, None] * width + logical[None, :]
         tl.store(out, logits, mask=in_group[:, None] & held[None, :])
-        # Summaries with NaN take no votes.
-        votes = tl.where(held[None, :] & (logits == logits), logits, float("-inf"))  # noqa: PLR0124
+        # Neither the newest page, whose summary may be of another's keys, nor one with NaN takes votes from others.
+        voted = (logical < n_pages - 1)[None, :] & (logits == logits)  # noqa: PLR0124
+        votes = tl.where(voted, logits, float("-inf"))
         most = tl.max(votes, axis=1)
         base = tl.where(most == float("-inf"), 0.0, most)
         sums = sums_ptr + (at.to(tl.int64) * blocks + block) * 2
@@ -114,7 +115,7 @@ def _logits_kernel(
 
 
 @triton.jit
-def _votes_kernel(
+def _page_vote_kernel(
     n_pages_ptr,
     logits_ptr,
     sums_ptr,
@@ -147,7 +148,8 @@ def _votes_kernel(
             sums = tl.load(sums_ptr + (at * blocks + parts) * 2 + 1, mask=known, other=0.0)
             most = tl.max(maxima, axis=0)
             base = tl.where(most == float("-inf"), 0.0, most)
-            whole = base + tl.log2(tl.sum(sums * tl.exp2(maxima - base), axis=0))
+            total_votes = tl.sum(sums * tl.exp2(maxima - base), axis=0)
+            whole = tl.where(total_votes > 0, base + tl.log2(total_votes), 0.0)
             vote = tl.load(logits_ptr + at * width + logical, mask=held, other=0.0) - whole
             unknown = unknown | (vote != vote)  # noqa: PLR0124
             higher = tl.maximum(top, vote)
@@ -201,7 +203,7 @@ def _launch(
     group = num_q_heads // heads
     float8 = summary.dtype == torch.float8_e4m3fn
     dependent = dependent_launch(q.device)
-    _logits_kernel[(heads, blocks, batch)](
+    _page_vote_logits_kernel[(heads, blocks, batch)](
         q,
         summary.view(torch.uint8) if float8 else summary,
         page_table,
@@ -229,7 +231,7 @@ def _launch(
         num_warps=4 if dim <= 128 else 8,
         launch_pdl=dependent,
     )
-    _votes_kernel[(heads, blocks, batch)](
+    _page_vote_kernel[(heads, blocks, batch)](
         n_pages,
         logits,
         sums,
