@@ -104,12 +104,12 @@ def test_the_page_that_one_head_looks_for_beats_what_all_like_a_little(device: s
 
 def test_what_is_allocated_is_counted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And bounded: rows beyond it wait for those before."""
-    row = 4 * 8 * (200 + 2 * 4)
-    assert scratch_bytes(3, 8, 200) == 3 * row
+    row = 4 * 8 * (720 + 2 * 12)
+    assert scratch_bytes(3, 8, 720) == 3 * row
     arguments = make(CASES[0], device)
     whole = page_vote(**arguments)
     monkeypatch.setattr("sglang_sparse_kernels.page_vote.MOST_SCRATCH", 3 * row - 1)
-    assert scratch_bytes(4, 8, 200) == 2 * row
+    assert scratch_bytes(4, 8, 720) == 2 * row
     assert_same(page_vote(**arguments), whole, arguments["n_pages"])
 
 

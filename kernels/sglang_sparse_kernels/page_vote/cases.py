@@ -18,7 +18,7 @@ class Case(cases.Case):
 
 
 CASES = [
-    Case((170, 0, 33, 1), 2, 4, 128, BF16, FP8, width=200),
+    Case((700, 0, 33, 1), 2, 4, 128, BF16, FP8, width=720),
     Case((5,), 2, 1, 64, FP32, FP8, centroids=3),
     Case((12, 130), 1, 7, 96, FP16, BF16, local_pages=3, centroids=2),
     Case((9, 40), 2, 2, 256, BF16, BF16, centroids=8),

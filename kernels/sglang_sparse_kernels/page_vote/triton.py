@@ -18,6 +18,8 @@ from ..launch import LOG2_E, await_inputs, dependent_launch
 from ..page_score.reference import UNBOUNDED
 from . import BLOCK, rows_at_once
 
+# Pages of a program of the second kernel: each reads what all blocks of its row left.
+_TILE = 512
 _UNBOUNDED = tl.constexpr(UNBOUNDED)
 # What tensor cores multiply, by the dtype of the summaries.
 _OPERANDS = {
@@ -126,6 +128,7 @@ def _page_vote_kernel(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGES: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -133,15 +136,15 @@ def _page_vote_kernel(
     head = tl.program_id(0)
     row = tl.program_id(2)
     n_pages = tl.load(n_pages_ptr + row)
-    first = tl.program_id(1) * PAGES
+    first = tl.program_id(1) * TILE
     if first < n_pages:
-        logical = first + tl.arange(0, PAGES)
+        logical = first + tl.arange(0, TILE)
         held = logical < n_pages
         parts = tl.arange(0, BLOCKS)
         known = parts * PAGES < n_pages
-        top = tl.full([PAGES], float("-inf"), tl.float32)
-        total = tl.zeros([PAGES], tl.float32)
-        unknown = tl.zeros([PAGES], tl.int1)
+        top = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        unknown = tl.zeros([TILE], tl.int1)
         for member in tl.static_range(GROUP):
             at = ((row * HEADS + head) * GROUP + member).to(tl.int64)
             maxima = tl.load(sums_ptr + (at * blocks + parts) * 2, mask=known, other=float("-inf"))
@@ -231,7 +234,7 @@ def _launch(
         num_warps=4 if dim <= 128 else 8,
         launch_pdl=dependent,
     )
-    _page_vote_kernel[(heads, blocks, batch)](
+    _page_vote_kernel[(heads, triton.cdiv(width, _TILE), batch)](
         n_pages,
         logits,
         sums,
@@ -242,6 +245,7 @@ def _launch(
         HEADS=heads,
         GROUP=group,
         PAGES=BLOCK,
+        TILE=_TILE,
         BLOCKS=triton.next_power_of_2(blocks),
         DEPENDENT=dependent,
         num_warps=4,
