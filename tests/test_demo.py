@@ -14,7 +14,7 @@ def test_sources_are_asked_for_constants_that_stand_in_them_once(length: int) ->
     text, questions = demo.read_code(length, MODEL)
     assert len({question.text for question in questions}) == 3
     for question in questions:
-        name = re.findall(r"constant (\w+)\?", question.text)[0]
+        name = re.findall(r"`(\w+) = `", question.text)[0]
         assert text.count(f"\n{name} = ") == 1 and question.in_words
         assert re.search(rf'^{name} = "?{re.escape(question.truth)}"?$', text, re.MULTILINE)
 
