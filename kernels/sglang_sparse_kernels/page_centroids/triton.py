@@ -11,11 +11,9 @@ import triton
 import triton.language as tl
 
 from ..float8 import float8_bits
-from ..launch import await_inputs, dependent_launch
-from ..page_summary.triton import layer_offsets
+from ..launch import await_inputs
+from ..page_summary.triton import launch
 
-# Above this many entries (an extend batch, where most entries are -1) a program takes all heads of its entry.
-_MANY_ENTRIES = 1024
 _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 
 
@@ -104,34 +102,6 @@ def update_page_centroids(
     overflow: torch.Tensor | None = None,
 ) -> None:
     """See ``page_centroids.update_page_centroids``."""
-    entries = last_slots.shape[0]
-    if entries == 0:
-        return
-    k_cache, first = k_caches[0], centroids[0]
-    layers = len(k_caches)
-    _, heads, dim = k_cache.shape
-    block_dim, count = triton.next_power_of_2(dim), first.shape[2]
-    float8 = first.dtype == torch.float8_e4m3fn
-    dependent = dependent_launch(k_cache.device)
-    _page_centroids_kernel[(entries, heads if entries <= _MANY_ENTRIES else 1, layers)](
-        k_cache,
-        # Bits of float8 are stored as integers: compilers for some GPUs do not know e4m3.
-        first.view(torch.uint8) if float8 else first,
-        layer_offsets(k_caches, centroids) if layers > 1 else last_slots,
-        last_slots,
-        overflow if overflow is not None else last_slots,
-        k_cache.stride(0),
-        k_cache.stride(1),
-        LAYERS=layers,
-        HEADS=heads,
-        DIM=dim,
-        BLOCK_DIM=block_dim,
-        PAGE=page_size,
-        COUNT=count,
-        BLOCK_COUNT=triton.next_power_of_2(count),
-        FLOAT8=float8,
-        COUNT_OVERFLOW=overflow is not None and float8,
-        DEPENDENT=dependent,
-        num_warps=4 if page_size * block_dim <= 8192 else 8,
-        launch_pdl=dependent,
-    )
+    count, float8 = centroids[0].shape[2], centroids[0].dtype == torch.float8_e4m3fn
+    constants = {"COUNT": count, "BLOCK_COUNT": triton.next_power_of_2(count), "FLOAT8": float8}
+    launch(_page_centroids_kernel, k_caches, centroids, last_slots, page_size, overflow, float8, **constants)

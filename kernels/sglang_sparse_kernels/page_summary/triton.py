@@ -6,6 +6,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -115,6 +116,33 @@ def update_page_summaries(
     overflow: torch.Tensor | None = None,
 ) -> None:
     """See ``page_summary.update_page_summaries``."""
+    rounding = _rounding(k_caches[0].dtype, summaries[0].dtype)
+    of_bytes = rounding in (_E4M3.value, _E5M2.value)
+    launch(_page_summary_kernel, k_caches, summaries, last_slots, page_size, overflow, of_bytes, ROUNDING=rounding)
+
+
+def launch(
+    kernel: Any,
+    k_caches: Sequence[torch.Tensor],
+    summaries: Sequence[torch.Tensor],
+    last_slots: torch.Tensor,
+    page_size: int,
+    overflow: torch.Tensor | None,
+    of_bytes: bool,
+    **constants: Any,
+) -> None:
+    """Run a kernel for every touched page, layer and KV head.
+
+    Args:
+        kernel: takes the arguments of ``_page_summary_kernel``, and ``constants`` in place of ``ROUNDING``.
+        k_caches: see ``page_summary.update_page_summaries``, and so for what is not said here.
+        summaries: likewise.
+        last_slots: likewise.
+        page_size: likewise.
+        overflow: likewise.
+        of_bytes: whether it stores float8, as integers: compilers for some GPUs do not know e4m3.
+        constants: compile-time values of its own.
+    """
     entries = last_slots.shape[0]
     if entries == 0:
         return
@@ -122,15 +150,12 @@ def update_page_summaries(
     layers = len(k_caches)
     _, heads, dim = k_cache.shape
     block_dim = triton.next_power_of_2(dim)
-    rounding = _rounding(k_cache.dtype, summary.dtype)
-    float8 = rounding in (_E4M3.value, _E5M2.value)
     dependent = dependent_launch(k_cache.device)
-    _page_summary_kernel[(entries, heads if entries <= _MANY_ENTRIES else 1, layers)](
+    kernel[(entries, heads if entries <= _MANY_ENTRIES else 1, layers)](
         k_cache,
-        # Bits of float8 are stored as integers: compilers for some GPUs do not know e4m3.
-        summary.view(torch.uint8) if float8 else summary,
-        layer_offsets(k_caches, summaries) if layers > 1 else last_slots,
-        last_slots.contiguous(),
+        summary.view(torch.uint8) if of_bytes else summary,
+        _offsets(k_caches, summaries) if layers > 1 else last_slots,
+        last_slots,
         overflow if overflow is not None else last_slots,
         k_cache.stride(0),
         k_cache.stride(1),
@@ -139,15 +164,15 @@ def update_page_summaries(
         DIM=dim,
         BLOCK_DIM=block_dim,
         PAGE=page_size,
-        ROUNDING=rounding,
-        COUNT_OVERFLOW=overflow is not None and float8,
+        COUNT_OVERFLOW=overflow is not None and of_bytes,
         DEPENDENT=dependent,
         num_warps=4 if page_size * block_dim <= 8192 else 8,
         launch_pdl=dependent,
+        **constants,
     )
 
 
-def layer_offsets(k_caches: Sequence[torch.Tensor], summaries: Sequence[torch.Tensor]) -> torch.Tensor:
+def _offsets(k_caches: Sequence[torch.Tensor], summaries: Sequence[torch.Tensor]) -> torch.Tensor:
     """``[2, layers]`` int64: how many elements after the first layer's tensor each layer's begins."""
     addresses = tuple(x.data_ptr() // x.element_size() for tensors in (k_caches, summaries) for x in tensors)
     return _offsets_of(addresses, k_caches[0].device)
