@@ -124,12 +124,17 @@ class Resa(DecodeMethod):
         indices, counts = page_topk(scores, *pages, view.selected, view.stats, tables_ready=True)
         return SparseIndices(indices, counts)
 
+    @property
+    def _by_votes(self) -> bool:
+        """Whether ``page_vote`` scores; a mean query is then a group's only voter."""
+        return self.config.group == "vote" or self.config.summary == "centroids"
+
     def _scores(self, view: BatchView, query: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
         tables, local = (view.page_table, view.n_pages), self.config.local_pages
-        bounds = self.config.summary == "minmax"
-        if self.config.group == "vote" or not bounds:
+        if self._by_votes:
             if self.config.group == "mean_query":
                 query = query.unflatten(1, (summary.shape[1], -1)).mean(2, dtype=torch.float32)
+            bounds = self.config.summary == "minmax"
             return votes.page_vote(query, summary, *tables, view.logit_scale, bounds, view.scores, local)
         # The view is filled before the model runs, after the summaries of the passes before, and what looks up its
         # embeddings waits for that; so would have to what comes first on a later stage of pipeline parallelism.
@@ -142,7 +147,7 @@ class Resa(DecodeMethod):
         """
         rows, width = view.page_table.shape
         voted = 0
-        if self.config.group == "vote" or self.config.summary == "centroids":
+        if self._by_votes:
             voters = model.num_q_heads if self.config.group == "vote" else model.num_kv_heads
             # Behind it the mean query, in float32.
             voted = votes.scratch_bytes(rows, voters, width) + rows * model.num_kv_heads * model.head_dim * 4

@@ -2,6 +2,8 @@
 
 import torch
 
+from ..page_summary.reference import store, touched
+
 
 def update_page_centroids(
     k_cache: torch.Tensor,
@@ -11,19 +13,15 @@ def update_page_centroids(
     overflow: torch.Tensor | None = None,
 ) -> None:
     """See ``page_centroids.update_page_centroids``, of one layer."""
-    last_slots = last_slots[last_slots >= 0]
-    pages = last_slots // page_size
-    slots = pages[:, None] * page_size + torch.arange(page_size, device=k_cache.device)
-    written = slots <= last_slots[:, None]
-    found = means(k_cache[slots].float(), written, centroids.shape[2])
+    pages, keys, written = touched(k_cache, last_slots, page_size)
+    found = means(keys, written, centroids.shape[2])
     rounded = found.to(centroids.dtype)
     if centroids.dtype == torch.float8_e4m3fn:
         outside = found.abs() > torch.finfo(centroids.dtype).max
         rounded = torch.where(outside, torch.nan, found).to(centroids.dtype)
         if overflow is not None:
             overflow += outside.sum()
-    # Index assignment is not implemented for float8 on every device: move the bytes instead.
-    centroids.view(torch.uint8)[pages] = rounded.view(torch.uint8)
+    store(centroids, pages, rounded)
 
 
 def means(keys: torch.Tensor, written: torch.Tensor, count: int) -> torch.Tensor:

@@ -3,6 +3,8 @@
 Source: Quest (arXiv:2406.10774, section 3.3), with the group query of ReSA (arXiv:2506.04108, section 3.1).
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from .. import dispatch
@@ -57,7 +59,7 @@ def page_score(
         >>> page_score(q, summary, page_table, torch.tensor([2], dtype=torch.int32)).tolist()
         [[[128.0, inf]]]
     """
-    _check_arguments(q, summary, page_table, n_pages, local_pages)
+    check_arguments(q, summary, page_table, n_pages, local_pages, (2,))
     shape = q.shape[0], summary.shape[1], page_table.shape[1]
     out = dispatch.result("out", out, shape, torch.float32, q.device)
     if dispatch.use_reference(q):
@@ -68,20 +70,23 @@ def page_score(
     return kernel.page_score(q, summary, page_table, n_pages, out, local_pages, summaries_ready)
 
 
-def _check_arguments(
+def check_arguments(
     q: torch.Tensor,
     summary: torch.Tensor,
     page_table: torch.Tensor,
     n_pages: torch.Tensor,
     local_pages: int,
+    vectors: Sequence[int],
 ) -> None:
+    """Raise ValueError unless these are queries and pages to score, with as many vectors a page as are allowed."""
     dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
     dispatch.check_tensor("summary", summary, 4, dispatch.KV_DTYPES)
     dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
     batch, num_q_heads, head_dim = q.shape
-    num_pages, num_kv_heads = summary.shape[:2]
+    num_pages, num_kv_heads, count = summary.shape[:3]
     dispatch.check_heads(num_q_heads, num_kv_heads)
-    dispatch.check_shape("summary", summary, (num_pages, num_kv_heads, 2, head_dim))
+    dispatch.check_vectors(count, vectors)
+    dispatch.check_shape("summary", summary, (num_pages, num_kv_heads, count, head_dim))
     dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
     dispatch.check_last(q=q, page_table=page_table)
     dispatch.check_device(q.device, summary=summary, page_table=page_table, n_pages=n_pages)

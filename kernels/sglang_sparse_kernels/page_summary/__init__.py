@@ -103,9 +103,7 @@ def check_arguments(
     dispatch.check_tensor("summary", summary, 4, dtypes)
     dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
     dispatch.check_page_size(page_size)
-    if (count := summary.shape[2]) not in vectors:
-        allowed = " or ".join(map(str, vectors)) if len(vectors) < 3 else f"{min(vectors)} to {max(vectors)}"
-        raise ValueError(f"summary must have {allowed} vectors a page, got {count}")
+    dispatch.check_vectors(count := summary.shape[2], vectors)
     dispatch.check_shape("summary", summary, (summary.shape[0], k_cache.shape[1], count, k_cache.shape[2]))
     dispatch.check_last(k_cache=k_cache)
     dispatch.check_device(k_cache.device, summary=summary, last_slots=last_slots, overflow=overflow)

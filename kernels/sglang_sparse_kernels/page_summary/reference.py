@@ -11,18 +11,30 @@ def update_page_summary(
     overflow: torch.Tensor | None = None,
 ) -> None:
     """See ``page_summary.update_page_summary``."""
-    last_slots = last_slots[last_slots >= 0]
-    pages = last_slots // page_size
-    slots = pages[:, None] * page_size + torch.arange(page_size, device=k_cache.device)
-    keys = k_cache[slots].float()  # [touched, P, Hkv, d]
-    unwritten = (slots > last_slots[:, None])[:, :, None, None]
+    pages, keys, written = touched(k_cache, last_slots, page_size)
+    unwritten = ~written[:, :, None, None]
     k_max = keys.masked_fill(unwritten, float("-inf")).amax(dim=1)
     k_min = keys.masked_fill(unwritten, float("inf")).amin(dim=1)
     bounds = torch.stack([round_up(k_max, summary.dtype), round_down(k_min, summary.dtype)], dim=2)
-    # Index assignment is not implemented for float8 on every device: move the bytes instead.
-    summary.view(torch.uint8)[pages] = bounds.view(torch.uint8)
+    store(summary, pages, bounds)
     if overflow is not None:
         overflow += bounds.float().isnan().sum()
+
+
+def touched(
+    k_cache: torch.Tensor, last_slots: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the pages that were written to, their keys ``[pages, P, Hkv, d]`` in float32, and which of them count."""
+    last_slots = last_slots[last_slots >= 0]
+    pages = last_slots // page_size
+    slots = pages[:, None] * page_size + torch.arange(page_size, device=k_cache.device)
+    return pages, k_cache[slots].float(), slots <= last_slots[:, None]
+
+
+def store(summary: torch.Tensor, pages: torch.Tensor, values: torch.Tensor) -> None:
+    """Write the summaries of pages, of the summary's dtype."""
+    # Index assignment is not implemented for float8 on every device: move the bytes instead.
+    summary.view(torch.uint8)[pages] = values.view(torch.uint8)
 
 
 def round_up(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,6 +9,8 @@ see ``page_score``. The bound is Quest's (arXiv:2406.10774, section 3.3).
 import torch
 
 from .. import dispatch
+from ..page_centroids import MAX_CENTROIDS
+from ..page_score import check_arguments
 from . import reference
 
 # Pages of a program of the kernels, and bytes of scratch above which rows wait for one another.
@@ -65,7 +67,9 @@ def page_vote(
         >>> page_vote(q, centroids, page_table, n_pages, 1.0, False).exp().round(decimals=2)
         tensor([[[1.0000, 1.0000,    inf]]])
     """
-    _check_arguments(q, summary, page_table, n_pages, sm_scale, bounds, local_pages)
+    check_arguments(q, summary, page_table, n_pages, local_pages, (2,) if bounds else range(1, MAX_CENTROIDS + 1))
+    if sm_scale <= 0:
+        raise ValueError(f"sm_scale must be above 0, got {sm_scale}")
     shape = q.shape[0], summary.shape[1], page_table.shape[1]
     out = dispatch.result("out", out, shape, torch.float32, q.device)
     if dispatch.use_reference(q):
@@ -93,33 +97,3 @@ def rows_at_once(num_q_heads: int, max_pages: int) -> int:
 
 def _row_bytes(num_q_heads: int, max_pages: int) -> int:
     return 4 * num_q_heads * (max_pages + 2 * -(-max_pages // BLOCK))
-
-
-def _check_arguments(
-    q: torch.Tensor,
-    summary: torch.Tensor,
-    page_table: torch.Tensor,
-    n_pages: torch.Tensor,
-    sm_scale: float,
-    bounds: bool,
-    local_pages: int,
-) -> None:
-    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
-    dispatch.check_tensor("summary", summary, 4, dispatch.KV_DTYPES)
-    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
-    batch, num_q_heads, head_dim = q.shape
-    num_pages, num_kv_heads, vectors = summary.shape[:3]
-    dispatch.check_heads(num_q_heads, num_kv_heads)
-    allowed = (2,) if bounds else range(1, 9)
-    if vectors not in allowed:
-        raise ValueError(f"summary must have {'2' if bounds else '1 to 8'} vectors a page, got {vectors}")
-    dispatch.check_shape("summary", summary, (num_pages, num_kv_heads, vectors, head_dim))
-    dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
-    dispatch.check_last(q=q, page_table=page_table)
-    dispatch.check_device(q.device, summary=summary, page_table=page_table, n_pages=n_pages)
-    dispatch.check_contiguous("summary", summary)
-    dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
-    if sm_scale <= 0:
-        raise ValueError(f"sm_scale must be above 0, got {sm_scale}")
-    if local_pages < 0:
-        raise ValueError(f"local_pages must be at least 0, got {local_pages}")
