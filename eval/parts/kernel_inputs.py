@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from eval.structured.generator import make_decode
 from eval.structured.structure import Recipe
 from eval.texts.lengths import short_length
+from sglang_sparse_kernels.page_centroids import update_page_centroids
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_score import reference as score_reference
 from sglang_sparse_kernels.page_summary import update_page_summaries, update_page_summary
@@ -30,6 +31,8 @@ MAX_LAYERS = 128
 # As in a server of this project: newest pages that ReSA always selects, and what widths are multiples of.
 LOCAL_PAGES = 2
 COLUMNS = 16
+# As ReSA keeps them where it keeps centroids.
+NUM_CENTROIDS = 4
 
 # What `page_score` and `page_topk` are called as, and each of their kernels.
 Scoring = Callable[..., torch.Tensor]
@@ -245,6 +248,18 @@ class Step:
         first = seed * layers
         each = range(first, first + layers)
         self.layers = [Layer(shape, self.batch, self.view, generator, recipe, layer) for layer in each]
+
+    @cached_property
+    def centroids(self) -> list[torch.Tensor]:
+        """Of every page of each layer, ``[num_pages, Hkv, 4, d]`` float8: as many bytes as bfloat16 bounds."""
+        found, size = [], self.shape.page_size
+        for layer in self.layers:
+            pages, heads, device = len(layer.k_pages), self.shape.kv_heads, layer.q.device
+            made = torch.zeros(pages, heads, NUM_CENTROIDS, self.shape.dim, device=device).to(torch.float8_e4m3fn)
+            for slots in (torch.arange(1, pages + 1, device=device) * size - 1, self.batch.last_slots):
+                update_page_centroids([layer.k_cache], [made], slots, size)
+            found.append(made)
+        return found
 
     def given_scores(self, layer: Layer) -> torch.Tensor:
         """Its scores without what lies beyond the rows' pages, ``[B, Hkv, n_pages]``."""

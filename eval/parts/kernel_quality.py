@@ -5,10 +5,11 @@ What is further from float64 than roundings explain is refused, so that no wrong
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from eval.parts import kernel_votes
 from eval.parts.kernel_inputs import WHOLE, Shape, Step
 from eval.parts.kernel_table import Implementation
 
@@ -93,8 +94,11 @@ def quality(step: Step, over: list[Sample], one: Implementation[Step], output: t
     """
     if output is None:
         return {}
+    largest = LARGEST_SCORE_ERROR
+    if one.name in (kernel_votes.VOTES, kernel_votes.CENTROIDS):
+        over, largest = _by_votes(step, over, one.name), kernel_votes.LARGEST_VOTE_ERROR
     if one.op == "page_score":
-        return {"score_error": _score_error(output, over)}
+        return {"score_error": _score_error(output, over, largest)}
     if one.op == "page_topk":
         return _of_selection(over, [torch.isin(s.pages, output[s.row, s.head].long()) for s in over])
     if one.op not in ("sparse_decode", WHOLE):
@@ -103,7 +107,7 @@ def quality(step: Step, over: list[Sample], one: Implementation[Step], output: t
     if one.op == WHOLE:
         masks = [_selected(step, s) for s in over]
         for sample, mask in zip(over, masks, strict=True):
-            _require_highest(sample, mask)
+            _require_highest(sample, mask, largest)
         found = _of_selection(over, masks)
         expected = [_attention(step, sample, mask) for sample, mask in zip(over, masks, strict=True)]
     found["relative_l2"] = require_near(_relative_l2(output, over, expected), one.kv_dtype)
@@ -144,7 +148,18 @@ def _attention(step: Step, sample: Sample, mask: torch.Tensor) -> torch.Tensor:
     return _over_pages(step.shape, mask, *logits_and_values(step, sample.row, sample.head))
 
 
-def _score_error(output: torch.Tensor, over: list[Sample]) -> float:
+def _by_votes(step: Step, over: list[Sample], name: str) -> list[Sample]:
+    """The samples with the votes for their scores, which are logarithms, and the pages that these choose."""
+    found = []
+    for sample in over:
+        scores = kernel_votes.expected_votes(name, step, sample.row, sample.head)
+        attended = torch.zeros_like(sample.attended).index_fill(0, scores.topk(step.shape.n_select).indices, True)
+        sparse = _over_pages(step.shape, attended, *logits_and_values(step, sample.row, sample.head))
+        found.append(replace(sample, scores=scores, terms=1.0, attended=attended, sparse=sparse))
+    return found
+
+
+def _score_error(output: torch.Tensor, over: list[Sample], largest: float) -> float:
     errors = []
     for sample in over:
         got, local = output[sample.row, sample.head, : len(sample.pages)].double(), sample.scores.isinf()
@@ -152,14 +167,14 @@ def _score_error(output: torch.Tensor, over: list[Sample]) -> float:
         errors.append((got - sample.scores)[~local].abs() / sample.terms)
     # Python's max would pass over a NaN.
     found = torch.cat(errors).amax().item()
-    require(found <= LARGEST_SCORE_ERROR, f"its scores are off by {found:.2g} (allowed: {LARGEST_SCORE_ERROR:g})")
+    require(found <= largest, f"its scores are off by {found:.2g} (allowed: {largest:g})")
     return found
 
 
-def _require_highest(sample: Sample, mask: torch.Tensor) -> None:
+def _require_highest(sample: Sample, mask: torch.Tensor, largest: float) -> None:
     """Refuse a selection that is not of the highest pages, but for those whose scores are equal up to roundings."""
     lowest = sample.scores[sample.attended].amin()
-    others, allowed = mask ^ sample.attended, 2 * LARGEST_SCORE_ERROR
+    others, allowed = mask ^ sample.attended, 2 * largest
     equal = (sample.scores[others] - lowest).abs() <= allowed * sample.terms
     require(
         bool(equal.all()) and int(mask.sum()) == int(sample.attended.sum()),

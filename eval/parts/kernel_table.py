@@ -24,7 +24,7 @@ from tqdm import tqdm
 from triton.errors import TritonError
 
 from eval.live.counters import EvaluationError
-from eval.parts import kernel_attention, kernel_selection
+from eval.parts import kernel_attention, kernel_selection, kernel_votes
 from eval.parts.kernel_inputs import OPS, WHOLE, Layer, Scoring, Step
 from sglang_sparse_kernels.dispatch import use_reference
 from sglang_sparse_kernels.launch import dependent_launch
@@ -93,6 +93,11 @@ def _by_triton(step: Step) -> list[Run]:
     return _calls(step, lambda step, layer: step.score(layer, score_triton.page_score))
 
 
+def _by_votes(op: str, calls: Callable[[str, Step], list[Run]]) -> list[Implementation[Step]]:
+    names = (kernel_votes.VOTES, kernel_votes.CENTROIDS)
+    return [Implementation(op, name, partial(calls, name), peer=False) for name in names]
+
+
 def _by_topk_shape(cluster: int, threads: int, step: Step) -> list[Run]:
     scores = step.view.scores
     if not topk_cuda.takes(scores) or (cluster > 1 and not dependent_launch(scores.device)):
@@ -126,9 +131,11 @@ TABLE = (
         kv_dtype=torch.float8_e4m3fn,
     ),
     _ours("page_summary", Step.summarise),
+    Implementation("page_summary", kernel_votes.CENTROIDS, kernel_votes.update_calls, peer=False),
     _ours("page_score", Step.score),
     Implementation("page_score", "cuda", partial(_by_cuda, Step.score), peer=False),
     Implementation("page_score", "triton", _by_triton, peer=False),
+    *_by_votes("page_score", kernel_votes.vote_calls),
     _ours("page_topk", Step.select),
     Implementation("page_topk", "torch", kernel_selection.torch_topk),
     Implementation("page_topk", "flashinfer", kernel_selection.flashinfer_topk),
@@ -141,6 +148,7 @@ TABLE = (
     Implementation("sparse_decode", "minimax", kernel_attention.minimax),
     _ours(WHOLE, Step.whole),
     Implementation(WHOLE, "cuda", partial(_by_cuda, Step.whole), peer=False),
+    *_by_votes(WHOLE, kernel_votes.chain_calls),
 )
 
 

@@ -1,5 +1,7 @@
 """Rows of single kernels of this project beside those of its operations."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ from kernel_layers import OWN, SHAPE, exact, machine
 from eval import bench_kernels
 from eval.bench_kernels import measure, parse
 from eval.live.record import read_rows
-from eval.parts import kernel_table
+from eval.parts import kernel_table, kernel_votes
 from eval.parts.kernel_inputs import WHOLE
 from eval.parts.kernel_rows import summarise
 from eval.parts.kernel_table import OURS, TABLE, Implementation, chosen
+from eval.parts.kernel_votes import CENTROIDS, VOTES
 from sglang_sparse_kernels.page_score import reference as score_reference
 from sglang_sparse_kernels.page_topk import cuda as topk_cuda
 from sglang_sparse_kernels.page_topk import reference as topk_reference
@@ -32,7 +35,8 @@ def idle(q: torch.Tensor, summary: torch.Tensor, *rest: Any, summaries_ready: bo
 def test_each_kernel_of_the_scores_has_a_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = [Implementation("dense_decode", "exact", exact), *chosen(["page_score", WHOLE], [])]
+    own = [one for one in chosen(["page_score", WHOLE], []) if one.name not in (VOTES, CENTROIDS)]
+    plan = [Implementation("dense_decode", "exact", exact), *own]
     rows = measure(SHAPE, plan, machine(60, 2, 6), 2)
     assert [row["us"] for row in rows if "us" in row] == [60, 2, 6]
     assert [(row["op"], row["implementation"], row["unavailable"]) for row in rows if "us" not in row] == [
@@ -59,6 +63,27 @@ def test_each_kernel_of_the_scores_has_a_row(
     assert "infinity" in rows[2]["unavailable"] and "it selects" in rows[-1]["unavailable"]
     assert [row["implementation"] for row in rows if "us" not in row] == ["cuda", "cuda"]
     assert "2x118, page_score: no cuda: ValueError: the newest pages do not score" in capsys.readouterr().err
+
+
+def test_votes_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their own scores and selection, not by those of the paper."""
+    plan = [one for one in TABLE if one.name in (VOTES, CENTROIDS)]
+    rows = measure(SHAPE, plan, machine(), 2)
+    assert [(row["op"], row["implementation"]) for row in rows if "us" in row] == [
+        ("page_summary", CENTROIDS),
+        *(("page_score", name) for name in (VOTES, CENTROIDS)),
+        *((WHOLE, name) for name in (VOTES, CENTROIDS)),
+    ]
+    assert all(row["score_error"] < 1e-3 for row in rows if row["op"] == "page_score")
+    assert all(row["agreement"] == 1.0 and row["relative_l2"] < 1e-2 for row in rows if row["op"] == WHOLE)
+    own = Implementation(WHOLE, OURS, lambda step: [partial(step.whole, layer) for layer in step.layers], peer=False)
+    kept = {row["implementation"]: row["recall"] for row in measure(SHAPE, [own, *plan[-2:]], machine(), 2)}
+    assert kept[OURS] < kept[CENTROIDS]
+    (refused,) = measure(replace(SHAPE, summary_dtype=torch.float8_e4m3fn), plan[-1:], machine(), 2)
+    assert "stands beside bfloat16 bounds" in refused["unavailable"]
+    monkeypatch.setattr(kernel_votes, "page_vote", lambda *given: given[6].fill_(torch.inf))
+    rows = measure(SHAPE, plan[1:], machine(), 2)
+    assert ["off by" in row["unavailable"] for row in rows] == [True] * 4
 
 
 def test_a_kernel_that_is_not_picked_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
