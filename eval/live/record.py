@@ -132,8 +132,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Which version of each is installed; None where none is."""
-    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
+    """Which version of each is installed, of several the one that is imported; None where none is."""
+    installed: dict[str, str] = {}
+    for found in importlib.metadata.distributions():
+        installed.setdefault(found.metadata["Name"], found.version)
     return {name: installed.get(name) for name in packages}
 
 

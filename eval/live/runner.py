@@ -71,6 +71,14 @@ def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
     common.add_argument("--custom-params", type=json.loads, default={}, help="JSON, sent with each request")
     common.add_argument("--compare-custom-params", type=json.loads, default={}, help="the same for --compare-url")
     common.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="put the questions to the base server once more with these custom parameters, as an arm of this name; "
+        "its prefix cache has the prompts of a task then",
+    )
+    common.add_argument(
         "--expect",
         default="auto",
         help="what the base server must prove by its counters: its methods (such as resa, anchor or resa+anchor), "
@@ -241,6 +249,8 @@ def _ask(
     cases = suite.cases()
     params = (args.custom_params, args.compare_custom_params)
     arms = [make_arm(n, s, f, args.model, p) for n, s, f, p in zip(names, servers, facts, params, strict=False)]
+    for name, fields in map(_also, args.also):
+        arms.append(make_arm(name, servers[0], facts[0], args.model, {**args.custom_params, **fields}))
     require_room(cases, arms)
     header = {"arguments": arguments_of(args), "label": args.label, "servers": dict(zip(names, facts, strict=True))}
     with Record(args.out, suite.command, args.revision, resume=True, **header) as record:
@@ -260,6 +270,17 @@ def _ask(
         if (least := getattr(args, f"least_{field}")) is not None:
             require_least(summary, field, least)
     return suite, work.rows, summary
+
+
+def _also(text: str) -> tuple[str, dict[str, Any]]:
+    name, found, fields = text.partition("=")
+    try:
+        parsed = json.loads(fields)
+    except json.JSONDecodeError:
+        parsed = None
+    if not found or not isinstance(parsed, dict) or name in ("", "base", "compare"):
+        raise EvaluationError(f"""--also must be NAME=JSON, such as half={{"active_ratio": 0.5}}, got {text!r}""")
+    return name, parsed
 
 
 def _tokens(path: str | None, facts: dict[str, Any]) -> Tokens:
