@@ -39,12 +39,12 @@ class Answers:
         items = [row for row in rows if row["kind"] == "item" and not row.get("failed")]
         for told in dict.fromkeys(row["arm"] for row in items):
             mine = [row for row in items if row["arm"] == told]
-            scores = self.scores.setdefault({"base": arm, "compare": DENSE}.get(told, told), {})
+            scores = self.scores.setdefault(_named(told, arm), {})
             for place in dict.fromkeys((row["task"], row["length"]) for row in mine):
                 scores[place] = by_prompt(row for row in mine if (row["task"], row["length"]) == place)
         for row in rows:
             if row["kind"] == "counters" and row["arm"] != "compare":
-                self.counts.setdefault(arm if row["arm"] == "base" else row["arm"], []).append(row)
+                self.counts.setdefault(_named(row["arm"], arm), []).append(row)
 
     def lines(self) -> list[dict[str, object]]:
         """A line for each task and length that dense attention does, and one for the mean of each length.
@@ -84,6 +84,11 @@ class Answers:
     def read(self, arm: str) -> float | None:
         """The share of the pages that an arm's decode attended to."""
         return reading(self.counts.get(arm, []))["density"]
+
+
+def _named(told: str, arm: str) -> str:
+    """An arm as tables name it: a file calls its server "base"."""
+    return {"base": arm, "compare": DENSE}.get(told, told)
 
 
 def _by_length(place: Place) -> int:
