@@ -225,8 +225,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     ):
         if not given or not set(given) <= set(allowed):
             parser.error(f"--{option} must be of {', '.join(allowed)}, got {','.join(given)!r}")
-    if not args.lengths or args.n < 1:
-        parser.error(f"--lengths and --n must be one at least, got {args.lengths} and {args.n}")
+    if not args.lengths:
+        parser.error("--lengths must be one or more, got none")
+    if args.n < 1:
+        parser.error(f"--n must be 1 or more, got {args.n}")
     args.arms = [known[name] for name in args.arms]
     return args
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eval.live.counters import EvaluationError
-from eval.live.record import Record, read_rows, result_files
+from eval.live.record import Record, read_rows, result_files, versions
 
 SERVER = {"version": "0.5.23", "model_path": "m", "max_total_num_tokens": 1000, "sparse": {"decode_rows": 0}}
 
@@ -84,3 +84,12 @@ def test_a_compressed_file_is_read_as_it_was(tmp_path: Path) -> None:
     path.write_bytes(b"no xz")
     with pytest.raises(EvaluationError, match="no xz file"):
         read_rows(path)
+
+
+def test_of_two_versions_the_one_that_is_imported_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, version in (("first", "2.14.1"), ("second", "2.11.0")):
+        info = tmp_path / folder / f"some_torch-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: some-torch\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    assert versions(["some-torch", "nothing"]) == {"some-torch": "2.11.0", "nothing": None}

@@ -68,6 +68,24 @@ def test_any_openai_server_is_scored(server: Server, tmp_path: Path, capsys: pyt
     assert "1.0" in capsys.readouterr().out
 
 
+def test_further_fields_are_arms_of_the_base_server(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.jsonl"
+    more = ("--also", 'few={"active_ratio": 0.05}', "--custom-params", '{"rectify_interval": 0}', "--concurrency", "1")
+    assert runner.main(Sums, command(server, out, *more)) == 0
+    fields = [{"rectify_interval": 0}] * 4 + [{"rectify_interval": 0, "active_ratio": 0.05}] * 4
+    assert [request["custom_params"] for request in server.asked] == fields
+    rows = read_rows(out)
+    assert [(row["arm"], row["n"]) for row in rows if row["kind"] == "summary"] == [("base", 4), ("few", 4)]
+    for wrong in ("few", "few=0.05", 'base={"sparse": false}'):
+        assert runner.main(Sums, command(server, tmp_path / "wrong.jsonl", "--also", wrong)) == 1
+        assert (
+            f"--also must be NAME=JSON, such as half={{\"active_ratio\": 0.5}}, got '{wrong}'"
+            in capsys.readouterr().err
+        )
+
+
 class Turns(Sums):
     """The same after a turn of its own."""
 

@@ -1,0 +1,88 @@
+"""Real checkpoints: which servers and questions an arm is, and the table and points of what they answered."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.figures.quality import kept_over_read, quality_tables, read_answers
+from eval.lab import quality
+from eval.live.record import Record
+
+MODEL = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+
+
+def parsed(*more: str) -> Any:
+    return quality.parse(["--out", "measured", "--models", MODEL, "--n", "40", "--lengths", "8k,31k", *more])
+
+
+def test_an_arm_is_a_server_and_a_file_for_each_suite_and_length() -> None:
+    calibrate, resa, pair, control = quality.legs_of(parsed("--arms", "resa,resa+anchor,true_mass"))
+    assert calibrate.server is None and calibrate.commands[0].arguments[1] == MODEL
+    assert resa.server and resa.server.model == MODEL and resa.name == "qwen2.5-coder-0.5b-instruct-resa"
+    files = [command.file.removeprefix(f"{resa.name}-") for command in resa.commands]
+    sizes = [f"{suite}-{size}" for size in ("8k", "31k") for suite in ("ruler", "niah", "infinitebench")]
+    assert files == [*(f"{name}.jsonl" for name in sizes), "ppl.jsonl", "drift.jsonl"]
+    asked = resa.commands[1].arguments
+    assert asked[asked.index("--n") + 1] == "8" and "--compare-url" in asked and asked.count("--also") == 2
+    assert sum(map(quality.tokens_of, resa.commands[:2])) == 40 * 8192 * (11 + 4)
+    # Its thresholds are those that the first leg writes, and its dense answers those of the first arm.
+    flags = pair.servers[0].flags
+    assert flags[flags.index("--sparse-prefill-config") + 1].endswith(f"measured/{calibrate.commands[0].file}")
+    assert "--compare-url" not in pair.commands[0].arguments and "resa+anchor" in pair.commands[0].arguments
+    assert control.servers[0].environment == (("PYTHONPATH", "eval/controls"),)
+    small = quality.legs_of(quality.parse(["--out", "m", "--models", "HuggingFaceTB/SmolLM2-135M-Instruct"]))
+    assert all(quality.tokens_of(one) <= 200 * 11 * 8192 for leg in small for one in leg.commands)
+
+
+def test_checkpoints_of_a_folder() -> None:
+    legs = quality.legs_of(parsed("--folder", "/models", "--arms", "rocketkv", "--server-args", "--tp-size 2"))
+    assert [leg.servers[0].model for leg in legs] == ["/models/Qwen2.5-Coder-0.5B-Instruct"]
+    assert legs[0].servers[0].flags[-2:] == ("--tp-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--arms", "quest"), "--arms must be of resa, resa-paper, rocketkv, .* got 'quest'"),
+        (("--suites", "mmlu"), "--suites must be of ruler, niah, infinitebench, ppl, drift, got 'mmlu'"),
+        (("--n", "0"), "--n must be 1 or more, got 0"),
+    ],
+)
+def test_what_there_is_not(more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*more)
+    assert re.search(message, capsys.readouterr().err)
+
+
+def write(folder: Path, arm: str, scores: dict[str, tuple[str, list[float]]], density: int) -> None:
+    """A file of answers to "easy" and "hard", by the names that a file gives its servers."""
+    server = {"model_path": f"/models/{MODEL}", "version": "0.5.23"}
+    with Record(folder / f"m-{arm}-niah-8k.jsonl", "eval.niah", "r", label=arm, servers={"base": server}) as record:
+        for told, (task, given) in scores.items():
+            for index, score in enumerate(given):
+                row = {"task": task, "length": 8192, "arm": told.split(":")[0], "id": f"{task}/{index}"}
+                record.add("item", **row, prompt_sha=f"{task}{index}", scores={"score": score})
+        counts = {"pages_attended": density, "pages_held": 100, "decode_rows": 1, "dense_fallback_rows": 0}
+        record.add("counters", arm="base", task="hard", length=8192, counters=counts)
+        record.add("summary", task="hard")
+
+
+def test_the_table_pairs_every_arm_with_the_first_ones_dense_answers(tmp_path: Path) -> None:
+    easy, hopeless = [1.0] * 40, [0.0] * 30 + [1.0] * 10
+    dense = {"compare": ("easy", easy), "compare:": ("hopeless", hopeless)}
+    write(tmp_path, "resa", {"base": ("easy", [0.0] * 4 + [1.0] * 36), "base:": ("hopeless", hopeless), **dense}, 10)
+    write(tmp_path, "rocketkv", {"base": ("easy", [1.0] * 20)}, 2)
+    (answers,) = read_answers(sorted(tmp_path.glob("*.jsonl"))).values()
+    line, mean = answers.lines()
+    # What dense attention does not do says nothing; fewer questions are held against the same ones.
+    assert (line["task"], line["n"], line["diff:resa"], line["n:rocketkv"]) == ("easy", 40, pytest.approx(-0.1), 20)
+    assert (mean["task"], mean["resa"], mean["diff:rocketkv"]) == ("mean", 0.9, 0.0)
+    (table,) = quality_tables(tmp_path)
+    assert table.startswith("Qwen2.5-Coder-0.5B-Instruct:\n\n| task | length | n | dense | resa (10% read) |")
+    assert "| easy | 8k | 40 | 100.0 | -10.0 | +0.0 |" in table.replace("**", "") and "hopeless" not in table
+    assert kept_over_read(answers) == {"resa": (0.1, 0.9), "rocketkv": (0.02, 1.0)}
+    (tmp_path / "m-anchor-niah-8k.jsonl").write_text(json.dumps({"kind": "header", "command": "eval.niah"}) + "\n")
+    assert quality_tables(tmp_path) == [table], "what is not finished is passed over"
