@@ -141,8 +141,8 @@ class AuxPools:
         if int(self._overflow_seen):
             spec = next(spec for spec in self.specs if spec.dtype.itemsize == 1)
             raise RuntimeError(
-                f"{int(self._overflow_seen)} values of page summaries are outside the range of fp8 "
-                f"({torch.finfo(spec.dtype).max:g}); this model needs {spec.remedy}"
+                f"{int(self._overflow_seen)} values of page summaries are outside the range of fp8 or int4; "
+                f"this model needs {spec.remedy}"
             )
         self._overflow_seen.copy_(self.overflow, non_blocking=True)
 

@@ -13,7 +13,7 @@ import torch
 from eval.structured.generator import make_decode
 from eval.structured.structure import Recipe
 from eval.texts.lengths import short_length
-from sglang_sparse_kernels.page_centroids import update_page_centroids
+from sglang_sparse_kernels.page_centroids import record_bytes, update_page_centroids
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_score import reference as score_reference
 from sglang_sparse_kernels.page_summary import update_page_summaries, update_page_summary
@@ -32,7 +32,7 @@ MAX_LAYERS = 128
 LOCAL_PAGES = 2
 COLUMNS = 16
 # As ReSA keeps them where it keeps centroids.
-NUM_CENTROIDS = 4
+NUM_CENTROIDS = 6
 
 # What `page_score` and `page_topk` are called as, and each of their kernels.
 Scoring = Callable[..., torch.Tensor]
@@ -251,11 +251,12 @@ class Step:
 
     @cached_property
     def centroids(self) -> list[torch.Tensor]:
-        """Of every page of each layer, ``[num_pages, Hkv, 4, d]`` float8: as many bytes as bfloat16 bounds."""
+        """Records of every page of each layer, ``[num_pages, Hkv, bytes]`` uint8."""
         found, size = [], self.shape.page_size
         for layer in self.layers:
             pages, heads, device = len(layer.k_pages), self.shape.kv_heads, layer.q.device
-            made = torch.zeros(pages, heads, NUM_CENTROIDS, self.shape.dim, device=device).to(torch.float8_e4m3fn)
+            size_of_one = record_bytes(NUM_CENTROIDS, self.shape.dim)
+            made = torch.zeros(pages, heads, size_of_one, dtype=torch.uint8, device=device)
             for slots in (torch.arange(1, pages + 1, device=device) * size - 1, self.batch.last_slots):
                 update_page_centroids([layer.k_cache], [made], slots, size)
             found.append(made)

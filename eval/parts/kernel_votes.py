@@ -1,6 +1,7 @@
 """Pages chosen by votes for ``eval.bench_kernels``, beside those of the paper's scores: by bounds, and by centroids.
 
-Four float8 centroids take as many bytes as two bfloat16 bounds, so that only the work differs.
+Records of centroids take a tenth fewer bytes than two bfloat16 bounds; the bandwidth of their rows is by the bytes of
+bounds.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ LARGEST_VOTE_ERROR = 0.01
 
 def _summaries(name: str, step: Step) -> Sequence[torch.Tensor]:
     if step.shape.summary_dtype != torch.bfloat16:
-        raise ValueError("stands beside bfloat16 bounds, which take as many bytes as its centroids")
+        raise ValueError("stands beside bounds of bfloat16 alone")
     return step.centroids if name == CENTROIDS else [layer.summary for layer in step.layers]
 
 
-def _vote(name: str, summary: torch.Tensor, step: Step, layer: Layer, *_: Any, **__: Any) -> torch.Tensor:
+def _vote(summary: torch.Tensor, step: Step, layer: Layer, *_: Any, **__: Any) -> torch.Tensor:
     tables = (step.view.page_table, step.view.n_pages)
-    return page_vote(layer.q, summary, *tables, step.sm_scale, name == VOTES, step.view.scores, step.shape.local_pages)
+    return page_vote(layer.q, summary, *tables, step.sm_scale, step.view.scores, step.shape.local_pages)
 
 
 def vote_calls(name: str, step: Step) -> list[Run]:
     """Score every page of each layer; a result is ``[B, Hkv, max_pages]``."""
     summaries = _summaries(name, step)
     step.forget()
-    return [partial(_vote, name, summary, step, layer) for layer, summary in zip(step.layers, summaries, strict=True)]
+    return [partial(_vote, summary, step, layer) for layer, summary in zip(step.layers, summaries, strict=True)]
 
 
 def chain_calls(name: str, step: Step) -> list[Run]:
     """Score, select and attend, each layer; the selection is in the view then."""
 
     def whole(layer: Layer, summary: torch.Tensor) -> torch.Tensor:
-        return step.whole(layer, lambda *_, **__: _vote(name, summary, step, layer))
+        return step.whole(layer, lambda *_, **__: _vote(summary, step, layer))
 
     summaries = _summaries(name, step)
     step.forget()
@@ -70,5 +71,5 @@ def expected_votes(name: str, step: Step, row: int, head: int) -> torch.Tensor:
     summary = _summaries(name, step)[0][:, head : head + 1]
     tables = step.view.page_table[row : row + 1], step.view.n_pages[row : row + 1]
     out = torch.empty(1, 1, tables[0].shape[1], device=query.device)
-    votes = reference.page_vote(query, summary, *tables, step.sm_scale, name == VOTES, out, shape.local_pages)
+    votes = reference.page_vote(query, summary, *tables, step.sm_scale, out, shape.local_pages)
     return votes[0, 0, : shape.n_pages].double()

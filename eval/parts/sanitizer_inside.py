@@ -131,7 +131,7 @@ def summarise_layers(operation: str, case: Any, device: str, layers: int = 3) ->
     # One batch writes to the same slots of all layers.
     rows = {name: given[0][name] for name in ("last_slots", "page_size", "overflow")}
     if operation == "page_centroids":
-        lists = {name: [layer[name][0] for layer in given] for name in ("k_caches", "centroids")}
+        lists = {name: [layer[name][0] for layer in given] for name in ("k_caches", "records")}
         module.update_page_centroids(**lists, **rows)
     else:
         module.update_page_summaries(*([layer[name] for layer in given] for name in ("k_cache", "summary")), **rows)

@@ -1,7 +1,7 @@
 """Which implementation of an operation runs, and the argument checks the operations share."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -42,13 +42,6 @@ def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> N
     """Raise ValueError unless ``tensor`` has exactly the shape ``expected``."""
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{name} must have the shape {expected}, got {tuple(tensor.shape)}")
-
-
-def check_vectors(count: int, allowed: Sequence[int]) -> None:
-    """Raise ValueError unless a page's summary has one of the ``allowed`` numbers of vectors."""
-    if count not in allowed:
-        said = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 1 else allowed[0]
-        raise ValueError(f"summary must have {said} vectors a page, got {count}")
 
 
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.method_config import RectifyConfig
 from sglang_sparse_kernels import page_vote as votes
-from sglang_sparse_kernels.page_centroids import MAX_CENTROIDS, update_page_centroids
+from sglang_sparse_kernels.page_centroids import MAX_CENTROIDS, record_bytes, update_page_centroids
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summaries
 from sglang_sparse_kernels.page_topk import page_topk
@@ -52,8 +52,8 @@ class ResaConfig(RectifyConfig):
         None,
         ge=1,
         le=MAX_CENTROIDS,
-        description="With summary centroids, means of a page, at most page_size; by default 4, or 2 with an fp8 KV "
-        "cache: in fp8 they take the bytes of minmax in the KV cache's dtype.",
+        description="With summary centroids, means of a page, at most page_size; by default 6, or 2 with an fp8 KV "
+        "cache: they take a tenth fewer bytes than minmax in the KV cache's dtype.",
     )
     group: Literal["mean_query", "vote"] = Field(
         "mean_query",
@@ -61,7 +61,8 @@ class ResaConfig(RectifyConfig):
         "(the paper's), vote averages their softmax over the pages.",
     )
     summary_dtype: Literal["auto", "bf16", "fp8"] = Field(
-        "auto", description="Element type of the page summaries; auto is the KV cache's, of centroids fp8."
+        "auto",
+        description="Element type of summary minmax; auto is the KV cache's. Centroids have a form of their own.",
     )
 
     @model_validator(mode="before")
@@ -87,6 +88,13 @@ class ResaConfig(RectifyConfig):
             raise ValueError(f"must be at most page_size ({size})")
         return value
 
+    @field_validator("summary_dtype")
+    @classmethod
+    def _dtype_is_of_bounds(cls, value: str, info: Any) -> str:
+        if value != "auto" and info.data.get("summary") == "centroids":
+            raise ValueError(f'needs summary "minmax", got {value!r} with "centroids", which are kept in four bits')
+        return value
+
 
 class Resa(DecodeMethod):
     """Score every page by its summary, attend to the best ones."""
@@ -102,15 +110,15 @@ class Resa(DecodeMethod):
         return None
 
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
-        """One entry a page: maximum and minimum, or centroids, of its keys, ``[kv_heads, vectors, head_dim]``."""
-        dtype = SUMMARY_DTYPES.get(self.config.summary_dtype)
+        """One entry a page: maximum and minimum of its keys, ``[kv_heads, 2, head_dim]``, or a record of centroids."""
+        heads, dim = model.num_kv_heads, model.head_dim
         if self.config.summary == "minmax":
-            vectors, refresh, dtype = 2, update_page_summaries, dtype or model.kv_dtype
-        else:
-            usual = 2 if model.kv_dtype.itemsize == 1 else 4
-            vectors = self.config.centroids or min(usual, self.config.page_size)
-            refresh, dtype = update_page_centroids, dtype or torch.float8_e4m3fn
-        return (AuxSpec(SUMMARY, (model.num_kv_heads, vectors, model.head_dim), dtype, refresh),)
+            dtype = SUMMARY_DTYPES.get(self.config.summary_dtype, model.kv_dtype)
+            return (AuxSpec(SUMMARY, (heads, 2, dim), dtype, update_page_summaries),)
+        usual = 2 if model.kv_dtype.itemsize == 1 else 6
+        size = record_bytes(self.config.centroids or min(usual, self.config.page_size), dim)
+        remedy = '{"summary": "minmax", "summary_dtype": "bf16"}'
+        return (AuxSpec(SUMMARY, (heads, size), torch.uint8, update_page_centroids, remedy=remedy),)
 
     def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
         """``max(min_pages, ceil(n_pages * active_ratio))`` (methods of the paper, section 2.2)."""
@@ -134,8 +142,7 @@ class Resa(DecodeMethod):
         if self._by_votes:
             if self.config.group == "mean_query":
                 query = query.unflatten(1, (summary.shape[1], -1)).mean(2, dtype=torch.float32)
-            bounds = self.config.summary == "minmax"
-            return votes.page_vote(query, summary, *tables, view.logit_scale, bounds, view.scores, local)
+            return votes.page_vote(query, summary, *tables, view.logit_scale, view.scores, local)
         # The view is filled before the model runs, after the summaries of the passes before, and what looks up its
         # embeddings waits for that; so would have to what comes first on a later stage of pipeline parallelism.
         return page_score(query, summary, *tables, view.scores, local, summaries_ready=True)

@@ -67,8 +67,8 @@ def test_each_kernel_of_the_scores_has_a_row(
 
 def test_votes_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their own scores and selection, not by those of the paper."""
-    plan = [one for one in TABLE if one.name in (VOTES, CENTROIDS)]
-    rows = measure(SHAPE, plan, machine(), 2)
+    plan, shape = [one for one in TABLE if one.name in (VOTES, CENTROIDS)], replace(SHAPE, dim=32)
+    rows = measure(shape, plan, machine(), 2)
     assert [(row["op"], row["implementation"]) for row in rows if "us" in row] == [
         ("page_summary", CENTROIDS),
         *(("page_score", name) for name in (VOTES, CENTROIDS)),
@@ -77,12 +77,12 @@ def test_votes_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["score_error"] < 1e-3 for row in rows if row["op"] == "page_score")
     assert all(row["agreement"] == 1.0 and row["relative_l2"] < 1e-2 for row in rows if row["op"] == WHOLE)
     own = Implementation(WHOLE, OURS, lambda step: [partial(step.whole, layer) for layer in step.layers], peer=False)
-    kept = {row["implementation"]: row["recall"] for row in measure(SHAPE, [own, *plan[-2:]], machine(), 2)}
+    kept = {row["implementation"]: row["recall"] for row in measure(shape, [own, *plan[-2:]], machine(), 2)}
     assert kept[OURS] < kept[CENTROIDS]
-    (refused,) = measure(replace(SHAPE, summary_dtype=torch.float8_e4m3fn), plan[-1:], machine(), 2)
-    assert "stands beside bfloat16 bounds" in refused["unavailable"]
-    monkeypatch.setattr(kernel_votes, "page_vote", lambda *given: given[6].fill_(torch.inf))
-    rows = measure(SHAPE, plan[1:], machine(), 2)
+    (refused,) = measure(replace(shape, summary_dtype=torch.float8_e4m3fn), plan[-1:], machine(), 2)
+    assert "stands beside bounds of bfloat16" in refused["unavailable"]
+    monkeypatch.setattr(kernel_votes, "page_vote", lambda *given: given[5].fill_(torch.inf))
+    rows = measure(shape, plan[1:], machine(), 2)
     assert ["off by" in row["unavailable"] for row in rows] == [True] * 4
 
 

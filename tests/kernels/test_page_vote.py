@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_sparse_kernels.page_centroids import HEADER
+from sglang_sparse_kernels.page_centroids.reference import pack, unpack
 from sglang_sparse_kernels.page_vote import page_vote, reference, scratch_bytes
 from sglang_sparse_kernels.page_vote.cases import BF16, CASES, FP8, Case, make
 
@@ -30,7 +32,8 @@ def test_reference_is_the_softmax_of_every_head(case: Case) -> None:
         for head in range(case.heads):
             shares = torch.zeros(n_pages, dtype=torch.float64)
             for query in arguments["q"][row, head * case.group : (head + 1) * case.group].double():
-                vectors = arguments["summary"][pages, head].double()
+                summary = arguments["summary"][pages, head]
+                vectors = (unpack(summary, case.dim) if case.centroids else summary).double()
                 products = query * vectors * case.dim**-0.5
                 if case.centroids:
                     mass = (products.sum(-1).exp() * 0.5 ** torch.arange(case.centroids)).sum(-1)
@@ -56,15 +59,15 @@ def test_kernels_equal_the_reference(case: Case, device: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
-@pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
-def test_nan_in_a_summary_selects_the_page_and_takes_no_votes(dtype: Any, implementation: str, device: str) -> None:
-    arguments = make(Case((80,), 2, 2, 64, BF16, dtype), device)
+@pytest.mark.parametrize("centroids", [0, 6])
+def test_nan_in_a_summary_selects_the_page_and_takes_no_votes(centroids: int, implementation: str, device: str) -> None:
+    arguments = make(Case((80,), 2, 2, 64, BF16, FP8, centroids=centroids), device)
     run = page_vote if implementation == "triton" else lambda **given: run_reference(given)
     before = run(**arguments)[0]
     page = arguments["page_table"][0, 3].item()
-    vectors = arguments["summary"].float()
-    vectors[page, 1, 2, 7] = float("nan")
-    arguments["summary"] = vectors.to(dtype)
+    number = arguments["summary"].view(torch.uint8)[page, 1]
+    # One element of the first centroid, or of the maxima.
+    (number[HEADER:] if centroids else number[0])[7] = 0x7F
     after = run(**arguments)[0]
     assert (after[1] == torch.finfo(torch.float32).max).nonzero().tolist() == [[3]]
     assert torch.equal(after[0], before[0])
@@ -77,7 +80,7 @@ def test_nan_in_a_summary_selects_the_page_and_takes_no_votes(dtype: Any, implem
 @pytest.mark.parametrize("local", [0, 1, 2])
 def test_the_newest_page_changes_no_others_score(local: int, implementation: str, device: str) -> None:
     """Its summary may be what the page's last owner left."""
-    arguments = make(Case((80, 1), 2, 2, 64, BF16, BF16, local_pages=local), device)
+    arguments = make(Case((80, 1), 2, 2, 64, BF16, BF16, local_pages=local, centroids=0), device)
     run = page_vote if implementation == "triton" else lambda **given: run_reference(given)
     before = run(**arguments)[:, :, :80]
     arguments["summary"][arguments["page_table"][0, 79]] = 30.0
@@ -92,13 +95,14 @@ def test_the_page_that_one_head_looks_for_beats_what_all_like_a_little(device: s
     q[0, 0, 0] = 80.0
     q[0, 1:, 0] = -40.0
     q[0, :, 1] = 8.0
-    centroids = torch.zeros(65, 1, 1, 64, device=device, dtype=BF16)
-    centroids[9, 0, 0, 0], centroids[20, 0, 0, 1] = 1.0, 1.0
+    keys = torch.zeros(65, 16, 1, 64, device=device)
+    keys[9, :, 0, 0], keys[20, :, 0, 1] = 1.0, 1.0
+    centroids = pack(keys, torch.ones(65, 16, dtype=torch.bool, device=device), 1)[0]
     table = torch.arange(65, dtype=torch.int32, device=device)[None]
     count = torch.tensor([65], dtype=torch.int32, device=device)
-    scores = page_vote(q, centroids, table, count, 0.125, False)[0, 0]
+    scores = page_vote(q, centroids, table, count, 0.125)[0, 0]
     assert scores[:64].argmax() == 9
-    mean = page_vote(q.mean(1, keepdim=True), centroids, table, count, 0.125, False)[0, 0]
+    mean = page_vote(q.mean(1, keepdim=True), centroids, table, count, 0.125)[0, 0]
     assert mean[:64].argmax() == 20
 
 
@@ -116,11 +120,10 @@ def test_what_is_allocated_is_counted(device: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bounds": True}, "summary must have 2 vectors a page, got 4"),
+        ({"summary": torch.zeros(9, 2, 4, 64, dtype=BF16)}, r"summary must have the shape \(9, 2, 2, 64\)"),
         ({"sm_scale": 0.0}, "sm_scale must be above 0, got 0.0"),
         ({"local_pages": -1}, "local_pages must be at least 0, got -1"),
-        ({"summary": torch.zeros(9, 2, 9, 64, dtype=BF16)}, "1 to 8 vectors a page, got 9"),
-        ({"summary": torch.zeros(9, 2, 4, 32, dtype=BF16)}, r"summary must have the shape \(9, 2, 4, 64\)"),
+        ({"summary": torch.zeros(9, 2, 250, dtype=torch.uint8)}, "summary must have one of .*, got 250"),
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:

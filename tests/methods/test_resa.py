@@ -11,7 +11,7 @@ from sglang_sparse.config.settings import build
 from sglang_sparse.method import ModelShape
 from sglang_sparse.pools import AuxPools, page_ends
 from sglang_sparse.view import allocate_view
-from sglang_sparse_kernels.page_centroids.reference import means
+from sglang_sparse_kernels.page_centroids.reference import pack, unpack
 
 PAGE, KV_HEADS, GROUP, DIM = 16, 2, 4, 64
 SCALE = DIM**-0.5
@@ -23,7 +23,7 @@ def logits(config: Any, query: torch.Tensor, keys: torch.Tensor) -> float:
     if config.summary == "minmax":
         return float(torch.maximum(query * keys.amax(0), query * keys.amin(0)).sum() * SCALE)
     written = torch.ones(1, len(keys), dtype=torch.bool)
-    kept = means(keys[None, :, None], written, config.centroids)[0, 0].bfloat16().float()
+    kept = unpack(pack(keys[None, :, None], written, config.centroids or 6)[0], DIM)[0, 0]
     return float((kept @ query * SCALE - math.log(2) * torch.arange(len(kept))).logsumexp(0))
 
 
@@ -48,8 +48,8 @@ def naive(config: Any, keys: torch.Tensor, query: torch.Tensor) -> list[set[int]
         {"min_pages": 2},
         {"min_pages": 3, "local_pages": 3, "active_ratio": 0.25},
         {"min_pages": 3, "group": "vote"},
-        {"min_pages": 3, "summary": "centroids", "centroids": 3, "summary_dtype": "bf16"},
-        {"min_pages": 3, "summary": "centroids", "centroids": 4, "summary_dtype": "bf16", "group": "vote"},
+        {"min_pages": 3, "summary": "centroids", "centroids": 3},
+        {"min_pages": 3, "summary": "centroids", "group": "vote"},
     ],
 )
 def test_selection(fields: dict[str, object]) -> None:

@@ -1,6 +1,7 @@
 """The buffers beside the KV pool: which pages a pass touches, what is charged, and that a summary is its page's."""
 
 import random
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -49,9 +50,8 @@ def test_slots_of_the_dummy_page_are_skipped() -> None:
         ({}, 128, 64),
         ({"summary_dtype": "bf16"}, 128, 128),
         ({"summary_dtype": "fp8"}, 64, 64),
-        ({"summary": "centroids", "group": "vote"}, 128, 64),
-        ({"summary": "centroids", "centroids": 3}, 96, 96),
-        ({"summary": "centroids", "summary_dtype": "bf16", "centroids": 1}, 64, 64),
+        ({"summary": "centroids", "group": "vote"}, 120, 56),
+        ({"summary": "centroids", "centroids": 3}, 72, 72),
     ],
 )
 def test_bytes_per_token(fields: dict[str, Any], expected: int, of_float8: int) -> None:
@@ -111,16 +111,22 @@ def test_bytes_are_those_of_the_buffers() -> None:
     assert aux.nbytes == 100 * 16 * pools.aux_bytes_per_token(settings, SHAPE)
 
 
-@pytest.mark.parametrize("fields", [{"summary_dtype": "fp8"}, {"summary": "centroids"}])
-def test_a_key_outside_fp8_ends_the_server(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"summary_dtype": "fp8"}, '{"summary_dtype": "bf16"}'),
+        ({"summary": "centroids"}, '{"summary": "minmax", "summary_dtype": "bf16"}'),
+    ],
+)
+def test_keys_outside_fp8_end_the_server(fields: dict[str, Any], remedy: str) -> None:
     settings = build("resa", fields)
     aux = pools.AuxPools(settings.method.aux_specs(SHAPE), (0,), 8, 16, "cpu")
     keys = torch.randn(128, 2, 64).to(torch.bfloat16)
     aux.refresh({0: keys}, torch.tensor([31]))
     aux.require_in_range()
     aux.require_in_range()
-    keys[40, 1, 3] = 600.0
+    keys[32:48, 1, 3] = 600.0
     aux.refresh({0: keys}, torch.tensor([47]))
     aux.require_in_range()
-    with pytest.raises(RuntimeError, match=r'needs \{"summary_dtype": "bf16"\}'):
+    with pytest.raises(RuntimeError, match=re.escape(f"needs {remedy}")):
         aux.require_in_range()

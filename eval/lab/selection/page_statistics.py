@@ -40,7 +40,7 @@ from eval.texts.lengths import length as parse_length
 from eval.texts.text import read_book
 from eval.texts.windows import BOOK, make_windows
 from sglang_sparse.calibration.weights import fingerprint
-from sglang_sparse_kernels.page_centroids.reference import means
+from sglang_sparse_kernels.page_centroids.reference import means, pack, unpack
 from sglang_sparse_kernels.page_vote import page_vote
 
 COMMAND = "eval.lab.selection.page_statistics"
@@ -59,15 +59,8 @@ def rounded(vectors: Tensor) -> Tensor:
     return vectors.to(torch.float8_e4m3fn).float()
 
 
-def _kept(vectors: Tensor, query: Tensor, scale: float, bounds: bool = False, mean: bool = False) -> Tensor:
-    """What the operations of a server make of ``[pages, vectors, kv_heads, d]``, before a newest page."""
-    pages, _, heads, _ = vectors.shape
-    if mean:
-        query = query.unflatten(1, (heads, -1)).mean(2)
-    table = torch.arange(pages + 1, dtype=torch.int32).expand(len(query), -1) % pages
-    counts = torch.full((len(query),), pages + 1, dtype=torch.int32)
-    summary = vectors.transpose(1, 2).contiguous()
-    return page_vote(query.float(), summary, table, counts, scale, bounds)[..., :pages]
+def _voters(query: Tensor, heads: int, mean: bool) -> Tensor:
+    return query.unflatten(1, (heads, -1)).mean(2) if mean else query
 
 
 def _votes(logits: Tensor) -> Tensor:
@@ -82,14 +75,20 @@ def _products(query: Tensor, vectors: Tensor, scale: float) -> Tensor:
 
 
 def minmax(keys: Tensor, query: Tensor, scale: float, mean: bool) -> Tensor:
-    """Quest's bound."""
-    return _kept(torch.stack([keys.amax(1), keys.amin(1)], 1), query, scale, True, mean)
+    """Quest's bound, as a server scores by it before a newest page."""
+    pages, heads = len(keys), keys.shape[2]
+    table = torch.arange(pages + 1, dtype=torch.int32).expand(len(query), -1) % pages
+    counts = torch.full((len(query),), pages + 1, dtype=torch.int32)
+    summary = torch.stack([keys.amax(1), keys.amin(1)], 2)
+    return page_vote(_voters(query, heads, mean).float(), summary, table, counts, scale)[..., :pages]
 
 
-def centroids(keys: Tensor, query: Tensor, scale: float, count: int, mean: bool = False) -> Tensor:
-    """Means of keys that lie together; of one, of all."""
-    found = means(keys, torch.ones(keys.shape[:2], dtype=torch.bool), count)
-    return _kept(rounded(found).transpose(1, 2), query, scale, mean=mean)
+def centroids(keys: Tensor, query: Tensor, scale: float, count: int, mean: bool = False, packed: bool = True) -> Tensor:
+    """Means of keys that lie together; of one, of all. As a server packs them, or each in float8."""
+    written = torch.ones(keys.shape[:2], dtype=torch.bool)
+    found = unpack(pack(keys, written, count)[0], keys.shape[3]) if packed else rounded(means(keys, written, count))
+    products = _products(_voters(query, keys.shape[2], mean), found.transpose(1, 2), scale)
+    return _votes((products - math.log(2) * torch.arange(count)).logsumexp(-1))
 
 
 def parts(keys: Tensor, query: Tensor, scale: float, count: int) -> Tensor:
@@ -116,8 +115,8 @@ def gaussian(keys: Tensor, query: Tensor, scale: float) -> Tensor:
 
 
 # With the bytes that a server keeps for each element of a key and page: minimum and maximum alone in bfloat16, which is
-# not rounded to here, all else in float8.
-STATISTICS: dict[str, tuple[int, Statistic]] = {
+# not rounded to here, all else in float8; of centroids the first in float8, the others as differences in four bits.
+STATISTICS: dict[str, tuple[float, Statistic]] = {
     "minimum, maximum; mean query (the paper's)": (4, partial(minmax, mean=True)),
     "minimum, maximum; vote": (4, partial(minmax, mean=False)),
     "mean; vote": (1, partial(centroids, count=1)),
@@ -125,10 +124,12 @@ STATISTICS: dict[str, tuple[int, Statistic]] = {
     "minimum, maximum, mean; vote": (3, minmax_mean),
     "means of 4 quarters; vote": (4, partial(parts, count=4)),
     "means of 8 pairs; vote": (8, partial(parts, count=8)),
-    "2 centroids; vote": (2, partial(centroids, count=2)),
-    "3 centroids; vote": (3, partial(centroids, count=3)),
-    "4 centroids; mean query": (4, partial(centroids, count=4, mean=True)),
-    "4 centroids; vote": (4, partial(centroids, count=4)),
+    "4 centroids in float8; vote": (4, partial(centroids, count=4, packed=False)),
+    "8 centroids in float8; vote": (8, partial(centroids, count=8, packed=False)),
+    "4 centroids; vote": (2.5, partial(centroids, count=4)),
+    "6 centroids; mean query": (3.5, partial(centroids, count=6, mean=True)),
+    "6 centroids; vote": (3.5, partial(centroids, count=6)),
+    "8 centroids; vote": (4.5, partial(centroids, count=8)),
 }
 TRUE = "true mass"
 

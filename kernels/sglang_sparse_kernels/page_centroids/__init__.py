@@ -1,7 +1,8 @@
 """Page centroids: a few means of each page's keys, each of keys that lie together, kept beside the KV cache.
 
 A few means describe a page better than its bounds (``page_summary``), which say what *could* be there, and than one
-mean, which hides an outlier. Not from a paper; the seeds are those of Gonzalez' farthest-first traversal (1985).
+mean, which hides an outlier. More of them in four bits find more than fewer in eight. Not from a paper; the seeds are
+those of Gonzalez' farthest-first traversal (1985).
 """
 
 from collections.abc import Sequence
@@ -9,15 +10,44 @@ from collections.abc import Sequence
 import torch
 
 from .. import dispatch
-from ..page_summary import check_arguments
-from . import reference
+from ..page_summary import check_layers
 
 MAX_CENTROIDS = 8
+# Bytes of a record before the first centroid: the steps of the others.
+HEADER = 16
+# Records begin at multiples of it.
+_ALIGNMENT = 16
+
+
+def record_bytes(count: int, dim: int) -> int:
+    """Bytes of the record of one page and KV head: ``count`` centroids of ``dim`` elements, an even number.
+
+    Of ``HEADER`` bytes the first ``count - 1`` are steps, each the upper byte of a float16. Then come the first
+    centroid in float8_e4m3fn, and for each other one its difference from the first, in steps: four bits an element, 8
+    more than the level, of which a byte has the one of element ``i`` below the one of ``i + dim / 2``.
+    """
+    return -(-(HEADER + dim + (count - 1) * dim // 2) // _ALIGNMENT) * _ALIGNMENT
+
+
+def count_of(num_bytes: int, dim: int) -> int:
+    """How many centroids of ``dim`` elements a record of ``num_bytes`` has."""
+    return 1 + (num_bytes - HEADER - dim) // (dim // 2)
+
+
+def check_records(name: str, records: torch.Tensor, dim: int) -> None:
+    """Raise ValueError unless these are records of 1 to ``MAX_CENTROIDS`` centroids."""
+    dispatch.check_tensor(name, records, 3, (torch.uint8,))
+    allowed = [record_bytes(count, dim) for count in range(1, MAX_CENTROIDS + 1)]
+    if dim % 2 or dim < 32:
+        raise ValueError(f"{name}: head_dim must be even and at least 32, got {dim}")
+    if records.shape[2] not in allowed:
+        raise ValueError(f"{name} must have one of {allowed} bytes a page and head, got {records.shape[2]}")
+    dispatch.check_contiguous(name, records)
 
 
 def update_page_centroids(
     k_caches: Sequence[torch.Tensor],
-    centroids: Sequence[torch.Tensor],
+    records: Sequence[torch.Tensor],
     last_slots: torch.Tensor,
     page_size: int,
     overflow: torch.Tensor | None = None,
@@ -33,10 +63,10 @@ def update_page_centroids(
 
     Args:
         k_caches: for each layer ``[S, Hkv, d]``, float32, float16, bfloat16 or float8_e4m3fn (stored values,
-            unscaled); finite. ``d`` is contiguous, the other strides are free; all layers have the same.
-        centroids: for each layer ``[num_pages, Hkv, C, d]``, contiguous, C from 1 to 8; bfloat16 or float8_e4m3fn,
-            rounded to nearest. In float8 a value outside +-448 is stored as NaN, which ``page_vote`` reads as "always
-            select". Overwritten in the touched pages.
+            unscaled); finite. ``d`` is contiguous and even, the other strides are free; all layers have the same.
+        records: for each layer ``[num_pages, Hkv, record_bytes(C, d)]`` uint8, contiguous, C from 1 to 8. Where the
+            first centroid is outside +-448, or a difference outside +-450,000, the record holds NaN, which
+            ``page_vote`` reads as "always select". Overwritten in the touched pages.
         last_slots: ``[N]`` int64, contiguous: the last written slot of a touched page, or -1.
         page_size: slots per page, a power of two from 1 to 64.
         overflow: optional ``[1]`` int32 counter, incremented by the number of values stored as NaN.
@@ -47,19 +77,23 @@ def update_page_centroids(
 
     Example:
         >>> import torch
-        >>> from sglang_sparse_kernels.page_centroids import update_page_centroids
+        >>> from sglang_sparse_kernels.page_centroids import record_bytes, reference, update_page_centroids
         >>> k_cache = torch.tensor([1.0, 9.0, 3.0, 2.0]).view(4, 1, 1).expand(4, 1, 64).contiguous()
-        >>> centroids = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
-        >>> update_page_centroids([k_cache], [centroids], torch.tensor([3]), page_size=4)
-        >>> centroids[0, 0, :, 0].tolist()
+        >>> records = torch.zeros(1, 1, record_bytes(2, 64), dtype=torch.uint8)
+        >>> update_page_centroids([k_cache], [records], torch.tensor([3]), page_size=4)
+        >>> reference.unpack(records, 64)[0, 0, :, 0].tolist()
         [2.0, 9.0]
     """
-    dtypes, counts = (torch.bfloat16, torch.float8_e4m3fn), range(1, MAX_CENTROIDS + 1)
-    check_arguments(k_caches, centroids, last_slots, page_size, overflow, dtypes, counts)
+    for k_cache, layer in zip(k_caches, records, strict=False):
+        check_records("records", layer, k_cache.shape[2])
+        dispatch.check_shape("records", layer, (layer.shape[0], k_cache.shape[1], layer.shape[2]))
+    check_layers(k_caches, records, last_slots, page_size, overflow)
     if dispatch.use_reference(k_caches[0]):
-        for k_cache, layer in zip(k_caches, centroids, strict=True):
+        from . import reference
+
+        for k_cache, layer in zip(k_caches, records, strict=True):
             reference.update_page_centroids(k_cache, layer, last_slots, page_size, overflow)
         return
     from . import triton
 
-    triton.update_page_centroids(k_caches, centroids, last_slots, page_size, overflow)
+    triton.update_page_centroids(k_caches, records, last_slots, page_size, overflow)

@@ -10,11 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..float8 import float8_bits
+from ..float8 import as_half, float8_bits
 from ..launch import await_inputs
 from ..page_summary.triton import launch
+from . import HEADER, count_of
+from .reference import LARGEST_LEVEL, ZERO_LEVEL
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
+_HEADER, _LEVELS, _ZERO = tl.constexpr(HEADER), tl.constexpr(LARGEST_LEVEL), tl.constexpr(ZERO_LEVEL)
 
 
 @triton.jit
@@ -24,9 +27,35 @@ def _squared_distance(keys, point):
 
 
 @triton.jit
+def _centroid(keys, owner, counts, rank, seeds, mean, seed):
+    """The mean of a seed's keys, and its place among the centroids."""
+    size = tl.sum(tl.where(seeds == seed, counts, 0), axis=0)
+    total = tl.sum(tl.where((owner == seed)[:, None], keys, 0.0), axis=0)
+    place = tl.sum(tl.where(seeds == seed, rank, 0), axis=0)
+    return tl.where(size > 0, total / tl.maximum(size, 1), mean), place
+
+
+@triton.jit
+def _store_difference(out_ptr, number, difference, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Store a centroid's difference from the first one in steps; return 1 where no step is large enough, else 0."""
+    # Float16 without its lower byte, rounded up.
+    half = tl.div_rn(tl.max(tl.abs(difference), axis=0), _LEVELS * 1.0).to(tl.float16).to(tl.int16, bitcast=True)
+    upper = (half.to(tl.int32) + 0xFF) & 0xFF00
+    tl.store(out_ptr + number, (upper >> 8).to(tl.uint8))
+    step = upper.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    level = tl.div_rn(difference, tl.full([BLOCK_DIM], 1.0, tl.float32) * tl.maximum(step, 1e-30))
+    level = tl.minimum(tl.maximum(tl.floor(level + 0.5), -_LEVELS), _LEVELS).to(tl.int32) + _ZERO
+    low, high = tl.split(tl.reshape(level, [BLOCK_DIM // 2, 2]))
+    pairs = tl.arange(0, BLOCK_DIM // 2)
+    out = out_ptr + _HEADER + DIM + number * (DIM // 2) + pairs
+    tl.store(out, (low | (high << 4)).to(tl.uint8), mask=pairs < DIM // 2)
+    return (upper == 0x7C00).to(tl.int32)
+
+
+@triton.jit
 def _page_centroids_kernel(
     k_ptr,
-    centroids_ptr,
+    records_ptr,
     offsets_ptr,
     last_slots_ptr,
     overflow_ptr,
@@ -39,7 +68,7 @@ def _page_centroids_kernel(
     PAGE: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_COUNT: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    RECORD: tl.constexpr,
     COUNT_OVERFLOW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -49,12 +78,14 @@ def _page_centroids_kernel(
         if LAYERS > 1:
             layer = tl.program_id(2)
             k_ptr += tl.multiple_of(tl.load(offsets_ptr + layer), 16)
-            centroids_ptr += tl.multiple_of(tl.load(offsets_ptr + LAYERS + layer), 16)
+            records_ptr += tl.multiple_of(tl.load(offsets_ptr + LAYERS + layer), 16)
         page = last_slot // PAGE
         places = tl.arange(0, PAGE)
         slots = page * PAGE + places
-        dims = tl.arange(0, BLOCK_DIM)
-        in_dim = dims < DIM
+        # Elements whose levels share a byte stand side by side.
+        numbers = tl.arange(0, BLOCK_DIM)
+        dims = numbers % 2 * (DIM // 2) + numbers // 2
+        in_dim = numbers < DIM
         written = slots <= last_slot
         seeds = tl.arange(0, BLOCK_COUNT)
         for head in range(tl.program_id(1), HEADS, tl.num_programs(1)):
@@ -77,31 +108,35 @@ def _page_centroids_kernel(
             more = counts[:, None] > counts[None, :]
             earlier = (counts[:, None] == counts[None, :]) & (seeds[:, None] < seeds[None, :])
             rank = tl.sum(((more | earlier) & (seeds < COUNT)[:, None]).to(tl.int32), axis=0)
-            out_ptr = centroids_ptr + (page * HEADS + head) * (COUNT * DIM) + dims
+            out_ptr = records_ptr + (page * HEADS + head) * RECORD
+            # The first centroid is known before the others, which are kept as differences from it.
+            first = tl.zeros([BLOCK_DIM], tl.float32)
             for seed in tl.static_range(COUNT):
-                size = tl.sum(tl.where(seeds == seed, counts, 0), axis=0)
-                total = tl.sum(tl.where((owner == seed)[:, None], keys, 0.0), axis=0)
-                centroid = tl.where(size > 0, total / tl.maximum(size, 1), mean)
-                out = out_ptr + tl.sum(tl.where(seeds == seed, rank, 0), axis=0) * DIM
-                if FLOAT8:
-                    outside = tl.abs(centroid) > _LARGEST
-                    tl.store(out, tl.where(outside, 0x7F, float8_bits(centroid)).to(tl.uint8), mask=in_dim)
-                    if COUNT_OVERFLOW:
-                        found = tl.sum((outside & in_dim).to(tl.int32), axis=0)
-                        if found > 0:
-                            tl.atomic_add(overflow_ptr, found, sem="relaxed")
-                else:
-                    tl.store(out, centroid.to(tl.bfloat16), mask=in_dim)
+                centroid, place = _centroid(keys, owner, counts, rank, seeds, mean, seed)
+                first = tl.where(place == 0, centroid, first)
+            outside = (tl.abs(first) > _LARGEST) & in_dim
+            bits = tl.where(outside, 0x7F, float8_bits(first))
+            tl.store(out_ptr + _HEADER + dims, bits.to(tl.uint8), mask=in_dim)
+            base = tl.where(outside, 0.0, as_half(bits).to(tl.float32) * 256.0)
+            lost = tl.sum(outside.to(tl.int32), axis=0)
+            for seed in tl.static_range(COUNT):
+                centroid, place = _centroid(keys, owner, counts, rank, seeds, mean, seed)
+                if place > 0:
+                    difference = tl.where(in_dim, centroid - base, 0.0)
+                    lost += _store_difference(out_ptr, place - 1, difference, DIM, BLOCK_DIM)
+            if COUNT_OVERFLOW and lost > 0:
+                tl.atomic_add(overflow_ptr, lost, sem="relaxed")
 
 
 def update_page_centroids(
     k_caches: Sequence[torch.Tensor],
-    centroids: Sequence[torch.Tensor],
+    records: Sequence[torch.Tensor],
     last_slots: torch.Tensor,
     page_size: int,
     overflow: torch.Tensor | None = None,
 ) -> None:
     """See ``page_centroids.update_page_centroids``."""
-    count, float8 = centroids[0].shape[2], centroids[0].dtype == torch.float8_e4m3fn
-    constants = {"COUNT": count, "BLOCK_COUNT": triton.next_power_of_2(count), "FLOAT8": float8}
-    launch(_page_centroids_kernel, k_caches, centroids, last_slots, page_size, overflow, float8, **constants)
+    num_bytes = records[0].shape[2]
+    count = count_of(num_bytes, k_caches[0].shape[2])
+    constants = {"COUNT": count, "BLOCK_COUNT": triton.next_power_of_2(count), "RECORD": num_bytes}
+    launch(_page_centroids_kernel, k_caches, records, last_slots, page_size, overflow, True, **constants)

@@ -3,8 +3,6 @@
 Source: Quest (arXiv:2406.10774, section 3.3), with the group query of ReSA (arXiv:2506.04108, section 3.1).
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from .. import dispatch
@@ -59,7 +57,9 @@ def page_score(
         >>> page_score(q, summary, page_table, torch.tensor([2], dtype=torch.int32)).tolist()
         [[[128.0, inf]]]
     """
-    check_arguments(q, summary, page_table, n_pages, local_pages, (2,))
+    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    check_bounds(q, summary)
+    check_rows(q, summary, page_table, n_pages, local_pages)
     shape = q.shape[0], summary.shape[1], page_table.shape[1]
     out = dispatch.result("out", out, shape, torch.float32, q.device)
     if dispatch.use_reference(q):
@@ -70,27 +70,24 @@ def page_score(
     return kernel.page_score(q, summary, page_table, n_pages, out, local_pages, summaries_ready)
 
 
-def check_arguments(
-    q: torch.Tensor,
-    summary: torch.Tensor,
-    page_table: torch.Tensor,
-    n_pages: torch.Tensor,
-    local_pages: int,
-    vectors: Sequence[int],
-) -> None:
-    """Raise ValueError unless these are queries and pages to score, with as many vectors a page as are allowed."""
-    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+def check_bounds(q: torch.Tensor, summary: torch.Tensor) -> None:
+    """Raise ValueError unless a summary holds a maximum and a minimum for these queries."""
     dispatch.check_tensor("summary", summary, 4, dispatch.KV_DTYPES)
+    dispatch.check_shape("summary", summary, (*summary.shape[:2], 2, q.shape[2]))
+    dispatch.check_contiguous("summary", summary)
+
+
+def check_rows(
+    q: torch.Tensor, summary: torch.Tensor, page_table: torch.Tensor, n_pages: torch.Tensor, local_pages: int
+) -> None:
+    """Raise ValueError unless these are queries and pages to score, by a summary ``[num_pages, Hkv, ...]``."""
+    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
     dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
-    batch, num_q_heads, head_dim = q.shape
-    num_pages, num_kv_heads, count = summary.shape[:3]
-    dispatch.check_heads(num_q_heads, num_kv_heads)
-    dispatch.check_vectors(count, vectors)
-    dispatch.check_shape("summary", summary, (num_pages, num_kv_heads, count, head_dim))
+    batch = q.shape[0]
+    dispatch.check_heads(q.shape[1], summary.shape[1])
     dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
     dispatch.check_last(q=q, page_table=page_table)
     dispatch.check_device(q.device, summary=summary, page_table=page_table, n_pages=n_pages)
-    dispatch.check_contiguous("summary", summary)
     dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
     if local_pages < 0:
         raise ValueError(f"local_pages must be at least 0, got {local_pages}")

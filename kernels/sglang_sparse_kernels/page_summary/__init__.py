@@ -4,7 +4,7 @@ Source: the block representation of ReSA (arXiv:2506.04108, section 3.1), which 
 RocketKV (arXiv:2502.14051) has the same in its KT cache, which TensorRT-LLM keeps in float8_e5m2 and rounds to nearest.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -55,7 +55,10 @@ def update_page_summaries(
         [6.0, 4.0]
     """
     dtypes = (*(cache.dtype for cache in k_caches[:1]), torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-    check_arguments(k_caches, summaries, last_slots, page_size, overflow, dtypes, (2,))
+    check_layers(k_caches, summaries, last_slots, page_size, overflow)
+    summary = summaries[0]
+    dispatch.check_tensor("summary", summary, 4, dtypes)
+    dispatch.check_shape("summary", summary, (summary.shape[0], k_caches[0].shape[1], 2, k_caches[0].shape[2]))
     if dispatch.use_reference(k_caches[0]):
         for k_cache, summary in zip(k_caches, summaries, strict=True):
             reference.update_page_summary(k_cache, summary, last_slots, page_size, overflow)
@@ -76,35 +79,28 @@ def update_page_summary(
     update_page_summaries((k_cache,), (summary,), last_slots, page_size, overflow)
 
 
-def check_arguments(
+def check_layers(
     k_caches: Sequence[torch.Tensor],
     summaries: Sequence[torch.Tensor],
     last_slots: torch.Tensor,
     page_size: int,
     overflow: torch.Tensor | None,
-    dtypes: Collection[torch.dtype],
-    vectors: Sequence[int],
 ) -> None:
-    """Raise ValueError unless these are the K caches of layers that are alike, and a summary of each.
+    """Raise ValueError unless these are the K caches of layers that are alike, and as many summaries that are.
 
     Args:
         k_caches: see ``update_page_summaries``, and so for what is not said here.
-        summaries: likewise.
+        summaries: contiguous, of whatever shape and dtype.
         last_slots: likewise.
         page_size: likewise.
         overflow: likewise.
-        dtypes: which the summaries may have.
-        vectors: how many of a page they may have.
     """
     if len(k_caches) != len(summaries) or not k_caches:
         raise ValueError(f"k_caches and summaries must be as many, got {len(k_caches)} and {len(summaries)}")
     k_cache, summary = k_caches[0], summaries[0]
     dispatch.check_tensor("k_cache", k_cache, 3, dispatch.KV_DTYPES)
-    dispatch.check_tensor("summary", summary, 4, dtypes)
     dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
     dispatch.check_page_size(page_size)
-    dispatch.check_vectors(count := summary.shape[2], vectors)
-    dispatch.check_shape("summary", summary, (summary.shape[0], k_cache.shape[1], count, k_cache.shape[2]))
     dispatch.check_last(k_cache=k_cache)
     dispatch.check_device(k_cache.device, summary=summary, last_slots=last_slots, overflow=overflow)
     dispatch.check_contiguous("summary", summary)

@@ -9,8 +9,8 @@ see ``page_score``. The bound is Quest's (arXiv:2406.10774, section 3.3).
 import torch
 
 from .. import dispatch
-from ..page_centroids import MAX_CENTROIDS
-from ..page_score import check_arguments
+from ..page_centroids import check_records
+from ..page_score import check_bounds, check_rows
 from . import reference
 
 # Pages of a program of the kernels, and bytes of scratch above which rows wait for one another.
@@ -23,7 +23,6 @@ def page_vote(
     page_table: torch.Tensor,
     n_pages: torch.Tensor,
     sm_scale: float,
-    bounds: bool,
     out: torch.Tensor | None = None,
     local_pages: int = 1,
 ) -> torch.Tensor:
@@ -37,15 +36,14 @@ def page_vote(
     whose summary holds NaN scores the largest finite float32 and takes no votes from others.
 
     Args:
-        q: ``[B, Hq, d]``, float32, float16 or bfloat16; ``d`` is contiguous. The kernels round it to the summary's
-            dtype, and to float16 for one of float8.
-        summary: ``[num_pages, Hkv, V, d]``, contiguous, from ``update_page_summary`` (V is 2) or
-            ``update_page_centroids`` (V is 1 to 8).
+        q: ``[B, Hq, d]``, float32, float16 or bfloat16; ``d`` is contiguous. The kernels round it to the dtype of
+            bounds, and to float16 for those of float8 and for centroids.
+        summary: of bounds ``[num_pages, Hkv, 2, d]``, from ``update_page_summary``; of centroids ``[num_pages, Hkv,
+            bytes]`` uint8, from ``update_page_centroids``. Contiguous.
         page_table: ``[B, M]`` int32, the physical page of each logical page; only the first ``n_pages[b]`` count. ``M``
             is contiguous.
         n_pages: ``[B]`` int32, contiguous: pages of each row, at most ``M``.
         sm_scale: softmax scale times the scale of stored keys; positive.
-        bounds: whether the summary is of bounds.
         out: optional ``[B, Hkv, M]`` float32, contiguous.
         local_pages: newest pages that always score +inf.
 
@@ -60,23 +58,28 @@ def page_vote(
         >>> import torch
         >>> from sglang_sparse_kernels.page_vote import page_vote
         >>> q = torch.eye(2, 64)[None]
-        >>> centroids = torch.zeros(4, 1, 1, 64, dtype=torch.bfloat16)
-        >>> centroids[1, 0, 0, 0], centroids[2, 0, 0, 1] = 9.0, 5.0
+        >>> bounds = torch.zeros(4, 1, 2, 64)
+        >>> bounds[1, 0, :, 0], bounds[2, 0, :, 1] = 9.0, 5.0
         >>> page_table = torch.tensor([[1, 2, 3]], dtype=torch.int32)
         >>> n_pages = torch.tensor([3], dtype=torch.int32)
-        >>> page_vote(q, centroids, page_table, n_pages, 1.0, False).exp().round(decimals=2)
-        tensor([[[1.0000, 1.0000,    inf]]])
+        >>> page_vote(q, bounds, page_table, n_pages, 1.0).exp().round(decimals=2)
+        tensor([[[1.0100, 0.9900,    inf]]])
     """
-    check_arguments(q, summary, page_table, n_pages, local_pages, (2,) if bounds else range(1, MAX_CENTROIDS + 1))
+    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    if summary.dtype == torch.uint8:
+        check_records("summary", summary, q.shape[2])
+    else:
+        check_bounds(q, summary)
+    check_rows(q, summary, page_table, n_pages, local_pages)
     if sm_scale <= 0:
         raise ValueError(f"sm_scale must be above 0, got {sm_scale}")
     shape = q.shape[0], summary.shape[1], page_table.shape[1]
     out = dispatch.result("out", out, shape, torch.float32, q.device)
     if dispatch.use_reference(q):
-        return reference.page_vote(q, summary, page_table, n_pages, sm_scale, bounds, out, local_pages)
+        return reference.page_vote(q, summary, page_table, n_pages, sm_scale, out, local_pages)
     from . import triton
 
-    return triton.page_vote(q, summary, page_table, n_pages, sm_scale, bounds, out, local_pages)
+    return triton.page_vote(q, summary, page_table, n_pages, sm_scale, out, local_pages)
 
 
 def scratch_bytes(batch: int, num_q_heads: int, max_pages: int) -> int:

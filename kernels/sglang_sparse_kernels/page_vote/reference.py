@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from ..page_centroids.reference import unpack
 from ..page_score.reference import UNBOUNDED
 
 
@@ -13,7 +14,6 @@ def page_vote(
     page_table: torch.Tensor,
     n_pages: torch.Tensor,
     sm_scale: float,
-    bounds: bool,
     out: torch.Tensor,
     local_pages: int = 1,
 ) -> torch.Tensor:
@@ -29,8 +29,9 @@ def page_vote(
     held = logical < n_pages[:, None]  # [B, width]
     # Entries of the table beyond a row's pages may hold anything; page 0 always exists.
     pages = page_table[:, :width].masked_fill(~held, 0).long()
-    vectors = summary[pages].float()  # [B, width, Hkv, V, d]
-    if bounds:
+    of_centroids = summary.dtype == torch.uint8
+    vectors = unpack(summary[pages], head_dim) if of_centroids else summary[pages].float()  # [B, width, Hkv, V, d]
+    if not of_centroids:
         logits = torch.einsum("bhgd,bmhd->bhgm", query.clamp(min=0), vectors[:, :, :, 0])
         logits += torch.einsum("bhgd,bmhd->bhgm", query.clamp(max=0), vectors[:, :, :, 1])
     else:

@@ -15,14 +15,17 @@ from triton import knobs
 
 from ..float8 import as_half
 from ..launch import LOG2_E, await_inputs, dependent_launch
+from ..page_centroids import HEADER, count_of
+from ..page_centroids.reference import ZERO_LEVEL
 from ..page_score.reference import UNBOUNDED
 from . import BLOCK, rows_at_once
 
 # Pages of a program of the second kernel: each reads what all blocks of its row left.
 _TILE = 512
-_UNBOUNDED = tl.constexpr(UNBOUNDED)
-# What tensor cores multiply, by the dtype of the summaries.
+_UNBOUNDED, _HEADER, _ZERO = tl.constexpr(UNBOUNDED), tl.constexpr(HEADER), tl.constexpr(ZERO_LEVEL)
+# What tensor cores multiply, by the dtype of the summaries; those of centroids are bytes.
 _OPERANDS = {
+    torch.uint8: tl.float16,
     torch.float8_e4m3fn: tl.float16,
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -37,6 +40,56 @@ def _vectors(pointers, mask, OPERAND: tl.constexpr, FLOAT8: tl.constexpr):
     if FLOAT8:
         loaded = as_half(loaded)
     return loaded.to(OPERAND)
+
+
+@triton.jit
+def _queries(q_ptr, stride, dims, in_dim, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, OPERAND: tl.constexpr):
+    """Some elements of the queries of a group, ``[BLOCK_GROUP, dims]``."""
+    members = tl.arange(0, BLOCK_GROUP)
+    mask = (members < GROUP)[:, None] & in_dim[None, :]
+    return tl.load(q_ptr + members[:, None] * stride + dims[None, :], mask=mask, other=0).to(OPERAND)
+
+
+@triton.jit
+def _product(query, vectors):
+    return tl.dot(query, tl.trans(vectors), input_precision="ieee")
+
+
+@triton.jit
+def _centroid_logits(
+    q_ptr,
+    stride,
+    records,
+    held,
+    factor,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    COUNT: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """The mass of the centroids of each page, ``[BLOCK_GROUP, pages]``, to the base 2; ``records`` are pointers."""
+    dims, halves = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_DIM // 2)
+    query = _queries(q_ptr, stride, dims, dims < DIM, GROUP, BLOCK_GROUP, OPERAND)
+    place = records[:, None] + _HEADER
+    first = tl.load(place + dims[None, :], mask=held[:, None] & (dims < DIM)[None, :], other=0)
+    base = _product(query, as_half(first).to(OPERAND)) * (factor * 256.0)
+    in_half = halves < DIM // 2
+    lower = _queries(q_ptr, stride, halves, in_half, GROUP, BLOCK_GROUP, OPERAND)
+    upper = _queries(q_ptr + DIM // 2, stride, halves, in_half, GROUP, BLOCK_GROUP, OPERAND)
+    top, total = base, tl.full(base.shape, 1.0, tl.float32)
+    for number in tl.static_range(1, COUNT):
+        at = place + DIM + (number - 1) * (DIM // 2) + halves[None, :]
+        packed = tl.load(at, mask=held[:, None] & in_half[None, :], other=0).to(tl.int16)
+        steps = tl.load(records + number - 1, mask=held, other=0).to(tl.int16) << 8
+        difference = _product(lower, ((packed & 0xF) - _ZERO).to(OPERAND))
+        difference += _product(upper, ((packed >> 4) - _ZERO).to(OPERAND))
+        logits = base + difference * (steps.to(tl.float16, bitcast=True).to(tl.float32) * factor)[None, :] - number
+        most = tl.maximum(top, logits)
+        total = total * tl.exp2(top - most) + tl.exp2(logits - most)
+        top = most
+    return top + tl.log2(total)
 
 
 @triton.jit
@@ -58,8 +111,8 @@ def _page_vote_logits_kernel(
     BLOCK_GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    VECTORS: tl.constexpr,
-    BOUNDS: tl.constexpr,
+    COUNT: tl.constexpr,
+    RECORD: tl.constexpr,
     FLOAT8: tl.constexpr,
     OPERAND: tl.constexpr,
     PAGES: tl.constexpr,
@@ -76,33 +129,23 @@ def _page_vote_logits_kernel(
         held = logical < n_pages
         page = tl.load(page_table_ptr + row * table_stride + logical, mask=held, other=0)
         members = tl.arange(0, BLOCK_GROUP)
-        dims = tl.arange(0, BLOCK_DIM)
-        in_dim = (dims < DIM)[None, :]
-        q_ptr += row * q_stride_row + head * GROUP * q_stride_head
         in_group = members < GROUP
-        query = tl.load(
-            q_ptr + members[:, None] * q_stride_head + dims[None, :], mask=in_group[:, None] & in_dim, other=0
-        )
-        query = query.to(OPERAND)
-        vectors = summary_ptr + (page.to(tl.int64) * HEADS + head)[:, None] * (VECTORS * DIM) + dims[None, :]
-        mask = held[:, None] & in_dim
-        if BOUNDS:
+        q_ptr += row * q_stride_row + head * GROUP * q_stride_head
+        entry = page.to(tl.int64) * HEADS + head
+        if COUNT > 0:
+            shape = (GROUP, BLOCK_GROUP, DIM, BLOCK_DIM, COUNT, OPERAND)
+            logits = _centroid_logits(q_ptr, q_stride_head, summary_ptr + entry * RECORD, held, factor, *shape)
+        else:
+            dims = tl.arange(0, BLOCK_DIM)
+            query = _queries(q_ptr, q_stride_head, dims, dims < DIM, GROUP, BLOCK_GROUP, OPERAND)
+            vectors, mask = (
+                summary_ptr + entry[:, None] * (2 * DIM) + dims[None, :],
+                held[:, None] & (dims < DIM)[None, :],
+            )
             above = _vectors(vectors, mask, OPERAND, FLOAT8)
             below = _vectors(vectors + DIM, mask, OPERAND, FLOAT8)
             raised, lowered = tl.maximum(query, 0.0).to(OPERAND), tl.minimum(query, 0.0).to(OPERAND)
-            logits = tl.dot(raised, tl.trans(above), input_precision="ieee")
-            logits = tl.dot(lowered, tl.trans(below), logits, input_precision="ieee") * factor
-        else:
-            vector = _vectors(vectors, mask, OPERAND, FLOAT8)
-            top = tl.dot(query, tl.trans(vector), input_precision="ieee") * factor
-            total = tl.full([BLOCK_GROUP, PAGES], 1.0, tl.float32)
-            for number in tl.static_range(1, VECTORS):
-                vector = _vectors(vectors + number * DIM, mask, OPERAND, FLOAT8)
-                logits = tl.dot(query, tl.trans(vector), input_precision="ieee") * factor - number
-                most = tl.maximum(top, logits)
-                total = total * tl.exp2(top - most) + tl.exp2(logits - most)
-                top = most
-            logits = top + tl.log2(total)
+            logits = (_product(raised, above) + _product(lowered, below)) * factor
         at = row * HEADS * GROUP + head * GROUP + members
         out = logits_ptr + at.to(tl.int64)[:, None] * width + logical[None, :]
         tl.store(out, logits, mask=in_group[:, None] & held[None, :])
@@ -171,7 +214,6 @@ def page_vote(
     page_table: torch.Tensor,
     n_pages: torch.Tensor,
     sm_scale: float,
-    bounds: bool,
     out: torch.Tensor,
     local_pages: int = 1,
 ) -> torch.Tensor:
@@ -185,7 +227,7 @@ def page_vote(
     for first in range(0, batch, rows):
         part = slice(first, first + rows)
         inputs = q[part], summary, page_table[part], n_pages[part]
-        _launch(*inputs, sm_scale, bounds, out[part], local_pages, logits, sums)
+        _launch(*inputs, sm_scale, out[part], local_pages, logits, sums)
     return out
 
 
@@ -195,7 +237,6 @@ def _launch(
     page_table: torch.Tensor,
     n_pages: torch.Tensor,
     sm_scale: float,
-    bounds: bool,
     out: torch.Tensor,
     local_pages: int,
     logits: torch.Tensor,
@@ -204,6 +245,7 @@ def _launch(
     batch, num_q_heads, dim = q.shape
     heads, width, blocks = summary.shape[1], page_table.shape[1], sums.shape[2]
     group = num_q_heads // heads
+    count = count_of(summary.shape[2], dim) if summary.dtype == torch.uint8 else 0
     float8 = summary.dtype == torch.float8_e4m3fn
     dependent = dependent_launch(q.device)
     _page_vote_logits_kernel[(heads, blocks, batch)](
@@ -223,9 +265,9 @@ def _launch(
         GROUP=group,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         DIM=dim,
-        BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
-        VECTORS=summary.shape[2],
-        BOUNDS=bounds,
+        BLOCK_DIM=max(32 if count else 16, triton.next_power_of_2(dim)),
+        COUNT=count,
+        RECORD=summary.shape[2] if count else 0,
         FLOAT8=float8,
         # The interpreter multiplies the bit patterns of bfloat16.
         OPERAND=tl.float32 if knobs.runtime.interpret else _OPERANDS[summary.dtype],
