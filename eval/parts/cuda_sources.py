@@ -15,6 +15,7 @@ from sglang_sparse_kernels.kt_select import cuda as kt_select
 from sglang_sparse_kernels.launch import Properties
 from sglang_sparse_kernels.page_score import cuda as page_score
 from sglang_sparse_kernels.page_topk import cuda as page_topk
+from sglang_sparse_kernels.page_vote import cuda as page_vote
 from sglang_sparse_kernels.skip_softmax_decode import cuda as skip_softmax_decode
 from sglang_sparse_kernels.sparse_decode import cuda as sparse_decode
 
@@ -70,6 +71,12 @@ def _page_score(_: Properties) -> Iterator[Build]:
             yield Build(page_score.SOURCE, page_score.defines(dim, 4, BF16, summary), (BF16, summary))
 
 
+def _page_vote(_: Properties) -> Iterator[Build]:
+    for dim, group in ((64, 7), (128, 4), (128, 8)):
+        for count in (2, 6):
+            yield Build(page_vote.SOURCE, page_vote.defines(dim, group, count, BF16), (BF16, FLOAT8))
+
+
 def _page_topk(gpu: Properties) -> Iterator[Build]:
     processors = gpu.processors if gpu.capability >= CLUSTERS else 0
     found = {page_topk.shape_of(width, rows, processors) for width in (2048, 8192, 32768) for rows in (8, 256)}
@@ -97,6 +104,7 @@ BUILDS: dict[str, Callable[[Properties], Iterator[Build]]] = {
     "kt_select": _kt_select,
     "page_score": _page_score,
     "page_topk": _page_topk,
+    "page_vote": _page_vote,
     "skip_softmax_decode": _skip_softmax_decode,
     "sparse_decode": _sparse_decode,
 }

@@ -31,7 +31,8 @@ def _summaries(name: str, step: Step) -> Sequence[torch.Tensor]:
 
 def _vote(summary: torch.Tensor, step: Step, layer: Layer, *_: Any, **__: Any) -> torch.Tensor:
     tables = (step.view.page_table, step.view.n_pages)
-    return page_vote(layer.q, summary, *tables, step.sm_scale, step.view.scores, step.shape.local_pages)
+    rest = (step.sm_scale, step.view.scores, step.shape.local_pages)
+    return page_vote(layer.q, summary, *tables, *rest, summaries_ready=True)
 
 
 def vote_calls(name: str, step: Step) -> list[Run]:

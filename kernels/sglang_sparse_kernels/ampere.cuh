@@ -8,6 +8,28 @@ __device__ float exp2_of(float number) {
     return power;
 }
 
+__device__ float log2_of(float number) {
+    float logarithm;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(logarithm) : "f"(number));
+    return logarithm;
+}
+
+// Two numbers of float8 as float16.
+__device__ unsigned of_e4m3(unsigned bits) {
+    unsigned both = 0;
+#if __CUDA_ARCH__ >= 890
+    asm("{\n.reg .b16 two;\ncvt.u16.u32 two, %1;\ncvt.rn.f16x2.e4m3x2 %0, two;\n}" : "=r"(both) : "r"(bits));
+#endif
+    return both;
+}
+
+// The lowest four bits of each half of a word, less 8, as float16: behind the bits of 1024 they are its last digits.
+__device__ unsigned of_levels(unsigned bits) {
+    unsigned both;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"((bits & 0x000F000Fu) | 0x64006400u), "r"(0x64086408u));
+    return both;
+}
+
 __device__ float of_float16(unsigned bits) {
     float number;
     asm("{\n.reg .b16 half;\ncvt.u16.u32 half, %1;\ncvt.f32.f16 %0, half;\n}" : "=f"(number) : "r"(bits));

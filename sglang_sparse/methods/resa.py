@@ -139,12 +139,12 @@ class Resa(DecodeMethod):
 
     def _scores(self, view: BatchView, query: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
         tables, local = (view.page_table, view.n_pages), self.config.local_pages
+        # The view is filled before the model runs, after the summaries of the passes before, and what looks up its
+        # embeddings waits for that; so would have to what comes first on a later stage of pipeline parallelism.
         if self._by_votes:
             if self.config.group == "mean_query":
                 query = query.unflatten(1, (summary.shape[1], -1)).mean(2, dtype=torch.float32)
-            return votes.page_vote(query, summary, *tables, view.logit_scale, view.scores, local)
-        # The view is filled before the model runs, after the summaries of the passes before, and what looks up its
-        # embeddings waits for that; so would have to what comes first on a later stage of pipeline parallelism.
+            return votes.page_vote(query, summary, *tables, view.logit_scale, view.scores, local, summaries_ready=True)
         return page_score(query, summary, *tables, view.scores, local, summaries_ready=True)
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:

@@ -196,6 +196,9 @@ static unsigned half_of_e4m3(unsigned bits) {
 }
 static unsigned of_e4m3(unsigned bits) { return half_of_e4m3(bits & 255) | half_of_e4m3(bits >> 8 & 255) << 16; }
 
+// Two levels of four bits, less 8.
+static unsigned of_levels(unsigned bits) { return pack_as(false, (bits & 15) - 8.0f, (bits >> 16 & 15) - 8.0f); }
+
 // Lets `use` read what each lane hands in, at most six words.
 template <int SIZE, typename Use> static void share(const unsigned (&words)[SIZE], Use use) {
     Warp& warp = blocks[place_in_cluster].warps[threadIdx.x / 32];
@@ -272,6 +275,7 @@ static unsigned transpose(unsigned words) {
 
 static float __fmul_rn(float first, float second) { return first * second; }
 static float exp2_of(float number) { return std::exp2(number); }
+static float log2_of(float number) { return std::log2(number); }
 
 // Runs the threads of a cluster until all have ended.
 static void take_turns(std::vector<Thread>& threads) {

@@ -108,7 +108,7 @@ def test_the_page_that_one_head_looks_for_beats_what_all_like_a_little(device: s
 
 def test_what_is_allocated_is_counted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And bounded: rows beyond it wait for those before."""
-    row = 4 * 8 * (720 + 2 * 12)
+    row = 4 * 8 * (720 + 2 * 45)
     assert scratch_bytes(3, 8, 720) == 3 * row
     arguments = make(CASES[0], device)
     whole = page_vote(**arguments)

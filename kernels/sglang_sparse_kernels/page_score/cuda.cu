@@ -29,17 +29,6 @@
 #define INFINITE __uint_as_float(0x7F800000u)
 #define LOWER 4.8828125e-4f              // 2^-11, what a float16 leaves of a number
 
-#ifdef __CUDACC__
-// Two numbers of float8 as float16.
-__device__ unsigned of_e4m3(unsigned bits) {
-    unsigned both = 0;
-#if __CUDA_ARCH__ >= 890
-    asm("{\n.reg .b16 two;\ncvt.u16.u32 two, %1;\ncvt.rn.f16x2.e4m3x2 %0, two;\n}" : "=r"(both) : "r"(bits));
-#endif
-    return both;
-}
-#endif
-
 __device__ float of_bfloat16(unsigned bits) { return __uint_as_float(bits << 16); }
 
 struct Shared {

@@ -13,8 +13,10 @@ from ..page_centroids import check_records
 from ..page_score import check_bounds, check_rows
 from . import reference
 
-# Pages of a program of the kernels, and bytes of scratch above which rows wait for one another.
-BLOCK, MOST_SCRATCH = 64, 1 << 28
+# Pages of a program of Triton's kernel, and of a warp of the one in CUDA C++.
+BLOCK, _LEAST_BLOCK = 64, 16
+# Bytes of scratch above which rows wait for one another.
+MOST_SCRATCH = 1 << 28
 
 
 def page_vote(
@@ -25,6 +27,7 @@ def page_vote(
     sm_scale: float,
     out: torch.Tensor | None = None,
     local_pages: int = 1,
+    summaries_ready: bool = False,
 ) -> torch.Tensor:
     """Score every page of every row by the votes of each KV head's group.
 
@@ -46,6 +49,8 @@ def page_vote(
         sm_scale: softmax scale times the scale of stored keys; positive.
         out: optional ``[B, Hkv, M]`` float32, contiguous.
         local_pages: newest pages that always score +inf.
+        summaries_ready: nothing that the kernels before this one on the stream still write is in the summary, the page
+            table or the numbers of pages; see ``page_score``.
 
     Returns:
         ``[B, Hkv, M]`` float32. Entries at or beyond ``n_pages[b]`` are -inf from the reference and *left unwritten* by
@@ -79,7 +84,7 @@ def page_vote(
         return reference.page_vote(q, summary, page_table, n_pages, sm_scale, out, local_pages)
     from . import triton
 
-    return triton.page_vote(q, summary, page_table, n_pages, sm_scale, out, local_pages)
+    return triton.page_vote(q, summary, page_table, n_pages, sm_scale, out, local_pages, summaries_ready)
 
 
 def scratch_bytes(batch: int, num_q_heads: int, max_pages: int) -> int:
@@ -99,4 +104,4 @@ def rows_at_once(num_q_heads: int, max_pages: int) -> int:
 
 
 def _row_bytes(num_q_heads: int, max_pages: int) -> int:
-    return 4 * num_q_heads * (max_pages + 2 * -(-max_pages // BLOCK))
+    return 4 * num_q_heads * (max_pages + 2 * -(-max_pages // _LEAST_BLOCK))

@@ -18,7 +18,7 @@ from ..launch import LOG2_E, await_inputs, dependent_launch
 from ..page_centroids import HEADER, count_of
 from ..page_centroids.reference import ZERO_LEVEL
 from ..page_score.reference import UNBOUNDED
-from . import BLOCK, rows_at_once
+from . import BLOCK, cuda, rows_at_once
 
 # Pages of a program of the second kernel: each reads what all blocks of its row left.
 _TILE = 512
@@ -133,8 +133,10 @@ def _page_vote_logits_kernel(
         q_ptr += row * q_stride_row + head * GROUP * q_stride_head
         entry = page.to(tl.int64) * HEADS + head
         if COUNT > 0:
-            shape = (GROUP, BLOCK_GROUP, DIM, BLOCK_DIM, COUNT, OPERAND)
-            logits = _centroid_logits(q_ptr, q_stride_head, summary_ptr + entry * RECORD, held, factor, *shape)
+            records = summary_ptr + entry * RECORD
+            logits = _centroid_logits(
+                q_ptr, q_stride_head, records, held, factor, GROUP, BLOCK_GROUP, DIM, BLOCK_DIM, COUNT, OPERAND
+            )
         else:
             dims = tl.arange(0, BLOCK_DIM)
             query = _queries(q_ptr, q_stride_head, dims, dims < DIM, GROUP, BLOCK_GROUP, OPERAND)
@@ -216,34 +218,39 @@ def page_vote(
     sm_scale: float,
     out: torch.Tensor,
     local_pages: int = 1,
+    summaries_ready: bool = False,
 ) -> torch.Tensor:
-    """See ``page_vote.page_vote``; entries at or beyond ``n_pages`` are left unwritten."""
+    """See ``page_vote.page_vote``; entries at or beyond ``n_pages`` are left unwritten. The logits are by the kernel in
+    CUDA C++ where that takes them."""
     batch, num_q_heads, width = *q.shape[:2], page_table.shape[1]
     if batch == 0 or width == 0:
         return out
-    rows = min(batch, rows_at_once(num_q_heads, width))
+    rows, by_cuda = min(batch, rows_at_once(num_q_heads, width)), cuda.takes(q, summary)
+    pages = cuda.PAGES if by_cuda else BLOCK
     logits = torch.empty(rows, num_q_heads, width, dtype=torch.float32, device=q.device)
-    sums = torch.empty(rows, num_q_heads, triton.cdiv(width, BLOCK), 2, dtype=torch.float32, device=q.device)
+    parts = torch.empty(rows, num_q_heads, triton.cdiv(width, pages), 2, dtype=torch.float32, device=q.device)
     for first in range(0, batch, rows):
         part = slice(first, first + rows)
-        inputs = q[part], summary, page_table[part], n_pages[part]
-        _launch(*inputs, sm_scale, out[part], local_pages, logits, sums)
+        given = q[part], summary, page_table[part], n_pages[part], sm_scale, logits, parts
+        if by_cuda:
+            cuda.leave_logits(*given, summaries_ready)
+        else:
+            _leave_logits(*given)
+        _votes(n_pages[part], logits, parts, out[part], local_pages, pages)
     return out
 
 
-def _launch(
+def _leave_logits(
     q: torch.Tensor,
     summary: torch.Tensor,
     page_table: torch.Tensor,
     n_pages: torch.Tensor,
     sm_scale: float,
-    out: torch.Tensor,
-    local_pages: int,
     logits: torch.Tensor,
-    sums: torch.Tensor,
+    parts: torch.Tensor,
 ) -> None:
     batch, num_q_heads, dim = q.shape
-    heads, width, blocks = summary.shape[1], page_table.shape[1], sums.shape[2]
+    heads, width, blocks = summary.shape[1], page_table.shape[1], parts.shape[2]
     group = num_q_heads // heads
     count = count_of(summary.shape[2], dim) if summary.dtype == torch.uint8 else 0
     float8 = summary.dtype == torch.float8_e4m3fn
@@ -254,7 +261,7 @@ def _launch(
         page_table,
         n_pages,
         logits,
-        sums,
+        parts,
         q.stride(0),
         q.stride(1),
         page_table.stride(0),
@@ -276,19 +283,26 @@ def _launch(
         num_warps=4 if dim <= 128 else 8,
         launch_pdl=dependent,
     )
+
+
+def _votes(
+    n_pages: torch.Tensor, logits: torch.Tensor, parts: torch.Tensor, out: torch.Tensor, local_pages: int, pages: int
+) -> None:
+    batch, heads, width = out.shape
+    dependent = dependent_launch(out.device)
     _page_vote_kernel[(heads, triton.cdiv(width, _TILE), batch)](
         n_pages,
         logits,
-        sums,
+        parts,
         out,
         width,
-        blocks,
+        parts.shape[2],
         local_pages,
         HEADS=heads,
-        GROUP=group,
-        PAGES=BLOCK,
+        GROUP=logits.shape[1] // heads,
+        PAGES=pages,
         TILE=_TILE,
-        BLOCKS=triton.next_power_of_2(blocks),
+        BLOCKS=triton.next_power_of_2(parts.shape[2]),
         DEPENDENT=dependent,
         num_warps=4,
         launch_pdl=dependent,
