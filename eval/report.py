@@ -185,6 +185,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
     "recall-mla-pages": lambda: recall_table.recall(_file("recall-tiny-mla-pages")),
     "page-statistics": lambda: recall_table.statistics(sorted((RESULTS / "real").glob("page-statistics-*"))),
+    "page-answers": lambda: recall_table.answers(_file("page-answers-qwen2.5-coder-0.5b", RESULTS / "real")),
     "quality": lambda: "\n\n".join(quality.quality_tables(RESULTS / "real")),
     "blind": lambda: blind.blind([_file(f"blind-tiny-{model}") for model in ("gqa", "mla")]),
     "needles": lambda: needles.needles([path for path in _starting(*NEEDLES) if TAILS not in path.name]),

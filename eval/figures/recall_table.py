@@ -29,6 +29,20 @@ def recall(path: Path) -> str:
     return table([row for row in read_finished(path) if row["kind"] == "summary" and row["head"] is None], columns)
 
 
+def answers(path: Path) -> str:
+    """For each statistic of a file of `eval.lab.selection.page_answers` the share of right answers and the mass kept."""
+    header, *rows = read_finished(path)
+    columns: list[Column] = [("pages by", text("statistic")), ("bytes", text("bytes")), ("right", text("right"))]
+    columns.append(("mass", number("mass", 3)))
+    found = [row for row in rows if row["kind"] == "summary"]
+    sizes = {name: size for name, (size, _) in STATISTICS.items()}
+    lines = [
+        {**row, "bytes": sizes.get(row["statistic"]), "right": f"{row['score'] * row['n']:g} of {row['n']}"}
+        for row in found
+    ]
+    return f"{header['model']['name']}:\n\n{table(lines, columns)}"
+
+
 def statistics(paths: Sequence[Path]) -> str:
     """For each model of `eval.lab.selection.page_statistics` a line for each statistic, at the first share of pages.
 

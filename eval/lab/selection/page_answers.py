@@ -2,9 +2,9 @@
 
     python -m eval.lab.selection.page_answers --model-path Qwen/Qwen2.5-Coder-0.5B-Instruct --out FILE.jsonl
 
-The questions are those of `eval.niah`. A prompt runs through the checkpoint with dense attention; then, at every step of
-the answer, in every layer and for every KV head, a statistic of `page_statistics` chooses as many pages as ReSA would, and
-the step attends to these and to the newest two. What a step writes stays as it is, as on a server that rectifies later.
+The questions are those of `eval.niah`. A prompt runs through the checkpoint with dense attention; then, at every step
+of the answer, in every layer and for every KV head, a statistic of `page_statistics` chooses as many pages as ReSA
+would, and the step attends to these. What a step writes stays as it is, as on a server that rectifies later.
 """
 
 from __future__ import annotations
