@@ -30,7 +30,7 @@ def recall(path: Path) -> str:
 
 
 def answers(path: Path) -> str:
-    """For each statistic of a file of `eval.lab.selection.page_answers` the share of right answers and the mass kept."""
+    """How many answers of `eval.lab.selection.page_answers` were right by each statistic, and the mass that it kept."""
     header, *rows = read_finished(path)
     columns: list[Column] = [("pages by", text("statistic")), ("bytes", text("bytes")), ("right", text("right"))]
     columns.append(("mass", number("mass", 3)))
