@@ -18,8 +18,9 @@ close together), but this share and this distance do: queries, keys and values a
 nothing like a model's, unless ``--recipe`` gives them a structure (``{}``: the default one of `eval.structured`).
 
 An operation with several kernels (page_score: `cuda` and `triton`) has a row for each; `sglang_sparse` is what it
-picks. ``--topk-shapes`` adds page_topk's CUDA kernel launched in other ways, within ``score+topk+decode``: alone, its
-launches overlap one another, which hides what differs. What is wrong is refused and not timed.
+picks. `vote` and `6 centroids+vote` are ReSA's other selection. ``--topk-shapes`` adds page_topk's CUDA kernel launched
+in other ways, within ``score+topk+decode``: alone, its launches overlap one another, which hides what differs. What is
+wrong is refused and not timed.
 
 A peer that is not installed, or that does not take a shape, is reported and the others go on. The exit status is 1
 where that happens to `sglang_sparse`. FlashInfer compiles its kernels at their first use, which can take minutes.

@@ -268,6 +268,8 @@ def documents(check: bool) -> int:
         cells = serving.cells_of([_file(name) for name in FIRST_TOKEN_FILES])
         serving.plot(cells, ROOT / "eval" / "docs" / FIRST_TOKEN)
         theta2.plot(_starting(theta2.PREFIX), ROOT / "eval" / "docs" / "theta2")
+        for model, answers in quality.read_folder(RESULTS / "real").items():
+            quality.plot(answers, ROOT / "eval" / "docs" / f"quality-{model.lower()}")
     return status
 
 

@@ -134,14 +134,14 @@ class AuxPools:
         never waits for the device. SGLang's warm-up request already passes here.
 
         Raises:
-            RuntimeError: a key is outside the range of the entries' dtype, so that its page has no bound.
+            RuntimeError: an entry could not hold what it keeps of a page's keys.
         """
         if all(spec.dtype.itemsize > 1 for spec in self.specs):
             return
         if int(self._overflow_seen):
             spec = next(spec for spec in self.specs if spec.dtype.itemsize == 1)
             raise RuntimeError(
-                f"{int(self._overflow_seen)} values of page summaries are outside the range of fp8 or int4; "
+                f"{int(self._overflow_seen)} values of page summaries are outside the range of their format; "
                 f"this model needs {spec.remedy}"
             )
         self._overflow_seen.copy_(self.overflow, non_blocking=True)

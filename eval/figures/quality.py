@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+from matplotlib.figure import Figure
+
+from eval.figures.pictures import save
 from eval.figures.report_tables import Column, Row, length, table, text
 from eval.figures.stats import compare
 from eval.figures.summary import by_prompt, reading
@@ -18,6 +23,8 @@ DENSE = "dense"
 LEAST = 0.3
 # Of an arm's scores over all tasks.
 MEAN = "mean"
+# What an arm's name ends in where only the share of the pages is another one.
+SHARE = re.compile(r"-0\.\d+$")
 
 Place = tuple[str, int]
 
@@ -46,7 +53,7 @@ class Answers:
             if row["kind"] == "counters" and row["arm"] != "compare":
                 self.counts.setdefault(_named(row["arm"], arm), []).append(row)
 
-    def lines(self) -> list[dict[str, object]]:
+    def lines(self) -> list[dict[str, Any]]:
         """A line for each task and length that dense attention does, and one for the mean of each length.
 
         Returns:
@@ -54,12 +61,12 @@ class Answers:
             asked, as is ``dense:ARM``. ``diff:ARM`` is the difference of the two, ``verdict:ARM`` that of
             `eval.figures.stats.compare`.
         """
-        found: list[dict[str, object]] = []
+        found: list[dict[str, Any]] = []
         dense = self.scores.get(DENSE, {})
         places = sorted((place for place, given in dense.items() if fmean(given.values()) >= LEAST), key=_by_length)
         for size in dict.fromkeys(size for _, size in places):
             lines = [self._line(place) for place in places if place[1] == size]
-            mean: dict[str, object] = {"task": MEAN, "length": size, "n": None}
+            mean: dict[str, Any] = {"task": MEAN, "length": size, "n": None}
             for name in dict.fromkeys(name for line in lines for name in line if ":" in name or name in self.scores):
                 values = [line.get(name) for line in lines]
                 # A mean over other tasks than the next arm's would mislead.
@@ -68,9 +75,9 @@ class Answers:
             found += [*lines, mean]
         return found
 
-    def _line(self, place: Place) -> dict[str, object]:
+    def _line(self, place: Place) -> dict[str, Any]:
         dense = self.scores[DENSE][place]
-        line: dict[str, object] = {"task": place[0], "length": place[1], "n": len(dense), DENSE: fmean(dense.values())}
+        line: dict[str, Any] = {"task": place[0], "length": place[1], "n": len(dense), DENSE: fmean(dense.values())}
         for arm, given in self.scores.items():
             both = [prompt for prompt in given.get(place, {}) if prompt in dense]
             if arm == DENSE or not both:
@@ -106,13 +113,14 @@ def read_answers(paths: Iterable[Path]) -> dict[str, Answers]:
     return found
 
 
+def read_folder(folder: Path) -> dict[str, Answers]:
+    """See `read_answers`; what is not finished is passed over."""
+    return read_answers(path for path in result_files(folder).values() if summarised(path))
+
+
 def quality_tables(folder: Path) -> list[str]:
     """For each checkpoint a table: the score of dense attention, and what each arm's differs from it, in points."""
-    return [f"{model}:\n\n{quality_table(answers)}" for model, answers in read_answers(_finished(folder)).items()]
-
-
-def _finished(folder: Path) -> list[Path]:
-    return [path for path in result_files(folder).values() if summarised(path)]
+    return [f"{model}:\n\n{quality_table(answers)}" for model, answers in read_folder(folder).items()]
 
 
 def quality_table(answers: Answers) -> str:
@@ -135,13 +143,36 @@ def quality_table(answers: Answers) -> str:
     return table(answers.lines(), columns)
 
 
-def kept_over_read(answers: Answers) -> Mapping[str, tuple[float, float]]:
-    """Of each arm the share of the pages that it read, and its mean score over dense attention's, over all lengths."""
-    points = {}
+def plot(answers: Answers, stem: Path) -> None:
+    """Draw the score kept over the share read: a line for each way to serve, through its shares.
+
+    Args:
+        answers: of one checkpoint.
+        stem: path without a suffix.
+    """
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    points = kept_over_read(answers)
+    for way in dict.fromkeys(SHARE.sub("", arm) for arm in points):
+        mine = sorted(point for arm, point in points.items() if SHARE.sub("", arm) == way)
+        axes.plot(*zip(*((100 * read, 100 * kept) for read, kept in mine), strict=True), marker="o", label=way)
+    axes.axhline(100, color="grey", linewidth=0.8)
+    axes.set(xlabel="pages read in decode, %", ylabel="score kept, % of dense")
+    axes.legend()
+    save(figure, stem)
+
+
+def kept_over_read(answers: Answers) -> dict[str, tuple[float, float]]:
+    """Of each arm the share of the pages that it read, and its mean score over dense attention's.
+
+    The lengths are those that all arms were asked; where there is none, those of each arm.
+    """
     means = [line for line in answers.lines() if line["task"] == MEAN]
-    for arm in answers.scores:
-        pairs = [(line.get(arm), line.get(f"dense:{arm}")) for line in means]
-        read, whole = answers.read(arm), [pair for pair in pairs if pair[0] is not None]
-        if arm != DENSE and read is not None and whole:
-            points[arm] = read, fmean(mine / theirs for mine, theirs in whole)  # type: ignore[operator]
+    arms = [arm for arm in answers.scores if arm != DENSE and answers.read(arm) is not None]
+    shared = [line for line in means if all(arm in line for arm in arms)] or means
+    points = {}
+    for arm in arms:
+        ratios = [line[arm] / line[f"dense:{arm}"] for line in shared if arm in line]
+        if ratios:
+            points[arm] = answers.read(arm), fmean(ratios)
     return points

@@ -4,8 +4,8 @@
     python -m eval.lab.quality --out measured --models Qwen/Qwen2.5-Coder-0.5B-Instruct --lengths 8k
 
 Every checkpoint answers the generated tasks of RULER and of InfiniteBench and needles at each length, by each arm: a
-way to serve it. The server of the first arm is also asked to decode dense, and what it answers then is what all arms
-are held against, question by question. ReSA's servers force texts through decode as well, for perplexity against the
+way to serve it. The server of resa is also asked to decode dense, and what it answers then is what all arms are held
+against, question by question. ReSA's servers force texts through decode as well, for perplexity against the
 ratio and the rectification interval, and for drift.
 
 An arm has a server, a suite and length a file. The same command goes on where it was interrupted. When it begins it
@@ -32,13 +32,14 @@ from eval.figures.quality import quality_tables
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import git_revision
+from eval.niah import TASKS as NEEDLES
 from eval.parts.reproduce_leg import URL, Command, Leg, Server
 from eval.parts.reproduce_needles import BESIDE_DENSE, CONTROLS
 from eval.parts.reproduce_run import Runner, open_record, refuse_folder
 from eval.tasks.infinitebench_tasks import TASKS as GENERATED
 from eval.texts.lengths import length, short_length
 
-# With the longest prompt that each is asked: its context, less what answers take.
+# With the longest question that each is asked, its answer included.
 MODELS = {
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": 31744,
     "Qwen/Qwen2.5-Coder-1.5B-Instruct": 31744,
@@ -47,7 +48,7 @@ MODELS = {
 LENGTHS = ("4k", "8k", "16k", "31k")
 SUITES = ("ruler", "niah", "infinitebench", "ppl", "drift")
 # Tasks and depths of the suites of questions: a cell of each has so many questions as ``--n`` says.
-TASKS = {"ruler": (11, 1), "niah": (4, 5), "infinitebench": (len(GENERATED), 5)}
+TASKS = {"ruler": (11, 1), "niah": (len(NEEDLES), 5), "infinitebench": (len(GENERATED), 5)}
 AT_ONCE = "32"
 FORCED = 8192
 # Every length is decoded sparse, whatever else is in the batch.
@@ -230,6 +231,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if args.n < 1:
         parser.error(f"--n must be 1 or more, got {args.n}")
     args.arms = [known[name] for name in args.arms]
+    reference = next(way.name for way in WAYS if way.beside_dense)
+    if not any(way.beside_dense for way in args.arms) and not any(args.out.glob(f"*-{reference}-*.jsonl")):
+        parser.error(f"--arms: without {reference}, here or in {args.out} already, nobody is asked to decode dense")
     return args
 
 

@@ -29,7 +29,7 @@ class Arm:
     """One of the servers under comparison, as it is asked.
 
     Attributes:
-        name: "base" or "compare".
+        name: "base", "compare", or that of further fields on the base server.
         server: where it is.
         model: its name there.
         context: most tokens of prompt and answer; None where the server does not say.

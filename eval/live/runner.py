@@ -201,7 +201,7 @@ def estimate(suite: Suite, arms: Sequence[Arm], cases: Sequence[Case]) -> None:
     prompt = suite.build(longest)
     sizes = sum(case.length or len(prompt.tokens) for case in cases)
     print(
-        f"{len(cases)} questions for each of {len(arms)} server(s), about {sizes / 1e6:.2f} M tokens to read each",
+        f"{len(cases)} questions for each of {len(arms)} arm(s), about {sizes / 1e6:.2f} M tokens to read each",
         file=sys.stderr,
     )
     for arm in arms:
@@ -250,6 +250,8 @@ def _ask(
     params = (args.custom_params, args.compare_custom_params)
     arms = [make_arm(n, s, f, args.model, p) for n, s, f, p in zip(names, servers, facts, params, strict=False)]
     for name, fields in map(_also, args.also):
+        if name in (arm.name for arm in arms):
+            raise EvaluationError(f"--also: two are called {name!r}")
         arms.append(make_arm(name, servers[0], facts[0], args.model, {**args.custom_params, **fields}))
     require_room(cases, arms)
     header = {"arguments": arguments_of(args), "label": args.label, "servers": dict(zip(names, facts, strict=True))}
@@ -278,7 +280,7 @@ def _also(text: str) -> tuple[str, dict[str, Any]]:
         parsed = json.loads(fields)
     except json.JSONDecodeError:
         parsed = None
-    if not found or not isinstance(parsed, dict) or name in ("", "base", "compare"):
+    if not found or not isinstance(parsed, dict) or name in ("", "base", "compare", "dense"):
         raise EvaluationError(f"""--also must be NAME=JSON, such as half={{"active_ratio": 0.5}}, got {text!r}""")
     return name, parsed
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
-from eval.parts.kernel_inputs import Layer, Step
+from eval.parts.kernel_inputs import NUM_CENTROIDS, Layer, Step
 from sglang_sparse_kernels.page_centroids import update_page_centroids
 from sglang_sparse_kernels.page_vote import page_vote, reference
 from sglang_sparse_kernels.timing import Run
 
 # Names of implementations: ReSA with ``group: vote``, and with ``summary: centroids`` as well.
-VOTES, CENTROIDS = "vote", "centroids+vote"
+VOTES, CENTROIDS = "vote", f"{NUM_CENTROIDS} centroids+vote"
 # Of a vote, which is a logarithm: sums of 16-bit products in another order.
 LARGEST_VOTE_ERROR = 0.01
 
@@ -29,7 +28,7 @@ def _summaries(name: str, step: Step) -> Sequence[torch.Tensor]:
     return step.centroids if name == CENTROIDS else [layer.summary for layer in step.layers]
 
 
-def _vote(summary: torch.Tensor, step: Step, layer: Layer, *_: Any, **__: Any) -> torch.Tensor:
+def _vote(summary: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
     tables = (step.view.page_table, step.view.n_pages)
     rest = (step.sm_scale, step.view.scores, step.shape.local_pages)
     return page_vote(layer.q, summary, *tables, *rest, summaries_ready=True)

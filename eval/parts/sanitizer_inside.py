@@ -30,7 +30,7 @@ DONE = "sanitizer_inside: done "
 # By operation: the function that its cases are the arguments of; with those that have no Triton kernel.
 OPERATIONS = {**IN_TRITON, "index_topk": "index_topk", "kt_select": "kt_select"}
 # Those that have a kernel in CUDA C++ and another one for devices that do not take it.
-IN_CUDA = ("block_mass", "block_topp", "index_topk", "kt_select", "page_score", "page_topk")
+IN_CUDA = ("block_mass", "block_topp", "index_topk", "kt_select", "page_score", "page_topk", "page_vote")
 # And the one with a kernel in Gluon.
 IN_GLUON = "skip_softmax_prefill"
 
@@ -149,7 +149,7 @@ def score_in_cuda(case: Any, device: str) -> None:
 
 def as_served(operation: str, given: dict[str, Any]) -> dict[str, Any]:
     """What a server gives an operation beside the arguments of a case."""
-    if operation == "page_score":
+    if operation in ("page_score", "page_vote"):
         return {"summaries_ready": True}
     if operation == "page_topk":
         stats = torch.zeros(3, dtype=torch.int64, device=given["scores"].device)

@@ -81,7 +81,7 @@ def test_votes_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept[OURS] < kept[CENTROIDS]
     (refused,) = measure(replace(shape, summary_dtype=torch.float8_e4m3fn), plan[-1:], machine(), 2)
     assert "stands beside bounds of bfloat16" in refused["unavailable"]
-    monkeypatch.setattr(kernel_votes, "page_vote", lambda *given: given[5].fill_(torch.inf))
+    monkeypatch.setattr(kernel_votes, "page_vote", lambda *given, **_: given[5].fill_(torch.inf))
     rows = measure(shape, plan[1:], machine(), 2)
     assert ["off by" in row["unavailable"] for row in rows] == [True] * 4
 

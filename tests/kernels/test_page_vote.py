@@ -7,7 +7,7 @@ import torch
 
 from sglang_sparse_kernels.page_centroids import HEADER
 from sglang_sparse_kernels.page_centroids.reference import pack, unpack
-from sglang_sparse_kernels.page_vote import page_vote, reference, scratch_bytes
+from sglang_sparse_kernels.page_vote import cuda, page_vote, reference, scratch_bytes
 from sglang_sparse_kernels.page_vote.cases import BF16, CASES, FP8, Case, make
 
 
@@ -56,6 +56,25 @@ def test_kernels_equal_the_reference(case: Case, device: str) -> None:
     got = page_vote(**arguments, out=torch.full_like(expected, torch.nan))
     assert_same(got, expected, arguments["n_pages"])
     assert torch.equal(got.nan_to_num(), page_vote(**arguments, out=torch.full_like(expected, torch.nan)).nan_to_num())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+def test_the_same_bits_each_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred calls of each kernel of the logits, over scratch that holds something else each time."""
+    arguments = make(Case((700, 0, 33, 1), 2, 4, 128, BF16, BF16, width=720), "cuda")
+    if name == "triton":
+        monkeypatch.setattr(cuda, "takes", lambda *_: False)
+    elif not cuda.takes(arguments["q"], arguments["summary"]):
+        pytest.skip("needs a GPU for which NVRTC compiles the CUDA kernels")
+    expected, first = run_reference(arguments), page_vote(**arguments)
+    assert_same(first, expected, arguments["n_pages"])
+    for number in range(100):
+        torch.empty(1 << 22, device="cuda").fill_((float("nan"), 0.0, 1e30)[number % 3])
+        again = page_vote(**arguments, summaries_ready=bool(number % 2))
+        assert_same(again, first, arguments["n_pages"])
+        held = torch.arange(720, device="cuda") < arguments["n_pages"][:, None, None]
+        assert torch.equal(again.masked_fill(~held, 0), first.masked_fill(~held, 0)), f"call {number}"
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])

@@ -49,6 +49,7 @@ SCRATCH = (POISON, 0, 0x7F)
 ELSEWHERE = {
     ("page_score", "triton"): "test_page_score.py",
     ("page_score", "cuda"): "test_page_score.py",
+    ("page_vote", "cuda"): "test_page_vote.py",
     ("page_topk", "triton"): "test_page_topk.py",
     ("page_topk", "cuda"): "test_page_topk.py",
     ("block_topp", "triton"): "test_block_topp_cuda.py",
@@ -204,7 +205,7 @@ OPERATIONS = [
         "page_centroids",
         centroid_cases,
         function="update_page_centroids",
-        written=("centroids",),
+        written=("records",),
         counted=("overflow",),
         arguments=in_place,
     ),
@@ -244,7 +245,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensors(arguments: dict[str, Any], names: tuple[str, ...]) -> list[torch.Tensor]:
     """The bits of the arguments with these names, each of which may be several tensors."""
-    given = [arguments[name] for name in names if name in arguments]
+    given = [arguments[name] for name in names]
     return [bits(tensor) for one in given for tensor in ([one] if torch.is_tensor(one) else one)]
 
 
@@ -261,7 +262,8 @@ def test_the_same_bits_each_time(operation: Operation, case: Any, device: str, m
     require(operation, arguments)
     module = importlib.import_module(f"{PACKAGE}.{operation.folder}.{operation.implementation}")
     kernel = partial(getattr(module, operation.function), **arguments)
-    written, counted = tensors(arguments, operation.written), tensors(arguments, operation.counted)
+    counters = tuple(name for name in operation.counted if name in arguments)
+    written, counted = tensors(arguments, operation.written), tensors(arguments, counters)
 
     def over(byte: int) -> None:
         with monkeypatch.context() as patch:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eval.figures.quality import kept_over_read, quality_tables, read_answers
+from eval.figures.quality import kept_over_read, plot, quality_tables, read_answers
 from eval.lab import quality
 from eval.live.record import Record
 
@@ -27,7 +27,7 @@ def test_an_arm_is_a_server_and_a_file_for_each_suite_and_length() -> None:
     assert files == [*(f"{name}.jsonl" for name in sizes), "ppl.jsonl", "drift.jsonl"]
     asked = resa.commands[1].arguments
     assert asked[asked.index("--n") + 1] == "8" and "--compare-url" in asked and asked.count("--also") == 2
-    assert sum(map(quality.tokens_of, resa.commands[:2])) == 40 * 8192 * (11 + 4)
+    assert sum(map(quality.tokens_of, resa.commands[:2])) == 40 * 8192 * (11 + 5)
     # Its thresholds are those that the first leg writes, and its dense answers those of the first arm.
     flags = pair.servers[0].flags
     assert flags[flags.index("--sparse-prefill-config") + 1].endswith(f"measured/{calibrate.commands[0].file}")
@@ -38,8 +38,8 @@ def test_an_arm_is_a_server_and_a_file_for_each_suite_and_length() -> None:
 
 
 def test_checkpoints_of_a_folder() -> None:
-    legs = quality.legs_of(parsed("--folder", "/models", "--arms", "rocketkv", "--server-args", "--tp-size 2"))
-    assert [leg.servers[0].model for leg in legs] == ["/models/Qwen2.5-Coder-0.5B-Instruct"]
+    legs = quality.legs_of(parsed("--folder", "/models", "--arms", "resa,rocketkv", "--server-args", "--tp-size 2"))
+    assert [leg.servers[0].model for leg in legs] == ["/models/Qwen2.5-Coder-0.5B-Instruct"] * 2
     assert legs[0].servers[0].flags[-2:] == ("--tp-size", "2")
 
 
@@ -49,6 +49,7 @@ def test_checkpoints_of_a_folder() -> None:
         (("--arms", "quest"), "--arms must be of resa, resa-paper, rocketkv, .* got 'quest'"),
         (("--suites", "mmlu"), "--suites must be of ruler, niah, infinitebench, ppl, drift, got 'mmlu'"),
         (("--n", "0"), "--n must be 1 or more, got 0"),
+        (("--arms", "rocketkv"), "--arms: without resa, here or in measured already, nobody is asked to decode dense"),
     ],
 )
 def test_what_there_is_not(more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,5 +85,7 @@ def test_the_table_pairs_every_arm_with_the_first_ones_dense_answers(tmp_path: P
     assert table.startswith("Qwen2.5-Coder-0.5B-Instruct:\n\n| task | length | n | dense | resa (10% read) |")
     assert "| easy | 8k | 40 | 100.0 | -10.0 | +0.0 |" in table.replace("**", "") and "hopeless" not in table
     assert kept_over_read(answers) == {"resa": (0.1, 0.9), "rocketkv": (0.02, 1.0)}
+    plot(answers, tmp_path / "chart")
+    assert all((tmp_path / f"chart.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
     (tmp_path / "m-anchor-niah-8k.jsonl").write_text(json.dumps({"kind": "header", "command": "eval.niah"}) + "\n")
     assert quality_tables(tmp_path) == [table], "what is not finished is passed over"

@@ -2,9 +2,10 @@
 
     python -m eval.lab.selection.page_answers --model-path Qwen/Qwen2.5-Coder-0.5B-Instruct --out FILE.jsonl
 
-The questions are those of `eval.niah`. A prompt runs through the checkpoint with dense attention; then, at every step
-of the answer, in every layer and for every KV head, a statistic of `page_statistics` chooses as many pages as ReSA
-would, and the step attends to these. What a step writes stays as it is, as on a server that rectifies later.
+The questions are those of `eval.niah`. A prompt runs through the checkpoint with dense attention, which gives the first
+token of the answer, as on a server; then, at every step, in every layer and for every KV head, a statistic of
+`page_statistics` chooses as many pages as ReSA would, and the step attends to these. What a step writes stays as it is,
+as on a server that rectifies later.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from sglang_sparse.calibration.weights import fingerprint
 COMMAND = "eval.lab.selection.page_answers"
 DENSE = "dense"
 NEWEST = 2
-ANSWER = 64
 
 
 class Chooser:
@@ -82,14 +82,15 @@ class Chooser:
         return mask
 
 
-def answer(model: Any, cache: DynamicCache, last: int, ends: set[int]) -> list[int]:
-    """The greedy answer behind a prompt of which `cache` has all but the `last` token; the cache is left as it was."""
-    before, written = cache.get_seq_length(), [last]
-    while len(written) <= ANSWER and (len(written) == 1 or written[-1] not in ends):
+def answer(model: Any, cache: DynamicCache, first: int, ends: set[int], room: int) -> list[int]:
+    """The greedy answer that begins with a token, behind the prompt in the cache, which is left as it was."""
+    before, written = cache.get_seq_length(), [first]
+    while len(written) < room and written[-1] not in ends:
         logits = model(torch.tensor([written[-1:]]), past_key_values=cache, use_cache=True).logits
         written.append(int(logits[0, -1].argmax()))
-    cache.crop(before - cache.get_seq_length())
-    return written[1:]
+    if len(written) > 1:
+        cache.crop(before - cache.get_seq_length())
+    return [token for token in written if token not in ends]
 
 
 def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -129,12 +130,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             if not wanted:
                 continue
             prompt, cache = suite.build(case), DynamicCache()
-            *before, last = prompt.tokens
             with torch.inference_mode():
-                model(torch.tensor([before]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+                given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+                first = int(model(torch.tensor([prompt.tokens]), **given).logits[0, -1].argmax())
                 for name in wanted:
                     chooser.statistic, chooser.kept = name, []
-                    output = tokenizer.decode([one for one in answer(model, cache, last, ends) if one not in ends])
+                    output = tokenizer.decode(answer(model, cache, first, ends, prompt.max_new_tokens))
                     chooser.statistic, kept = DENSE, chooser.kept
                     row: dict[str, Any] = {
                         "id": case.id,
@@ -173,7 +174,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--revision", help="of this code, outside of a git checkout")
     parser.add_argument("--seed", type=int, default=0, help="of the questions")
     args = parser.parse_args(arguments)
-    args.answer_tokens, args.statistics = ANSWER, args.statistics or known
+    args.answer_tokens, args.statistics = None, args.statistics or known
     if unknown := [name for name in args.statistics if name not in known]:
         raise EvaluationError(f"--statistics {unknown[0]}: allowed are {'; '.join(known)}")
     if not 0 < args.ratio < 1:

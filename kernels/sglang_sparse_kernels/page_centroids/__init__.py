@@ -63,9 +63,10 @@ def update_page_centroids(
 
     Args:
         k_caches: for each layer ``[S, Hkv, d]``, float32, float16, bfloat16 or float8_e4m3fn (stored values,
-            unscaled); finite. ``d`` is contiguous and even, the other strides are free; all layers have the same.
+            unscaled); finite. ``d`` is contiguous, even and at least 32, the other strides are free; all layers have
+            the same.
         records: for each layer ``[num_pages, Hkv, record_bytes(C, d)]`` uint8, contiguous, C from 1 to 8. Where the
-            first centroid is outside +-448, or a difference outside +-450,000, the record holds NaN, which
+            first centroid is outside +-448, or a difference outside +-401,408, the record holds NaN, which
             ``page_vote`` reads as "always select". Overwritten in the touched pages.
         last_slots: ``[N]`` int64, contiguous: the last written slot of a touched page, or -1.
         page_size: slots per page, a power of two from 1 to 64.
@@ -84,10 +85,10 @@ def update_page_centroids(
         >>> reference.unpack(records, 64)[0, 0, :, 0].tolist()
         [2.0, 9.0]
     """
-    for k_cache, layer in zip(k_caches, records, strict=False):
-        check_records("records", layer, k_cache.shape[2])
-        dispatch.check_shape("records", layer, (layer.shape[0], k_cache.shape[1], layer.shape[2]))
     check_layers(k_caches, records, last_slots, page_size, overflow)
+    heads, dim = k_caches[0].shape[1:]
+    check_records("records", records[0], dim)
+    dispatch.check_shape("records", records[0], (records[0].shape[0], heads, records[0].shape[2]))
     if dispatch.use_reference(k_caches[0]):
         from . import reference
 

@@ -80,8 +80,7 @@ def check_bounds(q: torch.Tensor, summary: torch.Tensor) -> None:
 def check_rows(
     q: torch.Tensor, summary: torch.Tensor, page_table: torch.Tensor, n_pages: torch.Tensor, local_pages: int
 ) -> None:
-    """Raise ValueError unless these are queries and pages to score, by a summary ``[num_pages, Hkv, ...]``."""
-    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    """Raise ValueError unless these are pages to score for ``[B, Hq, d]`` by a summary ``[num_pages, Hkv, ...]``."""
     dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
     batch = q.shape[0]
     dispatch.check_heads(q.shape[1], summary.shape[1])

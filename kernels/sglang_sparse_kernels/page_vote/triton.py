@@ -140,10 +140,8 @@ def _page_vote_logits_kernel(
         else:
             dims = tl.arange(0, BLOCK_DIM)
             query = _queries(q_ptr, q_stride_head, dims, dims < DIM, GROUP, BLOCK_GROUP, OPERAND)
-            vectors, mask = (
-                summary_ptr + entry[:, None] * (2 * DIM) + dims[None, :],
-                held[:, None] & (dims < DIM)[None, :],
-            )
+            vectors = summary_ptr + entry[:, None] * (2 * DIM) + dims[None, :]
+            mask = held[:, None] & (dims < DIM)[None, :]
             above = _vectors(vectors, mask, OPERAND, FLOAT8)
             below = _vectors(vectors + DIM, mask, OPERAND, FLOAT8)
             raised, lowered = tl.maximum(query, 0.0).to(OPERAND), tl.minimum(query, 0.0).to(OPERAND)
