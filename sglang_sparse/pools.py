@@ -140,8 +140,9 @@ class AuxPools:
             return
         if int(self._overflow_seen):
             spec = next(spec for spec in self.specs if spec.dtype.itemsize == 1)
+            kept = f"fp8 ({torch.finfo(spec.dtype).max:g})" if spec.dtype.is_floating_point else "their format"
             raise RuntimeError(
-                f"{int(self._overflow_seen)} values of page summaries are outside the range of their format; "
+                f"{int(self._overflow_seen)} values of page summaries are outside the range of {kept}; "
                 f"this model needs {spec.remedy}"
             )
         self._overflow_seen.copy_(self.overflow, non_blocking=True)

@@ -21,7 +21,8 @@ from sglang_sparse.method_pages import PARTS
 from sglang_sparse.model_kinds import KINDS
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = sorted((ROOT / "sglang_sparse" / "docs").glob("*.md"))
+# Of methods; the page of their quality is of all of them.
+PAGES = sorted(path for path in (ROOT / "sglang_sparse" / "docs").glob("*.md") if path.stem != "quality")
 METHODS = capabilities.methods()
 RESA = Method("resa", False)
 
