@@ -37,10 +37,12 @@ def count_of(num_bytes: int, dim: int) -> int:
 def check_records(name: str, records: torch.Tensor, dim: int) -> None:
     """Raise ValueError unless these are records of 1 to ``MAX_CENTROIDS`` centroids."""
     dispatch.check_tensor(name, records, 3, (torch.uint8,))
-    allowed = [record_bytes(count, dim) for count in range(1, MAX_CENTROIDS + 1)]
     if dim % 2 or dim < 32:
         raise ValueError(f"{name}: head_dim must be even and at least 32, got {dim}")
-    if records.shape[2] not in allowed:
+    # Every layer of a step asks: the list of what is allowed is for the message.
+    count = count_of(records.shape[2], dim)
+    if not 1 <= count <= MAX_CENTROIDS or record_bytes(count, dim) != records.shape[2]:
+        allowed = [record_bytes(count, dim) for count in range(1, MAX_CENTROIDS + 1)]
         raise ValueError(f"{name} must have one of {allowed} bytes a page and head, got {records.shape[2]}")
     dispatch.check_contiguous(name, records)
 
