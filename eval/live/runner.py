@@ -116,6 +116,8 @@ class Run:
         self.suite, self.record, self.arms, self.expect = suite, record, arms, expect
         self.rows = [row for row in record.earlier if row["kind"] == "item" and not row.get("failed")]
         self.counts = [row for row in record.earlier if row["kind"] == "counters"]
+        # Of the group that is asked: each arm gets the same ones, and long ones take a while to fit.
+        self.prompts: dict[str, Prompt] = {}
 
     def all_groups(self, groups: Sequence[Group]) -> None:
         """Ask everything that was not asked before.
@@ -125,6 +127,7 @@ class Run:
             EvaluationError: see `require_proof`.
         """
         for group in groups:
+            self.prompts.clear()
             for arm in self.arms:
                 done = {row["id"] for row in self.rows if row["arm"] == arm.name}
                 left = [case for case in group.cases if case.id not in done]
@@ -159,7 +162,8 @@ class Run:
         row: dict[str, Any] = {"kind": "item", "arm": arm.name, "id": case.id, "task": case.task}
         row |= {"length": case.length, "depth": case.depth, "index": case.index}
         try:
-            prompt = await asyncio.to_thread(self.suite.build, case)
+            prompt = self.prompts.get(case.id) or await asyncio.to_thread(self.suite.build, case)
+            self.prompts[case.id] = prompt
             row |= _asked(prompt)
             room = len(prompt.tokens) + max(prompt.max_new_tokens, len(prompt.given))
             if arm.context is not None and room > arm.context:

@@ -18,8 +18,9 @@ TENTH = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never"}
 FLAGS = ("--attention-backend", "triton", "--dtype", "float16", "--mem-fraction-static", "0.3")
 TOKENS = 24
 LATENTS = Path(__file__).parents[2] / "eval" / "models" / "tiny-mla"
-# SGLang turns FlashInfer's all-reduce on for DeepSeek, which never returns where a host keeps NVLink multicast off.
-PLAIN_SUMS = "--enforce-disable-flashinfer-allreduce-fusion"
+# By NCCL alone: FlashInfer's all-reduce, which SGLang turns on for DeepSeek, never returns where a host keeps NVLink
+# multicast off, and SGLang's own is compiled by both processes when the server starts.
+PAIR = ("--tp-size", "2", "--enforce-disable-flashinfer-allreduce-fusion", "--disable-custom-all-reduce")
 ROBSA = {"allow_uncalibrated": True, "page_size": 64, "theta1": 0.6, "dense_fallback": "never"}
 
 
@@ -56,7 +57,7 @@ def alone(serve, checkpoint, asked) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def pair(serve, checkpoint, alone) -> Iterator[Any]:
-    with serve(checkpoint, *FLAGS, "--tp-size", "2", config=TENTH) as server:
+    with serve(checkpoint, *FLAGS, *PAIR, config=TENTH) as server:
         yield server
 
 
@@ -99,7 +100,7 @@ def test_mla_on_two_gpus(serve, asked, latents_alone, scope) -> None:
     """Both GPUs hold all latents and half of the heads; by the mean over all heads they select as one GPU does."""
     sparse, far = [], []
     config = {**ROBSA, "head_scope": scope}
-    flags = (*FLAGS, "--page-size", "64", "--tp-size", "2", PLAIN_SUMS)
+    flags = (*FLAGS, "--page-size", "64", *PAIR)
     with serve(LATENTS, *flags, method="robsa", config=config) as pair:
         for prompt, one in zip(asked, latents_alone, strict=True):
             two = answer(pair, prompt, one.tokens)
