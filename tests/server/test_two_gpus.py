@@ -16,6 +16,7 @@ pytestmark = [
 TENTH = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never"}
 # In float16, as it leaves fewer ties to rounding than bfloat16: a sum of two halves rounds otherwise than the whole.
 FLAGS = ("--attention-backend", "triton", "--dtype", "float16", "--mem-fraction-static", "0.3")
+FLAGS += ("--cuda-graph-max-bs-decode", "16", "--disable-prefill-cuda-graph")
 TOKENS = 24
 LATENTS = Path(__file__).parents[2] / "eval" / "models" / "tiny-mla"
 # By NCCL alone: FlashInfer's all-reduce, which SGLang turns on for DeepSeek, never returns where a host keeps NVLink
