@@ -155,6 +155,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "profile": lambda: profile.before_and_after(_file(f"{PROFILE}-before"), _file(PROFILE)),
     "profile-pass": lambda: _measured("profile-pass-qwen3-8b-6x128k", profile.profile),
     "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
+    "kernels-votes": lambda: report_tables.kernels(RESULTS / "bench_kernels-votes.jsonl", "score+topk+decode"),
     "kernels-fp8": lambda: _measured("bench_kernels_fp8", report_tables.kernels),
     "crossover": lambda: crossover.crossover_table(CROSSOVERS),
     "compiled": lambda: compiled.compiled(_file("compiled-kernels")),

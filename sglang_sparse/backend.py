@@ -226,7 +226,7 @@ class SparseAttentionBackend(DelegatingBackend):
             self._view.clear(self.dense.req_to_token_pool.req_to_token)
 
     def _prepare(self, forward_batch: Any) -> None:
-        self._pools.require_in_range()
+        self._pools.warn_of_overflow()
         self._view = None
         self._last_slots = None
         # Of a long prefill it is large.

@@ -27,31 +27,41 @@ if TYPE_CHECKING:
 # A token id and a digest of 40 bits share 63.
 TOKEN_BITS = 22
 DIGEST_BYTES = 5
+_TOKEN = (1 << TOKEN_BITS) - 1
+# The attribute of a request that has the marked tokens of its last lookup.
+ATTRIBUTE = "sglang_sparse_marked"
 
 
-def marked(tokens: Sequence[int], method: PrefillMethod) -> array[int]:
+def marked(tokens: Sequence[int], method: PrefillMethod, before: array[int] | None = None) -> array[int]:
     """Return a copy of token ids, those of sparse groups with the digest of their group.
 
     Args:
         tokens: ids from the first token on. An incomplete last group is marked by what it has.
         method: says where groups begin.
+        before: what this returned for the same request earlier; whole groups of the same tokens are not hashed again.
     """
     start, size, found = method.dense_below, method.group_tokens, array("q", tokens)
     if len(found) <= start:
         return found
+    ids = torch.frombuffer(found, dtype=torch.int64)
+    if before is not None and (known := (min(len(found), len(before)) - start) // size * size) > 0:
+        earlier = torch.frombuffer(before, dtype=torch.int64)[: start + known]
+        if torch.equal(earlier & _TOKEN, ids[: start + known]):
+            ids[: start + known] = earlier
+            start += known
     view = memoryview(found)
     digests = [
         int.from_bytes(blake2b(view[first : first + size], digest_size=DIGEST_BYTES).digest(), "big") << TOKEN_BITS
         for first in range(start, len(found), size)
     ]
-    ids = torch.frombuffer(found, dtype=torch.int64)[start:]
+    ids = ids[start:]
     ids |= torch.tensor(digests, dtype=torch.int64).repeat_interleave(size)[: len(ids)]
     return found
 
 
 def plain(tokens: array[int]) -> list[int]:
     """Return the token ids of a key in the tree."""
-    return [token & ((1 << TOKEN_BITS) - 1) for token in tokens]
+    return [token & _TOKEN for token in tokens]
 
 
 def require_whole_groups(method: PrefillMethod | None, ends: Sequence[int]) -> None:
@@ -72,8 +82,14 @@ def require_whole_groups(method: PrefillMethod | None, ends: Sequence[int]) -> N
 
 
 def mark_lookup(original: Callable[..., Any], tree: Any, params: Any) -> Any:
-    """Around ``UnifiedRadixCache.match_prefix``: look for a key whose groups are marked."""
-    return original(tree, replace(params, key=tree_key(tree, params.key)))
+    """Around ``UnifiedRadixCache.match_prefix``: look for a key whose groups are marked.
+
+    SGLang may look up every waiting request in each scheduling step: what it hashed once it keeps.
+    """
+    key = tree_key(tree, params.key, getattr(params.req, ATTRIBUTE, None))
+    if params.req is not None and key is not params.key:
+        setattr(params.req, ATTRIBUTE, key.token_ids)
+    return original(tree, replace(params, key=key))
 
 
 def mark_insert(original: Callable[..., Any], tree: Any, params: Any) -> Any:
@@ -86,8 +102,8 @@ def mark_insert(original: Callable[..., Any], tree: Any, params: Any) -> Any:
     return result
 
 
-def tree_key(tree: Any, key: Any) -> Any:
-    """Return a request's key, a ``RadixKey``, as it stands in the tree."""
+def tree_key(tree: Any, key: Any, before: array[int] | None = None) -> Any:
+    """Return a request's key, a ``RadixKey``, as it stands in the tree; for ``before`` see `marked`."""
     settings = current_settings()
     # A tree without a pool only sorts the waiting queue.
     if settings is None or settings.prefill is None or tree.req_to_token_pool is None:
@@ -97,5 +113,5 @@ def tree_key(tree: Any, key: Any) -> Any:
     method = prefill_of_namespace(settings, key.extra_key)
     if method is None or method.config.share_partial_groups:
         return key
-    tokens = marked(key.raw_token_ids(), method)
+    tokens = marked(key.raw_token_ids(), method, before)
     return RadixKey(tokens, key.extra_key, is_bigram=key.is_bigram, cache_salt=key.cache_salt)

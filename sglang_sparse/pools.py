@@ -65,6 +65,7 @@ class AuxPools:
                 self._buffers[spec.name][layer] = buffer
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self._uncounted = torch.zeros_like(self.overflow)
+        self._warned = False
         self._overflow_seen = torch.zeros(1, dtype=torch.int32, pin_memory=self.overflow.is_cuda)
         self.accounted_bytes = 0
         self.measured_bytes: int | None = None
@@ -127,23 +128,23 @@ class AuxPools:
             overflow = self._uncounted if before_select else self.overflow
             spec.refresh(list(own.values()), buffers, last_slots, self.page_size, overflow)
 
-    def require_in_range(self) -> None:
-        """End the server when an entry could not hold a key, one or two passes after it happened.
+    def warn_of_overflow(self) -> None:
+        """Warn once when entries could not hold keys, one or two passes after it happened.
 
-        Called before every forward pass; it reads what an asynchronous copy brought and starts the next copy, so it
-        never waits for the device. SGLang's warm-up request already passes here.
-
-        Raises:
-            RuntimeError: an entry could not hold what it keeps of a page's keys.
+        Pages of such entries are always attended to, in the place of others. Called before every forward pass; it reads
+        what an asynchronous copy brought and starts the next copy, so it never waits for the device.
         """
-        if all(spec.dtype.itemsize > 1 for spec in self.specs):
+        spec = next((one for one in self.specs if one.dtype.is_floating_point and one.dtype.itemsize == 1), None)
+        if spec is None or self._warned:
             return
         if int(self._overflow_seen):
-            spec = next(spec for spec in self.specs if spec.dtype.itemsize == 1)
-            kept = f"fp8 ({torch.finfo(spec.dtype).max:g})" if spec.dtype.is_floating_point else "their format"
-            raise RuntimeError(
-                f"{int(self._overflow_seen)} values of page summaries are outside the range of {kept}; "
-                f"this model needs {spec.remedy}"
+            self._warned = True
+            logger.warning(
+                "sglang_sparse: %d values of page summaries are outside the range of fp8 (%g); pages with such are "
+                "always attended to, which leaves less room for others: this model needs %s",
+                int(self._overflow_seen),
+                torch.finfo(spec.dtype).max,
+                spec.remedy,
             )
         self._overflow_seen.copy_(self.overflow, non_blocking=True)
 

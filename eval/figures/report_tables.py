@@ -167,8 +167,8 @@ def recall(path: Path) -> str:
     return table([row for row in rows if row["head"] is None], columns)
 
 
-def kernels(path: Path) -> str:
-    """Microseconds a layer of the operations of a file, by whom, and what their outputs are worth."""
+def kernels(path: Path, only: str = "") -> str:
+    """Microseconds a layer of the operations of a file, or of one, by whom, and what their outputs are worth."""
     header, *rows = read_finished(path)
     ceiling = header.get("ceiling_gbps")
 
@@ -191,7 +191,8 @@ def kernels(path: Path) -> str:
         ("mass kept", number("recall", 3)),
         ("why not", text("unavailable")),
     ]
-    return table([row for row in rows if row["kind"] == "item"], columns)
+    shown = [row for row in rows if row["kind"] == "item" and only in ("", row["op"])]
+    return table(shown, columns)
 
 
 def questions(path: Path) -> str:

@@ -145,7 +145,7 @@ def select(settings: Settings, captured: Captured, model: ModelFacts) -> Selecti
     if int(pools.overflow):
         raise EvaluationError(
             f"{int(pools.overflow)} values of layer {layer} are out of the range of the method's buffers: a server "
-            'would end here; this model needs {"summary_dtype": "bf16"}'
+            'would always read their pages; this model needs {"summary_dtype": "bf16"}'
         )
     return Selection(kept, counts, unit)
 

@@ -16,8 +16,8 @@ from eval.parts.reproduce_robsa import ROBSA
 
 
 def _resa(model: str, memory: float, *loads: Load, config: Mapping[str, Any] | None = None) -> Server:
-    """A server of ReSA for some loads; `config` is of the method, as far as it is not its defaults."""
-    more = ("--sparse-config", json.dumps(config)) if config else ()
+    """A server of ReSA for some loads, which selects as the paper says; `config` has what else is not a default."""
+    more = ("--sparse-config", json.dumps({"summary": "minmax", "group": "mean_query", **(config or {})}))
     return Server(model, (*server_flags("fa3", memory, loads), "--sparse-method", "resa", *more))
 
 

@@ -4,8 +4,8 @@ Source: "Rectified Sparse Attention" (ReSA), sections 2.1 to 2.3; the score is Q
 p for both the ratio and the sparsity is ``active_ratio`` here. Rectification is the scheduler's work, see
 ``rectify.py``; with ``rectify_interval`` 0 this is Quest with one selection a GQA group.
 
-Not in the paper: summaries of centroids (``page_centroids``), and heads that vote (``page_vote``) where its group has
-one mean query. Each works with the other's default.
+Not in the paper, and the default: summaries of centroids (``page_centroids``), and heads that vote (``page_vote``)
+where its group has one mean query. The paper's own form is ``summary`` minmax with ``group`` mean_query.
 
 The paper keeps one newest page (n_local), here it is two: a page that has just begun holds one token, and then nothing
 would make sure that the words before it are attended to. Answers that cross the end of a page show it.
@@ -45,8 +45,8 @@ class ResaConfig(RectifyConfig):
     min_pages: int = Field(16, ge=1, description="Attend to at least this many pages.")
     local_pages: int = Field(2, ge=1, description="The newest pages that are always attended to; at most min_pages.")
     summary: Literal["minmax", "centroids"] = Field(
-        "minmax",
-        description="Page summary: minimum and maximum of the keys (the paper's), or means of keys that lie together.",
+        "centroids",
+        description="Page summary: means of keys that lie together, or minimum and maximum of all keys (the paper's).",
     )
     centroids: int | None = Field(
         None,
@@ -56,9 +56,9 @@ class ResaConfig(RectifyConfig):
         "cache, which takes fewer bytes than minmax in the KV cache's dtype.",
     )
     group: Literal["mean_query", "vote"] = Field(
-        "mean_query",
-        description="How the query heads of a KV head choose pages: mean_query scores pages with their mean query "
-        "(the paper's), vote averages their softmax over the pages.",
+        "vote",
+        description="How the query heads of a KV head choose pages: vote averages their softmax over the pages, "
+        "mean_query scores pages with their mean query (the paper's).",
     )
     summary_dtype: Literal["auto", "bf16", "fp8"] = Field(
         "auto",
@@ -67,9 +67,12 @@ class ResaConfig(RectifyConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_local_pages_fit(cls, data: object) -> object:
-        if isinstance(data, dict) and data.get("min_pages") == 1:
-            return {"local_pages": 1, **data}
+    def _defaults_fit(cls, data: object) -> object:
+        if isinstance(data, dict):
+            data = {**data} if data.get("min_pages") != 1 else {"local_pages": 1, **data}
+            # A dtype is of bounds alone, which were the default once.
+            if data.get("summary_dtype", "auto") != "auto":
+                data.setdefault("summary", "minmax")
         return data
 
     @field_validator("local_pages")
@@ -117,8 +120,7 @@ class Resa(DecodeMethod):
             return (AuxSpec(SUMMARY, (heads, 2, dim), dtype, update_page_summaries),)
         usual = 2 if model.kv_dtype.itemsize == 1 else 6
         size = record_bytes(self.config.centroids or min(usual, self.config.page_size), dim)
-        remedy = '{"summary": "minmax", "summary_dtype": "bf16"}'
-        return (AuxSpec(SUMMARY, (heads, size), torch.uint8, update_page_centroids, remedy=remedy),)
+        return (AuxSpec(SUMMARY, (heads, size), torch.uint8, update_page_centroids),)
 
     def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
         """``max(min_pages, ceil(n_pages * active_ratio))`` (methods of the paper, section 2.2)."""

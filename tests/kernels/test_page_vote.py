@@ -116,7 +116,7 @@ def test_the_page_that_one_head_looks_for_beats_what_all_like_a_little(device: s
     q[0, :, 1] = 8.0
     keys = torch.zeros(65, 16, 1, 64, device=device)
     keys[9, :, 0, 0], keys[20, :, 0, 1] = 1.0, 1.0
-    centroids = pack(keys, torch.ones(65, 16, dtype=torch.bool, device=device), 1)[0]
+    centroids = pack(keys, torch.ones(65, 16, dtype=torch.bool, device=device), 1)
     table = torch.arange(65, dtype=torch.int32, device=device)[None]
     count = torch.tensor([65], dtype=torch.int32, device=device)
     scores = page_vote(q, centroids, table, count, 0.125)[0, 0]

@@ -23,7 +23,7 @@ def logits(config: Any, query: torch.Tensor, keys: torch.Tensor) -> float:
     if config.summary == "minmax":
         return float(torch.maximum(query * keys.amax(0), query * keys.amin(0)).sum() * SCALE)
     written = torch.ones(1, len(keys), dtype=torch.bool)
-    kept = unpack(pack(keys[None, :, None], written, config.centroids or 6)[0], DIM)[0, 0]
+    kept = unpack(pack(keys[None, :, None], written, config.centroids or 6), DIM)[0, 0]
     return float((kept @ query * SCALE - math.log(2) * torch.arange(len(kept))).logsumexp(0))
 
 
@@ -47,9 +47,9 @@ def naive(config: Any, keys: torch.Tensor, query: torch.Tensor) -> list[set[int]
     [
         {"min_pages": 2},
         {"min_pages": 3, "local_pages": 3, "active_ratio": 0.25},
-        {"min_pages": 3, "group": "vote"},
-        {"min_pages": 3, "summary": "centroids", "centroids": 3},
-        {"min_pages": 3, "summary": "centroids", "group": "vote"},
+        {"min_pages": 3, "summary": "minmax", "group": "mean_query"},
+        {"min_pages": 3, "summary": "minmax"},
+        {"min_pages": 3, "centroids": 3, "group": "mean_query"},
     ],
 )
 def test_selection(fields: dict[str, object]) -> None:

@@ -4,11 +4,12 @@ from array import array
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_sparse import group_keys
 from sglang_sparse.config.settings import build
-from sglang_sparse.group_keys import TOKEN_BITS, marked, plain, require_whole_groups, tree_key
+from sglang_sparse.group_keys import TOKEN_BITS, mark_lookup, marked, plain, require_whole_groups, tree_key
 from sglang_sparse.kv_check import InexactTreeError
 
 FIELDS = {"block_size": 16, "step": 2, "crossover_tokens": 64}
@@ -53,6 +54,31 @@ def test_marks_leave_all_else_of_a_key_as_it_was(method, whole_tree: bool, monke
     found = tree_key(SimpleNamespace(req_to_token_pool=object() if whole_tree else None), key)
     assert (found.extra_key, found.is_bigram, found.cache_salt) == ("tenant", True, "salt")
     assert found.raw_token_ids() == (marked(PROMPT, method) if whole_tree else PROMPT)
+
+
+def test_a_request_that_waits_is_hashed_once(method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where its tokens are others, anew."""
+    sizes: list[int] = []
+    monkeypatch.setattr(group_keys, "current_settings", lambda: SimpleNamespace(prefill=method))
+    digest = group_keys.blake2b
+    monkeypatch.setattr(group_keys, "blake2b", lambda view, **more: sizes.append(len(view)) or digest(view, **more))
+    tree, request, found = SimpleNamespace(req_to_token_pool=object()), SimpleNamespace(), []
+
+    def look(tokens: array) -> array:
+        params = MatchPrefixParams(RadixKey(tokens), req=request)
+        mark_lookup(lambda _, asked: found.append(asked.key), tree, params)
+        return found[-1].raw_token_ids()
+
+    for tokens, hashed in (
+        (PROMPT, [32, 32, 32, 32, 8]),
+        (PROMPT, [8]),
+        (PROMPT + array("q", [7] * 50), [32, 26]),
+        (PROMPT[:100], [4]),
+        (array("q", [3]) + PROMPT[1:], [32, 32, 32, 32, 8]),
+    ):
+        sizes.clear()
+        got = look(tokens)
+        assert sizes == hashed and got == marked(tokens, method)
 
 
 def test_the_tokens_come_back(method) -> None:

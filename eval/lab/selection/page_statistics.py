@@ -86,7 +86,7 @@ def minmax(keys: Tensor, query: Tensor, scale: float, mean: bool) -> Tensor:
 def centroids(keys: Tensor, query: Tensor, scale: float, count: int, mean: bool = False, packed: bool = True) -> Tensor:
     """Means of keys that lie together; of one, of all. As a server packs them, or each in float8."""
     written = torch.ones(keys.shape[:2], dtype=torch.bool)
-    found = unpack(pack(keys, written, count)[0], keys.shape[3]) if packed else rounded(means(keys, written, count))
+    found = unpack(pack(keys, written, count), keys.shape[3]) if packed else rounded(means(keys, written, count))
     products = _products(_voters(query, keys.shape[2], mean), found.transpose(1, 2), scale)
     return _votes((products - math.log(2) * torch.arange(count)).logsumexp(-1))
 

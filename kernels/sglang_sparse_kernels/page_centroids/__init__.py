@@ -13,8 +13,8 @@ from .. import dispatch
 from ..page_summary import check_layers
 
 MAX_CENTROIDS = 8
-# Bytes of a record before the first centroid: the steps of the others.
-HEADER = 16
+# Bytes of a record before the first centroid: the steps of the others, and behind the last that there can be the scale.
+HEADER, SCALE = 16, MAX_CENTROIDS - 1
 # Records begin at multiples of it.
 _ALIGNMENT = 16
 
@@ -22,9 +22,11 @@ _ALIGNMENT = 16
 def record_bytes(count: int, dim: int) -> int:
     """Bytes of the record of one page and KV head: ``count`` centroids of ``dim`` elements, an even number.
 
-    Of ``HEADER`` bytes the first ``count - 1`` are steps, each the upper byte of a float16. Then come the first
-    centroid in float8_e4m3fn, and for each other one its difference from the first, in steps: four bits an element, 8
-    more than the level, of which a byte has the one of element ``i`` below the one of ``i + dim / 2``.
+    Of ``HEADER`` bytes the first ``count - 1`` are steps, each the upper byte of a float16, and the one at ``SCALE`` is
+    the exponent of a power of two, 127 more, by which all else is multiplied: the least with which the centroids are
+    inside float8's range. Then come the first centroid in float8_e4m3fn, and for each other one its difference from the
+    first, in steps: four bits an element, 8 more than the level, of which a byte has the one of element ``i`` below the
+    one of ``i + dim / 2``.
     """
     return -(-(HEADER + dim + (count - 1) * dim // 2) // _ALIGNMENT) * _ALIGNMENT
 
@@ -67,12 +69,11 @@ def update_page_centroids(
         k_caches: for each layer ``[S, Hkv, d]``, float32, float16, bfloat16 or float8_e4m3fn (stored values,
             unscaled); finite. ``d`` is contiguous, even and at least 32, the other strides are free; all layers have
             the same.
-        records: for each layer ``[num_pages, Hkv, record_bytes(C, d)]`` uint8, contiguous, C from 1 to 8. Where the
-            first centroid is outside +-448, or a difference outside +-401,408, the record holds NaN, which
-            ``page_vote`` reads as "always select". Overwritten in the touched pages.
+        records: for each layer ``[num_pages, Hkv, record_bytes(C, d)]`` uint8, contiguous, C from 1 to 8. Overwritten
+            in the touched pages.
         last_slots: ``[N]`` int64, contiguous: the last written slot of a touched page, or -1.
         page_size: slots per page, a power of two from 1 to 64.
-        overflow: optional ``[1]`` int32 counter, incremented by the number of values stored as NaN.
+        overflow: as of ``page_summary``; untouched, since every finite key is inside the range of a record.
 
     Raises:
         ValueError: a wrong dimension, dtype, device, page size or number of centroids, or layers that differ or do not
@@ -94,8 +95,7 @@ def update_page_centroids(
     if dispatch.use_reference(k_caches[0]):
         from . import reference
 
-        for k_cache, layer in zip(k_caches, records, strict=True):
-            reference.update_page_centroids(k_cache, layer, last_slots, page_size, overflow)
+        reference.update_page_centroids(k_caches, records, last_slots, page_size)
         return
     from . import triton
 

@@ -1,31 +1,29 @@
 """The definition of page centroids in plain torch."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..page_summary.reference import store, touched
-from . import HEADER, count_of, record_bytes
+from . import HEADER, SCALE, count_of, record_bytes
 
 # The largest level of a difference, and what is added to levels so that they are no less than 1.
 LARGEST_LEVEL, ZERO_LEVEL = 7, 8
 
 
 def update_page_centroids(
-    k_cache: torch.Tensor,
-    records: torch.Tensor,
-    last_slots: torch.Tensor,
-    page_size: int,
-    overflow: torch.Tensor | None = None,
+    k_caches: Sequence[torch.Tensor], records: Sequence[torch.Tensor], last_slots: torch.Tensor, page_size: int
 ) -> None:
-    """See ``page_centroids.update_page_centroids``, of one layer."""
-    pages, keys, written = touched(k_cache, last_slots, page_size)
-    found, outside = pack(keys, written, count_of(records.shape[2], keys.shape[3]))
-    if overflow is not None:
-        overflow += outside
-    store(records, pages, found)
+    """See ``page_centroids.update_page_centroids``."""
+    pages, keys, written = zip(*(touched(k_cache, last_slots, page_size) for k_cache in k_caches), strict=True)
+    count = count_of(records[0].shape[2], keys[0].shape[3])
+    found = pack(torch.cat(keys), torch.cat(written), count)
+    for layer, values in zip(records, found.unflatten(0, (len(records), len(pages[0]))), strict=True):
+        store(layer, pages[0], values)
 
 
-def pack(keys: torch.Tensor, written: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the records of pages, ``[pages, Hkv, bytes]`` uint8, and how many of their numbers are out of range.
+def pack(keys: torch.Tensor, written: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the records of pages, ``[pages, Hkv, bytes]`` uint8.
 
     Args:
         keys: ``[pages, P, Hkv, d]`` float32.
@@ -33,22 +31,25 @@ def pack(keys: torch.Tensor, written: torch.Tensor, count: int) -> tuple[torch.T
         count: centroids of a page.
     """
     found, dim = means(keys, written, count), keys.shape[3]
-    first = found[:, :, 0]
-    outside = first.abs() > torch.finfo(torch.float8_e4m3fn).max
-    base = torch.where(outside, torch.nan, first).to(torch.float8_e4m3fn)
-    differences = found[:, :, 1:] - base.float().nan_to_num(0)[:, :, None]
+    # Of 1.75 * 2^8, float8's largest number, and of the largest element the exponents differ so much, and by one more
+    # where its fraction is the larger.
+    largest = found.abs().amax((-2, -1)).view(torch.int32)
+    exponent = ((largest + 0x1FFFFF >> 23) - 8).clamp_min(1)
+    found = found * (254 - exponent << 23).view(torch.float32)[..., None, None]
+    base = found[:, :, 0].to(torch.float8_e4m3fn)
+    differences = found[:, :, 1:] - base.float()[:, :, None]
     # Float16 without its lower byte, rounded up.
     bits = (differences.abs().amax(-1) / LARGEST_LEVEL).half().view(torch.int16).int() + 0xFF & 0xFF00
     step = bits.to(torch.int16).view(torch.float16).float()[..., None]
     tiny = torch.finfo(torch.float32).tiny
     levels = torch.floor(differences / step.clamp_min(tiny) + 0.5).clamp(-LARGEST_LEVEL, LARGEST_LEVEL)
     lower, upper = (levels.to(torch.int32) + ZERO_LEVEL).to(torch.uint8).chunk(2, -1)
-    records = torch.zeros(*first.shape[:2], record_bytes(count, dim), dtype=torch.uint8, device=keys.device)
-    records[..., : count - 1] = (bits >> 8).to(torch.uint8)
+    records = torch.zeros(*base.shape[:2], record_bytes(count, dim), dtype=torch.uint8, device=keys.device)
+    records[..., : count - 1], records[..., SCALE] = (bits >> 8).to(torch.uint8), exponent.to(torch.uint8)
     records[..., HEADER : HEADER + dim] = base.view(torch.uint8)
     packed = (lower | upper << 4).flatten(-2)
     records[..., HEADER + dim : HEADER + dim + packed.shape[-1]] = packed
-    return records, outside.sum() + step.isinf().sum()
+    return records
 
 
 def unpack(records: torch.Tensor, dim: int) -> torch.Tensor:
@@ -59,7 +60,8 @@ def unpack(records: torch.Tensor, dim: int) -> torch.Tensor:
     start = HEADER + dim
     packed = records[..., start : start + others * dim // 2].unflatten(-1, (others, dim // 2))
     levels = torch.cat([packed & 0xF, packed >> 4], -1).float() - ZERO_LEVEL
-    return torch.cat([base, base + step * levels], -2)
+    scale = (records[..., SCALE].int() << 23).view(torch.float32)[..., None, None]
+    return torch.cat([base, base + step * levels], -2) * scale
 
 
 def means(keys: torch.Tensor, written: torch.Tensor, count: int) -> torch.Tensor:

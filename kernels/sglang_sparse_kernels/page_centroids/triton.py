@@ -13,11 +13,11 @@ import triton.language as tl
 from ..float8 import as_half, float8_bits
 from ..launch import await_inputs
 from ..page_summary.triton import launch
-from . import HEADER, count_of
+from . import HEADER, SCALE, count_of
 from .reference import LARGEST_LEVEL, ZERO_LEVEL
 
-_LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 _HEADER, _LEVELS, _ZERO = tl.constexpr(HEADER), tl.constexpr(LARGEST_LEVEL), tl.constexpr(ZERO_LEVEL)
+_SCALE = tl.constexpr(SCALE)
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _centroid(keys, owner, counts, rank, seeds, mean, seed):
 
 @triton.jit
 def _store_difference(out_ptr, number, difference, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Store a centroid's difference from the first one in steps; return 1 where no step is large enough, else 0."""
+    """Store a centroid's difference from the first one in steps."""
     # Float16 without its lower byte, rounded up.
     half = tl.div_rn(tl.max(tl.abs(difference), axis=0), _LEVELS * 1.0).to(tl.float16).to(tl.int16, bitcast=True)
     upper = (half.to(tl.int32) + 0xFF) & 0xFF00
@@ -49,7 +49,6 @@ def _store_difference(out_ptr, number, difference, DIM: tl.constexpr, BLOCK_DIM:
     pairs = tl.arange(0, BLOCK_DIM // 2)
     out = out_ptr + _HEADER + DIM + number * (DIM // 2) + pairs
     tl.store(out, (low | (high << 4)).to(tl.uint8), mask=pairs < DIM // 2)
-    return (upper == 0x7C00).to(tl.int32)
 
 
 @triton.jit
@@ -110,22 +109,23 @@ def _page_centroids_kernel(
             rank = tl.sum(((more | earlier) & (seeds < COUNT)[:, None]).to(tl.int32), axis=0)
             out_ptr = records_ptr + (page * HEADS + head) * RECORD
             # The first centroid is known before the others, which are kept as differences from it.
-            first = tl.zeros([BLOCK_DIM], tl.float32)
+            first, largest = tl.zeros([BLOCK_DIM], tl.float32), 0.0
             for seed in tl.static_range(COUNT):
                 centroid, place = _centroid(keys, owner, counts, rank, seeds, mean, seed)
                 first = tl.where(place == 0, centroid, first)
-            outside = (tl.abs(first) > _LARGEST) & in_dim
-            bits = tl.where(outside, 0x7F, float8_bits(first))
+                largest = tl.maximum(largest, tl.max(tl.abs(centroid), axis=0))
+            # As the reference finds the exponent.
+            exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)
+            scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+            bits = float8_bits(first * scale)
+            tl.store(out_ptr + _SCALE, exponent.to(tl.uint8))
             tl.store(out_ptr + _HEADER + dims, bits.to(tl.uint8), mask=in_dim)
-            base = tl.where(outside, 0.0, as_half(bits).to(tl.float32) * 256.0)
-            lost = tl.sum(outside.to(tl.int32), axis=0)
+            base = as_half(bits).to(tl.float32) * 256.0
             for seed in tl.static_range(COUNT):
                 centroid, place = _centroid(keys, owner, counts, rank, seeds, mean, seed)
                 if place > 0:
-                    difference = tl.where(in_dim, centroid - base, 0.0)
-                    lost += _store_difference(out_ptr, place - 1, difference, DIM, BLOCK_DIM)
-            if COUNT_OVERFLOW and lost > 0:
-                tl.atomic_add(overflow_ptr, lost, sem="relaxed")
+                    difference = tl.where(in_dim, centroid * scale - base, 0.0)
+                    _store_difference(out_ptr, place - 1, difference, DIM, BLOCK_DIM)
 
 
 def update_page_centroids(

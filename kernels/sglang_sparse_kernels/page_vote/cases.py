@@ -40,5 +40,5 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any
     if case.centroids:
         pages = made["summary"].shape[0]
         keys = torch.randn(pages, 16, case.heads, case.dim, generator=seeded(device, seed + 1), device=device)
-        made["summary"] = pack(keys, torch.ones(pages, 16, dtype=torch.bool, device=device), case.centroids)[0]
+        made["summary"] = pack(keys, torch.ones(pages, 16, dtype=torch.bool, device=device), case.centroids)
     return {**made, "sm_scale": case.dim**-0.5}

@@ -107,8 +107,10 @@ __device__ void multiply_records(const Records& found, const Shared& shared, flo
     }
 }
 
-// The mass of a page for a head, to the base 2; `place` is theirs among the sums.
+// The mass of a page for a head, to the base 2; `place` is theirs among the sums. The last byte of the steps is the
+// exponent of the page's scale.
 __device__ float mass_of(const float (&sums)[COUNT][4], uint2 steps, int place, float factor) {
+    factor *= __uint_as_float(steps.y >> 24 << 23);
     float base = sums[0][place] * factor, highest = base, total = 1.0f;
 #pragma unroll
     for (int other = 0; other < OTHERS; other++) {

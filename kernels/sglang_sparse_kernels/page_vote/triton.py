@@ -15,7 +15,7 @@ from triton import knobs
 
 from ..float8 import as_half
 from ..launch import LOG2_E, await_inputs, dependent_launch
-from ..page_centroids import HEADER, count_of
+from ..page_centroids import HEADER, SCALE, count_of
 from ..page_centroids.reference import ZERO_LEVEL
 from ..page_score.reference import UNBOUNDED
 from . import BLOCK, cuda, rows_at_once
@@ -23,6 +23,7 @@ from . import BLOCK, cuda, rows_at_once
 # Pages of a program of the second kernel: each reads what all blocks of its row left.
 _TILE = 512
 _UNBOUNDED, _HEADER, _ZERO = tl.constexpr(UNBOUNDED), tl.constexpr(HEADER), tl.constexpr(ZERO_LEVEL)
+_SCALE = tl.constexpr(SCALE)
 # What tensor cores multiply, by the dtype of the summaries; those of centroids are bytes.
 _OPERANDS = {
     torch.uint8: tl.float16,
@@ -74,7 +75,9 @@ def _centroid_logits(
     query = _queries(q_ptr, stride, dims, dims < DIM, GROUP, BLOCK_GROUP, OPERAND)
     place = records[:, None] + _HEADER
     first = tl.load(place + dims[None, :], mask=held[:, None] & (dims < DIM)[None, :], other=0)
-    base = _product(query, as_half(first).to(OPERAND)) * (factor * 256.0)
+    exponent = tl.load(records + _SCALE, mask=held, other=0).to(tl.int32) << 23
+    factor = factor * exponent.to(tl.float32, bitcast=True)
+    base = _product(query, as_half(first).to(OPERAND)) * (factor * 256.0)[None, :]
     in_half = halves < DIM // 2
     lower = _queries(q_ptr, stride, halves, in_half, GROUP, BLOCK_GROUP, OPERAND)
     upper = _queries(q_ptr + DIM // 2, stride, halves, in_half, GROUP, BLOCK_GROUP, OPERAND)
