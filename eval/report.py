@@ -114,7 +114,6 @@ DEPTHS = {
     "fine-depths-anchor": "niah-tiny-gqa-fine-theta-10-prefilled-tail-0-anchor-cpu",
     "fine-depths-random_keys": "niah-tiny-gqa-fine-theta-10-prefilled-tail-0-random_keys-cpu",
 }
-REUSE = tuple(f"niah-tiny-dsa-{part}" for part in ("layers", "steps"))
 # Which goals are whose.
 GOALS = {
     "resa": ("K1", "K2", "K3", "K4", "E1", "E2", "E3", "R1", "R2"),
@@ -173,7 +172,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
     "dsa-attention": lambda: _measured("bench_dsa_attention", dsa.dsa),
-    "dsa-reuse": lambda: needles.reuse(_starting(*REUSE)),
     "dsa-agreement": lambda: _measured("dsa_agreement", agreement.agreement),
     "comparison": lambda: report_tables.comparison_table(read_folder(COMPARISON)),
     "comparison-2000": lambda: report_tables.comparison_table(read_folder(RESULTS / "compare-tiny-gqa-2000")),

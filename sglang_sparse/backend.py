@@ -17,7 +17,6 @@ from sglang_sparse.decode_path import DecodePath, PartsPath, require_plain
 from sglang_sparse.delegate import DelegatingBackend
 from sglang_sparse.graphs import SPARSE, GraphVariants, offer
 from sglang_sparse.hooks import apply
-from sglang_sparse.index_reuse import step_reuse
 from sglang_sparse.layers import parse_layers
 from sglang_sparse.pass_rows import divider_of
 from sglang_sparse.plan import DecodePlan, plan_decode, usual_selection
@@ -107,7 +106,6 @@ class SparseAttentionBackend(DelegatingBackend):
         self.indexed: IndexerBatch | None = None
         self._pools: pools.AuxPools = getattr(runner.token_to_kv_pool, pools.ATTRIBUTE)
         self.first_layer = min(self._pools.layers, default=-1)
-        self.steps = step_reuse(self.method, self._pools, runner)
         model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
         self._latent = self.method.kind_of(runner.model_config) == "MLA"
         path = PartsPath if self.method.parts else DecodePath

@@ -51,8 +51,6 @@ class Facts:
         kv_dtype: ``--kv-cache-dtype`` as it was given.
         heads: query heads of a tensor-parallel rank.
         topk: the model's ``index_topk``.
-        share_layers: the config's ``index_share_layers``.
-        reuse_steps: its ``index_reuse_steps``.
         latent: the model's ``kv_lora_rank`` and ``qk_rope_head_dim``.
         raw: whether SGLang's attention would keep float8 KV without scales, see ``raw_latents``.
     """
@@ -63,8 +61,6 @@ class Facts:
     kv_dtype: str
     heads: int
     topk: int
-    share_layers: int = 1
-    reuse_steps: int = 1
     latent: tuple[int, int] = FLOAT8_LATENT
     raw: bool = False
 
@@ -164,10 +160,6 @@ def _refuse_native(stage: str, facts: Facts) -> str | None:
     reasons = {
         f"SGLang's kernels are for compute capabilities {majors}, and this GPU has "
         f"{_dotted(facts.capability)}": facts.capability[0] not in NATIVE_MAJORS,
-        "with index_share_layers a layer may write its keys and choose nothing": stage == "indexer"
-        and facts.share_layers > 1,
-        "with index_reuse_steps a step may write its keys and choose nothing": stage == "indexer"
-        and facts.reuse_steps > 1,
         f"SGLang's selection takes {NATIVE_TOPK} tokens, and the model's index_topk is {facts.topk}": stage == "topk"
         and facts.topk != NATIVE_TOPK,
         f"SGLang's kernels take a divisor or a multiple of {padded} query heads a rank, and there are "
@@ -254,8 +246,6 @@ def _facts(args: Any, config: DsaConfig, asked: Gpu) -> Facts:
         args.kv_cache_dtype,
         model.num_attention_heads // args.tp_size,
         model.hf_text_config.index_topk,
-        config.index_share_layers,
-        config.index_reuse_steps,
         (model.hf_text_config.kv_lora_rank, model.hf_text_config.qk_rope_head_dim),
         raw_latents((args.dsa_prefill_backend, args.dsa_decode_backend), blackwell),
     )

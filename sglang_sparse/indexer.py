@@ -9,20 +9,18 @@ that ``implementation.py`` leaves to SGLang pass through; see ``native_indexer.p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
 
-from sglang_sparse import index_counts
 from sglang_sparse_kernels import index_choice, index_keys
 from sglang_sparse_kernels.index_logits import index_logits
 from sglang_sparse_kernels.index_parts import queries_at_once, slots_of
 
 if TYPE_CHECKING:
     from sglang_sparse.backend import SparseAttentionBackend
-    from sglang_sparse.index_reuse import StepChoice
 
 # The first slot of a query that pads a pass: it sees nothing, but SGLang's attention counts one token of it.
 NO_TOKEN = 0
@@ -43,8 +41,6 @@ class IndexerBatch:
         last_slots: ``[tokens]`` int64, zeros: what is attended to are single slots, of which nothing can be missing.
         at_once: queries whose logits are made at a time; 0 where nothing has to be chosen.
         stats: see ``BatchView.stats``; None in prefill.
-        tally: int64 ``[3]``, what a layer's selection adds to the first of ``stats``; None in prefill.
-        reuse: what is chosen anew where steps share selections; None elsewhere, and in prefill.
         slots: ``[tokens, index_topk]`` int32, what ``chosen`` is called in the KV cache, then -1; None where SGLang
             looks it up itself.
         offsets: ``[tokens]``, where each query's tokens begin in the copy of the KV that SGLang attends to; None where
@@ -60,8 +56,6 @@ class IndexerBatch:
     last_slots: torch.Tensor
     at_once: int
     stats: torch.Tensor | None
-    tally: torch.Tensor | None = None
-    reuse: StepChoice | None = None
     slots: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
 
@@ -97,15 +91,9 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
     numbers = torch.arange(max(topk, tokens), dtype=torch.int32, device=table.device)
     # What pads a pass beyond its rows sees nothing, whatever its row.
     rows = numbers[:tokens].clamp(max=len(table) - 1)
-    at_once, stats, tally, reuse = 0, None, None, None
-    if backend.steps is not None and forward_batch.forward_mode.is_extend():
-        backend.steps.forget(forward_batch.req_pool_indices)
+    at_once, stats = 0, None
     if view is not None:
         lengths, wanted, at_once, stats = view.n_pages, view.n_select, tokens, view.stats
-        if backend.steps is not None:
-            reuse = backend.steps.begin(view.requests, lengths, wanted)
-            wanted = reuse.attended
-        tally = index_counts.tally(lengths, wanted)
     else:
         lengths = _padded(metadata.dsa_seqlens_expanded, tokens)
         wanted = lengths.clamp(max=topk)
@@ -122,7 +110,7 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
     slots = torch.empty_like(chosen) if backend.dense.use_fused_topk else None
     offsets = metadata.topk_indices_offset if slots is not None else None
     batch = IndexerBatch(
-        *(table, rows, lengths, wanted, counts, chosen, last_slots, at_once, stats, tally, reuse),
+        *(table, rows, lengths, wanted, counts, chosen, last_slots, at_once, stats),
         slots=slots,
         offsets=offsets if offsets is None else _padded(offsets, tokens).int(),
     )
@@ -177,7 +165,7 @@ def choose(
     backend = served_backend()
     if backend is None or backend.method.native("indexer"):
         if backend is not None and layer_id == backend.first_layer:
-            index_counts.count_native(backend)
+            _count_native(backend)
         return original(indexer, x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph)
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
@@ -192,25 +180,18 @@ def choose(
     batch = backend.indexed
     if not batch.at_once:
         return batch.selection
-    mine = batch
-    if (
-        batch.stats is not None
-        and batch.tally is not None
-        and (layer_id - backend.first_layer) % backend.method.share_layers
-    ):
-        batch.stats[:3] += batch.tally
-        if not backend.method.measure_reuse:
-            return batch.selection
-        mine = _beside(batch)
     values, scales = index_keys.quantize(query, rotate=False)
     gates = _head_gates(indexer, x) * scales * (indexer.n_heads**-0.5 * indexer.softmax_scale)
-    if mine is batch and batch.reuse is not None:
-        _select_for_steps(backend, batch, layer_id, values, gates, buffer)
-        return batch.selection
-    _select(mine, values, gates, buffer)
-    if mine is not batch:
-        backend.counters.reuse += index_counts.shared_tokens(batch.chosen, mine.chosen, batch.wanted < batch.lengths)
+    _select(batch, values, gates, buffer)
     return batch.selection
+
+
+def _count_native(backend: Any) -> None:
+    """Count what the selections behind SGLang's indexer do in a decode step, whoever makes them."""
+    view = backend.view
+    if view is not None:
+        counts = torch.stack([(view.n_select > 0).sum(), view.n_select.sum(), view.n_pages.sum()])
+        view.stats[:3] += counts * backend.counters.sparse_layers
 
 
 def _store(backend: Any, key: torch.Tensor, forward_batch: Any, buffer: torch.Tensor) -> None:
@@ -237,29 +218,6 @@ def _select(batch: IndexerBatch, values: torch.Tensor, gates: torch.Tensor, buff
     names = batch.page_table, batch.rows, batch.offsets
     out = batch.chosen, batch.counts.view(-1), batch.slots
     index_choice.choose(scores, batch.at_once, batch.lengths, batch.wanted, names, out, batch.stats, NO_TOKEN)
-
-
-def _beside(batch: IndexerBatch) -> IndexerBatch:
-    """The same queries with results of their own, to be compared: nothing attends to them, and they do not count."""
-    chosen = torch.full_like(batch.chosen, -1)
-    return replace(batch, chosen=chosen, counts=torch.empty_like(batch.counts), stats=None, slots=None)
-
-
-def _select_for_steps(
-    backend: Any, batch: IndexerBatch, layer_id: int, values: torch.Tensor, gates: torch.Tensor, buffer: torch.Tensor
-) -> None:
-    """The same of a decode step whose rows may take what they chose before, see ``index_reuse.py``."""
-    reuse, steps = batch.reuse, backend.steps
-    assert reuse is not None and steps is not None and batch.stats is not None and batch.tally is not None
-    _select(replace(batch, lengths=reuse.lengths, wanted=reuse.taken, stats=None, slots=None), values, gates, buffer)
-    steps.complete(layer_id, reuse, batch.chosen, batch.lengths)
-    batch.counts.copy_(batch.wanted[:, None])
-    batch.look_up()
-    batch.stats[:3] += batch.tally
-    if backend.method.measure_reuse:
-        fresh = _beside(batch)
-        _select(fresh, values, gates, buffer)
-        backend.counters.reuse += index_counts.shared_tokens(batch.chosen, fresh.chosen, reuse.reused)
 
 
 def served_backend() -> Any | None:

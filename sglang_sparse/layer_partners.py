@@ -14,7 +14,7 @@ OTHER_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "robsa": {"theta1": 0.8},
     "rocketkv": {"topk": 32},
     "skip_softmax": {"threshold_scale_factor": {"decode": 50}},
-    "dsa": {"index_share_layers": 2},
+    "dsa": {"implementation": "portable"},
 }
 OTHER_PREFILL_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "anchor": {"theta": 8.0},

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse import compact, index_reuse
+from sglang_sparse import compact
 from sglang_sparse.composite import count_sizes, view_buffers, with_parts
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import prefill_chunk
 from sglang_sparse.keep_method import KeepMethod, keep_methods
 from sglang_sparse.layers import parse_layers
-from sglang_sparse.methods.dsa import Dsa
 from sglang_sparse.plan import usual_selection
 from sglang_sparse.view import allocate_view
 from sglang_sparse.windows import PROMPTS_AT_ONCE, TOKENS_AT_ONCE, kept_bytes
@@ -60,7 +59,7 @@ def needs(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> 
     if settings.name:
         found = [of_decode(settings, kvc, model, table_width)]
         if settings.method.selects_in_model:
-            found += [of_selection(settings, kvc, table_width), of_steps(settings, kvc, model)]
+            found.append(of_selection(settings, kvc, table_width))
         yield from (need for need in found if need.nbytes)
     if keeping := keep_methods(settings.method):
         yield of_prompts(keeping, settings.flag, kvc, model)
@@ -132,16 +131,6 @@ def of_selection(settings: Settings, kvc: Any, table_width: int) -> Need:
         f"passes of up to {tokens} tokens",
         "--chunked-prefill-size",
     )
-
-
-def of_steps(settings: Settings, kvc: Any, model: ModelShape) -> Need:
-    """What selections that serve later steps take all the time; see ``needs``."""
-    requests = arguments.of(kvc.server_args).max_running_requests or MOST_ROWS
-    method = settings.method
-    # SGLang's request pool has a row more, for what pads a batch.
-    kept = index_reuse.state_bytes(method, requests + 1, model.num_layers) if isinstance(method, Dsa) else 0
-    said = f"the selections of {requests} requests"
-    return Need(kept, "decode", settings.flag, said, "--max-running-requests")
 
 
 def of_prompts(methods: Sequence[KeepMethod], flag: str, kvc: Any, model: ModelShape) -> Need:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse import index_counts
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.crossover import gpu_name
@@ -76,7 +75,6 @@ class Counters:
         rectify: what rectification did.
         aux_bytes: bytes of the page summaries on this rank.
         sparse_layers: layers that run sparse.
-        reuse: int64 ``[2]`` on the device, see ``index_counts.state``.
         index_keys: keys that this project's indexer stored in prefill, over all layers.
         decodes: whether a decode method is at work.
         prefills: whether a prefill method is.
@@ -105,7 +103,6 @@ class Counters:
         self._dsa = settings.method if isinstance(settings.method, Dsa) else None
         self.index_keys = 0
         self.sparse_layers = len(aux_pools.layers)
-        self.reuse = torch.zeros(2, dtype=torch.int64, device=select_stats.device)
         self.decodes = settings.name is not None
         self.prefills = prefill is not None
         self.more_counts = settings.method.more_counts
@@ -226,7 +223,7 @@ class Counters:
             "aux_bytes_accounted": self._pools.accounted_bytes,
             "aux_bytes_measured": self._pools.measured_bytes,
             "allocator": allocator_counts(self.select_stats.device),
-            **(index_counts.state(self._dsa, self.index_keys, self.reuse) if self._dsa else {}),
+            **({"index_keys_prefilled": self.index_keys} if self._dsa and not self._dsa.native("indexer") else {}),
             **({"parts": self._parts_snapshot(counted)} if self._settings.method.parts else {}),
             **({"kept": self.keeps.snapshot()} if self.keeps else {}),
             **({"prefill": self._prefill_snapshot(self._prefill, prefill)} if self._prefill else {}),

@@ -61,7 +61,6 @@ class Rows:
             keys = torch.randn((PAGES + 1) * PAGE, DIM, generator=self.generator)
             index_keys.store(*index_keys.quantize(keys), torch.arange(len(keys)), buffer)
         self.view = self._view(lengths) if decodes else None
-        self.steps: Any = None
 
     def slot(self, row: int, position: int) -> int:
         return int(self.page_table[row, position // PAGE]) * PAGE + position % PAGE
@@ -80,14 +79,13 @@ class Rows:
 
     def backend(self, config: dict[str, Any] | None = None, fused: bool = False) -> Any:
         dense = SimpleNamespace(forward_metadata=self.metadata, use_fused_topk=fused)
-        counters = SimpleNamespace(reuse=torch.zeros(2, dtype=torch.int64), sparse_layers=len(LAYERS), index_keys=0)
+        counters = SimpleNamespace(sparse_layers=len(LAYERS), index_keys=0)
         method = build("dsa", config or {}).method
         return SimpleNamespace(
             view=self.view,
             dense=dense,
             first_layer=LAYERS[0],
             indexed=None,
-            steps=self.steps,
             method=method,
             counters=counters,
         )

@@ -35,28 +35,6 @@ def _of_file(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
     return {"file": name, "device": header["servers"]["base"]["device"]}
 
 
-def _of_reuse(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
-    server = header["servers"]["base"]
-    return {"device": server["device"], **server["sparse"]["config"]}
-
-
-def reuse(paths: Sequence[Path]) -> str:
-    """What selections of DSA cost that serve several layers or steps: a line for each file, task and length."""
-    columns: list[Column] = [
-        ("layers", text("index_share_layers")),
-        ("steps", text("index_reuse_steps")),
-        ("of their own choice", percent("reuse_recall")),
-        ("device", text("device")),
-        ("task", text("task")),
-        ("length", length),
-        ("n", text("n")),
-        ("right", number("score", 3)),
-        ("95 %", bounds("score_interval", 3, sign=False)),
-        ("read", percent("density")),
-    ]
-    return table(rows_beside_dense(paths, _of_reuse), columns)
-
-
 def needles(paths: Sequence[Path]) -> str:
     """A line for each file, task and length."""
     columns: list[Column] = [

@@ -18,8 +18,6 @@ COUNTED = (
 )
 # Of a method whose kernel looks at every key, and skips the values of some blocks.
 BLOCKS_COUNTED = ("blocks_visited", "blocks_skipped")
-# Of DSA whose selections serve more than a layer of a step, and with ``measure_reuse``; with the prefix ``reuse_``.
-REUSE_COUNTED = ("tokens", "held")
 # Of a prefill method; in what `moved` returns they have the prefix ``prefill_``, as in the server's metrics.
 PREFILL_COUNTED = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
 
@@ -36,8 +34,6 @@ def counts_of(state: dict[str, Any]) -> dict[str, int]:
     """The counters in what a server says: ``COUNTED``, and where its methods have them the other two tuples."""
     prefill = state.get("prefill") or {}
     found = {name: state[name] for name in COUNTED} | {name: state[name] for name in BLOCKS_COUNTED if name in state}
-    reuse = state.get("reuse") or {}
-    found |= {f"reuse_{name}": reuse[name] for name in REUSE_COUNTED if reuse}
     return found | {f"prefill_{name}": prefill[name] for name in PREFILL_COUNTED if prefill}
 
 
@@ -112,11 +108,6 @@ def skipped(counts: dict[str, int]) -> float | None:
     return counts["blocks_skipped"] / counts["blocks_visited"] if counts.get("blocks_visited") else None
 
 
-def reuse_recall(counts: dict[str, int]) -> float | None:
-    """Share of the tokens that layers and rows would have chosen which those had that they were given instead."""
-    return counts["reuse_held"] / counts["reuse_tokens"] if counts.get("reuse_tokens") else None
-
-
 def dense_rows(counts: dict[str, int]) -> float | None:
     """Share of the decoded rows that ran dense outside the selection kernel, and so are not in `density`."""
     return counts["dense_fallback_rows"] / counts["decode_rows"] if counts["decode_rows"] else None
@@ -126,7 +117,6 @@ def read_shares(counts: dict[str, int]) -> dict[str, float | None]:
     """`density` and `dense_rows`, `skipped` where blocks are, and `sparsity` where a prefill method counts."""
     found = {"density": density(counts), "dense_rows": dense_rows(counts)}
     found |= {"skipped": skipped(counts)} if "blocks_visited" in counts else {}
-    found |= {"reuse_recall": reuse_recall(counts)} if "reuse_tokens" in counts else {}
     return found | ({"sparsity": sparsity(counts)} if "prefill_pairs_causal" in counts else {})
 
 

@@ -104,7 +104,7 @@ class LocalSuite(Suite):
 def ask(tokens: Tokens, text: str, chat: bool, most: int | None = None) -> list[int]:
     """Token ids of a prompt; one that is too long loses its middle, half of what is kept coming from each end.
 
-    That is the truncation of LongBench, InfiniteBench and LV-Eval. They count the text alone; here the chat template
+    That is the truncation of LongBench and InfiniteBench. They count the text alone; here the chat template
     counts too, so that the prompt has the promised size.
 
     Args:

@@ -1,4 +1,4 @@
-"""Scores of LongBench (Bai et al., 2024), which LV-Eval (Yuan et al., 2024) and InfiniteBench share in part.
+"""Scores of LongBench (Bai et al., 2024), which InfiniteBench shares in part.
 
 Written from the definitions of LongBench's evaluation code. All take an output and one right answer and give 0 to 1.
 """

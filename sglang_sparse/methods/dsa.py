@@ -37,9 +37,6 @@ MOST_TOPK = 4096
 # tokens that are always chosen, other RoPE.
 SHARED = ("index_topk_freq", "cli_factor", "index_kpool")
 OTHER_INDEXERS = ("index_topk_pattern", "index_init_tokens", "index_local_tokens", "indexer_rope_interleave")
-# Fields that let a selection serve more than a layer of a step.
-REUSE = ("index_share_layers", "index_reuse_steps")
-_TRAINED = "the model was trained with its selection, in all layers and at every length"
 AUTO, NATIVE, PORTABLE, REFERENCE = "auto", "native", "portable", "reference"
 STAGES = ("indexer", "topk", "attention")
 
@@ -57,7 +54,7 @@ Implementation = Annotated[
 
 
 class DsaConfig(MethodConfig):
-    """How the method runs; what it computes was decided when the model was trained, unless layers share."""
+    """How the method runs; what it computes was decided when the model was trained."""
 
     limits: ClassVar[tuple[str, ...]] = ()
 
@@ -69,23 +66,6 @@ class DsaConfig(MethodConfig):
         validate_default=True,
         description='What runs: "native" (SGLang\'s own kernels), "portable" (this project\'s, in Triton), "reference" '
         '(in PyTorch, without a GPU) or "auto"; for all stages, or by stage: `indexer`, `topk`, `attention`.',
-    )
-    index_share_layers: int = Field(
-        1,
-        ge=1,
-        description="In a decode step a layer's selection serves this many layers in a row. Above 1 is not what the "
-        "model was trained for: what decode writes is then not shared.",
-    )
-    index_reuse_steps: int = Field(
-        1,
-        ge=1,
-        description="A row's selection in decode serves this many steps, which attend to the newest tokens beside it; "
-        "above 1 likewise.",
-    )
-    measure_reuse: bool = Field(
-        False,
-        description="Debug: layers and rows that reuse a selection choose all the same, and `/server_info` says how "
-        "much of their choice they had.",
     )
 
     @field_validator("layers", "dense_fallback", "check_exactness", "page_size", "min_seq_len", "crossover_tokens")
@@ -101,17 +81,11 @@ class DsaConfig(MethodConfig):
     @classmethod
     def _nothing_to_rectify(cls, data: object) -> object:
         if isinstance(data, dict) and (given := [name for name in data if str(name).startswith("rectify_")]):
-            shares = any((data.get(name) or 1) != 1 for name in REUSE)
-            why = "what shared selections write is never shared" if shares else f"{_TRAINED}, so its KV is exact"
-            raise ValueError(f"{given[0]}: there is nothing to rectify; {why}")
+            raise ValueError(
+                f"{given[0]}: there is nothing to rectify; the model was trained with its selection, in all layers and "
+                "at every length, so its KV is exact"
+            )
         return data
-
-    @field_validator("measure_reuse")
-    @classmethod
-    def _something_is_reused(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and all(info.data.get(name) == 1 for name in REUSE):
-            raise ValueError(f"needs {' or '.join(REUSE)} above 1: no selection is reused")
-        return value
 
 
 class Dsa(DecodeMethod):
@@ -121,9 +95,6 @@ class Dsa(DecodeMethod):
 
     Attributes:
         index_topk: tokens that a row attends to at most: the model's.
-        share_layers: layers that a selection of a decode step serves.
-        reuse_steps: decode steps that it serves.
-        measure_reuse: whether the others choose all the same, to be compared.
     """
 
     config_class = DsaConfig
@@ -134,15 +105,12 @@ class Dsa(DecodeMethod):
     # Those of this project make float8 of integers.
     needs_float8 = False
     flag_limits = INDEXER_LIMITS
+    exact = True
     index_topk = 0
 
     def __init__(self, config: DsaConfig):
         super().__init__(config)
         self._stages: Mapping[str, str] = {**config.implementation}
-        self.share_layers, self.reuse_steps = config.index_share_layers, config.index_reuse_steps
-        self.measure_reuse = config.measure_reuse
-        # What layers with a selection that is not theirs write is not what the model was trained to compute.
-        self.exact = all(getattr(config, name) == 1 for name in REUSE)
 
     def native(self, stage: str) -> bool:
         """Whether SGLang's own kernels run a stage: one of ``STAGES``."""
@@ -176,11 +144,6 @@ class Dsa(DecodeMethod):
                 f"its index_topk is {config.index_topk} and the context length is {model_config.context_len}: every "
                 "token would attend to all; allowed: a longer context"
             )
-        # A selection that serves n steps has n - 1 tokens less.
-        mosts = {"layers": model_config.num_hidden_layers, "tokens to choose": config.index_topk}
-        for name, (unit, most) in zip(REUSE, mosts.items(), strict=True):
-            if (asked := getattr(self.config, name)) > most:
-                return f"{name} is {asked} and it has {most} {unit}; allowed: 1 to {most}"
         shared = {name: getattr(config, name, None) for name in SHARED if (getattr(config, name, None) or 1) != 1}
         other = shared | {name: value for name in OTHER_INDEXERS if (value := getattr(config, name, None))}
         if "shared" in (getattr(config, "indexer_types", None) or ()):

@@ -172,12 +172,6 @@ def test_a_name_is_judged_by_what_the_cache_has(tmp_path: Path, monkeypatch: pyt
         ('{"layers": "2-"}', {}, "layers: got '2-'; must be 'all' with dsa"),
         ('{"page_size": 16}', {}, "page_size: got 16; must be 64 with dsa"),
         ('{"check_exactness": true}', {}, "check_exactness: got True; must be False with dsa"),
-        ('{"index_share_layers": 5}', {}, "index_share_layers is 5 and it has 4 layers; allowed: 1 to 4"),
-        (
-            '{"index_reuse_steps": 513}',
-            {},
-            "index_reuse_steps is 513 and it has 512 tokens to choose; allowed: 1 to 512",
-        ),
         ('{"implementation": "native"}', {}, "indexer: got 'native', allowed: reference; not native: this machine has"),
         ('{"implementation": {"topk": "portable"}}', {}, "topk: got 'portable', allowed: reference; not portable:"),
         (None, {"page_size": 16}, "a page size (got 16): the indexer's keys are laid out in pages of 64"),

@@ -55,8 +55,6 @@ def refused(facts: Facts, **asked: str) -> str:
         (replace(GPU, heads=128), FASTEST),
         (replace(GPU, heads=64, capability=BLACKWELL), FASTEST),
         (replace(GPU, heads=96, capability=BLACKWELL), ALL_PORTABLE),
-        (replace(GPU, share_layers=2), ("portable", "portable", "native")),
-        (replace(GPU, reuse_steps=2), ("portable", "portable", "native")),
         (replace(GPU, topk=512), FASTEST),
         (replace(GPU, reference=True, capability=AMPERE), ("reference", "reference", "reference")),
     ],
@@ -91,8 +89,6 @@ def test_what_is_asked_for_decides_the_rest(asked: dict[str, str], expected: tup
         (replace(GPU, capability=(7, 5)), {}, "it needs compute capability 8.0 or later, and this GPU has 7.5"),
         (replace(GPU, topk=512), {"topk": "native"}, "takes 2048 tokens, and the model's index_topk is 512"),
         (replace(GPU, heads=48), {"attention": "native"}, "a multiple of 64 query heads a rank, and there are 48"),
-        (replace(GPU, share_layers=2), {"indexer": "native"}, "with index_share_layers a layer may write its keys"),
-        (replace(GPU, reuse_steps=2), {"indexer": "native"}, "with index_reuse_steps a step may write its keys"),
         (
             replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64)),
             {},
@@ -130,11 +126,7 @@ def test_nothing_starts_where_sglangs_model_cannot_be_imported(capability: tuple
         ({"implementation": "fast"}, "implementation: got 'fast'"),
         ({"implementation": {"logits": "native"}}, "implementation: got 'logits'"),
         ({"implementation": 3}, "implementation: got 3"),
-        ({"index_share_layers": 0}, "index_share_layers: got 0"),
-        ({"measure_reuse": True}, "needs index_share_layers or index_reuse_steps above 1"),
-        ({"index_reuse_steps": 0}, "index_reuse_steps: got 0"),
-        ({"index_reuse_steps": 2, "rectify_interval": 8}, "what shared selections write is never shared"),
-        ({"index_share_layers": 2, "rectify_interval": 8}, "what shared selections write is never shared"),
+        ({"index_share_layers": 2}, "index_share_layers"),
     ],
 )
 def test_bad_fields(config: dict[str, Any], expected: str) -> None:
@@ -150,8 +142,7 @@ def test_a_config_says_it_for_all_stages_or_for_some() -> None:
     method: Any = build("dsa", {"implementation": {"topk": "native"}}).method
     assert method.native("topk") and not method.native("indexer")
     assert method.kernels("triton") == "indexer auto, topk native, attention auto"
-    assert method.exact and not build("dsa", {"index_share_layers": 2}).method.exact
-    assert not build("dsa", {"index_reuse_steps": 2}).method.exact
+    assert method.exact
 
 
 SOME_NATIVE = '{"implementation": {"indexer": "portable", "attention": "native"}}'

@@ -11,7 +11,6 @@ from dsa_passes import (
     PAGES,
     PASSES,
     ROPE,
-    TOPK,
     Model,
     Rows,
     defined,
@@ -59,43 +58,6 @@ def test_tokens_of_a_copied_cache_are_numbered_from_where_their_row_begins(kind:
     backend, model = rows.backend(fused=True), Model(rows)
     expected = run(rows, backend, model, 0), defined(rows, model, 0)
     assert torch.equal(expected[0], torch.where(expected[1] < 0, -1, expected[1] + starts[:, None]))
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("kind", PASSES)
-def test_layers_share_a_selection_in_decode_alone(kind: str, fused: bool, run) -> None:
-    rows = Rows(**PASSES[kind])
-    backend, model = rows.backend({"index_share_layers": 2}, fused), Model(rows)
-    found, keys = [], []
-    for layer in LAYERS:
-        before = rows.pool[layer].clone()
-        found.append(run(rows, backend, model, layer))
-        keys.append(not torch.equal(rows.pool[layer], before))
-        own = defined(rows, model, layer)
-        reused = rows.view is not None and layer == 1
-        assert torch.equal(found[-1], found[0] if reused else named(rows, own) if fused else own)
-    assert all(keys), "every layer's keys are stored: the next step may choose by them"
-    if rows.view is not None:
-        lengths = torch.tensor(rows.seen)
-        each = [len(lengths), int(lengths.clamp(max=TOPK).sum()), int(lengths.sum())]
-        assert rows.view.stats[:3].tolist() == [3 * number for number in each]
-
-
-def test_what_reuse_costs_is_measured_and_changes_nothing(run) -> None:
-    plain = Rows(**PASSES["decode"])
-    backend, model = plain.backend({"index_share_layers": 3}), Model(plain)
-    without = [run(plain, backend, model, layer) for layer in LAYERS]
-    assert backend.counters.reuse.tolist() == [0, 0]
-    rows = Rows(**PASSES["decode"])
-    backend, model = rows.backend({"index_share_layers": 3, "measure_reuse": True}), Model(rows)
-    held = 0
-    for layer in LAYERS:
-        assert torch.equal(run(rows, backend, model, layer), without[layer])
-        own = defined(rows, model, layer)
-        held += sum(len(set(own[row].tolist()) & set(without[0][row].tolist())) for row in (0, 2) if layer)
-    # The row of 20 tokens leaves nothing out.
-    assert backend.counters.reuse.tolist() == [2 * 2 * TOPK, held] and 0 < held < 4 * TOPK
-    assert rows.view is not None and plain.view is not None and torch.equal(rows.view.stats, plain.view.stats)
 
 
 @pytest.mark.parametrize("topk", ["native", "portable"])

@@ -37,7 +37,7 @@ def test_partners_are_those_that_start() -> None:
 
 
 @pytest.mark.parametrize(
-    "rules", [{"0-1": "dense", "2-": {}}, {"0-1": {}, "2-": {"index_share_layers": 2}}, {"0-": {}}]
+    "rules", [{"0-1": "dense", "2-": {}}, {"0-1": {}, "2-": {"implementation": "portable"}}, {"0-": {}}]
 )
 def test_dsa_has_all_layers(rules: dict[str, Any]) -> None:
     message = refused(rules, "dsa")

@@ -11,6 +11,7 @@ from sglang_sparse.plan import DecodePlan
 from sglang_sparse.pools import AuxPools
 from sglang_sparse.stats import Counters, RectifyCounts
 from sglang_sparse.versions import SUPPORTED_SGLANG
+from sglang_sparse_kernels.page_centroids import record_bytes
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
 FLAT = {
@@ -41,7 +42,7 @@ def test_a_new_server_counts_nothing() -> None:
     assert snapshot["method"] == "resa" and snapshot["sparse_layers"] == 2
     assert {snapshot[name] for name in FLAT.values()} == {0}
     assert snapshot["active_fraction"] == 0.0
-    assert snapshot["aux_bytes"] == 2 * 8 * SHAPE.num_kv_heads * 2 * SHAPE.head_dim * 2
+    assert snapshot["aux_bytes"] == 2 * 8 * SHAPE.num_kv_heads * record_bytes(6, SHAPE.head_dim)
 
 
 def test_a_server_says_what_it_runs_on() -> None:

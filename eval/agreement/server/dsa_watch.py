@@ -137,10 +137,9 @@ class Watch:
         other = SimpleNamespace(
             dense=SimpleNamespace(forward_metadata=backend.dense.forward_metadata, use_fused_topk=False),
             view=None if view is None else replace(view, stats=torch.zeros_like(view.stats)),
-            method=SimpleNamespace(native=lambda _: False, share_layers=1, measure_reuse=False),
+            method=SimpleNamespace(native=lambda _: False),
             first_layer=backend.first_layer,
             indexed=self._indexed,
-            steps=None,
             counters=SimpleNamespace(index_keys=0),
         )
         found: list[Selected] = []
