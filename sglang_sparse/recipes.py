@@ -1,13 +1,12 @@
 """Recipes: a model, a method and the flags of a server that go together, as TOML.
 
 They lie in ``launch/recipes`` of the repository; ``recipe_files`` beside this file is a link to that folder, which a
-wheel has as a folder of its own. What is estimated from a model's sizes is computed here and written down nowhere.
+wheel has as a folder of its own.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from sglang_sparse.config.settings import Settings, build
 from sglang_sparse.config_value import read_config
 from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
 from sglang_sparse.model_kinds import KINDS
-from sglang_sparse.recipe_memory import memory
 from sglang_sparse.registry import require_known
 from sglang_sparse.validation import explain_value
 
@@ -35,28 +33,6 @@ class Sparse(_Table):
 
     method: str
     config: dict[str, Any] = Field(default_factory=dict)
-
-
-class Sizes(_Table):
-    """What the memory goes by, of the ``config.json`` and the card that the model was published with.
-
-    Attributes:
-        layers: its layers, all with attention.
-        q_heads: query heads.
-        kv_heads: KV heads; 1 for MLA, whose heads share what is cached.
-        head_dim: elements of a cached key; for MLA the latent and the rotary part, where nothing else is cached.
-        index_dim: elements of an indexer's key; 0 without an indexer.
-        parameters: of the whole model.
-        weight_bytes: bytes of a parameter, on average.
-    """
-
-    layers: int = Field(gt=0)
-    q_heads: int = Field(gt=0)
-    kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    index_dim: int = Field(0, ge=0)
-    parameters: float = Field(gt=0)
-    weight_bytes: float = Field(gt=0)
 
 
 class Measured(_Table):
@@ -78,6 +54,9 @@ class Measured(_Table):
     row: dict[str, str]
     field: str
 
+    def __str__(self) -> str:
+        return f"{self.what}: {self.value:g} {self.unit} (measured: {self.file}, {self.field})"
+
 
 class Recipe(_Table):
     """What a recipe says.
@@ -87,7 +66,6 @@ class Recipe(_Table):
         model_path: SGLang's ``--model-path``, as a rule a Hugging Face id.
         attention: kind of attention of the model, see ``model_kinds.KINDS``.
         gpu: the GPU it is for.
-        gpu_memory_gib: its memory that the driver reports, in GiB.
         gpus: how many, which is ``--tp-size``.
         context_length: tokens, ``--context-length``.
         mem_fraction_static: ``--mem-fraction-static``.
@@ -96,15 +74,13 @@ class Recipe(_Table):
         flags: further flags of SGLang without their dashes; true for one without a value, a table for JSON.
         decode: the decode method; none for dense decode.
         prefill: the prefill method; none for dense prefill.
-        sizes: what the memory goes by.
-        measured: figures that were measured; the others are estimates, see ``figures``.
+        measured: figures that were measured.
     """
 
     title: str
     model_path: str
     attention: str
     gpu: str
-    gpu_memory_gib: float = Field(gt=0)
     gpus: int = Field(gt=0)
     context_length: int = Field(gt=0)
     mem_fraction_static: float = Field(gt=0, lt=1)
@@ -113,7 +89,6 @@ class Recipe(_Table):
     flags: dict[str, bool | int | float | str | dict[str, Any]] = Field(default_factory=dict)
     decode: Sparse | None = None
     prefill: Sparse | None = None
-    sizes: Sizes
     measured: list[Measured] = Field(default_factory=list)
 
     @field_validator("attention")
@@ -162,7 +137,7 @@ def _words(name: str, value: Any) -> list[str]:
     return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
-_TABLES: dict[str, type[_Table]] = {"decode": Sparse, "prefill": Sparse, "sizes": Sizes, "measured": Measured}
+_TABLES: dict[str, type[_Table]] = {"decode": Sparse, "prefill": Sparse, "measured": Measured}
 
 
 def _explain(origin: str, error: ValidationError) -> str:
@@ -202,37 +177,3 @@ def load(name: str) -> Recipe:
         return Recipe.model_validate(fields)
     except ValidationError as error:
         raise ValueError(_explain(f"--recipe {name}", error)) from error
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number about a recipe and where it comes from.
-
-    Attributes:
-        what: it is.
-        value: the number with its unit.
-        source: "measured" with the file, or "estimate" with the formula.
-    """
-
-    what: str
-    value: str
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.value} ({self.source})"
-
-
-def figures(recipe: Recipe) -> list[Figure]:
-    """What is known of a recipe in numbers: measured ones first, then estimates for each GPU."""
-    found = [
-        Figure(one.what, f"{one.value:g} {one.unit}", f"measured: {one.file}, {one.field}") for one in recipe.measured
-    ]
-    held = memory(recipe)
-    values = {
-        "weights on each GPU": f"{held.weights / 1e9:.1f} GB",
-        "KV of a token on each GPU": f"{held.kv} B",
-        "summaries of a token on each GPU": f"{held.summaries:g} B",
-        "KV tokens that fit": f"about {held.tokens // 1000 * 1000:,}",
-    }
-    estimates = zip(values.items(), held.formulas, strict=True)
-    return found + [Figure(what, value, f"estimate: {formula}") for (what, value), formula in estimates]

@@ -123,12 +123,12 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe(recipe: Recipe) -> str:
-    """What a recipe is for, what it needs, and its figures with their sources."""
+    """What a recipe is for, what it needs, and what was measured of it."""
     lines = [
         f"{recipe.title}: {recipe.gpus} x {recipe.gpu}, {recipe.context_length} tokens",
         *(f"before the first start: {step}" for step in recipe.before),
         *(f"note: {note}" for note in recipe.notes),
-        *map(str, recipes.figures(recipe)),
+        *map(str, recipe.measured),
     ]
     return "\n".join(lines)
 
