@@ -55,6 +55,10 @@ class LayeredPrefill(PrefillMethod):
         """Those of the parts."""
         return tuple(part.config for part in self.parts)
 
+    def warnings(self) -> tuple[str, ...]:
+        """Those of the parts."""
+        return tuple(dict.fromkeys(text for part in self.parts for text in part.warnings()))
+
     def having(self, configs: Sequence[PrefillConfig]) -> LayeredPrefill:
         """See ``PrefillMethod.having``; one for each part."""
         parts = [part.having([config]) for part, config in zip(self.parts, configs, strict=True)]

@@ -217,6 +217,10 @@ class PrefillMethod(ABC):
         """Say why this config does not fit pages of ``page_size`` tokens, or None when it does."""
         return None
 
+    def warnings(self) -> tuple[str, ...]:
+        """What to tell the user at start of a config as it was given."""
+        return ()
+
     @abstractmethod
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
         """Return an upper bound of the GPU memory that a layer's ``attend`` takes beside its inputs, in bytes.

@@ -50,6 +50,8 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         require_supported_sglang()
         apply.verify()
         settings = resolve(args)
+        # Of what the user gave: below, the configs name every field.
+        of_prefill = settings.prefill.warnings() if settings.prefill else ()
         if settings.name:
             args.sparse_config = json.dumps(settings.resolved)
         if args.sparse_prefill_method:
@@ -63,7 +65,7 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
             settings = settings_of(args) or settings
             refusals.require_after(args, settings)
             dsa_flags.leave_graphs(args, settings)
-        for text in settings.method.warnings():
+        for text in (*settings.method.warnings(), *of_prefill):
             logger.warning("sglang_sparse: %s", text)
 
 

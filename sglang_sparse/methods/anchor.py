@@ -123,6 +123,16 @@ class Anchor(PrefillMethod):
             return f"block_size: got {self.config.block_size}, allowed: a multiple of the page size of {page_size}"
         return None
 
+    def warnings(self) -> tuple[str, ...]:
+        """A threshold that nobody chose for the model may leave nothing out, and then costs time."""
+        if self.config.model_fields_set & {"theta", "calibration"}:
+            return ()
+        return (
+            "anchor runs with its usual theta, which nobody chose for this model: it may leave nothing out, and then "
+            "prefill takes longer than dense; python -m sglang_sparse.calibrate --method anchor --model-path MODEL "
+            "--out anchor.json finds one for --sparse-prefill-config anchor.json",
+        )
+
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
         """The op's bound; its slices run one after the other."""
         heads, dim = model.num_q_heads, model.head_dim

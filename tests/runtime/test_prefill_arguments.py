@@ -47,6 +47,23 @@ def test_thetas_by_layer_and_where_they_come_from_are_reported(qwen3: str) -> No
     assert json.loads(args.sparse_prefill_config).items() >= fields.items()
 
 
+@pytest.mark.parametrize(
+    ("fields", "times"),
+    [
+        ({}, 1),
+        ({"step": 8}, 1),
+        ({"theta": 12.0}, 0),
+        ({"calibration": {"target_recall": 0.95}}, 0),
+        ({"layers": {"0": {}, "1": {"step": 8}}}, 1),
+    ],
+)
+def test_a_threshold_that_nobody_chose_is_warned_of(
+    qwen3: str, fields: dict[str, object], times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    resolve(qwen3, **PREFILL, sparse_prefill_config=json.dumps(fields), chunked_prefill_size=4096)
+    assert sum("which nobody chose for this model" in line for line in caplog.messages) == times
+
+
 @pytest.mark.parametrize("decode", [{}, {"sparse_method": "resa", "sparse_config": '{"rectify_interval": 0}'}])
 def test_mixed_chunk_with_any_decode_that_does_not_rectify(qwen3: str, decode: dict[str, str]) -> None:
     args = resolve(qwen3, **PREFILL, **decode, chunked_prefill_size=2048, enable_mixed_chunk=True)
