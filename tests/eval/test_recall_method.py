@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rope_calibrations import calibration
 
 from eval.live.counters import EvaluationError
 from eval.parts.recall_attention import Captured, Selection, judge
@@ -16,7 +17,6 @@ from sglang_sparse.config.settings import Settings
 from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import DecodeMethod
 from sglang_sparse.method_config import MethodConfig
-from tests.rope_calibrations import calibration
 
 PAGE, KV_HEADS, GROUP, DIM = 16, 2, 4, 64
 
@@ -56,7 +56,8 @@ def chosen_by(method: DecodeMethod, data: Captured) -> Selection:
 
 def test_resa_selects_as_its_paper_says() -> None:
     data = captured()
-    settings = method_settings("resa", '{"active_ratio": 0.2, "min_pages": 2, "local_pages": 1}')
+    paper = {"summary": "minmax", "group": "mean_query"}
+    settings = method_settings("resa", json.dumps({**paper, "active_ratio": 0.2, "min_pages": 2, "local_pages": 1}))
     found = select(settings, data, Facts())
     for row, position in enumerate(data.positions.tolist()):
         pages = data.key[: position + 1].split(PAGE)

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from reproduce_stubs import SERVER, STUB, StubServer
 
 from eval import reproduce
 from eval.live.record import read_rows
 from eval.parts import reproduce_run
 from eval.parts.reproduce_leg import FOLDER, URL, URLS_BESIDE, Command, Leg, Server
-from tests.reproduce_stubs import SERVER, STUB, StubServer
 
 
 @pytest.fixture

@@ -88,8 +88,10 @@ def main() -> int:
 def _prepare(directory: Path) -> None:
     """Import SGLang once, with the plugin and the CPU platform: the processes are forked from here."""
     os.environ.update(ENVIRONMENT)
-    paths = [ROOT / "tests" / "schedules", ROOT / "tests", ROOT / "kernels", ROOT, ROOT / "launch" / "cpu_platform"]
-    sys.path[:0] = [str(path) for path in paths if str(path) not in sys.path]
+    paths = [
+        str(ROOT / folder) for folder in ("tests/schedules", "tests/support", "kernels", "", "launch/cpu_platform")
+    ]
+    sys.path[:0] = [path for path in paths if path not in sys.path]
     _install_entry_points(directory)
     # What these imports make stays; collecting among it costs a tenth of the time.
     gc.disable()

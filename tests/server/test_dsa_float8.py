@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next 
 FLOAT8 = (*FLAGS, "--kv-cache-dtype", "fp8_e4m3")
 # With a plugin that forbids the platform's own code of such rows.
 ALONE = {
-    "PYTHONPATH": str(Path(__file__).parent.parent / "third_party"),
+    "PYTHONPATH": str(Path(__file__).parents[1] / "support" / "third_party"),
     "SGLANG_PLUGINS": "torch_cpu,sglang_sparse,own_rows",
 }
 # Values, scales and rotated key; key and scale of the indexer.

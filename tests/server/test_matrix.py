@@ -164,7 +164,7 @@ def shown() -> set[Cell]:
 
 def test_every_yes_of_the_tables_is_shown() -> None:
     told = shown() | feature_cells.PROOFS.keys()
-    assert sorted(feature_cells.cells() - told) == [], "add a test, and name it in tests/feature_cells.py"
+    assert sorted(feature_cells.cells() - told) == [], "add a test, and name it in tests/support/feature_cells.py"
     assert sorted(told - feature_cells.cells()) == [], "the tables say no"
 
 

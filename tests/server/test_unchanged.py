@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-THIRD_PARTY = str(Path(__file__).parent.parent / "third_party")
+THIRD_PARTY = str(Path(__file__).parents[1] / "support" / "third_party")
 
 
 def probe(serve, checkpoint, plugins: str, *flags: str, **kwargs) -> dict[str, object]:

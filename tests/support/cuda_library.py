@@ -39,7 +39,7 @@ def build(folder: Path, kernels: Iterable[str], macros: str = "") -> ctypes.CDLL
     undefined = "".join(f"#undef {name}\n" for name in macros.split())
     source.write_text("".join(['#include "cuda_on_cpu.h"\n', *(kernel + undefined for kernel in kernels)]))
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w"]
-    options += [f"-I{Path(__file__).with_name('kernels')}", f"-I{nvrtc.HEADERS}"]
+    options += [f"-I{Path(__file__).parents[1] / 'kernels'}", f"-I{nvrtc.HEADERS}"]
     subprocess.run([compiler, *options, str(source), "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))
 

@@ -18,7 +18,7 @@ OTHER_GROUP = {"algorithm": "sparse_softmax"}
 GROUP = {"algorithm": "skip_softmax", "targets": ["Attention"], "threshold_scale_factor": BY_PHASE}
 NEW = {"config_groups": {"group_0": OTHER_GROUP, "group_1": GROUP}}
 
-TINY = Path(__file__).parent.parent / "eval" / "models" / "tiny-gqa"
+TINY = Path(__file__).parents[2] / "eval" / "models" / "tiny-gqa"
 RANGES = {"prefill": (0.2, 0.8), "decode": (0.1, 0.9)}
 
 

@@ -13,7 +13,7 @@ from eval.live.record import read_rows, result_files
 from eval.parts.reproduce_legs import LEGS
 from sglang_sparse import capabilities, tables
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 YES = "yes"
 PAGE_SIZE, ON_GPU, ON_CPU = (
     "`--page-size`",

@@ -7,7 +7,7 @@ from typing import Any
 
 from launch.server import ServerProcess
 
-DASHBOARD = json.loads((Path(__file__).parent.parent / "launch" / "grafana.json").read_text())
+DASHBOARD = json.loads((Path(__file__).parents[2] / "launch" / "grafana.json").read_text())
 METRIC = r"sglang:sparse_\w+"
 
 
