@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 # Threads that wait for each other at every small product are slow where cores are shared. PyTorch and NumPy read this
 # while they are imported, and whatever a test starts has it too.
@@ -16,9 +17,15 @@ settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
 
+LAB = Path(__file__).with_name("lab")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with servers first: a long one that begins last would leave all workers but one idle."""
     items.sort(key=lambda item: item.path.parent.name != "server")
+    for item in items:
+        if LAB in item.path.parents:
+            item.add_marker("lab")
 
 
 def pytest_collection_finish() -> None:
