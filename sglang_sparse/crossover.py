@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 TABLE = Path(__file__).with_name("crossover.json")
 # The method that ``sglang_sparse.tune`` measures.
 TUNED = "resa"
-# Fields that it leaves at their defaults.
-UNMEASURED = ("summary", "group")
+# Fields of the config by which a step takes longer or shorter, beside the share of the pages.
+_SELECTION = {"summary": None, "group": None, "summary_dtype": "auto"}
 # What tells two entries of a table apart; the first ones are what `setup` returns.
-KEY = ("method", "gpu", "q_heads", "kv_heads", "head_dim", "page_size", "kv_dtype", "summary_dtype", "active_ratio")
+KEY = ("method", "gpu", "q_heads", "kv_heads", "head_dim", "page_size", "kv_dtype", *_SELECTION, "active_ratio")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def setup(method: str, config: MethodConfig, model: ModelShape, gpu: str) -> dic
         "head_dim": model.head_dim,
         "page_size": config.page_size,
         "kv_dtype": str(model.kv_dtype).removeprefix("torch."),
-        "summary_dtype": getattr(config, "summary_dtype", "auto"),
+        **{name: getattr(config, name, usual) for name, usual in _SELECTION.items()},
     }
 
 
@@ -100,8 +100,6 @@ def find(
         return Crossover(0, "dense_fallback is never")
     if config.crossover_tokens != "auto":
         return Crossover(config.crossover_tokens, "set by the user")
-    if other := [name for name in UNMEASURED if name in config.model_fields_set]:
-        return Crossover(DEFAULT_CROSSOVER, f"the default; not measured with {' and '.join(other)}")
     gpu = gpu_name(device)
     wanted = setup(str(settings.name), config, model, gpu)
     ratio = getattr(config, "active_ratio", float("inf"))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from model_configs import write_config
+from model_configs import CONFIGS, write_config
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -71,9 +71,9 @@ def test_config_without_method(qwen3: str) -> None:
         ('{"summary_dtype": "int8"}', ["summary_dtype: got 'int8'", "'auto', 'bf16' or 'fp8'"]),
         ('{"summary": "mean"}', ["summary: got 'mean'", "'minmax' or 'centroids'"]),
         ('{"group": "max"}', ["group: got 'max'", "'mean_query' or 'vote'"]),
-        ('{"centroids": 4}', ["centroids: got 4", "needs summary \"centroids\", got 'minmax'"]),
-        ('{"summary": "centroids", "centroids": 4, "page_size": 2}', ["centroids: got 4", "at most page_size (2)"]),
-        ('{"summary": "centroids", "centroids": 9}', ["centroids: got 9", "less than or equal to 8"]),
+        ('{"summary": "minmax", "centroids": 4}', ["centroids: got 4", "needs summary \"centroids\", got 'minmax'"]),
+        ('{"centroids": 4, "page_size": 2}', ["centroids: got 4", "at most page_size (2)"]),
+        ('{"centroids": 9}', ["centroids: got 9", "less than or equal to 8"]),
         ('{"dense_fallback": "sometimes"}', ["dense_fallback: got 'sometimes'", "'auto' or 'never'"]),
         ('{"page_size": 24}', ["page_size: got 24", "power of two from 1 to 64"]),
         ('{"page_size": 128}', ["page_size: got 128", "power of two from 1 to 64"]),
@@ -151,6 +151,13 @@ def test_rocketkv_must_fit_the_model(qwen3: str) -> None:
         message = refused(qwen3, sparse_method="rocketkv", sparse_config={"eviction": "compact", "layers": layers})
         assert 'eviction is "compact" and layers is \'1-\'; allowed: "all" of its 4' in message
     assert resolve(qwen3, sparse_method="rocketkv", sparse_config={"eviction": "compact", "topr": 64}).sparse_config
+
+
+def test_heads_too_small_for_centroids(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["qwen3"], "head_dim": 16}))
+    message = refused(str(tmp_path))
+    assert "summary: got 'centroids' and the model's head_dim is 16; allowed: an even one of at least 32, or {" in message
+    assert resolve(str(tmp_path), sparse_config={"summary": "minmax"}).sparse_method == "resa"
 
 
 def test_mixed_chunk_without_compaction(qwen3: str) -> None:

@@ -149,7 +149,10 @@ def test_resa_is_charged_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     # A tenth of the longest row's pages.
     sizes = (4, 1, 128, 128, -(-(CONTEXT + EXTRA) // 160), 16, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
     expected = max(sparse_decode.scratch_bytes(rows, *sizes) for rows in range(1, 25))
-    assert charge(method="resa") == expected > 0
+    paper = {"summary": "minmax", "group": "mean_query"}
+    assert charge(method="resa", config=paper) == expected > 0
+    # Votes leave a logit of every head and page.
+    assert charge(method="resa") > max(expected, 24 * 4 * 4 * (CONTEXT + EXTRA) // 16)
 
 
 def test_a_full_score_and_a_copy_of_the_keys_are_counted() -> None:

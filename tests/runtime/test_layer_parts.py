@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import crossover, keep_method, metrics, pools, recipes, scratch, windows
+from sglang_sparse import crossover, keep_method, metrics, pools, scratch, windows
 from sglang_sparse.composite import Composite, count_sizes, view_buffers, with_parts
 from sglang_sparse.config.settings import Settings, build
 from sglang_sparse.kv_check import stale_summaries
@@ -16,6 +16,7 @@ from sglang_sparse.pools import AuxPools, page_ends
 from sglang_sparse.requests import RequestState, parse_options
 from sglang_sparse.stats import Counters
 from sglang_sparse.view import allocate_view
+from sglang_sparse_kernels.page_centroids import record_bytes
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
 SKIP = {"method": "skip_softmax", "threshold_scale_factor": {"decode": 40}}
@@ -57,16 +58,6 @@ def test_what_both_kinds_of_parts_count_is_reported_together(caplog: Any) -> Non
         report.step(time)
     assert sum(one.counts["pages_attended"] for one in published) == 8 + 2 * 2 * 40
     assert sum(one.counts["pages_held"] for one in published) == 80 + 2 * 2 * 40
-
-
-def test_a_recipe_charges_each_part_for_its_own_layers(tmp_path: Any) -> None:
-    text = (recipes.FOLDER / "qwen3-8b-long.toml").read_text()
-    rules = '{ "0-17" = {}, "18-" = { method = "skip_softmax", threshold_scale_factor = { decode = 40.0 } } }'
-    config = f"config = {{ rectify_interval = 0, layers = {rules} }}"
-    path = tmp_path / "own.toml"
-    path.write_text(text.replace('method = "resa"', f'method = "resa"\n{config}'))
-    whole, part = recipes.memory(recipes.load("qwen3-8b-long")), recipes.memory(recipes.load(str(path)))
-    assert part.summaries == whole.summaries / 2 > 0
 
 
 def test_the_crossover_is_that_of_the_part_that_pays_last() -> None:
@@ -158,9 +149,9 @@ def test_memory_of_what_parts_keep_is_added_up_and_a_choice_is_the_largest() -> 
     first, second = keep_method.keep_methods(settings.method)
     assert needed(first, second)[0] == needed(first)[0] + needed(second)[0] > 0
     assert needed(first, second)[1] == max(needed(first)[1], needed(second)[1]) > 0
-    # Of one, two and one layers: bounds of blocks of four and eight tokens in float8, and of pages in bfloat16.
+    # Of one, two and one layers: bounds of blocks of four and eight tokens in float8, and centroids of pages.
     token = 2 * 64 * 2
-    assert pools.aux_bytes_per_token(settings, SHAPE) == token // 4 + 2 * token // 8 + 2 * token // 16
+    assert pools.aux_bytes_per_token(settings, SHAPE) == token // 4 + 2 * token // 8 + 2 * record_bytes(6, 64) // 16
 
 
 def test_entries_of_two_sizes_are_refreshed_each_where_it_ends() -> None:

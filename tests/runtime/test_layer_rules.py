@@ -213,7 +213,7 @@ def test_a_share_to_skip_is_resolved_by_the_checkpoint() -> None:
 
 
 def test_buffers_are_those_of_the_layers_that_have_them() -> None:
-    settings = three()
+    settings = build("resa", {"layers": RULES, "summary": "minmax", **SHARED})
     specs = settings.method.aux_specs(SHAPE)
     aux = pools.AuxPools(specs, settings.method.sparse_layers(4), 8, 16, "cpu")
     assert [aux.buffer("page_summary", layer).dtype for layer in (1, 2)] == [torch.bfloat16, torch.float8_e4m3fn]

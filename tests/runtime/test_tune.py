@@ -62,8 +62,11 @@ def test_no_answer_is_told() -> None:
         crossing([])
 
 
+PAPER = {"summary": "minmax", "group": "mean_query"}
+
+
 def test_the_step_is_what_a_server_runs() -> None:
-    method = Resa(ResaConfig.model_validate({"page_size": 8, "active_ratio": 0.25, "min_pages": 4}))
+    method = Resa(ResaConfig.model_validate({"page_size": 8, "active_ratio": 0.25, "min_pages": 4, **PAPER}))
     step = Step(method, SHAPE, 2, 256, 512, "cpu")
     out = step.sparse(0)
     keys, values = (cache.float() for cache in step.paged(0))
@@ -184,7 +187,7 @@ def test_another_shape_is_not_measured(other: dict[str, Any]) -> None:
     assert found.tokens == DEFAULT_CROSSOVER
     assert found.source == "the default; not measured for this shape on cpu, see python -m sglang_sparse.tune"
     assert find({}, {"gpu": "NVIDIA H100"}).tokens == find({"page_size": 32}, {}).tokens == DEFAULT_CROSSOVER
-    for fields in ({"summary_dtype": "fp8"}, {"summary": "centroids"}, {"group": "vote"}):
+    for fields in ({"summary_dtype": "fp8"}, {"summary": "minmax"}, {"group": "mean_query"}):
         assert find(fields, {}).tokens == DEFAULT_CROSSOVER
 
 

@@ -126,7 +126,7 @@ def tiny_model(path: Path) -> Path:
         intermediate_size=64,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,
         max_position_embeddings=CONTEXT,
         # Large weights make attention sharp, so that what it misses matters.
         initializer_range=0.3,

@@ -21,13 +21,13 @@ def let_approximate_kv_in(engine: Engine) -> None:
 
 
 def corrupt_a_summary(engine: Engine) -> None:
-    """From the 20th forward pass on, change one bound of a page that it wrote."""
+    """From the 20th forward pass on, change one byte of what is kept of a page that it wrote."""
 
     def corrupt(forward_batch: Any, calls: int) -> None:
         page = int(forward_batch.out_cache_loc[0]) // engine.options.page_size
         if calls >= 20:
             aux = getattr(engine.runner.token_to_kv_pool, pools.ATTRIBUTE)
-            aux.buffer(aux.specs[0].name, 1)[page].flatten()[3] += 1.0
+            aux.buffer(aux.specs[0].name, 1)[page].view(torch.uint8).flatten()[3] ^= 16
 
     _after_forward(engine, corrupt)
 
@@ -83,7 +83,7 @@ def match_within_groups(engine: Engine) -> None:
 
 def forget_what_a_group_is(engine: Engine) -> None:
     """Let prompts that part within a group share its first pages."""
-    group_keys.marked = lambda tokens, method: tokens
+    group_keys.marked = lambda tokens, *_: tokens
 
 
 def share_dense_tails(engine: Engine) -> None:

@@ -13,6 +13,8 @@ from .. import dispatch
 from ..page_summary import check_layers
 
 MAX_CENTROIDS = 8
+# The smallest heads whose halves tensor cores multiply.
+LEAST_DIM = 32
 # Bytes of a record before the first centroid: the steps of the others, and behind the last that there can be the scale.
 HEADER, SCALE = 16, MAX_CENTROIDS - 1
 # Records begin at multiples of it.
@@ -39,8 +41,8 @@ def count_of(num_bytes: int, dim: int) -> int:
 def check_records(name: str, records: torch.Tensor, dim: int) -> None:
     """Raise ValueError unless these are records of 1 to ``MAX_CENTROIDS`` centroids."""
     dispatch.check_tensor(name, records, 3, (torch.uint8,))
-    if dim % 2 or dim < 32:
-        raise ValueError(f"{name}: head_dim must be even and at least 32, got {dim}")
+    if dim % 2 or dim < LEAST_DIM:
+        raise ValueError(f"{name}: head_dim must be even and at least {LEAST_DIM}, got {dim}")
     # Every layer of a step asks: the list of what is allowed is for the message.
     count = count_of(records.shape[2], dim)
     if not 1 <= count <= MAX_CENTROIDS or record_bytes(count, dim) != records.shape[2]:
