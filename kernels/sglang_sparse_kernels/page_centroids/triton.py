@@ -109,7 +109,8 @@ def _page_centroids_kernel(
             rank = tl.sum(((more | earlier) & (seeds < COUNT)[:, None]).to(tl.int32), axis=0)
             out_ptr = records_ptr + (page * HEADS + head) * RECORD
             # The first centroid is known before the others, which are kept as differences from it.
-            first, largest = tl.zeros([BLOCK_DIM], tl.float32), 0.0
+            first = tl.zeros([BLOCK_DIM], tl.float32)
+            largest = tl.max(first, axis=0)
             for seed in tl.static_range(COUNT):
                 centroid, place = _centroid(keys, owner, counts, rank, seeds, mean, seed)
                 first = tl.where(place == 0, centroid, first)
