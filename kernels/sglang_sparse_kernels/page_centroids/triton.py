@@ -3,6 +3,7 @@
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false
 
 from collections.abc import Sequence
 
