@@ -66,7 +66,6 @@ class SparseAttentionBackend(DelegatingBackend):
     Attributes:
         first_layer: the first sparse layer of a pass.
         indexed: what a selection in the model keeps for the layers of a pass.
-        steps: what it keeps for later steps, if they use it.
         divide: divides rows among rectifying passes; None where one pass is as good.
     """
 
@@ -79,7 +78,6 @@ class SparseAttentionBackend(DelegatingBackend):
             "keeps",
             "first_layer",
             "indexed",
-            "steps",
             "divide",
             "_pools",
             "_decoding",

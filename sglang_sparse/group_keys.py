@@ -84,7 +84,7 @@ def require_whole_groups(method: PrefillMethod | None, ends: Sequence[int]) -> N
 def mark_lookup(original: Callable[..., Any], tree: Any, params: Any) -> Any:
     """Around ``UnifiedRadixCache.match_prefix``: look for a key whose groups are marked.
 
-    SGLang may look up every waiting request in each scheduling step: what it hashed once it keeps.
+    SGLang may look up every waiting request in each scheduling step, so each request keeps its marked tokens.
     """
     key = tree_key(tree, params.key, getattr(params.req, ATTRIBUTE, None))
     if params.req is not None and key is not params.key:

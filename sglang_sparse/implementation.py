@@ -202,7 +202,7 @@ def settle(args: Arguments, settings: Settings, gpu: Gpu = None) -> Settings:
     if not isinstance(config, DsaConfig):
         return settings
     dsa_flags.require_dtype(args, settings, _model(args).dtype, on_gpu(gpu))
-    facts = _facts(args, config, gpu)
+    facts = _facts(args, gpu)
     if reason := absent(facts):
         raise SparseArgumentError(f"{settings.flag}: {reason}")
     try:
@@ -226,7 +226,7 @@ def settle(args: Arguments, settings: Settings, gpu: Gpu = None) -> Settings:
     return replace(settings, method=Dsa(chosen))
 
 
-def _facts(args: Any, config: DsaConfig, asked: Gpu) -> Facts:
+def _facts(args: Any, asked: Gpu) -> Facts:
     """Those of this machine. A GPU that is asked about and not here is the best one: what it refuses, all others do."""
     import torch
 

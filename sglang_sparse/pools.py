@@ -66,7 +66,8 @@ class AuxPools:
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self._uncounted = torch.zeros_like(self.overflow)
         self._warned = False
-        self._overflow_seen = torch.zeros(1, dtype=torch.int32, pin_memory=self.overflow.is_cuda)
+        self.overflows = torch.zeros(1, dtype=torch.int64, device=device)
+        self._overflow_seen = torch.zeros(1, dtype=torch.int64, pin_memory=self.overflow.is_cuda)
         self.accounted_bytes = 0
         self.measured_bytes: int | None = None
         self.kv_bytes_per_token = 0
@@ -131,22 +132,29 @@ class AuxPools:
     def warn_of_overflow(self) -> None:
         """Warn once when entries could not hold keys, one or two passes after it happened.
 
-        Pages of such entries are always attended to, in the place of others. Called before every forward pass; it reads
-        what an asynchronous copy brought and starts the next copy, so it never waits for the device.
+        Such pages are selected before others. Called before every forward pass. It reads what an asynchronous copy
+        brought and starts the next copy, so it never waits for the device.
         """
-        spec = next((one for one in self.specs if one.dtype.is_floating_point and one.dtype.itemsize == 1), None)
-        if spec is None or self._warned:
+        if not self.remedies:
             return
-        if int(self._overflow_seen):
+        # Of one pass: an int32 that nobody empties would wrap.
+        self.overflows += self.overflow
+        self.overflow.zero_()
+        if int(self._overflow_seen) and not self._warned:
             self._warned = True
             logger.warning(
-                "sglang_sparse: %d values of page summaries are outside the range of fp8 (%g); pages with such are "
-                "always attended to, which leaves less room for others: this model needs %s",
+                "sglang_sparse: %d values of page summaries are outside the range of fp8; pages with such values are "
+                "selected before others, which leaves these less room: this model needs %s",
                 int(self._overflow_seen),
-                torch.finfo(spec.dtype).max,
-                spec.remedy,
+                " and ".join(self.remedies),
             )
-        self._overflow_seen.copy_(self.overflow, non_blocking=True)
+        self._overflow_seen.copy_(self.overflows, non_blocking=True)
+
+    @property
+    def remedies(self) -> tuple[str, ...]:
+        """The configs that help where an entry in float8 cannot hold a key."""
+        float8 = (spec for spec in self.specs if spec.dtype.is_floating_point and spec.dtype.itemsize == 1)
+        return tuple(dict.fromkeys(spec.remedy for spec in float8))
 
     @property
     def nbytes(self) -> int:

@@ -217,7 +217,7 @@ class Counters:
             "active_fraction": attended / held if held else 0.0,
             "max_active_fraction": max(fractions, default=None),
             "extend_pages_summarised": int(self._extend_pages),
-            "summary_overflows": int(self._pools.overflow),
+            "summary_overflows": int(self._pools.overflows),
             "kv_bytes_per_token": self._pools.kv_bytes_per_token,
             "aux_bytes": self.aux_bytes,
             "aux_bytes_accounted": self._pools.accounted_bytes,

@@ -166,7 +166,7 @@ def tune(args: argparse.Namespace, timer: Timer, device: str, peers: Mapping[str
     """
     answered = True
     for (q_heads, kv_heads, head_dim), ratio in itertools.product(args.shape, args.active_ratio):
-        fields = {"page_size": args.page_size, "active_ratio": ratio, "summary_dtype": args.summary_dtype}
+        fields = {**args.sparse_config, "page_size": args.page_size, "active_ratio": ratio}
         method = Resa(ResaConfig.model_validate(fields))
         model = ModelShape(1, q_heads, kv_heads, head_dim, KV_DTYPES[args.kv_dtype])
         print(f"{q_heads}x{kv_heads}x{head_dim}, active ratio {ratio}", flush=True)
@@ -224,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--shape", type=_shape, action="append", help="HQxHKVxD of one rank; repeat for more")
     found.add_argument("--active-ratio", type=_list(float), default="0.1", help="shares of the pages")
     found.add_argument("--page-size", type=int, default=16, help="tokens per page")
-    found.add_argument("--summary-dtype", default="auto", help="as in --sparse-config")
+    found.add_argument("--sparse-config", type=json.loads, default={}, help="further fields of resa, as JSON")
     found.add_argument("--kv-dtype", choices=list(KV_DTYPES), default="bfloat16", help="of the KV cache")
     found.add_argument("--batches", type=_list(int), default="1,2,4,8,16", help="rows")
     found.add_argument("--contexts", type=_list(_tokens), default="4k,8k,16k,32k,64k,128k", help="tokens of each row")

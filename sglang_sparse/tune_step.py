@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -65,7 +66,8 @@ class Step:
         width = max(longest, context) // self.page_size
         stats = torch.zeros(4, dtype=torch.int64, device=device)
         usual = usual_selection(method, width)
-        self.view = allocate_view(batch, model.num_kv_heads, width, usual, self.page_size, stats)
+        view = allocate_view(batch, model.num_kv_heads, width, usual, self.page_size, stats)
+        self.view = replace(view, logit_scale=self.scale)
         self.view.page_table[:, : self.rows.page_table.shape[1]].copy_(self.rows.page_table)
         self.view.n_pages.copy_(self.rows.n_pages)
         self.view.n_select.copy_(method.n_select(self.rows.n_pages))

@@ -43,6 +43,8 @@ class Entry(BaseModel):
     head_dim: int
     page_size: int
     kv_dtype: str
+    summary: str
+    group: str
     summary_dtype: str
     active_ratio: float
     crossover_tokens: int
@@ -91,7 +93,8 @@ def crossover_table(path: Path) -> str:
         ("query heads x KV heads x dimension", text("heads")),
         ("tokens per page", text("page_size")),
         ("KV", text("kv_dtype")),
-        ("summaries", text("summary_dtype")),
+        ("summaries", lambda row: f"{row['summary']}, {row['summary_dtype']}"),
+        ("group", text("group")),
         ("active ratio", text("active_ratio")),
         ("overhead of a sparse step, µs a layer", number("overhead_us", 1)),
         ("sparse from, KV tokens of a batch", text("crossover_tokens")),
@@ -136,7 +139,8 @@ def _panel(axes: Axes, entry: Entry, colours: dict[int, str]) -> None:
     chosen = f"sparse from {entry.crossover_tokens} tokens"
     axes.axvline(max(entry.crossover_tokens, 1), color="black", linestyle="--", label=chosen)
     tokens_axis(axes, [point.tokens for point in entry.points])
-    kind = f"pages of {entry.page_size}, {entry.kv_dtype} KV, {entry.summary_dtype} summaries"
+    selection = f"{entry.summary} ({entry.summary_dtype}), {entry.group}"
+    kind = f"pages of {entry.page_size}, {entry.kv_dtype} KV, {selection}"
     axes.set_title(f"{entry.heads}, active ratio {entry.active_ratio}\n{entry.gpu}\n{kind}", fontsize="medium")
     axes.set(xlabel="KV tokens of the batch", ylabel="dense time / sparse time")
     axes.set_ylim(bottom=0)

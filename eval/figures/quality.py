@@ -133,14 +133,20 @@ def quality_table(answers: Answers) -> str:
         shown = f"{100 * diff:+.1f}"
         return f"**{shown}**" if judged in ("worse", "better") else shown
 
+    lines = answers.lines()
+
     def title(arm: str) -> str:
         read = answers.read(arm)
-        return arm if read is None else f"{arm} ({read:.0%} read)"
+        said = [] if read is None else [f"{read:.0%} read"]
+        asked = [(line[f"n:{arm}"], line["n"]) for line in lines if f"n:{arm}" in line]
+        if any(mine < dense for mine, dense in asked):
+            said.append(f"n {min(mine for mine, _ in asked)}")
+        return f"{arm} ({', '.join(said)})" if said else arm
 
     columns: list[Column] = [("task", text("task")), ("length", length), ("n", text("n"))]
     columns += [(DENSE, lambda row: f"{100 * row[DENSE]:.1f}")]
     columns += [(title(arm), partial(difference, arm=arm)) for arm in answers.scores if arm != DENSE]
-    return table(answers.lines(), columns)
+    return table(lines, columns)
 
 
 def plot(answers: Answers, stem: Path) -> None:

@@ -144,8 +144,8 @@ def select(settings: Settings, captured: Captured, model: ModelFacts) -> Selecti
         counts[row] = found.counts[0]
     if int(pools.overflow):
         raise EvaluationError(
-            f"{int(pools.overflow)} values of layer {layer} are out of the range of the method's buffers: a server "
-            'would always read their pages; this model needs {"summary_dtype": "bf16"}'
+            f"{int(pools.overflow)} values of layer {layer} are out of the range of the method's buffers, which spoils "
+            f"the selection; this model needs {' and '.join(pools.remedies)}"
         )
     return Selection(kept, counts, unit)
 

@@ -50,7 +50,7 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         require_supported_sglang()
         apply.verify()
         settings = resolve(args)
-        # Of what the user gave: below, the configs name every field.
+        # Asked now: the configs that are put into the arguments below name every field.
         of_prefill = settings.prefill.warnings() if settings.prefill else ()
         if settings.name:
             args.sparse_config = json.dumps(settings.resolved)

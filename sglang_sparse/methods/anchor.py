@@ -125,7 +125,7 @@ class Anchor(PrefillMethod):
 
     def warnings(self) -> tuple[str, ...]:
         """A threshold that nobody chose for the model may leave nothing out, and then costs time."""
-        if self.config.model_fields_set & {"theta", "calibration"}:
+        if "theta" in self.config.model_fields_set:
             return ()
         return (
             "anchor runs with its usual theta, which nobody chose for this model: it may leave nothing out, and then "

@@ -69,10 +69,11 @@ class ResaConfig(RectifyConfig):
     @classmethod
     def _defaults_fit(cls, data: object) -> object:
         if isinstance(data, dict):
-            data = {**data} if data.get("min_pages") != 1 else {"local_pages": 1, **data}
-            # A dtype is of bounds alone, which were the default once.
-            if data.get("summary_dtype", "auto") != "auto":
-                data.setdefault("summary", "minmax")
+            if data.get("min_pages") == 1:
+                data = {"local_pages": 1, **data}
+            # A dtype is of bounds, which with the mean query were the default once: an old config stays what it was.
+            if data.get("summary_dtype", "auto") != "auto" and "summary" not in data:
+                data = {"summary": "minmax", "group": "mean_query", **data}
         return data
 
     @field_validator("local_pages")

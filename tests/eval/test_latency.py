@@ -149,6 +149,7 @@ def entry(ratio: float, shape: tuple[int, int, int] = (32, 8, 128), overhead: fl
     found: dict[str, Any] = {"method": "resa", "gpu": "NVIDIA H200", "page_size": 16, "kv_dtype": "bfloat16"}
     found |= dict(zip(("q_heads", "kv_heads", "head_dim"), shape, strict=True))
     found |= {"active_ratio": ratio, "crossover_tokens": 17408, "overhead_us": overhead, "summary_dtype": "auto"}
+    found |= {"summary": "minmax", "group": "mean_query"}
     batches = [(batch, context) for batch in (4, 1) for context in (32 * K, 4 * K, 8 * K)]
     points = [
         {"batch": b, "context": c, "dense": "fa3", "dense_us": 5 + b * c / 1024, "sparse_us": 20.0} for b, c in batches
@@ -170,7 +171,10 @@ def test_crossover_picture_and_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     for label in (*labels, "16x8x128, active ratio 0.05"):
         assert label in text, label
     assert text.count("KV tokens of the batch") == 4
-    assert "| NVIDIA H200 | 32x8x128 | 16 | bfloat16 | auto | 0.1 | 0.0 | 17408 |" in capsys.readouterr().out
+    assert (
+        "| NVIDIA H200 | 32x8x128 | 16 | bfloat16 | minmax, auto | mean_query | 0.1 | 0.0 | 17408 |"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

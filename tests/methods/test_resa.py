@@ -86,3 +86,20 @@ def test_selection(fields: dict[str, object]) -> None:
         int(view.n_pages.sum()) * KV_HEADS,
         0,
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "summary", "group"),
+    [
+        ({}, "centroids", "vote"),
+        ({"summary_dtype": "fp8"}, "minmax", "mean_query"),
+        ({"summary_dtype": "auto"}, "centroids", "vote"),
+        ({"summary": "minmax", "summary_dtype": "fp8"}, "minmax", "vote"),
+        ({"summary_dtype": "bf16", "group": "vote", "min_pages": 1}, "minmax", "vote"),
+    ],
+)
+def test_a_config_of_the_time_before_centroids_means_what_it_did(
+    fields: dict[str, object], summary: str, group: str
+) -> None:
+    config: Any = build("resa", fields).config
+    assert (config.summary, config.group) == (summary, group)

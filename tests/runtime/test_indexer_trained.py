@@ -88,7 +88,7 @@ class Asked:
         method.adopt(SimpleNamespace(hf_text_config=module.config))
         view = self._view(method, int(seen[-1])) if decode else None
         self.backend = SimpleNamespace(
-            view=view, dense=dense, first_layer=layer, indexed=None, steps=None, method=method, counters=self.counters
+            view=view, dense=dense, first_layer=layer, indexed=None, method=method, counters=self.counters
         )
         ours = indexer.choose(_refuse, _served(module), x, q_lora, seen - 1, batch, layer)
         assert ours is not None

@@ -53,7 +53,7 @@ def test_thetas_by_layer_and_where_they_come_from_are_reported(qwen3: str) -> No
         ({}, 1),
         ({"step": 8}, 1),
         ({"theta": 12.0}, 0),
-        ({"calibration": {"target_recall": 0.95}}, 0),
+        ({"calibration": {"target_recall": 0.95}}, 1),
         ({"layers": {"0": {}, "1": {"step": 8}}}, 1),
     ],
 )

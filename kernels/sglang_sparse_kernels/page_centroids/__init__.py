@@ -15,7 +15,7 @@ from ..page_summary import check_layers
 MAX_CENTROIDS = 8
 # The smallest heads whose halves tensor cores multiply.
 LEAST_DIM = 32
-# Bytes of a record before the first centroid: the steps of the others, and behind the last that there can be the scale.
+# Bytes of a record before the first centroid: up to seven steps, one for each other centroid, then the scale.
 HEADER, SCALE = 16, MAX_CENTROIDS - 1
 # Records begin at multiples of it.
 _ALIGNMENT = 16
@@ -101,4 +101,4 @@ def update_page_centroids(
         return
     from . import triton
 
-    triton.update_page_centroids(k_caches, records, last_slots, page_size, overflow)
+    triton.update_page_centroids(k_caches, records, last_slots, page_size)

@@ -31,8 +31,7 @@ def pack(keys: torch.Tensor, written: torch.Tensor, count: int) -> torch.Tensor:
         count: centroids of a page.
     """
     found, dim = means(keys, written, count), keys.shape[3]
-    # Of 1.75 * 2^8, float8's largest number, and of the largest element the exponents differ so much, and by one more
-    # where its fraction is the larger.
+    # The smallest power of two that brings the largest element to at most float8's largest number, 448 = 1.75 * 2^8.
     largest = found.abs().amax((-2, -1)).view(torch.int32)
     exponent = ((largest + 0x1FFFFF >> 23) - 8).clamp_min(1)
     found = found * (254 - exponent << 23).view(torch.float32)[..., None, None]
