@@ -135,10 +135,11 @@ def update_page_centroids(
     records: Sequence[torch.Tensor],
     last_slots: torch.Tensor,
     page_size: int,
+    overflow: torch.Tensor | None = None,
 ) -> None:
     """See ``page_centroids.update_page_centroids``."""
     num_bytes = records[0].shape[2]
     count = count_of(num_bytes, k_caches[0].shape[2])
     constants = {"COUNT": count, "BLOCK_COUNT": triton.next_power_of_2(count), "RECORD": num_bytes}
-    # What the launch passes of overflow belongs to ``page_summary``.
+    # With a counter, which the kernel has no use for, it would be compiled a second time.
     launch(_page_centroids_kernel, k_caches, records, last_slots, page_size, None, True, **constants)
