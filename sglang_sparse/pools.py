@@ -66,6 +66,9 @@ class AuxPools:
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self._uncounted = torch.zeros_like(self.overflow)
         self._warned = False
+        # The configs that help where an entry in float8 cannot hold a key; asked for before every pass.
+        float8 = (spec for spec in specs if spec.dtype.is_floating_point and spec.dtype.itemsize == 1)
+        self.remedies = tuple(dict.fromkeys(spec.remedy for spec in float8))
         self.overflows = torch.zeros(1, dtype=torch.int64, device=device)
         self._overflow_seen = torch.zeros(1, dtype=torch.int64, pin_memory=self.overflow.is_cuda)
         self.accounted_bytes = 0
@@ -149,12 +152,6 @@ class AuxPools:
                 " and ".join(self.remedies),
             )
         self._overflow_seen.copy_(self.overflows, non_blocking=True)
-
-    @property
-    def remedies(self) -> tuple[str, ...]:
-        """The configs that help where an entry in float8 cannot hold a key."""
-        float8 = (spec for spec in self.specs if spec.dtype.is_floating_point and spec.dtype.itemsize == 1)
-        return tuple(dict.fromkeys(spec.remedy for spec in float8))
 
     @property
     def nbytes(self) -> int:

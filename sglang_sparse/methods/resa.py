@@ -22,7 +22,7 @@ from sglang_sparse.indices import SparseIndices
 from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.method_config import RectifyConfig
 from sglang_sparse_kernels import page_vote as votes
-from sglang_sparse_kernels.page_centroids import LEAST_DIM, MAX_CENTROIDS, record_bytes, update_page_centroids
+from sglang_sparse_kernels.page_centroids import LEAST_DIM, MAX_CENTROIDS, holds, record_bytes, update_page_centroids
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summaries
 from sglang_sparse_kernels.page_topk import page_topk
@@ -112,7 +112,7 @@ class Resa(DecodeMethod):
         if model_config.attention_arch.name == "MLA":
             return "resa needs an MHA or GQA model; this one uses MLA (multi-head latent attention), which robsa serves"
         dim = model_config.head_dim
-        if self.config.summary == "centroids" and (dim < LEAST_DIM or dim % 2):
+        if self.config.summary == "centroids" and not holds(dim):
             return (
                 f"summary: got 'centroids' and the model's head_dim is {dim}; allowed: an even one of at least "
                 f'{LEAST_DIM}, or {{"summary": "minmax"}}'

@@ -38,10 +38,15 @@ def count_of(num_bytes: int, dim: int) -> int:
     return 1 + (num_bytes - HEADER - dim) // (dim // 2)
 
 
+def holds(dim: int) -> bool:
+    """Whether records hold heads of ``dim`` elements: an even number, ``LEAST_DIM`` at least."""
+    return dim % 2 == 0 and dim >= LEAST_DIM
+
+
 def check_records(name: str, records: torch.Tensor, dim: int) -> None:
     """Raise ValueError unless these are records of 1 to ``MAX_CENTROIDS`` centroids."""
     dispatch.check_tensor(name, records, 3, (torch.uint8,))
-    if dim % 2 or dim < LEAST_DIM:
+    if not holds(dim):
         raise ValueError(f"{name}: head_dim must be even and at least {LEAST_DIM}, got {dim}")
     # Every layer of a step asks: the list of what is allowed is for the message.
     count = count_of(records.shape[2], dim)
