@@ -14,19 +14,13 @@ __device__ float log2_of(float number) {
     return logarithm;
 }
 
-// Two numbers of float8 as float16.
-__device__ unsigned of_e4m3(unsigned bits) {
-    unsigned both = 0;
+// Four numbers of float8 as float16.
+__device__ uint2 of_e4m3(unsigned bits) {
+    uint2 both = {};
 #if __CUDA_ARCH__ >= 890
-    asm("{\n.reg .b16 two;\ncvt.u16.u32 two, %1;\ncvt.rn.f16x2.e4m3x2 %0, two;\n}" : "=r"(both) : "r"(bits));
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n}" : "=r"(both.x), "=r"(both.y) : "r"(bits));
 #endif
-    return both;
-}
-
-// The lowest four bits of each half of a word, less 8, as float16: behind the bits of 1024 they are its last digits.
-__device__ unsigned of_levels(unsigned bits) {
-    unsigned both;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"((bits & 0x000F000Fu) | 0x64006400u), "r"(0x64086408u));
     return both;
 }
 
@@ -79,6 +73,14 @@ __device__ unsigned transpose(unsigned words) {
     unsigned transposed;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(words));
     return transposed;
+}
+
+// 16 rows by 32 bytes, times 32 signed bytes by 8 columns.
+__device__ void multiply_bytes(int (&sums)[4], const unsigned (&rows)[4], uint2 columns) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+                 : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(columns.x), "r"(columns.y));
 }
 
 // Hides where a number comes from: what depends on the thread alone, the compiler would compute anew for every tile.

@@ -64,7 +64,7 @@ static ucontext_t scheduler;
 // The blocks of one cluster run at a time; where there are no clusters, they are of one block.
 static std::vector<Block> blocks;
 static Barrier cluster;
-alignas(1024) static unsigned char memory[16][1 << 16];
+alignas(1024) static unsigned char memory[16][1 << 17];
 
 void Barrier::wait(unsigned before) {
     if (passed != before) return;
@@ -194,10 +194,10 @@ static unsigned half_of_e4m3(unsigned bits) {
     if ((bits & 127) == 127) size = NAN;
     return half_of(false, bits & 128 ? -size : size);
 }
-static unsigned of_e4m3(unsigned bits) { return half_of_e4m3(bits & 255) | half_of_e4m3(bits >> 8 & 255) << 16; }
-
-// Two levels of four bits, less 8.
-static unsigned of_levels(unsigned bits) { return pack_as(false, (bits & 15) - 8.0f, (bits >> 16 & 15) - 8.0f); }
+static uint2 of_e4m3(unsigned bits) {
+    return {half_of_e4m3(bits & 255) | half_of_e4m3(bits >> 8 & 255) << 16,
+            half_of_e4m3(bits >> 16 & 255) | half_of_e4m3(bits >> 24) << 16};
+}
 
 // Lets `use` read what each lane hands in, at most six words.
 template <int SIZE, typename Use> static void share(const unsigned (&words)[SIZE], Use use) {
@@ -220,6 +220,22 @@ static void multiply_as(bool bfloat16, float (&sums)[4], const unsigned (&rows)[
                 unsigned one = all[row % 8 * 4 + holder][row / 8 + entry / 8 * 2];
                 unsigned other = all[column * 4 + holder][4 + entry / 8];
                 sums[i] += of_half(bfloat16, one >> upper & 0xFFFF) * of_half(bfloat16, other >> upper & 0xFFFF);
+            }
+        }
+    });
+}
+
+// Likewise of unsigned with signed bytes (mma.m16n8k32).
+static void multiply_bytes(int (&sums)[4], const unsigned (&rows)[4], uint2 columns) {
+    const unsigned words[6] = {rows[0], rows[1], rows[2], rows[3], columns.x, columns.y};
+    share(words, [&](const unsigned (*all)[6]) {
+        int lane = threadIdx.x % 32;
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            for (int entry = 0; entry < 32; entry++) {
+                int holder = entry % 16 / 4, shift = entry % 4 * 8;
+                unsigned one = all[row % 8 * 4 + holder][row / 8 + entry / 16 * 2] >> shift & 255;
+                sums[i] += (int)one * (signed char)(all[column * 4 + holder][4 + entry / 16] >> shift);
             }
         }
     });

@@ -19,8 +19,8 @@ from sglang_sparse_kernels.page_vote.cases import BF16, FP16, Case, make
 # Dimension, group, centroids, type of the queries.
 KINDS = [(128, 4, 6, BF16), (64, 7, 6, BF16), (64, 1, 1, FP16), (128, 8, 8, FP16)]
 MACROS = (
-    "DIM GROUP COUNT QUERY RESIDENT BFLOAT16 FLOAT16 KIND WARPS PAGES COLUMNS HEADER OTHERS RECORD STEPS WORDS PADDING "
-    "INFINITE"
+    "DIM GROUP COUNT QUERY RESIDENT DEPTH BFLOAT16 FLOAT16 KIND WARPS PAGES HEADER OTHERS RECORD QUARTER WORDS CHUNKS "
+    "ZERO_LEVEL LARGEST SHIFT INFINITE"
 )
 KERNEL = """
 #define page_vote kernel_{number}
@@ -29,6 +29,7 @@ KERNEL = """
 #define COUNT {COUNT}
 #define QUERY {QUERY}
 #define RESIDENT {RESIDENT}
+#define DEPTH {DEPTH}
 #define KIND 1
 namespace kind_{number} {{
 {products}
@@ -129,4 +130,8 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in (case_of((128, 9, 6, BF16), (4,)), case_of((96, 4, 6, BF16), (4,)), case_of((128, 4, 0, BF16), (4,))):
         given = make(case, "cpu")
         assert not cuda.takes(given["q"], given["summary"])
+    given = make(case_of(KINDS[0], (4,)), "cpu")
     assert not cuda.takes(given["q"].float(), given["summary"])
+    # Heads are read 16 bytes at a time.
+    shifted = torch.cat([given["q"], given["q"]], dim=2)[:, :, 4 : 4 + given["q"].shape[2]]
+    assert not cuda.takes(shifted, given["summary"])

@@ -106,11 +106,9 @@ __device__ void load_pages(const unsigned char* summary, long long stride_page, 
 // The operand of a step: four entries of each of two pages.
 __device__ void entries_of(const uint4& first, const uint4& second, int step, unsigned (&operand)[4]) {
     const unsigned one[4] = {first.x, first.y, first.z, first.w}, other[4] = {second.x, second.y, second.z, second.w};
-#pragma unroll
-    for (int pair = 0; pair < 2; pair++) {
-        operand[2 * pair] = KIND == E4M3 ? of_e4m3(one[step] >> 16 * pair & 0xFFFF) : one[(2 * step + pair) % 4];
-        operand[2 * pair + 1] = KIND == E4M3 ? of_e4m3(other[step] >> 16 * pair & 0xFFFF) : other[(2 * step + pair) % 4];
-    }
+    uint2 low = {one[2 * step % 4], one[2 * step % 4 + 1]}, high = {other[2 * step % 4], other[2 * step % 4 + 1]};
+    if (KIND == E4M3) low = of_e4m3(one[step]), high = of_e4m3(other[step]);
+    operand[0] = low.x, operand[1] = high.x, operand[2] = low.y, operand[3] = high.y;
 }
 
 // The scores of a lane's two pages, in the first lane of the four that have read them.

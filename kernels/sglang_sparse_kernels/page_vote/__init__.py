@@ -40,7 +40,7 @@ def page_vote(
 
     Args:
         q: ``[B, Hq, d]``, float32, float16 or bfloat16; ``d`` is contiguous. The kernels round it to the dtype of
-            bounds, and to float16 for those of float8 and for centroids.
+            bounds, and to 16 bits for those of float8 and for centroids.
         summary: of bounds ``[num_pages, Hkv, 2, d]``, from ``update_page_summary``; of centroids ``[num_pages, Hkv,
             bytes]`` uint8, from ``update_page_centroids``. Contiguous.
         page_table: ``[B, M]`` int32, the physical page of each logical page; only the first ``n_pages[b]`` count. ``M``

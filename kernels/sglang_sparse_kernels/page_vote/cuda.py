@@ -1,8 +1,8 @@
 """CUDA kernel of the votes by centroids: products by tensor cores of records as they lie in memory.
 
-It takes the place of the first of Triton's two kernels, which spends longer on making float16 of each number than on
-reading it. Here that is half an operation for one of float8, and one for a level of four bits. It leaves sums for each
-16 pages, where Triton's has 64; the second kernel is Triton's.
+It replaces the first of Triton's two kernels, which spends longer on converting each number to float16 than on reading
+it. Here a number takes half an operation or less. It leaves sums for each 16 pages, where Triton's has 64; the second
+kernel is Triton's.
 
 Triton's kernel serves what this one does not take.
 """
@@ -15,7 +15,7 @@ import torch
 from .. import nvrtc
 from ..block_mass.cuda import float_bits
 from ..launch import LOG2_E, capability, num_processors
-from ..page_centroids import count_of
+from ..page_centroids import HEADER, count_of
 from ..page_score.cuda import DIMS, KINDS, WARPS, blocks_of
 
 SOURCE = Path(__file__).with_name("cuda.cu")
@@ -23,13 +23,15 @@ SOURCE = Path(__file__).with_name("cuda.cu")
 PAGES = 16
 # Query heads of a KV head: the columns of a product.
 MOST_HEADS = 8
-# Blocks of a multiprocessor; a lane holds two records' quarters and a sum for each centroid.
-RESIDENT = 4
+# Blocks of a multiprocessor, and pieces of `PAGES` records that are on their way to each warp of one.
+RESIDENT, DEPTH = 3, 2
 
 
 def takes(q: torch.Tensor, summary: torch.Tensor) -> bool:
     """Whether these votes can be counted from here: centroids of `DIMS`, groups of up to `MOST_HEADS`, from Ada on."""
-    if summary.dtype != torch.uint8 or q.dtype not in KINDS or q.shape[2] not in DIMS or summary.data_ptr() % 16:
+    if summary.dtype != torch.uint8 or q.dtype not in KINDS or q.shape[2] not in DIMS:
+        return False
+    if summary.data_ptr() % 16 or q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
         return False
     group = q.shape[1] // summary.shape[1]
     return group <= MOST_HEADS and nvrtc.available(q.device) and capability(q.device) >= (8, 9)
@@ -37,12 +39,18 @@ def takes(q: torch.Tensor, summary: torch.Tensor) -> bool:
 
 def defines(dim: int, group: int, count: int, query: torch.dtype) -> dict[str, int]:
     """What the source is compiled with."""
-    return {"DIM": dim, "GROUP": group, "COUNT": count, "QUERY": KINDS[query], "RESIDENT": RESIDENT}
+    return {"DIM": dim, "GROUP": group, "COUNT": count, "QUERY": KINDS[query], "RESIDENT": RESIDENT, "DEPTH": DEPTH}
+
+
+def shared_bytes(dim: int, count: int) -> int:
+    """Shared memory of a block of threads, in bytes: the records of each warp."""
+    return WARPS * DEPTH * PAGES * (HEADER + dim + (count - 1) * dim // 2)
 
 
 @functools.cache
 def _kernel(device: torch.device, dim: int, group: int, count: int, query: torch.dtype) -> nvrtc.Kernel:
-    return nvrtc.Kernel(SOURCE, "page_vote", device, defines(dim, group, count, query))
+    size = shared_bytes(dim, count)
+    return nvrtc.Kernel(SOURCE, "page_vote", device, defines(dim, group, count, query), shared_bytes=size)
 
 
 def leave_logits(
