@@ -173,6 +173,7 @@ def _page_vote_kernel(
     local_pages,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
     PAGES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -187,23 +188,23 @@ def _page_vote_kernel(
         logical = first + tl.arange(0, TILE)
         held = logical < n_pages
         parts = tl.arange(0, BLOCKS)
-        known = parts * PAGES < n_pages
-        top = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        unknown = tl.zeros([TILE], tl.int1)
-        for member in tl.static_range(GROUP):
-            at = ((row * HEADS + head) * GROUP + member).to(tl.int64)
-            maxima = tl.load(sums_ptr + (at * blocks + parts) * 2, mask=known, other=float("-inf"))
-            sums = tl.load(sums_ptr + (at * blocks + parts) * 2 + 1, mask=known, other=0.0)
-            most = tl.max(maxima, axis=0)
-            base = tl.where(most == float("-inf"), 0.0, most)
-            total_votes = tl.sum(sums * tl.exp2(maxima - base), axis=0)
-            whole = tl.where(total_votes > 0, base + tl.log2(total_votes), 0.0)
-            vote = tl.load(logits_ptr + at * width + logical, mask=held, other=0.0) - whole
-            unknown = unknown | (vote != vote)  # noqa: PLR0124
-            higher = tl.maximum(top, vote)
-            total = total * tl.exp2(top - higher) + tl.exp2(vote - higher)
-            top = higher
+        members = tl.arange(0, BLOCK_GROUP)
+        in_group = (members < GROUP)[:, None]
+        at = ((row * HEADS + head) * GROUP + members).to(tl.int64)[:, None]
+        known = in_group & (parts * PAGES < n_pages)[None, :]
+        pointers = sums_ptr + (at * blocks + parts[None, :]) * 2
+        maxima = tl.load(pointers, mask=known, other=float("-inf"))
+        sums = tl.load(pointers + 1, mask=known, other=0.0)
+        votes = tl.load(logits_ptr + at * width + logical[None, :], mask=in_group & held[None, :], other=0.0)
+        most = tl.max(maxima, axis=1)
+        base = tl.where(most == float("-inf"), 0.0, most)
+        total_votes = tl.sum(sums * tl.exp2(maxima - base[:, None]), axis=1)
+        whole = tl.where(total_votes > 0, base + tl.log2(total_votes), 0.0)
+        votes = tl.where(in_group, votes - whole[:, None], float("-inf"))
+        unknown = tl.max((votes != votes).to(tl.int32), axis=0) > 0  # noqa: PLR0124
+        top = tl.max(votes, axis=0)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.exp2(votes - top[None, :]), axis=0)
         # To the base e, as the reference.
         score = (top + tl.log2(total)) * 0.6931471805599453
         score = tl.where(unknown, _UNBOUNDED, score)
@@ -290,6 +291,8 @@ def _votes(
     n_pages: torch.Tensor, logits: torch.Tensor, parts: torch.Tensor, out: torch.Tensor, local_pages: int, pages: int
 ) -> None:
     batch, heads, width = out.shape
+    group, blocks = logits.shape[1] // heads, triton.next_power_of_2(parts.shape[2])
+    block_group = triton.next_power_of_2(group)
     dependent = dependent_launch(out.device)
     _page_vote_kernel[(heads, triton.cdiv(width, _TILE), batch)](
         n_pages,
@@ -300,11 +303,13 @@ def _votes(
         parts.shape[2],
         local_pages,
         HEADS=heads,
-        GROUP=logits.shape[1] // heads,
+        GROUP=group,
+        BLOCK_GROUP=block_group,
         PAGES=pages,
         TILE=_TILE,
-        BLOCKS=triton.next_power_of_2(parts.shape[2]),
+        BLOCKS=blocks,
         DEPENDENT=dependent,
-        num_warps=4,
+        # So that the sums of all blocks fit in registers.
+        num_warps=min(max(4, blocks * block_group // 2048), 16),
         launch_pdl=dependent,
     )
