@@ -12,6 +12,8 @@ from eval.texts.lengths import short_length
 PAGE_SIZE = 16
 # Tokens of a request beyond its prompt that servers allow.
 MAX_ANSWER = 2048
+# Tokens of a pass that has a CUDA graph: no pass of rectification is longer, and more graphs would take minutes.
+LONGEST_PASS = 512
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def server_flags(backend: str, memory: float, loads: Sequence[Load]) -> tuple[st
         "max-total-tokens": max(load.pool_tokens() for load in loads),
         "mem-fraction-static": memory,
         "cuda-graph-max-bs-decode": batch,
+        "cuda-graph-max-bs-prefill": LONGEST_PASS,
         "max-running-requests": batch + 2,
     }
     return tuple(part for name, value in values.items() for part in (f"--{name}", str(value)))
