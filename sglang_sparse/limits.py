@@ -95,7 +95,11 @@ def _foreign_core(_: Any) -> str | None:
 
 
 FLAG_LIMITS = (
-    FlagLimit("speculative decoding", _set("speculative_algorithm"), "draft tokens are verified by other passes"),
+    FlagLimit(
+        "speculative decoding",
+        lambda args: args.speculative_algorithm or _other_than("decoupled_spec_role", "null")(args),
+        "draft tokens are verified by other passes",
+    ),
     FlagLimit(
         "prefill-decode disaggregation",
         _other_than("disaggregation_mode", "null"),
@@ -150,14 +154,15 @@ FLAG_LIMITS = (
         "the kernels want a tensor of K for each layer",
     ),
     FlagLimit("streaming sessions", _set("enable_streaming_session"), "a session keeps approximate KV"),
+    FlagLimit("radix sessions", _set("enable_session_radix_cache"), "a session pins KV in the tree; not proven yet"),
     FlagLimit("torch.compile", _set("enable_torch_compile"), "the sparse and the dense graph would share one"),
     FlagLimit(
         "deterministic inference",
         _set("enable_deterministic_inference", "rl_on_policy_target"),
         "splits and the crossover depend on the batch, so a request's output depends on its neighbours",
     ),
-    FlagLimit("embedding serving", _set("is_embedding"), "nothing is decoded"),
-    FlagLimit("gRPC serving", _set("smg_grpc_mode", "grpc_mode"), _UNSEEN),
+    FlagLimit("embedding serving", _set("is_embedding", "prefill_only_disable_kv_cache"), "nothing is decoded"),
+    FlagLimit("gRPC serving", _set("smg_grpc_mode", "grpc_mode", "grpc_port", "sidecar"), _UNSEEN),
     FlagLimit("several tokenizer workers", _above_one("tokenizer_worker_num"), _UNSEEN),
     FlagLimit("the Rust server", _environment("SGLANG_RUST_SERVER"), _UNSEEN),
     FlagLimit("radix cache backend", _set("radix_cache_backend"), _OWN_TREE),
@@ -202,6 +207,7 @@ INDEXER_LIMITS = (
 
 PREFILL_LIMITS = (
     FlagLimit("KV cache events", _set("kv_events_config"), "groups have keys of their own in the radix tree"),
+    FlagLimit("multi-item scoring", _set("enable_mis"), "an item must not attend to another, and would"),
 )
 
 

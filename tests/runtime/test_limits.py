@@ -1,12 +1,16 @@
 """Every limit of the tables refuses what it is there for, with its name, what was got and why not."""
 
+import tomllib
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 from model_configs import CONFIGS, write_config
+from sglang.srt.arg_groups.arg_utils import field_names
 from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs as StockServerArgs
 
 load_plugins()
 
@@ -14,6 +18,8 @@ from resolved import ServerArgs
 
 from sglang_sparse import limits, registry
 
+# By what they are for: the fields that no limit refuses.
+LISTED = Path(__file__).parents[1] / "support" / "server_fields.toml"
 COMPACT = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "compact"}}
 
 
@@ -51,6 +57,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
         "--sparse-method resa cannot run with ",
         (
             on("speculative decoding", "speculative_algorithm", "EAGLE"),
+            on("speculative decoding", "decoupled_spec_role", "drafter"),
             on("prefill-decode disaggregation", "disaggregation_mode", "prefill"),
             on("hierarchical cache", "enable_hierarchical_cache"),
             on("LMCache", "enable_lmcache"),
@@ -78,12 +85,16 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
             on("unified memory pool", "enable_unified_memory"),
             on("page-major KV layout", "enable_page_major_kv_layout"),
             on("streaming sessions", "enable_streaming_session"),
+            on("radix sessions", "enable_session_radix_cache"),
             on("torch.compile", "enable_torch_compile"),
             on("deterministic inference", "enable_deterministic_inference"),
             on("deterministic inference", "rl_on_policy_target", "fsdp"),
             on("embedding serving", "is_embedding"),
+            on("embedding serving", "prefill_only_disable_kv_cache"),
             on("gRPC serving", "smg_grpc_mode"),
             on("gRPC serving", "grpc_mode"),
+            on("gRPC serving", "grpc_port", 50051),
+            on("gRPC serving", "sidecar", "gateway"),
             on("several tokenizer workers", "tokenizer_worker_num", 2),
             Trigger("the Rust server", variable="SGLANG_RUST_SERVER"),
             on("radix cache backend", "radix_cache_backend", "other"),
@@ -125,7 +136,7 @@ TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
     "PREFILL_LIMITS": (
         {"sparse_prefill_method": "anchor"},
         "--sparse-prefill-method anchor cannot run with ",
-        (on("KV cache events", "kv_events_config", "{}"),),
+        (on("KV cache events", "kv_events_config", "{}"), on("multi-item scoring", "enable_mis")),
     ),
 }
 # Of ``model_configs``, by what the limit calls it. Some are refused for more than one reason.
@@ -163,6 +174,32 @@ def test_no_limit_lacks_a_trigger() -> None:
     assert {limit.name for limit in limits.MODEL_LIMITS} == set(MODELS)
     own = {limit for name in registry.DECODE_METHODS for limit in registry.load_decode_method(name).flag_limits}
     assert own <= {limit for table in TABLES for limit in getattr(limits, table)}
+
+
+class Asked:
+    """Default arguments that remember which of them were read."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.record = StockServerArgs(model_path="MODEL")
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self.record, name)
+
+
+def test_every_field_of_a_server_is_judged() -> None:
+    """No flag is served that nobody has looked at: it is refused by a limit, or stands in the list with a reason."""
+    asked = Asked()
+    for table in TABLES:
+        for limit in getattr(limits, table):
+            limit.got(asked)
+    fields = set(field_names(StockServerArgs))
+    groups = tomllib.loads(LISTED.read_text())["group"]
+    patterns = [pattern for group in groups for pattern in group["fields"]]
+    listed = {pattern: {name for name in fields if fnmatch(name, pattern)} for pattern in patterns}
+    assert not [pattern for pattern, names in listed.items() if not names], "no such fields"
+    assert fields - asked.names - set().union(*listed.values()) == set(), "unjudged"
 
 
 @pytest.mark.parametrize(
