@@ -13,24 +13,24 @@ the batch decode, in whole intervals between rectifications. The client's own ``
 a batch they hold the time for which the first request waits until the others are prefilled. Seconds everywhere.
 
 Two measures have rows of their own. ``prefix_hit``: the time to the first token of ``--hits`` prompts whose first
-``--prefix`` tokens are cached, sent one at a time (`eval.parts.serving_hits`); and the pages that the sparse server
+``--prefix`` tokens are cached, sent one at a time (`eval.serving.prefix_hits`); and the pages that the sparse server
 summarised beyond what was not cached, which must be none. With ``--both`` the servers take turns prompt by prompt, and
 the ratio of the medians has a paired bootstrap 95 % interval. ``short_contexts``: the least ratio at contexts up to 8k,
 most of which run dense by the server's choice.
 
 ``--sparse-prefill-method`` adds a prefill method to the sparse server; with ``--sparse-method none`` it is alone, and
 the grid, which is about decode, is left out. With a prefill method ``first_token`` is measured: the time to the first
-token of a cold prompt of each context, one at a time (`eval.parts.serving_first_token`), the median of ``--cold-runs``
+token of a cold prompt of each context, one at a time (`eval.serving.first_token`), the median of ``--cold-runs``
 and their range. With ``--both`` dense and sparse take turns. ``--chunked-prefill-size 8k,16k`` does everything with
 each size, on servers of its own. ``first_token_below``: the least ratio at contexts up to 8k that the server prefilled
 dense by itself.
 
 Dummy weights have no structure to find: ``--structured '{}'`` has every layer of every server attend with generated
-queries, keys and values (`eval.structured`), and the row says which share of the query-key pairs was left out
+queries, keys and values (`eval.lab.structured`), and the row says which share of the query-key pairs was left out
 (``sparsity``, of the server's counters). What a prefill keeps of the attention mass stands beside it, from a file of
-``eval.bench_prefill`` with the same inputs, length and threshold::
+``eval.lab.bench_prefill`` with the same inputs, length and threshold::
 
-    python -m eval.bench_prefill --lengths 32k,64k,128k --sparsity 0.89 --dense-below 8k --out prefill.jsonl
+    python -m eval.lab.bench_prefill --lengths 32k,64k,128k --sparsity 0.89 --dense-below 8k --out prefill.jsonl
     python -m eval.bench_serving --shape qwen3-8b --both --contexts 4k,8k,32k,64k,128k --chunked-prefill-size 8k,16k \
         --sparse-method none --sparse-prefill-method anchor --structured '{}' --server-args "--page-size 16" \
         --sparsity 0.89 --recall-from prefill.jsonl --out serving.jsonl
@@ -38,10 +38,10 @@ queries, keys and values (`eval.structured`), and the row says which share of th
 ``--sparsity`` asks for the threshold that the file has for this share at each length, and a context at which the server
 left out more or less by two points is no result. Without it the threshold is the server's.
 
-RoBSA's decode is measured over the inputs of a file of ``eval.bench_mla --positions``, of which ``--structured`` takes
-recipe and seed, and the recall::
+RoBSA's decode is measured over the inputs of a file of ``eval.lab.bench_mla --positions``, of which ``--structured``
+takes recipe and seed, and the recall::
 
-    python -m eval.bench_mla --shapes 1x32k,1x64k,1x96k,1x128k --positions 131460 --heads 16 --peers "" \
+    python -m eval.lab.bench_mla --shapes 1x32k,1x64k,1x96k,1x128k --positions 131460 --heads 16 --peers "" \
         --recipe '{"sink_tokens": 1792}' --out mla.jsonl
     python -m eval.bench_serving --shape v2-lite --sparse-method robsa --structured mla.jsonl --out serving.jsonl ...
 
@@ -49,7 +49,7 @@ recipe and seed, and the recall::
 whose active blocks are off those that the file's inputs are made for by two points or a tenth of them is no result.
 
 Prefill of many long prompts takes minutes that decode's figures do not need: with ``--skip-prefill`` it writes the
-generated KV and little else (`eval.structured.prefill`), and the summary has no figure that prefill is part of.
+generated KV and little else (`eval.lab.structured.prefill`), and the summary has no figure that prefill is part of.
 
 A server's arguments are those of the grid, then ``--server-args``, then its own; the later ones win. ``--server
 dense="--page-size 1"`` gives the dense one some of its own, and any other name starts one more server, dense such as
@@ -73,14 +73,16 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
+from eval.lab.servers import model_shapes
+from eval.lab.servers.serving_recall import command_of, recalls
 from eval.live.client import FAILURES, LiveServer
 from eval.live.counters import EvaluationError
 from eval.live.machine import this_machine
 from eval.live.record import Record
 from eval.live.runner import arguments_of
-from eval.parts import model_shapes, serving_first_token, serving_hits
-from eval.parts.serving_arguments import parse
-from eval.parts.serving_grid import (
+from eval.serving import first_token, prefix_hits
+from eval.serving.arguments import parse
+from eval.serving.grid import (
     DENSE,
     environment,
     grid,
@@ -91,8 +93,7 @@ from eval.parts.serving_grid import (
     summarise,
     unfit,
 )
-from eval.parts.serving_recall import command_of, recalls
-from eval.parts.serving_runs import Side, drive, look
+from eval.serving.measurement import Side, drive, look
 from eval.texts.lengths import short_length
 from launch.server import ServerProcess
 
@@ -160,16 +161,16 @@ class Bench:
         for cell, run, side in tqdm(plan, desc=" and ".join(side.name for side in sides), disable=not plan):
             work = partial(drive, args, side, cell, run, self.interval, self.scratch)
             self.attempt(side, cell.name, cell.tokens(args.output_length), work)
-        hits = [(side, serving_hits.measure(args, side)) for side in sides] if args.prefix else []
-        for _ in tqdm(range(serving_hits.steps(args)), desc="prefix hits", disable=not hits):
+        hits = [(side, prefix_hits.measure(args, side)) for side in sides] if args.prefix else []
+        for _ in tqdm(range(prefix_hits.steps(args)), desc="prefix hits", disable=not hits):
             for side, hit in hits:
-                self.attempt(side, serving_hits.TASK, prefix_tokens(args), partial(next, hit))
+                self.attempt(side, prefix_hits.TASK, prefix_tokens(args), partial(next, hit))
         contexts = args.contexts if args.sparse_prefill_method else []
         cold = [(context, run, side) for context in contexts for run in range(args.cold_runs) for side in sides]
         for context, run, side in tqdm(cold, desc="first tokens", disable=not cold):
-            work = partial(serving_first_token.measure, args, side, context, run)
-            name = f"{serving_first_token.TASK}/{short_length(context)}"
-            self.attempt(side, name, serving_first_token.tokens(context), work)
+            work = partial(first_token.measure, args, side, context, run)
+            name = f"{first_token.TASK}/{short_length(context)}"
+            self.attempt(side, name, first_token.tokens(context), work)
 
     def attempt(self, side: Side, name: str, needed: int, work: Callable[[], dict[str, Any] | None]) -> None:
         """Keep what `work` returns, if anything; or say why there is nothing: it does not fit, or it failed."""
@@ -200,9 +201,9 @@ class Bench:
         """Compare the servers of one chunk size, and go on with the next one's."""
         tasks = {row["task"]: [other for other in self.items if other["task"] == row["task"]] for row in self.items}
         cells = summarise(tasks.get("serving", []))
-        cold = serving_first_token.summarise(tasks.get(serving_first_token.TASK, []))
-        rows = [*cells, *short_contexts(cells), *serving_hits.summarise(tasks.get(serving_hits.TASK, []))]
-        rows += [*cold, *serving_first_token.below_crossover(cold)]
+        cold = first_token.summarise(tasks.get(first_token.TASK, []))
+        rows = [*cells, *short_contexts(cells), *prefix_hits.summarise(tasks.get(prefix_hits.TASK, []))]
+        rows += [*cold, *first_token.below_crossover(cold)]
         if self.args.skip_prefill:
             rows = [{name: value for name, value in row.items() if not OF_PREFILL.search(name)} for row in rows]
         sizes = {row["arm"]: row["chunked_prefill_size"] for row in self.items}

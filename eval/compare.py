@@ -3,11 +3,11 @@
 With ``--base-url`` the servers are there already; the dense one is ``--compare-url``, or the sparse server itself,
 asked to run dense. With ``--model-path`` both are started on this machine, the sparse one without dense fallback of its
 decode; ``--sparse-prefill-method`` gives it a sparse prefill too, which is judged alone with ``--sparse-method none``.
-``--control NAME=URL`` puts the same questions to a control (see eval/controls): a task gates only where a dense server
-is right and a random choice of as many pages is not. Where the method's score loses more than a point by its definition
-(control ``definition``) and the best choice of as many pages (``true_mass``) does not, the sparse server is judged
-against the definition as well: what it loses beyond that is its own. These controls are decode methods: for a server
-whose prefill alone is sparse none is taken, no task gates, and what forces tokens through decode is left out.
+``--control NAME=URL`` puts the same questions to a control (see eval/lab/controls): a task gates only where a dense
+server is right and a random choice of as many pages is not. Where the method's score loses more than a point by its
+definition (control ``definition``) and the best choice of as many pages (``true_mass``) does not, the sparse server is
+judged against the definition as well: what it loses beyond that is its own. These controls are decode methods: for a
+server whose prefill alone is sparse none is taken, no task gates, and what forces tokens through decode is left out.
 
 Each suite writes its own file in the folder ``--out``, and the table goes to ``compare.jsonl`` there; the same command
 goes on where it was interrupted. A verdict is "same" where the sparse server is at most one point worse with 95 %
@@ -26,19 +26,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.figures.report_tables import comparison_table
-from eval.figures.verdicts import read_folder
 from eval.live.arms import phases_of
 from eval.live.client import FAILURES, LiveServer, list_of
+from eval.live.compare_servers import require_controls, require_sparse, servers
 from eval.live.counters import EvaluationError
 from eval.live.record import Record
-from eval.parts.compare_servers import require_controls, require_sparse, servers
-from eval.parts.serving_grid import NO_METHOD
+from eval.scores.tables import comparison_table
+from eval.scores.verdicts import read_folder
+from eval.serving.grid import NO_METHOD
 from eval.texts.text import read_book
 from eval.texts.windows import BOOK
 
 DEPTHS = 5
-# The least number of equal pairs whose 95 % interval is within one point, see `eval.figures.stats.paired_interval`.
+# The least number of equal pairs whose 95 % interval is within one point, see `eval.scores.stats.paired_interval`.
 DECIDED_BY = 276
 
 
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     """Run the set and judge.
 
     Returns:
-        The table, see `eval.figures.verdicts.read_folder`, and the parts that failed.
+        The table, see `eval.scores.verdicts.read_folder`, and the parts that failed.
 
     Raises:
         EvaluationError: a server is not what it should be, or nothing was measured.
@@ -229,7 +229,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--base-url", help="the sparse server")
     parser.add_argument("--compare-url", help="the dense server (default: the sparse one, asked to decode dense)")
-    parser.add_argument("--control", action="append", default=[], metavar="NAME=URL", help="a server of eval/controls")
+    parser.add_argument(
+        "--control", action="append", default=[], metavar="NAME=URL", help="a server of eval/lab/controls"
+    )
     parser.add_argument("--model-path", help="start both servers with this checkpoint")
     parser.add_argument("--sparse-method", default="resa", help="of the server to start; none: sparse prefill alone")
     parser.add_argument("--sparse-config", default="{}", help="of the server to start: inline JSON or a file")

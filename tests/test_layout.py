@@ -126,13 +126,11 @@ def test_only_the_seam_modules_import_sglang() -> None:
 def test_eval_and_launch_talk_to_servers_over_http() -> None:
     for path in SOURCES:
         name = relative(path)
-        plugins = ("launch/cpu_platform/", "eval/agreement/server/", "eval/structured/server/")
+        plugins = ("launch/cpu_platform/", "eval/lab/agreement/server/", "eval/lab/structured/server/")
         if name.startswith(("eval/", "launch/")) and not name.startswith(plugins):
             assert "sglang" not in imported(path), name
             # They judge selections in process, are methods themselves, or ask a method which layers it would serve.
-            if not name.startswith(
-                ("eval/lab/selection/", "eval/parts/recall_", "eval/controls/", "eval/train/card.py")
-            ):
+            if not name.startswith(("eval/lab/selection/", "eval/lab/controls/", "eval/lab/train/card.py")):
                 assert "sglang_sparse" not in imported(path), name
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import httpx
 import pandas as pd
 
-from eval.figures.summary import summarise
 from eval.live.arms import (
     LEAST,
     Arm,
@@ -39,6 +38,7 @@ from eval.live.forced import prefilled_answer
 from eval.live.record import Record
 from eval.live.suite import Case, Group, Prompt, Suite, groups_of
 from eval.live.tokens import Tokens, tokens
+from eval.scores.summary import summarise
 
 ESTIMATED = 20
 # Tokens of the answer to a turn that is asked before the question: some decode steps.
@@ -230,7 +230,7 @@ def run(suite_class: type[Suite], args: argparse.Namespace) -> tuple[Suite, list
     """Ask everything, write the file, and judge.
 
     Returns:
-        The suite, the item rows, and the summary (see `eval.figures.summary.summarise`).
+        The suite, the item rows, and the summary (see `eval.scores.summary.summarise`).
 
     Raises:
         EvaluationError: see the functions that this one calls; or so many requests failed that the run is void.

@@ -8,12 +8,12 @@ from serving_stubs import CONFIG, FakeServer, after, install_client
 
 from eval import bench_serving
 from eval.bench_serving import parse
-from eval.figures import report_tables
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.machine import this_machine
 from eval.live.record import read_rows
-from eval.parts import serving_runs
-from eval.parts.serving_grid import Cell
+from eval.scores import tables
+from eval.serving import measurement
+from eval.serving.grid import Cell
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_grid_on_two_servers(commands: list[list[str]], tmp_path: Path) -> N
     (hits,) = kind(rows, "summary", "prefix_hit")
     assert hits["ttft_over_dense"] == pytest.approx(0.5) and hits["recomputed"] == 0 and hits["hits"] == 3
     assert hits["pages_summarised"] > 0
-    shown = report_tables.any_table(tmp_path / "serving.jsonl")
+    shown = tables.any_table(tmp_path / "serving.jsonl")
     assert "| sparse/4x32k | 2.00 | 4.00 | 2.000 |" in shown and "| sparse/prefix_hit |" in shown
 
 
@@ -118,7 +118,7 @@ def test_a_cell_that_does_not_fit_is_skipped(
 def test_a_cell_that_fails_does_not_hide_the_others(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serving_runs, "dense_rows", lambda counts: 0.5)
+    monkeypatch.setattr(measurement, "dense_rows", lambda counts: 0.5)
     status, rows = run(tmp_path, "--batch", "1", "--prefix", "0")
     assert status == 1
     assert "sparse 1x32k is left out: 50% of the rows were decoded dense, allowed are 10%" in capsys.readouterr().err
@@ -141,13 +141,13 @@ def test_a_server_that_does_not_start_is_one_line(
 def test_nothing_sparse_is_refused_but_where_the_limits_say_dense() -> None:
     counts = dict.fromkeys(COUNTED, 0) | {"decode_rows": 256, "dense_fallback_rows": 256}
     for cell in (Cell(2048, 16), Cell(8192, 1)):
-        serving_runs.require_sparse_cell(cell, counts, CONFIG)
+        measurement.require_sparse_cell(cell, counts, CONFIG)
     with pytest.raises(EvaluationError, match="2x8k: nothing ran sparse"):
-        serving_runs.require_sparse_cell(Cell(8192, 2), counts, CONFIG)
+        measurement.require_sparse_cell(Cell(8192, 2), counts, CONFIG)
     sparse = {**counts, "sparse_layer_rows": 9, "pages_attended": 1, "pages_held": 9, "dense_fallback_rows": 8}
-    serving_runs.require_sparse_cell(Cell(8192, 2), sparse, {**CONFIG, "rectify_interval": 0})
+    measurement.require_sparse_cell(Cell(8192, 2), sparse, {**CONFIG, "rectify_interval": 0})
     with pytest.raises(EvaluationError, match="rectified nothing"):
-        serving_runs.require_sparse_cell(Cell(8192, 2), sparse, CONFIG)
+        measurement.require_sparse_cell(Cell(8192, 2), sparse, CONFIG)
 
 
 @pytest.mark.parametrize(

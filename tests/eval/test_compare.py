@@ -11,10 +11,10 @@ import pytest
 from openai_stub import Server
 
 from eval import compare
-from eval.figures.stats import paired_interval
+from eval.live import compare_servers
 from eval.live.counters import COUNTED, PREFILL_COUNTED, EvaluationError
 from eval.live.record import read_rows
-from eval.parts import compare_servers
+from eval.scores.stats import paired_interval
 
 COUNTS = dict.fromkeys(COUNTED, 0) | {"pages_attended": 10, "pages_held": 100, "decode_rows": 100}
 PREFILLED = {"prefill_sparse_tokens": 64, "prefill_dense_tokens": 0, "prefill_pairs_attended": 3}

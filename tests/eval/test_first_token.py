@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from serving_stubs import HEADS, PREFILL, FakeServer, after, goals_of, install
 
-from eval import bench_serving, report
+from eval import bench_serving
 from eval.bench_serving import parse
-from eval.figures import report_tables
+from eval.lab import documents
+from eval.lab.structured.generator import read_recipe
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
-from eval.parts import serving_first_token
-from eval.parts.serving_first_token import quality_of
-from eval.structured.generator import read_recipe
+from eval.scores import tables
+from eval.serving import first_token
+from eval.serving.first_token import quality_of
 
 K = 1024
 RECIPE = read_recipe({}).model_dump()
@@ -29,9 +30,9 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prefill_file(folder: Path, *changes: dict[str, Any], recipe: dict[str, Any] = RECIPE) -> Path:
-    """A file of ``eval.bench_prefill`` with a row for each length."""
+    """A file of ``eval.lab.bench_prefill`` with a row for each length."""
     path = folder / "prefill.jsonl"
-    header = {"kind": "header", "command": "eval.bench_prefill", "recipe": recipe, "arguments": {"seed": 0}}
+    header = {"kind": "header", "command": "eval.lab.bench_prefill", "recipe": recipe, "arguments": {"seed": 0}}
     row = {"kind": "summary", "implementation": "anchor", "q_heads": 32, "kv_heads": 8, "dim": 128, "block_size": 128}
     row |= {"step": 16, "setting": "theta", "target_sparsity": 0.89}
     rows = [{**row, "length": n * K, "value": 9 + n / 100, "recall": 0.9 + n / 10000} for n in (32, 64, 128)]
@@ -79,7 +80,7 @@ def test_goal_e6(tmp_path: Path) -> None:
     assert found["64k, chunks of 8k"][1] == found["64k, chunks of 16k"][1] == "stretch"
     assert "32k, chunks of 16k" not in found, "at 32k less is to be left out"
     assert found["8k and less"] == ["2.273x", "beyond the limit", "sparsity 0.0%"]
-    shown = report_tables.any_table(tmp_path / "serving.jsonl")
+    shown = tables.any_table(tmp_path / "serving.jsonl")
     assert (
         "| sparse/first_token/64k@16k | 1.100 | 1.000 … 1.600 | 2.500 | 2.000 … 3.000 | 2.273 | 89.0 % | 0.906 | 9.64 |"
         in shown
@@ -225,18 +226,18 @@ def test_a_file_without_recall_is_refused_before_anything_starts(
 
 
 def test_fewer_runs_are_no_median() -> None:
-    row = {"context": K, "arm": "sparse", "ttft": 1.0, **dict.fromkeys(serving_first_token.WITH_TARGET)}
-    row |= dict.fromkeys(serving_first_token.SERVED)
+    row = {"context": K, "arm": "sparse", "ttft": 1.0, **dict.fromkeys(first_token.WITH_TARGET)}
+    row |= dict.fromkeys(first_token.SERVED)
     dense = {**row, "arm": "dense"}
-    assert serving_first_token.summarise([row] * 4 + [dense] * 5) == []
-    (found,) = serving_first_token.summarise([row] * 5 + [dense] * 6)
-    assert found["sparsity"] is None and serving_first_token.below_crossover([found]) == []
+    assert first_token.summarise([row] * 4 + [dense] * 5) == []
+    (found,) = first_token.summarise([row] * 5 + [dense] * 6)
+    assert found["sparsity"] is None and first_token.below_crossover([found]) == []
 
 
 def test_picture(tmp_path: Path) -> None:
     arguments = ["--contexts", "8k,32k,128k", "--chunked-prefill-size", "8k,16k", "--sparsity", "0.89"]
     run(tmp_path, *arguments, "--recall-from", str(prefill_file(tmp_path)))
-    assert report.main([str(tmp_path / "serving.jsonl"), "--out", str(tmp_path / "drawn")]) == 0
+    assert documents.main([str(tmp_path / "serving.jsonl"), "--out", str(tmp_path / "drawn")]) == 0
     drawn = sorted((tmp_path / "drawn").iterdir())
     assert [path.name for path in drawn] == ["serving.png", "serving.svg"]
     labels = ("dense, chunks of 8k", "dense, chunks of 16k", "sparse, chunks of 8k", "sparse, chunks of 16k", "128k")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from eval.figures.identities import identities, judged
 from eval.identity import noise_of, summarise
+from eval.lab.tables.identities import identities, judged
 from eval.live.counters import COUNTED, PREFILL_COUNTED, EvaluationError
 
 # Of the first nothing is sparse, of the second 8 tokens; the third is cached beyond the position that is dense.

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from eval import report
-from eval.figures import crossover, latency, serving
-from eval.figures.latency import Point, curves, limit_of
+from eval.lab import documents
+from eval.lab.tables import crossover
 from eval.live.counters import EvaluationError
+from eval.serving import latency, report
+from eval.serving.latency import Point, curves, limit_of
 
 K = 1024
 CONFIG = {"page_size": 16, "active_ratio": 0.1, "min_pages": 16, "summary_dtype": "auto", "rectify_interval": 32}
@@ -122,7 +123,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def drawn_twice(path: Path, folder: Path) -> str:
     """The SVG that the command draws, the same each time; the PNG too."""
     for name in ("a", "b"):
-        assert report.main([str(path), "--out", str(folder / name)]) == 0
+        assert documents.main([str(path), "--out", str(folder / name)]) == 0
     for suffix in ("png", "svg"):
         first, second = ((folder / name / f"{path.stem}.{suffix}").read_bytes() for name in ("a", "b"))
         assert first == second and len(first) > 5000
@@ -139,10 +140,10 @@ def test_latency_picture(tmp_path: Path) -> None:
 def test_latency_refuses_other_files(tmp_path: Path) -> None:
     other = write(tmp_path / "niah.jsonl", [{"kind": "header", "command": "eval.niah"}])
     with pytest.raises(EvaluationError, match=r"is no file of eval\.bench_serving: its header names eval\.niah"):
-        serving.draw(other, tmp_path / "picture")
+        report.draw(other, tmp_path / "picture")
     for rows in ([header(), server("sparse")], [header(), *OTHERS]):
         with pytest.raises(EvaluationError, match="there are no cells to draw"):
-            serving.draw(write(tmp_path / "serving.jsonl", rows), tmp_path / "picture")
+            report.draw(write(tmp_path / "serving.jsonl", rows), tmp_path / "picture")
 
 
 def entry(ratio: float, shape: tuple[int, int, int] = (32, 8, 128), overhead: float = 0.0) -> dict[str, Any]:
@@ -194,13 +195,13 @@ def test_crossover_refuses_other_files(
     path.write_text(text)
     with pytest.raises(EvaluationError, match=message.replace(".", r"\.")):
         crossover.draw(path, tmp_path / "picture")
-    assert report.main([str(path), "--out", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith("eval.report: ")
+    assert documents.main([str(path), "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("eval.lab.documents: ")
     assert not list(tmp_path.glob("*.svg"))
 
 
 def test_a_table_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(tmp_path / "none.json")]) == 1
+    assert documents.main([str(tmp_path / "none.json")]) == 1
     assert "cannot read" in capsys.readouterr().err
 
 

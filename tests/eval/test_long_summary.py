@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from eval import long_generation
-from eval.figures.long_summary import plot, summarise
 from eval.live.counters import EvaluationError
+from eval.scores.long_summary import plot, summarise
 
 
 def hand_made(settings: Sequence[tuple[str, float | None, int | None, float]]) -> list[dict[str, Any]]:

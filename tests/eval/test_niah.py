@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from suites import TOKENS, suite_of
 
-from eval.figures import heatmap
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
 from eval.niah import TASKS, NeedleSuite
+from eval.scores import heatmap
 from eval.texts import haystacks
 
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z-]+) is: (\d{7})\.")

@@ -8,10 +8,10 @@ import pytest
 from serving_stubs import FakeServer, goals_of, install_client
 
 from eval import bench_serving
-from eval.figures import report_tables
+from eval.lab.legs.reproduce_legs import LEGS
 from eval.live.record import read_rows
-from eval.parts import serving_hits
-from eval.parts.reproduce_legs import LEGS
+from eval.scores import tables
+from eval.serving import prefix_hits
 
 K = 1024
 OLD = {"kind": "summary", "id": "sparse/prefix_hit", "task": "prefix_hit", "arm": "sparse", "context": 128 * K}
@@ -62,7 +62,7 @@ def test_what_the_machine_does_meanwhile_befalls_both(tmp_path: Path, monkeypatc
     assert low <= row["ttft_over_dense"] <= high
     assert row["ttft_over_dense"] == pytest.approx(1.0, abs=0.01) and 0.98 < low < high < 1.01
     assert row["ttft_range"][1] > 1.7 * row["ttft_range"][0]
-    (shown,) = [line for line in report_tables.any_table(tmp_path / "serving.jsonl").splitlines() if "prefix" in line]
+    (shown,) = [line for line in tables.any_table(tmp_path / "serving.jsonl").splitlines() if "prefix" in line]
     assert f"| {row['ttft_over_dense']:.3f} | {low:.3f} … {high:.3f} |" in shown
     measured, verdict, quality = goals_of(tmp_path, "R1")["TTFT"]
     assert measured == f"{row['ttft_over_dense']:.4g} of dense" and verdict == "must"
@@ -91,14 +91,14 @@ def item(arm: str, ttft: list[float], in_turn: bool = True) -> dict[str, Any]:
 
 def test_an_interval_needs_pairs() -> None:
     mine, theirs = [1.0, 2.0, 4.0, 3.0], [2.0, 4.0, 8.0, 6.0]
-    (row,) = serving_hits.summarise([item("sparse", mine), item("dense", theirs)])
+    (row,) = prefix_hits.summarise([item("sparse", mine), item("dense", theirs)])
     # Every pair says the same, however far apart the pairs are.
     assert row["ttft_over_dense"] == 0.5 and row["ttft_over_dense_interval"] == (0.5, 0.5)
-    (row,) = serving_hits.summarise([item("sparse", mine, in_turn=False), item("dense", theirs, in_turn=False)])
+    (row,) = prefix_hits.summarise([item("sparse", mine, in_turn=False), item("dense", theirs, in_turn=False)])
     assert row["ttft_over_dense"] == 0.5 and row["ttft_over_dense_interval"] is None
-    (row,) = serving_hits.summarise([item("sparse", [1.0]), item("dense", [2.0])])
+    (row,) = prefix_hits.summarise([item("sparse", [1.0]), item("dense", [2.0])])
     assert row["ttft_over_dense"] == 0.5 and row["ttft_over_dense_interval"] is None
-    assert serving_hits.summarise([item("sparse", mine)]) == serving_hits.summarise([]) == []
+    assert prefix_hits.summarise([item("sparse", mine)]) == prefix_hits.summarise([]) == []
 
 
 def test_files_from_before_there_was_an_interval(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_files_from_before_there_was_an_interval(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in (header, OLD)))
     found = goals_of(tmp_path, "R1")
     assert found["TTFT"] == ["1.025 of dense", "must", ""]
-    assert "| 0.046 | 0.040 … 0.052 | 1.025 | 0 |" in report_tables.any_table(path)
+    assert "| 0.046 | 0.040 … 0.052 | 1.025 | 0 |" in tables.any_table(path)
 
 
 def test_the_leg_of_r1_asks_often_enough() -> None:

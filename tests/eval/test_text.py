@@ -8,10 +8,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from eval.lab.train.batches import BatchBuilder
+from eval.lab.train.ragged import ROLE_STEP, Vocabulary, render
 from eval.texts import text
 from eval.texts.text import FORMS, IM_END, Haystack
-from eval.train.batches import BatchBuilder
-from eval.train.ragged import ROLE_STEP, Vocabulary, render
 
 MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
 BOOK = " ".join(f"It was {word} upon the {word}, and so they went on." for word in text.words("eval")) * 3

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from eval.lab.legs.reproduce_needles import BOOKS as BOOKS_OF_LEGS
 from eval.live.counters import EvaluationError
-from eval.parts.reproduce_needles import BOOKS as BOOKS_OF_LEGS
 from eval.texts.text import IM_END, IM_START, read_book
 from eval.texts.windows import (
     BOOK,

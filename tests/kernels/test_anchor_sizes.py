@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from eval.structured.generator import make_qkv
-from eval.structured.structure import Recipe
+from eval.lab.structured.generator import make_qkv
+from eval.lab.structured.structure import Recipe
 from sglang_sparse_kernels.anchor_prefill import GroupMeans, cases, make_plan, reference
 from sglang_sparse_kernels.anchor_prefill.cases import Case, make
 

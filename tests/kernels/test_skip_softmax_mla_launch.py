@@ -22,7 +22,7 @@ def test_default_tiles_fit_the_heads_and_the_device(heads: int, kibibytes: int, 
 
 COMPILE = """
 from dataclasses import replace
-from eval.compile_kernels import compiling, resources
+from eval.lab.compile_kernels import compiling, resources
 from sglang_sparse_kernels.skip_softmax_mla_decode import skip_softmax_mla_decode as run
 from sglang_sparse_kernels.skip_softmax_mla_decode.cases import BF16, FP8, Case, make
 

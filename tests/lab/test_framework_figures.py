@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from eval.figures import framework, kept
-from eval.figures.needles import needles
+from eval.lab.documents import RESULTS
+from eval.lab.kernels import framework
+from eval.lab.legs.reproduce_framework import FRAMEWORK, SKIP_FACTORS
+from eval.lab.tables import kept
+from eval.lab.tables.needles import needles
 from eval.live.record import result_files
-from eval.parts.reproduce_framework import FRAMEWORK, SKIP_FACTORS
-from eval.report import RESULTS
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eval.figures.recall_summary import plot, summarise
+from eval.lab.selection.recall_summary import plot, summarise
 from eval.live.counters import EvaluationError
 
 

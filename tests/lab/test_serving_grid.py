@@ -8,7 +8,7 @@ from serving_stubs import after, result
 from eval.bench_serving import parse
 from eval.live.client import Chunk
 from eval.live.counters import EvaluationError
-from eval.parts.serving_grid import Cell, server_flags, short_contexts, streams, summarise, unfit
+from eval.serving.grid import Cell, server_flags, short_contexts, streams, summarise, unfit
 
 
 def test_flags_follow_from_the_grid() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.parts.reproduce_needles import SCALES
+from eval.lab.legs.reproduce_needles import SCALES
 from sglang_sparse import kv_dtypes
 from sglang_sparse.config import settings as config
 

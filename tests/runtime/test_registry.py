@@ -10,7 +10,7 @@ from sglang_sparse.config.settings import SparseArgumentError, build
 
 
 def test_entry_points_name_methods_of_either_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent / "eval" / "controls"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent / "eval" / "lab" / "controls"))
     assert "random_pages" in registry.decode_methods() and "random_pages" not in registry.prefill_methods()
     assert "random_stripes" in registry.prefill_methods() and "random_stripes" not in registry.decode_methods()
     monkeypatch.setitem(registry.PREFILL_METHODS, "random_stripes", "a:B")

@@ -1,4 +1,4 @@
-"""Both servers of ``eval.agree_dsa`` with our reference on the CPU: the way of what is compared, end to end."""
+"""Both servers of ``eval.lab.agree_dsa`` with our reference on the CPU: the way of what is compared, end to end."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from forked_server import ForkedServer
 
-from eval import agree_dsa
-from eval.agree_dsa import SIZES, parse
-from eval.figures.agreement import NATIVE, PORTABLE
+from eval.lab import agree_dsa
+from eval.lab.agree_dsa import SIZES, parse
+from eval.lab.agreement import dsa_servers
+from eval.lab.agreement.agreement import NATIVE, PORTABLE
 from eval.live.record import read_finished
-from eval.parts import dsa_servers
 from sglang_sparse.methods.dsa import STAGES
 
 # Two servers for one command: what they are asked is tested without them, see tests/eval.
@@ -28,7 +28,7 @@ def test_a_reference_agrees_with_itself(tmp_path: Path, monkeypatch: pytest.Monk
     arms = dict.fromkeys((NATIVE, PORTABLE), dict.fromkeys(STAGES, "reference"))
     assert agree_dsa.run(args, TINY, arms, lambda: None) == 0
     header, *rows = read_finished(args.out)
-    assert header["command"] == "eval.agree_dsa" and header["sizes"]["index_topk"] == TOPK and header["revision"]
+    assert header["command"] == "eval.lab.agree_dsa" and header["sizes"]["index_topk"] == TOPK and header["revision"]
     assert [row["arm"] for row in rows if row["kind"] == "server"] == [NATIVE, PORTABLE]
     assert not [row for row in rows if row["kind"] == "wrong"]
     summary = [row for row in rows if row["kind"] == "summary"]

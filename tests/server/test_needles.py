@@ -9,8 +9,8 @@ import pytest
 from server_requests import sparse_state
 
 from eval import niah
-from eval.figures.verdicts import read_folder
 from eval.live.record import read_rows
+from eval.scores.verdicts import read_folder
 from launch.server import ServerProcess
 
 ROOT = Path(__file__).parent.parent.parent
@@ -67,7 +67,7 @@ def test_the_judge_tells_selections_apart(serve, resa: ServerProcess, folder: Pa
     reference = ("--compare-url", resa.url, "--compare-custom-params", '{"sparse": false}')
     ask(resa, folder / "niah.jsonl", "--lengths", SHORT, "--n", "4", *reference)
     for name in ("random_pages", "true_mass"):
-        with start(serve, name, TENTH, ROOT / "eval" / "controls") as server:
+        with start(serve, name, TENTH, ROOT / "eval" / "lab" / "controls") as server:
             ask_control(server, folder, name)
     for line in read_folder(folder):
         assert line["n"] == 20 and line["gates"] and line["verdict"] != "worse", line

@@ -9,11 +9,11 @@ import pytest
 import torch
 from mla_layers import machine as fake
 
-from eval.parts.dsa_inputs import FP8, Shape, Step
-from eval.parts.dsa_table import TABLE
-from eval.parts.kernel_machine import Machine
-from eval.parts.kernel_table import Implementation
-from eval.parts.mla_peers import FLASHMLA
+from eval.lab.kernels.dsa_inputs import FP8, Shape, Step
+from eval.lab.kernels.dsa_table import TABLE
+from eval.lab.kernels.kernel_machine import Machine
+from eval.lab.kernels.kernel_table import Implementation
+from eval.lab.kernels.mla_peers import FLASHMLA
 from sglang_sparse_kernels.index_keys.reference import parts
 
 # The newest page is partly filled, and no two sizes are equal.

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.figures.stats import verdict
+from eval.lab.legs.reproduce_legs import LEGS
 from eval.live.record import read_rows, result_files
-from eval.parts.reproduce_legs import LEGS
+from eval.scores.stats import verdict
 from sglang_sparse import capabilities, tables
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ _OF_BOTH_PHASES = {
 }
 _OTHER_FIELDS = "itself with other fields"
 
-# What the servers of ``test_matrix`` do not show, and what does: a test, or the name of a leg of ``eval.reproduce``.
+# What the servers of ``test_matrix`` do not show, and what does: a test, or the name of a leg of ``reproduce``.
 PROOFS: Mapping[Cell, str] = {
     Cell(PAGE_SIZE, "resa", "16"): _SERVER.format("identity") + "equal_one_by_one",
     Cell(PAGE_SIZE, "rocketkv", "16"): _KEPT,
@@ -147,7 +147,7 @@ PROOFS: Mapping[Cell, str] = {
 
 def _of_leg(cell: Cell, proof: str) -> Iterator[str]:
     """What is wrong with a leg as the proof of a cell."""
-    legs, done = [leg for leg in LEGS if leg.name == proof], result_files(ROOT / "eval" / "results")
+    legs, done = [leg for leg in LEGS if leg.name == proof], result_files(ROOT / "eval" / "lab" / "results")
     if not legs:
         yield "there is no such test and no such leg"
     for leg in legs:
@@ -158,7 +158,7 @@ def _of_leg(cell: Cell, proof: str) -> Iterator[str]:
         yield from (f"the leg has no {word!r}" for word in needed if word not in asked)
         files = [done[name] for one in leg.commands if (name := one.file.removesuffix(".jsonl")) in done]
         if not files:
-            yield "eval/results has no file of the leg"
+            yield "eval/lab/results has no file of the leg"
         if proof.startswith("identity-") and not all(read_rows(path)[-1]["passed"] for path in files):
             yield "it did not pass"
         if cell.row in (FLOAT8, SCALED) and not all(as_good(read_rows(path)) for path in files):

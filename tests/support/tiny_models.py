@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from eval.lab.train.mla_model import TinyMLA
 from eval.texts import text
-from eval.train.mla_model import TinyMLA
 
 
 def write_books(folder: Path, lines: int) -> Path:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from eval import bench_serving
-from eval.figures.goals import goals_table
+from eval.lab.structured.generator import read_recipe
+from eval.lab.tables.goals import goals_table
 from eval.live.arms import Arm
 from eval.live.client import Chunk, Stream
 from eval.live.counters import COUNTED, PREFILL_COUNTED
-from eval.parts import serving_runs
-from eval.parts.judge_commands import Target
-from eval.structured.generator import read_recipe
+from eval.serving import measurement
+from eval.tasks.judge_commands import Target
 
 CONFIG = {"min_seq_len": 4096, "crossover_tokens": 16384, "dense_fallback": "auto", "rectify_interval": 32}
 PREFILL = {"crossover_tokens": 8192, "theta": 12.0, "block_size": 128, "step": 16}
@@ -190,7 +190,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench_serving, "ServerProcess", FakeServer)
     monkeypatch.setattr(bench_serving, "LiveServer", Connected)
-    monkeypatch.setattr(serving_runs, "reach", reach)
+    monkeypatch.setattr(measurement, "reach", reach)
 
 
 def install_client(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -207,7 +207,7 @@ def install_client(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         server.count_decode(context, batch * OUTPUT)
         Path(after(command, "--output-file")).write_text(json.dumps(result(context, batch, FakeServer.step[name])))
 
-    monkeypatch.setattr(serving_runs, "run_judge", run_judge)
+    monkeypatch.setattr(measurement, "run_judge", run_judge)
     return found
 
 
