@@ -1,8 +1,7 @@
-"""Tables and pictures from result files, and the figures of this repository's documents.
+"""Tables and pictures of this repository's documents, and of result files that commands of the lab write.
 
-``python -m eval.lab.documents FILE|FOLDER ... [--out FOLDER]`` prints the table of each result file (or folder of
-``eval.compare``) as Markdown, and with ``--out`` draws its picture as PNG and SVG. A file that ends in
-``.json`` is taken for a table of ``sglang_sparse.tune``.
+``python -m eval.lab.documents FILE|FOLDER ... [--out FOLDER]`` is `eval.report` for files of the lab's commands too. A
+file that ends in ``.json`` is taken for a table of ``sglang_sparse.tune``.
 
 ``python -m eval.lab.documents`` writes every table between ``<!-- report: NAME -->`` and ``<!-- report end -->`` in the
 documents of this repository anew, from eval/lab/results, the cards of the tiny models too, and draws the pictures of
@@ -23,20 +22,33 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from eval import report
 from eval.lab.agreement import agreement
 from eval.lab.kernels import dsa, mla, prefill
 from eval.lab.selection import blind, recall_table, theta_summary
 from eval.lab.servers import decode, profile, throughput
 from eval.lab.servers.decode_peers import outdated_peers
-from eval.lab.tables import batches, crossover, depths, goals, identities, kept, needles, quality, theta2, tiny_mla
-from eval.lab.tables.drawing import draw
+from eval.lab.tables import (
+    batches,
+    crossover,
+    depths,
+    files,
+    goals,
+    identities,
+    kept,
+    needles,
+    quality,
+    theta2,
+    tiny_mla,
+    weights,
+)
 from eval.lab.toolchain import compiled, sanitizer
 from eval.lab.train import card
 from eval.live.counters import EvaluationError
 from eval.live.record import result_files
 from eval.scores import prefill_ppl, tables
 from eval.scores.verdicts import read_folder
-from eval.serving import report
+from eval.serving import report as serving
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "eval" / "lab" / "results"
@@ -134,23 +146,23 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "memory": lambda: decode.memory(*sorted(RESULTS.glob("bench-decode-*.jsonl"))),
     "profile": lambda: profile.before_and_after(_file(f"{PROFILE}-before"), _file(PROFILE)),
     "profile-pass": lambda: _measured("profile-pass-qwen3-8b-6x128k", profile.profile),
-    "kernels": lambda: tables.kernels(RESULTS / "bench_kernels.jsonl"),
-    "kernels-votes": lambda: tables.kernels(RESULTS / "bench_kernels-votes.jsonl", "score+topk+decode"),
-    "kernels-fp8": lambda: _measured("bench_kernels_fp8", tables.kernels),
+    "kernels": lambda: files.kernels(RESULTS / "bench_kernels.jsonl"),
+    "kernels-votes": lambda: files.kernels(RESULTS / "bench_kernels-votes.jsonl", "score+topk+decode"),
+    "kernels-fp8": lambda: _measured("bench_kernels_fp8", files.kernels),
     "crossover": lambda: crossover.crossover_table(CROSSOVERS),
     "compiled": lambda: compiled.compiled(_file("compiled-kernels")),
     "sanitizer": lambda: _measured("sanitizer", sanitizer.sanitizer),
     "goals": lambda: goals.goals_table(RESULTS),
     **{f"goals-{method}": partial(goals.goals_table, RESULTS, ids=ids) for method, ids in GOALS.items()},
     "prefill": lambda: prefill.prefill(RESULTS / "bench_prefill.jsonl"),
-    "framework": lambda: tables.kernels(_file("bench_framework")),
+    "framework": lambda: files.kernels(_file("bench_framework")),
     "prefill-skip-softmax": lambda: prefill.prefill(_file(SKIP_PREFILL)),
     "prefill-skip-softmax-served": lambda: prefill.prefill(_file(SKIP_SERVED)),
-    "first-token-skip-softmax": lambda: report.first_tokens([_file(SKIP_FIRST_TOKEN)]),
+    "first-token-skip-softmax": lambda: serving.first_tokens([_file(SKIP_FIRST_TOKEN)]),
     "mla": lambda: mla.mla(_file("bench_mla")),
-    "serving-v2-lite": lambda: report.serving(_file("serving-v2-lite")),
+    "serving-v2-lite": lambda: serving.serving(_file("serving-v2-lite")),
     "throughput": lambda: throughput.throughput(_file(THROUGHPUT)),
-    "first-token": lambda: report.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
+    "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
     "dsa-attention": lambda: _measured("bench_dsa_attention", dsa.dsa),
     "dsa-agreement": lambda: _measured("dsa_agreement", agreement.agreement),
@@ -158,8 +170,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "comparison-2000": lambda: tables.comparison_table(read_folder(RESULTS / "compare-tiny-gqa-2000")),
     "local-pages-1": lambda: tables.questions(_file("ruler-local-pages-1")),
     "drift": lambda: tables.drift(_file("long_generation", COMPARISON)),
-    "agreement": lambda: tables.agreements(RESULTS / "agreement-tiny-gqa"),
-    "tiny-mla": lambda: tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
+    "agreement": lambda: files.agreements(RESULTS / "agreement-tiny-gqa"),
+    "tiny-mla": lambda: files.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "kept": lambda: kept.kept(_starting(*KEPT)),
     "kept-before": lambda: kept.kept(_starting("variables-before-tiny-chains")),
     "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
@@ -187,9 +199,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "theta-selectors": lambda: theta_summary.selectors([_file(SELECTORS)]),
     "theta-planted": lambda: theta_summary.planted_keys([_file(SELECTORS)]),
     "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),
-    "rectification": lambda: tables.rectification(_file("ppl-rectify-records")),
-    "rectification-mla": lambda: tables.rectification(*_starting("ppl-rectify-mla"), judged=32),
-    "rectification-books": lambda: tables.rectification(_file("ppl-rectify-book")),
+    "rectification": lambda: tables.rectification(_file("ppl-rectify-records"), said=weights.said),
+    "rectification-mla": lambda: tables.rectification(*_starting("ppl-rectify-mla"), judged=32, said=weights.said),
+    "rectification-books": lambda: tables.rectification(_file("ppl-rectify-book"), said=weights.said),
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
     **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA)},
@@ -244,9 +256,9 @@ def documents(check: bool) -> int:
             status = 1
     else:
         for name, file in PICTURES.items():
-            draw(file(), ROOT / "eval" / "lab" / "docs" / name)
-        cells = report.cells_of([_file(name) for name in FIRST_TOKEN_FILES])
-        report.plot(cells, ROOT / "eval" / "lab" / "docs" / FIRST_TOKEN)
+            files.draw(file(), ROOT / "eval" / "lab" / "docs" / name)
+        cells = serving.cells_of([_file(name) for name in FIRST_TOKEN_FILES])
+        serving.plot(cells, ROOT / "eval" / "lab" / "docs" / FIRST_TOKEN)
         theta2.plot(_starting(theta2.PREFIX), ROOT / "eval" / "lab" / "docs" / "theta2")
         for model, answers in quality.read_folder(RESULTS / "real").items():
             quality.plot(answers, ROOT / "eval" / "lab" / "docs" / f"quality-{model.lower()}")
@@ -270,12 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if not args.paths:
             return documents(args.check)
-        for path in args.paths:
-            made = crossover.crossover_table if path.suffix == ".json" else tables.any_table
-            print(f"**{path}**\n\n{made(path)}\n")
-            files = result_files(path) if path.is_dir() else {Path(path.name.removesuffix(".xz")).stem: path}
-            for stem, file in files.items() if args.out else ():
-                draw(file, args.out / stem)
+        report.show(args.paths, args.out, files.TABLES, files.PICTURES)
     except (EvaluationError, OSError) as error:
         print(f"eval.lab.documents: {error}", file=sys.stderr)
         return 1

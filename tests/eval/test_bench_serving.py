@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 from serving_stubs import CONFIG, FakeServer, after, install_client
 
-from eval import bench_serving
+from eval import bench_serving, report
 from eval.bench_serving import parse
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.machine import this_machine
 from eval.live.record import read_rows
-from eval.scores import tables
 from eval.serving import measurement
 from eval.serving.grid import Cell
 
@@ -54,7 +53,7 @@ def test_the_grid_on_two_servers(commands: list[list[str]], tmp_path: Path) -> N
     (hits,) = kind(rows, "summary", "prefix_hit")
     assert hits["ttft_over_dense"] == pytest.approx(0.5) and hits["recomputed"] == 0 and hits["hits"] == 3
     assert hits["pages_summarised"] > 0
-    shown = tables.any_table(tmp_path / "serving.jsonl")
+    shown = report.any_table(tmp_path / "serving.jsonl")
     assert "| sparse/4x32k | 2.00 | 4.00 | 2.000 |" in shown and "| sparse/prefix_hit |" in shown
 
 

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 from serving_stubs import HEADS, PREFILL, FakeServer, after, goals_of, install
 
-from eval import bench_serving
+from eval import bench_serving, report
 from eval.bench_serving import parse
 from eval.lab import documents
 from eval.lab.structured.generator import read_recipe
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
-from eval.scores import tables
 from eval.serving import first_token
 from eval.serving.first_token import quality_of
 
@@ -80,7 +79,7 @@ def test_goal_e6(tmp_path: Path) -> None:
     assert found["64k, chunks of 8k"][1] == found["64k, chunks of 16k"][1] == "stretch"
     assert "32k, chunks of 16k" not in found, "at 32k less is to be left out"
     assert found["8k and less"] == ["2.273x", "beyond the limit", "sparsity 0.0%"]
-    shown = tables.any_table(tmp_path / "serving.jsonl")
+    shown = report.any_table(tmp_path / "serving.jsonl")
     assert (
         "| sparse/first_token/64k@16k | 1.100 | 1.000 … 1.600 | 2.500 | 2.000 … 3.000 | 2.273 | 89.0 % | 0.906 | 9.64 |"
         in shown

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from serving_stubs import FakeServer, goals_of, install_client
 
-from eval import bench_serving
+from eval import bench_serving, report
 from eval.lab.legs.reproduce_legs import LEGS
 from eval.live.record import read_rows
-from eval.scores import tables
 from eval.serving import prefix_hits
 
 K = 1024
@@ -62,7 +61,7 @@ def test_what_the_machine_does_meanwhile_befalls_both(tmp_path: Path, monkeypatc
     assert low <= row["ttft_over_dense"] <= high
     assert row["ttft_over_dense"] == pytest.approx(1.0, abs=0.01) and 0.98 < low < high < 1.01
     assert row["ttft_range"][1] > 1.7 * row["ttft_range"][0]
-    (shown,) = [line for line in tables.any_table(tmp_path / "serving.jsonl").splitlines() if "prefix" in line]
+    (shown,) = [line for line in report.any_table(tmp_path / "serving.jsonl").splitlines() if "prefix" in line]
     assert f"| {row['ttft_over_dense']:.3f} | {low:.3f} … {high:.3f} |" in shown
     measured, verdict, quality = goals_of(tmp_path, "R1")["TTFT"]
     assert measured == f"{row['ttft_over_dense']:.4g} of dense" and verdict == "must"
@@ -108,7 +107,7 @@ def test_files_from_before_there_was_an_interval(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in (header, OLD)))
     found = goals_of(tmp_path, "R1")
     assert found["TTFT"] == ["1.025 of dense", "must", ""]
-    assert "| 0.046 | 0.040 … 0.052 | 1.025 | 0 |" in tables.any_table(path)
+    assert "| 0.046 | 0.040 … 0.052 | 1.025 | 0 |" in report.any_table(path)
 
 
 def test_the_leg_of_r1_asks_often_enough() -> None:

@@ -16,9 +16,9 @@ from eval.lab.agreement.dsa_servers import STAGES, make_asked, server_flags, wat
 from eval.lab.agreement.dsa_sets import compare, joined, positions_of, same_replays
 from eval.lab.agreement.server import dsa_watch
 from eval.lab.agreement.server.dsa_watch import Watch
+from eval.lab.tables import files
 from eval.live.client import EvaluationError
 from eval.live.record import Record, read_rows
-from eval.scores import tables
 from sglang_sparse.methods.dsa import STAGES as CONFIG_STAGES
 
 TINY = {**SIZES, "vocab_size": 300, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2}
@@ -184,7 +184,7 @@ def test_the_table(tmp_path: Path) -> None:
     with Record(tmp_path / "file.jsonl", COMMAND, "r1") as record:
         for one in summarise(rows):
             record.add("summary", **one)
-    (line,) = tables.any_table(tmp_path / "file.jsonl").splitlines()[2:]
+    (line,) = files.any_table(tmp_path / "file.jsonl").splitlines()[2:]
     assert line == "| replays | same inputs, in one server | decode | 1 | 8 | yes | 100 of 100 | yes |"
 
 

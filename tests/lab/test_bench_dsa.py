@@ -17,9 +17,8 @@ from eval.lab.bench_dsa import measure, parse
 from eval.lab.kernels.dsa import ATTEND, AUTO, DECODE, DECODE_TOPK, NATIVE, OPS, PORTABLE, PREFILL, PREFILL_TOPK
 from eval.lab.kernels.dsa_inputs import FP8, Shape, Step
 from eval.lab.kernels.dsa_table import failed, floor, summarise, with_ratios
-from eval.lab.tables import goals
+from eval.lab.tables import files, goals
 from eval.live.record import read_rows
-from eval.scores import tables
 from sglang_sparse import native_indexer
 
 TINY = "--heads 6 --latent 128 --rope 16 --index-heads 4 --topk 70 --rounds 2 --replays 3 --chunk 90"
@@ -135,7 +134,7 @@ def test_the_file_its_table_and_the_goals(tmp_path: Path, capsys: pytest.Capture
     header, *rows = read_rows(out)
     assert header["arguments"]["shapes"] == ["2x300", "1x200"] and header["ceiling_fp8_tflops"] is None
     assert [row["kind"] for row in rows] == ["item"] * 19 + ["summary"] * 10
-    lines = tables.any_table(out).splitlines()
+    lines = files.any_table(out).splitlines()
     assert lines[0].startswith("| shape | chunk | operation | by | KV | µs a layer |") and len(lines) == 2 + 19
     capsys.readouterr()
     sizes = {"heads": 128, "latent": 512, "rope": 64, "index_heads": 64, "topk": 2048}

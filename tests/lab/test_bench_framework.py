@@ -14,8 +14,8 @@ from eval.lab.kernels.kernel_inputs import Shape
 from eval.lab.kernels.kernel_machine import Machine
 from eval.lab.kernels.kernel_table import Implementation
 from eval.lab.structured.generator import read_recipe
+from eval.lab.tables import files
 from eval.live.record import read_rows
-from eval.scores import tables
 from sglang_sparse_kernels.timing import Replay, Run
 
 # The newest page, and the newest block of four tokens, are partly filled.
@@ -111,7 +111,7 @@ def test_the_file_and_its_table(tmp_path: Path) -> None:
     assert header["command"] == COMMAND and header["arguments"]["topk"] == 8 and header["base_recipe"]["sink"] == 0.3
     assert [(row["kind"], row["op"]) for row in rows] == [("item", ROCKET), ("item", SKIP), ("summary", ROCKET)]
     assert "no factor skips 0.95" in rows[1]["unavailable"]
-    assert "| rocketkv_predict+attend | sglang_sparse |" in tables.any_table(args.out)
+    assert "| rocketkv_predict+attend | sglang_sparse |" in files.any_table(args.out)
 
 
 @pytest.mark.parametrize(

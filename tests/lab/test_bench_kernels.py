@@ -14,9 +14,9 @@ from eval.lab.kernels import kernel_selection
 from eval.lab.kernels.kernel_inputs import OPS, WHOLE, Shape, num_layers
 from eval.lab.kernels.kernel_rows import summarise, timing
 from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen, reason
+from eval.lab.tables import files
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
-from eval.scores import tables
 
 
 def test_shapes_of_the_command_line() -> None:
@@ -190,7 +190,7 @@ def test_the_file_and_its_table(tmp_path: Path) -> None:
     assert header["versions"]["torch"] == torch.__version__.split("+")[0] and header["ceiling_gbps"] is None
     assert [row["kind"] for row in rows] == ["item"] * 12 + ["summary"] * 10
     assert len({row["id"] for row in rows if row["kind"] == "item"}) == 12
-    lines = tables.any_table(args.out).splitlines()
+    lines = files.any_table(args.out).splitlines()
     assert lines[0].endswith("| relative L2 | to dense | mass kept | why not |") and "times faster" not in lines[0]
     assert lines[2].endswith("| ImportError: no module fa9.so |")
 

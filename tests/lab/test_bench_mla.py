@@ -16,10 +16,10 @@ from eval.lab.kernels import mla_peers
 from eval.lab.kernels.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
 from eval.lab.kernels.mla_inputs import Step
 from eval.lab.kernels.mla_table import strongest, table, with_ratios
+from eval.lab.tables import files
 from eval.lab.tables.goals import goals_table
 from eval.lab.tables.targets import near_active
 from eval.live.record import read_rows
-from eval.scores import tables
 from sglang_sparse_kernels.timing import Run
 
 
@@ -88,7 +88,7 @@ def test_the_file_its_table_and_the_goals(tmp_path: Path) -> None:
     assert header["base_recipe"]["stripes"] == 0.5 and header["arguments"]["recipe"] == {"band_tokens": 64}
     assert header["arguments"]["peers"] == ["flashmla", "gone"] and header["ceiling_gbps"] is None
     assert [row["kind"] for row in rows] == ["item"] * 20 + ["summary"] * 16
-    lines = tables.any_table(out).splitlines()
+    lines = files.any_table(out).splitlines()
     assert (
         lines[0].startswith("| shape | heads | operation | by | µs a layer |")
         and "| ImportError: no module |" in lines[3]

@@ -17,10 +17,10 @@ from eval.lab.kernels import prefill_table
 from eval.lab.kernels.prefill_inputs import KEPT, Prompt, Shape
 from eval.lab.kernels.prefill_table import DENSE, TABLE, Implementation, Plan, plans
 from eval.lab.structured.generator import make_qkv, read_recipe
+from eval.lab.tables import files
 from eval.lab.tables.goals import goals_table
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
-from eval.scores import tables
 
 # A group of 2,048 tokens, and chunks that end within the next one.
 SHAPE = Shape(2700, 2304, q_heads=2, kv_heads=1, dim=64)
@@ -130,7 +130,7 @@ def test_the_file_its_table_and_the_goal(tmp_path: Path, monkeypatch: pytest.Mon
     summary = [row for row in rows if row["kind"] == "summary"]
     assert [row.get("target_sparsity") for row in summary] == [None, None, 0.1]
     assert abs(summary[-1]["sparsity"] - 0.1) < 0.02 and "parts" not in summary[-1]
-    text = tables.any_table(out)
+    text = files.any_table(out)
     assert "| finding the keys | why not |" in text and "| 25.0 % |" in text and "no image" in text
     assert documents.main([str(out), "--out", str(tmp_path / "pictures")]) == 0
     assert (tmp_path / "pictures" / "prefill.svg").exists()

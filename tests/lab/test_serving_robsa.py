@@ -20,9 +20,9 @@ from eval.lab.kernels.mla_recipe import PAPER_BLOCKS, RECIPE, recipe_for
 from eval.lab.kernels.mla_table import table
 from eval.lab.structured.generator import mla_structure, read_recipe
 from eval.lab.structured.structure import block_mass
+from eval.lab.tables import files
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
-from eval.scores import tables
 
 K = 1024
 SINKS = {"sink_tokens": 1792}
@@ -94,7 +94,7 @@ def test_goal_e5(tmp_path: Path) -> None:
         "24x128k, half dense": ["1.538x", "stretch", beside],
         "1x128k, all sensitive": ["2.5x", "must", beside],
     }
-    shown = tables.any_table(tmp_path / "serving.jsonl")
+    shown = files.any_table(tmp_path / "serving.jsonl")
     assert "| 93.9 % | 0.909 | 0.9 | 500 | 27 |" in shown
 
 
@@ -109,7 +109,7 @@ def test_without_prefill_only_decode_has_figures(tmp_path: Path) -> None:
     assert [row["decode_tpot_ratio"] for row in cells] == pytest.approx([2.5, 20 / 13])
     assert not [name for row in cells for name in row if "ttft" in name or "throughput" in name]
     assert all("tpot_median" not in row and "itl_median" not in row for row in cells)
-    assert "2.5" in tables.any_table(tmp_path / "serving.jsonl")
+    assert "2.5" in files.any_table(tmp_path / "serving.jsonl")
 
 
 def test_skipped_prefill_is_of_decode_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from serving_stubs import Connected, FakeServer, after, goals_of, install, resul
 
 from eval.lab import bench_throughput, documents
 from eval.lab.bench_throughput import parse
+from eval.lab.tables import files
 from eval.live.machine import this_machine
 from eval.live.record import read_rows
-from eval.scores import tables
 from eval.serving import measurement
 
 SPARSE = ["--server", 'compact=--sparse-method rocketkv --sparse-config \'{"eviction": "compact"}\'']
@@ -76,7 +76,7 @@ def test_each_server_at_its_best_batch(tmp_path: Path, servers: list[list[str]])
         assert after(server.flags, "--context-length") == str(32768 + 256 + 128)
     for command, batch in zip(servers, [8, 16, 32] * 2, strict=True):
         assert after(command, "--max-concurrency") == str(batch) and "--flush-cache" in command
-    lines = tables.any_table(tmp_path / "throughput.jsonl").splitlines()
+    lines = files.any_table(tmp_path / "throughput.jsonl").splitlines()
     assert lines[-1].startswith("| compact | 32 | 0.3750 |") and lines[-1].endswith(f"| {HELD} | 3.00 |")
     assert documents.main([str(tmp_path / "throughput.jsonl"), "--out", str(tmp_path / "pictures")]) == 0
     assert (tmp_path / "pictures" / "throughput.svg").exists()

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from eval.lab.tables.files import any_table
 from eval.live.client import FAILURES
-from eval.scores import tables
 
 
 def measured(command: str, parse: Callable[[], argparse.Namespace], run: Callable[[argparse.Namespace], int]) -> int:
@@ -24,7 +24,7 @@ def measured(command: str, parse: Callable[[], argparse.Namespace], run: Callabl
     try:
         args = parse()
         status = run(args)
-        print(tables.any_table(args.out))
+        print(any_table(args.out))
     except FAILURES as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 1

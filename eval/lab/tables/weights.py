@@ -47,6 +47,11 @@ def sensitive(header: Mapping[str, Any]) -> str | None:
     return f"theta2 {config['theta2']:g}{layers}{blocks}"
 
 
+def said(header: Mapping[str, Any]) -> dict[str, str | None]:
+    """What the tables show of both."""
+    return {"weights": weights(header), "sensitive": sensitive(header)}
+
+
 def calibrated(served: Mapping[str, Any]) -> str | None:
     """The fingerprint in the calibration of a sparse server, from what it says of itself; None without one."""
     calibration = _config(served).get("calibration")

@@ -1,56 +1,17 @@
-"""The documents say what the result files say, and the tables of every kind of file are right."""
+"""The tables of every kind of file are right."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eval import compare
-from eval.lab import documents
-from eval.live.counters import COUNTED
+from eval import compare, report
+from eval.live.counters import COUNTED, EvaluationError
 from eval.scores.stats import mean_interval
 from eval.scores.summary import summarise
-from eval.scores.tables import backends, bounds, number, percent, table
+from eval.scores.tables import bounds, number, percent, table
 from eval.scores.verdicts import lines_of_drift, read_folder
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def test_documents_agree_with_the_results(capsys: pytest.CaptureFixture[str]) -> None:
-    assert documents.main(["--check"]) == 0, capsys.readouterr().err
-
-
-def test_a_document_that_disagrees_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right = (ROOT / "eval" / "lab" / "docs" / "performance.md").read_text()
-    figure = re.search(r"\| (\d+\.\d\d) \|", right)
-    assert figure
-    wrong = tmp_path / "performance.md"
-    wrong.write_text(right.replace(figure[0], "| 123456.78 |"))
-    monkeypatch.setattr(documents, "DOCUMENTS", (wrong,))
-    monkeypatch.setattr(documents, "CARDS", ())
-    monkeypatch.setattr(documents, "ROOT", tmp_path)
-    assert documents.main(["--check"]) == 1
-    shown = capsys.readouterr().err
-    assert "| 123456.78 |" in shown and figure[0] in shown
-
-
-def test_every_picture_that_a_document_shows_is_there() -> None:
-    for document in documents.DOCUMENTS:
-        for shown in re.findall(r"!\[[^]]*\]\(([^)]+)\)", document.read_text()):
-            assert (document.parent / shown).is_file(), shown
-
-
-def test_unknown_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(documents.EvaluationError, match="no table is called 'speed': there are decode"):
-        documents.fill("<!-- report: speed -->\n<!-- report end -->")
-    (tmp_path / "notes.jsonl").write_text('{"note": 1}\n')
-    for name, message in (("none.jsonl", "cannot read"), ("notes.jsonl", "first line is no header")):
-        assert documents.main([str(tmp_path / name)]) == 1
-        assert message in capsys.readouterr().err
 
 
 def test_table_leaves_empty_columns_out() -> None:
@@ -81,7 +42,7 @@ def test_comparison_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     rows += [{"kind": "counters", "arm": "base", "task": "single", "length": 1024, "counters": counted}]
     write(tmp_path / "niah.jsonl", "eval.niah", rows)
     write(tmp_path / "niah--random_pages.jsonl", "eval.niah", [item("base", i, float(i == 0)) for i in range(10)])
-    assert documents.main([str(tmp_path), "--out", str(tmp_path / "pictures")]) == 0
+    assert report.main([str(tmp_path), "--out", str(tmp_path / "pictures")]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "niah: single" in line]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1:7] == ["1k", "10", "score", "1.000", "0.900", "-0.100"]
@@ -118,7 +79,7 @@ def test_controls_may_leave_tasks_out_but_for_the_random_one(tmp_path: Path) -> 
     (line,) = read_folder(tmp_path)
     assert "definition" not in line and line["gates"] is None
     write(tmp_path / "niah--random_pages.jsonl", "eval.niah", [item("base", 0, 0.0, task="another")])
-    with pytest.raises(documents.EvaluationError, match="the control random_pages was not asked 3 of the questions"):
+    with pytest.raises(EvaluationError, match="the control random_pages was not asked 3 of the questions"):
         read_folder(tmp_path)
 
 
@@ -133,7 +94,7 @@ def test_a_file_of_an_unfinished_run_is_not_scored(tmp_path: Path, capsys: pytes
     rows = [{"kind": "header", "command": "eval.niah"}, item("base", 0, 1.0)]
     (tmp_path / "niah.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for path in (tmp_path, tmp_path / "niah.jsonl"):
-        assert documents.main([str(path)]) == 1
+        assert report.main([str(path)]) == 1
         assert "has no summary: its run was refused or interrupted" in capsys.readouterr().err
 
 
@@ -143,7 +104,7 @@ def test_a_control_of_another_budget_is_refused(tmp_path: Path, capsys: pytest.C
         rows = [item(arm, i, 1.0) for arm in ("base", "compare") for i in range(3)]
         rows += [{"kind": "counters", "arm": "base", "task": "single", "length": 1024, "counters": counted}]
         write(tmp_path / f"{name}.jsonl", "eval.niah", rows)
-    assert documents.main([str(tmp_path)]) == 1
+    assert report.main([str(tmp_path)]) == 1
     assert "random_pages read 20.0% of the pages in single where the method read 10.0%" in capsys.readouterr().err
 
 
@@ -151,7 +112,7 @@ def test_a_control_with_other_questions_is_refused(tmp_path: Path, capsys: pytes
     rows = [item(arm, i, 1.0) for arm in ("base", "compare") for i in range(3)]
     write(tmp_path / "niah.jsonl", "eval.niah", rows)
     write(tmp_path / "niah--true_mass.jsonl", "eval.niah", [item("base", i, 1.0, prompt_sha="x") for i in range(3)])
-    assert documents.main([str(tmp_path)]) == 1
+    assert report.main([str(tmp_path)]) == 1
     assert "the control true_mass was not asked 3 of the questions of single" in capsys.readouterr().err
 
 
@@ -172,18 +133,3 @@ def test_drift_has_a_line_for_what_the_server_does() -> None:
     assert line["task"] == "book, f = 32" and line["verdict"] == "same" and line["true_mass"] == 0.9
     (line,) = lines_of_drift([noise, off, often], {"true_mass": [noise, off]})
     assert "true_mass" not in line
-
-
-def test_sparse_servers_are_no_backends(tmp_path: Path) -> None:
-    def made(name: str, score: float, **methods: str | None) -> Path:
-        served = {"attention_backend": name, "device": "cuda", **methods}
-        row = {"kind": "summary", "arm": "base", "task": "single", "length": 8192, "n": 50, "score": score}
-        rows = [{"kind": "header", "servers": {"base": served}}, row | {"score_interval": (score, score)}]
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
-
-    stock = made("flashmla", 1.0, sparse_method=None)
-    others = [made("one", 0.1, sparse_method="robsa"), made("two", 0.2, sparse_prefill_method="anchor")]
-    shown = backends([*others, stock, made("older", 0.9)])
-    assert [line.split(" | ")[0] for line in shown.splitlines()[2:]] == ["| flashmla, cuda", "| older, cuda"]
