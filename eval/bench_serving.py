@@ -1,6 +1,6 @@
 r"""``python -m eval.bench_serving``: a dense and a sparse server on this machine, driven by SGLang's benchmark client.
 
-    python -m eval.bench_serving --shape qwen3-1.7b --contexts 4k,32k,128k,256k --batch 1,4 --out serving.jsonl
+    python -m eval.bench_serving --model-path MODEL --contexts 4k,32k,128k,256k --batch 1,4 --out serving.jsonl
 
 The servers run one after the other (``--both``: at once, asked in turn, asleep in between), each with room for the
 largest cell of the grid; a cell that does not fit is skipped. For each context and batch size the client sends that
@@ -25,32 +25,6 @@ and their range. With ``--both`` dense and sparse take turns. ``--chunked-prefil
 each size, on servers of its own. ``first_token_below``: the least ratio at contexts up to 8k that the server prefilled
 dense by itself.
 
-Dummy weights have no structure to find: ``--structured '{}'`` has every layer of every server attend with generated
-queries, keys and values (`eval.lab.structured`), and the row says which share of the query-key pairs was left out
-(``sparsity``, of the server's counters). What a prefill keeps of the attention mass stands beside it, from a file of
-``eval.lab.bench_prefill`` with the same inputs, length and threshold::
-
-    python -m eval.lab.bench_prefill --lengths 32k,64k,128k --sparsity 0.89 --dense-below 8k --out prefill.jsonl
-    python -m eval.bench_serving --shape qwen3-8b --both --contexts 4k,8k,32k,64k,128k --chunked-prefill-size 8k,16k \
-        --sparse-method none --sparse-prefill-method anchor --structured '{}' --server-args "--page-size 16" \
-        --sparsity 0.89 --recall-from prefill.jsonl --out serving.jsonl
-
-``--sparsity`` asks for the threshold that the file has for this share at each length, and a context at which the server
-left out more or less by two points is no result. Without it the threshold is the server's.
-
-RoBSA's decode is measured over the inputs of a file of ``eval.lab.bench_mla --positions``, of which ``--structured``
-takes recipe and seed, and the recall::
-
-    python -m eval.lab.bench_mla --shapes 1x32k,1x64k,1x96k,1x128k --positions 131460 --heads 16 --peers "" \
-        --recipe '{"sink_tokens": 1792}' --out mla.jsonl
-    python -m eval.bench_serving --shape v2-lite --sparse-method robsa --structured mla.jsonl --out serving.jsonl ...
-
-``active_blocks`` and ``sparsity`` are then the mean over the layers that ran sparse, of the server's counters; a cell
-whose active blocks are off those that the file's inputs are made for by two points or a tenth of them is no result.
-
-Prefill of many long prompts takes minutes that decode's figures do not need: with ``--skip-prefill`` it writes the
-generated KV and little else (`eval.lab.structured.prefill`), and the summary has no figure that prefill is part of.
-
 A server's arguments are those of the grid, then ``--server-args``, then its own; the later ones win. ``--server
 dense="--page-size 1"`` gives the dense one some of its own, and any other name starts one more server, dense such as
 ``--server dense-fp8="--kv-cache-dtype fp8_e4m3"``, or sparse: ``--server half="--sparse-method ..."``.
@@ -58,7 +32,6 @@ dense="--page-size 1"`` gives the dense one some of its own, and any other name 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import shlex
@@ -73,8 +46,6 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from eval.lab.servers import model_shapes
-from eval.lab.servers.serving_recall import command_of, recalls
 from eval.live.client import FAILURES, LiveServer
 from eval.live.counters import EvaluationError
 from eval.live.machine import this_machine
@@ -84,7 +55,6 @@ from eval.serving import first_token, prefix_hits
 from eval.serving.arguments import parse
 from eval.serving.grid import (
     DENSE,
-    environment,
     grid,
     prefix_tokens,
     server_flags,
@@ -93,6 +63,7 @@ from eval.serving.grid import (
     summarise,
     unfit,
 )
+from eval.serving.inputs import Inputs
 from eval.serving.measurement import Side, drive, look
 from eval.texts.lengths import short_length
 from launch.server import ServerProcess
@@ -112,13 +83,13 @@ class Bench:
     """The run: what was measured so far, and where it is written.
 
     Args:
-        args: the command line.
+        inputs: what the servers attend with, and the command line.
         record: the result file.
         scratch: folder for the client's files.
     """
 
-    def __init__(self, args: argparse.Namespace, record: Record, scratch: Path) -> None:
-        self.args, self.record, self.scratch = args, record, scratch
+    def __init__(self, inputs: Inputs, record: Record, scratch: Path) -> None:
+        self.inputs, self.args, self.record, self.scratch = inputs, inputs.args, record, scratch
         self.items: list[dict[str, Any]] = []
         self.summary: list[dict[str, Any]] = []
         self.left_out: set[tuple[str, str]] = set()
@@ -135,7 +106,7 @@ class Bench:
         """
         args = self.args
         log = args.out.with_suffix(f".{short_length(self.chunk)}.{name}.log" if self.chunk else f".{name}.log")
-        process = ServerProcess(folder, *flags, log_path=log, timeout=args.start_timeout, env=environment(args))
+        process = ServerProcess(folder, *flags, log_path=log, timeout=args.start_timeout, env=self.inputs.environment())
         try:
             stack.enter_context(process)
         except (RuntimeError, TimeoutError) as error:
@@ -143,12 +114,11 @@ class Bench:
             raise EvaluationError(f"the {name} server did not start: {said[-1].strip()} (all of it: {log})") from error
         server = stack.enter_context(LiveServer(process.url))
         asked = [value for flag, value in pairwise(flags) if flag in METHOD_FLAGS]
-        side = look(args, name, process.url, server, "+".join(asked) or DENSE)
+        side = look(self.inputs, name, process.url, server, "+".join(asked) or DENSE)
         line = shlex.join(["python", *process.command[1:]])
         self.record.add("server", arm=name, facts=side.target.facts, command=line, start_seconds=process.start_seconds)
         self.interval = max(self.interval, side.config.get("rectify_interval", 0))
-        if args.skip_prefill and self.interval:
-            raise EvaluationError("--skip-prefill: the server rectifies, which is prefill: rectify_interval must be 0")
+        self.inputs.require_interval(self.interval)
         least = INTERVALS * self.interval
         if args.output_length < least:
             raise EvaluationError(f"--output-length: got {args.output_length}, allowed: at least {least} here")
@@ -191,7 +161,7 @@ class Bench:
                 return
         self.left_out.add((side.name, name))
         self.record.add("skipped", arm=side.name, cell=name, reason=why)
-        tqdm.write(f"eval.bench_serving: {side.name} {name} is left out: {why}", file=sys.stderr)
+        tqdm.write(f"{self.inputs.command}: {side.name} {name} is left out: {why}", file=sys.stderr)
 
     def placed(self, row: dict[str, Any]) -> dict[str, Any]:
         """A row whose ``id`` tells it from those of other chunk sizes."""
@@ -200,18 +170,18 @@ class Bench:
     def judge(self) -> None:
         """Compare the servers of one chunk size, and go on with the next one's."""
         tasks = {row["task"]: [other for other in self.items if other["task"] == row["task"]] for row in self.items}
-        cells = summarise(tasks.get("serving", []))
-        cold = first_token.summarise(tasks.get(first_token.TASK, []))
+        cells = summarise(tasks.get("serving", []), self.inputs.cell_fields)
+        cold = first_token.summarise(tasks.get(first_token.TASK, []), self.inputs.prompt_fields)
         rows = [*cells, *short_contexts(cells), *prefix_hits.summarise(tasks.get(prefix_hits.TASK, []))]
         rows += [*cold, *first_token.below_crossover(cold)]
-        if self.args.skip_prefill:
+        if self.inputs.decode_alone:
             rows = [{name: value for name, value in row.items() if not OF_PREFILL.search(name)} for row in rows]
         sizes = {row["arm"]: row["chunked_prefill_size"] for row in self.items}
         self.summary += [{**self.placed(row), "chunked_prefill_size": sizes[row["arm"]]} for row in rows]
         self.items, self.left_out = [], set()
 
 
-def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+def run(inputs: Inputs) -> tuple[list[dict[str, Any]], bool]:
     """Start the servers, measure and write the file.
 
     Returns:
@@ -220,24 +190,21 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     Raises:
         EvaluationError: see the functions that this one calls.
     """
-    if args.recall_from is not None:
-        # A file that is none would be found minutes later.
-        recalls(args.recall_from, command_of(args))
+    args = inputs.args
+    inputs.require()
     # The sparse one first: it knows how long the answers must be.
     own: dict[str, list[str]] = {SPARSE: sparse_flags(args), DENSE: []}
     for name, flags in args.server:
         own[name] = [*own.get(name, []), *shlex.split(flags)]
-    # Without the folders of this machine.
-    asked = arguments_of(args) | {"recall_from": args.recall_from.name if args.recall_from else None}
-    header = {"arguments": asked, "label": args.label, **this_machine()}
+    header = {"arguments": arguments_of(args) | inputs.header(), "label": args.label, **this_machine()}
     with (
         tempfile.TemporaryDirectory() as name,
-        Record(args.out, "eval.bench_serving", args.revision, **header) as record,
+        Record(args.out, inputs.command, args.revision, **header) as record,
     ):
-        folder = model_shapes.write(args.shape, Path(name)) if args.shape else Path(args.model_path)
-        bench = Bench(args, record, Path(name))
+        folder = inputs.model(Path(name))
+        bench = Bench(inputs, record, Path(name))
         for bench.chunk in args.chunked_prefill_size or [None]:
-            shared = [*server_flags(args, bench.chunk), *shlex.split(args.server_args)]
+            shared = [*server_flags(args, bench.chunk), *inputs.flags(), *shlex.split(args.server_args)]
             for group in [list(own)] if args.both else [[server] for server in own]:
                 with contextlib.ExitStack() as stack:
                     bench.measure([bench.start(stack, folder, server, [*shared, *own[server]]) for server in group])
@@ -249,13 +216,13 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
         return bench.summary, bench.failed
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, inputs: type[Inputs] = Inputs, description: str | None = __doc__) -> int:
     """Run the command; exit status 1 where a cell failed or nothing can be compared."""
-    args = parse(arguments, __doc__)
+    args = parse(arguments, description, inputs)
     try:
-        summary, failed = run(args)
+        summary, failed = run(inputs(args))
     except FAILURES as error:
-        print(f"eval.bench_serving: {error}", file=sys.stderr)
+        print(f"{inputs.command}: {error}", file=sys.stderr)
         return 1
     print(pd.DataFrame(summary).reindex(columns=list(SHOWN)).to_string(index=False, na_rep=""))
     return 1 if failed else 0

@@ -32,17 +32,17 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
 from eval.lab.servers.decode_arguments import parse
 from eval.lab.servers.decode_peers import COMMAND, backend_of, decode_backend, read_peers
 from eval.live.arms import decode_config
-from eval.live.client import FAILURES, LiveServer, Stream, generate, stream
+from eval.live.client import FAILURES, LiveServer, Stream, generate, request_of, stream
 from eval.live.counters import EvaluationError, allocated, density, moved, require_dense, require_sparse
 from eval.live.machine import machine_of
 from eval.live.record import Record, command_name, git_revision, read_finished
+from eval.live.tokens import random_prompts
 from eval.serving.tpot import Peer, decode_figures, summarise
 
 # What the header keeps of the command line.
@@ -67,20 +67,6 @@ class Arm:
     counted: bool = True
 
 
-def random_prompts(batch: int, context: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """Prompts of random tokens, no two of which begin with the same one.
-
-    Raises:
-        EvaluationError: the vocabulary is smaller than the batch.
-    """
-    if vocabulary < batch:
-        raise EvaluationError(f"a batch of {batch} needs as many first tokens, the vocabulary has {vocabulary}")
-    rng = np.random.default_rng((seed, context))
-    ids = rng.integers(vocabulary, size=(batch, context))
-    ids[:, 0] = rng.choice(vocabulary, size=batch, replace=False)
-    return ids.tolist()
-
-
 def kv_tokens(batch: int, context: int, short: int, tokens: int, page_size: int) -> int:
     """Tokens of KV that a server must hold for a batch, its short prompts and the answers to both."""
     # The answers of all arms stay cached while the next round runs, and would push out what is older.
@@ -101,12 +87,6 @@ def require_capacity(facts: dict[str, Any], batch: int, context: int, short: int
         )
     if facts["disable_radix_cache"]:
         raise EvaluationError("the server has no prefix cache, so its prompts cannot be prefilled beforehand")
-
-
-def request_of(prompt: list[int], tokens: int, params: dict[str, Any]) -> dict[str, Any]:
-    """Body of a request for exactly `tokens` greedy tokens."""
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "custom_params": params}
-    return {"input_ids": prompt, "sampling_params": sampling}
 
 
 def run_arm(

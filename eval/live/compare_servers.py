@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from eval.live.arms import methods_of, phases_of, require_method, together
@@ -16,8 +14,6 @@ from eval.live.client import LiveServer
 from eval.live.counters import EvaluationError
 from eval.serving.grid import methods, sparse_flags
 from launch.server import ServerProcess
-
-CONTROLS = Path(__file__).parent.parent / "lab" / "controls"
 
 
 @contextlib.contextmanager
@@ -38,13 +34,10 @@ def servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
     sparse = sparse_flags(argparse.Namespace(**{**vars(args), "sparse_config": config}))
     args.out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        path = os.pathsep.join([str(CONTROLS), *filter(None, [os.environ.get("PYTHONPATH")])])
         urls = []
         for name, more, expected in (("sparse", sparse, together(*methods(args))), ("dense", [], "dense")):
             flags = [*shlex.split(args.server_args), *more]
-            process = ServerProcess(
-                args.model_path, *flags, log_path=args.out / f"{name}.log", env={"PYTHONPATH": path}
-            )
+            process = ServerProcess(args.model_path, *flags, log_path=args.out / f"{name}.log")
             urls.append(stack.enter_context(process).url)
             with LiveServer(urls[-1]) as server:
                 require_method(str(expected), server.facts(), True)

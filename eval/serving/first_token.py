@@ -1,14 +1,8 @@
-"""Cold prefills of ``eval.bench_serving``: the time to the first token, and what the attention that it took is worth.
+"""Cold prefills of ``eval.bench_serving``: the time to the first token.
 
 Asked by this project's client, with token ids: starting SGLang's takes longer than most prefills. Every run flushes the
 prefix cache and asks the same prompt again for one token, so that no cached tokens prove the flush. SGLang's flush also
 empties the allocator's cache, of each server alike.
-
-Recall is a matter of the inputs and of the threshold, which a server cannot tell: it comes from a file of
-``eval.lab.bench_prefill`` with the same recipe, seed, heads, length, blocks and threshold. A server generates as many
-positions as a request may have: without the same ``--positions`` there its stripes lie elsewhere, equally dense. It
-attends densely before its crossover, which the file's recall does not count, so that it is rather too low than too
-high.
 """
 
 from __future__ import annotations
@@ -18,23 +12,16 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from eval.lab.bench_decode import random_prompts, request_of
-from eval.lab.kernels.prefill import COMMAND as PREFILL_COMMAND
-from eval.lab.servers.serving_recall import matching, require_sparsity
-from eval.live.client import stream
+from eval.live.client import request_of, stream
 from eval.live.counters import EvaluationError, moved, sparsity, sum_of
+from eval.live.tokens import random_prompts
 from eval.serving.grid import DENSE, ROOM, SHORT, Cell
 from eval.serving.measurement import Side, require_sparse_prefill
-from eval.texts.lengths import share_at, short_length
+from eval.texts.lengths import short_length
 
 TASK, TASK_BELOW = "first_token", "first_token_below"
 # Of a median that counts.
 LEAST_RUNS = 5
-ADVICE = "find its value with eval.lab.bench_prefill --sparsity, its --dense-below being the server's crossover_tokens"
-# What says how much a prefill method leaves out, and what else of its config the recall depends on.
-SETTINGS = {"anchor": ("theta", ("block_size", "step")), "skip_softmax": ("threshold_scale_factor", ())}
-THRESHOLDS = tuple(name for name, _ in SETTINGS.values())
-WITH_TARGET = (*THRESHOLDS, "recall", "target_sparsity")
 # Of the dense server, what makes it the strongest.
 SERVED = ("attention_backend", "page_size", "prefill_graphs")
 
@@ -44,35 +31,6 @@ Row = Mapping[str, Any]
 def tokens(context: int) -> int:
     """Tokens of KV that a prompt and its answer take."""
     return context + ROOM
-
-
-def quality_of(args: argparse.Namespace, context: int, config: Row, inputs: Row | None) -> dict[str, Any]:
-    """The threshold that a prompt is prefilled with, and the recall that it has.
-
-    Args:
-        args: the command line.
-        context: tokens of the prompt.
-        config: of the prefill method, resolved.
-        inputs: what the server says of its generated inputs, None where it has none.
-
-    Returns:
-        The method's threshold by its name, ``recall`` and ``target_sparsity``; nothing for a prompt that is dense, or
-        where no file is given.
-
-    Raises:
-        EvaluationError: the file has no row for this prompt; names what differs in the nearest one.
-    """
-    if args.recall_from is None or inputs is None or context <= config["crossover_tokens"]:
-        return {}
-    shape = inputs["shape"]
-    wanted = {"length": context, "made": inputs["recipe"], "seed": inputs["seed"], "dim": shape["head_dim"]}
-    wanted |= {name: shape[name] for name in ("q_heads", "kv_heads")}
-    setting, others = SETTINGS[args.sparse_prefill_method]
-    wanted |= {"setting": setting} | {name: config[name] for name in others}
-    target = share_at(args.sparsity, context)
-    wanted |= {"value": config[setting]} if target is None else {"target_sparsity": target}
-    near = matching(args.recall_from, PREFILL_COMMAND, wanted)
-    return {setting: near["value"], "recall": near["recall"], "target_sparsity": target}
 
 
 def flush(side: Side) -> None:
@@ -109,35 +67,35 @@ def measure(args: argparse.Namespace, side: Side, context: int, run: int) -> dic
         run: number of this run.
 
     Raises:
-        EvaluationError: see `cold` and `quality_of`; or the server left out another share of the pairs than asked for.
+        EvaluationError: see `cold`, `Inputs.of_prompt` and `Inputs.judge`.
     """
     config = side.prefill_config
-    quality = {} if config is None else quality_of(args, context, config, side.inputs)
+    quality = {} if config is None else side.inputs.of_prompt(context, config, side.made)
     (prompt,) = random_prompts(1, context, side.server.vocabulary_size(), args.seed)
     # Asked for by request, so that one server serves all lengths.
-    asked = {name: quality[name] for name in THRESHOLDS if quality.get("target_sparsity") and name in quality}
-    request = request_of(prompt, 1, asked)
+    request = request_of(prompt, 1, side.inputs.asked(quality))
     if not run:
         cold(side, request)
     before = side.server.counters() if config is not None else None
     row: dict[str, Any] = {"id": f"{side.name}/{TASK}/{short_length(context)}/{run}", "task": TASK, "arm": side.name}
     row |= {"context": context, "run": run, "ttft": cold(side, request), "cached_tokens": 0}
     row |= {name: side.facts.get(name) for name in SERVED}
-    row |= dict.fromkeys(WITH_TARGET) | quality
+    row |= dict.fromkeys(side.inputs.prompt_fields) | quality
     if before is not None:
         after = side.server.counters()
         counts = moved(before, after)
         require_sparse_prefill(Cell(context, 1), counts, after["prefill"])
         row |= {"sparsity": sparsity(counts), "counters": counts}
-        require_sparsity(row, ADVICE)
+        side.inputs.judge(row)
     return row
 
 
-def summarise(items: Sequence[Row]) -> list[dict[str, Any]]:
+def summarise(items: Sequence[Row], carried: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Compare every server with the dense one, length by length.
 
     Args:
         items: rows of task `TASK`.
+        carried: further fields of the first run that the summary keeps.
 
     Returns:
         For each length and each server but the dense one, where both have `LEAST_RUNS` runs: medians and ranges of the
@@ -159,7 +117,7 @@ def summarise(items: Sequence[Row]) -> list[dict[str, Any]]:
         row |= {"dense_ttft": median(dense), "dense_ttft_range": (min(dense), max(dense))}
         row |= {"ttft_ratio": row["dense_ttft"] / row["ttft"]}
         row |= {f"dense_{name}": theirs[0][name] for name in SERVED}
-        row |= {name: mine[0][name] for name in WITH_TARGET} | _pairs(mine)
+        row |= {name: mine[0][name] for name in carried} | _pairs(mine)
         found.append(row)
     return found
 

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eval.lab.structured.generator import read_recipe
-from eval.lab.structured.prefill import ATTEND, read_given
 from eval.live.client import Chunk, Stream
 from eval.live.counters import EvaluationError
 from eval.scores.stats import median_ratio_interval
 from eval.texts.lengths import short_length
 
-NO_METHOD = "none"
-ROOT = Path(__file__).parent.parent.parent
-STRUCTURED = ROOT / "eval" / "lab" / "structured" / "server"
+NO_METHOD, ROBSA = "none", "robsa"
 # More than any page, on both sides of a request's KV.
 ROOM = 128
 DENSE = "dense"
@@ -32,9 +25,7 @@ SHORT = 8192
 FIRST = ("ttft_median", "ttft_p99", "output_throughput", "request_throughput")
 # Of the dense server, what makes it the strongest.
 SERVED = ("decode_backend", "page_size", "decode_graphs")
-# What a decode method's inputs are worth, by a file of eval.lab.bench_mla; ``recipe`` is what was changed of its own.
-QUALITY = ("recall", "similarity", "target_sparsity", "active", "recipe", "theta1", "block_size", "kv_dtype")
-ATTENDED = ("active_blocks", "sparse_layers", *QUALITY)
+ATTENDED = ("active_blocks", "sparse_layers")
 # A bootstrap of fewer says nothing of how far medians spread.
 LEAST_PAIRS = 5
 EVERY = ("decode_tpot", "decode_itl_p50", "decode_itl_p99", "tpot_median", "tpot_p99", "itl_median", "itl_p99")
@@ -99,9 +90,7 @@ def server_flags(args: argparse.Namespace, chunk: int | None = None) -> list[str
     flags += ["--chunked-prefill-size", str(chunk)] if chunk else []
     # One that waits would take a core, and another one's step may wait for it.
     flags += ["--sleep-on-idle"] if args.both else []
-    if args.structured is not None:
-        flags += ["--json-model-override-args", json.dumps({"structured_inputs": args.structured})]
-    return flags + (["--load-format", "dummy"] if args.shape else [])
+    return flags
 
 
 def sparse_flags(args: argparse.Namespace) -> list[str]:
@@ -118,38 +107,6 @@ def sparse_flags(args: argparse.Namespace) -> list[str]:
 def methods(args: argparse.Namespace) -> list[str]:
     """Names of what the sparse server runs."""
     return [name for name in (args.sparse_method, args.sparse_prefill_method) if name not in (None, NO_METHOD)]
-
-
-def environment(args: argparse.Namespace) -> dict[str, str]:
-    """Variables that the servers are started with."""
-    if args.structured is None:
-        return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(STRUCTURED), str(ROOT), os.environ.get("PYTHONPATH")]))}
-
-
-def require_inputs(args: argparse.Namespace, states: Sequence[Row]) -> Row | None:
-    """Refuse a server that attends with other inputs than asked for.
-
-    Args:
-        args: the command line.
-        states: ``internal_states`` of its `/server_info`.
-
-    Returns:
-        What the server says of its generated inputs; None where none were asked for.
-
-    Raises:
-        EvaluationError: the plugin that generates them was not loaded, or made others.
-    """
-    if args.structured is None:
-        return None
-    found = [state["structured_inputs"] for state in states if state.get("structured_inputs")]
-    if len(found) != len(states):
-        raise EvaluationError("--structured: the server attends with the model's own inputs, see its log")
-    wanted = read_given(args.structured)
-    wanted["recipe"] = read_recipe(wanted["recipe"]).model_dump()
-    if any({name: made.get(name, ATTEND) for name in wanted} != wanted for made in found):
-        raise EvaluationError(f"--structured {args.structured}: the server attends with other inputs, {found[0]}")
-    return found[0]
 
 
 def dense_by_limits(cell: Cell, config: Row) -> bool:
@@ -187,11 +144,12 @@ def streams(result: Row) -> list[Stream]:
     return found
 
 
-def summarise(items: Sequence[Row]) -> list[dict[str, Any]]:
+def summarise(items: Sequence[Row], carried: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Compare every server with the dense one, cell by cell.
 
     Args:
         items: rows of runs, of kind ``item`` and task "serving".
+        carried: further fields of the first run that the summary keeps.
 
     Returns:
         For each cell and each server but the dense one, where both have it: its own figures (seconds, and requests or
@@ -214,7 +172,7 @@ def summarise(items: Sequence[Row]) -> list[dict[str, Any]]:
         row |= {"context": context, "batch": batch, "runs": len(mine)}
         row |= {"density": mine[-1]["density"], "dense_rows": mine[-1]["dense_rows"]}
         # Later runs find their prompts in the cache.
-        row |= {name: mine[0][name] for name in ATTENDED if mine[0].get(name) is not None}
+        row |= {name: mine[0][name] for name in (*ATTENDED, *carried) if mine[0].get(name) is not None}
         row |= {"sparsity": mine[0].get("sparsity"), **own}
         row |= {f"dense_{name}": theirs[0].get(name) for name in SERVED}
         row |= {f"dense_{name}": value for name, value in dense.items()}

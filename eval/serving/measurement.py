@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.lab.servers.serving_recall import decode_quality, decode_sparsity, require_sparsity
 from eval.live.arms import MAX_DENSE_ROWS
 from eval.live.client import LiveServer
 from eval.live.counters import EvaluationError, dense_rows, moved, read_shares, require_sparse
-from eval.serving.grid import SERVED, Cell, dense_by_limits, grid, require_inputs, streams
+from eval.serving.grid import SERVED, Cell, dense_by_limits, grid, streams
+from eval.serving.inputs import Inputs
 from eval.serving.tpot import decode_figures
 from eval.tasks.judge_commands import Target, reach, run_judge, serving_command
 from eval.tasks.judge_rows import serving_rows
@@ -31,7 +31,8 @@ class Side:
         server: how it is asked.
         target: what it says of itself.
         facts: what it says of itself, and what it decodes and prefills with.
-        inputs: what it says of its generated inputs; None where it attends with the model's own.
+        inputs: what it attends with.
+        made: what it says of generated inputs; None where it attends with the model's own.
         config: of its decode method, resolved; empty where it has none.
         prefill_config: of its prefill method, resolved; None where it has none.
     """
@@ -41,7 +42,8 @@ class Side:
     server: LiveServer
     target: Target
     facts: Config
-    inputs: Config | None = None
+    inputs: Inputs
+    made: Config | None = None
     config: Config = field(default_factory=dict)
     prefill_config: Config | None = None
 
@@ -51,19 +53,20 @@ class Side:
         return self.target.arm.counted
 
 
-def look(args: argparse.Namespace, name: str, url: str, server: LiveServer, expect: str) -> Side:
+def look(inputs: Inputs, name: str, url: str, server: LiveServer, expect: str) -> Side:
     """Ask a server what it is, and refuse one that is not what it should be.
 
     Args:
-        args: the command line.
+        inputs: what it is to attend with.
         name: of the server.
         url: where it is.
         server: how it is asked.
         expect: names of its methods, or "dense".
 
     Raises:
-        EvaluationError: see `reach`, `require_inputs` and `decode_quality`.
+        EvaluationError: see `reach`, `Inputs.made` and `Inputs.of_cell`.
     """
+    args = inputs.args
     info = server.ask(lambda http: http.get("/server_info").raise_for_status().json())
     asked = argparse.Namespace(expect=expect, model=None, tokenizer=None, custom_params={})
     target = reach(asked, server, max(args.contexts) + args.output_length)
@@ -71,14 +74,13 @@ def look(args: argparse.Namespace, name: str, url: str, server: LiveServer, expe
     facts = {f"{phase}_graphs": _captured(graphs.get(phase)) for phase in ("decode", "prefill")}
     facts["decode_backend"] = info.get("decode_attention_backend") or info.get("attention_backend")
     state = info["internal_states"][0].get("sparse") or {}
-    inputs, facts = require_inputs(args, info["internal_states"]), {**target.facts, **facts}
+    made, facts = inputs.made(info["internal_states"]), {**target.facts, **facts}
     facts["sparse_layers"] = state.get("sparse_layers") if state.get("config") else None
-    side = Side(
-        name, url, server, target, facts, inputs, state.get("config") or {}, (state.get("prefill") or {}).get("config")
-    )
+    config, prefill = state.get("config") or {}, (state.get("prefill") or {}).get("config")
+    side = Side(name, url, server, target, facts, inputs, made, config, prefill)
     # Before anything is measured: a file without these rows would be found minutes later.
     for cell in grid(args):
-        decode_quality(args, cell, side.config, side.inputs, side.facts)
+        inputs.of_cell(cell, side.config, side.made, side.facts)
     return side
 
 
@@ -129,8 +131,8 @@ def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, interval: 
     if after.get("prefill"):
         require_sparse_prefill(cell, counts, after["prefill"])
     row |= read_shares(counts) | decode_sparsity(side.config, counts)
-    row |= decode_quality(args, cell, side.config, side.inputs, side.facts)
-    require_sparsity(row, f"the server does not attend as eval.lab.bench_mla did in {args.recall_from}")
+    row |= side.inputs.of_cell(cell, side.config, side.made, side.facts)
+    side.inputs.judge(row)
     return row
 
 
@@ -168,3 +170,19 @@ def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Config) -> N
             f"{share:.0%} of the rows were decoded dense, allowed are {MAX_DENSE_ROWS:.0%}: start the sparse server "
             "with lower min_seq_len and crossover_tokens"
         )
+
+
+def decode_sparsity(config: Config, counts: Mapping[str, int]) -> dict[str, Any]:
+    """What RoBSA left out in the layers that ran sparse; nothing of another method, or where none did.
+
+    Args:
+        config: of the decode method, resolved.
+        counts: of `eval.live.counters.moved`.
+
+    Returns:
+        ``active_blocks``, the mean over rows, steps and sparse layers, and ``sparsity``, the share of the others.
+    """
+    if "theta1" not in config or not counts["sparse_layer_rows"]:
+        return {}
+    shares = counts["pages_attended"] / counts["pages_held"]
+    return {"active_blocks": counts["pages_attended"] / counts["sparse_layer_rows"], "sparsity": 1 - shares}

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from eval.lab.bench_decode import random_prompts, request_of
-from eval.live.client import generate, stream
+from eval.live.client import generate, request_of, stream
 from eval.live.counters import EvaluationError
+from eval.live.tokens import random_prompts
 from eval.scores.stats import median_ratio_interval
 from eval.serving.grid import DENSE, UNCOUNTED_HITS
 from eval.serving.measurement import Side

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,13 +137,18 @@ def _title(rows: Sequence[Row], cells: Sequence[Row]) -> str:
     header = rows[0]
     model = header["arguments"].get("shape") or Path(header["arguments"]["model_path"]).name
     sparse = [row for row in cells if row.get("sparse_tokens")]
-    values = {name: [row[field] for row in sparse if row[field] is not None] for name, field in QUALITY.items()}
+    values = {name: [row[field] for row in sparse if row.get(field) is not None] for name, field in QUALITY.items()}
     kept = [f"{name} {min(found):.2f} to {max(found):.2f}" for name, found in values.items() if found]
     return "\n".join(filter(None, (f"{model} on {header['device']}", ", ".join(kept))))
 
 
-def draw(path: Path, stem: Path) -> list[Path]:
+def draw(path: Path, stem: Path, plot_times: Callable[[Sequence[Row], Path], list[Path]] = latency.plot) -> list[Path]:
     """What a file has: time per token or first tokens as ``stem``; of both, the latter with ``-first-token`` behind it.
+
+    Args:
+        path: the file.
+        stem: path without a suffix.
+        plot_times: draws the time per token.
 
     Returns:
         The paths written.
@@ -155,7 +160,7 @@ def draw(path: Path, stem: Path) -> list[Path]:
     tasks = {row["task"] for row in rows if row["kind"] == "summary"}
     if TASK not in tasks:
         # A file with nothing at all is refused there.
-        return latency.plot(rows, stem)
+        return plot_times(rows, stem)
     if "serving" not in tasks:
         return plot(rows, stem)
-    return [*plot(rows, Path(f"{stem}-first-token")), *latency.plot(rows, stem)]
+    return [*plot(rows, Path(f"{stem}-first-token")), *plot_times(rows, stem)]

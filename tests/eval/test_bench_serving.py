@@ -11,7 +11,7 @@ from eval.bench_serving import parse
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.machine import this_machine
 from eval.live.record import read_rows
-from eval.serving import measurement
+from eval.serving import first_token, measurement
 from eval.serving.grid import Cell
 
 
@@ -91,7 +91,7 @@ def test_what_is_asked_of_the_servers(
 
 
 def test_a_prefill_method_beside_a_decode_method(commands: list[list[str]], tmp_path: Path) -> None:
-    both = ["--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 9}', "--structured", "{}"]
+    both = ["--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 9}']
     status, rows = run(tmp_path, "--batch", "1", *both)
     assert status == 0
     sparse, _ = FakeServer.started
@@ -149,11 +149,26 @@ def test_nothing_sparse_is_refused_but_where_the_limits_say_dense() -> None:
         measurement.require_sparse_cell(Cell(8192, 2), sparse, CONFIG)
 
 
+def test_fewer_runs_are_no_median() -> None:
+    row = {"context": 1024, "arm": "sparse", "ttft": 1.0, **dict.fromkeys(first_token.SERVED)}
+    dense = {**row, "arm": "dense"}
+    assert first_token.summarise([row] * 4 + [dense] * 5) == []
+    (found,) = first_token.summarise([row] * 5 + [dense] * 6)
+    assert found["sparsity"] is None and first_token.below_crossover([found]) == []
+
+
+def test_pictures(commands: list[list[str]], tmp_path: Path) -> None:
+    run(tmp_path, "--batch", "1", "--prefix", "0", "--sparse-prefill-method", "anchor")
+    assert report.main([str(tmp_path / "serving.jsonl"), "--out", str(tmp_path / "drawn")]) == 0
+    drawn = {path.name: path for path in (tmp_path / "drawn").iterdir()}
+    assert "time per output token, ms" in drawn["serving.svg"].read_text()
+    assert "time to first token, s" in drawn["serving-first-token.svg"].read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model-path", "m", "--shape", "qwen3-8b"], "not allowed with"),
-        (["--shape", "gpt"], "invalid choice: 'gpt' (choose from"),
+        (["--model-path", "m", "--cold-runs", "4"], "--cold-runs must be at least 5, got 4"),
         (["--model-path", "m", "--batch", "0"], "--batch must be at least 1"),
         (["--model-path", "m", "--contexts", "4m"], "'4m' is no length"),
         (["--model-path", "m", "--server", "fp8"], "must be NAME=ARGS, got 'fp8'"),

@@ -244,7 +244,7 @@ def test_servers_are_started_with_their_methods_and_confirm_them(
     runs: dict[str, Server] = {"sparse": listen(None, "anchor"), "dense": listen()}
 
     class Process(contextlib.nullcontext[Any]):
-        def __init__(self, model: str, *flags: str, log_path: Path, env: dict[str, str]) -> None:
+        def __init__(self, model: str, *flags: str, log_path: Path) -> None:
             super().__init__(self)
             started[log_path.stem], self.url = [model, *flags], runs[log_path.stem].url
 

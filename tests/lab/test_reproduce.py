@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import generated_stubs
 import pytest
 
 from eval import identity, infinitebench, niah, ppl_prefill, ppl_rectify
@@ -34,7 +35,6 @@ from eval.lab.tables.goals import Goal, read_goals
 from eval.live.record import command_name
 from eval.live.runner import parser_of
 from eval.scores.prefill_ppl import BOUND
-from eval.serving import arguments
 from eval.texts.lengths import short_length
 from sglang_sparse import tune
 from sglang_sparse.config.settings import build
@@ -51,7 +51,7 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.lab.bench_kernels": bench_kernels.parse,
     "eval.lab.bench_mla": bench_mla.parse,
     "eval.lab.bench_prefill": bench_prefill.parse,
-    "eval.bench_serving": arguments.parse,
+    "eval.lab.bench_serving": generated_stubs.parse,
     "eval.lab.bench_throughput": bench_throughput.parse,
     "eval.identity": identity.parse,
     "eval.infinitebench": lambda arguments: parser_of(infinitebench.InfiniteBenchSuite).parse_args(arguments),
@@ -108,7 +108,7 @@ def asked(leg: Leg, command: Command, folder: Path) -> dict[str, list[Any]]:
             "dense_served_page_size": [int(named[named.index("--page-size") + 1])],
         }
         found |= {"dense_served_attention_backend": [named[named.index("--attention-backend") + 1]]}
-    elif module == "eval.bench_serving":
+    elif module == "eval.lab.bench_serving":
         flags = shlex.split(args.server_args)
         # Without the flag the server takes FA3, on the GPUs that have it.
         named = [*flags, "--attention-backend", "fa3"]
@@ -258,7 +258,7 @@ def test_batches_that_the_serving_benchmark_cannot_measure_are_not_asked_for(tmp
 def test_the_commands_of_the_readme_are_the_same() -> None:
     blocks = re.findall(r"```\n(.*?)```", README.read_text(), re.S)
     lines = [shlex.split(line) for block in blocks for line in block.replace("\\\n", "").splitlines()]
-    bench = ("eval.lab.bench_decode", "eval.lab.bench_mla", "eval.lab.bench_prefill", "eval.bench_serving")
+    bench = ("eval.lab.bench_decode", "eval.lab.bench_mla", "eval.lab.bench_prefill", "eval.lab.bench_serving")
     shown = [line[2:] for line in lines if line[:2] == ["python", "-m"] and line[2] in bench]
     known = [[part.removeprefix("./") for part in one.line(Path(), ["URL"])] for _, one in COMMANDS]
     assert len(shown) == 7

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from generated_stubs import goals_of, install_client, parse
 from mla_layers import machine
-from serving_stubs import FakeServer, after, goals_of, install_client
+from serving_stubs import FakeServer, after
 
-from eval import bench_serving
-from eval.bench_serving import parse
-from eval.lab import bench_mla, documents
+from eval.lab import bench_mla, bench_serving, documents
 from eval.lab.kernels.mla_inputs import SM_SCALE, Shape, Step
 from eval.lab.kernels.mla_recipe import PAPER_BLOCKS, RECIPE, recipe_for
 from eval.lab.kernels.mla_table import table

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_stubs import Connected, FakeServer, after, goals_of, install, result
+from generated_stubs import goals_of
+from serving_stubs import Connected, FakeServer, after, install, result
 
 from eval.lab import bench_throughput, documents
 from eval.lab.bench_throughput import parse

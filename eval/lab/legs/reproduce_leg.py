@@ -111,4 +111,6 @@ class Leg:
         """What it starts beside its commands, as ``--list`` prints it."""
         if self.server:
             return f"{f'{len(self.servers)} servers' if self.beside else 'a server'} of {self.server.model}"
-        return "servers of its own" if any(one.module == "eval.bench_serving" for one in self.commands) else "nothing"
+        return (
+            "servers of its own" if any(one.module == "eval.lab.bench_serving" for one in self.commands) else "nothing"
+        )

@@ -52,7 +52,7 @@ def _decode(model: str, load: Load, goal: str, *more: str, variant: str = "") ->
 
 
 def _serving(shape: str, *arguments: str, file: str = "", goals: tuple[str, ...] = ()) -> Command:
-    return Command("eval.bench_serving", file or f"serving-{shape}.jsonl", ("--shape", shape, *arguments), goals)
+    return Command("eval.lab.bench_serving", file or f"serving-{shape}.jsonl", ("--shape", shape, *arguments), goals)
 
 
 def _short(shape: str, runs: str, goal: str) -> Command:

@@ -1,4 +1,4 @@
-"""What generated inputs are worth to a sparse method, for ``eval.bench_serving``: rows of other commands' files.
+"""What generated inputs are worth to a sparse method, for ``eval.lab.bench_serving``: rows of other commands' files.
 
 Recall is a matter of the inputs and of the threshold, which a server cannot tell. It comes from a file of what was
 measured in process over the same inputs: of ``eval.lab.bench_prefill`` for a prefill method, of ``eval.lab.bench_mla``
@@ -16,13 +16,8 @@ from eval.lab.kernels.mla import COMMAND as MLA_COMMAND
 from eval.lab.kernels.mla import ROPE, WHOLE
 from eval.lab.kernels.prefill import COMMAND as PREFILL_COMMAND
 from eval.lab.structured.generator import read_recipe
-from eval.lab.tables.targets import SPARSITY_TOLERANCE, near_target
 from eval.live.counters import EvaluationError
 from eval.scores.pictures import rows_of
-from eval.serving.grid import QUALITY, Cell, dense_by_limits
-
-ROBSA = "robsa"
-KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}
 
 Row = Mapping[str, Any]
 
@@ -94,70 +89,3 @@ def matching(path: Path, command: str, wanted: Row) -> dict[str, Any]:
 
 def _called(name: str) -> str:
     return {"made": "recipe"}.get(name, name)
-
-
-def decode_quality(args: argparse.Namespace, cell: Cell, config: Row, inputs: Row | None, facts: Row) -> dict[str, Any]:
-    """What a cell's rows attend to is worth, of a server that decodes by RoBSA.
-
-    Args:
-        args: the command line.
-        cell: the batch.
-        config: of the decode method, resolved; empty for a dense server.
-        inputs: what the server says of its generated inputs, None where it has none.
-        facts: what it says of itself.
-
-    Returns:
-        `QUALITY`; nothing for a cell that is decoded dense, or where no file is given.
-
-    Raises:
-        EvaluationError: the file has no row for this cell; names what differs in the nearest one.
-    """
-    if args.recall_from is None or args.sparse_prefill_method or inputs is None or dense_by_limits(cell, config):
-        return {}
-    shape = inputs["shape"]
-    wanted = {"length": cell.context, "made": inputs["recipe"], "seed": inputs["seed"]}
-    # Where stripes lie depends on how many positions there are.
-    wanted |= {"positions": inputs["positions"], "heads": shape["q_heads"], "latent": shape["v_head_dim"]}
-    wanted |= {"rope": shape["head_dim"] - shape["v_head_dim"]}
-    wanted |= {"kv_dtype": KV_DTYPES.get(facts.get("kv_cache_dtype", "auto"), "bfloat16")}
-    wanted |= {name: config.get(name) for name in ("block_size", "theta1", "max_active_ratio")}
-    found = matching(args.recall_from, MLA_COMMAND, wanted)
-    return {name: found.get(name) for name in QUALITY}
-
-
-def decode_sparsity(config: Row, counts: Mapping[str, int]) -> dict[str, Any]:
-    """What RoBSA left out in the layers that ran sparse; nothing of another method, or where none did.
-
-    Args:
-        config: of the decode method, resolved.
-        counts: of `eval.live.counters.moved`.
-
-    Returns:
-        ``active_blocks``, the mean over rows, steps and sparse layers, and ``sparsity``, the share of the others.
-    """
-    if "theta1" not in config or not counts["sparse_layer_rows"]:
-        return {}
-    shares = counts["pages_attended"] / counts["pages_held"]
-    return {"active_blocks": counts["pages_attended"] / counts["sparse_layer_rows"], "sparsity": 1 - shares}
-
-
-def require_sparsity(row: Row, advice: str) -> None:
-    """Refuse a run that left out another share of the query-key pairs than its inputs were made for.
-
-    Args:
-        row: with ``sparsity``, ``target_sparsity`` and the threshold.
-        advice: what to do about it.
-
-    Raises:
-        EvaluationError: names both.
-    """
-    target, found = row.get("target_sparsity"), row.get("sparsity")
-    if target is None or (found is not None and near_target(found, target, row.get("active"))):
-        return
-    names = ("theta", "threshold_scale_factor", "theta1")
-    (threshold,) = [f"{name} {row[name]:g}" for name in names if row.get(name) is not None]
-    share = found if found is None else f"{found:.3f}"
-    raise EvaluationError(
-        f"{share} of the query-key pairs were left out at {threshold}, allowed are {target:.4g} ± {SPARSITY_TOLERANCE}"
-        f"{'' if row.get('active') is None else ' and a tenth of the rest'}: {advice}"
-    )

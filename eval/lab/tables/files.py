@@ -10,7 +10,7 @@ from eval import report
 from eval.lab.agreement import agreement as dsa_agreement
 from eval.lab.kernels import dsa, framework, mla, prefill
 from eval.lab.selection import recall_summary, theta_summary
-from eval.lab.servers import decode, profile, throughput
+from eval.lab.servers import decode, latency_limit, profile, throughput
 from eval.lab.tables import crossover
 from eval.lab.tables.weights import weights
 from eval.lab.toolchain import sanitizer
@@ -136,6 +136,7 @@ PICTURES: report.Pictures = {
     **report.PICTURES,
     "bench_framework": _plotted(framework),
     "bench_prefill": _plotted(prefill),
+    "bench_serving": latency_limit.draw,
     "bench_throughput": _plotted(throughput),
     "recall": _drawn(recall_summary),
     "theta": _drawn(theta_summary),

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from eval.lab import documents
+from eval.lab.servers import latency_limit
+from eval.lab.servers.latency_limit import curves, limit_of
 from eval.lab.tables import crossover
 from eval.live.counters import EvaluationError
-from eval.serving import latency, report
-from eval.serving.latency import Point, curves, limit_of
+from eval.serving.latency import Point
 
 K = 1024
 CONFIG = {"page_size": 16, "active_ratio": 0.1, "min_pages": 16, "summary_dtype": "auto", "rectify_interval": 32}
@@ -49,7 +50,7 @@ OTHERS = [
 ROWS = [header(), *map(server, ARMS), *CELLS, *OTHERS]
 
 
-def limit_with(sparse: dict[str, Any], *others: dict[str, Any]) -> latency.Limit:
+def limit_with(sparse: dict[str, Any], *others: dict[str, Any]) -> latency_limit.Limit:
     found = limit_of([header(), sparse, *(others or [server("dense")])])
     assert found is not None
     return found
@@ -140,10 +141,10 @@ def test_latency_picture(tmp_path: Path) -> None:
 def test_latency_refuses_other_files(tmp_path: Path) -> None:
     other = write(tmp_path / "niah.jsonl", [{"kind": "header", "command": "eval.niah"}])
     with pytest.raises(EvaluationError, match=r"is no file of eval\.bench_serving: its header names eval\.niah"):
-        report.draw(other, tmp_path / "picture")
+        latency_limit.draw(other, tmp_path / "picture")
     for rows in ([header(), server("sparse")], [header(), *OTHERS]):
         with pytest.raises(EvaluationError, match="there are no cells to draw"):
-            report.draw(write(tmp_path / "serving.jsonl", rows), tmp_path / "picture")
+            latency_limit.draw(write(tmp_path / "serving.jsonl", rows), tmp_path / "picture")
 
 
 def entry(ratio: float, shape: tuple[int, int, int] = (32, 8, 128), overhead: float = 0.0) -> dict[str, Any]:

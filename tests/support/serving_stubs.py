@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from eval import bench_serving
-from eval.lab.structured.generator import read_recipe
-from eval.lab.tables.goals import goals_table
 from eval.live.arms import Arm
 from eval.live.client import Chunk, Stream
 from eval.live.counters import COUNTED, PREFILL_COUNTED
@@ -20,8 +18,6 @@ from eval.tasks.judge_commands import Target
 CONFIG = {"min_seq_len": 4096, "crossover_tokens": 16384, "dense_fallback": "auto", "rectify_interval": 32}
 PREFILL = {"crossover_tokens": 8192, "theta": 12.0, "block_size": 128, "step": 16}
 ROBSA = {"min_seq_len": 4096, "crossover_tokens": 16384, "theta1": 0.9, "block_size": 16, "max_active_ratio": 0.5}
-HEADS = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
-MLA_HEADS = {"q_heads": 16, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
 OUTPUT = 256
 
 
@@ -46,8 +42,6 @@ class FakeServer:
     left_out = 0.89
     flushes = True
     graphs = "full"
-    # What the server attends with where others were asked for.
-    inputs: dict[str, Any] | None = None
 
     def __init__(self, folder: Path, *flags: str, log_path: Path, timeout: float, env: dict[str, str]) -> None:
         self.name = log_path.name.split(".")[-2]
@@ -102,18 +96,15 @@ class FakeServer:
     def _get(self, path: str) -> Any:
         assert path == "/server_info"
         state: dict[str, Any] = {"sparse": self.state()} if self.sparse else {}
-        if self.env:
-            asked = json.loads(after(self.flags, "--json-model-override-args"))["structured_inputs"]
-            made = {"seed": asked.get("seed", 0), "recipe": read_recipe(asked.get("recipe", {})).model_dump()}
-            made["prefill"] = asked.get("prefill", "attend")
-            made |= {"shape": MLA_HEADS if "v2-lite" in self.folder.name else HEADS}
-            # As SGLang makes its table of requests.
-            made |= {"positions": int(after(self.flags, "--context-length")) + 4}
-            state["structured_inputs"] = made if self.inputs is None else self.inputs
+        state |= self.made()
         graphs = {"prefill": {"backend": "breakable"}, "decode": {"backend": self.graphs}}
         backend = after(self.flags, "--attention-backend") if "--attention-backend" in self.flags else "fa3"
         info = {"internal_states": [state], "cuda_graph_config": graphs, "attention_backend": backend}
         return SimpleNamespace(raise_for_status=lambda: SimpleNamespace(json=lambda: info))
+
+    def made(self) -> dict[str, Any]:
+        """What it says of generated inputs."""
+        return {}
 
     def _post(self, path: str) -> Any:
         assert path == "/flush_cache"
@@ -233,16 +224,3 @@ def result(context: int, batch: int, step: float, **changes: Any) -> dict[str, A
 
 def after(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
-
-
-def goals_of(folder: Path, goal: str) -> dict[str, list[str]]:
-    """The figure, the verdict and the quality of each part of a goal that result files in a folder have measured."""
-    names, _, *lines = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in goals_table(folder).splitlines()
-    ]
-    found = [dict(zip(names, line, strict=True)) for line in lines]
-    found = [line for line in found if line["id"] == goal and line["verdict"] != "not measured"]
-    return {
-        line["goal"].split(": ")[1]: [line.get(name, "") for name in ("measured", "verdict", "quality")]
-        for line in found
-    }

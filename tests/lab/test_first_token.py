@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_stubs import HEADS, PREFILL, FakeServer, after, goals_of, install
+from generated_stubs import HEADS, goals_of, install, made, parse
+from serving_stubs import PREFILL, FakeServer, after
 
-from eval import bench_serving, report
-from eval.bench_serving import parse
-from eval.lab import documents
+from eval.lab import bench_serving, documents
+from eval.lab.servers.generated_inputs import GeneratedInputs
 from eval.lab.structured.generator import read_recipe
+from eval.lab.tables import files
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
-from eval.serving import first_token
-from eval.serving.first_token import quality_of
 
 K = 1024
 RECIPE = read_recipe({}).model_dump()
@@ -79,7 +78,7 @@ def test_goal_e6(tmp_path: Path) -> None:
     assert found["64k, chunks of 8k"][1] == found["64k, chunks of 16k"][1] == "stretch"
     assert "32k, chunks of 16k" not in found, "at 32k less is to be left out"
     assert found["8k and less"] == ["2.273x", "beyond the limit", "sparsity 0.0%"]
-    shown = report.any_table(tmp_path / "serving.jsonl")
+    shown = files.any_table(tmp_path / "serving.jsonl")
     assert (
         "| sparse/first_token/64k@16k | 1.100 | 1.000 … 1.600 | 2.500 | 2.000 … 3.000 | 2.273 | 89.0 % | 0.906 | 9.64 |"
         in shown
@@ -108,7 +107,7 @@ def test_servers_take_turns_and_serve_all_lengths(tmp_path: Path) -> None:
         ("flushes", False, "32736 tokens of a prompt were cached although the cache was flushed"),
         ("left_out", 0.84, "0.840 of the query-key pairs were left out at theta 9.32, allowed are 0.89 ± 0.02"),
         ("left_out", 0.0, "no token was prefilled sparse, although anchor begins at 8192"),
-        ("inputs", {"seed": 1, "recipe": RECIPE}, "--structured {}: the server attends with other inputs, {'seed': 1"),
+        ("made", {"seed": 1, "recipe": RECIPE}, "--structured {}: the server attends with other inputs, {'seed': 1"),
     ],
 )
 def test_what_is_no_result(
@@ -119,7 +118,10 @@ def test_what_is_no_result(
     value: Any,
     message: str,
 ) -> None:
-    monkeypatch.setattr(FakeServer, attribute, value)
+    if attribute == "made":
+        monkeypatch.setattr(FakeServer, attribute, lambda server: made(server, value))
+    else:
+        monkeypatch.setattr(FakeServer, attribute, value)
     file = str(prefill_file(tmp_path))
     status, rows = run(tmp_path, "--contexts", "32k", "--sparsity", "0.89", "--recall-from", file)
     assert status == 1 and message in capsys.readouterr().err
@@ -129,7 +131,7 @@ def test_what_is_no_result(
 def test_recall_of_other_inputs_is_refused(tmp_path: Path) -> None:
     def wanted(file: Path, *given: str) -> dict[str, Any]:
         args = parse(["--shape", "qwen3-8b", "--out", "x", *ANCHOR, "--recall-from", str(file), *given])
-        return quality_of(args, 32 * K, PREFILL, {"seed": 0, "recipe": RECIPE, "shape": HEADS})
+        return GeneratedInputs(args).of_prompt(32 * K, PREFILL, {"seed": 0, "recipe": RECIPE, "shape": HEADS})
 
     target = ("--sparsity", "0.89")
     assert wanted(prefill_file(tmp_path), *target)["theta"] == 9.32
@@ -155,19 +157,11 @@ def test_skip_softmax_has_a_factor(tmp_path: Path) -> None:
     chosen = ["--sparse-prefill-method", "skip_softmax", "--recall-from", str(file), "--sparsity", "0.7"]
     args = parse(["--shape", "qwen3-8b", "--out", "x", *ANCHOR, *chosen])
     config = {"crossover_tokens": 8 * K, "threshold_scale_factor": 250.0}
-    found = quality_of(args, 64 * K, config, {"seed": 0, "recipe": RECIPE, "shape": HEADS})
+    found = GeneratedInputs(args).of_prompt(64 * K, config, {"seed": 0, "recipe": RECIPE, "shape": HEADS})
     assert found == {"threshold_scale_factor": 700.0, "recall": pytest.approx(0.9064), "target_sparsity": 0.7}
+    other = GeneratedInputs(parse(["--shape", "qwen3-8b", "--out", "x", *chosen, *ANCHOR]))
     with pytest.raises(EvaluationError, match="a row with setting 'theta', "):
-        quality_of(
-            parse(["--shape", "qwen3-8b", "--out", "x", *chosen, *ANCHOR]),
-            64 * K,
-            PREFILL | config,
-            {
-                "seed": 0,
-                "recipe": RECIPE,
-                "shape": HEADS,
-            },
-        )
+        other.of_prompt(64 * K, PREFILL | config, {"seed": 0, "recipe": RECIPE, "shape": HEADS})
 
 
 def test_without_a_target_the_threshold_is_the_servers(tmp_path: Path) -> None:
@@ -222,15 +216,6 @@ def test_a_file_without_recall_is_refused_before_anything_starts(
     said = capsys.readouterr().err
     assert "it has no summary, its run was refused or interrupted" in said and "cannot read" in said
     assert FakeServer.started == []
-
-
-def test_fewer_runs_are_no_median() -> None:
-    row = {"context": K, "arm": "sparse", "ttft": 1.0, **dict.fromkeys(first_token.WITH_TARGET)}
-    row |= dict.fromkeys(first_token.SERVED)
-    dense = {**row, "arm": "dense"}
-    assert first_token.summarise([row] * 4 + [dense] * 5) == []
-    (found,) = first_token.summarise([row] * 5 + [dense] * 6)
-    assert found["sparsity"] is None and first_token.below_crossover([found]) == []
 
 
 def test_picture(tmp_path: Path) -> None:
