@@ -163,6 +163,14 @@ def test_user_commands_run_in_a_checkout_without_the_lab(tmp_path: Path) -> None
         assert ran.returncode == 0, ran.stderr
 
 
+def test_product_tests_need_neither_the_lab_nor_its_results() -> None:
+    for path in SOURCES:
+        name = relative(path)
+        if name.startswith("tests/") and not name.startswith("tests/lab/") and path != Path(__file__):
+            found = re.search(r"eval[./]lab|eval import lab|\"lab\" /|\"results\"", path.read_text())
+            assert not found, f"{name}: {found}"
+
+
 def test_eval_and_launch_talk_to_servers_over_http() -> None:
     for path in SOURCES:
         name = relative(path)

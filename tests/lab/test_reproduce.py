@@ -29,6 +29,7 @@ from eval.lab import (
 from eval.lab.kernels.kernel_inputs import Shape
 from eval.lab.legs.reproduce_leg import URL, URLS_BESIDE, Command, Leg
 from eval.lab.legs.reproduce_legs import LEGS
+from eval.lab.legs.reproduce_needles import BOOKS
 from eval.lab.servers import decode_arguments
 from eval.lab.servers.model_shapes import SHAPES
 from eval.lab.tables.goals import Goal, read_goals
@@ -36,6 +37,7 @@ from eval.live.record import command_name
 from eval.live.runner import parser_of
 from eval.scores.prefill_ppl import BOUND
 from eval.texts.lengths import short_length
+from eval.texts.windows import read_tokens
 from sglang_sparse import tune
 from sglang_sparse.config.settings import build
 from sglang_sparse.config_value import read_config
@@ -288,3 +290,8 @@ def test_a_leg_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "eval.lab.bench_decode" in shown and "eval.lab.profile_decode" not in shown and "4x256k" not in shown
     assert reproduce.main(["--list", "--only", "2x", "dense-1.7b"]) == 1
     assert "--only '2x': no file of these legs is called like that: there are dense-flash" in capsys.readouterr().err
+
+
+def test_the_books_of_the_legs_are_five() -> None:
+    books = read_tokens([Path(word) for word in BOOKS if word != "--book"], lambda text: [len(text)])
+    assert len(books) == 5 and all(size > 10**5 for (size,) in books.values())
