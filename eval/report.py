@@ -1,7 +1,7 @@
 """Tables and pictures of result files.
 
 ``python -m eval.report FILE|FOLDER ... [--out FOLDER]`` prints the table of each result file, or of a folder of
-``eval.compare``, as Markdown, and with ``--out`` draws its picture as PNG and SVG.
+``eval.compare``, as Markdown, and with ``--out`` draws its picture as SVG.
 """
 
 from __future__ import annotations
@@ -22,11 +22,6 @@ Tables = Mapping[str, Callable[[Path], str]]
 Pictures = Mapping[str, Callable[[Path, Path], object]]
 
 
-def _rectification(path: Path, stem: Path) -> None:
-    for suffix in ("png", "svg"):
-        ppl_summary.plot(ppl_summary.summarise(read_rows(path)), Path(f"{stem}.{suffix}"))
-
-
 def _needles(path: Path, stem: Path) -> None:
     items = [row for row in read_rows(path) if row["kind"] == "item" and not row.get("failed")]
     for arm in dict.fromkeys(row["arm"] for row in items):
@@ -36,7 +31,7 @@ def _needles(path: Path, stem: Path) -> None:
 # By the name of the command that wrote the file; others have the table of a suite of questions, and no picture.
 TABLES: Tables = {"ppl_rectify": rectification, "long_generation": drift, "bench_serving": serving.serving}
 PICTURES: Pictures = {
-    "ppl_rectify": _rectification,
+    "ppl_rectify": lambda path, stem: ppl_summary.plot(ppl_summary.summarise(read_rows(path)), Path(f"{stem}.svg")),
     "long_generation": lambda path, stem: long_summary.plot(long_summary.summarise(read_rows(path)), stem),
     "bench_serving": serving.draw,
     "niah": _needles,
@@ -69,7 +64,7 @@ def any_table(path: Path, tables: Tables = TABLES) -> str:
 
 
 def draw(path: Path, stem: Path, pictures: Pictures = PICTURES) -> None:
-    """Draw a result file as PNG and SVG, if there is a picture of its kind.
+    """Draw a result file as SVG, if there is a picture of its kind.
 
     Args:
         path: the file.

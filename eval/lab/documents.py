@@ -55,7 +55,8 @@ RESULTS = ROOT / "eval" / "lab" / "results"
 COMPARISON = RESULTS / "compare-tiny-gqa"
 CROSSOVERS = ROOT / "sglang_sparse" / "crossover.json"
 PAGES = ROOT / "sglang_sparse" / "docs"
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "eval" / "lab" / "docs").glob("*.md")), *sorted(PAGES.glob("*.md")))
+DOCS = ROOT / "eval" / "lab" / "docs"
+DOCUMENTS = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(PAGES.glob("*.md")))
 CARDS = tuple(
     ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-chains", "tiny-mla", "tiny-dsa")
 )
@@ -68,6 +69,7 @@ EVEN = (*THETA, "theta-structured-even")
 SELECTORS = "theta-structured-selectors"
 SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b", "serving-v2-lite-contexts")
 THROUGHPUT = "throughput-qwen3-8b"
+QUALITY = "Qwen2.5-Coder-0.5B-Instruct"
 FIRST_TOKEN = "first-token-qwen3-8b"
 SKIP_PREFILL, SKIP_SERVED = "bench_prefill_skip_softmax", "prefill-skip-softmax-qwen3-8b"
 SKIP_FIRST_TOKEN = "first-token-skip-softmax-qwen3-8b"
@@ -204,7 +206,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "rectification-books": lambda: tables.rectification(_file("ppl-rectify-book"), said=weights.said),
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
-    **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA)},
+    **{name: partial(_file, name) for name in ("ppl-rectify-records", *THETA)},
     **{name: partial(_file, name) for name in (*SERVING, THROUGHPUT, SKIP_FIRST_TOKEN)},
     **{name: partial(_file, name) for name in ("bench_prefill", SKIP_PREFILL, "bench_framework")},
     "compare-niah": partial(_file, "niah", COMPARISON),
@@ -255,14 +257,17 @@ def documents(check: bool) -> int:
             print(f"eval.lab.documents: {line}", file=sys.stderr)
             status = 1
     else:
-        for name, file in PICTURES.items():
-            files.draw(file(), ROOT / "eval" / "lab" / "docs" / name)
-        cells = serving.cells_of([_file(name) for name in FIRST_TOKEN_FILES])
-        serving.plot(cells, ROOT / "eval" / "lab" / "docs" / FIRST_TOKEN)
-        theta2.plot(_starting(theta2.PREFIX), ROOT / "eval" / "lab" / "docs" / "theta2")
-        for model, answers in quality.read_folder(RESULTS / "real").items():
-            quality.plot(answers, ROOT / "eval" / "lab" / "docs" / f"quality-{model.lower()}")
+        draw_pictures()
     return status
+
+
+def draw_pictures() -> None:
+    """Draw the pictures that documents show."""
+    for name, file in PICTURES.items():
+        files.draw(file(), DOCS / name)
+    serving.plot(serving.cells_of([_file(name) for name in FIRST_TOKEN_FILES]), DOCS / FIRST_TOKEN)
+    theta2.plot(_starting(theta2.PREFIX), DOCS / "theta2")
+    quality.plot(quality.read_folder(RESULTS / "real")[QUALITY], DOCS / f"quality-{QUALITY.lower()}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -59,7 +59,7 @@ def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
     common.add_argument("--base-url", required=True, help="the server under judgement")
     common.add_argument("--compare-url", help="another server, such as a dense one, to compare it with")
     common.add_argument("--out", required=True, type=Path, help="JSONL file; a run that was interrupted goes on")
-    common.add_argument("--plot", type=Path, help="path without a suffix, for pictures as PNG and SVG")
+    common.add_argument("--plot", type=Path, help="path without a suffix, for pictures as SVG")
     common.add_argument("--model", help="its name at the server; the first one there by default")
     common.add_argument("--tokenizer", help="folder or name; the server's own model path by default")
     common.add_argument("--concurrency", type=int, default=8, help="questions in flight")

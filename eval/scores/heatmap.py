@@ -24,7 +24,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path_stem: str) -> list[str]:
         path_stem: path without a suffix.
 
     Returns:
-        The paths of the PNG and the SVG.
+        The paths written.
     """
     if not rows:
         return []

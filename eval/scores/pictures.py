@@ -21,7 +21,7 @@ def add_file_arguments(parser: argparse.ArgumentParser, without: str) -> None:
         without: what is not needed to take the figures of a file, such as "a server".
     """
     parser.add_argument("--out", type=Path, help="JSONL file; a run that was interrupted goes on")
-    parser.add_argument("--plot", type=Path, help="path without a suffix, for a picture as PNG and SVG")
+    parser.add_argument("--plot", type=Path, help="path without a suffix, for a picture as SVG")
     parser.add_argument(
         "--from", type=Path, dest="file", help=f"take the figures of this JSONL file, without {without}"
     )
@@ -43,7 +43,7 @@ def rows_of(path: Path, command: str) -> list[dict[str, Any]]:
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write a picture as PNG and SVG.
+    """Write a picture as SVG.
 
     Args:
         figure: the picture.
@@ -53,10 +53,9 @@ def save(figure: Figure, stem: Path) -> list[Path]:
         The paths written.
     """
     stem.parent.mkdir(parents=True, exist_ok=True)
-    written = [Path(f"{stem}.{suffix}") for suffix in ("png", "svg")]
-    for path in written:
-        write(figure, path)
-    return written
+    path = Path(f"{stem}.svg")
+    write(figure, path)
+    return [path]
 
 
 def write(figure: Figure, path: Path) -> None:

@@ -83,7 +83,7 @@ def plot(
         draw_below: draws cells of one batch size below its panel, with the colours of the servers.
 
     Returns:
-        The paths written: PNG and SVG.
+        The paths written.
 
     Raises:
         EvaluationError: see `curves`.

@@ -51,7 +51,6 @@ def test_plot_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     file.write_text("\n".join(json.dumps(row) for row in HAND_MADE))
     assert long_generation.main(["--from", str(file), "--plot", str(tmp_path / "new" / "drift")]) == 0
     assert "every 32" in capsys.readouterr().out
-    assert (tmp_path / "new" / "drift.png").stat().st_size > 5000
     drawn = (tmp_path / "new" / "drift.svg").read_text()
     for text in ("dense again (noise)", "off", "every 32", "KL(dense, sparse), nats", "1024"):
         assert f"<!-- {text} -->" in drawn

@@ -47,7 +47,7 @@ def test_comparison_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1:7] == ["1k", "10", "score", "1.000", "0.900", "-0.100"]
     assert cells[8:] == ["10.0 %", "0.100", "yes", "unclear"]
-    assert (tmp_path / "pictures" / "niah-base.png").is_file()
+    assert (tmp_path / "pictures" / "niah-base.svg").is_file()
 
 
 def test_what_the_score_loses_is_told_from_what_the_server_loses(tmp_path: Path) -> None:

@@ -86,6 +86,6 @@ def test_the_table_pairs_every_arm_with_the_first_ones_dense_answers(tmp_path: P
     assert "| easy | 8k | 40 | 100.0 | -10.0 | +0.0 |" in table.replace("**", "") and "hopeless" not in table
     assert kept_over_read(answers) == {"resa": (0.1, 0.9), "rocketkv": (0.02, 1.0)}
     plot(answers, tmp_path / "chart")
-    assert all((tmp_path / f"chart.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+    assert (tmp_path / "chart.svg").stat().st_size > 1000
     (tmp_path / "m-anchor-niah-8k.jsonl").write_text(json.dumps({"kind": "header", "command": "eval.niah"}) + "\n")
     assert quality_tables(tmp_path) == [table], "what is not finished is passed over"

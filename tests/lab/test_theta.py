@@ -178,7 +178,7 @@ def test_the_command_writes_once_and_goes_on(tmp_path: Path, capsys: Any) -> Non
     assert [(row["anchor"], row["theta"]) for row in summary] == [(True, 2.0), (True, 6.0), (False, 2.0), (False, 6.0)]
     assert summary[0]["sparsity"] > summary[1]["sparsity"] and summary[0]["recall"] < summary[1]["recall"] <= 1
     assert theta.main(["--from", str(out), "--plot", str(tmp_path / "picture")]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"theta.jsonl", "picture.png", "picture.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {"theta.jsonl", "picture.svg"}
     assert "structured" in capsys.readouterr().out
 
 

@@ -84,7 +84,7 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
         stem: path without a suffix.
 
     Returns:
-        The paths written: PNG and SVG.
+        The paths written.
     """
     from matplotlib.figure import Figure
 

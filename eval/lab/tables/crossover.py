@@ -112,7 +112,7 @@ def plot(entries: Sequence[Entry], stem: Path) -> list[Path]:
         stem: path without a suffix.
 
     Returns:
-        The paths written: PNG and SVG.
+        The paths written.
     """
     from matplotlib.figure import Figure
 
