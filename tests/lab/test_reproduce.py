@@ -68,7 +68,7 @@ PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
 # Legs on trained tiny models.
 TINY = ("needles-", "ppl-", "identity-", "stock-")
 COMMANDS = [(leg, command) for leg in LEGS for command in leg.commands]
-README = Path(reproduce.__file__).parents[1] / "README.md"
+README = Path(reproduce.__file__).parent / "README.md"
 
 
 def parsed(command: Command, folder: Path) -> argparse.Namespace:
@@ -191,7 +191,7 @@ def test_needles_are_asked_of_a_model_of_ours_by_fields_of_the_method(
 ) -> None:
     for name, value in leg.server.environment if leg.server else ():
         if name == "PYTHONPATH":
-            monkeypatch.syspath_prepend(str(README.parent.parent / value))
+            monkeypatch.syspath_prepend(str(README.parents[2] / value))
     assert leg.server is not None and "--load-format" not in leg.server.arguments()
     assert (Path(reproduce.__file__).parents[2] / leg.server.model / "config.json").is_file()
     option, name, _, config = leg.server.flags[:4]
