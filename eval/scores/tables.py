@@ -68,6 +68,17 @@ def gates(row: Row) -> str:
     return "by definition" if decides == "yes" and row.get("definition_verdict") else decides
 
 
+def judged(name: str) -> Callable[[Row], str]:
+    """Write a verdict of ``eval.compare``; that of a server that is as good says within what."""
+
+    def write(row: Row) -> str:
+        if row.get(name) != "same":
+            return str(row.get(name) or "")
+        return f"within {NLL_MARGIN:.1%}" if row["unit"] == "nats" else "within 1 pt"
+
+    return write
+
+
 def comparison_table(rows: Sequence[Row]) -> str:
     """The table of ``eval.compare``: scores of 1 at best; perplexity as nats per token, where less is better."""
     columns: list[Column] = [
@@ -86,8 +97,8 @@ def comparison_table(rows: Sequence[Row]) -> str:
         ("true mass", number("true_mass", 3)),
         ("random", number(RANDOM, 3)),
         ("gates", gates),
-        ("verdict", text("verdict")),
-        ("against the definition", text("definition_verdict")),
+        ("verdict", judged("verdict")),
+        ("against the definition", judged("definition_verdict")),
     ]
     return table(rows, columns)
 

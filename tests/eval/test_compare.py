@@ -113,6 +113,34 @@ def test_a_part_that_fails_does_not_hide_the_others(
     assert "eval.ruler failed" in shown.err and "niah: single" in shown.out and [c[0] for c in calls][1] == "eval.niah"
 
 
+def test_quick_asks_little_unless_more_is_asked_for() -> None:
+    quick = compare.parse(["--quick", "--model-path", "m"])
+    assert quick.set == ["niah", "ruler"] and quick.lengths == [4096] and quick.n == 5
+    assert quick.server_args == "--mem-fraction-static 0.4" and quick.out == Path("compare-results")
+    given = compare.parse(["--quick", "--model-path", "m", "--n", "9", "--set", "ppl", "--set", "niah,ruler"])
+    assert given.n == 9 and given.set == ["ppl", "niah", "ruler"]
+    usual = compare.parse(["--model-path", "m"])
+    assert usual.set is None and usual.lengths == [2048, 8192] and usual.n == 20 and usual.server_args == ""
+
+
+def test_an_interrupted_run_says_what_is_left(
+    sparse: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One part is done, one has begun, one is left."""
+
+    def call(module: str, arguments: Sequence[object]) -> None:
+        if module == "eval.ruler":
+            (tmp_path / "ruler.jsonl").write_text('{"kind": "header"}\n{"kind": "answer"}\n')
+            raise KeyboardInterrupt
+        (tmp_path / "niah.jsonl").write_text('{"kind": "header"}\n{"kind": "summary"}\n')
+
+    monkeypatch.setattr(compare, "call", call)
+    parts = "niah,ruler,infinitebench"
+    assert compare.main(["--base-url", sparse.url, "--out", str(tmp_path), "--set", parts, "--lengths", "8k"]) == 130
+    shown = capsys.readouterr().err
+    assert "niah: done\n  ruler: begun, 1 rows\n  infinitebench: left" in shown
+
+
 @pytest.mark.parametrize("name", compare.PARTS)
 def test_the_parts_know_their_arguments(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = "http://127.0.0.1:9"
