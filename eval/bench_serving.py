@@ -1,6 +1,6 @@
 r"""``python -m eval.bench_serving``: a dense and a sparse server on this machine, driven by SGLang's benchmark client.
 
-    python -m eval.bench_serving --shape qwen3-1.7b --contexts 4k,32k,128k,256k --batch 1,4 --out serving.jsonl
+    python -m eval.bench_serving --model-path MODEL --contexts 4k,32k,128k,256k --batch 1,4 --out serving.jsonl
 
 The servers run one after the other (``--both``: at once, asked in turn, asleep in between), each with room for the
 largest cell of the grid; a cell that does not fit is skipped. For each context and batch size the client sends that
@@ -13,43 +13,17 @@ the batch decode, in whole intervals between rectifications. The client's own ``
 a batch they hold the time for which the first request waits until the others are prefilled. Seconds everywhere.
 
 Two measures have rows of their own. ``prefix_hit``: the time to the first token of ``--hits`` prompts whose first
-``--prefix`` tokens are cached, sent one at a time (`eval.parts.serving_hits`); and the pages that the sparse server
+``--prefix`` tokens are cached, sent one at a time (`eval.serving.prefix_hits`); and the pages that the sparse server
 summarised beyond what was not cached, which must be none. With ``--both`` the servers take turns prompt by prompt, and
 the ratio of the medians has a paired bootstrap 95 % interval. ``short_contexts``: the least ratio at contexts up to 8k,
 most of which run dense by the server's choice.
 
 ``--sparse-prefill-method`` adds a prefill method to the sparse server; with ``--sparse-method none`` it is alone, and
 the grid, which is about decode, is left out. With a prefill method ``first_token`` is measured: the time to the first
-token of a cold prompt of each context, one at a time (`eval.parts.serving_first_token`), the median of ``--cold-runs``
+token of a cold prompt of each context, one at a time (`eval.serving.first_token`), the median of ``--cold-runs``
 and their range. With ``--both`` dense and sparse take turns. ``--chunked-prefill-size 8k,16k`` does everything with
 each size, on servers of its own. ``first_token_below``: the least ratio at contexts up to 8k that the server prefilled
 dense by itself.
-
-Dummy weights have no structure to find: ``--structured '{}'`` has every layer of every server attend with generated
-queries, keys and values (`eval.structured`), and the row says which share of the query-key pairs was left out
-(``sparsity``, of the server's counters). What a prefill keeps of the attention mass stands beside it, from a file of
-``eval.bench_prefill`` with the same inputs, length and threshold::
-
-    python -m eval.bench_prefill --lengths 32k,64k,128k --sparsity 0.89 --dense-below 8k --out prefill.jsonl
-    python -m eval.bench_serving --shape qwen3-8b --both --contexts 4k,8k,32k,64k,128k --chunked-prefill-size 8k,16k \
-        --sparse-method none --sparse-prefill-method anchor --structured '{}' --server-args "--page-size 16" \
-        --sparsity 0.89 --recall-from prefill.jsonl --out serving.jsonl
-
-``--sparsity`` asks for the threshold that the file has for this share at each length, and a context at which the server
-left out more or less by two points is no result. Without it the threshold is the server's.
-
-RoBSA's decode is measured over the inputs of a file of ``eval.bench_mla --positions``, of which ``--structured`` takes
-recipe and seed, and the recall::
-
-    python -m eval.bench_mla --shapes 1x32k,1x64k,1x96k,1x128k --positions 131460 --heads 16 --peers "" \
-        --recipe '{"sink_tokens": 1792}' --out mla.jsonl
-    python -m eval.bench_serving --shape v2-lite --sparse-method robsa --structured mla.jsonl --out serving.jsonl ...
-
-``active_blocks`` and ``sparsity`` are then the mean over the layers that ran sparse, of the server's counters; a cell
-whose active blocks are off those that the file's inputs are made for by two points or a tenth of them is no result.
-
-Prefill of many long prompts takes minutes that decode's figures do not need: with ``--skip-prefill`` it writes the
-generated KV and little else (`eval.structured.prefill`), and the summary has no figure that prefill is part of.
 
 A server's arguments are those of the grid, then ``--server-args``, then its own; the later ones win. ``--server
 dense="--page-size 1"`` gives the dense one some of its own, and any other name starts one more server, dense such as
@@ -58,7 +32,6 @@ dense="--page-size 1"`` gives the dense one some of its own, and any other name 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import shlex
@@ -78,11 +51,10 @@ from eval.live.counters import EvaluationError
 from eval.live.machine import this_machine
 from eval.live.record import Record
 from eval.live.runner import arguments_of
-from eval.parts import model_shapes, serving_first_token, serving_hits
-from eval.parts.serving_arguments import parse
-from eval.parts.serving_grid import (
+from eval.serving import first_token, prefix_hits
+from eval.serving.arguments import parse
+from eval.serving.grid import (
     DENSE,
-    environment,
     grid,
     prefix_tokens,
     server_flags,
@@ -91,8 +63,8 @@ from eval.parts.serving_grid import (
     summarise,
     unfit,
 )
-from eval.parts.serving_recall import command_of, recalls
-from eval.parts.serving_runs import Side, drive, look
+from eval.serving.inputs import Inputs
+from eval.serving.measurement import Side, drive, look
 from eval.texts.lengths import short_length
 from launch.server import ServerProcess
 
@@ -111,13 +83,13 @@ class Bench:
     """The run: what was measured so far, and where it is written.
 
     Args:
-        args: the command line.
+        inputs: what the servers attend with, and the command line.
         record: the result file.
         scratch: folder for the client's files.
     """
 
-    def __init__(self, args: argparse.Namespace, record: Record, scratch: Path) -> None:
-        self.args, self.record, self.scratch = args, record, scratch
+    def __init__(self, inputs: Inputs, record: Record, scratch: Path) -> None:
+        self.inputs, self.args, self.record, self.scratch = inputs, inputs.args, record, scratch
         self.items: list[dict[str, Any]] = []
         self.summary: list[dict[str, Any]] = []
         self.left_out: set[tuple[str, str]] = set()
@@ -134,7 +106,7 @@ class Bench:
         """
         args = self.args
         log = args.out.with_suffix(f".{short_length(self.chunk)}.{name}.log" if self.chunk else f".{name}.log")
-        process = ServerProcess(folder, *flags, log_path=log, timeout=args.start_timeout, env=environment(args))
+        process = ServerProcess(folder, *flags, log_path=log, timeout=args.start_timeout, env=self.inputs.environment())
         try:
             stack.enter_context(process)
         except (RuntimeError, TimeoutError) as error:
@@ -142,12 +114,11 @@ class Bench:
             raise EvaluationError(f"the {name} server did not start: {said[-1].strip()} (all of it: {log})") from error
         server = stack.enter_context(LiveServer(process.url))
         asked = [value for flag, value in pairwise(flags) if flag in METHOD_FLAGS]
-        side = look(args, name, process.url, server, "+".join(asked) or DENSE)
+        side = look(self.inputs, name, process.url, server, "+".join(asked) or DENSE)
         line = shlex.join(["python", *process.command[1:]])
         self.record.add("server", arm=name, facts=side.target.facts, command=line, start_seconds=process.start_seconds)
         self.interval = max(self.interval, side.config.get("rectify_interval", 0))
-        if args.skip_prefill and self.interval:
-            raise EvaluationError("--skip-prefill: the server rectifies, which is prefill: rectify_interval must be 0")
+        self.inputs.require_interval(self.interval)
         least = INTERVALS * self.interval
         if args.output_length < least:
             raise EvaluationError(f"--output-length: got {args.output_length}, allowed: at least {least} here")
@@ -160,16 +131,16 @@ class Bench:
         for cell, run, side in tqdm(plan, desc=" and ".join(side.name for side in sides), disable=not plan):
             work = partial(drive, args, side, cell, run, self.interval, self.scratch)
             self.attempt(side, cell.name, cell.tokens(args.output_length), work)
-        hits = [(side, serving_hits.measure(args, side)) for side in sides] if args.prefix else []
-        for _ in tqdm(range(serving_hits.steps(args)), desc="prefix hits", disable=not hits):
+        hits = [(side, prefix_hits.measure(args, side)) for side in sides] if args.prefix else []
+        for _ in tqdm(range(prefix_hits.steps(args)), desc="prefix hits", disable=not hits):
             for side, hit in hits:
-                self.attempt(side, serving_hits.TASK, prefix_tokens(args), partial(next, hit))
+                self.attempt(side, prefix_hits.TASK, prefix_tokens(args), partial(next, hit))
         contexts = args.contexts if args.sparse_prefill_method else []
         cold = [(context, run, side) for context in contexts for run in range(args.cold_runs) for side in sides]
         for context, run, side in tqdm(cold, desc="first tokens", disable=not cold):
-            work = partial(serving_first_token.measure, args, side, context, run)
-            name = f"{serving_first_token.TASK}/{short_length(context)}"
-            self.attempt(side, name, serving_first_token.tokens(context), work)
+            work = partial(first_token.measure, args, side, context, run)
+            name = f"{first_token.TASK}/{short_length(context)}"
+            self.attempt(side, name, first_token.tokens(context), work)
 
     def attempt(self, side: Side, name: str, needed: int, work: Callable[[], dict[str, Any] | None]) -> None:
         """Keep what `work` returns, if anything; or say why there is nothing: it does not fit, or it failed."""
@@ -190,7 +161,7 @@ class Bench:
                 return
         self.left_out.add((side.name, name))
         self.record.add("skipped", arm=side.name, cell=name, reason=why)
-        tqdm.write(f"eval.bench_serving: {side.name} {name} is left out: {why}", file=sys.stderr)
+        tqdm.write(f"{self.inputs.command}: {side.name} {name} is left out: {why}", file=sys.stderr)
 
     def placed(self, row: dict[str, Any]) -> dict[str, Any]:
         """A row whose ``id`` tells it from those of other chunk sizes."""
@@ -199,18 +170,18 @@ class Bench:
     def judge(self) -> None:
         """Compare the servers of one chunk size, and go on with the next one's."""
         tasks = {row["task"]: [other for other in self.items if other["task"] == row["task"]] for row in self.items}
-        cells = summarise(tasks.get("serving", []))
-        cold = serving_first_token.summarise(tasks.get(serving_first_token.TASK, []))
-        rows = [*cells, *short_contexts(cells), *serving_hits.summarise(tasks.get(serving_hits.TASK, []))]
-        rows += [*cold, *serving_first_token.below_crossover(cold)]
-        if self.args.skip_prefill:
+        cells = summarise(tasks.get("serving", []), self.inputs.cell_fields)
+        cold = first_token.summarise(tasks.get(first_token.TASK, []), self.inputs.prompt_fields)
+        rows = [*cells, *short_contexts(cells), *prefix_hits.summarise(tasks.get(prefix_hits.TASK, []))]
+        rows += [*cold, *first_token.below_crossover(cold)]
+        if self.inputs.decode_alone:
             rows = [{name: value for name, value in row.items() if not OF_PREFILL.search(name)} for row in rows]
         sizes = {row["arm"]: row["chunked_prefill_size"] for row in self.items}
         self.summary += [{**self.placed(row), "chunked_prefill_size": sizes[row["arm"]]} for row in rows]
         self.items, self.left_out = [], set()
 
 
-def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+def run(inputs: Inputs) -> tuple[list[dict[str, Any]], bool]:
     """Start the servers, measure and write the file.
 
     Returns:
@@ -219,24 +190,21 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     Raises:
         EvaluationError: see the functions that this one calls.
     """
-    if args.recall_from is not None:
-        # A file that is none would be found minutes later.
-        recalls(args.recall_from, command_of(args))
+    args = inputs.args
+    inputs.require()
     # The sparse one first: it knows how long the answers must be.
     own: dict[str, list[str]] = {SPARSE: sparse_flags(args), DENSE: []}
     for name, flags in args.server:
         own[name] = [*own.get(name, []), *shlex.split(flags)]
-    # Without the folders of this machine.
-    asked = arguments_of(args) | {"recall_from": args.recall_from.name if args.recall_from else None}
-    header = {"arguments": asked, "label": args.label, **this_machine()}
+    header = {"arguments": arguments_of(args) | inputs.header(), "label": args.label, **this_machine()}
     with (
         tempfile.TemporaryDirectory() as name,
-        Record(args.out, "eval.bench_serving", args.revision, **header) as record,
+        Record(args.out, inputs.command, args.revision, **header) as record,
     ):
-        folder = model_shapes.write(args.shape, Path(name)) if args.shape else Path(args.model_path)
-        bench = Bench(args, record, Path(name))
+        folder = inputs.model(Path(name))
+        bench = Bench(inputs, record, Path(name))
         for bench.chunk in args.chunked_prefill_size or [None]:
-            shared = [*server_flags(args, bench.chunk), *shlex.split(args.server_args)]
+            shared = [*server_flags(args, bench.chunk), *inputs.flags(), *shlex.split(args.server_args)]
             for group in [list(own)] if args.both else [[server] for server in own]:
                 with contextlib.ExitStack() as stack:
                     bench.measure([bench.start(stack, folder, server, [*shared, *own[server]]) for server in group])
@@ -248,13 +216,13 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
         return bench.summary, bench.failed
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, inputs: type[Inputs] = Inputs, description: str | None = __doc__) -> int:
     """Run the command; exit status 1 where a cell failed or nothing can be compared."""
-    args = parse(arguments, __doc__)
+    args = parse(arguments, description, inputs)
     try:
-        summary, failed = run(args)
+        summary, failed = run(inputs(args))
     except FAILURES as error:
-        print(f"eval.bench_serving: {error}", file=sys.stderr)
+        print(f"{inputs.command}: {error}", file=sys.stderr)
         return 1
     print(pd.DataFrame(summary).reindex(columns=list(SHOWN)).to_string(index=False, na_rep=""))
     return 1 if failed else 0

@@ -3,15 +3,20 @@
 With ``--base-url`` the servers are there already; the dense one is ``--compare-url``, or the sparse server itself,
 asked to run dense. With ``--model-path`` both are started on this machine, the sparse one without dense fallback of its
 decode; ``--sparse-prefill-method`` gives it a sparse prefill too, which is judged alone with ``--sparse-method none``.
-``--control NAME=URL`` puts the same questions to a control (see eval/controls): a task gates only where a dense server
-is right and a random choice of as many pages is not. Where the method's score loses more than a point by its definition
-(control ``definition``) and the best choice of as many pages (``true_mass``) does not, the sparse server is judged
-against the definition as well: what it loses beyond that is its own. These controls are decode methods: for a server
-whose prefill alone is sparse none is taken, no task gates, and what forces tokens through decode is left out.
+``--control NAME=URL`` puts the same questions to a control (see eval/lab/controls): a task gates only where a dense
+server is right and a random choice of as many pages is not. Where the method's score loses more than a point by its
+definition (control ``definition``) and the best choice of as many pages (``true_mass``) does not, the sparse server is
+judged against the definition as well: what it loses beyond that is its own. These controls are decode methods: for a
+server whose prefill alone is sparse none is taken, no task gates, and what forces tokens through decode is left out.
 
-Each suite writes its own file in the folder ``--out``, and the table goes to ``compare.jsonl`` there; the same command
-goes on where it was interrupted. A verdict is "same" where the sparse server is at most one point worse with 95 %
-confidence (half a percent for perplexity), "unclear" where there are too few questions to say so.
+    python -m eval.compare --quick --model-path MODEL
+
+asks few and short questions, to see within minutes that all works and what the table looks like.
+
+Each suite writes its own file in the folder ``--out``, and the table goes to ``compare.jsonl`` there. A run that is
+interrupted says what is done and what is left, and the same command continues it. A verdict is "within 1 pt" where the
+sparse server is at most one point worse with 95 % confidence ("within 0.5 %" for perplexity), and "unclear" where there
+are too few questions to say so.
 """
 
 from __future__ import annotations
@@ -26,19 +31,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.figures.report_tables import comparison_table
-from eval.figures.verdicts import read_folder
 from eval.live.arms import phases_of
 from eval.live.client import FAILURES, LiveServer, list_of
+from eval.live.compare_servers import require_controls, require_sparse, servers
 from eval.live.counters import EvaluationError
-from eval.live.record import Record
-from eval.parts.compare_servers import require_controls, require_sparse, servers
-from eval.parts.serving_grid import NO_METHOD
+from eval.live.record import Record, read_rows, summarised
+from eval.scores.tables import comparison_table
+from eval.scores.verdicts import read_folder
+from eval.serving.grid import NO_METHOD
 from eval.texts.text import read_book
 from eval.texts.windows import BOOK
 
 DEPTHS = 5
-# The least number of equal pairs whose 95 % interval is within one point, see `eval.figures.stats.paired_interval`.
+# What ``--quick`` asks, and what is asked without it.
+QUICK: Mapping[str, Any] = {
+    "set": ["niah", "ruler"],
+    "lengths": [4096],
+    "n": 5,
+    "server_args": "--mem-fraction-static 0.4",
+}
+USUAL: Mapping[str, Any] = {"set": None, "lengths": [2048, 8192], "n": 20, "server_args": ""}
+# The least number of equal pairs whose 95 % interval is within one point, see `eval.scores.stats.paired_interval`.
 DECIDED_BY = 276
 
 
@@ -158,6 +171,21 @@ def call(module: str, arguments: Sequence[object]) -> None:
         raise EvaluationError(f"{module} failed")
 
 
+def progress(folder: Path, names: Sequence[str]) -> str:
+    """What a run has done of these parts, and what is left: a line each."""
+    lines = []
+    for name in names:
+        path = folder / f"{name}.jsonl"
+        if summarised(path):
+            state = "done"
+        elif path.exists():
+            state = f"begun, {sum(row['kind'] not in ('header', 'resumed') for row in read_rows(path))} rows"
+        else:
+            state = "left"
+        lines.append(f"  {name}: {state}")
+    return "\n".join(lines)
+
+
 def choose(wanted: Sequence[str] | None, decode: str | None, prefill: str | None) -> list[str]:
     """The parts to run: those asked for, by default all that judge the server's methods.
 
@@ -185,7 +213,7 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     """Run the set and judge.
 
     Returns:
-        The table, see `eval.figures.verdicts.read_folder`, and the parts that failed.
+        The table, see `eval.scores.verdicts.read_folder`, and the parts that failed.
 
     Raises:
         EvaluationError: a server is not what it should be, or nothing was measured.
@@ -229,18 +257,28 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--base-url", help="the sparse server")
     parser.add_argument("--compare-url", help="the dense server (default: the sparse one, asked to decode dense)")
-    parser.add_argument("--control", action="append", default=[], metavar="NAME=URL", help="a server of eval/controls")
+    parser.add_argument(
+        "--control", action="append", default=[], metavar="NAME=URL", help="a server of eval/lab/controls"
+    )
     parser.add_argument("--model-path", help="start both servers with this checkpoint")
     parser.add_argument("--sparse-method", default="resa", help="of the server to start; none: sparse prefill alone")
     parser.add_argument("--sparse-config", default="{}", help="of the server to start: inline JSON or a file")
     parser.add_argument("--sparse-prefill-method", help="of the server to start (default: dense prefill)")
     parser.add_argument("--sparse-prefill-config", default="{}", help="of the server to start, likewise")
-    parser.add_argument("--server-args", default="", help="further arguments of both servers, as one string")
-    parser.add_argument("--out", type=Path, required=True, help="folder")
-    parser.add_argument("--set", type=list_of(str), help=f"of {', '.join(PARTS)} (default: all that judge the methods)")
-    parser.add_argument("--lengths", type=list_of(length), default="2k,8k", help="tokens of the questions")
+    parser.add_argument("--server-args", help="further arguments of both servers, as one string")
+    parser.add_argument("--out", type=Path, default=Path("compare-results"), help="folder (default: %(default)s)")
+    parser.add_argument(
+        "--quick", action="store_true", help="few questions of 4k tokens, of niah and ruler unless you say otherwise"
+    )
+    parser.add_argument(
+        "--set",
+        type=list_of(str),
+        action="extend",
+        help=f"of {', '.join(PARTS)}; with commas, or given again (default: all that judge the methods)",
+    )
+    parser.add_argument("--lengths", type=list_of(length), help="tokens of the questions (default: 2k,8k)")
     parser.add_argument("--text-length", type=length, help="tokens of forced texts (default: the first of --lengths)")
-    parser.add_argument("--n", type=int, default=20, help="questions of each task and length; 500 to decide one point")
+    parser.add_argument("--n", type=int, help="questions of a task and length; 500 decide one point (default: 20)")
     parser.add_argument("--book", type=Path, action="append", default=[], help="text file; repeat for more")
     parser.add_argument("--tokenizer", help="folder or name; the server's own model path by default")
     parser.add_argument("--concurrency", type=int, default=8, help="questions in flight")
@@ -251,6 +289,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--label", help="kept in the file's header")
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
+    for name, value in (QUICK if args.quick else USUAL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     if (args.base_url is None) == (args.model_path is None):
         parser.error("give --base-url, or --model-path to start the servers")
     if args.set is not None and (not args.set or not set(args.set) <= set(PARTS)):
@@ -264,7 +305,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for control in args.control:
         if "=" not in control:
             parser.error(f"--control must be NAME=URL, got {control!r}")
-    args.text_length = args.text_length or (args.lengths or [0])[0]
+    args.text_length = args.text_length or args.lengths[0]
     args.control = [tuple(control.split("=", 1)) for control in args.control]
     return args
 
@@ -283,6 +324,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (*FAILURES, RuntimeError) as error:
         print(f"eval.compare: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        done = progress(args.out, args.set or list(PARTS))
+        print(f"\neval.compare: interrupted; the same command continues. In {args.out}:\n{done}", file=sys.stderr)
+        return 130
     print(comparison_table(table))
     if any(line["verdict"] == "unclear" for line in table):
         print(f"\n{DECIDED_BY} questions that are answered alike decide a point; so many or more need --n.")

@@ -27,10 +27,10 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from eval.figures.divergence import TOP, gap_change, is_same, kl
 from eval.live.client import FAILURES
 from eval.live.counters import EvaluationError, moved, require_dense
 from eval.live.record import Record, read_finished, server_facts
+from eval.scores.divergence import TOP, gap_change, is_same, kl
 from eval.texts.text import FORMS, Haystack, hide, prompt_text, random_key, random_number, read_books
 
 FLOAT8 = "fp8"

@@ -46,13 +46,13 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from eval.figures.summary import summarise
 from eval.live.arms import MAX_FAILED, require_proof
 from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, read_shares
 from eval.live.record import Record, read_rows
 from eval.live.runner import arguments_of
-from eval.parts.judge_commands import (
+from eval.scores.summary import summarise
+from eval.tasks.judge_commands import (
     LEAST_CWE,
     LENGTHS,
     LM_EVAL,
@@ -67,7 +67,7 @@ from eval.parts.judge_commands import (
     run_judge,
     serving_command,
 )
-from eval.parts.judge_rows import agreement, gsm8k_items, prompt_of, read_samples, ruler_items, serving_rows, unmatched
+from eval.tasks.judge_rows import agreement, gsm8k_items, prompt_of, read_samples, ruler_items, serving_rows, unmatched
 from eval.texts.lengths import length
 
 Rows = list[dict[str, Any]]

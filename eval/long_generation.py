@@ -35,16 +35,16 @@ from typing import Any, TypeVar
 import httpx
 import pandas as pd
 
-from eval.figures.divergence import TOP, TopTokens, kl, same_best
-from eval.figures.long_summary import plot, proven, summarise
-from eval.figures.pictures import add_file_arguments, rows_of
 from eval.live.arms import decode_config
 from eval.live.client import FAILURES, LiveServer, generate, list_of
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.forced import forced_logprobs, forced_request
 from eval.live.record import Record
-from eval.parts.long_outputs import KINDS, NOISE, Output, Setting, checkpoints_of, make_outputs, make_settings
 from eval.ppl_rectify import require_settings
+from eval.scores.divergence import TOP, TopTokens, kl, same_best
+from eval.scores.long_summary import plot, proven, summarise
+from eval.scores.pictures import add_file_arguments, rows_of
+from eval.tasks.long_outputs import KINDS, NOISE, Output, Setting, checkpoints_of, make_outputs, make_settings
 from eval.texts.haystacks import book_text
 from eval.texts.windows import BOOK
 
@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all texts and settings, and write the file.
 
     Returns:
-        The summary, see `eval.figures.long_summary.summarise`.
+        The summary, see `eval.scores.long_summary.summarise`.
 
     Raises:
         EvaluationError: see the functions that this one calls.

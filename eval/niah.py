@@ -29,12 +29,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from eval.figures.heatmap import draw
 from eval.live import runner
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt, Suite
 from eval.live.tokens import Tokens, fit
+from eval.scores.heatmap import draw
 from eval.texts import haystacks
 from eval.texts.haystacks import ExactHaystack
 from eval.texts.text import FORMS, hide, random_key, random_number, unique_keys
@@ -177,7 +177,7 @@ class NeedleSuite(Suite):
         return {"score": right, "contains": contains, "all": float(right == 1)}
 
     def plot(self, rows: Sequence[Mapping[str, Any]], path_stem: str) -> list[str]:
-        """A heat map of depth and length for each task, see `eval.figures.heatmap`."""
+        """A heat map of depth and length for each task, see `eval.scores.heatmap`."""
         return draw(rows, path_stem)
 
     def _haystack(self) -> ExactHaystack:

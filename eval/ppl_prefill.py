@@ -31,13 +31,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.figures.prefill_ppl import BOUND, edges, summarise
-from eval.figures.stats import Floats
 from eval.live.arms import phases_of, require_least, require_sparse_prefill
 from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError, moved, require_dense_prefill, sparsity
 from eval.live.forced import prefilled_suffix
 from eval.live.record import Record, read_rows
+from eval.scores.prefill_ppl import BOUND, edges, summarise
+from eval.scores.stats import Floats
 from eval.texts.windows import (
     SCORED,
     Window,
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all texts, and write the file.
 
     Returns:
-        The summary, see `eval.figures.prefill_ppl.summarise`.
+        The summary, see `eval.scores.prefill_ppl.summarise`.
 
     Raises:
         EvaluationError: see the functions that this one calls.

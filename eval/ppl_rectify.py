@@ -35,12 +35,12 @@ from typing import Any
 
 import pandas as pd
 
-from eval.figures.ppl_summary import Cell, cell_of, plot, summarise
 from eval.live.arms import decode_config
 from eval.live.client import FAILURES, LiveServer, list_of
 from eval.live.counters import EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.forced import mean_nll, prefilled_suffix, suffix_logprobs
 from eval.live.record import Record, read_rows
+from eval.scores.ppl_summary import Cell, cell_of, plot, summarise
 from eval.texts.windows import (
     SCORED,
     Window,
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all texts and settings, and write the file.
 
     Returns:
-        The summary, see `eval.figures.ppl_summary.summarise`.
+        The summary, see `eval.scores.ppl_summary.summarise`.
 
     Raises:
         EvaluationError: see the functions that this one calls.

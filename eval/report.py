@@ -1,275 +1,96 @@
-"""Tables and pictures from result files, and the figures of this repository's documents.
+"""Tables and pictures of result files.
 
-``python -m eval.report FILE|FOLDER ... [--out FOLDER]`` prints the table of each result file (or folder of
-``eval.compare``) as Markdown, and with ``--out`` draws its picture as PNG and SVG. A file that ends in
-``.json`` is taken for a table of ``sglang_sparse.tune``.
-
-``python -m eval.report`` writes every table between ``<!-- report: NAME -->`` and ``<!-- report end -->`` in the
-documents of this repository anew, from eval/results, the cards of the tiny models too, and draws the pictures of
-eval/docs. With ``--check`` nothing is written, and the status is 1 where a document says something else, or a file of
-``eval.bench_decode`` has other figures of a dense peer than the file that it names.
-
-``python -m eval.report --goals`` prints the goals of speed beside what was measured; `eval.figures.goals` says which
-row counts.
+``python -m eval.report FILE|FOLDER ... [--out FOLDER]`` prints the table of each result file, or of a folder of
+``eval.compare``, as Markdown, and with ``--out`` draws its picture as SVG.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from eval.figures import (
-    agreement,
-    batches,
-    blind,
-    compiled,
-    crossover,
-    decode,
-    depths,
-    dsa,
-    goals,
-    identities,
-    kept,
-    mla,
-    needles,
-    prefill,
-    prefill_ppl,
-    profile,
-    quality,
-    recall_table,
-    report_tables,
-    sanitizer,
-    serving,
-    theta2,
-    theta_summary,
-    throughput,
-    tiny_mla,
-)
-from eval.figures.drawing import draw
-from eval.figures.verdicts import read_folder
 from eval.live.counters import EvaluationError
-from eval.live.record import result_files
-from eval.parts.decode_peers import outdated_peers
-from eval.train import card
+from eval.live.record import command_name, read_rows, result_files
+from eval.scores import heatmap, long_summary, ppl_summary
+from eval.scores.tables import comparison_table, drift, questions, rectification
+from eval.scores.verdicts import read_folder
+from eval.serving import report as serving
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "eval" / "results"
-COMPARISON = RESULTS / "compare-tiny-gqa"
-CROSSOVERS = ROOT / "sglang_sparse" / "crossover.json"
-PAGES = ROOT / "sglang_sparse" / "docs"
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "eval" / "docs").glob("*.md")), *sorted(PAGES.glob("*.md")))
-CARDS = tuple(
-    ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-chains", "tiny-mla", "tiny-dsa")
-)
-BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
+Tables = Mapping[str, Callable[[Path], str]]
+Pictures = Mapping[str, Callable[[Path, Path], object]]
 
-PROFILE = "profile-qwen3-1.7b-1x256k"
-THETA = ("theta-tiny-gqa", "theta-structured")
-# The planted attention without a level beside them.
-EVEN = (*THETA, "theta-structured-even")
-SELECTORS = "theta-structured-selectors"
-SERVING = ("serving-qwen3-1.7b", "serving-qwen3-8b", "serving-v2-lite-contexts")
-THROUGHPUT = "throughput-qwen3-8b"
-FIRST_TOKEN = "first-token-qwen3-8b"
-SKIP_PREFILL, SKIP_SERVED = "bench_prefill_skip_softmax", "prefill-skip-softmax-qwen3-8b"
-SKIP_FIRST_TOKEN = "first-token-skip-softmax-qwen3-8b"
-FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
-PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
-SUITES = ("niah", "infinitebench", "variables")
-KEPT = tuple(f"{suite}-tiny-{name}" for suite in SUITES for name in ("gqa-rocketkv", "gqa-random_kept", "chains"))
-NEEDLES = (
-    *(
-        f"niah-tiny-gqa-{name}"
-        for name in (
-            "anchor",
-            "few",
-            "fine",
-            "layers",
-            "lookup",
-            "prefilled",
-            "resa-layers",
-            "rocketkv-topk",
-            "rocketkv-compact",
-        )
-    ),
-    *(f"{suite}-tiny-gqa-skip_softmax" for suite in SUITES),
-    *(f"niah-tiny-dsa-{name}" for name in ("auto", "portable")),
-    *(f"niah-tiny-mla-{name}" for name in ("robsa", "random_blocks", "sink_window", "skip_softmax")),
-    *("infinitebench-tiny-mla", "infinitebench-tiny-gqa-anchor"),
-)
-TAILS = "-tail-"
-# By block, the file of whose needles it says where they were found.
-DEPTHS = {
-    "window-depths-pages": "niah-tiny-mla-sink_window-pages",
-    "random_keys-depths": "niah-tiny-gqa-prefilled-random_keys",
-    "random_keys-depths-lookup": "niah-tiny-gqa-lookup-prefilled-random_keys",
-    "newest_stripes-depths-lookup": "niah-tiny-gqa-lookup-prefilled-newest_stripes",
-    "anchor-depths-tail-0": "niah-tiny-gqa-prefilled-tail-0-anchor",
-    "anchor-depths-fine": "niah-tiny-gqa-fine-prefilled-tail-0-anchor",
-    "fine-depths-anchor": "niah-tiny-gqa-fine-theta-10-prefilled-tail-0-anchor-cpu",
-    "fine-depths-random_keys": "niah-tiny-gqa-fine-theta-10-prefilled-tail-0-random_keys-cpu",
-}
-# Which goals are whose.
-GOALS = {
-    "resa": ("K1", "K2", "K3", "K4", "E1", "E2", "E3", "R1", "R2"),
-    "robsa": ("K6", "E5"),
-    "rocketkv": ("K5", "E4"),
-    "dsa": ("K7", "K8", "K12", "K13"),
-    "anchor": ("K9", "E6"),
-    "skip_softmax": ("K10", "K11", "E7"),
+
+def _needles(path: Path, stem: Path) -> None:
+    items = [row for row in read_rows(path) if row["kind"] == "item" and not row.get("failed")]
+    for arm in dict.fromkeys(row["arm"] for row in items):
+        heatmap.draw([row for row in items if row["arm"] == arm], f"{stem}-{arm}")
+
+
+# By the name of the command that wrote the file; others have the table of a suite of questions, and no picture.
+TABLES: Tables = {"ppl_rectify": rectification, "long_generation": drift, "bench_serving": serving.serving}
+PICTURES: Pictures = {
+    "ppl_rectify": lambda path, stem: ppl_summary.plot(ppl_summary.summarise(read_rows(path)), Path(f"{stem}.svg")),
+    "long_generation": lambda path, stem: long_summary.plot(long_summary.summarise(read_rows(path)), stem),
+    "bench_serving": serving.draw,
+    "niah": _needles,
 }
 
 
-def _file(name: str, folder: Path = RESULTS) -> Path:
-    """A file of the results by its name without suffixes."""
-    return result_files(folder)[name]
-
-
-def _measured(name: str, made: Callable[[Path], str]) -> str:
-    """The table of a file that may not be there yet."""
-    path = result_files(RESULTS).get(name)
-    return made(path) if path else f"Not measured yet: `eval/results` has no `{name}.jsonl`."
-
-
-def _depths(name: str) -> str:
-    """At which depths a file's needles were found."""
-    return depths.depths([_file(name)])
-
-
-def _starting(*prefixes: str) -> list[Path]:
-    """The files of the results whose names begin so."""
-    return [path for name, path in result_files(RESULTS).items() if name.startswith(prefixes)]
-
-
-BLOCKS: Mapping[str, Callable[[], str]] = {
-    "decode": lambda: decode.decode(
-        *sorted(RESULTS.glob("bench-decode-*.jsonl")), beside=sorted(RESULTS.glob("dense-*-fp8-*.jsonl"))
-    ),
-    "memory": lambda: decode.memory(*sorted(RESULTS.glob("bench-decode-*.jsonl"))),
-    "profile": lambda: profile.before_and_after(_file(f"{PROFILE}-before"), _file(PROFILE)),
-    "profile-pass": lambda: _measured("profile-pass-qwen3-8b-6x128k", profile.profile),
-    "kernels": lambda: report_tables.kernels(RESULTS / "bench_kernels.jsonl"),
-    "kernels-votes": lambda: report_tables.kernels(RESULTS / "bench_kernels-votes.jsonl", "score+topk+decode"),
-    "kernels-fp8": lambda: _measured("bench_kernels_fp8", report_tables.kernels),
-    "crossover": lambda: crossover.crossover_table(CROSSOVERS),
-    "compiled": lambda: compiled.compiled(_file("compiled-kernels")),
-    "sanitizer": lambda: _measured("sanitizer", sanitizer.sanitizer),
-    "goals": lambda: goals.goals_table(RESULTS),
-    **{f"goals-{method}": partial(goals.goals_table, RESULTS, ids=ids) for method, ids in GOALS.items()},
-    "prefill": lambda: prefill.prefill(RESULTS / "bench_prefill.jsonl"),
-    "framework": lambda: report_tables.kernels(_file("bench_framework")),
-    "prefill-skip-softmax": lambda: prefill.prefill(_file(SKIP_PREFILL)),
-    "prefill-skip-softmax-served": lambda: prefill.prefill(_file(SKIP_SERVED)),
-    "first-token-skip-softmax": lambda: serving.first_tokens([_file(SKIP_FIRST_TOKEN)]),
-    "mla": lambda: mla.mla(_file("bench_mla")),
-    "serving-v2-lite": lambda: serving.serving(_file("serving-v2-lite")),
-    "throughput": lambda: throughput.throughput(_file(THROUGHPUT)),
-    "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
-    "dsa": lambda: _measured("bench_dsa", dsa.dsa),
-    "dsa-attention": lambda: _measured("bench_dsa_attention", dsa.dsa),
-    "dsa-agreement": lambda: _measured("dsa_agreement", agreement.agreement),
-    "comparison": lambda: report_tables.comparison_table(read_folder(COMPARISON)),
-    "comparison-2000": lambda: report_tables.comparison_table(read_folder(RESULTS / "compare-tiny-gqa-2000")),
-    "local-pages-1": lambda: report_tables.questions(_file("ruler-local-pages-1")),
-    "drift": lambda: report_tables.drift(_file("long_generation", COMPARISON)),
-    "agreement": lambda: report_tables.agreements(RESULTS / "agreement-tiny-gqa"),
-    "tiny-mla": lambda: report_tables.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
-    "kept": lambda: kept.kept(_starting(*KEPT)),
-    "kept-before": lambda: kept.kept(_starting("variables-before-tiny-chains")),
-    "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
-    "recall-mla-pages": lambda: recall_table.recall(_file("recall-tiny-mla-pages")),
-    "page-statistics": lambda: recall_table.statistics(sorted((RESULTS / "real").glob("page-statistics-*"))),
-    "page-answers": lambda: recall_table.answers(_file("page-answers-qwen2.5-coder-0.5b", RESULTS / "real")),
-    "quality": lambda: "\n\n".join(quality.quality_tables(RESULTS / "real")),
-    "blind": lambda: blind.blind([_file(f"blind-tiny-{model}") for model in ("gqa", "mla")]),
-    "needles": lambda: needles.needles([path for path in _starting(*NEEDLES) if TAILS not in path.name]),
-    "needles-mixed": lambda: batches.batches(_starting("niah-mixed-")),
-    "theta2": lambda: theta2.theta2(_starting(theta2.PREFIX)),
-    "theta2-blocks": lambda: theta2.times_as_many(_starting(theta2.PREFIX)),
-    "window-depths": lambda: depths.depths([_file(f"niah-tiny-mla-sink_window{all_}") for all_ in ("", "-all")]),
-    **{block: partial(_depths, name) for block, name in DEPTHS.items()},
-    "hops": lambda: tiny_mla.hops(card.read(RESULTS / "tiny-mla-accuracy.jsonl")),
-    "needles-tail": lambda: needles.needles([path for path in _starting("niah-tiny-gqa") if TAILS in path.name]),
-    "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
-    "prefill-perplexity": lambda: prefill_ppl.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
-    "prefill-records": lambda: prefill_ppl.perplexities(_starting("ppl-records-")),
-    "prefill-gate": lambda: prefill_ppl.gates(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
-    "prefill-control": lambda: prefill_ppl.controls(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
-    "theta": lambda: theta_summary.theta([_file(name) for name in THETA]),
-    "theta-equal": lambda: theta_summary.equal([_file(name) for name in EVEN]),
-    "theta-bounds": lambda: _measured("theta-tiny-gqa-bounds", lambda path: theta_summary.bounds([path])),
-    "theta-selectors": lambda: theta_summary.selectors([_file(SELECTORS)]),
-    "theta-planted": lambda: theta_summary.planted_keys([_file(SELECTORS)]),
-    "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),
-    "rectification": lambda: report_tables.rectification(_file("ppl-rectify-records")),
-    "rectification-mla": lambda: report_tables.rectification(*_starting("ppl-rectify-mla"), judged=32),
-    "rectification-books": lambda: report_tables.rectification(_file("ppl-rectify-book")),
-}
-PICTURES: Mapping[str, Callable[[], Path]] = {
-    **{name: partial(_file, name) for name in ("ppl-rectify-records", "ppl-rectify-book", *THETA)},
-    **{name: partial(_file, name) for name in (*SERVING, THROUGHPUT, SKIP_FIRST_TOKEN)},
-    **{name: partial(_file, name) for name in ("bench_prefill", SKIP_PREFILL, "bench_framework")},
-    "compare-niah": partial(_file, "niah", COMPARISON),
-    "compare-long-generation": partial(_file, "long_generation", COMPARISON),
-    "crossover": lambda: CROSSOVERS,
-}
-
-
-def fill(document: str) -> str:
-    """A document with its tables made anew.
+def written_by(path: Path) -> str:
+    """Name of the command that wrote a file: ``sglang_sparse.tune`` writes ``.json``.
 
     Raises:
-        EvaluationError: a table has a name that nobody knows.
+        EvaluationError: it is no file of results.
     """
-
-    def made(match: re.Match[str]) -> str:
-        if match[2] not in BLOCKS:
-            raise EvaluationError(f"no table is called {match[2]!r}: there are {', '.join(BLOCKS)}")
-        return f"{match[1]}{BLOCKS[match[2]]()}\n{match[4]}"
-
-    return BLOCK.sub(made, document)
-
-
-def model_card(model: str) -> str:
-    """The card of a tiny model, from its accuracy and its training."""
-    accuracy, training = (card.read(RESULTS / f"{model}-{kind}.jsonl") for kind in ("accuracy", "training"))
-    return card.card(accuracy, training, card.read_calibration(ROOT / "eval" / "models" / model))
+    if path.suffix == ".json":
+        return "tune"
+    rows = read_rows(path)
+    if not rows or not (name := command_name(rows[0].get("command"))):
+        raise EvaluationError(f"{path} is no file of results: its first line is no header")
+    return name
 
 
-def documents(check: bool) -> int:
-    """Write the documents and pictures, or only look whether the documents are right.
+def any_table(path: Path, tables: Tables = TABLES) -> str:
+    """The table of a file or a folder of results.
 
-    Returns:
-        The exit status.
+    Raises:
+        EvaluationError: it is none.
     """
-    status = 0
-    for path in (*DOCUMENTS, *CARDS):
-        old = path.read_text() if path.exists() else ""
-        new = fill(old) if path in DOCUMENTS else model_card(path.parent.name)
-        if check and new != old:
-            name = path.relative_to(ROOT).as_posix()
-            sys.stderr.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, "results"))
-            status = 1
-        elif not check:
-            path.write_text(new)
-    if check:
-        for line in outdated_peers(RESULTS):
-            print(f"eval.report: {line}", file=sys.stderr)
-            status = 1
-    else:
-        for name, file in PICTURES.items():
-            draw(file(), ROOT / "eval" / "docs" / name)
-        cells = serving.cells_of([_file(name) for name in FIRST_TOKEN_FILES])
-        serving.plot(cells, ROOT / "eval" / "docs" / FIRST_TOKEN)
-        theta2.plot(_starting(theta2.PREFIX), ROOT / "eval" / "docs" / "theta2")
-        for model, answers in quality.read_folder(RESULTS / "real").items():
-            quality.plot(answers, ROOT / "eval" / "docs" / f"quality-{model.lower()}")
-    return status
+    if path.is_dir():
+        return comparison_table(read_folder(path))
+    return tables.get(written_by(path), questions)(path)
+
+
+def draw(path: Path, stem: Path, pictures: Pictures = PICTURES) -> None:
+    """Draw a result file as SVG, if there is a picture of its kind.
+
+    Args:
+        path: the file.
+        stem: path without a suffix.
+        pictures: by the name of the command.
+
+    Raises:
+        EvaluationError: it is no file of results, or there is nothing in it to draw.
+    """
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    if drawn := pictures.get(written_by(path)):
+        drawn(path, stem)
+
+
+def show(paths: Iterable[Path], out: Path | None, tables: Tables = TABLES, pictures: Pictures = PICTURES) -> None:
+    """Print the table of each file or folder, and draw the pictures into the folder `out`.
+
+    Raises:
+        EvaluationError: see `any_table` and `draw`.
+    """
+    for path in paths:
+        print(f"**{path}**\n\n{any_table(path, tables)}\n")
+        files = result_files(path) if path.is_dir() else {Path(path.name.removesuffix(".xz")).stem: path}
+        if out is not None:
+            for stem, file in files.items():
+                draw(file, out / stem, pictures)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -277,24 +98,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="eval.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("paths", nargs="*", type=Path, help="result files, or folders of eval.compare")
+    parser.add_argument("paths", nargs="+", type=Path, help="result files, or folders of eval.compare")
     parser.add_argument("--out", type=Path, help="folder for the pictures")
-    parser.add_argument("--check", action="store_true", help="compare this repository's documents with its results")
-    parser.add_argument("--goals", action="store_true", help="print the goals of speed and what was measured")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder that --goals looks into")
     args = parser.parse_args(arguments)
     try:
-        if args.goals:
-            print(goals.goals_table(args.results))
-            return 0
-        if not args.paths:
-            return documents(args.check)
-        for path in args.paths:
-            made = crossover.crossover_table if path.suffix == ".json" else report_tables.any_table
-            print(f"**{path}**\n\n{made(path)}\n")
-            files = result_files(path) if path.is_dir() else {Path(path.name.removesuffix(".xz")).stem: path}
-            for stem, file in files.items() if args.out else ():
-                draw(file, args.out / stem)
+        show(args.paths, args.out)
     except (EvaluationError, OSError) as error:
         print(f"eval.report: {error}", file=sys.stderr)
         return 1

@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with servers first: a long one that begins last would leave all workers but one idle."""
     items.sort(key=lambda item: item.path.parent.name != "server")
     for item in items:
-        if LAB in item.path.parents:
+        if LAB in item.path.parents and not item.get_closest_marker("soak"):
             item.add_marker("lab")
 
 

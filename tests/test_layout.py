@@ -1,7 +1,9 @@
 """The walls of the house, executable: who may import what, how large things get, and what must not exist."""
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+LAB = "eval/lab/"
 FOLDERS = {"sglang_sparse", "kernels", "launch", "eval", "tests", "patches"}
 TRACKED = subprocess.run(
     ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
@@ -123,16 +126,59 @@ def test_only_the_seam_modules_import_sglang() -> None:
             assert not [node for node in top if (node.module or "").startswith("sglang.")], relative(path)
 
 
+def imported_modules(path: Path) -> set[str]:
+    """Full names of what a file imports absolutely, also for type checkers; of ``from a import b`` also ``a.b``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+USER_ROOM = [path for path in SOURCES if relative(path).startswith("eval/") and not relative(path).startswith(LAB)]
+
+
+def test_user_commands_import_neither_the_lab_nor_the_plugin() -> None:
+    for path in USER_ROOM:
+        tops = {".".join(name.split(".")[:2]) for name in imported_modules(path)}
+        assert not imported(path) & {"sglang", "sglang_sparse", "sglang_sparse_kernels"}, relative(path)
+        assert "eval.lab" not in tops, relative(path)
+
+
+def test_user_commands_run_in_a_checkout_without_the_lab(tmp_path: Path) -> None:
+    for path in FILES:
+        name = relative(path)
+        if name.startswith(("eval/", "launch/")) and not name.startswith((LAB, "eval/models/")):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, tmp_path / name)
+    commands = [path.stem for path in USER_ROOM if path.parent == ROOT / "eval"]
+    # `eval` is a namespace package: another checkout on the path would lend its lab.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    lines = [f"import eval.{command}" for command in commands]
+    lines += ["import importlib.util", "assert importlib.util.find_spec('eval.lab') is None"]
+    for command in (["-c", "\n".join(lines)], ["-m", "eval.compare", "--help"]):
+        ran = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+
+
+def test_product_tests_need_neither_the_lab_nor_its_results() -> None:
+    for path in SOURCES:
+        name = relative(path)
+        if name.startswith("tests/") and not name.startswith("tests/lab/") and path != Path(__file__):
+            found = re.search(r"eval[./]lab|eval import lab|\"lab\" /|\"results\"", path.read_text())
+            assert not found, f"{name}: {found}"
+
+
 def test_eval_and_launch_talk_to_servers_over_http() -> None:
     for path in SOURCES:
         name = relative(path)
-        plugins = ("launch/cpu_platform/", "eval/agreement/server/", "eval/structured/server/")
+        plugins = ("launch/cpu_platform/", "eval/lab/agreement/server/", "eval/lab/structured/server/")
         if name.startswith(("eval/", "launch/")) and not name.startswith(plugins):
             assert "sglang" not in imported(path), name
             # They judge selections in process, are methods themselves, or ask a method which layers it would serve.
-            if not name.startswith(
-                ("eval/lab/selection/", "eval/parts/recall_", "eval/controls/", "eval/train/card.py")
-            ):
+            if not name.startswith(("eval/lab/selection/", "eval/lab/controls/", "eval/lab/train/card.py")):
                 assert "sglang_sparse" not in imported(path), name
 
 

@@ -28,14 +28,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.figures.quality import quality_tables
+from eval.lab.legs.reproduce_leg import URL, Command, Leg, Server
+from eval.lab.legs.reproduce_needles import BESIDE_DENSE, CONTROLS
+from eval.lab.legs.reproduce_run import Runner, open_record, refuse_folder
+from eval.lab.tables.quality import quality_tables
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import git_revision
 from eval.niah import TASKS as NEEDLES
-from eval.parts.reproduce_leg import URL, Command, Leg, Server
-from eval.parts.reproduce_needles import BESIDE_DENSE, CONTROLS
-from eval.parts.reproduce_run import Runner, open_record, refuse_folder
 from eval.tasks.infinitebench_tasks import TASKS as GENERATED
 from eval.texts.lengths import length, short_length
 
@@ -66,7 +66,7 @@ class Way:
         prefill: prefill method and config; None: dense.
         fields: further settings of its requests by their names, each an arm of its own on the same server.
         beside_dense: whether its server is asked to decode dense as well.
-        control: of ``eval/controls``.
+        control: of ``eval/lab/controls``.
         forces: whether texts are forced through its decode.
     """
 

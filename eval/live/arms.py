@@ -228,7 +228,7 @@ def require_least(summary: Sequence[dict[str, Any]], field: str, least: float) -
     """Refuse a base server that left out less than wanted: its scores say little of a sparse one.
 
     Args:
-        summary: see `eval.figures.summary.summarise`.
+        summary: see `eval.scores.summary.summarise`.
         field: of `LEAST`.
         least: share of what there was.
 

@@ -297,3 +297,9 @@ def list_of(kind: Callable[[str], Item]) -> Callable[[str], list[Item]]:
     # argparse names the parser where it complains.
     parse.__name__ = "list"
     return parse
+
+
+def request_of(prompt: list[int], tokens: int, params: dict[str, Any]) -> dict[str, Any]:
+    """Body of a request for exactly `tokens` greedy tokens."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "custom_params": params}
+    return {"input_ids": prompt, "sampling_params": sampling}

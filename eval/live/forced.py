@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
-from eval.figures.ppl_summary import Cell
 from eval.live.client import generate
 from eval.live.counters import EvaluationError
+from eval.scores.ppl_summary import Cell
 from eval.texts.windows import Window
 
 

@@ -104,6 +104,11 @@ def server_facts(client: httpx.Client) -> dict[str, Any]:
     return facts
 
 
+def command_name(command: str | None) -> str:
+    """The name of a command without its package, by which its files are known: packages have changed."""
+    return (command or "").rpartition(".")[2]
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSONL file, ``.jsonl`` or ``.jsonl.xz``; a last line that was cut off is left out.
 
@@ -240,7 +245,7 @@ def require_same(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """
     if old.get("kind") != "header":
         raise EvaluationError(f"{path} is no file of results: its first line is no header")
-    differing = [("command", old.get("command"), new["command"])]
+    differing = [("command", command_name(old.get("command")), command_name(new["command"]))]
     before, now = old.get("arguments", {}), new.get("arguments", {})
     differing += [(f"argument {name}", before.get(name), now.get(name)) for name in sorted({*before, *now})]
     for arm in sorted({*old.get("servers", {}), *new.get("servers", {})}):

@@ -20,7 +20,6 @@ from typing import Any
 import httpx
 import pandas as pd
 
-from eval.figures.summary import summarise
 from eval.live.arms import (
     LEAST,
     Arm,
@@ -39,6 +38,7 @@ from eval.live.forced import prefilled_answer
 from eval.live.record import Record
 from eval.live.suite import Case, Group, Prompt, Suite, groups_of
 from eval.live.tokens import Tokens, tokens
+from eval.scores.summary import summarise
 
 ESTIMATED = 20
 # Tokens of the answer to a turn that is asked before the question: some decode steps.
@@ -59,7 +59,7 @@ def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
     common.add_argument("--base-url", required=True, help="the server under judgement")
     common.add_argument("--compare-url", help="another server, such as a dense one, to compare it with")
     common.add_argument("--out", required=True, type=Path, help="JSONL file; a run that was interrupted goes on")
-    common.add_argument("--plot", type=Path, help="path without a suffix, for pictures as PNG and SVG")
+    common.add_argument("--plot", type=Path, help="path without a suffix, for pictures as SVG")
     common.add_argument("--model", help="its name at the server; the first one there by default")
     common.add_argument("--tokenizer", help="folder or name; the server's own model path by default")
     common.add_argument("--concurrency", type=int, default=8, help="questions in flight")
@@ -230,7 +230,7 @@ def run(suite_class: type[Suite], args: argparse.Namespace) -> tuple[Suite, list
     """Ask everything, write the file, and judge.
 
     Returns:
-        The suite, the item rows, and the summary (see `eval.figures.summary.summarise`).
+        The suite, the item rows, and the summary (see `eval.scores.summary.summarise`).
 
     Raises:
         EvaluationError: see the functions that this one calls; or so many requests failed that the run is void.

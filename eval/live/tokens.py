@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from eval.live.counters import EvaluationError
 
 TOLERANCE = 0.005
@@ -113,3 +115,17 @@ def fit(make: Callable[[int], list[int]], wanted: int, spare: int = 0) -> list[i
     if best is not None and len(best) >= 0.99 * wanted:
         return best
     raise EvaluationError(f"no filling gives a prompt of {wanted} tokens: the nearest has {len(best or [])}")
+
+
+def random_prompts(batch: int, context: int, vocabulary: int, seed: int) -> list[list[int]]:
+    """Prompts of random tokens, no two of which begin with the same one.
+
+    Raises:
+        EvaluationError: the vocabulary is smaller than the batch.
+    """
+    if vocabulary < batch:
+        raise EvaluationError(f"a batch of {batch} needs as many first tokens, the vocabulary has {vocabulary}")
+    rng = np.random.default_rng((seed, context))
+    ids = rng.integers(vocabulary, size=(batch, context))
+    ids[:, 0] = rng.choice(vocabulary, size=batch, replace=False)
+    return ids.tolist()

@@ -28,7 +28,7 @@ from pathlib import Path
 IM_START, IM_END, END_OF_TEXT, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END, PAD)
 ASSISTANT = f"{IM_START}assistant\n"
-WORDS_FILE = Path(__file__).parent.parent / "train" / "words.txt"
+WORDS_FILE = Path(__file__).with_name("words.txt")
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 RULER_INTROS = (
     "A special magic number is hidden within the following text. Make sure to memorize it. "

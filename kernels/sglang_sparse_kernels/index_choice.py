@@ -1,7 +1,7 @@
 """How a pass chooses from index logits by ``index_topk``: those of many queries in parts.
 
-A server uses it behind SGLang's logits and behind its own; ``eval.bench_dsa`` times both. What is allocated beside the
-results is bounded, whatever the prompt and the chunk, also where ``index_topk`` has no kernel of its own.
+A server uses it behind SGLang's logits and behind its own; ``eval.lab.bench_dsa`` times both. What is allocated beside
+the results is bounded, whatever the prompt and the chunk, also where ``index_topk`` has no kernel of its own.
 """
 
 from collections.abc import Callable

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 from serving_stubs import CONFIG, FakeServer, after, install_client
 
-from eval import bench_serving
+from eval import bench_serving, report
 from eval.bench_serving import parse
-from eval.figures import report_tables
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.machine import this_machine
 from eval.live.record import read_rows
-from eval.parts import serving_runs
-from eval.parts.serving_grid import Cell
+from eval.serving import first_token, measurement
+from eval.serving.grid import Cell
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def test_the_grid_on_two_servers(commands: list[list[str]], tmp_path: Path) -> N
     (hits,) = kind(rows, "summary", "prefix_hit")
     assert hits["ttft_over_dense"] == pytest.approx(0.5) and hits["recomputed"] == 0 and hits["hits"] == 3
     assert hits["pages_summarised"] > 0
-    shown = report_tables.any_table(tmp_path / "serving.jsonl")
+    shown = report.any_table(tmp_path / "serving.jsonl")
     assert "| sparse/4x32k | 2.00 | 4.00 | 2.000 |" in shown and "| sparse/prefix_hit |" in shown
 
 
@@ -92,7 +91,7 @@ def test_what_is_asked_of_the_servers(
 
 
 def test_a_prefill_method_beside_a_decode_method(commands: list[list[str]], tmp_path: Path) -> None:
-    both = ["--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 9}', "--structured", "{}"]
+    both = ["--sparse-prefill-method", "anchor", "--sparse-prefill-config", '{"theta": 9}']
     status, rows = run(tmp_path, "--batch", "1", *both)
     assert status == 0
     sparse, _ = FakeServer.started
@@ -118,7 +117,7 @@ def test_a_cell_that_does_not_fit_is_skipped(
 def test_a_cell_that_fails_does_not_hide_the_others(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serving_runs, "dense_rows", lambda counts: 0.5)
+    monkeypatch.setattr(measurement, "dense_rows", lambda counts: 0.5)
     status, rows = run(tmp_path, "--batch", "1", "--prefix", "0")
     assert status == 1
     assert "sparse 1x32k is left out: 50% of the rows were decoded dense, allowed are 10%" in capsys.readouterr().err
@@ -141,20 +140,35 @@ def test_a_server_that_does_not_start_is_one_line(
 def test_nothing_sparse_is_refused_but_where_the_limits_say_dense() -> None:
     counts = dict.fromkeys(COUNTED, 0) | {"decode_rows": 256, "dense_fallback_rows": 256}
     for cell in (Cell(2048, 16), Cell(8192, 1)):
-        serving_runs.require_sparse_cell(cell, counts, CONFIG)
+        measurement.require_sparse_cell(cell, counts, CONFIG)
     with pytest.raises(EvaluationError, match="2x8k: nothing ran sparse"):
-        serving_runs.require_sparse_cell(Cell(8192, 2), counts, CONFIG)
+        measurement.require_sparse_cell(Cell(8192, 2), counts, CONFIG)
     sparse = {**counts, "sparse_layer_rows": 9, "pages_attended": 1, "pages_held": 9, "dense_fallback_rows": 8}
-    serving_runs.require_sparse_cell(Cell(8192, 2), sparse, {**CONFIG, "rectify_interval": 0})
+    measurement.require_sparse_cell(Cell(8192, 2), sparse, {**CONFIG, "rectify_interval": 0})
     with pytest.raises(EvaluationError, match="rectified nothing"):
-        serving_runs.require_sparse_cell(Cell(8192, 2), sparse, CONFIG)
+        measurement.require_sparse_cell(Cell(8192, 2), sparse, CONFIG)
+
+
+def test_fewer_runs_are_no_median() -> None:
+    row = {"context": 1024, "arm": "sparse", "ttft": 1.0, **dict.fromkeys(first_token.SERVED)}
+    dense = {**row, "arm": "dense"}
+    assert first_token.summarise([row] * 4 + [dense] * 5) == []
+    (found,) = first_token.summarise([row] * 5 + [dense] * 6)
+    assert found["sparsity"] is None and first_token.below_crossover([found]) == []
+
+
+def test_pictures(commands: list[list[str]], tmp_path: Path) -> None:
+    run(tmp_path, "--batch", "1", "--prefix", "0", "--sparse-prefill-method", "anchor")
+    assert report.main([str(tmp_path / "serving.jsonl"), "--out", str(tmp_path / "drawn")]) == 0
+    drawn = {path.name: path for path in (tmp_path / "drawn").iterdir()}
+    assert "time per output token, ms" in drawn["serving.svg"].read_text()
+    assert "time to first token, s" in drawn["serving-first-token.svg"].read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model-path", "m", "--shape", "qwen3-8b"], "not allowed with"),
-        (["--shape", "gpt"], "invalid choice: 'gpt' (choose from"),
+        (["--model-path", "m", "--cold-runs", "4"], "--cold-runs must be at least 5, got 4"),
         (["--model-path", "m", "--batch", "0"], "--batch must be at least 1"),
         (["--model-path", "m", "--contexts", "4m"], "'4m' is no length"),
         (["--model-path", "m", "--server", "fp8"], "must be NAME=ARGS, got 'fp8'"),

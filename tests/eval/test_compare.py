@@ -11,10 +11,10 @@ import pytest
 from openai_stub import Server
 
 from eval import compare
-from eval.figures.stats import paired_interval
+from eval.live import compare_servers
 from eval.live.counters import COUNTED, PREFILL_COUNTED, EvaluationError
 from eval.live.record import read_rows
-from eval.parts import compare_servers
+from eval.scores.stats import paired_interval
 
 COUNTS = dict.fromkeys(COUNTED, 0) | {"pages_attended": 10, "pages_held": 100, "decode_rows": 100}
 PREFILLED = {"prefill_sparse_tokens": 64, "prefill_dense_tokens": 0, "prefill_pairs_attended": 3}
@@ -111,6 +111,34 @@ def test_a_part_that_fails_does_not_hide_the_others(
     assert compare.main(arguments) == 1
     shown = capsys.readouterr()
     assert "eval.ruler failed" in shown.err and "niah: single" in shown.out and [c[0] for c in calls][1] == "eval.niah"
+
+
+def test_quick_asks_little_unless_more_is_asked_for() -> None:
+    quick = compare.parse(["--quick", "--model-path", "m"])
+    assert quick.set == ["niah", "ruler"] and quick.lengths == [4096] and quick.n == 5
+    assert quick.server_args == "--mem-fraction-static 0.4" and quick.out == Path("compare-results")
+    given = compare.parse(["--quick", "--model-path", "m", "--n", "9", "--set", "ppl", "--set", "niah,ruler"])
+    assert given.n == 9 and given.set == ["ppl", "niah", "ruler"]
+    usual = compare.parse(["--model-path", "m"])
+    assert usual.set is None and usual.lengths == [2048, 8192] and usual.n == 20 and usual.server_args == ""
+
+
+def test_an_interrupted_run_says_what_is_left(
+    sparse: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One part is done, one has begun, one is left."""
+
+    def call(module: str, arguments: Sequence[object]) -> None:
+        if module == "eval.ruler":
+            (tmp_path / "ruler.jsonl").write_text('{"kind": "header"}\n{"kind": "answer"}\n')
+            raise KeyboardInterrupt
+        (tmp_path / "niah.jsonl").write_text('{"kind": "header"}\n{"kind": "summary"}\n')
+
+    monkeypatch.setattr(compare, "call", call)
+    parts = "niah,ruler,infinitebench"
+    assert compare.main(["--base-url", sparse.url, "--out", str(tmp_path), "--set", parts, "--lengths", "8k"]) == 130
+    shown = capsys.readouterr().err
+    assert "niah: done\n  ruler: begun, 1 rows\n  infinitebench: left" in shown
 
 
 @pytest.mark.parametrize("name", compare.PARTS)
@@ -244,7 +272,7 @@ def test_servers_are_started_with_their_methods_and_confirm_them(
     runs: dict[str, Server] = {"sparse": listen(None, "anchor"), "dense": listen()}
 
     class Process(contextlib.nullcontext[Any]):
-        def __init__(self, model: str, *flags: str, log_path: Path, env: dict[str, str]) -> None:
+        def __init__(self, model: str, *flags: str, log_path: Path) -> None:
             super().__init__(self)
             started[log_path.stem], self.url = [model, *flags], runs[log_path.stem].url
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.figures.divergence import gap_change, kl, same_best
+from eval.scores.divergence import gap_change, kl, same_best
 
 Top = list[list[object]]
 

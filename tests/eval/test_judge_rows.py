@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from eval.figures.stats import mean_interval
-from eval.figures.summary import summarise
 from eval.live.counters import EvaluationError
-from eval.parts.judge_rows import (
+from eval.scores.stats import mean_interval
+from eval.scores.summary import summarise
+from eval.tasks.judge_rows import (
     agreement,
     difference_interval,
     gsm8k_items,

@@ -16,8 +16,8 @@ from eval.live.arms import Arm
 from eval.live.client import LiveServer
 from eval.live.counters import EvaluationError
 from eval.live.tokens import Tokens
-from eval.parts import judge_commands
-from eval.parts.judge_commands import (
+from eval.tasks import judge_commands
+from eval.tasks.judge_commands import (
     TASKS,
     Target,
     gsm8k_task,

@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from eval import long_generation
-from eval.figures.divergence import kl
-from eval.figures.long_summary import proven, summarise
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.record import Record, read_rows
 from eval.long_generation import Run, distributions, divergences, require_forcing
-from eval.parts.long_outputs import NOISE, Checkpoint, Output, Setting
+from eval.scores.divergence import kl
+from eval.scores.long_summary import proven, summarise
+from eval.tasks.long_outputs import NOISE, Checkpoint, Output, Setting
 
 BEST = [[math.log(0.6), 1, None], [math.log(0.3), 2, None], [math.log(0.1), 3, None]]
 DRIFTED = [[math.log(0.5), 2, None], [math.log(0.4), 1, None], [math.log(0.1), 3, None]]

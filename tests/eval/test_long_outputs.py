@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from eval.live.counters import EvaluationError
-from eval.parts.long_outputs import checkpoints_of, make_outputs, make_settings
+from eval.tasks.long_outputs import checkpoints_of, make_outputs, make_settings
 
 CONFIG = {"active_ratio": 0.1, "rectify_interval": 32, "page_size": 16, "min_pages": 1, "dense_fallback": "never"}
 

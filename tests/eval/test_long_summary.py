@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from eval import long_generation
-from eval.figures.long_summary import plot, summarise
 from eval.live.counters import EvaluationError
+from eval.scores.long_summary import plot, summarise
 
 
 def hand_made(settings: Sequence[tuple[str, float | None, int | None, float]]) -> list[dict[str, Any]]:
@@ -51,7 +51,6 @@ def test_plot_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     file.write_text("\n".join(json.dumps(row) for row in HAND_MADE))
     assert long_generation.main(["--from", str(file), "--plot", str(tmp_path / "new" / "drift")]) == 0
     assert "every 32" in capsys.readouterr().out
-    assert (tmp_path / "new" / "drift.png").stat().st_size > 5000
     drawn = (tmp_path / "new" / "drift.svg").read_text()
     for text in ("dense again (noise)", "off", "every 32", "KL(dense, sparse), nats", "1024"):
         assert f"<!-- {text} -->" in drawn

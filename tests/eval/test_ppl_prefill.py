@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from eval import ppl_prefill
-from eval.figures.prefill_ppl import against, edges, gate, summarise
 from eval.live.counters import EvaluationError
+from eval.scores.prefill_ppl import against, edges, gate, summarise
 from eval.texts.windows import BOOK, SCORED, Window
 
 LENGTH, BEGINS, WINDOWS = 301, 100, 40

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from eval import ppl_rectify
-from eval.figures.ppl_summary import Cell
 from eval.live.client import checked
 from eval.live.counters import COUNTED, EvaluationError, density, moved, require_dense, require_sparse
 from eval.live.forced import bound_requests, custom_params, forced_logprobs, forced_request, prefill_logprobs
+from eval.scores.ppl_summary import Cell
 from eval.texts.windows import BOOK, SCORED, Window
 
 NOTHING: dict[str, int] = dict.fromkeys(COUNTED, 0)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from eval import ppl_rectify
-from eval.figures.ppl_summary import Cell, closing_fraction, drifts, plot, summarise
-from eval.figures.stats import resamples, standard_error
 from eval.live.counters import EvaluationError
+from eval.scores.ppl_summary import Cell, closing_fraction, drifts, plot, summarise
+from eval.scores.stats import resamples, standard_error
 
 
 def nll_rows(text: str, values: dict[tuple[str, float | None, int | None], list[float]]) -> list[dict[str, Any]]:

@@ -1,22 +1,16 @@
-"""Prefix hits of the serving benchmark: whose turn it is, the interval of their ratio, R1; servers are stand-ins."""
+"""Prefix hits of the serving benchmark: whose turn it is, the interval of their ratio; servers are stand-ins."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_stubs import FakeServer, goals_of, install_client
+from serving_stubs import FakeServer, install_client
 
-from eval import bench_serving
-from eval.figures import report_tables
+from eval import bench_serving, report
 from eval.live.record import read_rows
-from eval.parts import serving_hits
-from eval.parts.reproduce_legs import LEGS
+from eval.serving import prefix_hits
 
 K = 1024
-OLD = {"kind": "summary", "id": "sparse/prefix_hit", "task": "prefix_hit", "arm": "sparse", "context": 128 * K}
-OLD |= {"hits": 10, "pages_summarised": 40, "recomputed": 0, "ttft": 0.0469, "ttft_range": [0.0406, 0.0536]}
-OLD |= {"dense_ttft": 0.0457, "dense_ttft_range": [0.0403, 0.0516], "ttft_over_dense": 1.0252}
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +22,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
-    grid = ["--shape", "qwen3-8b", "--contexts", "32k", "--batch", "1", "--server-args", "--page-size 16"]
+    grid = ["--model-path", "m", "--contexts", "32k", "--batch", "1", "--server-args", "--page-size 16"]
     out = folder / "serving.jsonl"
     status = bench_serving.main([*grid, "--out", str(out), *arguments])
     return status, [row for row in read_rows(out) if row.get("task") == "prefix_hit"]
@@ -62,11 +56,8 @@ def test_what_the_machine_does_meanwhile_befalls_both(tmp_path: Path, monkeypatc
     assert low <= row["ttft_over_dense"] <= high
     assert row["ttft_over_dense"] == pytest.approx(1.0, abs=0.01) and 0.98 < low < high < 1.01
     assert row["ttft_range"][1] > 1.7 * row["ttft_range"][0]
-    (shown,) = [line for line in report_tables.any_table(tmp_path / "serving.jsonl").splitlines() if "prefix" in line]
+    (shown,) = [line for line in report.any_table(tmp_path / "serving.jsonl").splitlines() if "prefix" in line]
     assert f"| {row['ttft_over_dense']:.3f} | {low:.3f} … {high:.3f} |" in shown
-    measured, verdict, quality = goals_of(tmp_path, "R1")["TTFT"]
-    assert measured == f"{row['ttft_over_dense']:.4g} of dense" and verdict == "must"
-    assert quality == f"95 % interval {low:.3f} … {high:.3f}"
     monkeypatch.setattr(FakeServer, "order", [])
     _, (*_, row) = run(tmp_path, "--hits", "60")
     assert row["ttft_over_dense"] < 0.8
@@ -91,26 +82,11 @@ def item(arm: str, ttft: list[float], in_turn: bool = True) -> dict[str, Any]:
 
 def test_an_interval_needs_pairs() -> None:
     mine, theirs = [1.0, 2.0, 4.0, 3.0], [2.0, 4.0, 8.0, 6.0]
-    (row,) = serving_hits.summarise([item("sparse", mine), item("dense", theirs)])
+    (row,) = prefix_hits.summarise([item("sparse", mine), item("dense", theirs)])
     # Every pair says the same, however far apart the pairs are.
     assert row["ttft_over_dense"] == 0.5 and row["ttft_over_dense_interval"] == (0.5, 0.5)
-    (row,) = serving_hits.summarise([item("sparse", mine, in_turn=False), item("dense", theirs, in_turn=False)])
+    (row,) = prefix_hits.summarise([item("sparse", mine, in_turn=False), item("dense", theirs, in_turn=False)])
     assert row["ttft_over_dense"] == 0.5 and row["ttft_over_dense_interval"] is None
-    (row,) = serving_hits.summarise([item("sparse", [1.0]), item("dense", [2.0])])
+    (row,) = prefix_hits.summarise([item("sparse", [1.0]), item("dense", [2.0])])
     assert row["ttft_over_dense"] == 0.5 and row["ttft_over_dense_interval"] is None
-    assert serving_hits.summarise([item("sparse", mine)]) == serving_hits.summarise([]) == []
-
-
-def test_files_from_before_there_was_an_interval(tmp_path: Path) -> None:
-    arguments = {"shape": "qwen3-8b", "sparse_method": "resa", "both": True}
-    header = {"kind": "header", "command": "eval.bench_serving", "arguments": arguments}
-    path = tmp_path / "serving.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in (header, OLD)))
-    found = goals_of(tmp_path, "R1")
-    assert found["TTFT"] == ["1.025 of dense", "must", ""]
-    assert "| 0.046 | 0.040 … 0.052 | 1.025 | 0 |" in report_tables.any_table(path)
-
-
-def test_the_leg_of_r1_asks_often_enough() -> None:
-    (arguments,) = [command.arguments for leg in LEGS for command in leg.commands if "R1" in command.goals]
-    assert "--both" in arguments and int(arguments[arguments.index("--hits") + 1]) >= 60
+    assert prefix_hits.summarise([item("sparse", mine)]) == prefix_hits.summarise([]) == []

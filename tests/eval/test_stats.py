@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eval.figures.stats import (
+from eval.scores.stats import (
     compare,
     interval,
     mean_interval,

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from eval.live.counters import EvaluationError
-from eval.parts.reproduce_needles import BOOKS as BOOKS_OF_LEGS
 from eval.texts.text import IM_END, IM_START, read_book
 from eval.texts.windows import (
     BOOK,
@@ -36,9 +35,6 @@ def test_folders_are_all_their_books(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("none")
     found = read_tokens([BOOK, tmp_path], lambda text: [len(text)])
     assert list(found) == ["white-fang", "a", "b"] and found["a"] == found["b"] == [3]
-    # The legs' books, none of them twice.
-    books = read_tokens([Path(word) for word in BOOKS_OF_LEGS if word != "--book"], lambda text: [len(text)])
-    assert len(books) == 5 and all(size > 10**5 for (size,) in books.values())
 
 
 def test_windows_do_not_overlap() -> None:

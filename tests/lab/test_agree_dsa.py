@@ -8,17 +8,17 @@ import pytest
 import torch
 from dsa_passes import LAYERS, PAGE, PASSES, TOPK, Model, Rows, runner
 
-from eval import agree_dsa
-from eval.agree_dsa import SIZES, parse, require_gpu
-from eval.agreement.server import dsa_watch
-from eval.agreement.server.dsa_watch import Watch
-from eval.figures import report_tables
-from eval.figures.agreement import COMMAND, NATIVE, OWN, PORTABLE, required, summarise
+from eval.lab import agree_dsa
+from eval.lab.agree_dsa import SIZES, parse, require_gpu
+from eval.lab.agreement import dsa_checkpoint
+from eval.lab.agreement.agreement import COMMAND, NATIVE, OWN, PORTABLE, required, summarise
+from eval.lab.agreement.dsa_servers import STAGES, make_asked, server_flags, watched
+from eval.lab.agreement.dsa_sets import compare, joined, positions_of, same_replays
+from eval.lab.agreement.server import dsa_watch
+from eval.lab.agreement.server.dsa_watch import Watch
+from eval.lab.tables import files
 from eval.live.client import EvaluationError
 from eval.live.record import Record, read_rows
-from eval.parts import dsa_checkpoint
-from eval.parts.dsa_servers import STAGES, make_asked, server_flags, watched
-from eval.parts.dsa_sets import compare, joined, positions_of, same_replays
 from sglang_sparse.methods.dsa import STAGES as CONFIG_STAGES
 
 TINY = {**SIZES, "vocab_size": 300, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2}
@@ -184,7 +184,7 @@ def test_the_table(tmp_path: Path) -> None:
     with Record(tmp_path / "file.jsonl", COMMAND, "r1") as record:
         for one in summarise(rows):
             record.add("summary", **one)
-    (line,) = report_tables.any_table(tmp_path / "file.jsonl").splitlines()[2:]
+    (line,) = files.any_table(tmp_path / "file.jsonl").splitlines()[2:]
     assert line == "| replays | same inputs, in one server | decode | 1 | 8 | yes | 100 of 100 | yes |"
 
 
@@ -192,7 +192,7 @@ def test_a_machine_without_a_gpu_is_refused(tmp_path: Path, capsys: pytest.Captu
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     assert agree_dsa.main(["--out", str(tmp_path / "out.jsonl")]) == 1
-    assert "eval.agree_dsa: needs a CUDA GPU" in capsys.readouterr().err
+    assert "eval.lab.agree_dsa: needs a CUDA GPU" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.figures.batches import batches, pooled
+from eval.lab.tables.batches import batches, pooled
 from eval.live.counters import COUNTED
 
 LENGTHS = (10240, 32768)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from eval import bench_decode
-from eval.bench_decode import random_prompts, request_of, require_capacity
-from eval.figures.tpot import Peer, bound_ratio, decode_figures, shared_window, summarise, whole_periods
+from eval.lab import bench_decode
+from eval.lab.bench_decode import random_prompts, request_of, require_capacity
+from eval.lab.servers.decode_arguments import parse
 from eval.live.client import Chunk, Stream, parse_stream
 from eval.live.counters import EvaluationError, allocated
-from eval.parts.decode_arguments import parse
+from eval.serving.tpot import Peer, bound_ratio, decode_figures, shared_window, summarise, whole_periods
 
 FACTS = {"max_total_num_tokens": 10_000, "page_size": 16, "disable_radix_cache": False}
 
@@ -252,5 +252,5 @@ def test_what_does_not_go_with_again(given: list[str], message: str, capsys: pyt
 def test_no_server_ends_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--base-url", "http://127.0.0.1:1", "--out", str(tmp_path / "x.jsonl"), "--shape", "x"]
     assert bench_decode.main(arguments) == 1
-    assert "eval.bench_decode: " in capsys.readouterr().err
+    assert "eval.lab.bench_decode: " in capsys.readouterr().err
     assert not (tmp_path / "x.jsonl").exists()

@@ -12,13 +12,13 @@ from dsa_libraries import PROMPT, SHAPE, install, machine, of
 from dsa_passes import no_original
 from triton_interpreter import INTERPRETED
 
-from eval import bench_dsa
-from eval.bench_dsa import measure, parse
-from eval.figures import goals, report_tables
-from eval.figures.dsa import ATTEND, AUTO, DECODE, DECODE_TOPK, NATIVE, OPS, PORTABLE, PREFILL, PREFILL_TOPK
+from eval.lab import bench_dsa
+from eval.lab.bench_dsa import measure, parse
+from eval.lab.kernels.dsa import ATTEND, AUTO, DECODE, DECODE_TOPK, NATIVE, OPS, PORTABLE, PREFILL, PREFILL_TOPK
+from eval.lab.kernels.dsa_inputs import FP8, Shape, Step
+from eval.lab.kernels.dsa_table import failed, floor, summarise, with_ratios
+from eval.lab.tables import files, goals
 from eval.live.record import read_rows
-from eval.parts.dsa_inputs import FP8, Shape, Step
-from eval.parts.dsa_table import failed, floor, summarise, with_ratios
 from sglang_sparse import native_indexer
 
 TINY = "--heads 6 --latent 128 --rope 16 --index-heads 4 --topk 70 --rounds 2 --replays 3 --chunk 90"
@@ -33,7 +33,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("libraries")
 @pytest.mark.parametrize("op", OPS)
 def test_everybody_does_the_same(op: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("eval.parts.dsa_inputs.MOST_SLOTS", 256)
+    monkeypatch.setattr("eval.lab.kernels.dsa_inputs.MOST_SLOTS", 256)
     shape = PROMPT if op in (PREFILL, PREFILL_TOPK) else SHAPE
     rows = measure(shape, op, of(op), machine(), 2, 3)
     assert all("us" in row for row in rows), [row.get("unavailable") for row in rows]
@@ -65,7 +65,7 @@ def test_the_kernels_that_a_gpu_runs(
 def test_float8_rows_of_a_latent_that_has_none_say_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("eval.parts.dsa_inputs.MOST_SLOTS", 256)
+    monkeypatch.setattr("eval.lab.kernels.dsa_inputs.MOST_SLOTS", 256)
     exact, float8 = measure(replace(SHAPE, latent=64), ATTEND, of(ATTEND, PORTABLE, FLOAT8), machine(), 2)
     assert "us" in exact and "a dimension of 128, 256, 512, got 64" in float8["unavailable"]
     assert not failed([exact, float8]) and failed([exact, {**float8, "latent": 128}])
@@ -134,7 +134,7 @@ def test_the_file_its_table_and_the_goals(tmp_path: Path, capsys: pytest.Capture
     header, *rows = read_rows(out)
     assert header["arguments"]["shapes"] == ["2x300", "1x200"] and header["ceiling_fp8_tflops"] is None
     assert [row["kind"] for row in rows] == ["item"] * 19 + ["summary"] * 10
-    lines = report_tables.any_table(out).splitlines()
+    lines = files.any_table(out).splitlines()
     assert lines[0].startswith("| shape | chunk | operation | by | KV | µs a layer |") and len(lines) == 2 + 19
     capsys.readouterr()
     sizes = {"heads": 128, "latent": 512, "rope": 64, "index_heads": 64, "topk": 2048}
@@ -202,7 +202,7 @@ def test_bad_input(
     out = tmp_path / "dsa.jsonl"
     assert bench_dsa.main(["--out", str(out), *options.split()]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("eval.bench_dsa: ") and message in line and not out.exists()
+    assert line.startswith("eval.lab.bench_dsa: ") and message in line and not out.exists()
 
 
 @pytest.mark.gpu

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval import bench_framework
-from eval.bench_framework import COMMAND, OWN, RECIPE, measure, parse, quality
-from eval.figures import report_tables
+from eval.lab import bench_framework
+from eval.lab.bench_framework import COMMAND, OWN, RECIPE, measure, parse, quality
+from eval.lab.kernels.framework_inputs import OPS, PREDICT, ROCKET, SKIP, FrameworkStep, Settings
+from eval.lab.kernels.kernel_inputs import Shape
+from eval.lab.kernels.kernel_machine import Machine
+from eval.lab.kernels.kernel_table import Implementation
+from eval.lab.structured.generator import read_recipe
+from eval.lab.tables import files
 from eval.live.record import read_rows
-from eval.parts.framework_inputs import OPS, PREDICT, ROCKET, SKIP, FrameworkStep, Settings
-from eval.parts.kernel_inputs import Shape
-from eval.parts.kernel_machine import Machine
-from eval.parts.kernel_table import Implementation
-from eval.structured.generator import read_recipe
 from sglang_sparse_kernels.timing import Replay, Run
 
 # The newest page, and the newest block of four tokens, are partly filled.
@@ -111,7 +111,7 @@ def test_the_file_and_its_table(tmp_path: Path) -> None:
     assert header["command"] == COMMAND and header["arguments"]["topk"] == 8 and header["base_recipe"]["sink"] == 0.3
     assert [(row["kind"], row["op"]) for row in rows] == [("item", ROCKET), ("item", SKIP), ("summary", ROCKET)]
     assert "no factor skips 0.95" in rows[1]["unavailable"]
-    assert "| rocketkv_predict+attend | sglang_sparse |" in report_tables.any_table(args.out)
+    assert "| rocketkv_predict+attend | sglang_sparse |" in files.any_table(args.out)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ import pytest
 import torch
 from kernel_layers import OWN, SHAPE, exact, machine, missing, refusing
 
-from eval import bench_kernels
-from eval.bench_kernels import measure, parse, parse_shape
-from eval.figures import report_tables
+from eval.lab import bench_kernels
+from eval.lab.bench_kernels import measure, parse, parse_shape
+from eval.lab.kernels import kernel_selection
+from eval.lab.kernels.kernel_inputs import OPS, WHOLE, Shape, num_layers
+from eval.lab.kernels.kernel_rows import summarise, timing
+from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen, reason
+from eval.lab.tables import files
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
-from eval.parts import kernel_selection
-from eval.parts.kernel_inputs import OPS, WHOLE, Shape, num_layers
-from eval.parts.kernel_rows import summarise, timing
-from eval.parts.kernel_table import OURS, TABLE, Implementation, chosen, reason
 
 
 def test_shapes_of_the_command_line() -> None:
@@ -61,10 +61,10 @@ def test_rows_ratios_and_missing_peers(capsys: pytest.CaptureFixture[str]) -> No
     assert by["page_topk", "picky"]["unavailable"] == "AssertionError: takes 2048 only"
     assert "us" not in by["page_topk", "picky"]
     # A bar stands between them.
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eval.bench_kernels")]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eval.lab.bench_kernels")]
     assert said == [
-        "eval.bench_kernels: 2x118, dense_decode: no absent: ImportError: no module fa9.so",
-        "eval.bench_kernels: 2x118, page_topk: no picky: AssertionError: takes 2048 only",
+        "eval.lab.bench_kernels: 2x118, dense_decode: no absent: ImportError: no module fa9.so",
+        "eval.lab.bench_kernels: 2x118, page_topk: no picky: AssertionError: takes 2048 only",
     ]
     summary = {row["op"]: row for row in summarise(rows)}
     assert set(summary) == set(OPS) and summary["dense_decode"]["implementation"] == "fast"
@@ -177,7 +177,7 @@ def test_bad_input(
     out = tmp_path / "kernels.jsonl"
     assert bench_kernels.main(["--out", str(out), *options.split()]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("eval.bench_kernels: ") and message in line and not out.exists()
+    assert line.startswith("eval.lab.bench_kernels: ") and message in line and not out.exists()
 
 
 def test_the_file_and_its_table(tmp_path: Path) -> None:
@@ -185,12 +185,12 @@ def test_the_file_and_its_table(tmp_path: Path) -> None:
     table = [Implementation("dense_decode", "absent", missing), *OWN]
     assert bench_kernels.run(args, machine, table) == 0
     header, *rows = read_rows(args.out)
-    assert header["command"] == "eval.bench_kernels" and header["device"] == "a test" and header["started"]
+    assert header["command"] == "eval.lab.bench_kernels" and header["device"] == "a test" and header["started"]
     assert header["arguments"]["shapes"] == ["1x40", "2x24"] and header["arguments"]["peers"] == ["absent"]
     assert header["versions"]["torch"] == torch.__version__.split("+")[0] and header["ceiling_gbps"] is None
     assert [row["kind"] for row in rows] == ["item"] * 12 + ["summary"] * 10
     assert len({row["id"] for row in rows if row["kind"] == "item"}) == 12
-    lines = report_tables.any_table(args.out).splitlines()
+    lines = files.any_table(args.out).splitlines()
     assert lines[0].endswith("| relative L2 | to dense | mass kept | why not |") and "times faster" not in lines[0]
     assert lines[2].endswith("| ImportError: no module fa9.so |")
 

@@ -10,16 +10,16 @@ import torch
 from mla_layers import BASE, OWN, SHAPE, TINY, dense, exact, machine, missing, wrong
 from triton_interpreter import INTERPRETED
 
-from eval import bench_mla
-from eval.bench_mla import measure, parse
-from eval.figures import report_tables
-from eval.figures.goals import goals_table
-from eval.figures.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
-from eval.figures.targets import near_active
+from eval.lab import bench_mla
+from eval.lab.bench_mla import measure, parse
+from eval.lab.kernels import mla_peers
+from eval.lab.kernels.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
+from eval.lab.kernels.mla_inputs import Step
+from eval.lab.kernels.mla_table import strongest, table, with_ratios
+from eval.lab.tables import files
+from eval.lab.tables.goals import goals_table
+from eval.lab.tables.targets import near_active
 from eval.live.record import read_rows
-from eval.parts import mla_peers
-from eval.parts.mla_inputs import Step
-from eval.parts.mla_table import strongest, table, with_ratios
 from sglang_sparse_kernels.timing import Run
 
 
@@ -88,7 +88,7 @@ def test_the_file_its_table_and_the_goals(tmp_path: Path) -> None:
     assert header["base_recipe"]["stripes"] == 0.5 and header["arguments"]["recipe"] == {"band_tokens": 64}
     assert header["arguments"]["peers"] == ["flashmla", "gone"] and header["ceiling_gbps"] is None
     assert [row["kind"] for row in rows] == ["item"] * 20 + ["summary"] * 16
-    lines = report_tables.any_table(out).splitlines()
+    lines = files.any_table(out).splitlines()
     assert (
         lines[0].startswith("| shape | heads | operation | by | µs a layer |")
         and "| ImportError: no module |" in lines[3]
@@ -158,7 +158,7 @@ def test_bad_input(
     out = tmp_path / "mla.jsonl"
     assert bench_mla.main(["--out", str(out), *options.split()]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("eval.bench_mla: ") and message in line and not out.exists()
+    assert line.startswith("eval.lab.bench_mla: ") and message in line and not out.exists()
 
 
 def test_no_share_of_blocks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from eval import bench_prefill, report
-from eval.bench_prefill import Machine, measure, parse, sparsity_of, value_for
-from eval.figures import report_tables
-from eval.figures.goals import goals_table
+from eval.lab import bench_prefill, documents
+from eval.lab.bench_prefill import Machine, measure, parse, sparsity_of, value_for
+from eval.lab.kernels import prefill_table
+from eval.lab.kernels.prefill_inputs import KEPT, Prompt, Shape
+from eval.lab.kernels.prefill_table import DENSE, TABLE, Implementation, Plan, plans
+from eval.lab.structured.generator import make_qkv, read_recipe
+from eval.lab.tables import files
+from eval.lab.tables.goals import goals_table
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
-from eval.parts import prefill_table
-from eval.parts.prefill_inputs import KEPT, Prompt, Shape
-from eval.parts.prefill_table import DENSE, TABLE, Implementation, Plan, plans
-from eval.structured.generator import make_qkv, read_recipe
 
 # A group of 2,048 tokens, and chunks that end within the next one.
 SHAPE = Shape(2700, 2304, q_heads=2, kv_heads=1, dim=64)
@@ -130,9 +130,9 @@ def test_the_file_its_table_and_the_goal(tmp_path: Path, monkeypatch: pytest.Mon
     summary = [row for row in rows if row["kind"] == "summary"]
     assert [row.get("target_sparsity") for row in summary] == [None, None, 0.1]
     assert abs(summary[-1]["sparsity"] - 0.1) < 0.02 and "parts" not in summary[-1]
-    text = report_tables.any_table(out)
+    text = files.any_table(out)
     assert "| finding the keys | why not |" in text and "| 25.0 % |" in text and "no image" in text
-    assert report.main([str(out), "--out", str(tmp_path / "pictures")]) == 0
+    assert documents.main([str(out), "--out", str(tmp_path / "pictures")]) == 0
     assert (tmp_path / "pictures" / "prefill.svg").exists()
     sizes = {"shape": "1x128k", "q_heads": 32, "kv_heads": 8, "dim": 128}
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from eval import blind
+from eval.lab import blind
+from eval.lab.selection.recall_attention import load_model
 from eval.live.counters import EvaluationError
 from eval.live.record import read_finished
-from eval.parts.recall_attention import load_model
 
-MODEL = str(Path(blind.__file__).parent / "models" / "tiny-gqa")
+MODEL = str(Path(blind.__file__).parents[1] / "models" / "tiny-gqa")
 
 
 @pytest.fixture(scope="module")

@@ -8,25 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from eval import compile_kernels
-from eval.figures.compiled import compiled
-from eval.parts.cuda_sources import BUILDS, Build
+from eval.lab import compile_kernels
+from eval.lab.toolchain.compiled import compiled
+from eval.lab.toolchain.cuda_sources import BUILDS, Build
 
 
 def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "eval.compile_kernels", "--out", str(out), *arguments]
+    command = [sys.executable, "-m", "eval.lab.compile_kernels", "--out", str(out), *arguments]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(command, capture_output=True, text=True, env={**env, "TRITON_CACHE_DIR": str(out.parent)})
 
 
 def test_every_operation_with_kernels_is_compiled() -> None:
-    kernels = Path(compile_kernels.__file__).parent.parent / "kernels" / "sglang_sparse_kernels"
+    kernels = Path(compile_kernels.__file__).parents[2] / "kernels" / "sglang_sparse_kernels"
     assert set(compile_kernels.OPERATIONS) == {path.parent.name for path in kernels.glob("*/triton.py")}
 
 
 def test_every_source_is_compiled(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    kernels = Path(compile_kernels.__file__).parent.parent / "kernels" / "sglang_sparse_kernels"
+    kernels = Path(compile_kernels.__file__).parents[2] / "kernels" / "sglang_sparse_kernels"
     builds = [build for made in BUILDS.values() for build in made(compile_kernels.TARGETS["9.0"])]
     assert {build.source for build in builds} == {path.resolve() for path in kernels.glob("*/*.cu")}
     assert set(BUILDS) == {build.source.parent.name for build in builds}

@@ -17,7 +17,7 @@ from sglang_sparse.view import allocate_view
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summary
 
-CONTROLS = Path(__file__).parent.parent.parent / "eval" / "controls"
+CONTROLS = Path(__file__).parent.parent.parent / "eval" / "lab" / "controls"
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from decode_peer_files import FACTS, ROW, peer_file
 
-from eval import bench_decode, report
+from eval.lab import bench_decode, documents
+from eval.lab.servers.decode_peers import outdated_peers
 from eval.live.record import read_rows
-from eval.parts.decode_peers import outdated_peers
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_what_cannot_be_summarised_again(measured: Path, capsys: pytest.CaptureF
         assert again(measured, peer_file(measured.with_name("other.jsonl"), ROW, **other)) == 1
         assert message in capsys.readouterr().err
     assert again(peer, peer) == 1
-    assert "peer.jsonl is no file of eval.bench_decode with a sparse arm" in capsys.readouterr().err
+    assert "peer.jsonl is no file of eval.lab.bench_decode with a sparse arm" in capsys.readouterr().err
     lines = measured.read_text().splitlines(keepends=True)
     measured.write_text("".join(lines[:-2]))
     assert again(measured, peer) == 1
@@ -71,15 +71,15 @@ def test_a_peer_that_was_measured_again_is_found(
     measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("DOCUMENTS", ()), ("CARDS", ()), ("RESULTS", measured.parent)):
-        monkeypatch.setattr(report, name, value)
+        monkeypatch.setattr(documents, name, value)
     peer = peer_file(measured.with_name("peer.jsonl"), ROW)
     assert again(measured, peer) == 0
     measured.with_name("again.jsonl").replace(measured)
-    assert report.main(["--check"]) == 0
+    assert documents.main(["--check"]) == 0
     peer_file(peer, {**ROW, "tpot": 0.025})
-    assert report.main(["--check"]) == 1
+    assert documents.main(["--check"]) == 1
     assert capsys.readouterr().err == (
-        "eval.report: bench-decode-x.jsonl has 30.000 ms a token (20.000 … 40.000, 3 rounds, flashinfer) from "
+        "eval.lab.documents: bench-decode-x.jsonl has 30.000 ms a token (20.000 … 40.000, 3 rounds, flashinfer) from "
         "peer.jsonl, which has 25.000 ms a token (20.000 … 40.000, 3 rounds, flashinfer)\n"
     )
     for changed in ({"rounds": 4}, {"tpot_range": [0.02, 0.05]}):
@@ -90,4 +90,4 @@ def test_a_peer_that_was_measured_again_is_found(
     peer.write_text("".join(json.dumps(row) + "\n" for row in (header, *rows)))
     assert outdated_peers(measured.parent) == []
     peer.unlink()
-    assert report.main(["--check"]) == 0, "what is not there cannot be compared"
+    assert documents.main(["--check"]) == 0, "what is not there cannot be compared"

@@ -12,13 +12,13 @@ import openai_stub
 import pytest
 from decode_peer_files import FACTS, ROW, peer_file
 
-from eval import bench_decode
-from eval.figures.decode import decode, memory
+from eval.lab import bench_decode
+from eval.lab.servers.decode import decode, memory
+from eval.lab.servers.decode_peers import read_peers
 from eval.live import machine
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.machine import PACKAGES
 from eval.live.record import read_rows, versions
-from eval.parts.decode_peers import read_peers
 
 OWN = {"server": FACTS, "batch": 1, "context": 64}
 
@@ -101,7 +101,7 @@ def test_dense_alone(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyP
     server.info |= {"decode_attention_backend": "flashinfer", "attention_backend": None}
     assert asked_of(server, out, "--dense-only") == 0
     header, *rows = read_rows(out)
-    assert header["command"] == "eval.bench_decode" and header["dense_only"] is True and header["short"] == 0
+    assert header["command"] == "eval.lab.bench_decode" and header["dense_only"] is True and header["short"] == 0
     assert header["server"]["decode_backend"] == "flashinfer"
     runs_on = {name: header[name] for name in ("device", "versions", "told_by", "server_command")}
     told = {"device": "NVIDIA H200", "versions": {"torch": "1"}, "told_by": "the server"}
@@ -165,8 +165,8 @@ def test_ratios_are_against_the_strongest(server: Server, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"command": "eval.niah"}, "is no file of eval.bench_decode --dense-only"),
-        ({"dense_only": False}, "is no file of eval.bench_decode --dense-only"),
+        ({"command": "eval.niah"}, "is no file of eval.lab.bench_decode --dense-only"),
+        ({"dense_only": False}, "is no file of eval.lab.bench_decode --dense-only"),
         ({"batch": 6}, "is of something else: batch is 6, wanted 1"),
         ({"context": 32}, "is of something else: context is 32, wanted 64"),
         ({"server": {**FACTS, "model_path": "x/qwen3-1.7b"}}, "model is qwen3-1.7b, wanted qwen3-8b"),
@@ -187,7 +187,7 @@ def test_files_that_are_no_peers(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"cannot read .*none\.jsonl"):
         read_peers([tmp_path / "none.jsonl"], OWN)
     (tmp_path / "rows.jsonl").write_text('{"note": 1}\n')
-    with pytest.raises(EvaluationError, match=r"is no file of eval\.bench_decode --dense-only"):
+    with pytest.raises(EvaluationError, match=r"is no file of eval\.lab\.bench_decode --dense-only"):
         read_peers([tmp_path / "rows.jsonl"], OWN)
     # The model goes by the name of its folder, wherever that is.
     moved = peer_file(tmp_path / "moved.jsonl", ROW, server={**FACTS, "model_path": "/elsewhere/qwen3-8b/"})
@@ -195,7 +195,7 @@ def test_files_that_are_no_peers(tmp_path: Path) -> None:
 
 
 def test_the_table_says_whose_dense_decode_it_is(tmp_path: Path) -> None:
-    old = {"kind": "header", "command": "eval.bench_decode", "server": {"attention_backend": "fa3"}}
+    old = {"kind": "header", "command": "eval.lab.bench_decode", "server": {"attention_backend": "fa3"}}
     row = {"kind": "summary", "shape": "1x1", "tpot": 0.04, "tpot_range": [0.03, 0.05], "dense_ratio": 1.0}
     rectified = {**row, "arm": "rectified", "tpot": 0.01, "dense_ratio": 4.0, "density": 0.1}
     first = [old, {**row, "arm": "dense"}, {**row, "arm": "dense_short"}, rectified]
@@ -222,7 +222,7 @@ def test_the_table_says_whose_dense_decode_it_is(tmp_path: Path) -> None:
 def test_a_cache_of_another_type_stands_beside_and_is_no_peer(tmp_path: Path) -> None:
     server = {"attention_backend": "fa3", "model_path": "x/qwen3-8b"}
     row = {"kind": "summary", "shape": "1x64", "tpot": 0.04, "tpot_range": [0.04, 0.04], "dense_ratio": 1.0}
-    header = {"kind": "header", "command": "eval.bench_decode", "server": server, "batch": 1, "context": 64}
+    header = {"kind": "header", "command": "eval.lab.bench_decode", "server": server, "batch": 1, "context": 64}
     sparse = {**row, "arm": "rectified", "tpot": 0.01, "dense_ratio": 4.0, "dense": "fa3"}
     rows = (header, {**row, "arm": "dense", "dense": "fa3"}, sparse)
     (tmp_path / "own").write_text("".join(json.dumps(row) + "\n" for row in rows))

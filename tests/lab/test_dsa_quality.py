@@ -1,4 +1,4 @@
-"""What ``eval.bench_dsa`` says of selections: who agrees with whom, and what is wrong, stale or not always the same."""
+"""What ``bench_dsa`` says of selections: who agrees with whom, and what is wrong, stale or not always the same."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,12 +9,12 @@ import torch
 from dsa_libraries import PROMPT, SHAPE, install, machine, of
 from mla_layers import missing
 
-from eval.bench_dsa import measure
-from eval.figures.dsa import AUTO, DECODE, DECODE_TOPK, PORTABLE, PREFILL, PREFILL_TOPK
-from eval.parts.dsa_inputs import Layer, Shape, Step
-from eval.parts.dsa_quality import Judge, kept, samples
-from eval.parts.dsa_table import TABLE, failed
-from eval.parts.kernel_machine import Machine, gpu
+from eval.lab.bench_dsa import measure
+from eval.lab.kernels.dsa import AUTO, DECODE, DECODE_TOPK, PORTABLE, PREFILL, PREFILL_TOPK
+from eval.lab.kernels.dsa_inputs import Layer, Shape, Step
+from eval.lab.kernels.dsa_quality import Judge, kept, samples
+from eval.lab.kernels.dsa_table import TABLE, failed
+from eval.lab.kernels.kernel_machine import Machine, gpu
 from sglang_sparse_kernels.timing import Run
 
 
@@ -55,7 +55,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     said = [row["unavailable"] for row in rows]
     assert "of the tokens (allowed: 99%)" in said[0] and "names 6" in said[1] and "no module" in said[2]
     assert not any("us" in row for row in rows) and failed(rows)
-    monkeypatch.setattr("eval.parts.dsa_quality.LEAST_OVERLAP", 0.9)
+    monkeypatch.setattr("eval.lab.kernels.dsa_quality.LEAST_OVERLAP", 0.9)
     plan = [replace(ours, prepare=fickle), replace(ours, name="theirs", peer=True, prepare=fickle)]
     mine, theirs = measure(SHAPE, DECODE, plan, machine(), 2, replays=5)
     assert mine["unavailable"] == "ValueError: 2 of 5 replays chose other tokens than the first"

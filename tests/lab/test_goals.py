@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from eval import report
-from eval.figures import goals
-from eval.figures.goals import QUALITY, UNITS, Goal, goals_table, measured, read_goals, read_results
+from eval.lab import documents
+from eval.lab.tables import goals
+from eval.lab.tables.goals import QUALITY, UNITS, Goal, goals_table, measured, read_goals, read_results
 from eval.live.counters import EvaluationError
 
 BENCHES = ("kernels", "framework", "mla", "dsa", "prefill", "decode", "serving", "throughput")
-COMMANDS = tuple(f"eval.bench_{name}" for name in BENCHES)
+COMMANDS = tuple(f"bench_{name}" for name in BENCHES)
 
 
-def results(path: Path, *rows: dict[str, Any], command: str = "eval.bench_kernels", **header: Any) -> None:
+def results(path: Path, *rows: dict[str, Any], command: str = "eval.lab.bench_kernels", **header: Any) -> None:
     lines = [{"kind": "header", "command": command, **header}, *({"kind": "summary", **row} for row in rows)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -26,7 +26,7 @@ def cells(table: str, name: str) -> list[list[str]]:
 
 
 def goal(**changes: Any) -> Goal:
-    row = {"command": "eval.bench_kernels", "op": "page_topk"}
+    row = {"command": "bench_kernels", "op": "page_topk"}
     facts: dict[str, Any] = {"id": "K0", "part": "8x64k", "what": "it", "unit": "ratio", "must": 2.0, "stretch": 3.0}
     return Goal(**facts | {"limit": None, "row": row, "read": "dense_ratio"} | changes)
 
@@ -44,7 +44,7 @@ def test_goals_are_well_formed() -> None:
         order = [bound for bound in (one.must, one.stretch, one.limit) if bound is not None]
         assert order == sorted(set(order), reverse=not more_is_better), one
         assert one.row["command"] in COMMANDS and set(one.quality) <= set(QUALITY), one
-        assert bool(one.quality_from) == (one.row["command"] == "eval.bench_decode"), one
+        assert bool(one.quality_from) == (one.row["command"] == "bench_decode"), one
         if one.quality_from:
             assert one.quality_from["command"] in COMMANDS and one.part.endswith(one.quality_from["shape"]), one
             assert (one.quality_from["active_ratio"] == 0.05) == ("fp8-r.05" in one.row["shape"]), one
@@ -77,9 +77,9 @@ def test_measured_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ]
     results(tmp_path / "kernels.jsonl", *({**row, **sizes} for row in rows), arguments=arguments)
     decode = {"arm": "rectified", "shape": "qwen3-8b-6x128k-fp8-r.05", "dense_ratio": 3.7, "density": 0.05}
-    results(tmp_path / "a.jsonl", decode, command="eval.bench_decode", interval=64)
-    results(tmp_path / "b.jsonl", {**decode, "dense_ratio": 3.9}, command="eval.bench_decode", interval=32)
-    assert report.main(["--goals", "--results", str(tmp_path)]) == 0
+    results(tmp_path / "a.jsonl", decode, command="eval.lab.bench_decode", interval=64)
+    results(tmp_path / "b.jsonl", {**decode, "dense_ratio": 3.9}, command="eval.lab.bench_decode", interval=32)
+    assert documents.main(["--goals", "--results", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     first, micros = cells(table, "K1")
     assert first[1:] == [
@@ -98,8 +98,8 @@ def test_measured_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_quality_of_an_operation_beside_a_server(tmp_path: Path) -> None:
-    kernel = {"command": "eval.bench_kernels", "op": "whole", "recipe": {}}
-    one = goal(row={"command": "eval.bench_decode", "arm": "rectified"}, quality=["density"], quality_from=kernel)
+    kernel = {"command": "bench_kernels", "op": "whole", "recipe": {}}
+    one = goal(row={"command": "bench_decode", "arm": "rectified"}, quality=["density"], quality_from=kernel)
 
     def quality() -> str | None:
         found = read_results(tmp_path, COMMANDS)
@@ -109,7 +109,7 @@ def test_quality_of_an_operation_beside_a_server(tmp_path: Path) -> None:
     results(tmp_path / "kernels.jsonl", row, arguments={"recipe": {}}, started="2026-11-20T10:00:00+00:00")
     assert quality() is None, "what was not measured has no quality"
     decode = {"arm": "rectified", "dense_ratio": 3.0, "density": 0.05}
-    results(tmp_path / "decode.jsonl", decode, command="eval.bench_decode")
+    results(tmp_path / "decode.jsonl", decode, command="eval.lab.bench_decode")
     assert quality() == "read 5.0%; operation: mass kept 0.700, relative L2 to dense 0.41"
     newer = {"started": "2026-11-21T10:00:00+00:00"}
     results(tmp_path / "normal.jsonl", {**row, "recall": 0.1}, arguments={"recipe": None}, **newer)
@@ -141,7 +141,7 @@ def test_what_no_hardware_allows_is_no_success() -> None:
 
 
 def found(folder: Path) -> str:
-    row = measured(goal(), read_results(folder, ["eval.bench_kernels"]))
+    row = measured(goal(), read_results(folder, ["bench_kernels"]))
     return "none" if row is None else f"{row[1].name} {row[0]['dense_ratio']}"
 
 
@@ -160,7 +160,7 @@ def test_the_newest_file_counts(tmp_path: Path) -> None:
 
 def test_only_summaries_of_the_command_count(tmp_path: Path) -> None:
     row = {"op": "page_topk", "dense_ratio": 1.0}
-    results(tmp_path / "other.jsonl", row, command="eval.bench_decode")
+    results(tmp_path / "other.jsonl", row, command="eval.lab.bench_decode")
     results(tmp_path / "unfinished.jsonl", {**row, "kind": "item"})
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -173,9 +173,9 @@ def test_two_rows_of_one_file_are_an_error(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(EvaluationError, match=r"k\.jsonl has 2 rows for goal K0 \(8x64k\): one must count"):
         found(tmp_path)
     monkeypatch.setattr(goals, "read_goals", lambda path: [goal()])
-    assert report.main(["--goals", "--results", str(tmp_path)]) == 1
+    assert documents.main(["--goals", "--results", str(tmp_path)]) == 1
 
 
 def test_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main(["--goals", "--results", str(tmp_path / "none")]) == 1
+    assert documents.main(["--goals", "--results", str(tmp_path / "none")]) == 1
     assert "none is no folder of results" in capsys.readouterr().err

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from eval.parts import kernel_attention, kernel_selection
-from eval.parts.kernel_inputs import Shape, Step
-from eval.parts.kernel_quality import quality, samples
-from eval.parts.kernel_table import TABLE
+from eval.lab.kernels import kernel_attention, kernel_selection
+from eval.lab.kernels.kernel_inputs import Shape, Step
+from eval.lab.kernels.kernel_quality import quality, samples
+from eval.lab.kernels.kernel_table import TABLE
 
 
 def paged_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: list[int]) -> Any:

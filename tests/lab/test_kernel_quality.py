@@ -7,10 +7,10 @@ import pytest
 import torch
 from kernel_layers import OWN, SHAPE, exact
 
-from eval.parts import kernel_inputs
-from eval.parts.kernel_inputs import WHOLE, Step, View
-from eval.parts.kernel_quality import quality, samples
-from eval.parts.kernel_table import Implementation
+from eval.lab.kernels import kernel_inputs
+from eval.lab.kernels.kernel_inputs import WHOLE, Step, View
+from eval.lab.kernels.kernel_quality import quality, samples
+from eval.lab.kernels.kernel_table import Implementation
 from sglang_sparse.methods.resa import Resa, ResaConfig
 from sglang_sparse.plan import usual_selection
 from sglang_sparse.view import SELECT_STATS, allocate_view

@@ -9,14 +9,14 @@ import pytest
 import torch
 from kernel_layers import OWN, SHAPE, exact, machine
 
-from eval import bench_kernels
-from eval.bench_kernels import measure, parse
+from eval.lab import bench_kernels
+from eval.lab.bench_kernels import measure, parse
+from eval.lab.kernels import kernel_table, kernel_votes
+from eval.lab.kernels.kernel_inputs import WHOLE
+from eval.lab.kernels.kernel_rows import summarise
+from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen
+from eval.lab.kernels.kernel_votes import CENTROIDS, VOTES
 from eval.live.record import read_rows
-from eval.parts import kernel_table, kernel_votes
-from eval.parts.kernel_inputs import WHOLE
-from eval.parts.kernel_rows import summarise
-from eval.parts.kernel_table import OURS, TABLE, Implementation, chosen
-from eval.parts.kernel_votes import CENTROIDS, VOTES
 from sglang_sparse_kernels.page_score import reference as score_reference
 from sglang_sparse_kernels.page_topk import cuda as topk_cuda
 from sglang_sparse_kernels.page_topk import reference as topk_reference

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from eval.parts import mla_peers
-from eval.parts.mla_inputs import Shape, Step
-from eval.parts.mla_quality import quality, samples
-from eval.parts.mla_recipe import RECIPE
-from eval.parts.mla_table import table
-from eval.structured.generator import read_recipe
+from eval.lab.kernels import mla_peers
+from eval.lab.kernels.mla_inputs import Shape, Step
+from eval.lab.kernels.mla_quality import quality, samples
+from eval.lab.kernels.mla_recipe import RECIPE
+from eval.lab.kernels.mla_table import table
+from eval.lab.structured.generator import read_recipe
 
 # The newest page and block are partly filled, and no two sizes are equal.
 SHAPE = Shape(2, 1500, heads=6, latent=64, rope=32, page_size=32, block_size=16)

@@ -6,17 +6,17 @@ import pytest
 import torch
 from mla_layers import BASE, OWN, SHAPE, dense, exact, machine, wrong
 
-from eval.bench_mla import measure
-from eval.figures.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
-from eval.figures.targets import near_active
+from eval.lab.bench_mla import measure
+from eval.lab.kernels.kernel_machine import Bench
+from eval.lab.kernels.kernel_table import Implementation
+from eval.lab.kernels.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
+from eval.lab.kernels.mla_inputs import Shape, Step
+from eval.lab.kernels.mla_quality import active, quality, samples
+from eval.lab.kernels.mla_recipe import RECIPE, recipe_for, target_share
+from eval.lab.structured.generator import read_recipe
+from eval.lab.structured.structure import Recipe
+from eval.lab.tables.targets import near_active
 from eval.live.counters import EvaluationError
-from eval.parts.kernel_machine import Bench
-from eval.parts.kernel_table import Implementation
-from eval.parts.mla_inputs import Shape, Step
-from eval.parts.mla_quality import active, quality, samples
-from eval.parts.mla_recipe import RECIPE, recipe_for, target_share
-from eval.structured.generator import read_recipe
-from eval.structured.structure import Recipe
 from sglang_sparse_kernels.timing import Run
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from eval.lab.servers import model_shapes
 from eval.live.counters import EvaluationError
-from eval.parts import model_shapes
 
 
 @pytest.mark.parametrize("name", list(model_shapes.SHAPES))

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.figures.recall_table import statistics
 from eval.lab.selection import page_statistics
+from eval.lab.selection.recall_attention import Captured
+from eval.lab.selection.recall_table import statistics
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
-from eval.parts.recall_attention import Captured
 
 MODEL = str(Path(__file__).parents[2] / "eval" / "models" / "tiny-gqa")
 

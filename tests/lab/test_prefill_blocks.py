@@ -7,11 +7,11 @@ import flashinfer
 import pytest
 import torch
 
-from eval.figures.prefill import with_equal_recall
-from eval.parts import prefill_blocks, prefill_inputs
-from eval.parts.prefill_blocks import best_blocks, block_sizes, flashinfer_blocks, plan_bytes
-from eval.parts.prefill_inputs import Prompt, Shape
-from eval.structured.generator import read_recipe
+from eval.lab.kernels import prefill_blocks, prefill_inputs
+from eval.lab.kernels.prefill import with_equal_recall
+from eval.lab.kernels.prefill_blocks import best_blocks, block_sizes, flashinfer_blocks, plan_bytes
+from eval.lab.kernels.prefill_inputs import Prompt, Shape
+from eval.lab.structured.generator import read_recipe
 
 SHAPE = Shape(600, 256, q_heads=4, kv_heads=2, dim=64, block_size=64)
 BLOCKS = 10

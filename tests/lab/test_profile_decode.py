@@ -15,7 +15,7 @@ import openai_stub
 import pytest
 from profile_traces import event, replays, with_passes, write
 
-from eval import profile_decode, report
+from eval.lab import documents, profile_decode
 from eval.live import machine
 from eval.live.counters import COUNTED, EvaluationError
 from eval.live.record import read_rows
@@ -45,7 +45,7 @@ def test_bad_traces(content: bytes, message: str, tmp_path: Path, capsys: pytest
 
 def test_other_files_to_print_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.jsonl").write_text('{"kind": "header", "command": "eval.niah"}\n{"kind": "summary"}\n')
-    for name, message in (("x.jsonl", "no file of eval.profile_decode"), ("none.json.gz", "No such file")):
+    for name, message in (("x.jsonl", "no file of eval.lab.profile_decode"), ("none.json.gz", "No such file")):
         assert profile_decode.main(["--from", str(tmp_path / name)]) == 1
         assert message in capsys.readouterr().err
 
@@ -153,7 +153,7 @@ def test_profile_of_a_server(
     assert asked_of(server, out, "--label", "x", *(["--arm", "sparse"] if sparse else [])) == 0
     printed = capsys.readouterr().out.strip()
     header, *rows = read_rows(out)
-    assert header["command"] == "eval.profile_decode" and header["arguments"]["context"] == 64
+    assert header["command"] == "eval.lab.profile_decode" and header["arguments"]["context"] == 64
     assert header["server"]["version"] == "0.5.23" and header["arguments"]["label"] == "x"
     told = ("NVIDIA H200", "the server") if sparse else ("NVIDIA L4", "this machine")
     assert (header["device"], header["told_by"]) == told and "torch" in header["versions"]
@@ -169,7 +169,7 @@ def test_profile_of_a_server(
     )
     # The same from the rows, from the report and from the trace.
     assert profile_decode.main(["--from", str(out)]) == 0 and capsys.readouterr().out.strip() == printed
-    assert report.main([str(out)]) == 0 and printed in capsys.readouterr().out
+    assert documents.main([str(out)]) == 0 and printed in capsys.readouterr().out
     assert profile_decode.main(["--from", str(tmp_path / step["trace"]), "--steps", "8"]) == 0
     assert capsys.readouterr().out.strip() == printed
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from profile_traces import FLASH, GRAPH, LAYER, event, replays, with_passes, write
 
-from eval.figures.profile import before_and_after, compare, part_of, short, summarise, tables
+from eval.lab.servers.profile import before_and_after, compare, part_of, short, summarise, tables
+from eval.lab.servers.profile_trace import Launch, decode_steps, passes, read_trace, step_of
 from eval.live.counters import EvaluationError
-from eval.parts.profile_trace import Launch, decode_steps, passes, read_trace, step_of
 
 
 def test_steps_go_from_replay_to_replay(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_summary_and_tables(tmp_path: Path) -> None:
 def profile_file(path: Path, graph: tuple[str, ...], context: int = 64, revision: str = "r1") -> Path:
     kernels, parts = summarise(decode_steps(read_trace(write(path.with_suffix(".json.gz"), replays(4, graph))), 3))
     arguments = {"batch": 2, "context": context}
-    header = {"kind": "header", "command": "eval.profile_decode", "revision": revision, "arguments": arguments}
+    header = {"kind": "header", "command": "eval.lab.profile_decode", "revision": revision, "arguments": arguments}
     rows: list[dict[str, Any]] = [header]
     rows += [{"kind": "item", **row} for row in kernels] + [{"kind": "summary", **row} for row in parts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

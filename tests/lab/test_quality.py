@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from eval.figures.quality import kept_over_read, plot, quality_tables, read_answers
 from eval.lab import quality
+from eval.lab.tables.quality import kept_over_read, plot, quality_tables, read_answers
 from eval.live.record import Record
 
 MODEL = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
@@ -32,7 +32,7 @@ def test_an_arm_is_a_server_and_a_file_for_each_suite_and_length() -> None:
     flags = pair.servers[0].flags
     assert flags[flags.index("--sparse-prefill-config") + 1].endswith(f"measured/{calibrate.commands[0].file}")
     assert "--compare-url" not in pair.commands[0].arguments and "resa+anchor" in pair.commands[0].arguments
-    assert control.servers[0].environment == (("PYTHONPATH", "eval/controls"),)
+    assert control.servers[0].environment == (("PYTHONPATH", "eval/lab/controls"),)
     small = quality.legs_of(quality.parse(["--out", "m", "--models", "HuggingFaceTB/SmolLM2-135M-Instruct"]))
     assert all(quality.tokens_of(one) <= 200 * 11 * 8192 for leg in small for one in leg.commands)
 
@@ -86,6 +86,6 @@ def test_the_table_pairs_every_arm_with_the_first_ones_dense_answers(tmp_path: P
     assert "| easy | 8k | 40 | 100.0 | -10.0 | +0.0 |" in table.replace("**", "") and "hopeless" not in table
     assert kept_over_read(answers) == {"resa": (0.1, 0.9), "rocketkv": (0.02, 1.0)}
     plot(answers, tmp_path / "chart")
-    assert all((tmp_path / f"chart.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+    assert (tmp_path / "chart.svg").stat().st_size > 1000
     (tmp_path / "m-anchor-niah-8k.jsonl").write_text(json.dumps({"kind": "header", "command": "eval.niah"}) + "\n")
     assert quality_tables(tmp_path) == [table], "what is not finished is passed over"

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from eval import recall
+from eval.lab import recall
+from eval.lab.selection.recall_attention import Captured, capture, head_weights, load_model
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
 from eval.live.tokens import tokens
-from eval.parts.recall_attention import Captured, capture, head_weights, load_model
 
-MODEL = str(Path(recall.__file__).parent / "models" / "tiny-gqa")
+MODEL = str(Path(recall.__file__).parents[1] / "models" / "tiny-gqa")
 KV_HEADS = 2
 
 
@@ -136,4 +136,4 @@ def test_wrong_command_lines(
     whole = given if message.startswith(("--model-path and", "cannot")) else [*needed, *given]
     assert recall.main(whole) == 1
     error = capsys.readouterr().err
-    assert "Traceback" not in error and "eval.recall: " in error and message in error
+    assert "Traceback" not in error and "eval.lab.recall: " in error and message in error

@@ -9,9 +9,9 @@ import pytest
 import torch
 from rope_calibrations import calibration
 
+from eval.lab.selection.recall_attention import Captured, Selection, judge
+from eval.lab.selection.recall_method import ModelFacts, method_settings, require_served, select
 from eval.live.counters import EvaluationError
-from eval.parts.recall_attention import Captured, Selection, judge
-from eval.parts.recall_method import ModelFacts, method_settings, require_served, select
 from sglang_sparse.calibration.similarity import select as rope_selection
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.indices import SparseIndices

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eval.figures.recall_summary import plot, summarise
+from eval.lab.selection.recall_summary import plot, summarise
 from eval.live.counters import EvaluationError
 
 
@@ -49,9 +49,9 @@ def test_unfinished_files_are_refused() -> None:
 
 def test_plot_says_what_it_shows(tmp_path: Path) -> None:
     written = plot(summarise(hand_made(2)), tmp_path / "new" / "recall")
-    assert [path.name for path in written] == ["recall.png", "recall.svg"]
+    assert [path.name for path in written] == ["recall.svg"]
     assert written[0].stat().st_size > 5000
-    drawn = written[1].read_text()
+    drawn = written[0].read_text()
     for text in ("query head", "layer", "attention mass kept"):
         assert f"<!-- {text} -->" in drawn
     assert "100 tokens: resa, 10.0% of the pages" in drawn

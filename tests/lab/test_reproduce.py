@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import generated_stubs
 import pytest
 
-from eval import (
+from eval import identity, infinitebench, niah, ppl_prefill, ppl_rectify
+from eval.lab import (
     agree_dsa,
     bench_decode,
     bench_dsa,
@@ -19,25 +21,23 @@ from eval import (
     bench_mla,
     bench_prefill,
     bench_throughput,
-    identity,
-    infinitebench,
-    niah,
-    ppl_prefill,
-    ppl_rectify,
     profile_decode,
     reproduce,
     sanitize_kernels,
     variables,
 )
-from eval.figures.goals import Goal, read_goals
-from eval.figures.prefill_ppl import BOUND
+from eval.lab.kernels.kernel_inputs import Shape
+from eval.lab.legs.reproduce_leg import URL, URLS_BESIDE, Command, Leg
+from eval.lab.legs.reproduce_legs import LEGS
+from eval.lab.legs.reproduce_needles import BOOKS
+from eval.lab.servers import decode_arguments
+from eval.lab.servers.model_shapes import SHAPES
+from eval.lab.tables.goals import Goal, read_goals
+from eval.live.record import command_name
 from eval.live.runner import parser_of
-from eval.parts import decode_arguments, serving_arguments
-from eval.parts.kernel_inputs import Shape
-from eval.parts.model_shapes import SHAPES
-from eval.parts.reproduce_leg import URL, URLS_BESIDE, Command, Leg
-from eval.parts.reproduce_legs import LEGS
+from eval.scores.prefill_ppl import BOUND
 from eval.texts.lengths import short_length
+from eval.texts.windows import read_tokens
 from sglang_sparse import tune
 from sglang_sparse.config.settings import build
 from sglang_sparse.config_value import read_config
@@ -46,23 +46,23 @@ from sglang_sparse.requests import parse_options
 # Fields of a goal's row that no argument decides.
 OUTCOMES = {"command", "task", "arm", "implementation", "sparse_layers", "dense_decode_graphs", "dense_prefill_graphs"}
 PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
-    "eval.agree_dsa": agree_dsa.parse,
-    "eval.bench_decode": decode_arguments.parse,
-    "eval.bench_dsa": bench_dsa.parse,
-    "eval.bench_framework": bench_framework.parse,
-    "eval.bench_kernels": bench_kernels.parse,
-    "eval.bench_mla": bench_mla.parse,
-    "eval.bench_prefill": bench_prefill.parse,
-    "eval.bench_serving": serving_arguments.parse,
-    "eval.bench_throughput": bench_throughput.parse,
+    "eval.lab.agree_dsa": agree_dsa.parse,
+    "eval.lab.bench_decode": decode_arguments.parse,
+    "eval.lab.bench_dsa": bench_dsa.parse,
+    "eval.lab.bench_framework": bench_framework.parse,
+    "eval.lab.bench_kernels": bench_kernels.parse,
+    "eval.lab.bench_mla": bench_mla.parse,
+    "eval.lab.bench_prefill": bench_prefill.parse,
+    "eval.lab.bench_serving": generated_stubs.parse,
+    "eval.lab.bench_throughput": bench_throughput.parse,
     "eval.identity": identity.parse,
     "eval.infinitebench": lambda arguments: parser_of(infinitebench.InfiniteBenchSuite).parse_args(arguments),
     "eval.ppl_prefill": ppl_prefill.parse,
     "eval.ppl_rectify": ppl_rectify.parse,
     "eval.niah": lambda arguments: parser_of(niah.NeedleSuite).parse_args(arguments),
-    "eval.profile_decode": profile_decode.parse,
-    "eval.sanitize_kernels": sanitize_kernels.parse,
-    "eval.variables": lambda arguments: parser_of(variables.VariableSuite).parse_args(arguments),
+    "eval.lab.profile_decode": profile_decode.parse,
+    "eval.lab.sanitize_kernels": sanitize_kernels.parse,
+    "eval.lab.variables": lambda arguments: parser_of(variables.VariableSuite).parse_args(arguments),
     "sglang_sparse.tune": lambda arguments: tune.parser().parse_args(arguments),
 }
 # Legs on trained tiny models.
@@ -74,7 +74,7 @@ README = Path(reproduce.__file__).parent / "README.md"
 def parsed(command: Command, folder: Path) -> argparse.Namespace:
     """The arguments as the command's own parser reads them, with the inputs that it looks into."""
     arguments = {"seed": 0, "active": "paper", "recipe": {}}
-    header = {"kind": "header", "command": "eval.bench_mla", "base_recipe": {}, "arguments": arguments}
+    header = {"kind": "header", "command": "eval.lab.bench_mla", "base_recipe": {}, "arguments": arguments}
     row = {"kind": "summary", "op": "mass+topp+attend", "implementation": "rope", "stripe_ratio": 0.003}
     (folder / "mla-v2-lite.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (header, row)))
     module, *rest = command.line(folder, ["http://here"] * 3, "r1")
@@ -85,32 +85,32 @@ def asked(leg: Leg, command: Command, folder: Path) -> dict[str, list[Any]]:
     """What a command's rows will have, by field; what its inputs come from says more than it does."""
     args, module = parsed(command, folder), command.module
     found = {name: value if isinstance(value, list) else [value] for name, value in vars(args).items()}
-    if module == "eval.bench_kernels":
+    if module == "eval.lab.bench_kernels":
         shapes = bench_kernels.shapes(args)
         found |= {"shape": [shape.name for shape in shapes], "op": args.ops}
         found |= {name: [getattr(shape, name) for shape in shapes] for name in ("q_heads", "kv_heads", "dim")}
-    elif module == "eval.bench_framework":
+    elif module == "eval.lab.bench_framework":
         found |= {"shape": args.shapes, "op": args.ops, "target_sparsity": [args.skipped]}
         found |= {name: [getattr(Shape(1, 1), name)] for name in ("q_heads", "kv_heads", "dim")}
-    elif module == "eval.bench_dsa":
+    elif module == "eval.lab.bench_dsa":
         found |= {"shape": [*args.shapes, *args.prefill], "op": args.ops, "chunk": [0, args.chunk]}
-    elif module == "eval.bench_mla":
+    elif module == "eval.lab.bench_mla":
         shares = [shape.target_share for shape in bench_mla.shapes(args)]
         found |= {"shape": args.shapes, "op": args.ops, "target_sparsity": [1 - share for share in shares if share]}
-    elif module == "eval.bench_prefill":
+    elif module == "eval.lab.bench_prefill":
         found |= {
             "shape": [f"1x{short_length(tokens)}" for tokens in args.lengths],
             "target_sparsity": [*args.sparsity.values()],
         }
         found |= {name: [heads] for name, heads in zip(("q_heads", "kv_heads", "dim"), args.heads, strict=True)}
-    elif module == "eval.bench_throughput":
+    elif module == "eval.lab.bench_throughput":
         named = args.server_args.split()
         found |= {
             "arm": list(dict(args.server)),
             "dense_served_page_size": [int(named[named.index("--page-size") + 1])],
         }
         found |= {"dense_served_attention_backend": [named[named.index("--attention-backend") + 1]]}
-    elif module == "eval.bench_serving":
+    elif module == "eval.lab.bench_serving":
         flags = shlex.split(args.server_args)
         # Without the flag the server takes FA3, on the GPUs that have it.
         named = [*flags, "--attention-backend", "fa3"]
@@ -139,9 +139,9 @@ def test_command_lines_are_what_their_commands_take(leg: Leg, command: Command, 
 @pytest.mark.parametrize("goal", read_goals(), ids=lambda goal: f"{goal.id}-{goal.part}")
 def test_every_goal_has_its_leg(goal: Goal, tmp_path: Path) -> None:
     claimed = [(leg, command) for leg, command in COMMANDS if command.claims(goal)]
-    assert len(claimed) == 1, f"{goal.id}, {goal.part}: give it a leg in eval/parts/reproduce_legs.py"
+    assert len(claimed) == 1, f"{goal.id}, {goal.part}: give it a leg in eval/lab/legs/reproduce_legs.py"
     ((leg, command),) = claimed
-    assert command.module == goal.row["command"]
+    assert command_name(command.module) == goal.row["command"]
     given = asked(leg, command, tmp_path)
     if goal.row.get("task") == "prefix_hit":
         given["context"] = given["prefix"]
@@ -175,7 +175,7 @@ def test_servers_hold_what_is_asked_of_them(tmp_path: Path) -> None:
             needed.append(bench_decode.kv_tokens(args.batch, args.context, short, args.tokens, 16))
             assert args.context + args.tokens < limit["--context-length"]
             assert args.batch <= limit["--max-running-requests"]
-            if command.module == "eval.bench_decode":
+            if command.module == "eval.lab.bench_decode":
                 # A name says what is measured, and goals go by it.
                 assert f"-{args.batch}x{short_length(args.context)}" in args.shape
                 assert args.shape.startswith(leg.server.model)
@@ -191,9 +191,9 @@ def test_needles_are_asked_of_a_model_of_ours_by_fields_of_the_method(
 ) -> None:
     for name, value in leg.server.environment if leg.server else ():
         if name == "PYTHONPATH":
-            monkeypatch.syspath_prepend(str(README.parent.parent / value))
+            monkeypatch.syspath_prepend(str(README.parents[2] / value))
     assert leg.server is not None and "--load-format" not in leg.server.arguments()
-    assert (Path(reproduce.__file__).parent.parent / leg.server.model / "config.json").is_file()
+    assert (Path(reproduce.__file__).parents[2] / leg.server.model / "config.json").is_file()
     option, name, _, config = leg.server.flags[:4]
     config, prefill = read_config(config), option == "--sparse-prefill-method"
     settings = build(None, {}, name, config) if prefill else build(name, config)
@@ -236,7 +236,7 @@ def test_files_of_other_legs_are_made_before(tmp_path: Path) -> None:
         for command in leg.commands:
             args = parsed(command, tmp_path)
             assert set(command.reads()) <= made.keys()
-            if command.module == "eval.bench_decode" and not args.dense_only:
+            if command.module == "eval.lab.bench_decode" and not args.dense_only:
                 (peer,) = [made[path.name] for path in args.peer]
                 assert peer.dense_only and (peer.batch, peer.context) == (args.batch, args.context)
                 assert args.shape.removesuffix("-fp8-r.05") == peer.shape
@@ -260,7 +260,7 @@ def test_batches_that_the_serving_benchmark_cannot_measure_are_not_asked_for(tmp
 def test_the_commands_of_the_readme_are_the_same() -> None:
     blocks = re.findall(r"```\n(.*?)```", README.read_text(), re.S)
     lines = [shlex.split(line) for block in blocks for line in block.replace("\\\n", "").splitlines()]
-    bench = ("eval.bench_decode", "eval.bench_mla", "eval.bench_prefill", "eval.bench_serving")
+    bench = ("eval.lab.bench_decode", "eval.lab.bench_mla", "eval.lab.bench_prefill", "eval.lab.bench_serving")
     shown = [line[2:] for line in lines if line[:2] == ["python", "-m"] and line[2] in bench]
     known = [[part.removeprefix("./") for part in one.line(Path(), ["URL"])] for _, one in COMMANDS]
     assert len(shown) == 7
@@ -287,6 +287,11 @@ def test_a_leg_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "| E1: 1x256k | bench-decode-qwen3-1.7b-1x256k.jsonl, profile-qwen3-1.7b-1x256k.jsonl |" in lines[1]
     assert reproduce.main(["--dry-run", "--only", "decode-qwen3-1.7b-1x256k", "e1"]) == 0
     shown = capsys.readouterr().out
-    assert "eval.bench_decode" in shown and "eval.profile_decode" not in shown and "4x256k" not in shown
+    assert "eval.lab.bench_decode" in shown and "eval.lab.profile_decode" not in shown and "4x256k" not in shown
     assert reproduce.main(["--list", "--only", "2x", "dense-1.7b"]) == 1
     assert "--only '2x': no file of these legs is called like that: there are dense-flash" in capsys.readouterr().err
+
+
+def test_the_books_of_the_legs_are_five() -> None:
+    books = read_tokens([Path(word) for word in BOOKS if word != "--book"], lambda text: [len(text)])
+    assert len(books) == 5 and all(size > 10**5 for (size,) in books.values())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.parts.reproduce_legs import LEGS
+from eval.lab.legs.reproduce_legs import LEGS
 from sglang_sparse.config_value import read_config
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from reproduce_stubs import SERVER, STUB, StubServer
 
-from eval import reproduce
+from eval.lab import reproduce
+from eval.lab.legs import reproduce_run
+from eval.lab.legs.reproduce_leg import FOLDER, URL, URLS_BESIDE, Command, Leg, Server
 from eval.live.record import read_rows
-from eval.parts import reproduce_run
-from eval.parts.reproduce_leg import FOLDER, URL, URLS_BESIDE, Command, Leg, Server
 
 
 @pytest.fixture

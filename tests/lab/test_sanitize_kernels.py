@@ -12,11 +12,11 @@ import pytest
 import torch
 from sanitizer_texts import MEANT, OUT_OF_BOUNDS
 
-from eval import compile_kernels, sanitize_kernels
-from eval.figures.sanitizer import sanitizer
+from eval.lab import compile_kernels, sanitize_kernels
+from eval.lab.toolchain import sanitizer_inside
+from eval.lab.toolchain.sanitizer import sanitizer
+from eval.lab.toolchain.sanitizer_inside import OPERATIONS
 from eval.live.record import read_rows
-from eval.parts import sanitizer_inside
-from eval.parts.sanitizer_inside import OPERATIONS
 from sglang_sparse_kernels import launch, nvrtc
 from sglang_sparse_kernels.skip_softmax_prefill import launch as skip_softmax_launch
 from sglang_sparse_kernels.sparse_decode.plan import combines, plan
@@ -55,7 +55,7 @@ echo "========= COMPUTE-SANITIZER"
 if [ "$2" = synccheck ]; then echo "========= Error: Device not supported. Please refer to the manual"; exit 1; fi
 while [ "$1" != -m ]; do python="$1"; shift; done
 "$python" "$@" | sed s/cpu/$DEVICE/
-if [ "$2 $3" = "eval.parts.sanitizer_inside page_table" -a -n "$BAD" ]; then cat "$BAD"; exit 86; fi
+if [ "$2 $3" = "eval.lab.toolchain.sanitizer_inside page_table" -a -n "$BAD" ]; then cat "$BAD"; exit 86; fi
 echo "========= ERROR SUMMARY: 0 errors"
 """
 

@@ -19,7 +19,7 @@ from sanitizer_texts import (
     UNPLACED,
 )
 
-from eval.parts.sanitizer_output import FOUND_STATUS, Report, read, verdict
+from eval.lab.toolchain.sanitizer_output import FOUND_STATUS, Report, read, verdict
 
 
 def judged(text: str, status: int | None) -> tuple[Report, str, str | None]:

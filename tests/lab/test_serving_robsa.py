@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from generated_stubs import goals_of, install_client, parse
 from mla_layers import machine
-from serving_stubs import FakeServer, after, goals_of, install_client
+from serving_stubs import FakeServer, after
 
-from eval import bench_mla, bench_serving, report
-from eval.bench_serving import parse
-from eval.figures import report_tables
+from eval.lab import bench_mla, bench_serving, documents
+from eval.lab.kernels.mla_inputs import SM_SCALE, Shape, Step
+from eval.lab.kernels.mla_recipe import PAPER_BLOCKS, RECIPE, recipe_for
+from eval.lab.kernels.mla_table import table
+from eval.lab.structured.generator import mla_structure, read_recipe
+from eval.lab.structured.structure import block_mass
+from eval.lab.tables import files
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
-from eval.parts.mla_inputs import SM_SCALE, Shape, Step
-from eval.parts.mla_recipe import PAPER_BLOCKS, RECIPE, recipe_for
-from eval.parts.mla_table import table
-from eval.structured.generator import mla_structure, read_recipe
-from eval.structured.structure import block_mass
 
 K = 1024
 SINKS = {"sink_tokens": 1792}
@@ -30,7 +30,7 @@ POSITIONS = 128 * K + 256 + 128 + 4
 HALF = '{"allow_uncalibrated": true, "layers": "14-"}'
 SERVERS = ["--server-args", "--attention-backend flashmla --page-size 64"]
 SERVERS += ["--server", f"half-dense=--sparse-method robsa --sparse-config '{HALF}'"]
-SERVER_MODULE = Path(__file__).parent.parent.parent / "eval" / "structured" / "server"
+SERVER_MODULE = Path(__file__).parent.parent.parent / "eval" / "lab" / "structured" / "server"
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +41,10 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def mla_file(folder: Path, *changes: dict[str, Any], base: dict[str, Any] = MADE) -> Path:
-    """A file of ``eval.bench_mla`` with a row for each length."""
+    """A file of ``eval.lab.bench_mla`` with a row for each length."""
     path = folder / "mla.jsonl"
     arguments = {"seed": 0, "active": "paper", "recipe": SINKS}
-    header = {"kind": "header", "command": "eval.bench_mla", "base_recipe": base, "arguments": arguments}
+    header = {"kind": "header", "command": "eval.lab.bench_mla", "base_recipe": base, "arguments": arguments}
     row = {
         "kind": "summary",
         "op": "mass+topp+attend",
@@ -93,7 +93,7 @@ def test_goal_e5(tmp_path: Path) -> None:
         "24x128k, half dense": ["1.538x", "stretch", beside],
         "1x128k, all sensitive": ["2.5x", "must", beside],
     }
-    shown = report_tables.any_table(tmp_path / "serving.jsonl")
+    shown = files.any_table(tmp_path / "serving.jsonl")
     assert "| 93.9 % | 0.909 | 0.9 | 500 | 27 |" in shown
 
 
@@ -108,7 +108,7 @@ def test_without_prefill_only_decode_has_figures(tmp_path: Path) -> None:
     assert [row["decode_tpot_ratio"] for row in cells] == pytest.approx([2.5, 20 / 13])
     assert not [name for row in cells for name in row if "ttft" in name or "throughput" in name]
     assert all("tpot_median" not in row and "itl_median" not in row for row in cells)
-    assert "2.5" in report_tables.any_table(tmp_path / "serving.jsonl")
+    assert "2.5" in files.any_table(tmp_path / "serving.jsonl")
 
 
 def test_skipped_prefill_is_of_decode_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_what_is_no_result(
     [
         (
             {"positions": 128 * K},
-            "a row with positions 131460, the nearest has positions 131072; run eval.bench_mla with",
+            "a row with positions 131460, the nearest has positions 131072; run eval.lab.bench_mla with",
         ),
         ({"heads": 128}, "a row with heads 16, the nearest has heads 128"),
         ({"theta1": 0.95}, "a row with theta1 0.9, the nearest has theta1 0.95"),
@@ -212,7 +212,9 @@ def test_a_file_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixt
 
     robsa = ("--sparse-method", "robsa")
     several = mla_file(tmp_path, {}, {"stripe_ratio": 0.004})
-    assert "its rows have several structures, and a server has one: run eval.bench_mla with" in refused(several, *robsa)
+    assert "its rows have several structures, and a server has one: run eval.lab.bench_mla with" in refused(
+        several, *robsa
+    )
     good = mla_file(tmp_path)
     assert "--recall-from is the recall of a --sparse-prefill-method, or of robsa" in refused(good)
     assert "--sparsity is of a --sparse-prefill-method" in refused(good, *robsa, "--sparsity", "0.9")
@@ -224,9 +226,9 @@ def test_a_file_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_picture(tmp_path: Path) -> None:
     mla_file(tmp_path)
     run(tmp_path, "--batch", "1", "--contexts", "32k,128k", *SERVERS)
-    assert report.main([str(tmp_path / "serving.jsonl"), "--out", str(tmp_path / "drawn")]) == 0
+    assert documents.main([str(tmp_path / "serving.jsonl"), "--out", str(tmp_path / "drawn")]) == 0
     drawn = sorted((tmp_path / "drawn").iterdir())
-    assert [path.name for path in drawn] == ["serving.png", "serving.svg"]
+    assert [path.name for path in drawn] == ["serving.svg"]
     labels = (
         "time per output token, ms",
         "active blocks of 16 tokens",
@@ -235,7 +237,7 @@ def test_picture(tmp_path: Path) -> None:
         "theta1 0.9",
     )
     for label in labels:
-        assert label in drawn[1].read_text(), label
+        assert label in drawn[0].read_text(), label
 
 
 def test_one_structure_has_the_concentration_of_the_paper_at_every_context() -> None:

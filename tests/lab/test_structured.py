@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.structured import generator
-from eval.structured.codes import chirps
-from eval.structured.generator import (
+from eval.lab.structured import generator
+from eval.lab.structured.codes import chirps
+from eval.lab.structured.generator import (
     gqa_structure,
     make_decode,
     make_mla,
@@ -18,7 +18,7 @@ from eval.structured.generator import (
     mla_structure,
     read_recipe,
 )
-from eval.structured.structure import BACKGROUND, PARTS, SINK, STRIPE, Recipe, Structure, block_mass
+from eval.lab.structured.structure import BACKGROUND, PARTS, SINK, STRIPE, Recipe, Structure, block_mass
 
 Q_HEADS, KV_HEADS = 8, 2
 # Numbers of a prompt, from before there were levels.

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from eval.structured.prefill import skip, write_alone
+from eval.lab.structured.prefill import skip, write_alone
 
 
 class Doubles(torch.nn.Module):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from eval.structured.generator import make_mla, make_qkv
-from eval.structured.structure import Recipe
+from eval.lab.structured.generator import make_mla, make_qkv
+from eval.lab.structured.structure import Recipe
 
 # Without an MLP.
 MODEL = torch.nn.Identity()
-SERVER = Path(__file__).parent.parent.parent / "eval" / "structured" / "server"
+SERVER = Path(__file__).parent.parent.parent / "eval" / "lab" / "structured" / "server"
 
 
 @pytest.fixture

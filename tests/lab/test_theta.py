@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from eval import theta
-from eval.figures.theta_summary import PLANTED, SHARED, at_equal_sparsity, planted, spread, summarise
+from eval.lab import theta
+from eval.lab.documents import EVEN, RESULTS, SELECTORS, THETA
+from eval.lab.selection.recall_attention import Captured
+from eval.lab.selection.recall_planted import SHARE, Key, find, places, plant
+from eval.lab.selection.recall_prefill import anchors, measure
+from eval.lab.selection.theta_summary import PLANTED, SHARED, at_equal_sparsity, planted, spread, summarise
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows, result_files
-from eval.parts.recall_attention import Captured
-from eval.parts.recall_planted import SHARE, Key, find, places, plant
-from eval.parts.recall_prefill import anchors, measure
-from eval.report import EVEN, RESULTS, SELECTORS, THETA
 
 BLOCK, STEP, TOKENS, HEADS = 16, 2, 90, 4
 SMALL = ["--structured", "{}", "--lengths", "600", "--block-size", "64", "--step", "2", "--thetas", "2,6"]
@@ -178,7 +178,7 @@ def test_the_command_writes_once_and_goes_on(tmp_path: Path, capsys: Any) -> Non
     assert [(row["anchor"], row["theta"]) for row in summary] == [(True, 2.0), (True, 6.0), (False, 2.0), (False, 6.0)]
     assert summary[0]["sparsity"] > summary[1]["sparsity"] and summary[0]["recall"] < summary[1]["recall"] <= 1
     assert theta.main(["--from", str(out), "--plot", str(tmp_path / "picture")]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"theta.jsonl", "picture.png", "picture.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {"theta.jsonl", "picture.svg"}
     assert "structured" in capsys.readouterr().out
 
 

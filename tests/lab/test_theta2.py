@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from eval.figures import theta2
+from eval.lab.tables import theta2
 
 
 def write(folder: Path, layers: str, theta1: float, density: float) -> Path:

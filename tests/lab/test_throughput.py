@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_stubs import Connected, FakeServer, after, goals_of, install, result
+from generated_stubs import goals_of
+from serving_stubs import Connected, FakeServer, after, install, result
 
-from eval import bench_throughput, report
-from eval.bench_throughput import parse
-from eval.figures import report_tables
+from eval.lab import bench_throughput, documents
+from eval.lab.bench_throughput import parse
+from eval.lab.tables import files
 from eval.live.machine import this_machine
 from eval.live.record import read_rows
-from eval.parts import serving_runs
+from eval.serving import measurement
 
 SPARSE = ["--server", 'compact=--sparse-method rocketkv --sparse-config \'{"eviction": "compact"}\'']
 # KV tokens of a prompt that a request holds which has let go of it.
@@ -42,7 +43,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(bench_throughput, "ServerProcess", started)
     monkeypatch.setattr(bench_throughput, "LiveServer", Connected)
     monkeypatch.setattr(bench_throughput, "run_judge", run_judge)
-    monkeypatch.setattr(bench_throughput, "reach", serving_runs.reach)
+    monkeypatch.setattr(bench_throughput, "reach", measurement.reach)
     return found
 
 
@@ -76,9 +77,9 @@ def test_each_server_at_its_best_batch(tmp_path: Path, servers: list[list[str]])
         assert after(server.flags, "--context-length") == str(32768 + 256 + 128)
     for command, batch in zip(servers, [8, 16, 32] * 2, strict=True):
         assert after(command, "--max-concurrency") == str(batch) and "--flush-cache" in command
-    lines = report_tables.any_table(tmp_path / "throughput.jsonl").splitlines()
+    lines = files.any_table(tmp_path / "throughput.jsonl").splitlines()
     assert lines[-1].startswith("| compact | 32 | 0.3750 |") and lines[-1].endswith(f"| {HELD} | 3.00 |")
-    assert report.main([str(tmp_path / "throughput.jsonl"), "--out", str(tmp_path / "pictures")]) == 0
+    assert documents.main([str(tmp_path / "throughput.jsonl"), "--out", str(tmp_path / "pictures")]) == 0
     assert (tmp_path / "pictures" / "throughput.svg").exists()
 
 

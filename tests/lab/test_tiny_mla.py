@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from eval.figures import depths, tiny_mla
-from eval.figures.report_tables import rectification
-from eval.figures.weights import sensitive
+from eval.lab.tables import depths, tiny_mla
+from eval.lab.tables.weights import sensitive
+from eval.scores.tables import rectification
 
 
 def written(path: Path, *rows: dict[str, Any]) -> Path:

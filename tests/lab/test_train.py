@@ -11,12 +11,12 @@ import torch
 from tiny_models import write_books
 from tokenizers import Tokenizer
 
+from eval.lab.train import accuracy, card, gqa
+from eval.lab.train.checkpoint import load, save
+from eval.lab.train.model import dense
+from eval.lab.train.ragged import VALUE_ROLE, Ragged, compact, concat
+from eval.lab.train.sparse import Rows, select, sparse_rows
 from eval.texts import text
-from eval.train import accuracy, card, gqa
-from eval.train.checkpoint import load, save
-from eval.train.model import dense
-from eval.train.ragged import VALUE_ROLE, Ragged, compact, concat
-from eval.train.sparse import Rows, select, sparse_rows
 
 MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_selection_keeps_the_own_block_and_the_budget(selector: str) -> None:
 
 
 def test_quest_bound_is_not_below_any_key() -> None:
-    from eval.train.sparse import block_scores
+    from eval.lab.train.sparse import block_scores
 
     torch.manual_seed(0)
     q, k = torch.randn(1, 2, 1, 3, 64), torch.randn(1, 2, 64, 64)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from eval.train import card
+from eval.lab.train import card
 
-RESULTS = Path(__file__).parent.parent.parent / "eval" / "results"
+RESULTS = Path(__file__).parent.parent.parent / "eval" / "lab" / "results"
 
 
 def test_card_has_the_layers_of_a_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

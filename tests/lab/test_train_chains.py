@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny_models import write_books
 
+from eval.lab.train import chains
+from eval.lab.train.ragged import ANSWER_ROLE, ROLE_STEP, VALUE_ROLE
+from eval.lab.train.sparse import WINDOW, Rows, choose, sparse_rows, window_scores
 from eval.live.record import read_rows, result_files
 from eval.texts import text
-from eval.train import chains
-from eval.train.ragged import ANSWER_ROLE, ROLE_STEP, VALUE_ROLE
-from eval.train.sparse import WINDOW, Rows, choose, sparse_rows, window_scores
 
 MODELS = Path(__file__).parent.parent.parent / "eval" / "models"
 
@@ -106,7 +106,7 @@ def test_rows_of_raw_prompts_have_their_own_question(trainer: chains.ChainsTrain
 
 @pytest.mark.parametrize("form", ["", "-second_turn"])
 def test_what_was_kept_answers_as_all_does_and_chance_does_not(form: str) -> None:
-    names = result_files(MODELS.parent / "results")
+    names = result_files(MODELS.parent / "lab" / "results")
     found = {}
     for method in ("rocketkv", "random_kept"):
         lines = read_rows(names[f"variables-tiny-chains-{method}-topk-40{form}"])

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from tiny_models import lively
 from tokenizers import Tokenizer
 
+from eval.lab.train import accuracy, card, dsa, run, trainer
+from eval.lab.train.batches import Batch
+from eval.lab.train.checkpoint import INDEX, INDEXER, TRUNK, link_trunk, load, load_trunk, save
+from eval.lab.train.dsa_model import TinyDSA
+from eval.lab.train.mla_model import TinyMLA
+from eval.lab.train.schedule import rate_at
+from eval.lab.train.sparse import Rows
 from eval.texts import text
-from eval.train import accuracy, card, dsa, run, trainer
-from eval.train.batches import Batch
-from eval.train.checkpoint import INDEX, INDEXER, TRUNK, link_trunk, load, load_trunk, save
-from eval.train.dsa_model import TinyDSA
-from eval.train.mla_model import TinyMLA
-from eval.train.schedule import rate_at
-from eval.train.sparse import Rows
 
 MODELS = Path(__file__).parent.parent.parent / "eval" / "models"
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_short_contexts_are_the_trunk_and_long_ones_differ(trunk: Path, model: T
 def test_rows_in_pieces_are_the_same(model: TinyDSA, monkeypatch: pytest.MonkeyPatch) -> None:
     model.topk, tokens = 16, torch.randint(4, 4096, (1, 72))
     whole = model(tokens)
-    monkeypatch.setattr("eval.train.dsa_model.PRODUCTS", 1)
+    monkeypatch.setattr("eval.lab.train.dsa_model.PRODUCTS", 1)
     torch.testing.assert_close(model(tokens), whole, atol=1e-5, rtol=1e-4)
 
 
@@ -87,7 +87,7 @@ def test_checkpoint_is_transformers_model_but_for_rounding(
     from transformers import DeepseekV32ForCausalLM
 
     model.topk = 24
-    monkeypatch.setattr("eval.train.dsa_model.INDEX_TOPK", 24)
+    monkeypatch.setattr("eval.lab.train.dsa_model.INDEX_TOPK", 24)
     folder = trunk.parent / "tiny-dsa"
     link_trunk(trunk, folder)
     save(model, folder)
@@ -97,7 +97,7 @@ def test_checkpoint_is_transformers_model_but_for_rounding(
     ours, tokens = load(folder, CPU, torch.float32), torch.randint(4, 4096, (2, 80))
     assert isinstance(ours, TinyDSA)
     ours.topk = 24
-    monkeypatch.setattr("eval.train.indexer.quantised", lambda x, power_of_two: (x, torch.ones_like(x[..., :1])))
+    monkeypatch.setattr("eval.lab.train.indexer.quantised", lambda x, power_of_two: (x, torch.ones_like(x[..., :1])))
     with torch.no_grad():
         mine, logits = ours.logits(ours(tokens)).view(2, 80, -1), theirs(tokens).logits
         dense = ours.logits(ours(tokens, Rows(tokens, "dense", 1.0))).view(2, 80, -1)
@@ -163,7 +163,7 @@ def command(monkeypatch: pytest.MonkeyPatch, data: Path, trunk: Path, *flags: st
     monkeypatch.setattr(sys, "argv", ["dsa", *fixed, "--max-length", "256", "--steps", "1", *flags])
     monkeypatch.setattr(dsa.DSATrainer, "ahead", 1)
     monkeypatch.setattr(dsa.DSATrainer, "groups", 2)
-    monkeypatch.setattr("eval.train.dsa_model.INDEX_TOPK", 64)
+    monkeypatch.setattr("eval.lab.train.dsa_model.INDEX_TOPK", 64)
     monkeypatch.setattr(accuracy, "BRIEF_TASKS", ("needle",))
     monkeypatch.setattr(run, "PROMPTS", 2)
     monkeypatch.setattr(trainer, "REPORT_FORMS", ("records",))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.train.indexer import Indexer, chosen, hadamard, index_scores, lesson, quantised
+from eval.lab.train.indexer import Indexer, chosen, hadamard, index_scores, lesson, quantised
 
 
 def slow_hadamard(x: list[float]) -> list[float]:
@@ -111,6 +111,8 @@ def test_rounding_changes_few_of_the_chosen_tokens(monkeypatch: pytest.MonkeyPat
 
     with torch.no_grad():
         rounded_choice = choice()
-        monkeypatch.setattr("eval.train.indexer.quantised", lambda x, power_of_two: (x, torch.ones_like(x[..., :1])))
+        monkeypatch.setattr(
+            "eval.lab.train.indexer.quantised", lambda x, power_of_two: (x, torch.ones_like(x[..., :1]))
+        )
         both = (choice() & rounded_choice).sum() / rounded_choice.sum()
     assert 0.95 < both < 1

@@ -15,18 +15,18 @@ from tiny_models import lively, write_books
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from eval.lab.train import accuracy, card, mla, run, trainer
+from eval.lab.train.batches import Batch
+from eval.lab.train.checkpoint import WEIGHTS, load, save
+from eval.lab.train.latent import MASKED, divergence, latent_rows
+from eval.lab.train.layers import causal
+from eval.lab.train.mla_model import ROPE, TinyMLA
+from eval.lab.train.schedule import Stage, next_stage, passed, progress, rate_at
+from eval.lab.train.sparse import Rows
 from eval.texts import text
-from eval.train import accuracy, card, mla, run, trainer
-from eval.train.batches import Batch
-from eval.train.checkpoint import WEIGHTS, load, save
-from eval.train.latent import MASKED, divergence, latent_rows
-from eval.train.layers import causal
-from eval.train.mla_model import ROPE, TinyMLA
-from eval.train.schedule import Stage, next_stage, passed, progress, rate_at
-from eval.train.sparse import Rows
 
 EVAL = Path(__file__).parent.parent.parent / "eval"
-MODELS, RESULTS = EVAL / "models", EVAL / "results"
+MODELS, RESULTS = EVAL / "models", EVAL / "lab" / "results"
 TOKENIZER = MODELS / "tiny-gqa"
 CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 from suites import TOKENS, suite_of
 
+from eval.lab.variables import ASKS, CHAINS, SPLITS, VariableSuite
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
 from eval.texts.text import words
-from eval.variables import ASKS, CHAINS, SPLITS, VariableSuite
 
 ASSIGNED = re.compile(r"^VAR ([a-z-]+) = (?:VAR ([a-z-]+)|(\d{5}))$", re.M)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from eval.figures import weights
+from eval.lab.legs.reproduce_robsa import MODEL, NAME
+from eval.lab.tables import weights
 from eval.live.record import read_rows, result_files
-from eval.parts.reproduce_robsa import MODEL, NAME
 from sglang_sparse.calibration.weights import fingerprint
 
 ROOT = Path(__file__).parent.parent.parent
@@ -19,12 +19,12 @@ def test_the_calibration_is_of_the_shipped_weights() -> None:
 
 
 def test_results_with_a_calibration_are_of_the_shipped_weights() -> None:
-    headers = {name: read_rows(path)[0] for name, path in result_files(ROOT / "eval" / "results").items()}
+    headers = {name: read_rows(path)[0] for name, path in result_files(ROOT / "eval" / "lab" / "results").items()}
     told = {name: weights.weights(header) for name, header in headers.items()}
     found = {name for name, said in told.items() if said in (weights.SHIPPED, weights.OLDER)}
     assert {"niah-tiny-mla-robsa", "infinitebench-tiny-mla-robsa", "identity-robsa-fa3", "ppl-rectify-mla"} <= found
     older = {name for name in found if told[name] == weights.OLDER}
-    assert not older, "measure these again, with the legs of eval.reproduce"
+    assert not older, "measure these again, with the legs of eval.lab.reproduce"
 
 
 @pytest.mark.parametrize(

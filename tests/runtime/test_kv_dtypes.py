@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from eval.parts.reproduce_needles import SCALES
 from sglang_sparse import kv_dtypes
 from sglang_sparse.config import settings as config
 
-ROOT = Path(__file__).parent.parent.parent
+SCALES = Path(__file__).parents[2] / "eval" / "models" / "tiny-gqa" / "kv_scales.json"
 PAGED = "SGLANG_FLASHINFER_USE_PAGED"
 
 
@@ -212,6 +211,6 @@ def test_the_tiny_models_scales_are_read() -> None:
     """SGLang says nothing of a file that it cannot read."""
     from sglang.srt.model_loader.weight_utils import kv_cache_scales_loader
 
-    found = dict(kv_cache_scales_loader(str(ROOT / SCALES), 0, 1, 4, "qwen3"))
+    found = dict(kv_cache_scales_loader(str(SCALES), 0, 1, 4, "qwen3"))
     assert found == dict.fromkeys(range(4), 0.0625)
-    assert list(kv_cache_scales_loader(str(ROOT / SCALES), 0, 2, 4, "qwen3")) == []
+    assert list(kv_cache_scales_loader(str(SCALES), 0, 2, 4, "qwen3")) == []

@@ -9,12 +9,12 @@ from sglang_sparse import registry
 from sglang_sparse.config.settings import SparseArgumentError, build
 
 
-def test_entry_points_name_methods_of_either_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent / "eval" / "controls"))
-    assert "random_pages" in registry.decode_methods() and "random_pages" not in registry.prefill_methods()
-    assert "random_stripes" in registry.prefill_methods() and "random_stripes" not in registry.decode_methods()
-    monkeypatch.setitem(registry.PREFILL_METHODS, "random_stripes", "a:B")
-    with pytest.raises(RuntimeError, match="'random_stripes:RandomStripes' redefines the built-in method"):
+def test_entry_points_name_methods_of_either_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "", prefill="stripes = broken_method:Stripes")
+    assert "broken" in registry.decode_methods() and "broken" not in registry.prefill_methods()
+    assert "stripes" in registry.prefill_methods() and "stripes" not in registry.decode_methods()
+    monkeypatch.setitem(registry.PREFILL_METHODS, "stripes", "a:B")
+    with pytest.raises(RuntimeError, match="'broken_method:Stripes' redefines the built-in method"):
         registry.prefill_methods()
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from eval.figures.stats import verdict
-from eval.live.record import read_rows, result_files
-from eval.parts.reproduce_legs import LEGS
 from sglang_sparse import capabilities, tables
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +75,7 @@ _OF_BOTH_PHASES = {
 }
 _OTHER_FIELDS = "itself with other fields"
 
-# What the servers of ``test_matrix`` do not show, and what does: a test, or the name of a leg of ``eval.reproduce``.
+# What the servers of ``test_matrix`` do not show, and what does: a test, or the name of a leg of ``reproduce``.
 PROOFS: Mapping[Cell, str] = {
     Cell(PAGE_SIZE, "resa", "16"): _SERVER.format("identity") + "equal_one_by_one",
     Cell(PAGE_SIZE, "rocketkv", "16"): _KEPT,
@@ -145,36 +142,13 @@ PROOFS: Mapping[Cell, str] = {
 }
 
 
-def _of_leg(cell: Cell, proof: str) -> Iterator[str]:
-    """What is wrong with a leg as the proof of a cell."""
-    legs, done = [leg for leg in LEGS if leg.name == proof], result_files(ROOT / "eval" / "results")
-    if not legs:
-        yield "there is no such test and no such leg"
-    for leg in legs:
-        asked = [*(leg.server.flags if leg.server else ()), *(word for one in leg.commands for word in one.arguments)]
-        needed = [cell.method.removesuffix(" (prefill)"), *([cell.value] if cell.row == ON_GPU else [])]
-        needed += ["fp8_e4m3"] if cell.row in (FLOAT8, SCALED) else []
-        needed += ["--quantization-param-path"] if cell.row == SCALED else []
-        yield from (f"the leg has no {word!r}" for word in needed if word not in asked)
-        files = [done[name] for one in leg.commands if (name := one.file.removesuffix(".jsonl")) in done]
-        if not files:
-            yield "eval/results has no file of the leg"
-        if proof.startswith("identity-") and not all(read_rows(path)[-1]["passed"] for path in files):
-            yield "it did not pass"
-        if cell.row in (FLOAT8, SCALED) and not all(as_good(read_rows(path)) for path in files):
-            yield "it may answer worse by more than a point"
+def of_leg(proof: str) -> bool:
+    """Whether a proof is the name of a leg, which the lab's tests look at."""
+    return "::" not in proof
 
 
-def as_good(rows: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a file of questions excludes that the sparse arm loses more than a point; others have nothing to say."""
-    differences = [row["diff_interval"] for row in rows if row["kind"] == "summary" and row.get("diff_interval")]
-    return all(verdict((low, high)) in ("same", "better") for low, high in differences)
-
-
-def wrong_with(cell: Cell, proof: str) -> list[str]:
-    """Say why a test or a leg is no proof of a cell."""
+def there_is(proof: str) -> bool:
+    """Whether there is a test of this name."""
     path, _, name = proof.partition("::")
-    if not name:
-        return [*_of_leg(cell, proof)]
     text = (ROOT / path).read_text() if (ROOT / path).exists() else ""
-    return [] if re.search(rf"^def {name}\(", text, re.M) else ["there is no such test"]
+    return re.search(rf"^def {name}\(", text, re.M) is not None

@@ -24,12 +24,12 @@ from tqdm import tqdm
 from transformers import AttentionInterface, DynamicCache
 
 from eval.lab.selection.page_statistics import LEAST, PAGE, STATISTICS, TRUE
+from eval.lab.selection.recall_attention import load_model
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record
 from eval.live.tokens import tokens
 from eval.niah import TASKS, NeedleSuite
-from eval.parts.recall_attention import load_model
 from eval.texts.lengths import length as parse_length
 from sglang_sparse.calibration.weights import fingerprint
 

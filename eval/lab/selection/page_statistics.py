@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.figures.pictures import rows_of
+from eval.lab.selection.recall_attention import Captured, capture, load_model, model_facts
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record
 from eval.live.suite import Case
 from eval.live.tokens import Tokens, tokens
-from eval.parts.recall_attention import Captured, capture, load_model, model_facts
 from eval.ruler import RulerSuite
+from eval.scores.pictures import rows_of
 from eval.texts.lengths import length as parse_length
 from eval.texts.text import read_book
 from eval.texts.windows import BOOK, make_windows

@@ -6,7 +6,7 @@ divided into parts of the summaries' type, whose products are exact, so that not
 are columns of the product, which would be empty otherwise.
 
 Triton's kernel serves what this one does not take, and summaries of two bytes an entry, of which it reads long rows
-faster on an H200: ``eval.bench_kernels`` times both.
+faster on an H200: ``eval.lab.bench_kernels`` times both.
 """
 
 import functools

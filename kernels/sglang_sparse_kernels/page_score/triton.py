@@ -28,7 +28,7 @@ class Config:
 
     The pages beyond their first step the programs take in turn; where one step is enough for all pages, it is twice as
     large. The defaults were fastest on one H200 for bfloat16, see
-    ``eval.bench_kernels``.
+    ``eval.lab.bench_kernels``.
     """
 
     block_bytes: int = 8192

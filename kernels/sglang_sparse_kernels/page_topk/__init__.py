@@ -28,7 +28,7 @@ def page_topk(
     The kernel in CUDA C++ selects where it can be compiled and a row fits its registers (``cuda.takes``): its histogram
     and the exchange between the blocks of a cluster are nothing that Triton can say. Triton's kernel serves elsewhere.
     Libraries' selections leave the order of the pages and ties open, or take few numbers of pages: they are peers of
-    ``eval.bench_kernels`` alone.
+    ``eval.lab.bench_kernels`` alone.
 
     Args:
         scores: ``[B, Hkv, M]`` float32, contiguous; only the first ``n_pages[b]`` entries of a row count.

@@ -42,7 +42,7 @@ class Config:
 
 
 # By shared memory, the first that fits: that was chosen on an H200, and the others, for GPUs that have less, by nothing
-# measured. What it takes says the leg ``framework`` of ``eval.reproduce``.
+# measured. What it takes says the leg ``framework`` of ``eval.lab.reproduce``.
 CONFIGS = (Config(12, 4, 1), Config(8, 4, 1), Config(4, 5, 1))
 
 

@@ -32,7 +32,7 @@ def sparse_decode(
 
     Triton's kernels serve on every GPU, launched as was fastest on one H200 for the shape of the call (``plan``). FA3
     and FlashInfer, given each KV head's pages as a row of its own, were not faster there over the same pages
-    (``eval.bench_kernels``), so no library serves. Of few tokens there is a kernel in CUDA C++ (``cuda``).
+    (``eval.lab.bench_kernels``), so no library serves. Of few tokens there is a kernel in CUDA C++ (``cuda``).
 
     Args:
         q: ``[B, Hq, d]``, float32 (CPU only), float16 or bfloat16; ``d`` is contiguous.

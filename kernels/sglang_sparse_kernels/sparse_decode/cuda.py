@@ -37,7 +37,7 @@ class Config:
 
 
 # Where multiprocessors are left over, and where they are not: chosen on an H200; what they take says the leg
-# ``framework`` of ``eval.reproduce``.
+# ``framework`` of ``eval.lab.reproduce``.
 CONFIGS = SPREAD, ALONE = Config(4, 1, 4), Config(8, 1, 1, 2)
 
 

@@ -105,7 +105,7 @@ def plan(
 
 
 def default_config(row_bytes: int, tokens_per_processor: int) -> Config:
-    """What was fastest on one H200, see ``eval.bench_kernels``, where `_fits_deep` finds nothing better.
+    """What was fastest on one H200, see ``eval.lab.bench_kernels``, where `_fits_deep` finds nothing better.
 
     Small tiles where a program gets only a few of them, or where a token's key and value (in bytes) are large; as many
     programs as fit a multiprocessor in registers and in shared memory. Tried beside these, without gain: 98 other

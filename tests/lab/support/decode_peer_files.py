@@ -1,11 +1,11 @@
-"""Files as ``eval.bench_decode --dense-only`` writes them."""
+"""Files as ``eval.lab.bench_decode --dense-only`` writes them."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 FACTS = {"model_path": "here/qwen3-8b", "kv_cache_dtype": "auto", "dtype": "auto"}
-HEADER = {"kind": "header", "command": "eval.bench_decode", "dense_only": True, "batch": 1, "context": 64}
+HEADER = {"kind": "header", "command": "eval.lab.bench_decode", "dense_only": True, "batch": 1, "context": 64}
 ROW = {"kind": "summary", "arm": "dense", "rounds": 3, "tpot": 0.03, "tpot_range": [0.02, 0.04]}
 
 

@@ -1,13 +1,13 @@
-"""A small decode step and stand-ins of implementations, for the tests of ``eval.bench_kernels``."""
+"""A small decode step and stand-ins of implementations, for the tests of ``eval.lab.bench_kernels``."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from eval.parts.kernel_inputs import Shape, Step
-from eval.parts.kernel_machine import Machine
-from eval.parts.kernel_table import OURS, TABLE
+from eval.lab.kernels.kernel_inputs import Shape, Step
+from eval.lab.kernels.kernel_machine import Machine
+from eval.lab.kernels.kernel_table import OURS, TABLE
 from sglang_sparse_kernels.timing import Replay, Run
 
 # The newest page is partly filled, and no two sizes are equal.

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from eval.figures.mla import DENSE
-from eval.parts.kernel_machine import Machine
-from eval.parts.kernel_table import Implementation
-from eval.parts.mla_inputs import SM_SCALE, Shape, Step
-from eval.parts.mla_recipe import RECIPE
-from eval.parts.mla_table import table
-from eval.structured.generator import read_recipe
+from eval.lab.kernels.kernel_machine import Machine
+from eval.lab.kernels.kernel_table import Implementation
+from eval.lab.kernels.mla import DENSE
+from eval.lab.kernels.mla_inputs import SM_SCALE, Shape, Step
+from eval.lab.kernels.mla_recipe import RECIPE
+from eval.lab.kernels.mla_table import table
+from eval.lab.structured.generator import read_recipe
 from sglang_sparse_kernels.timing import Replay, Run
 
 # The newest page and block are partly filled, and no two sizes are equal.

@@ -1,4 +1,4 @@
-"""Stand-ins for the commands and servers of ``eval.reproduce``."""
+"""Stand-ins for the commands and servers of ``eval.lab.reproduce``."""
 
 import sys
 from pathlib import Path

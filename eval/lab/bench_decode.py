@@ -1,0 +1,246 @@
+"""``python -m eval.lab.bench_decode``: time per output token of sparse decode against dense decode on one server.
+
+A batch of prompts of random tokens is prefilled once, so that each arm finds it in the prefix cache. Then, in every
+round, one arm after the other streams the same batch: ``dense`` (``sparse: false``), ``dense_short`` (prompts of
+``--short`` tokens), ``sparse`` (never rectified) and ``rectified`` (every ``--interval`` tokens).
+
+Time per output token (TPOT) counts in the window in which all requests of the batch decode: from when the last of them
+has its first token until the first of them has its last. Of that it takes whole intervals between rectifications, in
+every arm. Tokens are counted by ``completion_tokens``, so that chunks that the server merged are not taken for one
+token. Times are of this client's clock, in seconds.
+
+``dense_ratio`` is against the fastest dense decode that is known of, and ``dense`` says whose that is. The attention
+backend of this server may be slow at this shape, so its dense arm is not enough to judge by. ``--dense-only`` measures
+the dense arm alone, on any server of SGLang, also a stock one with another attention backend; ``--peer FILE`` takes
+what that wrote as one more dense peer. Two such servers do not fit into one GPU, so a peer's rounds are not these: the
+range of a ratio takes the own dense arm round by round, but a peer's median against each round. ``--again FILE`` takes
+the rounds of an earlier file of this command in the place of a server's and summarises them beside other peers: where a
+peer was measured anew, or later. Header and revision stay those of the measurement; ``again`` in the header says which
+file it was, with which peers, and by which revision it was summarised again.
+
+The header says what the server runs on, see `eval.live.machine`.
+
+``bound_ratio`` compares the rectified arm with what it should cost: the sparse arm, and one pass of dense attention
+every f tokens. That pass is the dense arm less the short one, which is the attention over the context alone. Peers do
+not count here: it is this server that pays for the pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from tqdm import tqdm
+
+from eval.lab.servers.decode_arguments import parse
+from eval.lab.servers.decode_peers import COMMAND, backend_of, decode_backend, read_peers
+from eval.live.arms import decode_config
+from eval.live.client import FAILURES, LiveServer, Stream, generate, request_of, stream
+from eval.live.counters import EvaluationError, allocated, density, moved, require_dense, require_sparse
+from eval.live.machine import machine_of
+from eval.live.record import Record, command_name, git_revision, read_finished
+from eval.live.tokens import random_prompts
+from eval.serving.tpot import Peer, decode_figures, summarise
+
+# What the header keeps of the command line.
+HEADER = ("shape", "batch", "context", "tokens", "rounds", "interval", "short", "active_ratio", "seed", "label")
+HEADER = (*HEADER, "dense_only")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing to measure.
+
+    Attributes:
+        name: "dense", "dense_short", "sparse" or "rectified".
+        params: the ``custom_params`` of its requests.
+        prompts: token ids of its batch.
+        counted: whether the server counts what its sparse methods do.
+    """
+
+    name: str
+    params: dict[str, Any]
+    prompts: list[list[int]]
+    counted: bool = True
+
+
+def kv_tokens(batch: int, context: int, short: int, tokens: int, page_size: int) -> int:
+    """Tokens of KV that a server must hold for a batch, its short prompts and the answers to both."""
+    # The answers of all arms stay cached while the next round runs, and would push out what is older.
+    return batch * (context + short + 2 * page_size + 4 * tokens)
+
+
+def require_capacity(facts: dict[str, Any], batch: int, context: int, short: int, tokens: int) -> None:
+    """Refuse a batch that the server cannot hold together with its cached prompts.
+
+    Raises:
+        EvaluationError: says how many tokens of KV are missing.
+    """
+    needed = kv_tokens(batch, context, short, tokens, facts["page_size"])
+    if needed > facts["max_total_num_tokens"]:
+        raise EvaluationError(
+            f"a batch of {batch} x {context} needs {needed} tokens of KV, the server has "
+            f"{facts['max_total_num_tokens']}"
+        )
+    if facts["disable_radix_cache"]:
+        raise EvaluationError("the server has no prefix cache, so its prompts cannot be prefilled beforehand")
+
+
+def run_arm(
+    server: LiveServer, arm: Arm, tokens: int, page_size: int
+) -> tuple[list[Stream], dict[str, int], dict[str, Any]]:
+    """Stream the batch of an arm once.
+
+    Returns:
+        The streams, what the server counted, and what its GPU allocator did; nothing where it does not count.
+
+    Raises:
+        EvaluationError: a prompt was not cached, or the counters do not show the arm.
+    """
+    before = server.counters() if arm.counted else None
+    streams = server.each(lambda client, prompt: stream(client, request_of(prompt, tokens, arm.params)), arm.prompts)
+    counts, memory = {}, {}
+    if before is not None:
+        after = server.counters()
+        counts, memory = moved(before, after), allocated(before, after)
+        require_arm(arm, counts)
+    cached = [s.cached_tokens for s in streams]
+    if min(cached) < len(arm.prompts[0]) - 2 * page_size:
+        raise EvaluationError(f"{arm.name}: of prompts of {len(arm.prompts[0])} tokens {cached} came from the cache")
+    return streams, counts, memory
+
+
+def require_arm(arm: Arm, counts: dict[str, int]) -> None:
+    """Refuse counts that do not show the arm.
+
+    Raises:
+        EvaluationError: as said.
+    """
+    if arm.params.get("sparse") is False:
+        require_dense(arm.name, counts)
+        if counts["sparse_layer_rows"]:
+            raise EvaluationError("dense requests went through the sparse kernels: start with dense_fallback: auto")
+    else:
+        require_sparse(arm.name, counts, rectifying=arm.params["rectify_interval"] > 0)
+
+
+def make_arms(args: argparse.Namespace, vocabulary: int, counted: bool = True) -> list[Arm]:
+    """The arms, in the order of a round.
+
+    Args:
+        args: the command line.
+        vocabulary: token ids to draw from.
+        counted: whether the server has a sparse method; one without it knows no ``sparse: false``.
+    """
+    prompts = random_prompts(args.batch, args.context, vocabulary, args.seed)
+    if args.dense_only:
+        return [Arm("dense", {"sparse": False} if counted else {}, prompts, counted)]
+    ratio = {} if args.active_ratio is None else {"active_ratio": args.active_ratio}
+    arms = [Arm("dense", {"sparse": False}, prompts)]
+    if args.short:
+        short = random_prompts(args.batch, args.short, vocabulary, args.seed)
+        arms.append(Arm("dense_short", {"sparse": False}, short))
+    arms.append(Arm("sparse", {"rectify_interval": 0, **ratio}, prompts))
+    arms.append(Arm("rectified", {"rectify_interval": args.interval, **ratio}, prompts))
+    return arms
+
+
+def look(args: argparse.Namespace, server: LiveServer) -> dict[str, Any]:
+    """What the server says about itself.
+
+    Raises:
+        EvaluationError: it is none of SGLang's, decodes dense although more than the dense arm is wanted, or has no
+            room.
+    """
+    facts = server.facts()
+    if "page_size" not in facts:
+        raise EvaluationError(f"{args.base_url} is no SGLang server (no /server_info)")
+    if not args.dense_only:
+        decode_config(server)
+    require_capacity(facts, args.batch, args.context, args.short, args.tokens)
+    return facts | {"decode_backend": server.ask(decode_backend)}
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all arms and write the file.
+
+    Returns:
+        The summary, see `summarise`.
+
+    Raises:
+        EvaluationError: see the functions that this one calls.
+    """
+    with LiveServer(args.base_url, args.batch) as server:
+        facts = look(args, server)
+        header = {**machine_of(args.base_url, facts), "server": facts}
+        header |= {name: getattr(args, name) for name in HEADER}
+        peers = read_peers(args.peer, header)
+        header["peers"] = [peer.file for peer in peers]
+        arms = make_arms(args, server.vocabulary_size(args.vocab), facts["sparse"] is not None)
+        with Record(args.out, COMMAND, args.revision, **header) as record:
+            for arm in (arm for arm in arms if arm.name.startswith("dense")):
+                fill = [request_of(prompt, 1, arm.params) for prompt in arm.prompts]
+                server.each(generate, fill, f"prefill of {arm.name}")
+            # What an arm compiles or allocates at its first use is no part of any round.
+            for arm in tqdm(arms, desc="warm-up"):
+                run_arm(server, arm, 2 * args.interval + 2, facts["page_size"])
+            rounds = []
+            for number, arm in tqdm([(n, arm) for n in range(args.rounds) for arm in arms], desc="rounds"):
+                streams, counts, memory = run_arm(server, arm, args.tokens, facts["page_size"])
+                row = {"arm": arm.name, "round": number, **decode_figures(streams, args.interval), **memory}
+                row |= {"density": density(counts) if arm.counted else None, "counters": counts}
+                record.add("round", shape=args.shape, **row)
+                rounds.append(row)
+            return add_summary(record, header, rounds, peers)
+
+
+def again(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Summarise the rounds of an earlier file beside other peers, into another file.
+
+    Returns:
+        The summary, see `summarise`.
+
+    Raises:
+        EvaluationError: the file is none of a finished run of this command, or has the dense arm alone; or see
+            `read_peers`.
+    """
+    header, *rows = read_finished(args.again)
+    if command_name(header.get("command")) != command_name(COMMAND) or header.get("dense_only"):
+        raise EvaluationError(f"--again {args.again} is no file of {COMMAND} with a sparse arm")
+    peers = read_peers(args.peer, header)
+    rounds = [row for row in rows if row["kind"] == "round"]
+    header |= {"again": {"file": args.again.name, "peers": header.get("peers", []), "revision": git_revision()}}
+    header["peers"] = [peer.file for peer in peers]
+    with Record(args.out, **{name: value for name, value in header.items() if name != "kind"}) as record:
+        for row in rounds:
+            record.add(**row)
+        return add_summary(record, header, rounds, peers)
+
+
+def add_summary(
+    record: Record, header: dict[str, Any], rounds: list[dict[str, Any]], peers: list[Peer]
+) -> list[dict[str, Any]]:
+    """Write the summary of a file's rounds and return it."""
+    summary = summarise(rounds, header["interval"], backend_of(header["server"]), peers)
+    for row in summary:
+        record.add("summary", shape=header["shape"], label=header["label"], **row)
+    return summary
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; exit status 1 when its figures would not show what they say."""
+    args = parse(arguments, __doc__)
+    try:
+        summary = again(args) if args.again else run(args)
+    except FAILURES as error:
+        print(f"eval.lab.bench_decode: {error}", file=sys.stderr)
+        return 1
+    print(pd.DataFrame(summary).to_string(index=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""``python -m eval.lab.bench_framework``: time of a decode step of RocketKV and Skip-Softmax, against dense decode.
+
+    python -m eval.lab.bench_framework --shapes 1x32k,32x32k,1x128k --out framework.jsonl
+
+The inputs have a known structure (`eval.lab.structured`): in random keys there is nothing to find or to skip. RocketKV
+has TensorRT-LLM's default budgets; what is timed is the step (``rocketkv_predict+attend``, and its first part alone),
+not the choice at the prompt's end, which is made beforehand. Skip-Softmax has the ``threshold_scale_factor`` at which
+it skips the share of the blocks that is asked for; where no factor does, it is refused.
+
+As in ``eval.lab.bench_kernels``, whose dense peers stand beside: every implementation is a CUDA graph of several
+layers, which are replayed in turn (A/B/A/B); bandwidth counts each byte that must be read once; ``dense_ratio`` is
+against the fastest dense peer over the same bfloat16 cache. Beside the times the relative L2 error against float64
+attention over the same tokens, the distance from dense attention, and the attention mass kept, over a sample of rows
+and heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.lab.kernels.framework_inputs import OPS, PREDICT, ROCKET, SKIP, FrameworkStep, Settings
+from eval.lab.kernels.kernel_inputs import Layer, Shape, num_layers
+from eval.lab.kernels.kernel_machine import Bench, Machine, gpu, parse_shape
+from eval.lab.kernels.kernel_quality import logits_and_values, sampled_pairs
+from eval.lab.kernels.kernel_rows import Row, strongest
+from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen
+from eval.lab.kernels.measuring import measured
+from eval.lab.structured.generator import read_recipe
+from eval.lab.structured.structure import Recipe
+from eval.lab.tables.ceilings import CEILING_GBPS
+from eval.live.client import list_of
+from eval.live.counters import EvaluationError
+from eval.live.record import Record, versions
+from sglang_sparse_kernels.timing import Run
+
+COMMAND = "eval.lab.bench_framework"
+DENSE = "dense_decode"
+PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
+# Of 64 keys each, about a quarter of the blocks have a stripe then.
+RECIPE = {"stripe_ratio": 0.0048}
+
+
+def _ours(op: str, method: Callable[[FrameworkStep, Layer], torch.Tensor]) -> Implementation[FrameworkStep]:
+    def prepare(step: FrameworkStep) -> list[Run]:
+        if op == SKIP:
+            step.require_share()
+        return [partial(method, step, layer) for layer in step.layers]
+
+    return Implementation(op, OURS, prepare, peer=False)
+
+
+PEERS: tuple[Implementation[Any], ...] = tuple(one for one in TABLE if one.op == DENSE)
+OWN = (
+    _ours(PREDICT, FrameworkStep.predict),
+    _ours(ROCKET, FrameworkStep.rocket),
+    _ours(SKIP, FrameworkStep.skip),
+)
+
+
+def quality(step: FrameworkStep, op: str, output: torch.Tensor | None) -> Row:
+    """What an output of the first layer is worth, see the command."""
+    if output is None:
+        return {}
+    got, wanted, dense, mass = [], [], [], []
+    for row, head in sampled_pairs(step.shape):
+        logits, values = logits_and_values(step, row, head)
+        weights = logits.softmax(-1)
+        dense.append(weights @ values)
+        tokens = torch.ones_like(weights[0], dtype=torch.bool)
+        if op != DENSE:
+            tokens = step.attended(op, row, head, logits)
+            mass.append(weights[:, tokens].sum(-1).mean())
+        wanted.append(logits.masked_fill(~tokens, -torch.inf).softmax(-1) @ values)
+        if op != PREDICT:
+            got.append(output[row].unflatten(0, (step.shape.kv_heads, -1))[head].double())
+    found: Row = {"recall": torch.stack(mass).mean().item()} if mass else {}
+    for name, expected in (("relative_l2", wanted), ("dense_l2", dense)):
+        if got:
+            exact = torch.stack(expected)
+            found[name] = ((torch.stack(got) - exact).norm() / exact.norm()).item()
+    return found
+
+
+def identity(step: FrameworkStep, one: Implementation[Any]) -> Row:
+    """What a row is about."""
+    facts = {name: getattr(step.shape, name) for name in ("batch", "length", "q_heads", "kv_heads", "dim", "page_size")}
+    settings = asdict(step.settings)
+    # Of what a row has nothing to do with the header tells.
+    own = {"target_sparsity": settings.pop("skipped")} if one.op == SKIP else {}
+    own |= {"sparsity": step.skipped, "threshold_scale_factor": step.factor} if one.op == SKIP else {}
+    own |= settings if one.op in (PREDICT, ROCKET) else {}
+    return {
+        "id": f"framework/{step.shape.name}/p{step.shape.page_size}/{one.op}/{one.name}",
+        "op": one.op,
+        "implementation": one.name,
+        "peer": one.peer,
+        "kv_dtype": str(one.kv_dtype).removeprefix("torch."),
+        "shape": step.shape.name,
+        **facts,
+        **own,
+        "layers": len(step.layers),
+    }
+
+
+def measure(
+    shape: Shape,
+    recipe: Recipe,
+    settings: Settings,
+    plan: Sequence[Implementation[Any]],
+    machine: Machine,
+    rounds: int,
+    seed: int = 0,
+) -> list[Row]:
+    """A row for each implementation, in the order of the plan; what is unavailable has the reason instead of figures.
+
+    Raises:
+        EvaluationError: the inputs cannot be made, or an implementation broke the machine.
+    """
+    layers = num_layers(shape, machine.l2_bytes)
+    try:
+        step = FrameworkStep(shape, machine.device, layers, recipe, settings, seed)
+    except torch.OutOfMemoryError as error:
+        raise EvaluationError(
+            f"{layers} layers of {shape.name} do not fit into the memory of {machine.name}"
+        ) from error
+    except ValueError as error:
+        raise EvaluationError(f"{shape.name}: {error}") from error
+    rows = Bench(COMMAND, shape.name, machine, rounds).measure(
+        plan,
+        step,
+        partial(identity, step),
+        lambda one, output: quality(step, one.op, output),
+        lambda one: step.num_bytes(one.op, one.kv_dtype.itemsize),
+    )
+    dense = strongest(row for row in rows if row["op"] == DENSE)
+    for row in rows:
+        if dense is not None and "us" in row and row["op"] != PREDICT:
+            row |= {"dense": dense["implementation"], "dense_us": dense["us"], "dense_ratio": dense["us"] / row["us"]}
+    return rows
+
+
+def run(
+    args: argparse.Namespace,
+    machine: Callable[[], Machine] = gpu,
+    table: Sequence[Implementation[Any]] = (*PEERS, *OWN),
+) -> int:
+    """Measure every shape and write the file.
+
+    Args:
+        args: the command line.
+        machine: finds what to run on, asked after the command line was judged.
+        table: who does what.
+
+    Returns:
+        The exit status: 1 where an operation of this project was not measured.
+
+    Raises:
+        EvaluationError: see the functions that this one calls.
+    """
+    peers = list(dict.fromkeys(one.name for one in table if one.peer)) if args.peers is None else args.peers
+    plan = chosen(args.ops, peers, table, OPS)
+    shapes = [Shape(*parse_shape(text), page_size=args.page_size) for text in dict.fromkeys(args.shapes)]
+    try:
+        recipe = read_recipe({**RECIPE, **args.recipe})
+    except ValueError as error:
+        raise EvaluationError(f"--recipe: {error}") from error
+    found = machine()
+    settings = Settings(skipped=args.skipped, topk=args.topk, topr=args.topr, prompt_budget=args.prompt_budget)
+    header: dict[str, Any] = {
+        "device": found.name,
+        "ceiling_gbps": CEILING_GBPS.get(found.name),
+        "versions": versions(PACKAGES),
+        "base_recipe": recipe.model_dump(),
+        "arguments": {"shapes": [shape.name for shape in shapes], "peers": peers, **asdict(settings)},
+    }
+    header["arguments"] |= {name: getattr(args, name) for name in ("ops", "page_size", "recipe", "rounds", "seed")}
+    failed = False
+    with Record(args.out, COMMAND, args.revision, **header) as record, torch.inference_mode():
+        for shape in shapes:
+            rows = measure(shape, recipe, settings, plan, found, args.rounds, args.seed)
+            for kind, kept in (("item", rows), ("summary", [row for row in rows if "us" in row and not row["peer"]])):
+                for row in kept:
+                    record.add(kind, **row)
+            failed |= any("unavailable" in row and not row["peer"] for row in rows)
+    return int(failed)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, checked.
+
+    Raises:
+        EvaluationError: names the argument and what is allowed.
+    """
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    peers, own = ", ".join(one.name for one in PEERS), Settings()
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
+    parser.add_argument("--shapes", type=list_of(str), default="1x32k,32x32k,1x128k", help="batch x tokens of a row")
+    parser.add_argument("--ops", type=list_of(str), default=",".join(OPS), help=f"of {', '.join(OPS)} (default: all)")
+    parser.add_argument("--peers", type=list_of(str), help=f"of {peers} (default: all; '' for none)")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--prompt-budget", type=int, default=own.prompt_budget, help="tokens that a KV head keeps")
+    parser.add_argument("--topk", type=int, default=own.topk, help="blocks of four tokens that a step attends to")
+    parser.add_argument("--topr", type=int, help="dimensions that score a block (default: all)")
+    parser.add_argument("--skipped", type=float, default=own.skipped, help="share of the blocks that is skipped")
+    parser.add_argument(
+        "--recipe", type=json.loads, default={}, help="changes to the structure, as JSON (eval/lab/structured)"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="times that each graph is replayed")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
+    args = parser.parse_args(arguments)
+    least = own.window_size + own.kt_page_size
+    for name, good, allowed in (
+        ("shapes", bool(args.shapes), "one at least"),
+        ("page_size", args.page_size in (4, 8, 16, 32, 64), "4, 8, 16, 32 or 64"),
+        ("prompt_budget", args.prompt_budget >= least, f"{least} or more"),
+        ("topk", args.topk >= 1, "1 or more"),
+        ("topr", args.topr is None or 1 <= args.topr <= Shape(1, 1).dim, f"1 to {Shape(1, 1).dim}"),
+        ("skipped", 0 < args.skipped < 1, "between 0 and 1"),
+        ("rounds", args.rounds >= 2, "2 or more"),
+    ):
+        if not good:
+            raise EvaluationError(f"--{name.replace('_', '-')} must be {allowed}, got {getattr(args, name)}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; exit status 1 when there is nothing to measure on, or an operation of this project failed."""
+    return measured(COMMAND, lambda: parse(arguments), run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""``python -m eval.lab.bench_kernels``: time of a sparse decode step's kernels, against their peers in the same run.
+
+Every implementation of an operation is captured as a CUDA graph of several layers, each layer with caches of its own,
+so that what an operation streams is not in the L2 cache (page_topk may find its scores there, as in a server, where
+they were written just before). The graphs are replayed in turn (A/B/A/B); a row holds the median time of a layer and
+the spread between the 10th and the 90th percentile. Bandwidth counts each byte that must be read once. ``dense_ratio``
+is against the strongest dense peer with the same bfloat16 cache; dense attention over an fp8 cache stands beside.
+
+This project's operations run as in a server with ``--context-length`` and ReSA: tables, scores and selections are as
+wide as the longest context that a request may have, all layers share them, the attention is split for the selection of
+that context, the two newest pages are always selected, and what is selected is counted. By default the server has room
+for an answer of 2,048 tokens, as those of `eval.lab.bench_decode`. Peers have tables as wide as the rows.
+
+Quality beside speed: the relative L2 error of each output against float64 attention over the same tokens, its distance
+from dense attention, and the share of the dense softmax that the selected pages hold, over a sample of rows and heads.
+What is read does not depend on the inputs, because budgets are fixed (page_topk alone may take longer where scores lie
+close together), but this share and this distance do: queries, keys and values are normally distributed, which is
+nothing like a model's, unless ``--recipe`` gives them a structure (``{}``: the default one of `eval.lab.structured`).
+
+An operation with several kernels (page_score: `cuda` and `triton`) has a row for each; `sglang_sparse` is what it
+picks. `vote` and `6 centroids+vote` are ReSA's other selection. ``--topk-shapes`` adds page_topk's CUDA kernel launched
+in other ways, within ``score+topk+decode``: alone, its launches overlap one another, which hides what differs. What is
+wrong is refused and not timed.
+
+A peer that is not installed, or that does not take a shape, is reported and the others go on. The exit status is 1
+where that happens to `sglang_sparse`. FlashInfer compiles its kernels at their first use, which can take minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.lab.kernels.kernel_inputs import OPS, Shape, Step, num_layers
+from eval.lab.kernels.kernel_machine import Bench, Machine, gpu, parse_shape
+from eval.lab.kernels.kernel_quality import quality, samples
+from eval.lab.kernels.kernel_rows import identity, summarise, with_ratios
+from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen, topk_table
+from eval.lab.kernels.measuring import measured
+from eval.lab.servers.decode_load import MAX_ANSWER
+from eval.lab.structured.generator import read_recipe
+from eval.lab.structured.structure import Recipe
+from eval.lab.tables.ceilings import CEILING_GBPS
+from eval.live.client import list_of
+from eval.live.counters import EvaluationError
+from eval.live.record import Record, versions
+from eval.texts.lengths import length
+
+PACKAGES = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer-python")
+SUMMARY_DTYPES = ("bfloat16", "float8_e4m3fn")
+
+
+def shapes(args: argparse.Namespace) -> list[Shape]:
+    """The shapes of the command line, and the settings that they share.
+
+    Raises:
+        EvaluationError: names the argument and what is allowed.
+    """
+    pages = [2**power for power in range(7)]
+    for name, good, allowed in (
+        ("shapes", bool(args.shapes), "one at least"),
+        ("page_size", args.page_size in pages, f"one of {', '.join(map(str, pages))}"),
+        ("active_ratio", 0 < args.active_ratio <= 1, "more than 0 and at most 1"),
+        ("n_min", args.n_min >= 1, "1 or more"),
+        ("rounds", args.rounds >= 2, "2 or more"),
+    ):
+        if not good:
+            raise EvaluationError(f"--{name.replace('_', '-')} must be {allowed}, got {getattr(args, name)}")
+    sizes = [parse_shape(text) for text in dict.fromkeys(args.shapes)]
+    longest = max(tokens for _, tokens in sizes)
+    if args.context_length is not None and args.context_length < longest:
+        raise EvaluationError(f"--context-length must be {longest} or more, got {args.context_length}")
+    options = {name: getattr(args, name) for name in ("page_size", "active_ratio", "n_min")}
+    options["summary_dtype"] = getattr(torch, args.summary_dtype)
+    return [
+        Shape(batch, tokens, context_length=args.context_length or tokens + MAX_ANSWER, **options)
+        for batch, tokens in sizes
+    ]
+
+
+def topk_shape(text: str) -> tuple[int, int]:
+    """``2x512``: clusters of two blocks of 512 threads.
+
+    Raises:
+        EvaluationError: no such launch is possible.
+    """
+    clusters, threads = (1, 2, 4, 8), (32, 64, 128, 256, 512, 1024)
+    known = {f"{cluster}x{count}": (cluster, count) for cluster in clusters for count in threads}
+    if text not in known:
+        raise EvaluationError(
+            f"--topk-shapes: a shape is blocks of a cluster ({', '.join(map(str, clusters))}) x threads of a block "
+            f"({', '.join(map(str, threads))}), such as 2x512, got {text!r}"
+        )
+    return known[text]
+
+
+def measure(
+    shape: Shape,
+    plan: Sequence[Implementation[Step]],
+    machine: Machine,
+    rounds: int,
+    recipe: Recipe | None = None,
+) -> list[dict[str, Any]]:
+    """A row for each implementation, in the order of the plan; what is unavailable has the reason instead of figures.
+
+    Raises:
+        EvaluationError: the inputs cannot be made, or an implementation broke the machine.
+    """
+    layers = num_layers(shape, machine.l2_bytes)
+    try:
+        step = Step(shape, machine.device, layers, recipe)
+        over = samples(step)
+    except torch.OutOfMemoryError as error:
+        raise EvaluationError(
+            f"{layers} layers of {shape.name} do not fit into the memory of {machine.name}"
+        ) from error
+    except ValueError as error:
+        raise EvaluationError(f"{shape.name}: {error}") from error
+    rows = Bench("eval.lab.bench_kernels", shape.name, machine, rounds).measure(
+        plan,
+        step,
+        lambda one: identity(shape, one) | {"layers": layers},
+        partial(quality, step, over),
+        lambda one: shape.num_bytes(one.op, one.kv_dtype.itemsize),
+    )
+    return with_ratios(rows)
+
+
+def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu, table: Sequence[Implementation] = TABLE) -> int:
+    """Measure every shape and write the file.
+
+    Args:
+        args: the command line.
+        machine: finds what to run on, asked after the command line was judged.
+        table: who does what.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        EvaluationError: see the functions that this one calls.
+    """
+    wanted = shapes(args)
+    peers = list(dict.fromkeys(one.name for one in table if one.peer)) if args.peers is None else args.peers
+    plan = chosen(args.ops, peers, [*table, *topk_table(args.topk_shapes)])
+    try:
+        recipe = None if args.recipe is None else read_recipe(args.recipe)
+    except ValueError as error:
+        raise EvaluationError(f"--recipe: {error}") from error
+    found = machine()
+    names = ("page_size", "active_ratio", "n_min", "summary_dtype", "context_length", "topk_shapes", "recipe")
+    names = (*names, "rounds", "ops")
+    header: dict[str, Any] = {
+        "device": found.name,
+        "ceiling_gbps": CEILING_GBPS.get(found.name),
+        "versions": versions(PACKAGES),
+        "arguments": {name: getattr(args, name) for name in names},
+    }
+    inputs = "normal" if recipe is None else "structured"
+    header["arguments"] |= {"shapes": [shape.name for shape in wanted], "peers": peers, "inputs": inputs}
+    header |= {} if recipe is None else {"recipe": recipe.model_dump()}
+    items: list[dict[str, Any]] = []
+    with Record(args.out, "eval.lab.bench_kernels", args.revision, **header) as record:
+        for shape in wanted:
+            rows = measure(shape, plan, found, args.rounds, recipe)
+            for row in rows:
+                record.add("item", **row)
+            items += rows
+        for row in summarise(items):
+            record.add("summary", **row)
+    return int(any("unavailable" in row and row["implementation"] == OURS for row in items))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line; `shapes` and `chosen` judge it."""
+    parser = argparse.ArgumentParser(
+        prog="eval.lab.bench_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    peers = ", ".join(dict.fromkeys(one.name for one in TABLE if one.peer))
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
+    parser.add_argument("--shapes", type=list_of(str), default="8x64k,1x128k,1x32k", help="batch x tokens of a row")
+    parser.add_argument("--ops", type=list_of(str), default=",".join(OPS), help=f"of {', '.join(OPS)} (default: all)")
+    parser.add_argument("--peers", type=list_of(str), help=f"of {peers} (default: all; '' for none)")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--active-ratio", type=float, default=0.1, help="share of a row's pages")
+    parser.add_argument("--n-min", type=int, default=16, help="pages that are selected at least")
+    parser.add_argument("--summary-dtype", choices=SUMMARY_DTYPES, default="bfloat16")
+    parser.add_argument(
+        "--context-length",
+        type=length,
+        help=f"tokens of the server's longest request (default: {MAX_ANSWER} more than a row)",
+    )
+    parser.add_argument(
+        "--recipe", type=json.loads, help="of the structure of the inputs, as JSON (eval/lab/structured)"
+    )
+    parser.add_argument(
+        "--topk-shapes", type=list_of(topk_shape), default="", help="of page_topk, such as 1x512,2x512,4x1024"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="times that each graph is replayed")
+    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; exit status 1 when there is nothing to measure on, or an operation of this project failed."""
+    return measured("eval.lab.bench_kernels", lambda: parse(arguments), run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

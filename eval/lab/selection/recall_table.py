@@ -1,0 +1,67 @@
+"""What selections keep of the attention: tables of ``eval.lab.recall`` and ``eval.lab.selection.page_statistics``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from eval.lab.selection.page_statistics import STATISTICS, TRUE
+from eval.live.record import read_finished
+from eval.scores.tables import Column, Row, length, number, percent, table, text
+
+
+def recall(path: Path) -> str:
+    """A line for each length of a file of ``eval.lab.recall``, and for each of its layers."""
+    columns: list[Column] = [
+        ("length", length),
+        ("layer", lambda row: "all" if row["layer"] is None else str(row["layer"])),
+        ("prompts", text("n")),
+        ("read", percent("density")),
+        ("mass kept", number("mass", 3)),
+        ("5th percentile", number("mass_low", 3)),
+        ("of the best as many", number("share", 4)),
+        ("random", number("random", 3)),
+        ("its 5th percentile", number("random_low", 3)),
+        ("error of the output", number("error", 3)),
+        ("random's", number("random_error", 3)),
+    ]
+    return table([row for row in read_finished(path) if row["kind"] == "summary" and row["head"] is None], columns)
+
+
+def answers(path: Path) -> str:
+    """How many answers of `eval.lab.selection.page_answers` were right by each statistic, and the mass that it kept."""
+    header, *rows = read_finished(path)
+    columns: list[Column] = [("pages by", text("statistic")), ("bytes", text("bytes")), ("right", text("right"))]
+    columns.append(("mass", number("mass", 3)))
+    found = [row for row in rows if row["kind"] == "summary"]
+    sizes = {name: size for name, (size, _) in STATISTICS.items()}
+    lines = [
+        {**row, "bytes": sizes.get(row["statistic"]), "right": f"{row['score'] * row['n']:g} of {row['n']}"}
+        for row in found
+    ]
+    return f"{header['model']['name']}:\n\n{table(lines, columns)}"
+
+
+def statistics(paths: Sequence[Path]) -> str:
+    """For each model of `eval.lab.selection.page_statistics` a line for each statistic, at the first share of pages.
+
+    Cells are the mass that is kept, and how often the page of most mass is found. Bytes are those of a page's summary
+    for each dimension of a key.
+    """
+    tables = []
+    for path in paths:
+        header, *rows = read_finished(path)
+        texts, (first, *others) = [*header["arguments"]["texts"], "all"], header["arguments"]["ratios"]
+        found = {(row["statistic"], row["ratio"], row["text"]): row for row in rows if row["kind"] == "summary"}
+
+        def cell(row: Row, ratio: float, name: str, found: Mapping[tuple[str, float, str], Row] = found) -> str:
+            one = found[row["statistic"], ratio, name]
+            return f"{one['mass']:.3f} / {one['found']:.3f}"
+
+        columns: list[Column] = [("statistic of a page", text("statistic")), ("bytes", text("bytes"))]
+        columns += [(f"{name}, {first:.0%}", partial(cell, ratio=first, name=name)) for name in texts]
+        columns += [(f"all, {ratio:.0%}", partial(cell, ratio=ratio, name="all")) for ratio in others]
+        lines = [{"statistic": TRUE}, *({"statistic": name, "bytes": size} for name, (size, _) in STATISTICS.items())]
+        tables.append(f"{header['model']['name']}:\n\n{table(lines, columns)}")
+    return "\n\n".join(tables)

@@ -1,0 +1,154 @@
+"""Tables and pictures of result files, by the command that wrote them: those of users, and the lab's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval import report
+from eval.lab.agreement import agreement as dsa_agreement
+from eval.lab.kernels import dsa, framework, mla, prefill
+from eval.lab.selection import recall_summary, theta_summary
+from eval.lab.servers import decode, latency_limit, profile, throughput
+from eval.lab.tables import crossover
+from eval.lab.tables.weights import weights
+from eval.lab.toolchain import sanitizer
+from eval.live.record import read_finished, read_rows, result_files
+from eval.scores.tables import Column, Row, bounds, length, number, percent, table, text
+from eval.tasks.judge_rows import agreement
+
+
+def recall(path: Path) -> str:
+    """Attention mass kept, layer by layer."""
+    columns: list[Column] = [
+        ("length", length),
+        ("layer", lambda row: "all" if row["layer"] is None else str(row["layer"])),
+        ("mass kept", number("mass", 3)),
+        ("5th percentile", number("mass_low", 3)),
+        ("best possible", number("best", 3)),
+        ("random", number("random", 3)),
+        ("relative L2", number("error", 3)),
+    ]
+    rows = recall_summary.summarise(read_rows(path))
+    return table([row for row in rows if row["head"] is None], columns)
+
+
+def kernels(path: Path, only: str = "") -> str:
+    """Microseconds a layer of the operations of a file, or of one, by whom, and what their outputs are worth."""
+    header, *rows = read_finished(path)
+    ceiling = header.get("ceiling_gbps")
+
+    def of_ceiling(row: Row) -> str:
+        return f"{row['gbps'] / ceiling:.0%}" if ceiling and "gbps" in row else ""
+
+    columns: list[Column] = [
+        ("shape", text("shape")),
+        ("operation", text("op")),
+        ("by", text("implementation")),
+        ("µs a layer", number("us", 1)),
+        ("spread", number("spread", 1)),
+        ("GB/s", number("gbps", 0)),
+        ("of the ceiling", of_ceiling),
+        # Of a part of a step this ratio would say too much.
+        ("times faster", lambda row: "" if row["op"] == "sparse_decode" else number("dense_ratio", 2)(row)),
+        ("relative L2", number("relative_l2", 4)),
+        ("to dense", number("dense_l2", 3)),
+        ("skipped", percent("sparsity")),
+        ("mass kept", number("recall", 3)),
+        ("why not", text("unavailable")),
+    ]
+    shown = [row for row in rows if row["kind"] == "item" and only in ("", row["op"])]
+    return table(shown, columns)
+
+
+def agreements(folder: Path) -> str:
+    """Scores of ``eval.ruler`` beside those of lm-eval, from files ``ruler-SERVER`` and ``lm-eval-SERVER-...``."""
+    rows, files = [], result_files(folder)
+    for name, path in files.items():
+        if name.startswith("lm-eval-"):
+            server = name.split("-")[2]
+            found = agreement(read_finished(files[f"ruler-{server}"]), read_finished(path))
+            rows += [{"server": server, "verdict": "yes" if row["agrees"] else "no", **row} for row in found]
+    columns: list[Column] = [
+        ("server", text("server")),
+        ("task", text("task")),
+        ("length", length),
+        ("n, ours", text("n_ours")),
+        ("lm-eval's", text("n_theirs")),
+        ("tokens, ours", number("tokens_ours", 0)),
+        ("lm-eval's", number("tokens_theirs", 0)),
+        ("score, ours", number("ours", 3)),
+        ("lm-eval's", number("theirs", 3)),
+        ("points", number("points", 1, sign=True)),
+        ("95 %", bounds("points_interval", 1)),
+        ("within two", text("verdict")),
+    ]
+    return table(rows, columns)
+
+
+def backends(paths: Sequence[Path]) -> str:
+    """The same questions on servers with several attention backends, those of sparse servers left out."""
+    rows = []
+    for path in paths:
+        header, *found = read_finished(path)
+        served = header["servers"]["base"]
+        if served.get("sparse_method") or served.get("sparse_prefill_method"):
+            continue
+        place = {"served": f"{served['attention_backend']}, {served['device']}", "weights": weights(header)}
+        rows += [place | row for row in found if row["kind"] == "summary" and row["arm"] == "base"]
+    columns: list[Column] = [
+        ("attention backend", text("served")),
+        ("weights", text("weights")),
+        ("task", text("task")),
+        ("length", length),
+        ("n", text("n")),
+        ("score", number("score", 3)),
+        ("95 %", bounds("score_interval", 3, sign=False)),
+    ]
+    return table(rows, columns)
+
+
+def _drawn(module: Any) -> Any:
+    return lambda path, stem: module.plot(module.summarise(read_rows(path)), stem)
+
+
+def _plotted(module: Any) -> Any:
+    return lambda path, stem: module.plot(read_rows(path), stem)
+
+
+TABLES: report.Tables = {
+    **report.TABLES,
+    "agree_dsa": dsa_agreement.agreement,
+    "bench_decode": decode.decode,
+    "bench_dsa": dsa.dsa,
+    "bench_framework": kernels,
+    "bench_kernels": kernels,
+    "bench_mla": mla.mla,
+    "bench_prefill": prefill.prefill,
+    "bench_throughput": throughput.throughput,
+    "profile_decode": profile.profile,
+    "recall": recall,
+    "sanitize_kernels": sanitizer.sanitizer,
+    "tune": crossover.crossover_table,
+}
+PICTURES: report.Pictures = {
+    **report.PICTURES,
+    "bench_framework": _plotted(framework),
+    "bench_prefill": _plotted(prefill),
+    "bench_serving": latency_limit.draw,
+    "bench_throughput": _plotted(throughput),
+    "recall": _drawn(recall_summary),
+    "theta": _drawn(theta_summary),
+    "tune": crossover.draw,
+}
+
+
+def any_table(path: Path) -> str:
+    """See `eval.report.any_table`."""
+    return report.any_table(path, TABLES)
+
+
+def draw(path: Path, stem: Path) -> None:
+    """See `eval.report.draw`."""
+    report.draw(path, stem, PICTURES)

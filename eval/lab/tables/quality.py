@@ -1,0 +1,184 @@
+"""Tables and the chart of ``eval.lab.quality``: what each way to serve a checkpoint keeps of dense answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from eval.live.record import command_name, read_finished, result_files, summarised
+from eval.scores.pictures import save
+from eval.scores.stats import compare
+from eval.scores.summary import by_prompt, reading
+from eval.scores.tables import Column, Row, length, table, text
+
+DENSE = "dense"
+# Below, a checkpoint does not do a task, and a loss says nothing.
+LEAST = 0.3
+# Of an arm's scores over all tasks.
+MEAN = "mean"
+# What an arm's name ends in where only the share of the pages is another one.
+SHARE = re.compile(r"-0\.\d+$")
+
+Place = tuple[str, int]
+
+
+@dataclass
+class Answers:
+    """What one checkpoint answered.
+
+    Attributes:
+        scores: by arm, and by task and length: of each prompt.
+        counts: likewise, rows of the server's counters.
+    """
+
+    scores: dict[str, dict[Place, dict[str, float]]] = field(default_factory=dict)
+    counts: dict[str, list[Row]] = field(default_factory=dict)
+
+    def add(self, arm: str, rows: Sequence[Row]) -> None:
+        """Take what one file says of an arm, of the dense one beside it, and of others on the same server."""
+        items = [row for row in rows if row["kind"] == "item" and not row.get("failed")]
+        for told in dict.fromkeys(row["arm"] for row in items):
+            mine = [row for row in items if row["arm"] == told]
+            scores = self.scores.setdefault(_named(told, arm), {})
+            for place in dict.fromkeys((row["task"], row["length"]) for row in mine):
+                scores[place] = by_prompt(row for row in mine if (row["task"], row["length"]) == place)
+        for row in rows:
+            if row["kind"] == "counters" and row["arm"] != "compare":
+                self.counts.setdefault(_named(row["arm"], arm), []).append(row)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """A line for each task and length that dense attention does, and one for the mean of each length.
+
+        Returns:
+            ``task``, ``length``, ``n``, and by arm its score: where it was asked less, of the questions that it was
+            asked, as is ``dense:ARM``. ``diff:ARM`` is the difference of the two, ``verdict:ARM`` that of
+            `eval.scores.stats.compare`.
+        """
+        found: list[dict[str, Any]] = []
+        dense = self.scores.get(DENSE, {})
+        places = sorted((place for place, given in dense.items() if fmean(given.values()) >= LEAST), key=_by_length)
+        for size in dict.fromkeys(size for _, size in places):
+            lines = [self._line(place) for place in places if place[1] == size]
+            mean: dict[str, Any] = {"task": MEAN, "length": size, "n": None}
+            for name in dict.fromkeys(name for line in lines for name in line if ":" in name or name in self.scores):
+                values = [line.get(name) for line in lines]
+                # A mean over other tasks than the next arm's would mislead.
+                if all(isinstance(value, float) for value in values):
+                    mean[name] = fmean(value for value in values if isinstance(value, float))
+            found += [*lines, mean]
+        return found
+
+    def _line(self, place: Place) -> dict[str, Any]:
+        dense = self.scores[DENSE][place]
+        line: dict[str, Any] = {"task": place[0], "length": place[1], "n": len(dense), DENSE: fmean(dense.values())}
+        for arm, given in self.scores.items():
+            both = [prompt for prompt in given.get(place, {}) if prompt in dense]
+            if arm == DENSE or not both:
+                continue
+            mine, theirs = [given[place][prompt] for prompt in both], [dense[prompt] for prompt in both]
+            judged = compare(mine, theirs)
+            line |= {arm: fmean(mine), f"dense:{arm}": fmean(theirs), f"diff:{arm}": judged["diff"]}
+            line |= {f"verdict:{arm}": judged["verdict"], f"n:{arm}": len(both)}
+        return line
+
+    def read(self, arm: str) -> float | None:
+        """The share of the pages that an arm's decode attended to."""
+        return reading(self.counts.get(arm, []))["density"]
+
+
+def _named(told: str, arm: str) -> str:
+    """An arm as tables name it: a file calls its server "base"."""
+    return {"base": arm, "compare": DENSE}.get(told, told)
+
+
+def _by_length(place: Place) -> int:
+    return place[1]
+
+
+def read_answers(paths: Iterable[Path]) -> dict[str, Answers]:
+    """The finished files of questions by checkpoint, the last part of its name; what else is there is passed over."""
+    found: dict[str, Answers] = {}
+    for path in paths:
+        header, *rows = read_finished(path)
+        if command_name(header.get("command")) in ("ruler", "niah", "infinitebench") and header.get("label"):
+            model = header["servers"]["base"]["model_path"].rstrip("/").split("/")[-1]
+            found.setdefault(model, Answers()).add(header["label"], rows)
+    return found
+
+
+def read_folder(folder: Path) -> dict[str, Answers]:
+    """See `read_answers`; what is not finished is passed over."""
+    return read_answers(path for path in result_files(folder).values() if summarised(path))
+
+
+def quality_tables(folder: Path) -> list[str]:
+    """For each checkpoint a table: the score of dense attention, and what each arm's differs from it, in points."""
+    return [f"{model}:\n\n{quality_table(answers)}" for model, answers in read_folder(folder).items()]
+
+
+def quality_table(answers: Answers) -> str:
+    """A line for each task and length; a difference that is certain is bold."""
+
+    def difference(row: Row, arm: str) -> str:
+        diff, judged = row.get(f"diff:{arm}"), row.get(f"verdict:{arm}")
+        if diff is None:
+            return ""
+        shown = f"{100 * diff:+.1f}"
+        return f"**{shown}**" if judged in ("worse", "better") else shown
+
+    lines = answers.lines()
+
+    def title(arm: str) -> str:
+        read = answers.read(arm)
+        said = [] if read is None else [f"{read:.0%} read"]
+        asked = [(line[f"n:{arm}"], line["n"]) for line in lines if f"n:{arm}" in line]
+        if any(mine < dense for mine, dense in asked):
+            said.append(f"n {min(mine for mine, _ in asked)}")
+        return f"{arm} ({', '.join(said)})" if said else arm
+
+    columns: list[Column] = [("task", text("task")), ("length", length), ("n", text("n"))]
+    columns += [(DENSE, lambda row: f"{100 * row[DENSE]:.1f}")]
+    columns += [(title(arm), partial(difference, arm=arm)) for arm in answers.scores if arm != DENSE]
+    return table(lines, columns)
+
+
+def plot(answers: Answers, stem: Path) -> None:
+    """Draw the score kept over the share read: a line for each way to serve, through its shares.
+
+    Args:
+        answers: of one checkpoint.
+        stem: path without a suffix.
+    """
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    points = kept_over_read(answers)
+    for way in dict.fromkeys(SHARE.sub("", arm) for arm in points):
+        mine = sorted(point for arm, point in points.items() if SHARE.sub("", arm) == way)
+        axes.plot(*zip(*((100 * read, 100 * kept) for read, kept in mine), strict=True), marker="o", label=way)
+    axes.axhline(100, color="grey", linewidth=0.8)
+    axes.set(xlabel="pages read in decode, %", ylabel="score kept, % of dense")
+    axes.legend()
+    save(figure, stem)
+
+
+def kept_over_read(answers: Answers) -> dict[str, tuple[float, float]]:
+    """Of each arm the share of the pages that it read, and its mean score over dense attention's.
+
+    The lengths are those that all arms were asked; where there is none, those of each arm.
+    """
+    means = [line for line in answers.lines() if line["task"] == MEAN]
+    arms = [arm for arm in answers.scores if arm != DENSE and answers.read(arm) is not None]
+    shared = [line for line in means if all(arm in line for arm in arms)] or means
+    points = {}
+    for arm in arms:
+        ratios = [line[arm] / line[f"dense:{arm}"] for line in shared if arm in line]
+        if ratios:
+            points[arm] = answers.read(arm), fmean(ratios)
+    return points

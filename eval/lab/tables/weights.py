@@ -1,0 +1,68 @@
+"""What a result file says of the weights that it is of, and of RoBSA's choice among their layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MODELS = Path(__file__).parents[2] / "models"
+CALIBRATION = "robsa.json"
+LABEL = "weights "
+SHIPPED, OLDER, UNKNOWN = "as shipped", "earlier ones", "not in the file"
+
+
+def shipped(model: str) -> str | None:
+    """The fingerprint of a model's shipped weights, as its calibration has it; None where it has none."""
+    path = MODELS / model / CALIBRATION
+    return json.loads(path.read_text())["calibration"]["fingerprint"] if path.exists() else None
+
+
+def label(model: str) -> str:
+    """What a file of a stock server, which knows no fingerprint, is labelled with."""
+    return f"{LABEL}{shipped(model)}"
+
+
+def weights(header: Mapping[str, Any]) -> str | None:
+    """What a file says of its weights, of a model that ships with a calibration; None of others.
+
+    A server with a calibration refuses other weights than its own; a stock one's file has what its label says.
+    """
+    served = _served(header)
+    wanted = shipped(Path(served.get("model_path") or "").name)
+    if wanted is None:
+        return None
+    found = calibrated(served) or (header.get("label") or "").removeprefix(LABEL)
+    return {wanted: SHIPPED, "": UNKNOWN}.get(found, OLDER)
+
+
+def sensitive(header: Mapping[str, Any]) -> str | None:
+    """Of a file of RoBSA, which layers run sparse: above which similarity, and out of which; None of others."""
+    config = _config(_served(header))
+    if "theta2" not in config:
+        return None
+    layers = "" if config["layers"] == "all" else f", layers {config['layers']}"
+    blocks = "" if config.get("block_size", 16) == 16 else f", blocks of {config['block_size']}"
+    return f"theta2 {config['theta2']:g}{layers}{blocks}"
+
+
+def said(header: Mapping[str, Any]) -> dict[str, str | None]:
+    """What the tables show of both."""
+    return {"weights": weights(header), "sensitive": sensitive(header)}
+
+
+def calibrated(served: Mapping[str, Any]) -> str | None:
+    """The fingerprint in the calibration of a sparse server, from what it says of itself; None without one."""
+    calibration = _config(served).get("calibration")
+    return calibration["fingerprint"] if isinstance(calibration, Mapping) else None
+
+
+def _served(header: Mapping[str, Any]) -> Mapping[str, Any]:
+    servers = header.get("servers", header)
+    return servers.get("base") or servers.get("sparse") or {}
+
+
+def _config(served: Mapping[str, Any]) -> Mapping[str, Any]:
+    config = (served.get("sparse") or {}).get("config") or json.loads(served.get("sparse_config") or "{}")
+    return config if isinstance(config, Mapping) else {}

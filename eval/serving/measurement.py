@@ -1,0 +1,188 @@
+"""One measurement of ``eval.bench_serving`` on one server: a batch by SGLang's client."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eval.live.arms import MAX_DENSE_ROWS
+from eval.live.client import LiveServer
+from eval.live.counters import EvaluationError, dense_rows, moved, read_shares, require_sparse
+from eval.serving.grid import SERVED, Cell, dense_by_limits, grid, streams
+from eval.serving.inputs import Inputs
+from eval.serving.tpot import decode_figures
+from eval.tasks.judge_commands import Target, reach, run_judge, serving_command
+from eval.tasks.judge_rows import serving_rows
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A server under measurement.
+
+    Attributes:
+        name: among the others.
+        url: where it is.
+        server: how it is asked.
+        target: what it says of itself.
+        facts: what it says of itself, and what it decodes and prefills with.
+        inputs: what it attends with.
+        made: what it says of generated inputs; None where it attends with the model's own.
+        config: of its decode method, resolved; empty where it has none.
+        prefill_config: of its prefill method, resolved; None where it has none.
+    """
+
+    name: str
+    url: str
+    server: LiveServer
+    target: Target
+    facts: Config
+    inputs: Inputs
+    made: Config | None = None
+    config: Config = field(default_factory=dict)
+    prefill_config: Config | None = None
+
+    @property
+    def counted(self) -> bool:
+        """Whether it counts what a sparse method does."""
+        return self.target.arm.counted
+
+
+def look(inputs: Inputs, name: str, url: str, server: LiveServer, expect: str) -> Side:
+    """Ask a server what it is, and refuse one that is not what it should be.
+
+    Args:
+        inputs: what it is to attend with.
+        name: of the server.
+        url: where it is.
+        server: how it is asked.
+        expect: names of its methods, or "dense".
+
+    Raises:
+        EvaluationError: see `reach`, `Inputs.made` and `Inputs.of_cell`.
+    """
+    args = inputs.args
+    info = server.ask(lambda http: http.get("/server_info").raise_for_status().json())
+    asked = argparse.Namespace(expect=expect, model=None, tokenizer=None, custom_params={})
+    target = reach(asked, server, max(args.contexts) + args.output_length)
+    graphs = info.get("cuda_graph_config") or {}
+    facts = {f"{phase}_graphs": _captured(graphs.get(phase)) for phase in ("decode", "prefill")}
+    facts["decode_backend"] = info.get("decode_attention_backend") or info.get("attention_backend")
+    state = info["internal_states"][0].get("sparse") or {}
+    made, facts = inputs.made(info["internal_states"]), {**target.facts, **facts}
+    facts["sparse_layers"] = state.get("sparse_layers") if state.get("config") else None
+    config, prefill = state.get("config") or {}, (state.get("prefill") or {}).get("config")
+    side = Side(name, url, server, target, facts, inputs, made, config, prefill)
+    # Before anything is measured: a file without these rows would be found minutes later.
+    for cell in grid(args):
+        inputs.of_cell(cell, side.config, side.made, side.facts)
+    return side
+
+
+def _captured(phase: Config | None) -> bool:
+    return (phase or {}).get("backend", "disabled") != "disabled"
+
+
+def drive(args: argparse.Namespace, side: Side, cell: Cell, run: int, interval: int, scratch: Path) -> dict[str, Any]:
+    """Have SGLang's client send a batch, and prove what was measured.
+
+    Args:
+        args: the command line.
+        side: the server.
+        cell: the batch.
+        run: number of this run; the prefix cache is flushed before the first one.
+        interval: tokens between the sparse server's rectifications; 0 for never.
+        scratch: folder for the client's files.
+
+    Raises:
+        EvaluationError: the client or a request failed, or the counters do not show what they should.
+    """
+    sizes = {"output_length": args.output_length, "prompts": cell.batch, "concurrency": cell.batch}
+    asked = argparse.Namespace(base_url=side.url, seed=args.seed, **sizes)
+    path = scratch / f"{side.name}-{cell.name}-{run}.jsonl"
+    command = [*serving_command(side.target, asked, cell.context, path), "--warmup-requests", str(args.warmup)]
+    if run:
+        command.remove("--flush-cache")
+    before = side.server.counters() if side.counted else None
+    run_judge(command, scratch, args.out.with_suffix(".log"))
+    after = side.server.counters() if before is not None else None
+    counts = moved(before, after) if before is not None and after is not None else None
+    result = json.loads(path.read_text())
+    answers = streams(result)
+    if not run and any(answer.cached_tokens for answer in answers):
+        raise EvaluationError("prompts of a batch share a prefix: give another --seed")
+    if counts is not None and side.config:
+        require_sparse_cell(cell, counts, side.config)
+    figures = decode_figures(answers, max(interval, 1))
+    row = serving_rows(result)[1] | {"id": f"{side.name}/{cell.name}/{run}", "arm": side.name, "run": run}
+    row["in_turn"] = args.both
+    row |= {"context": cell.context, "batch": cell.batch, "ttfts": figures["ttft"]}
+    row |= {"decode_tpot": figures["tpot_mean"], "decode_tpots": figures["tpot"]}
+    row |= {f"decode_{name}": figures[name] for name in ("itl_p50", "itl_p99", "itl_max", "merged")}
+    row |= {name: side.facts.get(name) for name in SERVED} | {"sparse_layers": side.facts.get("sparse_layers")}
+    row |= {"density": None, "dense_rows": None, "counters": counts}
+    if after is None or counts is None:
+        return row
+    if after.get("prefill"):
+        require_sparse_prefill(cell, counts, after["prefill"])
+    row |= read_shares(counts) | decode_sparsity(side.config, counts)
+    row |= side.inputs.of_cell(cell, side.config, side.made, side.facts)
+    side.inputs.judge(row)
+    return row
+
+
+def require_sparse_prefill(cell: Cell, counts: dict[str, int], prefill: Config) -> None:
+    """Refuse counts of a prefill method that did nothing.
+
+    Args:
+        cell: the batch.
+        counts: of `moved`.
+        prefill: what the server says of the method.
+
+    Raises:
+        EvaluationError: the prompts are longer than where it begins.
+    """
+    begins = prefill["config"]["crossover_tokens"]
+    if not counts["prefill_sparse_tokens"] and cell.context > begins:
+        raise EvaluationError(
+            f"{cell.name}: no token was prefilled sparse, although {prefill['method']} begins at {begins}"
+        )
+
+
+def require_sparse_cell(cell: Cell, counts: dict[str, int], config: Config) -> None:
+    """Refuse counts that do not show sparse decode, unless the server's limits make such a batch dense.
+
+    Raises:
+        EvaluationError: as said.
+    """
+    if dense_by_limits(cell, config):
+        return
+    # The client's warm-up request, and the first ones of a batch, may be too few to run sparse.
+    require_sparse(cell.name, {**counts, "dense_fallback_rows": 0}, rectifying=config.get("rectify_interval", 0) > 0)
+    share = dense_rows(counts) or 0.0
+    if share > MAX_DENSE_ROWS:
+        raise EvaluationError(
+            f"{share:.0%} of the rows were decoded dense, allowed are {MAX_DENSE_ROWS:.0%}: start the sparse server "
+            "with lower min_seq_len and crossover_tokens"
+        )
+
+
+def decode_sparsity(config: Config, counts: Mapping[str, int]) -> dict[str, Any]:
+    """What RoBSA left out in the layers that ran sparse; nothing of another method, or where none did.
+
+    Args:
+        config: of the decode method, resolved.
+        counts: of `eval.live.counters.moved`.
+
+    Returns:
+        ``active_blocks``, the mean over rows, steps and sparse layers, and ``sparsity``, the share of the others.
+    """
+    if "theta1" not in config or not counts["sparse_layer_rows"]:
+        return {}
+    shares = counts["pages_attended"] / counts["pages_held"]
+    return {"active_blocks": counts["pages_attended"] / counts["sparse_layer_rows"], "sparsity": 1 - shares}
