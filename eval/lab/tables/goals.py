@@ -70,6 +70,9 @@ QUALITY = {
 
 # Of `QUALITY`: what is taken from the row that ``quality_from`` names.
 OPERATION = ("recall", "dense_l2")
+# Columns that the table of a few goals does without, and that of README.
+FEW = ("id", "stretch", "result file")
+FEWEST = (*FEW, "limit", "quality", "revision")
 
 
 @dataclass(frozen=True)
@@ -263,18 +266,21 @@ def line(
     }
 
 
-def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = None) -> str:
+def goals_table(
+    folder: Path, path: Path = GOALS, ids: Collection[str] | None = None, left_out: Collection[str] = FEW
+) -> str:
     """The goals as Markdown, a line each.
 
     Args:
         folder: with the result files.
         path: of the goals.
-        ids: of goals; these alone, in fewer columns.
+        ids: of goals, or "id: part" of single ones; these alone, in fewer columns.
+        left_out: the columns that are left out then.
 
     Raises:
         EvaluationError: see `read_results` and `measured`.
     """
-    goals = [goal for goal in read_goals(path) if ids is None or goal.id in ids]
+    goals = [goal for goal in read_goals(path) if ids is None or {goal.id, f"{goal.id}: {goal.part}"} & {*ids}]
     commands = {row["command"] for goal in goals for row in (goal.row, goal.quality_from) if row}
     results = read_results(folder, commands, {goal.row["command"] for goal in goals if goal.read == "search"})
     lines = [line(goal, measured(goal, results), operation(goal, results)) for goal in goals]
@@ -293,5 +299,4 @@ def goals_table(folder: Path, path: Path = GOALS, ids: Collection[str] | None = 
     ]
     if ids is None:
         return table(lines, columns)
-    short = [column for column in columns if column[0] not in ("id", "stretch", "result file")]
-    return table(lines, short)
+    return table(lines, [column for column in columns if column[0] not in left_out])
