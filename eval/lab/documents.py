@@ -123,13 +123,6 @@ SHORT = (
     *("K7: 1x128k", "E2: 6x128k", "E4: visibility", "E5: 24x128k, all sensitive"),
     *("E6: 128k, chunks of 8k", "E7: 128k"),
 )
-    "E2: 6x128k",
-    "E4: visibility",
-    "E5: 24x128k, all sensitive",
-    "E6: 128k, chunks of 8k",
-    "E7: 128k",
-    "K7: 1x128k",
-)
 
 
 def _file(name: str, folder: Path = RESULTS) -> Path:
