@@ -60,7 +60,7 @@ from eval.train import card
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
 COMPARISON = RESULTS / "compare-tiny-gqa"
-CROSSOVERS = ROOT / "sglang_sparse" / "crossover.json"
+CROSSOVERS = ROOT / "sglang_sparse" / "attention" / "crossover.json"
 PAGES = ROOT / "sglang_sparse" / "docs"
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "eval" / "docs").glob("*.md")), *sorted(PAGES.glob("*.md")))
 CARDS = tuple(

@@ -20,10 +20,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from sglang_sparse import method_pages, tables
-from sglang_sparse.capabilities import broken_methods, methods
+from sglang_sparse import method_pages
+from sglang_sparse.config.versions import SUPPORTED_SGLANG, installed_sglang
 from sglang_sparse.hooks.table import SEAMS
-from sglang_sparse.versions import SUPPORTED_SGLANG, installed_sglang
+from sglang_sparse.tools import doc_tables
+from sglang_sparse.tools.support_matrix import broken_methods, methods
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 MARKDOWN = "--markdown"
 BLOCK = re.compile(r"(<!-- check: ([\w-]+) -->\n)(.*?)(<!-- check end -->)", re.S)
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    "methods": tables.methods_table,
-    "features": tables.features_table,
-    "gpus": tables.gpus_table,
-    "refusals": tables.refusals_table,
+    "methods": doc_tables.methods_table,
+    "features": doc_tables.features_table,
+    "gpus": doc_tables.gpus_table,
+    "refusals": doc_tables.refusals_table,
 }
 
 
@@ -78,7 +79,7 @@ def _verdicts(arguments: list[str]) -> str:
             reasons.append(str(error).removeprefix(method.flag).lstrip(": "))
         verdict = "no" if reasons else "yes"
         rows.append([f"`{method.flag}`", verdict, "; ".join(reasons)])
-    return tables.table(["with", "accepted here", "why not"], rows)
+    return doc_tables.table(["with", "accepted here", "why not"], rows)
 
 
 def _judge(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""When requests let go of their prompts, and the room that is kept for it. How is ``compact.py``'s to say.
+"""When requests let go of their prompts, and the room that is kept for it. How is ``scheduler/compaction.py``'s to say.
 
 A prompt and its private copy exist side by side for a moment. Room for one copy is enough for a whole batch, as each
 prompt that is let go makes room for the next, so SGLang is made to leave that much free where it admits a request
@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.config.request_options import ensure_state, options_of, state_of
 from sglang_sparse.config.settings import settings_of
-from sglang_sparse.keep_method import KeepMethod
-from sglang_sparse.plan import plan_decode
-from sglang_sparse.requests import ensure_state, options_of, state_of
+from sglang_sparse.methods.roles import KeepMethod
 from sglang_sparse.scheduler.request_fields import locked_node, prefill_end, prefix_len, protected_len
 
 if TYPE_CHECKING:
-    from sglang_sparse.compact import Compaction, Span
+    from sglang_sparse.config.request_options import RequestState
     from sglang_sparse.config.settings import Settings
-    from sglang_sparse.requests import RequestState
+    from sglang_sparse.scheduler.compaction import Compaction, Span
 
 
 def compact_running(running: Any, scheduler: Any, *_: Any) -> None:

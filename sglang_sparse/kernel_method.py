@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
+from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape
 
 if TYPE_CHECKING:
     import torch
 
     from sglang_sparse.indices import SparseIndices
+    from sglang_sparse.methods.views import BatchView, LatentQuery
     from sglang_sparse.pools import AuxPools
-    from sglang_sparse.view import BatchView, LatentQuery
 
 
 class KernelMethod(DecodeMethod):

@@ -1,4 +1,4 @@
-"""What may have the other layers where rules give a method some, found by asking as ``capabilities.py`` does."""
+"""What may have the other layers where rules give a method some, found by asking as ``support_matrix.py`` does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_sparse import capabilities, registry
+from sglang_sparse.methods import registry
+from sglang_sparse.tools import support_matrix
 
 # By method, what a second rule of it says otherwise than the first one.
 OTHER_FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -22,7 +23,7 @@ OTHER_PREFILL_FIELDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def rule_partners(method: capabilities.Method) -> tuple[str, ...]:
+def rule_partners(method: support_matrix.Method) -> tuple[str, ...]:
     """What may have the other layers where rules give a method some; on some machine.
 
     Returns:
@@ -32,12 +33,12 @@ def rule_partners(method: capabilities.Method) -> tuple[str, ...]:
     fields = (OTHER_PREFILL_FIELDS if method.prefill else OTHER_FIELDS).get(method.name, {})
     others: dict[str, Any] = {"dense": "dense", "itself with other fields": fields}
     others |= {name: {"method": name} for name in names if name != method.name}
-    place = capabilities.place_of(method)
+    place = support_matrix.place_of(method)
 
     def served(rule: Any) -> bool:
         fields = {**place.fields, "layers": {"0-3": {}, "4-": rule}}
-        fields |= capabilities.UNRECTIFIED if method.takes(capabilities.UNRECTIFIED) else {}
+        fields |= support_matrix.UNRECTIFIED if method.takes(support_matrix.UNRECTIFIED) else {}
         places = (dataclasses.replace(place, fields=fields, gpu=gpu) for gpu in (True, False))
-        return any(capabilities.refusal(method, place) is None for place in places)
+        return any(support_matrix.refusal(method, place) is None for place in places)
 
     return tuple(name for name, rule in others.items() if rule and served(rule))

@@ -1,4 +1,4 @@
-"""What the rules of ``layer_rules.py`` make of a phase.
+"""What the rules of ``config/layer_rules.py`` make of a phase.
 
 Rules of one method and one config are that method on those layers, as the text form would say it; rules of several are
 a ``Composite``, and for prefill a ``LayeredPrefill``.
@@ -10,8 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sglang_sparse import registry
-from sglang_sparse.layer_rules import (
+from sglang_sparse.config.layer_rules import (
     DECODE_PHASE,
     DENSE,
     LAYERS,
@@ -20,12 +19,13 @@ from sglang_sparse.layer_rules import (
     RuleMethods,
     methods_of_rules,
 )
-from sglang_sparse.method_config import SHARED
+from sglang_sparse.methods import registry
+from sglang_sparse.methods.config import SHARED
 from sglang_sparse.validation import SparseArgumentError
 
 if TYPE_CHECKING:
-    from sglang_sparse.method import DecodeMethod
-    from sglang_sparse.prefill_method import PrefillMethod
+    from sglang_sparse.methods.base import DecodeMethod
+    from sglang_sparse.methods.prefill import PrefillMethod
 
 # Kinds of attention as users know them.
 KINDS = {"MHA": "MHA and GQA", "MLA": "MLA", "DSA": "DSA"}
@@ -55,7 +55,7 @@ def build_rules(
     if len(methods) == 1:
         return methods[0], said
     # To read a config takes no torch.
-    from sglang_sparse.composite import Composite
+    from sglang_sparse.methods.groups import Composite
 
     return Composite(found.names, methods), said
 
@@ -70,7 +70,7 @@ def build_prefill_rules(
     """
     from sglang_sparse.layered_prefill import SHARED as SHARED_BY_PREFILL
     from sglang_sparse.layered_prefill import LayeredPrefill
-    from sglang_sparse.prefill_method import PrefillConfig
+    from sglang_sparse.methods.prefill import PrefillConfig
 
     found = methods_of_rules(PREFILL_PHASE, name, fields, checkpoint)
     shared = _shared_by_prefill(name, found, SHARED_BY_PREFILL)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.layers import names_layer, parse_layers
-from sglang_sparse.prefill_method import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
+from sglang_sparse.methods.layers import names_layer, parse_layers
+from sglang_sparse.methods.prefill import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang_sparse.method import ModelShape
+    from sglang_sparse.methods.base import ModelShape
 
 # What is said once for all layers of a server, whatever prefill methods they have.
 SHARED = tuple(field for field in PrefillConfig.model_fields if field != "layers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang_sparse.stats import Counters
+    from sglang_sparse.attention.counters import Counters
 
 # Published as sglang:sparse_<name>_total by servers whose methods count it.
 METHOD_COUNTERS = {

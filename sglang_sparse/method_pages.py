@@ -6,8 +6,8 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 
-from sglang_sparse import tables
-from sglang_sparse.capabilities import Method, load, methods
+from sglang_sparse.tools import doc_tables
+from sglang_sparse.tools.support_matrix import Method, load, methods
 
 
 def name_of(method: Method) -> str:
@@ -26,18 +26,18 @@ def config(method: Method) -> str:
     """Return the fields of the method's config, their defaults and meanings."""
     fields = load(method).config_class.model_fields.items()
     rows = [[f"`{name}`", f"`{json.dumps(field.default)}`", field.description or ""] for name, field in fields]
-    return tables.table(["field", "default", "meaning"], rows)
+    return doc_tables.table(["field", "default", "meaning"], rows)
 
 
 def served(method: Method) -> str:
     """Return what the method goes with."""
-    answers = {**tables.properties(), **tables.features()}
-    return tables.table(["", "served"], [[name, answer(method)] for name, answer in answers.items()])
+    answers = {**doc_tables.properties(), **doc_tables.features()}
+    return doc_tables.table(["", "served"], [[name, answer(method)] for name, answer in answers.items()])
 
 
 def refused(method: Method) -> str:
     """Return what is refused with the method beside what is refused with all, and why."""
-    return tables.table(["refused", "why"], tables.refused_by(method))
+    return doc_tables.table(["refused", "why"], doc_tables.refused_by(method))
 
 
 PARTS: Mapping[str, Callable[[Method], str]] = {

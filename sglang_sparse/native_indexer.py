@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse.attention.dsa.indexer import served_backend
 from sglang_sparse.config.settings import settings_of
-from sglang_sparse.indexer import served_backend
-from sglang_sparse.methods.dsa import Dsa
+from sglang_sparse.methods.dsa.decode import Dsa
 from sglang_sparse_kernels.index_choice import select
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse import scratch
+from sglang_sparse.attention import memory
+from sglang_sparse.attention.kv_scales import kv_bytes_per_token
 from sglang_sparse.config.settings import settings_of
-from sglang_sparse.keep_method import Kept
-from sglang_sparse.kv_dtypes import kv_bytes_per_token
-from sglang_sparse.method import AuxSpec, ModelShape
+from sglang_sparse.methods.base import AuxSpec, ModelShape
+from sglang_sparse.methods.roles import Kept
 
 if TYPE_CHECKING:
     from sglang_sparse.config.settings import Settings
@@ -244,7 +244,7 @@ def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:
         model = dataclasses.replace(model, head_dim=max(model.head_dim, kvc.model_config.v_head_dim))
     settings.method.adopt(kvc.model_config)
     width = kvc.model_config.context_len + get_req_to_token_extra_context_len()
-    for need in scratch.needs(settings, kvc, model, width):
+    for need in memory.needs(settings, kvc, model, width):
         if need.nbytes >= available:
             raise ValueError(
                 f"{need.flag} needs {need.nbytes / 2**20:.0f} MiB for {need.passes} at a context of "

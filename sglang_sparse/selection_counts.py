@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_sparse.kernel_method import KernelMethod
-from sglang_sparse.view import SELECT_STATS
+from sglang_sparse.methods.views import SELECT_STATS
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang_sparse.method import DecodeMethod
-    from sglang_sparse.plan import DecodePlan
+    from sglang_sparse.attention.plan import DecodePlan
+    from sglang_sparse.methods.base import DecodeMethod
 
 
 # Counts of pages.

@@ -20,13 +20,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
-from sglang_sparse import recipes, refusals
 from sglang_sparse.config import arguments as server_arguments
+from sglang_sparse.hooks import refusals
+from sglang_sparse.hooks.limits import dense_backends
 from sglang_sparse.hooks.server_args import resolve
-from sglang_sparse.limits import dense_backends
-from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
-from sglang_sparse.model_kinds import KINDS
-from sglang_sparse.recipes import Recipe
+from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
+from sglang_sparse.methods.support import KINDS
+from sglang_sparse.tools import recipes
+from sglang_sparse.tools.recipes import Recipe
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
@@ -69,7 +70,7 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
 
     Args:
         arguments: its command line.
-        kind: of ``model_kinds.KINDS``: the model that is asked about, unless ``--model-path`` is a folder.
+        kind: of ``support.KINDS``: the model that is asked about, unless ``--model-path`` is a folder.
         gpu: whether its machine has a GPU.
 
     Raises:

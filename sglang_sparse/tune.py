@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from sglang_sparse import crossover
-from sglang_sparse.method import ModelShape
+from sglang_sparse.attention import crossover
+from sglang_sparse.config.versions import package_versions
+from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.resa import Resa, ResaConfig
-from sglang_sparse.tune_step import PEERS, Peer, Run, Step, Timer, TuneError, graph_timer, num_layers
+from sglang_sparse.tools.tune_bench import PEERS, Peer, Run, Step, Timer, TuneError, graph_timer, num_layers
 from sglang_sparse.validation import explain_value
-from sglang_sparse.versions import package_versions
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 # A crossover is given in whole steps of this, rounded up.
@@ -121,7 +121,7 @@ def crossing(points: Iterable[Point]) -> int:
 
 
 def entry(method: Resa, model: ModelShape, points: Sequence[Point], device: str, overhead: float) -> dict[str, Any]:
-    """What `sglang_sparse.crossover` looks up, and what it was made from.
+    """What `sglang_sparse.attention.crossover` looks up, and what it was made from.
 
     Raises:
         TuneError: see `crossing`.

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from sglang_sparse.method_config import SparseConfig
+from sglang_sparse.methods.config import SparseConfig
 
 C = TypeVar("C", bound=SparseConfig)
 

@@ -10,8 +10,8 @@ from random_pages import best_pages
 from true_mass import KEYS, TrueMass
 
 from sglang_sparse.indices import SparseIndices
+from sglang_sparse.methods.views import BatchView
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import BatchView
 
 
 class Definition(TrueMass):

@@ -2,9 +2,9 @@
 
 import torch
 
-from sglang_sparse.methods.robsa import Robsa
+from sglang_sparse.methods.robsa.decode import Robsa
+from sglang_sparse.methods.views import BatchView, LatentQuery
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import BatchView, LatentQuery
 
 # By how much the mass of the first choice exceeds that of the last one: enough to order them, too little to count.
 SPREAD = 1 / 64

@@ -3,10 +3,10 @@
 import torch
 
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import AuxSpec, ModelShape
+from sglang_sparse.methods.base import AuxSpec, ModelShape
 from sglang_sparse.methods.resa import Resa
+from sglang_sparse.methods.views import BatchView
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import BatchView
 from sglang_sparse_kernels.page_topk import page_topk
 
 

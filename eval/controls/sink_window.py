@@ -6,8 +6,8 @@ Source: StreamingLLM (arXiv:2309.17453), whose sinks are the first four tokens; 
 import torch
 from random_blocks import RandomBlocks, even
 
+from sglang_sparse.methods.views import BatchView, LatentQuery
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import BatchView, LatentQuery
 
 
 class SinkWindow(RandomBlocks):

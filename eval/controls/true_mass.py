@@ -10,10 +10,10 @@ import torch
 from random_pages import best_pages
 
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import AuxSpec, ModelShape
+from sglang_sparse.methods.base import AuxSpec, ModelShape
 from sglang_sparse.methods.resa import Resa
+from sglang_sparse.methods.views import BatchView
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import BatchView
 
 KEYS = "keys"
 
@@ -40,7 +40,7 @@ def copy_keys(
     page_size: int,
     overflow: torch.Tensor,
 ) -> None:
-    """Copy the pages of ``last_slots``; see `sglang_sparse.method.AuxSpec`."""
+    """Copy the pages of ``last_slots``; see `sglang_sparse.methods.base.AuxSpec`."""
     # Page 0 is SGLang's padding: what a slot of -1 writes there is nobody's.
     last = last_slots.clamp(min=0).long()
     pages = last // page_size

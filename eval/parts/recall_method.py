@@ -13,15 +13,15 @@ import torch
 
 from eval.live.counters import EvaluationError
 from eval.parts.recall_attention import Captured, Selection
-from sglang_sparse.calibration.capture import AttentionArch, ModelFacts
+from sglang_sparse.attention.plan import plan_decode, usual_selection
+from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build
-from sglang_sparse.config_value import read_config
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import ModelShape
-from sglang_sparse.methods.robsa import Robsa
-from sglang_sparse.plan import plan_decode, usual_selection
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.robsa.decode import Robsa
+from sglang_sparse.methods.views import LatentQuery, allocate_view
 from sglang_sparse.pools import AuxPools, page_ends
-from sglang_sparse.view import LatentQuery, allocate_view
+from sglang_sparse.tools.calibration.capture import AttentionArch, ModelFacts
 
 
 def method_settings(method: str, config: str | None) -> Settings:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse import registry
 from sglang_sparse.config import arguments
+from sglang_sparse.config.trtllm import as_ours
 from sglang_sparse.layered_methods import build_prefill_rules, build_rules
-from sglang_sparse.method import DecodeMethod
-from sglang_sparse.method_config import PAGE_SIZES, MethodConfig, RectifyConfig, SparseConfig
+from sglang_sparse.methods import registry
+from sglang_sparse.methods.base import DecodeMethod
+from sglang_sparse.methods.config import PAGE_SIZES, MethodConfig, RectifyConfig, SparseConfig
 from sglang_sparse.methods.dense import Dense
-from sglang_sparse.prefill_method import PrefillMethod
-from sglang_sparse.trtllm import as_ours
+from sglang_sparse.methods.prefill import PrefillMethod
 from sglang_sparse.validation import SparseArgumentError, validated
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Settings:
         method: the decode method.
         prefill_name: the prefill method's; None for dense prefill.
         prefill: the prefill method.
-        rules: the config's ``layers`` in full where it is a mapping, see ``layer_rules.py``.
+        rules: the config's ``layers`` in full where it is a mapping, see ``config/layer_rules.py``.
         prefill_rules: the same of the prefill method's.
     """
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sglang
 from sglang_sparse.hooks.table import SEAMS, Seam
-from sglang_sparse.versions import UnsupportedSGLangError, installed_sglang
 
 
 @cache
@@ -81,7 +81,7 @@ def hook_method(original: Callable[[Any], None], runner: Any) -> None:
     verify(found)
     original(runner)
     if settings is not None and found:
-        from sglang_sparse import refusals
+        from sglang_sparse.hooks import refusals
 
         refusals.require_weights(arguments.of(runner.server_args), settings, runner.model_config)
 

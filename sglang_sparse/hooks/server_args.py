@@ -11,13 +11,14 @@ from typing import Any
 from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_sparse import dsa_flags, implementation, refusals, registry
 from sglang_sparse.config import arguments
 from sglang_sparse.config.arguments import Arguments
+from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build, page_size_fields, settings_of
-from sglang_sparse.config_value import read_config
-from sglang_sparse.hooks import apply
-from sglang_sparse.versions import UnsupportedSGLangError, require_supported_sglang
+from sglang_sparse.config.versions import UnsupportedSGLangError, require_supported_sglang
+from sglang_sparse.hooks import apply, dsa_flags, refusals
+from sglang_sparse.methods import registry
+from sglang_sparse.methods.dsa import kernel_choice
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def refuse_model(record: Any, previous: Callable[[Any], None]) -> None:
         refusals.require_model(self, settings)
         # It may have come with the decode method.
         _say_prefill(self, settings)
-        implementation.settle(self, settings)
+        kernel_choice.settle(self, settings)
 
 
 def resolve(server_args: Arguments) -> Settings:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.kv_check import InexactTreeError
+from sglang_sparse.debug.kv_compare import InexactTreeError
 
 # The attribute of SGLang's tree that holds an `InsertedKeys`.
 ATTRIBUTE = "sglang_sparse_inserted"

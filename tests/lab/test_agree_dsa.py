@@ -19,7 +19,7 @@ from eval.live.record import Record, read_rows
 from eval.parts import dsa_checkpoint
 from eval.parts.dsa_servers import STAGES, make_asked, server_flags, watched
 from eval.parts.dsa_sets import compare, joined, positions_of, same_replays
-from sglang_sparse.methods.dsa import STAGES as CONFIG_STAGES
+from sglang_sparse.methods.dsa.decode import STAGES as CONFIG_STAGES
 
 TINY = {**SIZES, "vocab_size": 300, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2}
 TINY |= {"q_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "index_n_heads": 4, "index_topk": 16}

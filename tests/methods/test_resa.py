@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from sglang_sparse.config.settings import build
-from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.views import allocate_view
 from sglang_sparse.pools import AuxPools, page_ends
-from sglang_sparse.view import allocate_view
 from sglang_sparse_kernels.page_centroids.reference import pack, unpack
 
 PAGE, KV_HEADS, GROUP, DIM = 16, 2, 4, 64

@@ -11,15 +11,15 @@ import torch
 from peak_memory import Peak
 from rope_calibrations import calibration
 
-from sglang_sparse.calibration.partition import RopeCalibration
-from sglang_sparse.calibration.weights import fingerprint
+from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import SparseArgumentError, build
-from sglang_sparse.method import ModelShape
-from sglang_sparse.methods.robsa import Robsa
-from sglang_sparse.plan import plan_decode
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.fingerprint import fingerprint
+from sglang_sparse.methods.robsa.calibration_file import RopeCalibration
+from sglang_sparse.methods.robsa.decode import Robsa
+from sglang_sparse.methods.views import LatentQuery, allocate_view
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.requests import parse_options
-from sglang_sparse.view import LatentQuery, allocate_view
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 TINY_MLA = Path("eval/models/tiny-mla")

@@ -25,16 +25,17 @@ from plain_rocketkv import (
     rocketkv,
 )
 
-from sglang_sparse import pools, scratch, windows
+from sglang_sparse import pools
+from sglang_sparse.attention import memory, prompt_selection
+from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import SparseArgumentError, build
-from sglang_sparse.kv_check import stale_summaries
-from sglang_sparse.method import ModelShape
+from sglang_sparse.debug.kv_compare import stale_summaries
 from sglang_sparse.methods import rocketkv as methods
+from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.rocketkv import KT_CACHE, Rocketkv
-from sglang_sparse.plan import plan_decode
+from sglang_sparse.methods.views import allocate_view
 from sglang_sparse.pools import AuxPools, page_ends
-from sglang_sparse.requests import parse_options
-from sglang_sparse.view import allocate_view
 from sglang_sparse_kernels.kt_select import portable
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 
@@ -239,11 +240,11 @@ def test_memory_of_the_kt_cache_and_of_what_is_kept() -> None:
         aux.require_kept(1)
     table = torch.zeros(13, 64, dtype=torch.int32)
     runner: Any = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=None)
-    assert windows.make_path(method, aux, runner, shape) is not None
+    assert prompt_selection.make_path(method, aux, runner, shape) is not None
     kept = aux.require_kept(1)
     assert sorted(kept.blocks) == [1, 2, 3] and kept.blocks[1].shape == (13, HEADS, 4)
     taken = sum(x.nbytes for x in (*kept.blocks.values(), kept.counts, kept.first_visible))
-    assert taken == windows.kept_bytes(method, shape, 13)
+    assert taken == prompt_selection.kept_bytes(method, shape, 13)
 
 
 @pytest.mark.parametrize(("lengths", "window"), [([350], 8), ([350, 41, 129], 8), ([1100, 1090], 40)])
@@ -273,7 +274,7 @@ def test_a_step_takes_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak.nbytes == rows.method.scratch_bytes(MODEL, meta, torch.float32, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("context", [131072, 4 * windows.TOKENS_AT_ONCE])
+@pytest.mark.parametrize("context", [131072, 4 * prompt_selection.TOKENS_AT_ONCE])
 @pytest.mark.parametrize("budget", [257, 2048])
 def test_what_prompts_take_is_charged(budget: int, context: int) -> None:
     """A long one, and as many short ones as go at once, with their queries."""
@@ -283,11 +284,11 @@ def test_what_prompts_take_is_charged(budget: int, context: int) -> None:
         server_args=args, model_config=SimpleNamespace(context_len=context), model_dtype=torch.bfloat16
     )
     method = rocketkv(prompt_budget=budget)
-    need = scratch.of_prompts([method], "--sparse-method rocketkv", kvc, shape)
-    charged = need.nbytes - windows.kept_bytes(method, shape, requests + 1)
+    need = memory.of_prompts([method], "--sparse-method rocketkv", kvc, shape)
+    charged = need.nbytes - prompt_selection.kept_bytes(method, shape, requests + 1)
     taken = []
     for prompt in (budget + 1, 2 * budget, 4 * budget, 16384, context):
-        count = max(1, min(windows.PROMPTS_AT_ONCE, windows.TOKENS_AT_ONCE // prompt))
+        count = max(1, min(prompt_selection.PROMPTS_AT_ONCE, prompt_selection.TOKENS_AT_ONCE // prompt))
         queries = count * method.window_tokens * 32 * 128 * 2
         taken.append(method.keep_scratch_bytes(shape, count, prompt) + queries)
     assert max(taken) <= charged < 1.1 * max(taken)

@@ -13,16 +13,16 @@ load_plugins()
 
 from resolved import ServerArgs
 
+from sglang_sparse.attention.counters import Counters
+from sglang_sparse.attention.decode import DecodePath
+from sglang_sparse.attention.plan import plan_decode, usual_selection
 from sglang_sparse.config import settings as config
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import Settings, build
-from sglang_sparse.decode_path import DecodePath
-from sglang_sparse.method import ModelShape
-from sglang_sparse.methods.skip_softmax_decode import SkipSoftmaxDecode
-from sglang_sparse.plan import plan_decode, usual_selection
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.skip_softmax.decode import SkipSoftmaxDecode
+from sglang_sparse.methods.views import SELECT_STATS, BatchView, allocate_view
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.requests import parse_options
-from sglang_sparse.stats import Counters
-from sglang_sparse.view import SELECT_STATS, BatchView, allocate_view
 from sglang_sparse_kernels.skip_softmax_decode import LOCAL_BLOCKS, scratch_bytes, skip_softmax_decode
 
 DECODE = {"sparse_method": "skip_softmax"}

@@ -14,13 +14,13 @@ load_plugins()
 
 from resolved import ServerArgs
 
+from sglang_sparse.attention.decode import DecodePath
+from sglang_sparse.attention.plan import plan_decode, usual_selection
 from sglang_sparse.config import settings as config
 from sglang_sparse.config.settings import build
-from sglang_sparse.decode_path import DecodePath
-from sglang_sparse.method import ModelShape
-from sglang_sparse.plan import plan_decode, usual_selection
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.views import SELECT_STATS, allocate_view
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import SELECT_STATS, allocate_view
 from sglang_sparse_kernels.skip_softmax_mla_decode import scratch_bytes, skip_softmax_mla_decode
 
 FACTOR = "threshold_scale_factor"

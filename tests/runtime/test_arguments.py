@@ -14,9 +14,11 @@ load_plugins()
 from resolved import ServerArgs, prepare_server_args
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_sparse import refusals, registry, versions
 from sglang_sparse.config import settings as config
+from sglang_sparse.config import versions
 from sglang_sparse.hooks import apply as hooks
+from sglang_sparse.hooks import refusals
+from sglang_sparse.methods import registry
 
 
 @pytest.fixture(scope="session")

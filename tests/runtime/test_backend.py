@@ -7,13 +7,13 @@ import pytest
 import torch
 from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
 
-from sglang_sparse import graphs
-from sglang_sparse.backend import SparseAttentionBackend
-from sglang_sparse.decode_path import DecodePath
+from sglang_sparse.attention import cuda_graphs
+from sglang_sparse.attention.backend import SparseAttentionBackend
+from sglang_sparse.attention.decode import DecodePath
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import VIEW_BUFFERS, AuxSpec, ModelShape, ViewBuffer
+from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, ViewBuffer
+from sglang_sparse.methods.views import allocate_view
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import allocate_view
 
 LAYERS, SLOTS, HEADS, DIM, PAGE = (1, 3), 32, 1, 16, 4
 SLOT = 17
@@ -225,15 +225,15 @@ def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared
     backend.dense.req_to_token_pool.req_to_token = torch.zeros(1, SLOTS, dtype=torch.int32)
     backend._graph_view = allocate_view(2, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64))
     settings: Any = SimpleNamespace(name="resa", config=SimpleNamespace(dense_fallback="auto"))
-    variants = graphs.GraphVariants(backend, settings)
+    variants = cuda_graphs.GraphVariants(backend, settings)
     try:
         for size in (2, 1, 2, 1):
             for label in variants.capture_labels:
                 _set_capture_attention_variant(label)
                 backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=size), in_capture=True)
                 captured[size, label] = wrappers[size], backend.view is not None
-            assert captured[size, graphs.DENSE] == (wrappers[size], False)
-            assert captured[size, graphs.SPARSE] == (wrappers[size], True)
+            assert captured[size, cuda_graphs.DENSE] == (wrappers[size], False)
+            assert captured[size, cuda_graphs.SPARSE] == (wrappers[size], True)
     finally:
         _set_capture_attention_variant(None)
     assert wrappers[1] is not wrappers[2]
@@ -242,18 +242,18 @@ def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared
 @pytest.mark.parametrize(
     ("name", "fallback", "labels"),
     [
-        ("resa", "auto", (graphs.DENSE, graphs.SPARSE)),
-        ("resa", "never", (graphs.SPARSE,)),
-        (None, "auto", (graphs.DENSE,)),
+        ("resa", "auto", (cuda_graphs.DENSE, cuda_graphs.SPARSE)),
+        ("resa", "never", (cuda_graphs.SPARSE,)),
+        (None, "auto", (cuda_graphs.DENSE,)),
     ],
 )
 def test_graphs_that_no_batch_would_replay_are_not_captured(name: str | None, fallback: str, labels: Any) -> None:
     settings: Any = SimpleNamespace(name=name, config=SimpleNamespace(dense_fallback=fallback))
-    assert graphs.GraphVariants(make_backend(), settings).capture_labels == labels
+    assert cuda_graphs.GraphVariants(make_backend(), settings).capture_labels == labels
 
 
 def test_variants_are_those_of_the_model_that_they_were_offered_for() -> None:
-    model, draft, variants = object(), object(), cast("graphs.GraphVariants", object())
-    graphs.offer(model, variants)
-    assert graphs.add_variants(None, model) is variants
-    assert graphs.add_variants(None, draft) is None
+    model, draft, variants = object(), object(), cast("cuda_graphs.GraphVariants", object())
+    cuda_graphs.offer(model, variants)
+    assert cuda_graphs.add_variants(None, model) is variants
+    assert cuda_graphs.add_variants(None, draft) is None

@@ -11,18 +11,18 @@ import torch
 from model_configs import write_config
 
 from sglang_sparse import calibrate
-from sglang_sparse.calibration import anchor as anchor_calibration
-from sglang_sparse.calibration import recall as calibration_recall
-from sglang_sparse.calibration.anchor import choose
-from sglang_sparse.calibration.capture import CalibrationError, Captured
-from sglang_sparse.calibration.prompts import Prompts
-from sglang_sparse.calibration.recall import Kept, Tally, candidates, thetas
-from sglang_sparse.calibration.report import layer_rows, report, same_theta_rows
+from sglang_sparse.config.files import read_config
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import build
-from sglang_sparse.config_value import read_config
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor
-from sglang_sparse.prefill_method import PrefillInputs, PrefillSpan
-from sglang_sparse.requests import parse_options
+from sglang_sparse.methods.prefill import PrefillInputs, PrefillSpan
+from sglang_sparse.tools.calibration import anchor as anchor_calibration
+from sglang_sparse.tools.calibration import recall as calibration_recall
+from sglang_sparse.tools.calibration.anchor import choose
+from sglang_sparse.tools.calibration.capture import CalibrationError, Captured
+from sglang_sparse.tools.calibration.prompts import Prompts
+from sglang_sparse.tools.calibration.recall import Kept, Tally, candidates, thetas
+from sglang_sparse.tools.calibration.report import layer_rows, report, same_theta_rows
 from sglang_sparse_kernels.anchor_prefill import anchor_prefill, make_plan
 from sglang_sparse_kernels.anchor_prefill.reference import key_gaps
 

@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_sparse import calibrate
-from sglang_sparse.calibration import robsa, similarity
-from sglang_sparse.calibration.capture import CalibrationError, Captured, capture, load_model, model_facts
-from sglang_sparse.calibration.mix import shares
-from sglang_sparse.calibration.partial import Partial
-from sglang_sparse.calibration.partition import RopeCalibration
-from sglang_sparse.calibration.robsa_prompts import Prompt
-from sglang_sparse.calibration.similarity import agreement, select
-from sglang_sparse.calibration.weights import fingerprint
+from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import build
-from sglang_sparse.config_value import read_config
-from sglang_sparse.methods.robsa import RobsaConfig
+from sglang_sparse.methods.fingerprint import fingerprint
+from sglang_sparse.methods.robsa.calibration_file import RopeCalibration
+from sglang_sparse.methods.robsa.decode import RobsaConfig
+from sglang_sparse.tools.calibration import robsa, similarity
+from sglang_sparse.tools.calibration.capture import CalibrationError, Captured, capture, load_model, model_facts
+from sglang_sparse.tools.calibration.mix import shares
+from sglang_sparse.tools.calibration.robsa_prompts import Prompt
+from sglang_sparse.tools.calibration.run import Partial
+from sglang_sparse.tools.calibration.similarity import agreement, select
 
 MODELS = Path(__file__).parents[2] / "eval" / "models"
 MODEL = str(MODELS / "tiny-mla")

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from sglang_sparse import calibrate
-from sglang_sparse.calibration import skip_softmax, skipping
-from sglang_sparse.calibration.capture import Captured, capture
-from sglang_sparse.calibration.skip_file import Point, SkipCalibration, fit
-from sglang_sparse.calibration.skipping import Skipped, skipped_in_decode, skipped_in_prefill
-from sglang_sparse.calibration.weights import fingerprint
 from sglang_sparse.config.settings import build
-from sglang_sparse.methods.skip_softmax_checkpoint import resolved_fields
+from sglang_sparse.methods.fingerprint import fingerprint
+from sglang_sparse.methods.skip_softmax.calibration_file import resolved_fields
+from sglang_sparse.methods.skip_softmax.skip_file import Point, SkipCalibration, fit
+from sglang_sparse.tools.calibration import skip_softmax, skipping
+from sglang_sparse.tools.calibration.capture import Captured, capture
+from sglang_sparse.tools.calibration.skipping import Skipped, skipped_in_decode, skipped_in_prefill
 from sglang_sparse_kernels.skip_softmax_decode import skip_softmax_decode
 from sglang_sparse_kernels.skip_softmax_prefill import Span, make_plan, skip_softmax_prefill
 

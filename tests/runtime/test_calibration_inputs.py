@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from sglang_sparse import calibrate
-from sglang_sparse.calibration.capture import CalibrationError, load_model, model_facts
-from sglang_sparse.calibration.mix import SHARES, mix, shares
-from sglang_sparse.calibration.partial import Partial
-from sglang_sparse.calibration.prompts import Prompts
-from sglang_sparse.calibration.robsa_prompts import SHORTEST, draw_files, fitting, notes
+from sglang_sparse.tools.calibration.capture import CalibrationError, load_model, model_facts
+from sglang_sparse.tools.calibration.mix import SHARES, mix, shares
+from sglang_sparse.tools.calibration.prompts import Prompts
+from sglang_sparse.tools.calibration.robsa_prompts import SHORTEST, draw_files, fitting, notes
+from sglang_sparse.tools.calibration.run import Partial
 
 MODEL = str(Path(__file__).parents[2] / "eval" / "models" / "tiny-mla")
 

@@ -15,9 +15,9 @@ from sglang.srt.runtime_context import get_context
 
 load_plugins()
 
-from sglang_sparse import compact, exactness
-from sglang_sparse.kv_check import stale_summaries
-from sglang_sparse.requests import state_of
+from sglang_sparse.config.request_options import state_of
+from sglang_sparse.debug.kv_compare import stale_summaries
+from sglang_sparse.scheduler import compaction, exact_kv
 
 
 @pytest.fixture
@@ -31,17 +31,17 @@ def published() -> Iterator[None]:
     ("fields", "prompt", "generated", "expected"),
     [
         # Its window begins behind the last full page.
-        ({}, 200, 0, compact.Span(176, 192, 4, 48)),
-        ({}, 207, 0, compact.Span(176, 192, 4, 48)),
-        ({}, 208, 0, compact.Span(176, 208, 4, 50)),
+        ({}, 200, 0, compaction.Span(176, 192, 4, 48)),
+        ({}, 207, 0, compaction.Span(176, 192, 4, 48)),
+        ({}, 208, 0, compaction.Span(176, 208, 4, 50)),
         # A retracted request, whose output was prefilled again.
-        ({}, 200, 57, compact.Span(176, 256, 4, 48)),
+        ({}, 200, 57, compaction.Span(176, 256, 4, 48)),
         # The kept blocks lie side by side with the window in one page.
-        ({"prompt_budget": 12}, 216, 0, compact.Span(192, 208, 1, 52)),
-        ({"kt_page_size": 16, "prompt_budget": 72}, 300, 0, compact.Span(224, 288, 4, 18)),
+        ({"prompt_budget": 12}, 216, 0, compaction.Span(192, 208, 1, 52)),
+        ({"kt_page_size": 16, "prompt_budget": 72}, 300, 0, compaction.Span(224, 288, 4, 18)),
         # As many pages as before.
         ({}, 36, 0, None),
-        ({}, 47, 0, compact.Span(16, 32, 4, 8)),
+        ({}, 47, 0, compaction.Span(16, 32, 4, 8)),
         ({}, 24, 0, None),
         ({"sparse": False}, 200, 0, None),
     ],
@@ -69,7 +69,7 @@ def test_a_step_sees_what_it_would_see(
     fields: dict[str, Any], prompt: int, generated: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit by bit, while others write into the pages of the prompt."""
-    monkeypatch.setattr(compact, "COPIED_AT_ONCE", at_once)
+    monkeypatch.setattr(compaction, "COPIED_AT_ONCE", at_once)
     server = Server(**fields)
     request, other = server.prefill(prompt, generated), server.prefill(90, tokens=1)
     server.cached(request, other)
@@ -137,7 +137,7 @@ def test_a_finished_request_shares_nothing_of_what_it_kept(core: str, evicted: b
     assert server.tree.total_size() == (prompt, 0) and server.tree.evictable_size() == prompt
     assert server.allocator.available_size() + prompt == server.pages * PAGE
     assert state.counts.tail_tokens_dropped == 128
-    exactness.forget_exact_length(None, request)
+    exact_kv.forget_exact_length(None, request)
     assert (state.kept, state.compacted) == ((0, 0), False)
 
 
@@ -199,7 +199,7 @@ def test_without_room_nothing_changes(core: str) -> None:
 
 @pytest.mark.parametrize("at_once", [16, 1024])
 def test_copying_takes_no_more_than_it_says(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "COPIED_AT_ONCE", at_once)
+    monkeypatch.setattr(compaction, "COPIED_AT_ONCE", at_once)
     server = Server(prompt_budget=216, pages=80)
     request = server.prefill(300, 200)
     server.cached(request)
@@ -207,10 +207,10 @@ def test_copying_takes_no_more_than_it_says(at_once: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(server.aux, "refresh", lambda *_: None)
     with Peak() as peak:
         server.compaction.run()
-    bound = compact.scratch_bytes(server.method, MODEL)
+    bound = compaction.scratch_bytes(server.method, MODEL)
     if at_once == 16:
         # The list of the copied blocks, too, which a piece of a real size dwarfs.
         assert 0.5 * bound < peak.nbytes <= 1.5 * bound
     else:
         assert peak.nbytes <= bound
-    assert compact.scratch_bytes(rocketkv(), MODEL) == 0
+    assert compaction.scratch_bytes(rocketkv(), MODEL) == 0

@@ -15,9 +15,9 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 from sglang_sparse import compact_running
+from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config import settings as config
-from sglang_sparse.plan import plan_decode
-from sglang_sparse.requests import parse_options, state_of
+from sglang_sparse.config.request_options import parse_options, state_of
 
 
 def running(server: Server, *requests: Any) -> Any:

@@ -10,12 +10,12 @@ import torch
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_sparse import exactness, prefill
+from sglang_sparse.attention.counters import RectifyCounts
+from sglang_sparse.attention.prefill import PrefillPath
+from sglang_sparse.config.request_options import ATTRIBUTE, RequestState, parse_options
 from sglang_sparse.config.settings import build
 from sglang_sparse.methods.anchor import Anchor
-from sglang_sparse.prefill_path import PrefillPath
-from sglang_sparse.requests import ATTRIBUTE, RequestState, parse_options
-from sglang_sparse.stats import RectifyCounts
+from sglang_sparse.scheduler import exact_kv, prefill_chunks
 
 GROUP, BLOCK, HEADS, DIM, LAYERS, TOKENS = 64, 16, 2, 16, (0, 2), 256
 FIELDS = {"block_size": BLOCK, "step": GROUP // BLOCK, "crossover_tokens": 0, "dense_tail": 0, "theta": 1.25}
@@ -59,7 +59,7 @@ class Server:
         return list(out.split([len(row) for row in rows]))
 
     def begin(self, batch: Any, indices: torch.Tensor) -> None:
-        prefill.begin(SimpleNamespace(prefill=self.path), SimpleNamespace(req_pool_indices=indices), batch)
+        prefill_chunks.begin(SimpleNamespace(prefill=self.path), SimpleNamespace(req_pool_indices=indices), batch)
 
     def decode(self) -> None:
         """Another pass."""
@@ -118,8 +118,8 @@ def test_a_part_goes_by_what_its_group_will_have() -> None:
     for prompt, means in ((TOKENS, 2), (192, 2), (160, 1), (150, 1)):
         request, plans = make_request(0, prompt), []
         for start, end in ((0, 96), (96, 140)):
-            cuts = prefill.follow_cuts(getattr(request, ATTRIBUTE), start, end, prompt, method)
-            spans = [*prefill.split_prompt(0, start, end, prompt, method, cuts)]
+            cuts = prefill_chunks.follow_cuts(getattr(request, ATTRIBUTE), start, end, prompt, method)
+            spans = [*prefill_chunks.split_prompt(0, start, end, prompt, method, cuts)]
             plans.append(method.plan(spans, torch.device("cpu")).op)
         assert plans[1].slices[0].parts[-1].num_means == means, prompt
 
@@ -160,7 +160,7 @@ def test_what_is_kept_ends_with_the_request(how: str) -> None:
     tensors = [weakref.ref(kept.queries) for kept in cut_of(request).kept.values()]
     assert len(tensors) == len(LAYERS)
     if how == "retracted":
-        exactness.forget_exact_length(None, request)
+        exact_kv.forget_exact_length(None, request)
         # It happens to go on where it was.
         assert not torch.allclose(server.run((request, 150, 160))[0], server.whole(request, 150, 160))
         request = None
@@ -184,20 +184,20 @@ def test_a_prompt_that_another_method_prefills_keeps_nothing() -> None:
     # Nor does one whose dense tail has begun.
     method = Anchor(replace_config(dense_tail=20))
     state.options = replace(state.options, prefill=method)
-    assert prefill.follow_cuts(state, 0, 237, TOKENS, method) == (None, None)
-    assert prefill.follow_cuts(state, 0, 235, TOKENS, method)[1] is state.cut is not None
+    assert prefill_chunks.follow_cuts(state, 0, 237, TOKENS, method) == (None, None)
+    assert prefill_chunks.follow_cuts(state, 0, 235, TOKENS, method)[1] is state.cut is not None
 
 
 def test_a_prompt_that_goes_on_in_whole_groups_keeps_nothing() -> None:
     request, method = make_request(0), Anchor(replace_config(share_partial_groups=False))
     state = getattr(request, ATTRIBUTE)
-    assert prefill.follow_cuts(state, 0, 128, TOKENS, method) == (None, None)
+    assert prefill_chunks.follow_cuts(state, 0, 128, TOKENS, method) == (None, None)
     # For want of memory one may be cut.
-    _, cut = prefill.follow_cuts(state, 128, 150, TOKENS, method)
+    _, cut = prefill_chunks.follow_cuts(state, 128, 150, TOKENS, method)
     assert cut is not None and (cut.start, cut.end) == (128, 150)
-    assert prefill.follow_cuts(state, 150, 192, TOKENS, method) == (cut, None)
+    assert prefill_chunks.follow_cuts(state, 150, 192, TOKENS, method) == (cut, None)
     # The first group is dense.
-    assert prefill.follow_cuts(state, 0, 40, TOKENS, Anchor(replace_config())) == (None, None)
+    assert prefill_chunks.follow_cuts(state, 0, 40, TOKENS, Anchor(replace_config())) == (None, None)
 
 
 def replace_config(**fields: Any) -> Any:

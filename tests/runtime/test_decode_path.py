@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import decode_path
-from sglang_sparse.decode_path import DecodePath
+from sglang_sparse.attention import decode
+from sglang_sparse.attention.decode import DecodePath
 from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.views import BatchView, LatentQuery, allocate_view
 from sglang_sparse.pools import AuxPools, model_shape
-from sglang_sparse.view import BatchView, LatentQuery, allocate_view
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
@@ -62,7 +62,7 @@ def attention(query: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_sparse.decode_path._mean_over_ranks", lambda values: values)
+    monkeypatch.setattr("sglang_sparse.attention.decode._mean_over_ranks", lambda values: values)
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
@@ -76,7 +76,7 @@ def test_an_mla_layer(split: bool, save: bool, monkeypatch: pytest.MonkeyPatch) 
         told.append(newest_last)
         return sparse_mla_decode(*arguments, newest_last=newest_last, **options)
 
-    monkeypatch.setattr(decode_path, "sparse_mla_decode", attend)
+    monkeypatch.setattr(decode, "sparse_mla_decode", attend)
     method: Any = Chooses()
     pool, slots = Pool(), torch.tensor([slot for _, slot in ROWS])
     aux = AuxPools((), (LAYER,), SLOTS // BLOCK, BLOCK, "cpu")
@@ -134,8 +134,8 @@ def test_tokens_are_attended_to_one_by_one(latent: bool, monkeypatch: pytest.Mon
 
         return call
 
-    monkeypatch.setattr(decode_path, "sparse_mla_decode", watched(sparse_mla_decode, 6, "usual_blocks"))
-    monkeypatch.setattr(decode_path, "sparse_decode", watched(sparse_decode, 6, "usual_pages"))
+    monkeypatch.setattr(decode, "sparse_mla_decode", watched(sparse_mla_decode, 6, "usual_blocks"))
+    monkeypatch.setattr(decode, "sparse_decode", watched(sparse_decode, 6, "usual_pages"))
     method: Any = ChoosesTokens()
     pool: Any = Pool()
     # The latent cache has both in one: so has this model, whose values are a part of its keys.
@@ -160,9 +160,9 @@ def test_the_mean_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     state = SimpleNamespace(get_attn_tp_group=lambda: group)
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", state)
     values = torch.tensor([1.0, 5.0])
-    assert decode_path._mean_over_ranks(values).tolist() == [2.0, 4.0]
+    assert decode._mean_over_ranks(values).tolist() == [2.0, 4.0]
     group.world_size = 1
-    assert decode_path._mean_over_ranks(values) is values
+    assert decode._mean_over_ranks(values) is values
 
 
 def test_latent_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

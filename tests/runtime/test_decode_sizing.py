@@ -22,11 +22,12 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import SpawnRanks, create_context, get_context, use_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_sparse import pools, scratch
+from sglang_sparse import pools
+from sglang_sparse.attention import memory
+from sglang_sparse.attention.plan import usual_selection
 from sglang_sparse.config.settings import build
-from sglang_sparse.method import ModelShape
-from sglang_sparse.plan import usual_selection
-from sglang_sparse.view import allocate_view
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.views import allocate_view
 from sglang_sparse_kernels import launch, sparse_decode, sparse_mla_decode
 
 TINY_MLA = "eval/models/tiny-mla"
@@ -94,7 +95,7 @@ def charge(**kwargs: Any) -> int:
 
 def test_batches_by_the_servers_flags() -> None:
     def batches(**kwargs: Any) -> tuple[list[int], list[int]]:
-        captured, eager = scratch.decode_batches(configurator(**kwargs).server_args)
+        captured, eager = memory.decode_batches(configurator(**kwargs).server_args)
         return captured, list(eager)
 
     assert batches(running=3) == ([], [1, 2, 3])

@@ -16,12 +16,12 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse import kv_dtypes
-from sglang_sparse.calibration.weights import INDEX
+from sglang_sparse.attention import kv_scales
+from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import build
-from sglang_sparse.methods.dsa import STAGES
-from sglang_sparse.plan import plan_decode
-from sglang_sparse.requests import parse_options
+from sglang_sparse.methods.dsa.decode import STAGES
+from sglang_sparse.methods.fingerprint import INDEX
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
 
@@ -206,9 +206,9 @@ def test_a_cache_that_a_method_does_not_take_is_refused_by_its_contract() -> Non
         get_attention_backends=lambda: ["dsa"],
     )
     with pytest.raises(ValueError, match=r"the KV cache dtype is fp8_e4m3 and the model's is bfloat16; allowed: auto$"):
-        kv_dtypes.require_dtypes(args, build("rocketkv", {}))
+        kv_scales.require_dtypes(args, build("rocketkv", {}))
     for method in ("resa", "dsa"):
-        kv_dtypes.require_dtypes(args, build(method, {}))
+        kv_scales.require_dtypes(args, build(method, {}))
 
 
 def test_what_a_model_decides_is_taken_when_a_scheduler_starts() -> None:

@@ -8,9 +8,9 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-from sglang_sparse import dsa_flags
 from sglang_sparse.config.settings import SparseArgumentError, build
-from sglang_sparse.methods.dsa import STAGES
+from sglang_sparse.hooks import dsa_flags
+from sglang_sparse.methods.dsa.decode import STAGES
 
 
 @pytest.mark.parametrize(

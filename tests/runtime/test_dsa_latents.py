@@ -8,7 +8,7 @@ import torch
 from dsa_passes import PAGE, PAGES, PASSES, Model, Rows, no_original, runner
 from sglang.srt import runtime_context
 
-from sglang_sparse import dsa_latents
+from sglang_sparse.attention.dsa import latents
 from sglang_sparse.config.settings import build
 from sglang_sparse_kernels.latent_rows import reference, row_bytes
 
@@ -35,13 +35,13 @@ def test_attention_reads_what_was_written(kind: str, interpreted: bool, monkeypa
     latent, rotated = (torch.randn(len(slots), 1, dim, generator=rows.generator) for dim in (LATENT, ROPE))
     # What nobody wrote is NaN.
     cache = torch.full((SLOTS, 1, row_bytes(LATENT, ROPE)), 0xFF, dtype=torch.uint8)
-    dsa_latents.write(no_original, pool(), cache, slots, latent, rotated)
+    latents.write(no_original, pool(), cache, slots, latent, rotated)
     plain = reference.read_latents(cache, LATENT)
     assert torch.allclose(plain[slots, :, :LATENT], latent, atol=0.2)
     assert torch.equal(plain[slots, :, LATENT:].bfloat16(), rotated.bfloat16())
     query = torch.randn(rows.tokens, HEADS, LATENT + ROPE, generator=rows.generator)
     got, expected = (
-        dsa_latents.attend(no_original, None, query, kv, LATENT, selection, 0.3)
+        latents.attend(no_original, None, query, kv, LATENT, selection, 0.3)
         for kv in (cache.view(torch.float8_e4m3fn), plain)
     )
     assert torch.allclose(got, expected, atol=1e-5)
@@ -52,8 +52,8 @@ def test_what_sglang_writes_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> No
     native = Rows(**PASSES["dense decode"]).backend({"implementation": "native"})
     asked: list[int] = []
     for backend, float8 in ((None, True), (native, True), (Rows(**PASSES["dense decode"]).backend(), False)):
-        monkeypatch.setattr(dsa_latents, "served_backend", lambda found=backend: found)
-        dsa_latents.write(lambda *args: asked.append(len(args)), pool(float8), *[torch.zeros(1)] * 4)
+        monkeypatch.setattr(latents, "served_backend", lambda found=backend: found)
+        latents.write(lambda *args: asked.append(len(args)), pool(float8), *[torch.zeros(1)] * 4)
     assert asked == [5] * 3
 
 
@@ -69,9 +69,9 @@ def test_the_kv_pool_is_sized_by_rows_with_their_scales(
     implementation: str, dtype: torch.dtype, width: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: None)
-    monkeypatch.setattr(dsa_latents, "settings_of", lambda _: build("dsa", {"implementation": implementation}))
+    monkeypatch.setattr(latents, "settings_of", lambda _: build("dsa", {"implementation": implementation}))
     model = SimpleNamespace(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
-    assert dsa_latents.row_width(lambda **_: "SGLang's", model_config=model, kv_cache_dtype=dtype) == width
+    assert latents.row_width(lambda **_: "SGLang's", model_config=model, kv_cache_dtype=dtype) == width
 
 
 def test_rows_of_another_layout_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,4 +83,4 @@ def test_rows_of_another_layout_are_an_error(monkeypatch: pytest.MonkeyPatch) ->
     query = torch.zeros(rows.tokens, HEADS, LATENT + ROPE)
     selection = backend.indexed.selection
     with pytest.raises(ValueError, match=r"kv_cache must have the shape \(\d+, 164\), got \(\d+, 144\)"):
-        dsa_latents.attend(no_original, None, query, cache, LATENT, selection, 0.3)
+        latents.attend(no_original, None, query, cache, LATENT, selection, 0.3)

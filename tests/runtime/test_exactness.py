@@ -8,11 +8,12 @@ import torch
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
-from sglang_sparse import exactness, requests
+from sglang_sparse.attention.counters import RectifyCounts
+from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.config import request_options
 from sglang_sparse.config import settings as config
 from sglang_sparse.methods.resa import Resa
-from sglang_sparse.plan import plan_decode
-from sglang_sparse.stats import RectifyCounts
+from sglang_sparse.scheduler import exact_kv
 
 SPARSE = {"active_ratio": 0.1, "min_pages": 4, "min_seq_len": 0, "crossover_tokens": 0}
 
@@ -45,11 +46,11 @@ def follow(
         prefix_lens=prefixes,
         extend_lens=[n - p for n, p in zip(lengths, prefixes, strict=True)] if prefixes else None,
     )
-    exactness.begin_pass(None, type(None), batch, runner)
+    exact_kv.begin_pass(None, type(None), batch, runner)
 
 
 def exact(request: SimpleNamespace, committed: int) -> int:
-    return exactness.exact_committed_len(lambda _: committed, request)
+    return exact_kv.exact_committed_len(lambda _: committed, request)
 
 
 def test_prefill_chunks_are_exact() -> None:
@@ -103,7 +104,7 @@ def test_retraction_starts_over() -> None:
     one = request()
     follow("extend", [one], [500], [0])
     follow("decode", [one], [501])
-    exactness.forget_exact_length(None, one)
+    exact_kv.forget_exact_length(None, one)
     follow("extend", [one], [501], [0])
     assert exact(one, 501) == 501
 
@@ -118,8 +119,8 @@ def test_the_inexact_tail_is_freed_by_whole_pages(exact_len: int, freed: tuple[i
     tree.free_kv_row = MethodType(BasePrefixCache.free_kv_row, tree)
     follow("extend", [one := request()], [exact_len], [0])
     one.kv = ReqKvInfo(req_pool_idx=1, kv_committed_len=70, kv_allocated_len=70)
-    exactness.release_inexact_tail(lambda *_: pytest.fail("SGLang's own function asserts"), one, exact_len, 70, tree)
-    assert requests.state_of(one).counts.tail_tokens_dropped == 70 - exact_len
+    exact_kv.release_inexact_tail(lambda *_: pytest.fail("SGLang's own function asserts"), one, exact_len, 70, tree)
+    assert request_options.state_of(one).counts.tail_tokens_dropped == 70 - exact_len
     if freed is None:
         assert calls == []
     else:
@@ -129,7 +130,7 @@ def test_the_inexact_tail_is_freed_by_whole_pages(exact_len: int, freed: tuple[i
 
 def test_a_request_of_a_dense_server_is_left_to_sglang() -> None:
     called = []
-    exactness.release_inexact_tail(lambda *arguments: called.append(arguments), SimpleNamespace(), 1, 2, None)
+    exact_kv.release_inexact_tail(lambda *arguments: called.append(arguments), SimpleNamespace(), 1, 2, None)
     assert len(called) == 1
     assert exact(SimpleNamespace(), 17) == 17
 

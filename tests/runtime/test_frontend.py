@@ -12,8 +12,9 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from sglang_sparse import frontend, registry
-from sglang_sparse.requests import FORCED_TOKENS, SPARSE
+from sglang_sparse import frontend
+from sglang_sparse.config.request_options import FORCED_TOKENS, SPARSE
+from sglang_sparse.methods import registry
 
 README = Path(__file__).parent.parent.parent / "README.md"
 

@@ -16,14 +16,14 @@ from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
 from sglang.srt.server_args import ServerArgs
 
+from sglang_sparse.attention.counters import Counters
+from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.settings import build
-from sglang_sparse.method import ModelShape
+from sglang_sparse.hooks.prometheus import Metrics
 from sglang_sparse.method_counters import KEPT_COUNTERS
-from sglang_sparse.metrics import Metrics
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.views import SELECT_STATS
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.prefill_path import PrefillPath
-from sglang_sparse.stats import Counters
-from sglang_sparse.view import SELECT_STATS
 
 SHAPE = ModelShape(num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64, kv_dtype=torch.bfloat16)
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

@@ -7,10 +7,10 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_sparse import group_keys
 from sglang_sparse.config.settings import build
-from sglang_sparse.group_keys import TOKEN_BITS, mark_lookup, marked, plain, require_whole_groups, tree_key
-from sglang_sparse.kv_check import InexactTreeError
+from sglang_sparse.debug.kv_compare import InexactTreeError
+from sglang_sparse.scheduler import prefix_keys
+from sglang_sparse.scheduler.prefix_keys import TOKEN_BITS, mark_lookup, marked, plain, require_whole_groups, tree_key
 
 FIELDS = {"block_size": 16, "step": 2, "crossover_tokens": 64}
 PROMPT = array("q", range(5, 5 + 200))
@@ -49,7 +49,7 @@ def test_a_node_that_cuts_a_group_is_no_proof(method) -> None:
 @pytest.mark.parametrize("whole_tree", [True, False])
 def test_marks_leave_all_else_of_a_key_as_it_was(method, whole_tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree without a pool only sorts the waiting queue, by the tokens themselves."""
-    monkeypatch.setattr(group_keys, "current_settings", lambda: SimpleNamespace(prefill=method))
+    monkeypatch.setattr(prefix_keys, "current_settings", lambda: SimpleNamespace(prefill=method))
     key = RadixKey(PROMPT, "tenant", is_bigram=True, cache_salt="salt")
     found = tree_key(SimpleNamespace(req_to_token_pool=object() if whole_tree else None), key)
     assert (found.extra_key, found.is_bigram, found.cache_salt) == ("tenant", True, "salt")
@@ -59,9 +59,9 @@ def test_marks_leave_all_else_of_a_key_as_it_was(method, whole_tree: bool, monke
 def test_a_request_that_waits_is_hashed_once(method, monkeypatch: pytest.MonkeyPatch) -> None:
     """And where its tokens are others, anew."""
     sizes: list[int] = []
-    monkeypatch.setattr(group_keys, "current_settings", lambda: SimpleNamespace(prefill=method))
-    digest = group_keys.blake2b
-    monkeypatch.setattr(group_keys, "blake2b", lambda view, **more: sizes.append(len(view)) or digest(view, **more))
+    monkeypatch.setattr(prefix_keys, "current_settings", lambda: SimpleNamespace(prefill=method))
+    digest = prefix_keys.blake2b
+    monkeypatch.setattr(prefix_keys, "blake2b", lambda view, **more: sizes.append(len(view)) or digest(view, **more))
     tree, request, found = SimpleNamespace(req_to_token_pool=object()), SimpleNamespace(), []
 
     def look(tokens: array) -> array:

@@ -18,9 +18,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_sparse import plugin
 from sglang_sparse.config.settings import build as config_of
+from sglang_sparse.config.versions import SUPPORTED_SGLANG
 from sglang_sparse.hooks import apply as hooks
-from sglang_sparse.refusals import require_weights
-from sglang_sparse.versions import SUPPORTED_SGLANG
+from sglang_sparse.hooks.refusals import require_weights
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -109,7 +109,7 @@ def test_sglang_refuses_float8_latents_in_one_place_which_is_hooked() -> None:
     found = [inspect.getsource(source).count(name) for source in (overrides, overrides._dsa_split_backend_resolution)]
     # In the whole file its definition, and a function that nobody calls, besides.
     assert found == [4, 2]
-    (hooked,) = (seam for seam in hooks.SEAMS if seam.function == "dsa_flags:keep_slot")
+    (hooked,) = (seam for seam in hooks.SEAMS if seam.function == "hooks.dsa_flags:keep_slot")
     assert hooked.target == f"{overrides.__name__}._dsa_split_backend_resolution"
 
 

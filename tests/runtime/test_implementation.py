@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import dsa_flags, implementation, serve
+from sglang_sparse import serve
 from sglang_sparse.config.settings import SparseArgumentError, build
-from sglang_sparse.implementation import Facts, resolve
-from sglang_sparse.methods.dsa import STAGES
+from sglang_sparse.hooks import dsa_flags
+from sglang_sparse.methods.dsa import kernel_choice
+from sglang_sparse.methods.dsa.decode import STAGES
+from sglang_sparse.methods.dsa.kernel_choice import Facts, resolve
 
 PACKAGES = frozenset({"deep_gemm", "sgl_kernel"})
 AMPERE, ADA, HOPPER, BLACKWELL, DESKTOP = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -112,12 +114,12 @@ def test_what_cannot_be_is_refused_by_name(facts: Facts, asked: dict[str, str], 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER, DESKTOP])
 def test_nothing_starts_where_sglangs_model_cannot_be_imported(capability: tuple[int, int]) -> None:
     facts = replace(GPU, capability=capability)
-    said = [implementation.absent(replace(facts, packages=PACKAGES - {name})) for name in sorted(PACKAGES)]
+    said = [kernel_choice.absent(replace(facts, packages=PACKAGES - {name})) for name in sorted(PACKAGES)]
     assert str(said[0]).startswith("deep_gemm (package sgl-deep-gemm) cannot be imported; next to a GPU SGLang's model")
     assert str(said[1]).startswith("sgl_kernel (package sglang-kernel) cannot be imported")
-    both = str(implementation.absent(replace(facts, packages=frozenset())))
+    both = str(kernel_choice.absent(replace(facts, packages=frozenset())))
     assert both.startswith("deep_gemm (package sgl-deep-gemm) and sgl_kernel (package sglang-kernel) cannot")
-    assert implementation.absent(facts) is None and implementation.absent(replace(CPU, packages=frozenset())) is None
+    assert kernel_choice.absent(facts) is None and kernel_choice.absent(replace(CPU, packages=frozenset())) is None
 
 
 @pytest.mark.parametrize(
@@ -167,17 +169,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(implementation, "find_spec", lambda name: object() if name in installed else None)
+        monkeypatch.setattr(kernel_choice, "find_spec", lambda name: object() if name in installed else None)
         text = SimpleNamespace(index_topk=2048, kv_lora_rank=512, qk_rope_head_dim=64)
         model = SimpleNamespace(num_attention_heads=128, hf_text_config=text, dtype=dtype)
-        monkeypatch.setattr(implementation, "_model", lambda _: model)
+        monkeypatch.setattr(kernel_choice, "_model", lambda _: model)
 
     return see
 
 
 def settled(args: Any) -> Any:
     settings = build("dsa", json.loads(args.sparse_config))
-    implementation.settle(args, settings)
+    kernel_choice.settle(args, settings)
     return build("dsa", json.loads(args.sparse_config)).config
 
 

@@ -18,7 +18,7 @@ from dsa_passes import (
     runner,
 )
 
-from sglang_sparse import dsa_latents, indexer
+from sglang_sparse.attention.dsa import indexer, latents
 from sglang_sparse_kernels import index_parts
 
 
@@ -64,14 +64,14 @@ def test_tokens_of_a_copied_cache_are_numbered_from_where_their_row_begins(kind:
 def test_a_native_indexer_is_left_alone_and_counted(topk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Rows(**PASSES["decode within a graph"])
     backend = rows.backend({"implementation": {"indexer": "native", "topk": topk, "attention": "native"}})
-    for module in (indexer, dsa_latents):
+    for module in (indexer, latents):
         monkeypatch.setattr(module, "served_backend", lambda: backend)
     asked: list[Any] = []
     for layer in LAYERS:
         assert indexer.choose(lambda *args: asked.append(args[-3]), None, *[None] * 4, layer, True) is None
     assert asked == list(LAYERS) and rows.view is not None
     assert rows.view.stats.tolist() == [2 * 3, (32 + 20) * 3, 220 * 3, 0]
-    assert dsa_latents.attend(lambda *args: args[-1], None, *[None] * 4, 0.3) == 0.3
+    assert latents.attend(lambda *args: args[-1], None, *[None] * 4, 0.3) == 0.3
 
 
 @pytest.mark.parametrize("kind", ["decode within a graph", "prefill of a padded batch"])
@@ -86,7 +86,7 @@ def test_the_portable_kernels_are_the_reference(kind: str, run, monkeypatch: pyt
         chosen = [run(rows, backend, model, layer) for layer in LAYERS]
         query = torch.randn(rows.tokens, 2, LATENT + ROPE, generator=rows.generator)
         cache = torch.randn((PAGES + 1) * PAGE, 1, LATENT + ROPE, generator=rows.generator)
-        output = dsa_latents.attend(no_original, None, query, cache, LATENT, backend.indexed.selection, 0.3)
+        output = latents.attend(no_original, None, query, cache, LATENT, backend.indexed.selection, 0.3)
         found.append((torch.stack(chosen), output, rows.pool[0]))
     (chosen, output, keys), (chosen_again, output_again, keys_again) = found
     assert torch.equal(chosen, chosen_again) and torch.equal(keys, keys_again)

@@ -20,7 +20,7 @@ from dsa_passes import (
     runner,
 )
 
-from sglang_sparse import dsa_latents, indexer
+from sglang_sparse.attention.dsa import indexer, latents
 from sglang_sparse_kernels import index_parts
 
 
@@ -126,7 +126,7 @@ def test_decode_is_counted_and_prefill_is_not(run) -> None:
 @pytest.mark.parametrize("kind", PASSES)
 def test_attention_reads_what_was_chosen_and_no_more(kind: str, run, monkeypatch: pytest.MonkeyPatch) -> None:
     # A long prefill in one piece takes several launches.
-    monkeypatch.setattr(dsa_latents, "ATTENDED", 7)
+    monkeypatch.setattr(latents, "ATTENDED", 7)
     rows = Rows(**PASSES[kind])
     backend = rows.backend()
     chosen = run(rows, backend, Model(rows), 0)
@@ -136,7 +136,7 @@ def test_attention_reads_what_was_chosen_and_no_more(kind: str, run, monkeypatch
         table[token, : len(places)] = torch.tensor([rows.slot(row, place) for place in places])
     query = torch.randn(rows.tokens, 2, LATENT + ROPE, generator=rows.generator)
     cache = torch.randn((PAGES + 1) * PAGE, 1, LATENT + ROPE, generator=rows.generator)
-    output = dsa_latents.attend(no_original, None, query, cache, LATENT, table, 0.3)
+    output = latents.attend(no_original, None, query, cache, LATENT, table, 0.3)
     for token in range(rows.tokens):
         held = cache[table[token][table[token] >= 0].long(), 0].double()
         weights = (query[token].double() @ held.T * 0.3).softmax(-1)
@@ -144,9 +144,9 @@ def test_attention_reads_what_was_chosen_and_no_more(kind: str, run, monkeypatch
 
 
 def test_attention_before_a_choice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dsa_latents, "served_backend", Rows(**PASSES["prefill"]).backend)
+    monkeypatch.setattr(latents, "served_backend", Rows(**PASSES["prefill"]).backend)
     with pytest.raises(RuntimeError, match="before its indexer"):
-        dsa_latents.attend(no_original, None, torch.zeros(1, 1, 80), torch.zeros(1, 1, 80), 64, torch.zeros(1, 8), 1.0)
+        latents.attend(no_original, None, torch.zeros(1, 1, 80), torch.zeros(1, 1, 80), 64, torch.zeros(1, 8), 1.0)
 
 
 def test_layers_whose_attention_wants_nothing_store_their_keys_only(run, monkeypatch: pytest.MonkeyPatch) -> None:

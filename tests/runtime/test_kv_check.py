@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_sparse import kv_check, pools
-from sglang_sparse.kv_check import (
+from sglang_sparse import pools
+from sglang_sparse.debug import kv_compare
+from sglang_sparse.debug.kv_compare import (
     InexactTreeError,
     borrowed,
     checksums,
@@ -14,7 +15,7 @@ from sglang_sparse.kv_check import (
     default_tolerance,
     stale_summaries,
 )
-from sglang_sparse.method import AuxSpec
+from sglang_sparse.methods.base import AuxSpec
 from sglang_sparse_kernels.page_summary import update_page_summaries
 
 PAGES, SIZE, HEADS, DIM = 6, 4, 2, 64
@@ -83,7 +84,7 @@ SLOTS = torch.tensor([12, 13, 14, 15, 4, 5, 6, 7, 16, 17])
 
 @pytest.mark.parametrize("rows", [3, 8192])
 def test_borrowed_slots_come_back_as_they_were(kv_pool, monkeypatch, rows) -> None:
-    monkeypatch.setattr(kv_check, "ROWS_AT_ONCE", rows)
+    monkeypatch.setattr(kv_compare, "ROWS_AT_ONCE", rows)
     before = everything(kv_pool)
     with borrowed(kv_pool, SLOTS):
         lent = everything(kv_pool)
@@ -96,7 +97,7 @@ def test_borrowed_slots_come_back_as_they_were(kv_pool, monkeypatch, rows) -> No
 
 @pytest.mark.parametrize("rows", [3, 8192])
 def test_compare_names_what_differs(kv_pool, monkeypatch, rows) -> None:
-    monkeypatch.setattr(kv_check, "ROWS_AT_ONCE", rows)
+    monkeypatch.setattr(kv_compare, "ROWS_AT_ONCE", rows)
     tokens, positions = list(range(50, 60)), torch.tensor([1, 2, 5, 8, 9])
     before = [get(layer).clone() for layer in (0, 1) for get in (kv_pool.get_key_buffer, kv_pool.get_value_buffer)]
 

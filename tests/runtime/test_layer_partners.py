@@ -10,8 +10,9 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang_sparse import capabilities, layer_partners
+from sglang_sparse import layer_partners
 from sglang_sparse.config.settings import SparseArgumentError, build
+from sglang_sparse.tools import support_matrix
 
 
 def refused(layers: Any, name: str) -> str:
@@ -21,7 +22,7 @@ def refused(layers: Any, name: str) -> str:
 
 
 def test_partners_are_those_that_start() -> None:
-    asked = capabilities.methods()
+    asked = support_matrix.methods()
     found, of_prefill = (
         {method.name: layer_partners.rule_partners(method) for method in asked if method.prefill == prefill}
         for prefill in (False, True)
@@ -48,8 +49,8 @@ def test_dsa_has_all_layers(rules: dict[str, Any]) -> None:
 def test_what_compacts_has_all_layers() -> None:
     """Beside dense layers the model is asked, and beside other fields of its own nobody needs to be."""
     compact = {"method": "rocketkv", "eviction": "compact"}
-    place = capabilities.Place("MHA/GQA", False, {"layers": {"0-1": "dense", "2-": compact}})
-    found = capabilities.refusal(capabilities.Method("rocketkv", False), place)
+    place = support_matrix.Place("MHA/GQA", False, {"layers": {"0-1": "dense", "2-": compact}})
+    found = support_matrix.refusal(support_matrix.Method("rocketkv", False), place)
     assert found is not None and "a dense layer would attend to what is gone" in found
     assert 'rule "1-": rocketkv runs beside no other' in refused({"0": {}, "1-": compact}, "rocketkv")
 
@@ -79,10 +80,10 @@ def test_what_serves_both_kinds_stands_beside_either() -> None:
 
 def test_a_chunk_holds_the_longest_window() -> None:
     rules = {"0-3": {"window_size": 100}, "4-": {"window_size": 40}}
-    place = capabilities.Place("MHA/GQA", False, {"layers": rules})
-    rocketkv = capabilities.Method("rocketkv", False)
-    assert capabilities.refusal(rocketkv, place, {"chunked_prefill_size": 128}) is None
-    found = capabilities.refusal(rocketkv, place, {"chunked_prefill_size": 112})
+    place = support_matrix.Place("MHA/GQA", False, {"layers": rules})
+    rocketkv = support_matrix.Method("rocketkv", False)
+    assert support_matrix.refusal(rocketkv, place, {"chunked_prefill_size": 128}) is None
+    found = support_matrix.refusal(rocketkv, place, {"chunked_prefill_size": 112})
     assert found is not None and "allowed: at least 128, so that the last 100 tokens" in found
 
 

@@ -6,16 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import crossover, keep_method, metrics, pools, scratch, windows
-from sglang_sparse.composite import Composite, count_sizes, view_buffers, with_parts
+from sglang_sparse import pools
+from sglang_sparse.attention import crossover, memory, prompt_selection
+from sglang_sparse.attention.counters import Counters
+from sglang_sparse.attention.plan import DecodePlan, plan_decode
+from sglang_sparse.config.request_options import RequestState, parse_options
 from sglang_sparse.config.settings import Settings, build
-from sglang_sparse.kv_check import stale_summaries
-from sglang_sparse.method import ModelShape
-from sglang_sparse.plan import DecodePlan, plan_decode
+from sglang_sparse.debug.kv_compare import stale_summaries
+from sglang_sparse.hooks import prometheus
+from sglang_sparse.methods import roles
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.groups import Composite, count_sizes, view_buffers, with_parts
+from sglang_sparse.methods.views import allocate_view
 from sglang_sparse.pools import AuxPools, page_ends
-from sglang_sparse.requests import RequestState, parse_options
-from sglang_sparse.stats import Counters
-from sglang_sparse.view import allocate_view
 from sglang_sparse_kernels.page_centroids import record_bytes
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
@@ -48,8 +51,8 @@ def test_what_both_kinds_of_parts_count_is_reported_together(caplog: Any) -> Non
     method = settings.method
     pools = AuxPools(method.aux_specs(SHAPE), (1, 2, 3), 8, 16, "cpu")
     counted = Counters(settings, pools, SHAPE, torch.zeros(sum(count_sizes(method)), dtype=torch.int64), None)
-    report = metrics.IntervalReport(counted, metrics.DeviceCopy(counted.device_stats), None, logs=False, time=0.0)
-    published: list[metrics.Interval] = []
+    report = prometheus.IntervalReport(counted, prometheus.DeviceCopy(counted.device_stats), None, logs=False, time=0.0)
+    published: list[prometheus.Interval] = []
     report._metrics = type("Metrics", (), {"publish": staticmethod(published.append)})  # type: ignore[assignment]
     counted.add_decode(plan_decode(method, torch.tensor([640])))
     # ReSA counts on the device: one layer, two KV heads.
@@ -86,9 +89,9 @@ def request(settings: Settings, prompt: int, **options: Any) -> Any:
 def test_the_window_is_the_longest_of_those_that_choose() -> None:
     settings = build("rocketkv", KEPT)
     for prompt, window in ((24, None), (25, 8), (100, 8), (101, 16)):
-        start = windows.window_start(settings, request(settings, prompt))
+        start = prompt_selection.window_start(settings, request(settings, prompt))
         assert start == (window and prompt - window)
-    assert windows.window_start(settings, request(settings, 101, sparse=False)) is None
+    assert prompt_selection.window_start(settings, request(settings, 101, sparse=False)) is None
 
 
 def test_each_part_keeps_what_it_would_keep_alone() -> None:
@@ -106,11 +109,11 @@ def test_each_part_keeps_what_it_would_keep_alone() -> None:
 
     def run(method: Any, layers: tuple[int, ...], known: Settings) -> Any:
         aux = AuxPools(method.aux_specs(SHAPE), method.sparse_layers(4), 64, 16, "cpu", method.entry_tokens)
-        path: Any = windows.make_path(method, aux, runner, SHAPE)
+        path: Any = prompt_selection.make_path(method, aux, runner, SHAPE)
         mode = SimpleNamespace(is_extend=lambda: True)
         batch = SimpleNamespace(forward_mode=mode, prefix_lens=[0, 0], extend_lens=[30, 140])
         batch.reqs = [request(known, 30), request(known, 140)]
-        windows.begin(SimpleNamespace(keeps=path), SimpleNamespace(req_pool_indices=places), batch)
+        prompt_selection.begin(SimpleNamespace(keeps=path), SimpleNamespace(req_pool_indices=places), batch)
         for layer in layers:
             names = {"layer_id": layer, "tp_q_head_num": 8, "qk_head_dim": 64, "scaling": 0.125}
             path.keep(queries[layer], SimpleNamespace(**names, k_scale_float=None))
@@ -119,7 +122,7 @@ def test_each_part_keeps_what_it_would_keep_alone() -> None:
     aux, path = run(settings.method, (0, 2, 3), settings)
     assert [one.snapshot()["prompts"] for one in path.paths] == [2, 1] and path.snapshot()["prompts"] == 3
     assert path.snapshot()["bytes"] == sum(
-        windows.kept_bytes(part, SHAPE, 4) for part in keep_method.keep_methods(settings.method)
+        prompt_selection.kept_bytes(part, SHAPE, 4) for part in roles.keep_methods(settings.method)
     )
     assert [sorted(kept.blocks) for kept in aux.kept] == [[0], [2, 3]]
     with pytest.raises(RuntimeError, match="in layer 1"):
@@ -143,10 +146,10 @@ def test_memory_of_what_parts_keep_is_added_up_and_a_choice_is_the_largest() -> 
     )
 
     def needed(*methods: Any) -> tuple[int, int]:
-        kept = sum(windows.kept_bytes(method, SHAPE, 6) for method in methods)
-        return kept, scratch.of_prompts(methods, "", kvc, SHAPE).nbytes - kept
+        kept = sum(prompt_selection.kept_bytes(method, SHAPE, 6) for method in methods)
+        return kept, memory.of_prompts(methods, "", kvc, SHAPE).nbytes - kept
 
-    first, second = keep_method.keep_methods(settings.method)
+    first, second = roles.keep_methods(settings.method)
     assert needed(first, second)[0] == needed(first)[0] + needed(second)[0] > 0
     assert needed(first, second)[1] == max(needed(first)[1], needed(second)[1]) > 0
     # Of one, two and one layers: bounds of blocks of four and eight tokens in float8, and centroids of pages.

@@ -15,17 +15,17 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse import pools
-from sglang_sparse.backend import SparseAttentionBackend
-from sglang_sparse.composite import Composite, count_sizes, view_buffers, with_parts
+from sglang_sparse.attention.backend import SparseAttentionBackend
+from sglang_sparse.attention.counters import Counters
+from sglang_sparse.attention.cuda_graphs import SPARSE
+from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.config.files import read_config
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build
-from sglang_sparse.config_value import read_config
-from sglang_sparse.graphs import SPARSE
-from sglang_sparse.method import ModelShape
-from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
-from sglang_sparse.plan import plan_decode
-from sglang_sparse.requests import parse_options
-from sglang_sparse.stats import Counters
-from sglang_sparse.view import BatchView, allocate_view
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.groups import Composite, count_sizes, view_buffers, with_parts
+from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
+from sglang_sparse.methods.views import BatchView, allocate_view
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
 SKIP = {"method": "skip_softmax", "threshold_scale_factor": {"decode": 40}}
@@ -267,7 +267,7 @@ def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with(mo
     counts = torch.zeros(sum(count_sizes(method)), dtype=torch.int64)
     backend.counters = Counters(three(), backend._pools, SHAPE, counts)
     backend.init_cuda_graph_state(4, 4)
-    monkeypatch.setattr("sglang_sparse.backend.get_capture_attention_variant", lambda: SPARSE)
+    monkeypatch.setattr("sglang_sparse.attention.backend.get_capture_attention_variant", lambda: SPARSE)
     backend._begin_capture(2)
     captured = backend.view
     assert captured is not None and not captured.n_pages.any() and len(captured.parts) == 3

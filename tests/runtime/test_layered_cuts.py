@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse import prefill
+from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.settings import build
 from sglang_sparse.layered_prefill import LayeredPrefill
 from sglang_sparse.methods.anchor import Anchor, AnchorConfig
-from sglang_sparse.prefill_method import PrefillConfig, PrefillMethod
-from sglang_sparse.prefill_path import PrefillPath
+from sglang_sparse.methods.prefill import PrefillConfig, PrefillMethod
+from sglang_sparse.scheduler import prefill_chunks
 
 TOKENS, HEADS, DIM, PAGE, LAYERS = 600, 2, 16, 16, 4
 GENERATOR = torch.Generator().manual_seed(0)
@@ -40,8 +40,10 @@ def run(method: PrefillMethod, layers: list[int], ends: list[int]) -> tuple[dict
     state: Any = SimpleNamespace(cut=None)
     start, found = 0, {layer: torch.full((ends[-1], HEADS * DIM), torch.nan) for layer in layers}
     for end in ends:
-        cuts = prefill.follow_cuts(state, start, end, ends[-1], method)
-        path.begin([*prefill.split_prompt(0, start, end, ends[-1], method, cuts)], torch.zeros(1, dtype=torch.int64))
+        cuts = prefill_chunks.follow_cuts(state, start, end, ends[-1], method)
+        path.begin(
+            [*prefill_chunks.split_prompt(0, start, end, ends[-1], method, cuts)], torch.zeros(1, dtype=torch.int64)
+        )
         for layer_id in filter(path.takes, layers):
             layer: Any = SimpleNamespace(layer_id=layer_id, tp_q_head_num=HEADS, qk_head_dim=DIM, v_head_dim=DIM)
             layer.scaling, layer.k_scale_float, layer.v_scale_float = 0.25, None, None

@@ -13,18 +13,18 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse.calibration.anchor import base_method
-from sglang_sparse.calibration.capture import CalibrationError
-from sglang_sparse.calibration.skip_softmax import _layers
+from sglang_sparse.attention.prefill import PrefillPath
+from sglang_sparse.config.request_options import NAMESPACE, namespaced, parse_options, prefill_of_namespace
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build
 from sglang_sparse.layered_prefill import LayeredPrefill
-from sglang_sparse.method import ModelShape
 from sglang_sparse.methods.anchor import Anchor
-from sglang_sparse.methods.skip_softmax import SkipSoftmax
-from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
-from sglang_sparse.prefill_method import PrefillMethod, PrefillSpan
-from sglang_sparse.prefill_path import PrefillPath
-from sglang_sparse.requests import NAMESPACE, namespaced, parse_options, prefill_of_namespace
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.prefill import PrefillMethod, PrefillSpan
+from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
+from sglang_sparse.methods.skip_softmax.prefill import SkipSoftmax
+from sglang_sparse.tools.calibration.anchor import base_method
+from sglang_sparse.tools.calibration.capture import CalibrationError
+from sglang_sparse.tools.calibration.skip_softmax import _layers
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
 SKIP = {"method": "skip_softmax"}

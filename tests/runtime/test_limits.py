@@ -12,7 +12,8 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse import limits, registry
+from sglang_sparse.hooks import limits
+from sglang_sparse.methods import registry
 
 COMPACT = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "compact"}}
 

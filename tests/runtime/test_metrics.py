@@ -13,14 +13,14 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_sparse import metrics
+from sglang_sparse.attention.counters import PREFILL_TOTALS, Counters
+from sglang_sparse.attention.plan import DecodePlan
+from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.settings import build
-from sglang_sparse.method import ModelShape
-from sglang_sparse.plan import DecodePlan
+from sglang_sparse.hooks import prometheus
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.views import SELECT_STATS
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.prefill_path import PrefillPath
-from sglang_sparse.stats import PREFILL_TOTALS, Counters
-from sglang_sparse.view import SELECT_STATS
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
 
@@ -59,18 +59,18 @@ def work(counted: Counters) -> None:
     counted.rectify.tail_tokens_dropped += 5
 
 
-def reporting(counted: Counters, copy: metrics.DeviceCopy | None = None) -> metrics.IntervalReport:
-    copy = copy or metrics.DeviceCopy(counted.device_stats)
-    return metrics.IntervalReport(counted, copy, None, logs=True, time=0.0)
+def reporting(counted: Counters, copy: prometheus.DeviceCopy | None = None) -> prometheus.IntervalReport:
+    copy = copy or prometheus.DeviceCopy(counted.device_stats)
+    return prometheus.IntervalReport(counted, copy, None, logs=True, time=0.0)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == metrics.__name__]
+    return [record.message for record in caplog.records if record.name == prometheus.__name__]
 
 
 @pytest.fixture(autouse=True)
 def log_level(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, metrics.__name__)
+    caplog.set_level(logging.INFO, prometheus.__name__)
 
 
 def test_one_line_for_each_report(caplog: pytest.LogCaptureFixture) -> None:
@@ -88,7 +88,7 @@ def test_one_line_for_each_report(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-class SlowCopy(metrics.DeviceCopy):
+class SlowCopy(prometheus.DeviceCopy):
     """A device that takes its time."""
 
     here = False
@@ -134,14 +134,14 @@ def registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
-def publishing(counted: Counters, registry: CollectorRegistry) -> metrics.IntervalReport:
+def publishing(counted: Counters, registry: CollectorRegistry) -> prometheus.IntervalReport:
     collector = SimpleNamespace(
         labels={"model_name": "m", "tp_rank": 1},
         _counter_cls=partial(Counter, registry=registry),
         _gauge_cls=partial(Gauge, registry=registry),
     )
-    copy = metrics.DeviceCopy(counted.device_stats)
-    return metrics.IntervalReport(counted, copy, metrics.Metrics(collector, counted), logs=False, time=0.0)
+    copy = prometheus.DeviceCopy(counted.device_stats)
+    return prometheus.IntervalReport(counted, copy, prometheus.Metrics(collector, counted), logs=False, time=0.0)
 
 
 def test_metrics_have_sglangs_labels_and_the_totals(registry: CollectorRegistry) -> None:
@@ -150,14 +150,14 @@ def test_metrics_have_sglangs_labels_and_the_totals(registry: CollectorRegistry)
     idle = published(registry)
     assert math.isnan(idle.pop("sglang:sparse_active_fraction"))
     assert idle.pop("sglang:sparse_aux_bytes") == counted.aux_bytes
-    assert len(idle) == len(metrics.COUNTERS) + len(metrics.GAUGES) - 2 and set(idle.values()) == {0.0}
+    assert len(idle) == len(prometheus.COUNTERS) + len(prometheus.GAUGES) - 2 and set(idle.values()) == {0.0}
     for reported in (1.0, 2.0):
         work(counted)
         work(counted)
         report.step(reported)
     shown = published(registry)
     snapshot = counted.snapshot()
-    for name in metrics.COUNTERS:
+    for name in prometheus.COUNTERS:
         assert shown[f"sglang:sparse_{name}_total"] == snapshot[name], name
     assert shown["sglang:sparse_active_fraction"] == 14 / 30
     assert shown["sglang:sparse_rectify_mean_delay_steps"] == 1.5
@@ -174,7 +174,7 @@ def test_metrics_of_a_prefill_method(registry: CollectorRegistry, prefill: Prefi
         prefilled(prefill)
         report.step(reported)
     shown, state = published(registry), counted.snapshot()["prefill"]
-    totals = {name: shown[f"sglang:sparse_{name}_total"] for name in metrics.PREFILL_COUNTERS}
+    totals = {name: shown[f"sglang:sparse_{name}_total"] for name in prometheus.PREFILL_COUNTERS}
     assert totals == {f"prefill_{name}": state[name] for name in PREFILL_TOTALS}
     assert list(totals.values()) == [1024, 1024, 600, 2400]
     assert shown["sglang:sparse_prefill_sparsity"] == 0.75
@@ -242,24 +242,25 @@ def test_dense_servers_and_silent_ranks_report_nothing(sparse: bool, logging_ran
     quiet = scheduler(sparse, logging_rank)
     reporter = quiet.metrics_reporter
     before = dict(vars(reporter))
-    metrics.start({}, quiet)
+    prometheus.start({}, quiet)
     reporter.last_decode_stats_tic = before["last_decode_stats_tic"] = 8.0
-    metrics.follow(None, reporter, True, running_batch=None)
+    prometheus.follow(None, reporter, True, running_batch=None)
     assert vars(reporter) == before
 
 
 def test_without_metrics_the_line_is_still_logged(caplog: pytest.LogCaptureFixture) -> None:
     loud = scheduler(True, True)
-    metrics.start({}, loud)
-    metrics.follow(None, loud.metrics_reporter, True, running_batch=None)
+    prometheus.start({}, loud)
+    prometheus.follow(None, loud.metrics_reporter, True, running_batch=None)
     assert not lines(caplog)
     loud.metrics_reporter.last_decode_stats_tic = 8.0
-    metrics.follow(None, loud.metrics_reporter, True, running_batch=None)
+    prometheus.follow(None, loud.metrics_reporter, True, running_batch=None)
     assert len(lines(caplog)) == 1
 
 
 def test_prometheus_is_not_imported_before_sglang_has_set_it_up() -> None:
-    code = "import sys, sglang_sparse.metrics, sglang_sparse.stats; sys.exit('prometheus_client' in sys.modules)"
+    modules = "sglang_sparse.hooks.prometheus, sglang_sparse.attention.counters"
+    code = f"import sys, {modules}; sys.exit('prometheus_client' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -269,7 +270,7 @@ def test_prometheus_is_not_imported_before_sglang_has_set_it_up() -> None:
 def test_a_busy_gpu_is_not_waited_for(overlap: bool) -> None:
     source = torch.zeros(3, dtype=torch.int64, device="cuda")
     stream = torch.cuda.Stream() if overlap else torch.cuda.current_stream()
-    copy = metrics.DeviceCopy((source, source), stream if overlap else None)
+    copy = prometheus.DeviceCopy((source, source), stream if overlap else None)
 
     def launch(cycles: int, increment: int) -> None:
         with torch.cuda.stream(stream):

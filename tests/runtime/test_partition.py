@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_sparse.calibration import weights
-from sglang_sparse.calibration.partition import LayerSimilarity, RopeCalibration
-from sglang_sparse.calibration.presets import PRESETS
-from sglang_sparse.calibration.robsa_report import plot, table
-from sglang_sparse.calibration.weights import fingerprint
+from sglang_sparse.methods import fingerprint as weights
+from sglang_sparse.methods.fingerprint import fingerprint
+from sglang_sparse.methods.robsa.calibration_file import LayerSimilarity, RopeCalibration
+from sglang_sparse.methods.robsa.presets import PRESETS
+from sglang_sparse.tools.calibration.robsa_report import plot, table
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.arange(4096, dtype=torch.int32)}
 CONFIG: dict[str, Any] = {"architectures": ["X"], "hidden_size": 3, "rope_scaling": {"factor": 2.0}}
@@ -125,7 +125,7 @@ def test_weights_that_cannot_be_read(tmp_path: Path, how: str, message: str) -> 
 
 def test_a_server_reads_a_calibration_without_torch() -> None:
     heavy = {"torch", "sglang", "transformers"}
-    modules = ", ".join(f"sglang_sparse.calibration.{name}" for name in ("partition", "weights"))
+    modules = ", ".join(f"sglang_sparse.methods.{name}" for name in ("robsa.calibration_file", "fingerprint"))
     code = f"import sys, {modules}; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sparse.method import ModelShape
-from sglang_sparse.pass_rows import PASS_TILES, Divider, divider_of
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.scheduler.fa3_packing import PASS_TILES, Divider, divider_of
 
 LONG = 131072
 QWEN3_8B = Divider(q_per_kv=4, kv_heads=8, processors=132)

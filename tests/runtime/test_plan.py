@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_sparse.attention.plan import plan_decode, usual_selection
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import build
-from sglang_sparse.layers import parse_layers
-from sglang_sparse.plan import plan_decode, usual_selection
-from sglang_sparse.requests import parse_options
+from sglang_sparse.methods.layers import parse_layers
 
 
 def decide(lengths: list[int], **fields: object):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_sparse import pools
 from sglang_sparse.config.settings import build
-from sglang_sparse.method import AuxSpec, ModelShape
+from sglang_sparse.methods.base import AuxSpec, ModelShape
 from sglang_sparse.methods.resa import SUMMARY
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 
-from sglang_sparse import prefill
+from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.methods.anchor import Anchor, AnchorConfig
-from sglang_sparse.prefill_method import PrefillSpan
-from sglang_sparse.prefill_path import PrefillPath
+from sglang_sparse.methods.prefill import PrefillSpan
+from sglang_sparse.scheduler import prefill_chunks
 
 GROUP, HEADS, DIM, LAYERS, PAGE = 32, 2, 16, (0, 2), 16
 FIELDS = {"block_size": 16, "step": 2, "theta": 1e9, "crossover_tokens": GROUP}
@@ -120,7 +120,7 @@ def test_a_chunk_has_room_for_a_group(
 ) -> None:
     """Four rows decode, and SGLang has taken them off the chunk. None: the budget stays as it is."""
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(enable_mixed_chunk=mixed))
-    monkeypatch.setattr(prefill, "sharing_method", lambda _: ANCHOR)
+    monkeypatch.setattr(prefill_chunks, "sharing_method", lambda _: ANCHOR)
     adder = SimpleNamespace(
         rem_chunk_tokens=chunk - 4 if mixed else chunk,
         running_batch=SimpleNamespace(reqs=[None] * 4),
@@ -131,5 +131,5 @@ def test_a_chunk_has_room_for_a_group(
     prompt = [0] * (2 * GROUP + before)
     request = SimpleNamespace(prefix_len=2 * GROUP, full_untruncated_fill_ids=prompt, origin_input_ids=prompt)
     budget = adder.rem_chunk_tokens
-    prefill.add_chunk(lambda adder, _: adder.rem_chunk_tokens, adder, request)
+    prefill_chunks.add_chunk(lambda adder, _: adder.rem_chunk_tokens, adder, request)
     assert adder.rem_chunk_tokens == (budget if expected is None else expected)

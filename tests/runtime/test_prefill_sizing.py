@@ -10,7 +10,7 @@ import torch
 from sglang.srt.runtime_context import get_context
 
 from sglang_sparse import pools
-from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.base import ModelShape
 from sglang_sparse_kernels.anchor_prefill import scratch_bound
 
 SHAPE = ModelShape(num_layers=36, num_q_heads=32, num_kv_heads=8, head_dim=128, kv_dtype=torch.bfloat16)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse import rectify
-from sglang_sparse.passes import Span
-from sglang_sparse.rectify import due_rows, grouped
+from sglang_sparse.scheduler import rectification
+from sglang_sparse.scheduler.partial_batch import Span
+from sglang_sparse.scheduler.rectification import due_rows, grouped
 
 
 def run(
@@ -90,8 +90,8 @@ def test_tails_are_grouped_by_rows_and_tokens() -> None:
 
 
 def test_a_pass_without_a_graph_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    rectify._say_eager.cache_clear()
+    rectification._say_eager.cache_clear()
     for _ in range(2):
-        rectify._say_eager()
+        rectification._say_eager()
     (record,) = caplog.records
     assert "ran without a CUDA graph" in record.message

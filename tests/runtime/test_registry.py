@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from third_parties import install
 
-from sglang_sparse import registry
 from sglang_sparse.config.settings import SparseArgumentError, build
+from sglang_sparse.methods import registry
 
 
 def test_entry_points_name_methods_of_either_phase(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from sglang_sparse import registry
+from sglang_sparse.config.request_options import _configs, namespaced, parse_options, prefill_of_namespace
 from sglang_sparse.config.settings import build
-from sglang_sparse.method import DecodeMethod
-from sglang_sparse.method_config import MethodConfig
-from sglang_sparse.requests import _configs, namespaced, parse_options, prefill_of_namespace
+from sglang_sparse.methods import registry
+from sglang_sparse.methods.base import DecodeMethod
+from sglang_sparse.methods.config import MethodConfig
 
 RESA = build("resa", {"rectify_on_finish": True})
 

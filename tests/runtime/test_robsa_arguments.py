@@ -14,8 +14,8 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse import refusals
 from sglang_sparse.config.settings import SparseArgumentError, build
+from sglang_sparse.hooks import refusals
 
 TINY_MLA = "eval/models/tiny-mla"
 OPEN = '{"allow_uncalibrated": true}'

@@ -16,7 +16,8 @@ load_plugins()
 
 from resolved import prepare_server_args
 
-from sglang_sparse import recipes, serve
+from sglang_sparse import serve
+from sglang_sparse.tools import recipes
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = ROOT / "eval" / "models"

@@ -5,12 +5,12 @@ from dataclasses import fields
 
 import torch
 
+from sglang_sparse.attention.counters import Counters, RectifyCounts
+from sglang_sparse.attention.plan import DecodePlan
 from sglang_sparse.config.settings import build
-from sglang_sparse.method import ModelShape
-from sglang_sparse.plan import DecodePlan
+from sglang_sparse.config.versions import SUPPORTED_SGLANG
+from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.pools import AuxPools
-from sglang_sparse.stats import Counters, RectifyCounts
-from sglang_sparse.versions import SUPPORTED_SGLANG
 from sglang_sparse_kernels.page_centroids import record_bytes
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)

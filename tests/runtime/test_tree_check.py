@@ -18,11 +18,12 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang_sparse import pools, tree_check
-from sglang_sparse.kv_check import InexactTreeError
-from sglang_sparse.method import AuxSpec
+from sglang_sparse import pools
+from sglang_sparse.debug import tree_check
+from sglang_sparse.debug.kv_compare import InexactTreeError
+from sglang_sparse.debug.tree_check import check_tree, check_when_idle
+from sglang_sparse.methods.base import AuxSpec
 from sglang_sparse.scheduler.inserted_keys import InsertedKeys, remember_inserts
-from sglang_sparse.tree_check import check_tree, check_when_idle
 from sglang_sparse_kernels.page_summary import update_page_summaries
 
 PAGES, SIZE, HEADS, DIM = 24, 4, 1, 64

@@ -14,8 +14,8 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse import capabilities
 from sglang_sparse.config.settings import build
+from sglang_sparse.tools import support_matrix
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="starts on the CPU platform")
 SKIP: dict[str, Any] = {"algorithm": "skip_softmax", "threshold_scale_factor": {"prefill": 1000.0}}
@@ -34,10 +34,10 @@ OURS = {**{name: value for name, value in ROCKET.items() if name != "algorithm"}
 
 def resolved(fields: Mapping[str, Any] | str, method: str = "rocketkv") -> dict[str, Any]:
     """The config of a server that starts with fields of TensorRT-LLM as they are."""
-    kind = capabilities.place_of(capabilities.Method(method, False)).kind
+    kind = support_matrix.place_of(support_matrix.Method(method, False)).kind
     given = fields if isinstance(fields, str) else dict(fields)
     args: Any = ServerArgs(
-        model_path=capabilities._checkpoint(kind).name,
+        model_path=support_matrix._checkpoint(kind).name,
         sparse_method=method,  # pyright: ignore
         sparse_config=given,  # pyright: ignore
     )

@@ -11,14 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sparse import crossover, tune
+from sglang_sparse import tune
+from sglang_sparse.attention import crossover
+from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.settings import build
-from sglang_sparse.method import ModelShape
-from sglang_sparse.method_config import DEFAULT_CROSSOVER
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.config import DEFAULT_CROSSOVER
 from sglang_sparse.methods.resa import SUMMARY, Resa, ResaConfig
-from sglang_sparse.plan import plan_decode
+from sglang_sparse.tools.tune_bench import PEERS, Run, Step, graph_timer, num_layers
 from sglang_sparse.tune import Point, TuneError, crossing
-from sglang_sparse.tune_step import PEERS, Run, Step, graph_timer, num_layers
 
 SHAPE = ModelShape(num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64, kv_dtype=torch.bfloat16)
 CPU = torch.device("cpu")

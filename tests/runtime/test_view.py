@@ -7,9 +7,9 @@ import pytest
 import torch
 from plain_rocketkv import BLOCK, HEADS, SMALL, Rows, rocketkv
 
-from sglang_sparse.method import VIEW_BUFFERS, ModelShape, ViewBuffer
-from sglang_sparse.plan import DecodePlan
-from sglang_sparse.view import BatchView, allocate_view
+from sglang_sparse.attention.plan import DecodePlan
+from sglang_sparse.methods.base import VIEW_BUFFERS, ModelShape, ViewBuffer
+from sglang_sparse.methods.views import BatchView, allocate_view
 from sglang_sparse_kernels import nvrtc
 
 REQUESTS, CONTEXT = 6, 70

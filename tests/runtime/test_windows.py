@@ -20,9 +20,11 @@ load_plugins()
 from resolved import ServerArgs
 from window_stubs import Pass, chunks, request
 
-from sglang_sparse import prefill, tree_check, windows
+from sglang_sparse.attention import prompt_selection
+from sglang_sparse.attention.prompt_selection import KeepPath, PromptEnd
 from sglang_sparse.config.settings import Settings, build
-from sglang_sparse.windows import KeepPath, PromptEnd
+from sglang_sparse.debug import tree_check
+from sglang_sparse.scheduler import prefill_chunks
 
 WINDOW, BUDGET = 8, 24
 ROCKETKV, METHOD = build("rocketkv", SMALL), rocketkv(**SMALL)
@@ -36,31 +38,34 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Say what server this is."""
 
     def serve(found: Settings | None) -> None:
-        monkeypatch.setattr(prefill, "current_settings", lambda: found)
+        monkeypatch.setattr(prefill_chunks, "current_settings", lambda: found)
 
     return serve
 
 
 def test_where_a_window_begins() -> None:
-    assert windows.window_start(ROCKETKV, request(BUDGET + 1)) == BUDGET + 1 - WINDOW
-    assert windows.window_start(ROCKETKV, request(BUDGET + 1, generated=100, known=ROCKETKV)) == BUDGET + 1 - WINDOW
-    assert windows.window_start(ROCKETKV, request(BUDGET)) is None
-    assert windows.window_start(ROCKETKV, request(500, sparse=False)) is None
-    assert windows.window_start(ROCKETKV, request(500, known=ROCKETKV, sparse=False)) is None
-    assert windows.window_start(ROCKETKV, request(500, topk=10**6)) == 500 - WINDOW
-    assert windows.window_start(build("resa", {}), request(500)) is None
-    assert windows.window_start(None, request(500)) is None
+    assert prompt_selection.window_start(ROCKETKV, request(BUDGET + 1)) == BUDGET + 1 - WINDOW
+    assert (
+        prompt_selection.window_start(ROCKETKV, request(BUDGET + 1, generated=100, known=ROCKETKV))
+        == BUDGET + 1 - WINDOW
+    )
+    assert prompt_selection.window_start(ROCKETKV, request(BUDGET)) is None
+    assert prompt_selection.window_start(ROCKETKV, request(500, sparse=False)) is None
+    assert prompt_selection.window_start(ROCKETKV, request(500, known=ROCKETKV, sparse=False)) is None
+    assert prompt_selection.window_start(ROCKETKV, request(500, topk=10**6)) == 500 - WINDOW
+    assert prompt_selection.window_start(build("resa", {}), request(500)) is None
+    assert prompt_selection.window_start(None, request(500)) is None
 
 
 @given(st.integers(0, 400), st.integers(0, 300), st.integers(1, 100), st.sampled_from([1, 4, 16, 64]))
 def test_an_end_outside_the_window(position: int, start: int, window: int, page: int) -> None:
     position = position // page * page
-    found = windows.outside(position, start, start + window, page)
+    found = prompt_selection.outside(position, start, start + window, page)
     assert found <= position and found % page == 0
     assert not start < found < start + window
     # The last such end.
     assert not any(not start < other < start + window for other in range(found + page, position + 1, page))
-    assert windows.outside(position, None, start + window, page) == position
+    assert prompt_selection.outside(position, None, start + window, page) == position
 
 
 @pytest.mark.parametrize(
@@ -78,9 +83,9 @@ def test_a_cached_prefix_is_used_up_to_the_window(
     serving: Any, found: int, prompt: int, generated: int, options: dict[str, Any], expected: int
 ) -> None:
     serving(ROCKETKV)
-    assert prefill.limit_match(found, request(prompt, generated, **options)) == expected
+    assert prefill_chunks.limit_match(found, request(prompt, generated, **options)) == expected
     serving(None)
-    assert prefill.limit_match(found, request(prompt, generated, **options)) == found
+    assert prefill_chunks.limit_match(found, request(prompt, generated, **options)) == found
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,7 @@ def test_a_cached_prefix_is_used_up_to_the_window(
 )
 def test_beside_groups_it_ends_with_a_group_too(serving: Any, found: int, prompt: int, expected: int) -> None:
     serving(BESIDE_ANCHOR)
-    assert prefill.limit_match(found, request(prompt)) == expected
+    assert prefill_chunks.limit_match(found, request(prompt)) == expected
 
 
 def ended(one: Any, ends: list[int], start: int, path: KeepPath, before: int = 0) -> list[PromptEnd]:
@@ -97,7 +102,7 @@ def ended(one: Any, ends: list[int], start: int, path: KeepPath, before: int = 0
     other = request(10**6, known=ROCKETKV)
     for end in ends:
         batch = SimpleNamespace(reqs=[other, one], prefix_lens=[0, start], extend_lens=[before, end - start])
-        found += windows._prompt_ends(path, batch)
+        found += prompt_selection._prompt_ends(path, batch)
         start = end
     return found
 
@@ -112,7 +117,7 @@ def test_no_chunk_ends_within_a_window_unless_memory_forces_it(data: st.DataObje
     budgets = data.draw(st.lists(st.integers(least, 200), min_size=80, max_size=80))
     memory = data.draw(st.integers(1, 4)) * size if short else MEMORY
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "current_settings", lambda: ROCKETKV)
+        patch.setattr(prefill_chunks, "current_settings", lambda: ROCKETKV)
         one = request(prompt, generated, start, known=ROCKETKV)
         ends = chunks(one, budgets, memory, size)
     assume(ends and ends[-1] >= prompt)
@@ -131,9 +136,9 @@ def test_no_chunk_ends_within_a_window_unless_memory_forces_it(data: st.DataObje
 def test_a_full_budget_is_enough(pages: int, prompt: int, generated: int, size: int) -> None:
     """No request waits for more than a chunk that holds a window and a page."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "current_settings", lambda: ROCKETKV)
+        patch.setattr(prefill_chunks, "current_settings", lambda: ROCKETKV)
         one = request(prompt, generated)
-        cached = prefill.limit_match(min(pages * size, prompt + generated - 1), one) // size * size
+        cached = prefill_chunks.limit_match(min(pages * size, prompt + generated - 1), one) // size * size
         one.prefix_len = cached
         least = -(-(WINDOW + size - 1) // size) * size
         assert chunks(one, [least] * 400, MEMORY, size)[-1] == prompt + generated
@@ -166,7 +171,7 @@ def test_beside_rows_that_decode_a_window_has_room(
         chunked_req_limit=None,
     )
     # The window begins a token after what is cached.
-    prefill.add_chunk(lambda *_: None, adder, request(101, cached=92))
+    prefill_chunks.add_chunk(lambda *_: None, adder, request(101, cached=92))
     assert adder.rem_chunk_tokens == (10 if expected is None else expected)
 
 
@@ -192,9 +197,9 @@ def test_a_chunk_that_no_window_may_fit_is_refused(
 def test_beside_anchor_the_smallest_chunk_is_enough(prompt: int, found: int, generated: int) -> None:
     """For a group and a window, wherever a cached prefix ends."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "current_settings", lambda: BESIDE_ANCHOR)
+        patch.setattr(prefill_chunks, "current_settings", lambda: BESIDE_ANCHOR)
         one = request(prompt, generated)
-        cached = prefill.limit_match(min(found, prompt + generated - 1), one) // PAGE * PAGE
+        cached = prefill_chunks.limit_match(min(found, prompt + generated - 1), one) // PAGE * PAGE
         one.prefix_len = cached
         ends = chunks(one, [64] * 400, MEMORY, PAGE)
     assert ends[-1] == prompt + generated
@@ -215,7 +220,7 @@ def test_what_is_kept_is_the_same_in_pieces_in_any_company(monkeypatch: pytest.M
         assert expected[place] == (*METHOD.kept(length), plain)
     assert len({str(kept[2]) for kept in expected.values()}) == len(lengths)
     for at_once in (1, 400, 10**6):
-        monkeypatch.setattr(windows, "TOKENS_AT_ONCE", at_once)
+        monkeypatch.setattr(prompt_selection, "TOKENS_AT_ONCE", at_once)
         together = Pass()
         together.run([(rows[4], 0, 160, 4), (rows[1], 0, 100, 1)])
         assert together.path.prompts == 0 and together.kept.counts.count_nonzero() == 0

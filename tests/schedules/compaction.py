@@ -9,7 +9,7 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_sparse import pools
-from sglang_sparse.group_keys import tree_key
+from sglang_sparse.scheduler.prefix_keys import tree_key
 from sglang_sparse.scheduler.request_fields import pool_row, protected_len
 
 

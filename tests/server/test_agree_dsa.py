@@ -11,7 +11,7 @@ from eval.agree_dsa import SIZES, parse
 from eval.figures.agreement import NATIVE, PORTABLE
 from eval.live.record import read_finished
 from eval.parts import dsa_servers
-from sglang_sparse.methods.dsa import STAGES
+from sglang_sparse.methods.dsa.decode import STAGES
 
 # Two servers for one command: what they are asked is tested without them, see tests/eval.
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")]

@@ -17,7 +17,7 @@ from eval.live.tokens import Tokens
 from eval.texts.text import FORMS, random_number, read_book, unique_keys
 from eval.texts.windows import BOOK
 from launch.server import ServerProcess
-from sglang_sparse.methods.dsa import STAGES
+from sglang_sparse.methods.dsa.decode import STAGES
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
 

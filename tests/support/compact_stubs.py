@@ -18,15 +18,16 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_sparse import compact, pools
+from sglang_sparse import pools
+from sglang_sparse.attention.counters import RectifyCounts
+from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config import settings as config
-from sglang_sparse.keep_method import Kept
-from sglang_sparse.method import ModelShape
+from sglang_sparse.config.request_options import RequestState, ensure_state, state_of
+from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.rocketkv import Rocketkv
-from sglang_sparse.plan import plan_decode
-from sglang_sparse.requests import RequestState, ensure_state, state_of
-from sglang_sparse.stats import RectifyCounts
-from sglang_sparse.view import allocate_view
+from sglang_sparse.methods.roles import Kept
+from sglang_sparse.methods.views import allocate_view
+from sglang_sparse.scheduler import compaction
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 
 LAYERS, WIDTH, PLACES = 2, 640, 6
@@ -79,7 +80,7 @@ class Server:
         self.table = ReqToTokenPool(PLACES - 1, WIDTH, "cpu", False)
         self.allocator = PagedTokenToKVPoolAllocator(pages * PAGE, PAGE, torch.float32, "cpu", None, False)  # pyright: ignore
         self.tree = make_tree(tree, self.allocator, self.table, PAGE)
-        self.compaction = compact.Compaction(method, self.aux, self.kv_pool)
+        self.compaction = compaction.Compaction(method, self.aux, self.kv_pool)
         counters = SimpleNamespace(rectify=RectifyCounts())
         backend = SimpleNamespace(method=method, keeps=SimpleNamespace(compaction=self.compaction), counters=counters)
         runner = SimpleNamespace(attn_backend=backend)

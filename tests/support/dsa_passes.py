@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import dsa_latents, indexer
+from sglang_sparse.attention.dsa import indexer, latents
+from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.settings import build
-from sglang_sparse.plan import plan_decode
-from sglang_sparse.view import BatchView, allocate_view
+from sglang_sparse.methods.views import BatchView, allocate_view
 from sglang_sparse_kernels import index_keys
 
 PAGE, TOPK, HEADS, DIM, HIDDEN, PAGES = 64, 32, 4, 128, 48, 12
@@ -112,7 +112,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     def layer(rows: Rows, backend: Any, model: Model, layer_id: int) -> torch.Tensor:
         pool = SimpleNamespace(get_index_k_with_scale_buffer=rows.pool.__getitem__)
         monkeypatch.setattr("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", lambda: pool)
-        for module in (indexer, dsa_latents):
+        for module in (indexer, latents):
             monkeypatch.setattr(module, "served_backend", lambda: backend)
         x = torch.randn(rows.tokens, HIDDEN, generator=rows.generator)
         positions = torch.zeros(rows.tokens, dtype=torch.int64)

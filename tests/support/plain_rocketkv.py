@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from sglang_sparse.config.settings import build
-from sglang_sparse.keep_method import Kept, Prompts
-from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.rocketkv import Rocketkv
+from sglang_sparse.methods.roles import Kept, Prompts
+from sglang_sparse.methods.views import allocate_view
 from sglang_sparse.pools import AuxPools, page_ends
-from sglang_sparse.view import allocate_view
 
 HEADS, GROUP, DIM, PAGE, BLOCK = 2, 2, 16, 16, 4
 MODEL = ModelShape(1, HEADS * GROUP, HEADS, DIM, torch.float32)

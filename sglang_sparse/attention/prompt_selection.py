@@ -1,0 +1,300 @@
+"""Where prompts end, for methods that choose there what of a prompt stays visible: see ``KeepMethod``.
+
+In the scheduler: a cached prefix is used up to the window only, and no chunk ends within it. In the backend: the layers
+of a pass that completes prompts hand their windows' queries to the method, and its choice is kept by request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.config.request_options import options_of, state_of
+from sglang_sparse.methods.roles import KeepMethod, Kept, Prompts, keep_methods
+from sglang_sparse.scheduler.compaction import Compaction
+from sglang_sparse.scheduler.partial_batch import to_device
+from sglang_sparse.selection_counts import added
+
+if TYPE_CHECKING:
+    from sglang_sparse.config.request_options import RequestOptions
+    from sglang_sparse.config.settings import Settings
+    from sglang_sparse.methods.base import DecodeMethod, ModelShape
+    from sglang_sparse.pools import AuxPools
+
+logger = logging.getLogger(__name__)
+# Prompts whose scores are made at once, and their tokens, if each were as long as the longest.
+PROMPTS_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 20
+
+
+def choosing(options: RequestOptions) -> tuple[KeepMethod, ...]:
+    """Return the methods that choose for a request, each for its layers; none where it sees all of its prompt."""
+    return keep_methods(options.method) if options.sparse else ()
+
+
+def window_start(settings: Settings | None, request: Any) -> int | None:
+    """Return the position of the first token of a request's window, or None where it needs none.
+
+    Where several methods have one, that of the longest: the others are within it.
+
+    Args:
+        settings: the server's.
+        request: SGLang's ``Req``.
+    """
+    if settings is None or not keep_methods(settings.method):
+        return None
+    state = state_of(request)
+    options = options_of(settings, request) if state is None else state.options
+    prompt = len(request.origin_input_ids)
+    windows = [method.window_tokens for method in choosing(options) if method.kept(prompt)[1]]
+    return prompt - max(windows) if windows else None
+
+
+def outside(position: int, start: int | None, prompt: int, page_size: int) -> int:
+    """Return the last end of a chunk, up to ``position``, that is not within the window.
+
+    Args:
+        position: where a chunk would end, at a page's end.
+        start: of the window; None without one.
+        prompt: tokens of the prompt, where the window ends.
+        page_size: tokens per page.
+    """
+    if start is None or not start < position < prompt:
+        return position
+    return start // page_size * page_size
+
+
+@dataclass(frozen=True)
+class PromptEnd:
+    """A prompt whose last token is in an extend pass, or one that is visible throughout, in any pass.
+
+    Attributes:
+        row: of the batch.
+        prompt: tokens of the prompt.
+        kept: see ``KeepMethod.kept``; (0, 0) too where the pass lacks a part of the window.
+        query: which of the pass's query tokens is the window's first.
+    """
+
+    row: int
+    prompt: int
+    kept: tuple[int, int]
+    query: int
+
+
+class KeepPath:
+    """The first stage of a method at work, in its layers.
+
+    Args:
+        method: the server's method, or a part of it.
+        pools: holds what the requests keep.
+        kv_pool: SGLang's KV pool.
+        req_to_token: ``[requests, positions]``, SGLang's table of slots.
+        kept: what they keep in the layers of this method.
+        place: of the method among those of the server's that choose.
+
+    Attributes:
+        method: see above, as for ``place``.
+        paths: itself.
+        prompts: whose KV was cut.
+        whole_prompts: that would have been cut, but whose window came in two passes for want of memory: they are
+            visible throughout.
+        compaction: lets go of what is not kept, for a method that ``compacts``.
+    """
+
+    def __init__(
+        self, method: KeepMethod, pools: AuxPools, kv_pool: Any, req_to_token: torch.Tensor, kept: Kept, place: int = 0
+    ):
+        self.paths = (self,)
+        self.place = place
+        self.prompts = 0
+        self.whole_prompts = 0
+        self.compaction = Compaction(method, pools, kv_pool) if method.compacts else None
+        self.method = method
+        self._last_layer = max(kept.blocks, default=-1)
+        self._kept = kept
+        self._kv_pool = kv_pool
+        self._req_to_token = req_to_token
+        self._page_size = pools.page_size
+        self._groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, ends: Sequence[PromptEnd], req_pool_indices: torch.Tensor) -> None:
+        """Prepare a pass.
+
+        Args:
+            ends: the prompts that it completes, also those that stay visible throughout.
+            req_pool_indices: ``[rows]`` int64, rows of ``req_to_token``.
+        """
+        self._groups = []
+        if not ends:
+            return
+        device = self._req_to_token.device
+        slots = req_pool_indices[to_device([end.row for end in ends], torch.int64, device)]
+        self._kept.counts[slots] = to_device([end.kept[0] for end in ends], torch.int32, device)
+        self._kept.first_visible[slots] = to_device([end.kept[1] for end in ends], torch.int32, device)
+        cut = sorted((end for end in ends if end.kept[1]), key=lambda end: end.prompt)
+        self.prompts += len(cut)
+        window = torch.arange(self.method.window_tokens, device=device)
+        while cut:
+            # The longest first: how many go with it depends on its length.
+            count = max(1, min(PROMPTS_AT_ONCE, TOKENS_AT_ONCE // cut[-1].prompt))
+            group, cut = cut[-count:], cut[:-count]
+            slots = req_pool_indices[to_device([end.row for end in group], torch.int64, device)]
+            lengths = to_device([end.prompt for end in group], torch.int32, device)
+            queries = to_device([end.query for end in group], torch.int64, device)[:, None] + window
+            starts = self._req_to_token[slots, : group[-1].prompt : self._page_size]
+            self._groups.append((slots, lengths, queries, (starts // self._page_size).to(torch.int32).contiguous()))
+
+    def keep(self, query: torch.Tensor, layer: Any) -> None:
+        """Let the method choose in one layer whose keys are written, if it is one of its own.
+
+        Args:
+            query: ``[tokens, q_heads * head_dim]`` of the whole pass; a graph pads it.
+            layer: SGLang's ``RadixAttention``.
+        """
+        if layer.layer_id not in self._kept.blocks:
+            return
+        for slots, lengths, queries, page_table in self._groups:
+            heads = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            prompts = Prompts(
+                lengths=lengths,
+                window=heads[queries],
+                key_cache=self._kv_pool.get_key_buffer(layer.layer_id),
+                page_table=page_table,
+                page_size=self._page_size,
+                scaling=layer.scaling,
+                k_scale=layer.k_scale_float or 1.0,
+            )
+            self._kept.blocks[layer.layer_id][slots] = self.method.keep(prompts)
+        if layer.layer_id == self._last_layer:
+            # What runs without a batch of the scheduler's would take them for its own.
+            self._groups = []
+
+    def note_whole(self) -> None:
+        """Count a prompt that stays visible throughout though it would have been cut; the first is worth a warning."""
+        if not self.whole_prompts:
+            logger.warning(
+                "a prompt stays visible throughout, as its last %d tokens came in two passes for want of memory; "
+                "/server_info counts such prompts (whole_prompts)",
+                self.method.window_tokens,
+            )
+        self.whole_prompts += 1
+
+    def totals(self) -> dict[str, int]:
+        """Return what only grows."""
+        counts = {"prompts": self.prompts, "whole_prompts": self.whole_prompts}
+        return counts | (self.compaction.snapshot() if self.compaction else {})
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the counts, and the bytes of what is kept."""
+        held = (*self._kept.blocks.values(), self._kept.counts, self._kept.first_visible)
+        return {**self.totals(), "bytes": sum(tensor.nbytes for tensor in held)}
+
+
+class PartsKeepPath:
+    """The first stages of several parts at work, each in its layers. None of them compacts: that takes all layers.
+
+    Args:
+        paths: of the parts.
+
+    Attributes:
+        paths: those.
+        compaction: None.
+    """
+
+    compaction = None
+
+    def __init__(self, paths: Sequence[KeepPath]):
+        self.paths = tuple(paths)
+
+    def keep(self, query: torch.Tensor, layer: Any) -> None:
+        """Let the part choose that has a layer; see ``KeepPath``."""
+        for path in self.paths:
+            path.keep(query, layer)
+
+    def totals(self) -> dict[str, int]:
+        """Return what only grows, of all parts, added up."""
+        return added([path.totals() for path in self.paths])
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the counts of all parts, added up."""
+        return added([path.snapshot() for path in self.paths])
+
+
+def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
+    """Tell the backend which prompts a pass completes; copies that are due are launched before it.
+
+    Args:
+        backend: the ``SparseAttentionBackend``.
+        forward_batch: SGLang's ``ForwardBatch``.
+        batch: the ``ScheduleBatch`` that it was made from.
+    """
+    keeps: KeepPath | PartsKeepPath | None = backend.keeps
+    if keeps is None:
+        return
+    if keeps.compaction is not None:
+        keeps.compaction.run()
+    prefills = batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False)
+    for path in keeps.paths:
+        path.begin(list(_prompt_ends(path, batch)) if prefills else [], forward_batch.req_pool_indices)
+
+
+def _prompt_ends(path: KeepPath, batch: Any) -> Iterator[PromptEnd]:
+    first = 0
+    for row, request in enumerate(batch.reqs):
+        start, prompt = batch.prefix_lens[row], len(request.origin_input_ids)
+        state = state_of(request)
+        methods = choosing(state.options) if state else ()
+        method = methods[path.place] if methods else None
+        kept = method.kept(prompt) if method else (0, 0)
+        window = prompt - method.window_tokens if method else prompt
+        if not kept[1]:
+            # In any pass: a cached prefix may reach beyond the prompt, where an earlier owner of the row is remembered.
+            yield PromptEnd(row, prompt, kept, first)
+        elif state is not None and start < prompt <= start + batch.extend_lens[row]:
+            if window < start:
+                path.note_whole()
+                kept = (0, 0)
+            if path.compaction is not None:
+                state.kept = kept
+            yield PromptEnd(row, prompt, kept, first + window - start)
+        first += batch.extend_lens[row]
+
+
+def kept_bytes(method: KeepMethod, model: ModelShape, requests: int) -> int:
+    """Return the bytes of ``Kept`` for so many rows of SGLang's request pool, on this rank."""
+    layers = len(method.sparse_layers(model.num_layers))
+    return 4 * requests * (layers * model.num_kv_heads * method.max_kept + 2)
+
+
+def make_path(method: DecodeMethod, pools: AuxPools, runner: Any, model: ModelShape) -> KeepPath | PartsKeepPath | None:
+    """Allocate ``Kept``, in which nobody keeps anything yet, for each part that is a ``KeepMethod``; None without one.
+
+    Args:
+        method: the server's.
+        pools: where ``Kept`` goes.
+        runner: SGLang's ``ModelRunner``.
+        model: the attention layers of this rank.
+    """
+    methods = keep_methods(method)
+    if not methods:
+        return None
+    table = runner.req_to_token_pool.req_to_token
+    requests = table.shape[0]
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=table.device)
+
+    def nothing(one: KeepMethod) -> Kept:
+        layers = one.sparse_layers(model.num_layers)
+        blocks = {layer: zeros(requests, model.num_kv_heads, one.max_kept) for layer in layers}
+        return Kept(blocks, zeros(requests), zeros(requests))
+
+    pools.kept = tuple(map(nothing, methods))
+    paths = [
+        KeepPath(one, pools, runner.token_to_kv_pool, table, kept, place)
+        for place, (one, kept) in enumerate(zip(methods, pools.kept, strict=True))
+    ]
+    return PartsKeepPath(paths) if method.parts else paths[0]

@@ -1,0 +1,214 @@
+"""The mapping form of the config field ``layers``: each rule says which layers run dense, or by which method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang_sparse.methods import registry
+from sglang_sparse.methods.layers import LayerSpan, parse_layers, parse_spans
+from sglang_sparse.validation import SparseArgumentError, validated
+
+if TYPE_CHECKING:
+    from sglang_sparse.methods.config import SparseConfig
+
+DENSE, METHOD, LAYERS = "dense", "method", "layers"
+Checkpoint = Callable[[], Mapping[str, Any]] | None
+
+
+class Phase(NamedTuple):
+    """Of decode or prefill: the flags, what a rule may look like, and the methods that there are."""
+
+    word: str
+    flag: str
+    config: str
+    example: str
+    methods: Callable[[], dict[str, str]]
+    load: Callable[[str], type[Any]]
+
+    @property
+    def form(self) -> str:
+        """What a rule may be."""
+        return (
+            f'"{DENSE}", or a mapping of a method\'s fields, with "{METHOD}" unless it is that of {self.flag}, such as '
+            f'{{"0-1": "{DENSE}", "2-": {{"{METHOD}": {self.example}}}}}'
+        )
+
+
+DECODE_PHASE = Phase(
+    "decode",
+    "--sparse-method",
+    "--sparse-config",
+    '"resa", "active_ratio": 0.05',
+    registry.decode_methods,
+    registry.load_decode_method,
+)
+PREFILL_PHASE = Phase(
+    "prefill",
+    "--sparse-prefill-method",
+    "--sparse-prefill-config",
+    '"anchor", "theta": 8',
+    registry.prefill_methods,
+    registry.load_prefill_method,
+)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A rule that names a method.
+
+    Attributes:
+        name: of the method.
+        method: its class.
+        fields: what its config is made of.
+        origin: what an error begins with.
+    """
+
+    name: str
+    method: type[Any]
+    fields: dict[str, Any]
+    origin: str
+
+    def config(self, layers: str, checkpoint: Checkpoint) -> SparseConfig:
+        """Validate."""
+        return validated(self.origin, self.method.config_class, {**self.fields, LAYERS: layers}, checkpoint)
+
+
+@dataclass(frozen=True)
+class RuleMethods:
+    """The methods that rules give layers: their names, and the rules of each.
+
+    ``given`` has the rules by their layers.
+    """
+
+    given: Mapping[str, Any]
+    names: Sequence[str]
+    methods: Sequence[Any]
+    specs: Sequence[Sequence[str]]
+
+    @property
+    def first_specs(self) -> list[str]:
+        """A rule of each method, for errors."""
+        return [specs[0] for specs in self.specs]
+
+    def said(self, methods: Sequence[Any], shared: Collection[str]) -> dict[str, Any]:
+        """The rules in full, without the fields that stand beside them."""
+        found: dict[str, Any] = dict.fromkeys(self.given, DENSE)
+        for name, method, specs in zip(self.names, methods, self.specs, strict=True):
+            own = method.config.model_dump(mode="json", exclude={*shared, LAYERS})
+            found |= {spec: {METHOD: name, **own} for spec in specs}
+        return found
+
+
+def methods_of_rules(phase: Phase, name: str, fields: Mapping[str, Any], checkpoint: Checkpoint) -> RuleMethods:
+    """Read and validate rules, and put those together that say the same of one method.
+
+    Args:
+        phase: of the rules.
+        name: of the method that the phase's flag names, which some rule must run.
+        fields: the config. What stands beside ``layers`` is for every rule whose method has it and does not give it.
+        checkpoint: reads the model's config.json; None where no model is at hand.
+
+    Raises:
+        SparseArgumentError: rules are malformed or overlap, or their fields are wrong.
+    """
+    origin = f"{phase.config} of {name}: {LAYERS}"
+    given = _read(phase, origin, fields[LAYERS])
+    beside = {field: value for field, value in fields.items() if field != LAYERS}
+    rules = {spec: _rule(phase, name, spec, rule, beside) for spec, rule in given.items() if rule != DENSE}
+    _require_all(rules, given)
+    _require_had(f"{phase.config} of {name}", beside, list(rules.values()))
+    if name not in {rule.name for rule in rules.values()}:
+        raise SparseArgumentError(
+            f"{origin}: no rule runs {name}; allowed: a rule that does, another {phase.flag}, or none at all for "
+            f"dense {phase.word}"
+        )
+    configs = {spec: rule.config("all", checkpoint) for spec, rule in rules.items()}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for spec, rule in rules.items():
+        groups.setdefault((rule.name, configs[spec].model_dump_json()), []).append(spec)
+    firsts = [rules[specs[0]] for specs in groups.values()]
+    methods = [
+        rule.method(rule.config(",".join(specs), checkpoint))
+        for rule, specs in zip(firsts, groups.values(), strict=True)
+    ]
+    return RuleMethods(given, [rule_name for rule_name, _ in groups], methods, list(groups.values()))
+
+
+def require_range(rules: Mapping[str, Any], num_layers: int) -> None:
+    """Refuse rules, also dense ones, for layers that a model does not have.
+
+    Args:
+        rules: by their layers.
+        num_layers: of the model.
+
+    Raises:
+        ValueError: names the rule and the layers that there are.
+    """
+    for spec in rules:
+        try:
+            parse_layers(spec, num_layers)
+        except ValueError as error:
+            raise ValueError(f'{LAYERS}: rule "{spec}": {error}') from None
+
+
+def _read(phase: Phase, origin: str, given: Mapping[Any, Any]) -> dict[str, Any]:
+    # YAML reads a single layer as a number.
+    rules = {str(spec): rule for spec, rule in given.items()}
+    if len(rules) < len(given) or not rules:
+        raise SparseArgumentError(f"{origin}: got {given!r}, allowed: each layer once, by {phase.form}")
+    spans: list[tuple[LayerSpan, str]] = []
+    for spec, rule in rules.items():
+        if rule != DENSE and not isinstance(rule, dict):
+            raise SparseArgumentError(f'{origin}: rule "{spec}": got {rule!r}, allowed: {phase.form}')
+        try:
+            spans += [(span, spec) for span in parse_spans(spec)]
+        except ValueError as error:
+            raise SparseArgumentError(f'{origin}: rule "{spec}": {error}') from None
+    for place, ((first, last), spec) in enumerate(spans):
+        for (start, end), other in spans[:place]:
+            low, high = max(first, start), min(math.inf if last is None else last, math.inf if end is None else end)
+            if low <= high:
+                both = f'rule "{spec}" names' if spec == other else f'rules "{other}" and "{spec}" both name'
+                twice = " twice" if spec == other else ""
+                raise SparseArgumentError(f"{origin}: {both} layer {low}{twice}; allowed: one rule for each layer")
+    return rules
+
+
+def _rule(phase: Phase, name: str, spec: str, given: Mapping[str, Any], beside: Mapping[str, Any]) -> _Rule:
+    fields = {field: value for field, value in given.items() if field != METHOD}
+    origin = f'{phase.config} of {name}: {LAYERS}: rule "{spec}"'
+    asked = given.get(METHOD, name)
+    try:
+        if not isinstance(asked, str):
+            raise ValueError(f"{METHOD}: got {asked!r}, allowed: {', '.join(phase.methods())}")
+        registry.require_known(METHOD, asked, phase.methods())
+        method = phase.load(asked)
+    except ValueError as error:
+        raise SparseArgumentError(f"{origin}: {error}") from error
+    if LAYERS in fields:
+        raise SparseArgumentError(f'{origin}: got a field "{LAYERS}"; allowed: the layers as the name of the rule')
+    known = method.config_class.model_fields
+    return _Rule(asked, method, {field: beside[field] for field in beside if field in known} | fields, origin)
+
+
+def _require_had(origin: str, beside: Mapping[str, Any], rules: Sequence[_Rule]) -> None:
+    known = dict.fromkeys(field for rule in rules for field in rule.method.config_class.model_fields)
+    for field in beside:
+        if field not in known:
+            raise SparseArgumentError(
+                f'{origin}: unknown field {field!r} beside "{LAYERS}", which no rule\'s method has; '
+                f"allowed: {', '.join(known)}"
+            )
+
+
+def _require_all(rules: Mapping[str, _Rule], given: Mapping[str, Any]) -> None:
+    """Refuse a part of the layers for a method whose model chooses in all of them."""
+    for rule in rules.values():
+        if getattr(rule.method, "selects_in_model", False) and list(given) != ["all"]:
+            raise SparseArgumentError(
+                f"{rule.origin}: {rule.name} has all layers: its model was trained to choose in each by an indexer of "
+                'its own, and none was trained to attend to everything or by another method; allowed: one rule, "all"'
+            )

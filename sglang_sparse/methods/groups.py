@@ -1,0 +1,177 @@
+"""Several decode methods, or configs of one, in one model: each has layers of its own.
+
+Everything that asks a method about memory, limits and refusals asks a ``Composite``; a plan, a view and a decode path
+have a part for each of its methods. Page table, lengths and scratch of a view are the same for all parts whose blocks
+have one size, which take turns in them as the layers of one method do; how much a row attends to, what it runs with and
+what is counted are each part's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.attention.plan import usual_selection
+from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, DecodeMethod, ModelShape
+from sglang_sparse.methods.config import SHARED, MethodConfig, RectifyConfig
+from sglang_sparse.methods.views import SELECT_STATS, allocate_view
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from sglang_sparse.indices import SparseIndices
+    from sglang_sparse.methods.base import ViewBuffer
+    from sglang_sparse.methods.views import BatchView
+    from sglang_sparse.pools import AuxPools
+
+
+class Composite(DecodeMethod):
+    """Methods by layer.
+
+    Its ``config`` has what they share, and its blocks are those of the first part. A batch runs sparse or dense as a
+    whole; a row attends densely where all parts let it attend to everything.
+
+    Args:
+        names: what the parts are called in the registry.
+        parts: methods that ``combine``, of one kind of attention and no common layer, whose configs agree in
+            ``SHARED``.
+    """
+
+    combines = True
+
+    def __init__(self, names: Sequence[str], parts: Sequence[DecodeMethod]):
+        shared: dict[str, Any] = {field: getattr(parts[0].config, field) for field in SHARED}
+        layers = ",".join(str(part.config.layers) for part in parts)
+        super().__init__(RectifyConfig.model_validate({**shared, "layers": layers}))
+        self.names = tuple(names)
+        self.parts = tuple(parts)
+        self.more_counts = tuple(dict.fromkeys(name for part in parts for name in part.more_counts))
+        self.attention = next((part for part in parts if not part.latents), parts[0]).attention
+        self.latents = all(part.latents for part in parts)
+        self.fp8_kv = all(part.fp8_kv for part in parts)
+        self.needs_float8 = any(part.needs_float8 for part in parts)
+        self.flag_limits = tuple(dict.fromkeys(limit for part in parts for limit in part.flag_limits))
+
+    @property
+    def configs(self) -> tuple[MethodConfig, ...]:
+        """Those of the parts."""
+        return tuple(part.config for part in self.parts)
+
+    @property
+    def block_size(self) -> int:
+        """That of the first part."""
+        return self.parts[0].block_size
+
+    def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Those of the parts, which may have fewer than their configs name."""
+        return tuple(sorted(layer for part in self.parts for layer in part.sparse_layers(num_layers)))
+
+    def refuse(self, model_config: object) -> str | None:
+        """What a part refuses."""
+        return next((reason for part in self.parts if (reason := part.refuse(model_config))), None)
+
+    def refuse_weights(self, model_config: object) -> str | None:
+        """What a part refuses."""
+        return next((reason for part in self.parts if (reason := part.refuse_weights(model_config))), None)
+
+    def adopt(self, model_config: object) -> None:
+        """Tell the parts."""
+        for part in self.parts:
+            part.adopt(model_config)
+
+    def kernels(self, usual: str) -> str:
+        """Those of the parts."""
+        return ", ".join(dict.fromkeys(part.kernels(usual) for part in self.parts))
+
+    def warnings(self) -> tuple[str, ...]:
+        """Those of the parts; and that what has both phases alone is of decode here."""
+        both = [name for name, part in zip(self.names, self.parts, strict=True) if part.config.phase_fields]
+        said = [f"{name} decodes in layers of its own; prefill is what --sparse-prefill-method says" for name in both]
+        return tuple(dict.fromkeys((*said, *(text for part in self.parts for text in part.warnings()))))
+
+    def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
+        """Those of the parts, each for its part's layers."""
+        return tuple(
+            replace(spec, layers=part.sparse_layers(model.num_layers), entry_tokens=part.entry_tokens)
+            for part in self.parts
+            for spec in part.aux_specs(model)
+        )
+
+    def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
+        """What the first part attends to, in its layers."""
+        return self.parts[0].n_select(n_pages)
+
+    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxPools) -> SparseIndices:
+        """Never called: each layer has its part.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("a layer was not given to the part that it belongs to")
+
+    def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
+        """The most of the parts: layers run one after the other on one stream, and each gives back what it took."""
+        parts = zip(self.parts, view.parts, strict=True)
+        return max(part.scratch_bytes(model, own, dtype, device) for part, own in parts)
+
+
+def view_buffers(
+    method: DecodeMethod, model: ModelShape, width: int, dtype: torch.dtype, device: torch.device
+) -> dict[int, tuple[ViewBuffer, ...]]:
+    """Return which of a view's large buffers a method uses, or its parts, by the size of their blocks.
+
+    Args:
+        method: of the server.
+        model: see ``DecodeMethod.buffers``, as are the others.
+        width: blocks of the longest row, of the method's size.
+        dtype: of the query.
+        device: where batches run.
+    """
+    found: dict[int, tuple[ViewBuffer, ...]] = {}
+    for part in method.parts or (method,):
+        blocks = _blocks(width, method.block_size, part.block_size)
+        used = (*found.get(part.block_size, ()), *part.buffers(model, blocks, dtype, device))
+        found[part.block_size] = tuple(dict.fromkeys(used))
+    return found
+
+
+def _blocks(count: int, size: int, other: int) -> int:
+    """How many blocks of another size hold what so many of this size do."""
+    return -(-count * size // other)
+
+
+def count_sizes(method: DecodeMethod) -> list[int]:
+    """Return how many numbers each part of a method counts on the device, or the method itself."""
+    return [SELECT_STATS + len(part.more_counts) for part in method.parts or (method,)]
+
+
+def with_parts(
+    view: BatchView,
+    method: DecodeMethod,
+    max_pages: int,
+    buffers: Mapping[int, Collection[ViewBuffer]] | None = None,
+) -> BatchView:
+    """Return a view with a part for each part of a method; see ``BatchView.parts``.
+
+    Args:
+        view: of the whole batch, with the counts of all parts one behind the other.
+        method: of the server; a view of one without parts is returned as it is.
+        max_pages: pages of the longest context, which are blocks of the whole view.
+        buffers: the large buffers that parts with other blocks use, see ``view_buffers``; all if not given.
+    """
+    if not method.parts:
+        return view
+    rows, kv_heads = view.arrivals.shape
+    owners, parts = {view.page_size: view}, []
+    for part, stats in zip(method.parts, view.stats.split(count_sizes(method)), strict=True):
+        block = part.block_size
+        width = _blocks(max_pages, view.page_size, block)
+        usual = usual_selection(part, width)
+        if block not in owners:
+            used = VIEW_BUFFERS if buffers is None else buffers[block]
+            owners[block] = allocate_view(rows, kv_heads, width, usual, block, stats, used)
+        small = {"n_select": torch.zeros_like(view.n_select), "values": torch.zeros_like(view.values)}
+        parts.append(replace(owners[block], **small, usual_select=usual, stats=stats))
+    return replace(view, parts=tuple(parts))
