@@ -1,8 +1,4 @@
-"""Recipes: a model, a method and the flags of a server that go together, as TOML.
-
-They lie in ``launch/recipes`` of the repository; ``recipe_files`` beside this file is a link to that folder, which a
-wheel has as a folder of its own.
-"""
+"""Recipes: a model, a method and the flags of a server that go together, as TOML files in ``sglang_sparse/recipes``."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
 from sglang_sparse.methods.support import KINDS
 from sglang_sparse.validation import explain_value
 
-FOLDER = Path(__file__).parent.parent / "recipe_files"
+FOLDER = Path(__file__).parent.parent / "recipes"
 # SGLang's flags that have fields of their own in a recipe.
 _OWN_FLAGS = ("model-path", "tp-size", "context-length", "mem-fraction-static")
 

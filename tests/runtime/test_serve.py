@@ -53,7 +53,7 @@ def own(folder: Path, text: str = OWN.format(model=MODELS / "tiny-gqa")) -> str:
 
 
 def test_the_recipes_are_those_of_launch() -> None:
-    assert sorted(path.stem for path in (ROOT / "launch" / "recipes").iterdir()) == NAMES
+    assert sorted(path.stem for path in (ROOT / "sglang_sparse" / "recipes").iterdir()) == NAMES
     assert {"qwen3-8b-long", "deepseek-v3.2"} <= set(NAMES)
 
 
