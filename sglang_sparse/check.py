@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from sglang_sparse import method_pages
 from sglang_sparse.config.versions import SUPPORTED_SGLANG, installed_sglang
 from sglang_sparse.hooks.table import SEAMS
 from sglang_sparse.tools import doc_tables
@@ -48,11 +47,11 @@ def block(name: str) -> str:
     if name in BLOCKS:
         return BLOCKS[name]()
     part, _, asked = name.partition("-")
-    method = next((method for method in methods() if method_pages.name_of(method) == asked), None)
-    if part not in method_pages.PARTS or method is None:
-        parts = ", ".join(f"{part}-METHOD" for part in method_pages.PARTS)
+    method = next((method for method in methods() if doc_tables.name_of(method) == asked), None)
+    if part not in doc_tables.PARTS or method is None:
+        parts = ", ".join(f"{part}-METHOD" for part in doc_tables.PARTS)
         raise ValueError(f"no table is called {name!r}; allowed: {', '.join(BLOCKS)}, {parts}")
-    return method_pages.PARTS[part](method)
+    return doc_tables.PARTS[part](method)
 
 
 def fill(document: str) -> str:

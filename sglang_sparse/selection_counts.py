@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sglang_sparse.kernel_method import KernelMethod
+from sglang_sparse.methods.roles import KernelMethod
 from sglang_sparse.methods.views import SELECT_STATS
 
 if TYPE_CHECKING:

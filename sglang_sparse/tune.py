@@ -31,9 +31,9 @@ from pydantic import ValidationError
 from sglang_sparse.attention import crossover
 from sglang_sparse.config.versions import package_versions
 from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.config import explain_value
 from sglang_sparse.methods.resa import Resa, ResaConfig
 from sglang_sparse.tools.tune_bench import PEERS, Peer, Run, Step, Timer, TuneError, graph_timer, num_layers
-from sglang_sparse.validation import explain_value
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 # A crossover is given in whole steps of this, rounded up.

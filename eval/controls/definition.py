@@ -9,7 +9,7 @@ import torch
 from random_pages import best_pages
 from true_mass import KEYS, TrueMass
 
-from sglang_sparse.indices import SparseIndices
+from sglang_sparse.methods.base import SparseIndices
 from sglang_sparse.methods.views import BatchView
 from sglang_sparse.pools import AuxPools
 

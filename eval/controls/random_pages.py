@@ -2,8 +2,7 @@
 
 import torch
 
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.methods.base import AuxSpec, ModelShape
+from sglang_sparse.methods.base import AuxSpec, ModelShape, SparseIndices
 from sglang_sparse.methods.resa import Resa
 from sglang_sparse.methods.views import BatchView
 from sglang_sparse.pools import AuxPools

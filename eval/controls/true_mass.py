@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from random_pages import best_pages
 
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.methods.base import AuxSpec, ModelShape
+from sglang_sparse.methods.base import AuxSpec, ModelShape, SparseIndices
 from sglang_sparse.methods.resa import Resa
 from sglang_sparse.methods.views import BatchView
 from sglang_sparse.pools import AuxPools

@@ -16,8 +16,7 @@ from eval.parts.recall_attention import Captured, Selection
 from sglang_sparse.attention.plan import plan_decode, usual_selection
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.base import ModelShape, SparseIndices
 from sglang_sparse.methods.robsa.decode import Robsa
 from sglang_sparse.methods.views import LatentQuery, allocate_view
 from sglang_sparse.pools import AuxPools, page_ends

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sglang_sparse.kernel_method import KernelMethod
+from sglang_sparse.methods.roles import KernelMethod
 from sglang_sparse.methods.views import LatentQuery
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 if TYPE_CHECKING:
-    from sglang_sparse.indices import SparseIndices
-    from sglang_sparse.methods.base import DecodeMethod, ModelShape
+    from sglang_sparse.methods.base import DecodeMethod, ModelShape, SparseIndices
     from sglang_sparse.methods.views import BatchView
     from sglang_sparse.pools import AuxPools
 

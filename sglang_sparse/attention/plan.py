@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_sparse.kernel_method import KernelMethod
+from sglang_sparse.methods.roles import KernelMethod
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from sglang_sparse.validation import SparseArgumentError
+from sglang_sparse.methods.config import SparseArgumentError
 
 
 class _Twice(ValueError):

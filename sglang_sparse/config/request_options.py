@@ -16,10 +16,9 @@ from sglang_sparse.config.settings import Settings, settings_of
 from sglang_sparse.hooks import refusals
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
-from sglang_sparse.methods.config import SparseConfig
+from sglang_sparse.methods.config import SparseConfig, explain_value
 from sglang_sparse.methods.groups import Composite
 from sglang_sparse.methods.prefill import CutPrompt, PrefillMethod
-from sglang_sparse.validation import explain_value
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.counters import RectifyCounts

@@ -9,14 +9,20 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import arguments
+from sglang_sparse.config.layer_rules import build_prefill_rules, build_rules
 from sglang_sparse.config.trtllm import as_ours
-from sglang_sparse.layered_methods import build_prefill_rules, build_rules
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
-from sglang_sparse.methods.config import PAGE_SIZES, MethodConfig, RectifyConfig, SparseConfig
+from sglang_sparse.methods.config import (
+    PAGE_SIZES,
+    MethodConfig,
+    RectifyConfig,
+    SparseArgumentError,
+    SparseConfig,
+    validated,
+)
 from sglang_sparse.methods.dense import Dense
 from sglang_sparse.methods.prefill import PrefillMethod
-from sglang_sparse.validation import SparseArgumentError, validated
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from sglang_sparse.hooks.limits import FlagLimit
-    from sglang_sparse.indices import SparseIndices
     from sglang_sparse.methods.views import BatchView
     from sglang_sparse.pools import AuxPools
 
@@ -289,3 +288,20 @@ class DecodeMethod(ABC):
             device: where the pass runs.
         """
         return 0
+
+
+@dataclass(frozen=True)
+class SparseIndices:
+    """The pages (or tokens) each KV head of each decode row attends to.
+
+    Attributes:
+        indices: ``[rows, kv_heads, width]`` int32, physical ids in the KV pool in ascending order of position; a
+            static shape, so that the buffer can live in a CUDA graph. What lies beyond the counts is not read.
+        counts: ``[rows, kv_heads]`` int32, how many entries of each list are meant.
+        unit: what an id names: a block of the method's, a page of the pool in most, of which what lies behind the row's
+            newest token is not attended to; or a token slot, of which all are.
+    """
+
+    indices: torch.Tensor
+    counts: torch.Tensor
+    unit: Literal["page", "token"] = "page"

@@ -1,4 +1,4 @@
-"""Several decode methods, or configs of one, in one model: each has layers of its own.
+"""Several methods, or configs of one, in one model: each has layers of its own.
 
 Everything that asks a method about memory, limits and refusals asks a ``Composite``; a plan, a view and a decode path
 have a part for each of its methods. Page table, lengths and scratch of a view are the same for all parts whose blocks
@@ -8,6 +8,8 @@ what is counted are each part's own.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +18,16 @@ import torch
 from sglang_sparse.attention.plan import usual_selection
 from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.methods.config import SHARED, MethodConfig, RectifyConfig
+from sglang_sparse.methods.layers import names_layer, parse_layers
+from sglang_sparse.methods.prefill import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
 from sglang_sparse.methods.views import SELECT_STATS, allocate_view
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from sglang_sparse.indices import SparseIndices
-    from sglang_sparse.methods.base import ViewBuffer
+    import torch
+
+    from sglang_sparse.methods.base import ModelShape, SparseIndices, ViewBuffer
     from sglang_sparse.methods.views import BatchView
     from sglang_sparse.pools import AuxPools
 
@@ -175,3 +180,109 @@ def with_parts(
         small = {"n_select": torch.zeros_like(view.n_select), "values": torch.zeros_like(view.values)}
         parts.append(replace(owners[block], **small, usual_select=usual, stats=stats))
     return replace(view, parts=tuple(parts))
+
+
+# What is said once for all layers of a server, whatever prefill methods they have.
+SHARED_BY_PREFILL = tuple(field for field in PrefillConfig.model_fields if field != "layers")
+
+
+class LayeredPrefill(PrefillMethod):
+    """Prefill methods by layer.
+
+    A token's KV depends on what all layers below did, so that its groups are whole ones of each part: KV is a function
+    of the tokens before it where it is in every layer. All parts begin to be sparse at one position.
+
+    Args:
+        config: what the parts share.
+        names: what the parts are called in the registry.
+        parts: methods of no common layer, whose configs agree in ``SHARED_BY_PREFILL`` but for ``crossover_tokens``.
+
+    Raises:
+        ValueError: a part begins elsewhere than it is told to, or has a rule of its own of what may be shared.
+    """
+
+    def __init__(self, config: PrefillConfig, names: Sequence[str], parts: Sequence[PrefillMethod]):
+        super().__init__(config)
+        self.names = tuple(names)
+        group = math.lcm(*(part.group_tokens for part in parts))
+        begin = -(-max(part.dense_below for part in parts) // group) * group
+        self.parts = tuple(part.having([part.config.model_copy(update={"crossover_tokens": begin})]) for part in parts)
+        for name, part in zip(names, self.parts, strict=True):
+            own = [
+                rule for rule in ("boundary", "dense_from") if getattr(type(part), rule) != getattr(PrefillMethod, rule)
+            ]
+            if part.dense_below != begin or own:
+                found = f"has {own[0]}() of its own" if own else f"begins at {part.dense_below} where {begin} is asked"
+                raise ValueError(f"{name} {found}; allowed: all sparse layers for it alone")
+        self.more_counts = tuple(dict.fromkeys(name for part in parts for name in part.more_counts))
+        self._group = group
+
+    @property
+    def configs(self) -> tuple[PrefillConfig, ...]:
+        """Those of the parts."""
+        return tuple(part.config for part in self.parts)
+
+    def warnings(self) -> tuple[str, ...]:
+        """Those of the parts."""
+        return tuple(dict.fromkeys(text for part in self.parts for text in part.warnings()))
+
+    def having(self, configs: Sequence[PrefillConfig]) -> LayeredPrefill:
+        """See ``PrefillMethod.having``; one for each part."""
+        parts = [part.having([config]) for part, config in zip(self.parts, configs, strict=True)]
+        return LayeredPrefill(self.config, self.names, parts)
+
+    @property
+    def group_tokens(self) -> int:
+        """Whole groups of each part."""
+        return self._group
+
+    @property
+    def dense_below(self) -> int:
+        """Where the last part begins, at the end of a group of all."""
+        return self.parts[0].dense_below
+
+    def refuse(self, model_config: Any) -> str | None:
+        """What a part refuses, and groups that no prompt of the model has."""
+        context = getattr(model_config, "context_len", None)
+        if context and self._group > context:
+            sizes = ", ".join(
+                f"{part.group_tokens} of {name}" for name, part in zip(self.names, self.parts, strict=True)
+            )
+            return f"groups of all layers have {self._group} tokens ({sizes}), and the context has {context}"
+        return next((reason for part in self.parts if (reason := part.refuse(model_config))), None)
+
+    def refuse_weights(self, model_config: Any) -> str | None:
+        """What a part refuses."""
+        return next((reason for part in self.parts if (reason := part.refuse_weights(model_config))), None)
+
+    def refuse_page_size(self, page_size: int) -> str | None:
+        """What a part refuses."""
+        return next((reason for part in self.parts if (reason := part.refuse_page_size(page_size))), None)
+
+    def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
+        """The most of the parts: layers run one after the other, and each gives back what it took."""
+        return max(part.scratch_bytes(model, max_tokens, max_context) for part in self.parts)
+
+    def kept_bytes(self, model: ModelShape, layers: int, dtype: torch.dtype) -> int:
+        """Those of the parts, each for its own of the layers."""
+        return sum(
+            part.kept_bytes(model, len(parse_layers(part.config.layers, model.num_layers)), dtype)
+            for part in self.parts
+        )
+
+    def plan(self, spans: Sequence[PrefillSpan], device: torch.device) -> tuple[Any, ...]:
+        """A plan of each part, for which a request's method is that part of it."""
+        return tuple(
+            part.plan([replace(span, method=span.method and span.method.parts[place]) for span in spans], device)
+            for place, part in enumerate(self.parts)
+        )
+
+    def attend(self, plan: tuple[Any, ...], layer_id: int, inputs: PrefillInputs) -> None:
+        """Attend by the part that has the layer, and put what it counts where all parts are counted."""
+        place = next(i for i, part in enumerate(self.parts) if names_layer(part.config.layers, layer_id))
+        part = self.parts[place]
+        counts = inputs.pairs.new_zeros(2 + len(part.more_counts))
+        part.attend(plan[place], layer_id, replace(inputs, pairs=counts))
+        inputs.pairs[:2] += counts[:2]
+        for name, count in zip(part.more_counts, counts[2:], strict=True):
+            inputs.pairs[2 + self.more_counts.index(name)] += count

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape
+from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape, SparseIndices
 from sglang_sparse.methods.config import RectifyConfig
 from sglang_sparse_kernels import page_vote as votes
 from sglang_sparse_kernels.page_centroids import LEAST_DIM, MAX_CENTROIDS, holds, record_bytes, update_page_centroids

@@ -20,8 +20,7 @@ import torch
 from pydantic import Field, field_validator
 
 from sglang_sparse.hooks.limits import refuse_sizes
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, ViewBuffer
+from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
 from sglang_sparse.methods.config import RectifyConfig
 from sglang_sparse.methods.roles import KeepMethod, Prompts
 from sglang_sparse_kernels import kt_select as kt

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from sglang_sparse.attention.prompt_selection import outside, window_start
-from sglang_sparse.compact_running import room_for_a_copy
 from sglang_sparse.config import arguments
 from sglang_sparse.config.request_options import options_of, state_of
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.methods.prefill import CutPrompt, PrefillSpan
+from sglang_sparse.scheduler.compaction import room_for_a_copy
 from sglang_sparse.scheduler.request_fields import prefix_len
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def limit_match(found: int, request: Any, *_: Any) -> int:
 def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``PrefillAdder.add_one_req``: a request's first chunk ends where it may, or waits for more budget.
 
-    And it leaves room for what requests copy of their prompts, see ``compact_running.py``.
+    And it leaves room for what requests copy of their prompts, see ``room_for_a_copy``.
     """
     if _end_where_allowed(adder, request):
         with room_for_a_copy(current_settings(), adder, request):

@@ -1,14 +1,13 @@
-"""What methods serve and refuse, as Markdown tables: the answers are those of a start (``tools/support_matrix.py``)."""
+"""Markdown for README and the method pages: what a start answers, and each method's docstring and config."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sglang_sparse.hooks import limits, refusals
-from sglang_sparse.layer_partners import rule_partners
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.dense import Dense
@@ -30,6 +29,7 @@ from sglang_sparse.tools.support_matrix import (
     page_sizes,
     partners,
     place_of,
+    rule_partners,
     stages,
 )
 
@@ -227,3 +227,41 @@ def refused_by(method: Method) -> list[list[str]]:
         for (reason, names), things in _refusing().items()
         if method.label in names and names != _everyone()
     ]
+
+
+def name_of(method: Method) -> str:
+    """What a method is called where its page asks for it; a prefill method may have a decode method's name."""
+    twin = method.prefill and Method(method.name, False) in methods()
+    return f"{method.name}-prefill" if twin else method.name
+
+
+def about(method: Method) -> str:
+    """Return what the method computes, its source and its differences: the docstring of its module, in Markdown."""
+    _, _, text = (inspect.getdoc(inspect.getmodule(load(method))) or "").partition("\n\n")
+    return text.replace("``", "`")
+
+
+def config(method: Method) -> str:
+    """Return the fields of the method's config, their defaults and meanings."""
+    fields = load(method).config_class.model_fields.items()
+    rows = [[f"`{name}`", f"`{json.dumps(field.default)}`", field.description or ""] for name, field in fields]
+    return table(["field", "default", "meaning"], rows)
+
+
+def served(method: Method) -> str:
+    """Return what the method goes with."""
+    answers = {**properties(), **features()}
+    return table(["", "served"], [[name, answer(method)] for name, answer in answers.items()])
+
+
+def refused(method: Method) -> str:
+    """Return what is refused with the method beside what is refused with all, and why."""
+    return table(["refused", "why"], refused_by(method))
+
+
+PARTS: Mapping[str, Callable[[Method], str]] = {
+    "about": about,
+    "config": config,
+    "served": served,
+    "refused": refused,
+}

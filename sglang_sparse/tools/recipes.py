@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import Settings, build
+from sglang_sparse.methods.config import explain_value
 from sglang_sparse.methods.registry import require_known
 from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
 from sglang_sparse.methods.support import KINDS
-from sglang_sparse.validation import explain_value
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 # SGLang's flags that have fields of their own in a recipe.

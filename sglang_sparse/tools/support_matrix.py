@@ -261,3 +261,38 @@ def partners(method: Method) -> tuple[str, ...]:
             for gpu in (True, False)
         )
     )
+
+
+# By method, what a second rule of it says otherwise than the first one.
+OTHER_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "resa": {"active_ratio": 0.2},
+    "robsa": {"theta1": 0.8},
+    "rocketkv": {"topk": 32},
+    "skip_softmax": {"threshold_scale_factor": {"decode": 50}},
+    "dsa": {"implementation": "portable"},
+}
+OTHER_PREFILL_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "anchor": {"theta": 8.0},
+    "skip_softmax": {"threshold_scale_factor": 50.0},
+}
+
+
+def rule_partners(method: Method) -> tuple[str, ...]:
+    """What may have the other layers where rules give a method some; on some machine.
+
+    Returns:
+        "dense", "itself with other fields", or the name of another method of the phase.
+    """
+    names = registry.prefill_methods() if method.prefill else registry.decode_methods()
+    fields = (OTHER_PREFILL_FIELDS if method.prefill else OTHER_FIELDS).get(method.name, {})
+    others: dict[str, Any] = {"dense": "dense", "itself with other fields": fields}
+    others |= {name: {"method": name} for name in names if name != method.name}
+    place = place_of(method)
+
+    def served(rule: Any) -> bool:
+        fields = {**place.fields, "layers": {"0-3": {}, "4-": rule}}
+        fields |= UNRECTIFIED if method.takes(UNRECTIFIED) else {}
+        places = (dataclasses.replace(place, fields=fields, gpu=gpu) for gpu in (True, False))
+        return any(refusal(method, place) is None for place in places)
+
+    return tuple(name for name, rule in others.items() if rule and served(rule))

@@ -13,8 +13,7 @@ from eval.live.counters import EvaluationError
 from eval.parts.recall_attention import Captured, Selection, judge
 from eval.parts.recall_method import ModelFacts, method_settings, require_served, select
 from sglang_sparse.config.settings import Settings
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.methods.base import DecodeMethod
+from sglang_sparse.methods.base import DecodeMethod, SparseIndices
 from sglang_sparse.methods.config import MethodConfig
 from sglang_sparse.tools.calibration.similarity import select as rope_selection
 

@@ -10,8 +10,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_att
 from sglang_sparse.attention import cuda_graphs
 from sglang_sparse.attention.backend import SparseAttentionBackend
 from sglang_sparse.attention.decode import DecodePath
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, ViewBuffer
+from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
 from sglang_sparse.methods.views import allocate_view
 from sglang_sparse.pools import AuxPools
 

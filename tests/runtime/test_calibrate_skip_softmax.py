@@ -12,8 +12,7 @@ import torch
 from sglang_sparse import calibrate
 from sglang_sparse.config.settings import build
 from sglang_sparse.methods.fingerprint import fingerprint
-from sglang_sparse.methods.skip_softmax.calibration_file import resolved_fields
-from sglang_sparse.methods.skip_softmax.skip_file import Point, SkipCalibration, fit
+from sglang_sparse.methods.skip_softmax.calibration_file import Point, SkipCalibration, fit, resolved_fields
 from sglang_sparse.tools.calibration import skip_softmax, skipping
 from sglang_sparse.tools.calibration.capture import Captured, capture
 from sglang_sparse.tools.calibration.skipping import Skipped, skipped_in_decode, skipped_in_prefill

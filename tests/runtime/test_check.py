@@ -17,10 +17,10 @@ from resolved import ServerArgs
 
 from sglang_sparse import check
 from sglang_sparse.hooks import limits, refusals
-from sglang_sparse.method_pages import PARTS
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.support import KINDS
 from sglang_sparse.tools import doc_tables, support_matrix
+from sglang_sparse.tools.doc_tables import PARTS
 from sglang_sparse.tools.support_matrix import FLAGS, UNRECTIFIED, Method, Place
 
 ROOT = Path(__file__).parent.parent.parent

@@ -14,10 +14,10 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang_sparse import compact_running
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config import settings as config
 from sglang_sparse.config.request_options import parse_options, state_of
+from sglang_sparse.scheduler import compaction
 
 
 def running(server: Server, *requests: Any) -> Any:
@@ -25,7 +25,7 @@ def running(server: Server, *requests: Any) -> Any:
     lengths = torch.tensor([request.kv.kv_committed_len + 1 for request in requests])
     batch = SimpleNamespace(reqs=[*requests], seq_lens_cpu=lengths, batch_is_full=True)
     server.args.sparse_config = server.settings.config.model_dump_json()
-    compact_running.compact_running(batch, server.scheduler)
+    compaction.compact_running(batch, server.scheduler)
     return batch
 
 
@@ -93,7 +93,7 @@ def test_a_request_is_admitted_beside_others_only_with_room_for_a_copy() -> None
         adder: Any = SimpleNamespace(page_size=PAGE, can_run_list=others, running_batch=running, memory_budget=budget)
         adder.preempt_list = [*preempted]
         request.sampling_params = SimpleNamespace(ignore_eos=True)
-        with compact_running.room_for_a_copy(settings, adder, request):
+        with compaction.room_for_a_copy(settings, adder, request):
             found = budget.total_offset - 7
             assert budget.current_offset == 5 + found and not request.sampling_params.ignore_eos
             assert (budget.remaining_total + found, budget.remaining_current + found) == before
@@ -178,7 +178,7 @@ def test_a_server_that_does_not_compact_does_nothing() -> None:
     for method, fields in (("rocketkv", {}), ("resa", {})):
         args = SimpleNamespace(sparse_method=method, sparse_config=json.dumps(fields))
         assert config.settings_of(args) is not None  # pyright: ignore[reportArgumentType]
-        compact_running.compact_running(SimpleNamespace(), SimpleNamespace(server_args=args))
+        compaction.compact_running(SimpleNamespace(), SimpleNamespace(server_args=args))
 
 
 def test_a_step_that_sglang_leaves_out_lets_go_of_nothing() -> None:
@@ -187,5 +187,5 @@ def test_a_step_that_sglang_leaves_out_lets_go_of_nothing() -> None:
     request = server.prefill(208)
     server.cached(request)
     server.args.sparse_config = server.settings.config.model_dump_json()
-    compact_running.compact_running(None, server.scheduler)
+    compaction.compact_running(None, server.scheduler)
     assert compacted(request) == [False] and server.compaction.waits == 0

@@ -9,8 +9,7 @@ import torch
 
 from sglang_sparse.attention import decode
 from sglang_sparse.attention.decode import DecodePath
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.base import ModelShape, SparseIndices
 from sglang_sparse.methods.views import BatchView, LatentQuery, allocate_view
 from sglang_sparse.pools import AuxPools, model_shape
 from sglang_sparse_kernels.sparse_decode import sparse_decode

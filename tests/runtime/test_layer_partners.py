@@ -10,7 +10,6 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang_sparse import layer_partners
 from sglang_sparse.config.settings import SparseArgumentError, build
 from sglang_sparse.tools import support_matrix
 
@@ -24,17 +23,17 @@ def refused(layers: Any, name: str) -> str:
 def test_partners_are_those_that_start() -> None:
     asked = support_matrix.methods()
     found, of_prefill = (
-        {method.name: layer_partners.rule_partners(method) for method in asked if method.prefill == prefill}
+        {method.name: support_matrix.rule_partners(method) for method in asked if method.prefill == prefill}
         for prefill in (False, True)
     )
     heads = ("resa", "rocketkv", "skip_softmax")
     for name in heads:
         assert found[name] == ("dense", "itself with other fields", *(other for other in heads if other != name))
     assert found["robsa"] == ("dense", "itself with other fields", "skip_softmax") and found["dsa"] == ()
-    assert set(layer_partners.OTHER_FIELDS) == set(found)
+    assert set(support_matrix.OTHER_FIELDS) == set(found)
     for name, other in (("anchor", "skip_softmax"), ("skip_softmax", "anchor")):
         assert of_prefill[name] == ("dense", "itself with other fields", other)
-    assert set(layer_partners.OTHER_PREFILL_FIELDS) == set(of_prefill)
+    assert set(support_matrix.OTHER_PREFILL_FIELDS) == set(of_prefill)
 
 
 @pytest.mark.parametrize(

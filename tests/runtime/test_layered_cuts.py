@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.settings import build
-from sglang_sparse.layered_prefill import LayeredPrefill
 from sglang_sparse.methods.anchor import Anchor, AnchorConfig
+from sglang_sparse.methods.groups import LayeredPrefill
 from sglang_sparse.methods.prefill import PrefillConfig, PrefillMethod
 from sglang_sparse.scheduler import prefill_chunks
 

@@ -16,9 +16,9 @@ from resolved import ServerArgs
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.request_options import NAMESPACE, namespaced, parse_options, prefill_of_namespace
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build
-from sglang_sparse.layered_prefill import LayeredPrefill
 from sglang_sparse.methods.anchor import Anchor
 from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.groups import LayeredPrefill
 from sglang_sparse.methods.prefill import PrefillMethod, PrefillSpan
 from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
 from sglang_sparse.methods.skip_softmax.prefill import SkipSoftmax

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import native_indexer
+from sglang_sparse.attention.dsa import native_indexer
 from sglang_sparse.config.settings import build
 
 PAGE, TOPK = 64, 8

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 
 from sglang_sparse.methods import fingerprint as weights
 from sglang_sparse.methods.fingerprint import fingerprint
-from sglang_sparse.methods.robsa.calibration_file import LayerSimilarity, RopeCalibration
-from sglang_sparse.methods.robsa.presets import PRESETS
+from sglang_sparse.methods.robsa.calibration_file import PRESETS, LayerSimilarity, RopeCalibration
 from sglang_sparse.tools.calibration.robsa_report import plot, table
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.arange(4096, dtype=torch.int32)}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from sglang_sparse.indices import SparseIndices
+    from sglang_sparse.methods.base import SparseIndices
     from sglang_sparse.methods.views import BatchView
     from sglang_sparse.pools import AuxPools
 

@@ -26,12 +26,10 @@ import torch
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from sglang_sparse.hooks.limits import refuse_sizes
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape
+from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape, SparseIndices
 from sglang_sparse.methods.config import PAGE_SIZES, RectifyConfig
 from sglang_sparse.methods.fingerprint import misfit, overridden
-from sglang_sparse.methods.robsa.calibration_file import RopeCalibration
-from sglang_sparse.methods.robsa.presets import PRESETS, Preset
+from sglang_sparse.methods.robsa.calibration_file import PRESETS, Preset, RopeCalibration
 from sglang_sparse_kernels import sparse_mla_decode
 from sglang_sparse_kernels.block_mass import block_mass, scratch_bytes
 from sglang_sparse_kernels.block_topp import block_topp

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from sglang_sparse.hooks.limits import refuse_sizes
-from sglang_sparse.kernel_method import KernelMethod
 from sglang_sparse.methods.config import RectifyConfig, SparseConfig
+from sglang_sparse.methods.roles import KernelMethod
 from sglang_sparse.methods.skip_softmax.calibration_file import (
     FACTOR_RANGE,
     PHASES,

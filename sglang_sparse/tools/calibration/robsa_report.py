@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_sparse.methods.robsa.calibration_file import RopeCalibration
-from sglang_sparse.tools.calibration.pictures import new_figure, save
+from sglang_sparse.tools.calibration.run import new_figure, save
 
 # For these the table says how the layers would be parted; those of the paper's table 4.
 THETA2S = (0.95, 0.96, 0.97, 0.98, 0.99, 0.995)

@@ -6,9 +6,12 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.tools.calibration.capture import CalibrationError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def partial_path(out: Path) -> Path:
@@ -63,3 +66,23 @@ def _parsed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             return
         yield row
+
+
+def new_figure(width: float, height: float) -> Figure | None:
+    """An empty figure, in inches; without matplotlib None, and a note."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no plot: matplotlib is not installed (it comes with sglang-sparse[eval])")
+        return None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure and say where; where that cannot be done, it is a note."""
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        print(f"no plot: {error}")
+        return
+    print(f"plot: {path}")

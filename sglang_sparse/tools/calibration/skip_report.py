@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_sparse.methods.skip_softmax.skip_file import Formula, SkipCalibration
-from sglang_sparse.tools.calibration.pictures import new_figure, save
+from sglang_sparse.methods.skip_softmax.calibration_file import Formula, SkipCalibration
+from sglang_sparse.tools.calibration.run import new_figure, save
 
 
 def table(calibration: SkipCalibration, scale: Mapping[str, Any]) -> None:

@@ -36,8 +36,7 @@ from sglang_sparse.config.settings import Settings, build
 from sglang_sparse.methods.fingerprint import fingerprint
 from sglang_sparse.methods.layers import parse_layers
 from sglang_sparse.methods.prefill import PrefillMethod
-from sglang_sparse.methods.skip_softmax.calibration_file import FORMULA, PHASES, TABLE
-from sglang_sparse.methods.skip_softmax.skip_file import Point, SkipCalibration, fit
+from sglang_sparse.methods.skip_softmax.calibration_file import FORMULA, PHASES, TABLE, Point, SkipCalibration, fit
 from sglang_sparse.tools.calibration.capture import (
     CalibrationError,
     Captured,
