@@ -29,7 +29,8 @@ import torch
 from pydantic import ValidationError
 
 from sglang_sparse.attention import crossover
-from sglang_sparse.config.versions import package_versions
+from sglang_sparse.config import machine
+from sglang_sparse.config.machine import package_versions
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.config import explain_value
 from sglang_sparse.methods.resa import Resa, ResaConfig
@@ -128,7 +129,7 @@ def entry(method: Resa, model: ModelShape, points: Sequence[Point], device: str,
     """
     counted = [replace(point, sparse_us=point.sparse_us + overhead) for point in points]
     return {
-        **crossover.setup(crossover.TUNED, method.config, model, crossover.gpu_name(torch.device(device))),
+        **crossover.setup(crossover.TUNED, method.config, model, machine.gpu_name(torch.device(device))),
         "active_ratio": method.config.active_ratio,
         "crossover_tokens": crossing(counted),
         "overhead_us": overhead,

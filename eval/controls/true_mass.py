@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from random_pages import best_pages
 
+from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import AuxSpec, ModelShape, SparseIndices
 from sglang_sparse.methods.resa import Resa
 from sglang_sparse.methods.views import BatchView
-from sglang_sparse.pools import AuxPools
 
 KEYS = "keys"
 
@@ -25,7 +25,7 @@ class TrueMass(Resa):
         shape = (self.config.page_size, model.num_kv_heads, model.head_dim)
         return (AuxSpec(KEYS, shape, model.kv_dtype, copy_keys, before_select=True),)
 
-    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """One selection a KV head."""
         keys = pools.buffer(KEYS, layer_id)
         mass = page_mass(query, keys, view.page_table, view.n_pages)

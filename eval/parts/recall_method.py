@@ -13,13 +13,14 @@ import torch
 
 from eval.live.counters import EvaluationError
 from eval.parts.recall_attention import Captured, Selection
+from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.attention.plan import plan_decode, usual_selection
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build
+from sglang_sparse.methods.aux_buffers import AuxBuffers, page_ends
 from sglang_sparse.methods.base import ModelShape, SparseIndices
 from sglang_sparse.methods.robsa.decode import Robsa
-from sglang_sparse.methods.views import LatentQuery, allocate_view
-from sglang_sparse.pools import AuxPools, page_ends
+from sglang_sparse.methods.views import LatentQuery
 from sglang_sparse.tools.calibration.capture import AttentionArch, ModelFacts
 
 
@@ -116,7 +117,7 @@ def select(settings: Settings, captured: Captured, model: ModelFacts) -> Selecti
         rows.cache.dtype,
         model.rope_dim,
     )
-    pools = AuxPools(method.aux_specs(shape), (layer,), rows.pages + 1, page, str(device))
+    pools = AuxBuffers(method.aux_specs(shape), (layer,), rows.pages + 1, page, str(device))
     stats = torch.zeros(4, dtype=torch.int64, device=device)
     view = allocate_view(1, rows.heads, blocks, usual_selection(method, blocks), block, stats)
     first = page // block

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
-from sglang_sparse import pools
-from sglang_sparse.attention import crossover
+from sglang_sparse.attention import crossover, memory
+from sglang_sparse.attention.batch import allocate_view, clear_view, count_sizes, load_view, view_buffers, with_parts
 from sglang_sparse.attention.counters import Counters
-from sglang_sparse.attention.cuda_graphs import SPARSE, GraphVariants, offer
+from sglang_sparse.attention.cuda_graphs import SPARSE
 from sglang_sparse.attention.decode import DecodePath, PartsPath, require_plain
 from sglang_sparse.attention.plan import DecodePlan, plan_decode, usual_selection
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.attention.prompt_selection import make_path
-from sglang_sparse.config import arguments
-from sglang_sparse.config.settings import settings_of
-from sglang_sparse.hooks import apply
-from sglang_sparse.methods.groups import count_sizes, view_buffers, with_parts
+from sglang_sparse.methods import aux_buffers
 from sglang_sparse.methods.layers import parse_layers
-from sglang_sparse.methods.views import BatchView, allocate_view
-from sglang_sparse.scheduler.fa3_packing import divider_of
+from sglang_sparse.methods.views import BatchView
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from sglang_sparse.attention.dsa.indexer import IndexerBatch
     from sglang_sparse.config.request_options import RequestOptions
     from sglang_sparse.config.settings import Settings
-    from sglang_sparse.scheduler.rectification import Rectification
 
 logger = logging.getLogger(__name__)
 
@@ -81,24 +75,6 @@ for _name, _value in vars(AttentionBackend).items():
         setattr(DelegatingBackend, _name, _delegate(_name, _value))
 
 
-def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, dense: Any) -> Any:
-    """Around ``attn_backend_wrapper``: wrap the dense backend of a sparse server.
-
-    Raises:
-        RuntimeError: a seam is not hooked in this process, or the page summaries were never allocated.
-    """
-    backend = original(runner, dense)
-    settings = settings_of(runner.server_args)
-    if settings is None or runner.is_draft_worker:
-        return backend
-    apply.verify()
-    if not hasattr(runner.token_to_kv_pool, pools.ATTRIBUTE):
-        raise RuntimeError(f"the KV pool {type(runner.token_to_kv_pool).__name__} was built without page summaries")
-    wrapped = SparseAttentionBackend(backend, runner, settings)
-    offer(runner.model_config.hf_config, GraphVariants(wrapped, settings))
-    return wrapped
-
-
 class SparseAttentionBackend(DelegatingBackend):
     """Wrap a dense backend and keep its name and everything it offers.
 
@@ -110,7 +86,7 @@ class SparseAttentionBackend(DelegatingBackend):
     Attributes:
         first_layer: the first sparse layer of a pass.
         indexed: what a selection in the model keeps for the layers of a pass.
-        divide: divides rows among rectifying passes; None where one pass is as good.
+        divide: given by the scheduler, divides rows among rectifying passes; None where one pass is as good.
     """
 
     _OWN = frozenset(
@@ -146,9 +122,9 @@ class SparseAttentionBackend(DelegatingBackend):
         self.method.adopt(runner.model_config)
         self._config = settings.config
         self.indexed: IndexerBatch | None = None
-        self._pools: pools.AuxPools = getattr(runner.token_to_kv_pool, pools.ATTRIBUTE)
+        self._pools: aux_buffers.AuxBuffers = getattr(runner.token_to_kv_pool, memory.ATTRIBUTE)
         self.first_layer = min(self._pools.layers, default=-1)
-        model = pools.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
+        model = memory.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
         self._latent = self.method.kind_of(runner.model_config) == "MLA"
         path = PartsPath if self.method.parts else DecodePath
         self._decoding = path(self.method, self._pools, runner.token_to_kv_pool, model)
@@ -157,7 +133,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self._limits = (model.num_kv_heads, max_blocks, usual, self.method.block_size)
         device = self._pools.overflow.device
         self._buffers = view_buffers(self.method, model, max_blocks, runner.dtype, device)
-        self.divide = divider_of(arguments.of(runner.server_args).get_attention_backends()[0], model, device)
+        self.divide: Callable[[Sequence[tuple[int, int]]], list[list[int]]] | None = None
         if settings.name and self.method.has_crossover:
             found = crossover.find(settings, model, device)
             self.method.crossover_tokens = found.tokens
@@ -183,7 +159,8 @@ class SparseAttentionBackend(DelegatingBackend):
         self._planned: tuple[list[int], DecodePlan] | None = None
         # The batch size that the dense backend is prepared to capture.
         self._captured_rows: int | None = None
-        self.rectifying: Rectification | None = None  # While a step that rectifies is launched.
+        # The scheduler's, while a step that rectifies is launched.
+        self.rectifying: object | None = None
 
     @property
     def view(self) -> BatchView | None:
@@ -263,7 +240,7 @@ class SparseAttentionBackend(DelegatingBackend):
         self._view = self.indexed = None
         if get_capture_attention_variant() == SPARSE:
             self._view = self._rows(rows)
-            self._view.clear(self.dense.req_to_token_pool.req_to_token)
+            clear_view(self._view, self.dense.req_to_token_pool.req_to_token)
 
     def _prepare(self, forward_batch: Any) -> None:
         self._pools.warn_of_overflow()
@@ -280,7 +257,7 @@ class SparseAttentionBackend(DelegatingBackend):
         if not plan.sparse:
             return
         view = self._rows(rows)
-        view.load(plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
+        load_view(view, plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
         self._view = view
 
     def forward(
@@ -338,7 +315,7 @@ class SparseAttentionBackend(DelegatingBackend):
         if forward_batch.forward_mode.is_decode():
             return dict.fromkeys(sizes, slots)
         if (ends := self._last_slots) is None:
-            ends = self._last_slots = {size: pools.page_ends(slots, size) for size in sizes}
+            ends = self._last_slots = {size: aux_buffers.page_ends(slots, size) for size in sizes}
             for last_slots in ends.values():
                 self.counters.add_extend(last_slots)
         return ends

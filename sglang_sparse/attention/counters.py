@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.attention.crossover import gpu_name
 from sglang_sparse.attention.memory import allocator_counts
-from sglang_sparse.config import arguments
-from sglang_sparse.config.settings import settings_of
-from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sglang, package_versions
+from sglang_sparse.attention.selection_counts import SelectionCounts, added
+from sglang_sparse.config.machine import gpu_name, package_versions
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.dsa.decode import Dsa
-from sglang_sparse.selection_counts import SelectionCounts, added
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.plan import DecodePlan
     from sglang_sparse.attention.prefill import PrefillPath
     from sglang_sparse.attention.prompt_selection import KeepPath, PartsKeepPath
     from sglang_sparse.config.settings import Settings
-    from sglang_sparse.pools import AuxPools
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
 
 KEY = "sparse"
 # What a prefill method did; beside the totals of decode each name has the prefix ``prefill_``.
@@ -86,7 +83,7 @@ class Counters:
     def __init__(
         self,
         settings: Settings,
-        aux_pools: AuxPools,
+        aux_pools: AuxBuffers,
         model: ModelShape,
         select_stats: torch.Tensor,
         prefill: PrefillPath | None = None,
@@ -256,49 +253,3 @@ class Counters:
             **totals,
             "sparsity": 1 - totals["pairs_attended"] / causal if causal else 0.0,
         }
-
-
-def _counters(model_runner: Any) -> Counters:
-    return model_runner.attn_backend.counters
-
-
-def report_active(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
-    """After ``Scheduler.get_init_info``: name the backend that really runs.
-
-    Raises:
-        UnsupportedSGLangError: SGLang has made another prefix cache than the one that is hooked.
-    """
-    if settings_of(scheduler.server_args) is not None:
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-        tree = scheduler.tree_cache
-        if not isinstance(tree, UnifiedRadixCache):
-            raise UnsupportedSGLangError(f"got a {type(tree).__name__} as prefix cache, whose inserts are not hooked")
-        backend = scheduler.tp_worker.model_runner.attn_backend
-        if type(backend).__name__ == "SparseAttentionBackend":
-            info["sparse_method"] = arguments.of(scheduler.server_args).sparse_method
-            info["sparse_prefill_method"] = arguments.of(scheduler.server_args).sparse_prefill_method
-
-
-def require_active_schedulers(result: Any, cls: type, server_args: Any, *_: Any, **__: Any) -> None:
-    """After ``Engine._launch_subprocesses``: end the start when a scheduler runs dense.
-
-    Raises:
-        RuntimeError: a scheduler came up without the sparse backend.
-    """
-    settings = settings_of(server_args)
-    if settings is None:
-        return
-    asked = {"sparse_method": settings.name, "sparse_prefill_method": settings.prefill_name}
-    for rank, info in enumerate(result[3].scheduler_infos):
-        if any(info.get(field) != name for field, name in asked.items()):
-            raise RuntimeError(
-                f"{settings.flag}: scheduler {rank} runs dense; the plugin is not active in its process "
-                f"(SGLang {installed_sglang()})"
-            )
-
-
-def add_internal_state(output: Any, scheduler: Any, *_: Any) -> None:
-    """After ``Scheduler.get_internal_state``: the counters under ``sparse``."""
-    if settings_of(scheduler.server_args) is not None:
-        output.internal_state[KEY] = _counters(scheduler.tp_worker.model_runner).snapshot()

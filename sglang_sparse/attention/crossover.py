@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse.config.machine import gpu_name
 from sglang_sparse.methods.config import DEFAULT_CROSSOVER
 
 if TYPE_CHECKING:
@@ -42,11 +43,6 @@ class Crossover:
 
     tokens: int
     source: str
-
-
-def gpu_name(device: torch.device) -> str:
-    """What the driver calls a device; "cpu" for the CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def setup(method: str, config: MethodConfig, model: ModelShape, gpu: str) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 if TYPE_CHECKING:
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.base import DecodeMethod, ModelShape, SparseIndices
     from sglang_sparse.methods.views import BatchView
-    from sglang_sparse.pools import AuxPools
 
 # How MLA backends that take the rotary part apart from the latent one get it: keys of ``forward``'s arguments.
 SPLIT = ("q_rope", "k_rope")
@@ -36,7 +36,7 @@ class DecodePath:
         last_layer: the last layer whose pages have entries in ``aux``; -1 where none have.
     """
 
-    def __init__(self, method: DecodeMethod, aux: AuxPools, kv_pool: Any, model: ModelShape):
+    def __init__(self, method: DecodeMethod, aux: AuxBuffers, kv_pool: Any, model: ModelShape):
         self._method = method
         self._aux = aux
         self._kv_pool = kv_pool
@@ -48,7 +48,7 @@ class DecodePath:
         """Recompute the entries of the pages that a pass has written, in all layers.
 
         Args:
-            last_slots: by tokens of an entry, see ``AuxPools.refresh``.
+            last_slots: by tokens of an entry, see ``AuxBuffers.refresh``.
         """
         for entry_tokens, slots in last_slots.items():
             self._aux.refresh(self._k_caches, slots, entry_tokens=entry_tokens)
@@ -158,7 +158,7 @@ class PartsPath(DecodePath):
         model: the attention layers of this rank.
     """
 
-    def __init__(self, method: DecodeMethod, aux: AuxPools, kv_pool: Any, model: ModelShape):
+    def __init__(self, method: DecodeMethod, aux: AuxBuffers, kv_pool: Any, model: ModelShape):
         super().__init__(method, aux, kv_pool, model)
         self._by_layer: dict[int, tuple[int, DecodePath]] = {}
         for place, part in enumerate(method.parts):

@@ -67,7 +67,7 @@ def plan_decode(
     crossover = 0 if compacted else method.crossover_tokens
     if config.dense_fallback != "never" and sum(seq_lens.tolist()) < crossover:
         # Whatever the rows are, and before anything else: a short batch waits for the host more than a long one.
-        return _dense(len(seq_lens))
+        return dense_plan(len(seq_lens))
     asked_dense = (
         torch.tensor([not row.sparse for row in rows]) if rows else torch.zeros_like(seq_lens, dtype=torch.bool)
     )
@@ -81,7 +81,7 @@ def plan_decode(
         return replace(plan, covered=asked_dense)
     sparse_tokens = int(seq_lens[~plan.covered].sum())
     if sparse_tokens == 0 or sparse_tokens < crossover:
-        return _dense(len(seq_lens))
+        return dense_plan(len(seq_lens))
     return plan
 
 
@@ -112,7 +112,8 @@ def _whole(parts: Sequence[DecodePlan]) -> DecodePlan:
 
 
 @cache
-def _dense(rows: int) -> DecodePlan:
+def dense_plan(rows: int) -> DecodePlan:
+    """Return the plan of a dense batch of so many rows, which selects nothing."""
     nothing = torch.empty(0, dtype=torch.int32)
     return DecodePlan(False, nothing, nothing, torch.ones(rows, dtype=torch.bool), torch.empty(0))
 

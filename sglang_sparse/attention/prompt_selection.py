@@ -1,70 +1,29 @@
-"""Where prompts end, for methods that choose there what of a prompt stays visible: see ``KeepMethod``.
+"""Select which tokens of its prompt a request keeps, from the queries of the prompt's last tokens: see ``KeepMethod``.
 
-In the scheduler: a cached prefix is used up to the window only, and no chunk ends within it. In the backend: the layers
-of a pass that completes prompts hand their windows' queries to the method, and its choice is kept by request.
+The layers of a pass that completes prompts hand their windows' queries to the method, and its choice is kept for
+each request.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sglang_sparse.config.request_options import options_of, state_of
+from sglang_sparse.attention.selection_counts import added
 from sglang_sparse.methods.roles import KeepMethod, Kept, Prompts, keep_methods
-from sglang_sparse.scheduler.compaction import Compaction
-from sglang_sparse.scheduler.partial_batch import to_device
-from sglang_sparse.selection_counts import added
+from sglang_sparse_kernels.launch import to_device
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.request_options import RequestOptions
-    from sglang_sparse.config.settings import Settings
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.base import DecodeMethod, ModelShape
-    from sglang_sparse.pools import AuxPools
 
 logger = logging.getLogger(__name__)
 # Prompts whose scores are made at once, and their tokens, if each were as long as the longest.
 PROMPTS_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 20
-
-
-def choosing(options: RequestOptions) -> tuple[KeepMethod, ...]:
-    """Return the methods that choose for a request, each for its layers; none where it sees all of its prompt."""
-    return keep_methods(options.method) if options.sparse else ()
-
-
-def window_start(settings: Settings | None, request: Any) -> int | None:
-    """Return the position of the first token of a request's window, or None where it needs none.
-
-    Where several methods have one, that of the longest: the others are within it.
-
-    Args:
-        settings: the server's.
-        request: SGLang's ``Req``.
-    """
-    if settings is None or not keep_methods(settings.method):
-        return None
-    state = state_of(request)
-    options = options_of(settings, request) if state is None else state.options
-    prompt = len(request.origin_input_ids)
-    windows = [method.window_tokens for method in choosing(options) if method.kept(prompt)[1]]
-    return prompt - max(windows) if windows else None
-
-
-def outside(position: int, start: int | None, prompt: int, page_size: int) -> int:
-    """Return the last end of a chunk, up to ``position``, that is not within the window.
-
-    Args:
-        position: where a chunk would end, at a page's end.
-        start: of the window; None without one.
-        prompt: tokens of the prompt, where the window ends.
-        page_size: tokens per page.
-    """
-    if start is None or not start < position < prompt:
-        return position
-    return start // page_size * page_size
 
 
 @dataclass(frozen=True)
@@ -84,6 +43,17 @@ class PromptEnd:
     query: int
 
 
+class Compacting(Protocol):
+    """What the scheduler does with prompts of which requests let go."""
+
+    def run(self) -> None:
+        """Copy what is due, before a pass."""
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the counts."""
+        ...
+
+
 class KeepPath:
     """The first stage of a method at work, in its layers.
 
@@ -101,17 +71,23 @@ class KeepPath:
         prompts: whose KV was cut.
         whole_prompts: that would have been cut, but whose window came in two passes for want of memory: they are
             visible throughout.
-        compaction: lets go of what is not kept, for a method that ``compacts``.
+        compaction: given by the scheduler, lets go of what is not kept, for a method that ``compacts``.
     """
 
     def __init__(
-        self, method: KeepMethod, pools: AuxPools, kv_pool: Any, req_to_token: torch.Tensor, kept: Kept, place: int = 0
+        self,
+        method: KeepMethod,
+        pools: AuxBuffers,
+        kv_pool: Any,
+        req_to_token: torch.Tensor,
+        kept: Kept,
+        place: int = 0,
     ):
         self.paths = (self,)
         self.place = place
         self.prompts = 0
         self.whole_prompts = 0
-        self.compaction = Compaction(method, pools, kv_pool) if method.compacts else None
+        self.compaction: Compacting | None = None
         self.method = method
         self._last_layer = max(kept.blocks, default=-1)
         self._kept = kept
@@ -223,53 +199,15 @@ class PartsKeepPath:
         return added([path.snapshot() for path in self.paths])
 
 
-def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
-    """Tell the backend which prompts a pass completes; copies that are due are launched before it.
-
-    Args:
-        backend: the ``SparseAttentionBackend``.
-        forward_batch: SGLang's ``ForwardBatch``.
-        batch: the ``ScheduleBatch`` that it was made from.
-    """
-    keeps: KeepPath | PartsKeepPath | None = backend.keeps
-    if keeps is None:
-        return
-    if keeps.compaction is not None:
-        keeps.compaction.run()
-    prefills = batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False)
-    for path in keeps.paths:
-        path.begin(list(_prompt_ends(path, batch)) if prefills else [], forward_batch.req_pool_indices)
-
-
-def _prompt_ends(path: KeepPath, batch: Any) -> Iterator[PromptEnd]:
-    first = 0
-    for row, request in enumerate(batch.reqs):
-        start, prompt = batch.prefix_lens[row], len(request.origin_input_ids)
-        state = state_of(request)
-        methods = choosing(state.options) if state else ()
-        method = methods[path.place] if methods else None
-        kept = method.kept(prompt) if method else (0, 0)
-        window = prompt - method.window_tokens if method else prompt
-        if not kept[1]:
-            # In any pass: a cached prefix may reach beyond the prompt, where an earlier owner of the row is remembered.
-            yield PromptEnd(row, prompt, kept, first)
-        elif state is not None and start < prompt <= start + batch.extend_lens[row]:
-            if window < start:
-                path.note_whole()
-                kept = (0, 0)
-            if path.compaction is not None:
-                state.kept = kept
-            yield PromptEnd(row, prompt, kept, first + window - start)
-        first += batch.extend_lens[row]
-
-
 def kept_bytes(method: KeepMethod, model: ModelShape, requests: int) -> int:
     """Return the bytes of ``Kept`` for so many rows of SGLang's request pool, on this rank."""
     layers = len(method.sparse_layers(model.num_layers))
     return 4 * requests * (layers * model.num_kv_heads * method.max_kept + 2)
 
 
-def make_path(method: DecodeMethod, pools: AuxPools, runner: Any, model: ModelShape) -> KeepPath | PartsKeepPath | None:
+def make_path(
+    method: DecodeMethod, pools: AuxBuffers, runner: Any, model: ModelShape
+) -> KeepPath | PartsKeepPath | None:
     """Allocate ``Kept``, in which nobody keeps anything yet, for each part that is a ``KeepMethod``; None without one.
 
     Args:

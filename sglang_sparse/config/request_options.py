@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from sglang_sparse.config import arguments
-from sglang_sparse.config.settings import Settings, settings_of
-from sglang_sparse.hooks import refusals
+from sglang_sparse.config.settings import Settings
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import SparseConfig, explain_value
 from sglang_sparse.methods.groups import Composite
-from sglang_sparse.methods.prefill import CutPrompt, PrefillMethod
+from sglang_sparse.methods.prefill import PrefillMethod
 
 if TYPE_CHECKING:
-    from sglang_sparse.attention.counters import RectifyCounts
+    pass
 
 SPARSE = "sparse"
 FORCED_TOKENS = "forced_tokens"
-# The attributes of SGLang's Req that hold its RequestState and RequestOptions; a request of a dense server has neither.
-ATTRIBUTE = "sglang_sparse"
-OPTIONS_ATTRIBUTE = "sglang_sparse_options"
 DECODE, PREFILL = "decode", "prefill"
 # Begins the part of a radix namespace (SGLang's extra_key) that names how a request overrides its prefill.
 NAMESPACE = "sglang_sparse:"
@@ -52,31 +47,6 @@ class RequestOptions:
     forced_tokens: tuple[int, ...]
     prefill: PrefillMethod | None = None
     namespace: str = ""
-
-
-@dataclass
-class RequestState:
-    """What the plugin keeps on SGLang's ``Req``.
-
-    Attributes:
-        options: how it runs.
-        counts: where its rectifications are counted.
-        exact_len: KV of positions ``[0, exact_len)`` is exact; None while nothing of it is computed. What a sparse
-            prefill wrote counts as exact here: nothing makes it better.
-        split_group: position of the first group of the prompt that a sparse prefill did not see in one piece, if any.
-        cut: what its last pass of prefill has left for the next, if the prompt goes on and may cut a group there.
-        kept: what it will hold of its prompt where it lets go of the rest, see ``KeepMethod.kept``; (0, 0) also while
-            that is not decided.
-        compacted: it holds this alone, and no longer its prompt, see ``scheduler/compaction.py``.
-    """
-
-    options: RequestOptions
-    counts: RectifyCounts
-    exact_len: int | None = None
-    split_group: int | None = None
-    cut: CutPrompt | None = None
-    kept: tuple[int, int] = (0, 0)
-    compacted: bool = False
 
 
 def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> RequestOptions:
@@ -227,57 +197,3 @@ def prefill_of_namespace(settings: Settings, extra_key: str | None) -> PrefillMe
         return None
     given = json.loads(fields) if found else {}
     return _prefill_with(settings.prefill, _overrides(given, sorted(given)), sparse=True)[0]
-
-
-def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``TokenizerManager._create_tokenized_object``: a bad field ends the request with HTTP status 400.
-
-    Raises:
-        ValueError: names the field, what was got and what is allowed.
-    """
-    settings = settings_of(manager.server_args)
-    if settings is not None:
-        sampling = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
-        options = _validate(settings, manager, sampling.get("custom_params"))
-        tokenized = original(manager, obj, *args, **kwargs)
-        if (width := tokenized.sampling_params.beam_width or 1) > 1:
-            raise ValueError(f"beam_width: got {width}, allowed on this server: 1")
-        if NAMESPACE in (tokenized.extra_key or ""):
-            raise ValueError(f"extra_key: got {tokenized.extra_key!r}, allowed: anything without {NAMESPACE!r}")
-        tokenized.extra_key = namespaced(tokenized.extra_key, options)
-        return tokenized
-    return original(manager, obj, *args, **kwargs)
-
-
-def _validate(settings: Settings, manager: Any, params: Any) -> RequestOptions:
-    if params is not None and not isinstance(params, dict):
-        raise ValueError(f"custom_params: got {params!r}, allowed: a mapping")
-    options = parse_options(settings, params)
-    refusals.require_interval(options.rectify_interval, arguments.of(manager.server_args), manager.model_config)
-    vocabulary = manager.model_config.vocab_size
-    if any(token >= vocabulary for token in options.forced_tokens):
-        raise ValueError(f"{FORCED_TOKENS}: got {max(options.forced_tokens)}, allowed: ids below {vocabulary}")
-    return options
-
-
-def state_of(request: Any) -> RequestState | None:
-    """Return what is kept about SGLang's ``Req``, or None on a dense server."""
-    return getattr(request, ATTRIBUTE, None)
-
-
-def options_of(settings: Settings, request: Any) -> RequestOptions:
-    """Return what a ``Req`` asks for, read when it is first needed."""
-    options = getattr(request, OPTIONS_ATTRIBUTE, None)
-    if options is None:
-        options = parse_options(settings, request.sampling_params.custom_params)
-        setattr(request, OPTIONS_ATTRIBUTE, options)
-    return options
-
-
-def ensure_state(settings: Settings, counts: RectifyCounts, request: Any) -> RequestState:
-    """Return what is kept about a ``Req``, made when it first runs."""
-    state = state_of(request)
-    if state is None:
-        state = RequestState(options_of(settings, request), counts)
-        setattr(request, ATTRIBUTE, state)
-    return state

@@ -1,15 +1,12 @@
-"""The SGLang versions this release works with, and which versions of what figures depend on are installed."""
+"""The SGLang versions this release works with."""
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import PackageNotFoundError, version
 
 from sglang_sparse import __version__
 
 SUPPORTED_SGLANG = ("0.5.23",)
-# What a measured figure depends on.
-PACKAGES = ("sglang-sparse", "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 
 
 class UnsupportedSGLangError(RuntimeError, ValueError):
@@ -32,13 +29,6 @@ def installed_sglang() -> str:
         return version("sglang")
     except PackageNotFoundError:
         return "not installed"
-
-
-@cache
-def package_versions() -> dict[str, str]:
-    """Return the versions of those of `PACKAGES` that are installed."""
-    installed = {found.metadata["Name"]: found.version for found in reversed([*distributions()])}
-    return {name: installed[name] for name in PACKAGES if name in installed}
 
 
 def require_supported_sglang(installed: str | None = None) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from sglang_sparse import pools
+from sglang_sparse.attention import memory
+from sglang_sparse.methods import aux_buffers
+from sglang_sparse.scheduler.inserted_keys import InexactTreeError
 
 # Bounds the temporary copies of a layer's KV: 64 MiB for pages of 16 tokens and 8 bf16 heads of 128.
 PAGES_AT_ONCE = 1024
@@ -18,10 +20,6 @@ ROWS_AT_ONCE = 8192
 TOLERANCE = 1e-4
 PLAIN_MAGNITUDE = 4.0
 ROUNDINGS = 16
-
-
-class InexactTreeError(RuntimeError):
-    """A page of the radix tree is not what a cold run over its tokens would have written."""
 
 
 def default_tolerance(dtype: torch.dtype, magnitude: float) -> float:
@@ -51,7 +49,7 @@ def stale_summaries(kv_pool: Any, last_slots: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[pages]`` bool.
     """
-    aux: pools.AuxPools = getattr(kv_pool, pools.ATTRIBUTE)
+    aux: aux_buffers.AuxBuffers = getattr(kv_pool, memory.ATTRIBUTE)
     size = aux.page_size
     pages = last_slots // size
     slots = page_slots(pages, size)
@@ -90,7 +88,7 @@ def _written_entries(last: torch.Tensor, entry_tokens: int, page_size: int) -> t
 
 def checksums(kv_pool: Any, pages: list[int]) -> list[int]:
     """A 64-bit hash of the bits of K, V and summaries in all layers, for each page."""
-    aux: pools.AuxPools = getattr(kv_pool, pools.ATTRIBUTE)
+    aux: aux_buffers.AuxBuffers = getattr(kv_pool, memory.ATTRIBUTE)
     sums: list[int] = []
     for part in page_parts(kv_pool, pages):
         slots = page_slots(part, aux.page_size)
@@ -120,7 +118,7 @@ def borrowed(kv_pool: Any, slots: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     Yields:
         For each layer K and then V as they were, ``[n, heads, bytes]`` uint8 on the CPU.
     """
-    size = getattr(kv_pool, pools.ATTRIBUTE).page_size
+    size = getattr(kv_pool, memory.ATTRIBUTE).page_size
     places = _places(kv_pool, slots, slots[::size] // size)
     copies = [
         torch.cat([buffer.view(torch.uint8)[part].cpu() for part in rows.split(ROWS_AT_ONCE)])
@@ -191,7 +189,7 @@ def _differences(
 
 def _places(kv_pool: Any, slots: torch.Tensor, pages: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """All buffers with their rows of these slots and their pages: K and V of each layer, then the summaries."""
-    aux: pools.AuxPools = getattr(kv_pool, pools.ATTRIBUTE)
+    aux: aux_buffers.AuxBuffers = getattr(kv_pool, memory.ATTRIBUTE)
     entries = ((layer, spec) for layer in sorted(aux.layers) for spec in aux.specs_of(layer))
     places = [(buffer, slots) for _, _, buffer in _buffers(kv_pool)]
     return places + [(aux.buffer(spec.name, layer), pages) for layer, spec in entries]

@@ -12,16 +12,8 @@ import torch
 
 from sglang_sparse.config.request_options import prefill_of_namespace
 from sglang_sparse.config.settings import settings_of
-from sglang_sparse.debug.kv_compare import (
-    InexactTreeError,
-    borrowed,
-    checksums,
-    compare,
-    page_parts,
-    page_slots,
-    stale_summaries,
-)
-from sglang_sparse.scheduler.inserted_keys import remember_inserts
+from sglang_sparse.debug.kv_compare import borrowed, checksums, compare, page_parts, page_slots, stale_summaries
+from sglang_sparse.scheduler.inserted_keys import InexactTreeError, remember_inserts
 from sglang_sparse.scheduler.prefill_chunks import split_prompt
 from sglang_sparse.scheduler.prefix_keys import plain, require_whole_groups
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sglang_sparse.config.machine import Gpu, on_gpu
 from sglang_sparse.config.settings import SparseArgumentError, settings_of
-from sglang_sparse.methods.dsa.decode import NATIVE, Dsa
+from sglang_sparse.methods.dsa import kernel_choice
+from sglang_sparse.methods.dsa.decode import NATIVE, PORTABLE, Dsa, DsaConfig
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
@@ -135,3 +139,75 @@ def leave_graphs(args: Arguments, settings: Settings) -> None:
     from sglang.srt.model_executor.cuda_graph_config import with_phase
 
     args.cuda_graph_config = with_phase(graphs, "prefill", backend="disabled")
+
+
+def settle(args: Arguments, settings: Settings, gpu: Gpu = None) -> Settings:
+    """Put the choice into a server's config, and into those arguments of SGLang's that follow from it.
+
+    Args:
+        args: the server's, before SGLang resolves what depends on the model.
+        settings: the methods; not changed.
+        gpu: of the server's machine; None: it is this one.
+
+    Returns:
+        The methods with the choice.
+
+    Raises:
+        SparseArgumentError: the choice that was asked for cannot be made, or an argument contradicts it.
+    """
+    config = settings.config
+    if not isinstance(config, DsaConfig):
+        return settings
+    require_dtype(args, settings, _model(args).dtype, on_gpu(gpu))
+    facts = _facts(args, gpu)
+    if reason := kernel_choice.absent(facts):
+        raise SparseArgumentError(f"{settings.flag}: {reason}")
+    try:
+        found = kernel_choice.resolve(config.implementation, facts)
+    except ValueError as error:
+        raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
+    other = facts.capability is not None and facts.capability[0] != kernel_choice.BEST[0]
+    float8 = facts.kv_dtype.startswith("fp8") and set(found.values()) != {PORTABLE}
+    if facts.capability is not None and (other or float8 or args.tp_size > 1):
+        stages = ", ".join(f"{stage} {name}" for stage, name in found.items())
+        logger.warning(
+            "sglang_sparse: dsa was measured on one GPU of compute capability %d.x alone, and over float8 KV with "
+            "all stages portable alone; this GPU has %s, --kv-cache-dtype is %s, --tp-size %d, and it runs %s",
+            *(kernel_choice.BEST[0], kernel_choice.dotted(facts.capability), facts.kv_dtype, args.tp_size, stages),
+        )
+    chosen = config.model_copy(update={"implementation": found})
+    args.sparse_config = chosen.model_dump_json()
+    require_stages(args, settings, found, on_gpu(gpu))
+    if on_gpu(gpu) and found["attention"] != NATIVE:
+        take_slot(args, settings, found["attention"])
+    return replace(settings, method=Dsa(chosen))
+
+
+def _facts(args: Any, asked: Gpu) -> kernel_choice.Facts:
+    """Those of this machine. A GPU that is asked about and not here is the best one: what it refuses, all others do."""
+    import torch
+
+    from sglang_sparse_kernels import dispatch
+
+    gpu, here = on_gpu(asked), torch.cuda.is_available()
+    # Where the operations would run decides how.
+    reference = dispatch.use_reference(torch.empty(0, device="meta" if gpu else "cpu")) if gpu == here else not gpu
+    model = _model(args)
+    usual = torch.cuda.get_device_capability() if here else kernel_choice.BEST
+    capability = (asked if isinstance(asked, tuple) else usual) if gpu else None
+    blackwell = capability is not None and capability[0] == kernel_choice.NATIVE_MAJORS[-1]
+    return kernel_choice.Facts(
+        capability,
+        frozenset(name for name in kernel_choice.PACKAGES if gpu != here or find_spec(name)),
+        reference,
+        args.kv_cache_dtype,
+        model.num_attention_heads // args.tp_size,
+        model.hf_text_config.index_topk,
+        (model.hf_text_config.kv_lora_rank, model.hf_text_config.qk_rope_head_dim),
+        kernel_choice.raw_latents((args.dsa_prefill_backend, args.dsa_decode_backend), blackwell),
+    )
+
+
+def _model(args: Arguments) -> Any:
+    # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
+    return args.new_model_config()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from sglang_sparse.methods.support import FlagLimit
 
 # By the kind of attention that a method serves. The other MLA backends of SGLang rotate queries and keys themselves, or
 # write the latents within their own kernels.
@@ -17,27 +19,8 @@ GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names
 # SGLang's torch_native reads a prompt's keys from the pool, where an MLA model has one latent for all heads: the first
 # request ends the server, but on the CPU platform, which sends prompts another way.
 _CPU_ONLY_BACKENDS = {"MLA": ("torch_native",)}
-# Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
-INDEXER_PAGE = 64
-# A server's GPU: whether there is one, or its compute capability; None: this machine says.
-Gpu = bool | tuple[int, int] | None
 FLOAT16 = ("half", "float16")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
-
-
-@dataclass(frozen=True)
-class FlagLimit:
-    """A server flag that sparsity does not serve.
-
-    Attributes:
-        name: what the user calls it.
-        got: returns the offending value, or None.
-        reason: why not.
-    """
-
-    name: str
-    got: Callable[[Any], object | None]
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -186,19 +169,6 @@ COMPACT_LIMITS = (
     ),
 )
 
-INDEXER_LIMITS = (
-    FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), "what is chosen is not reported"),
-    FlagLimit(
-        "a page size",
-        _other_than("page_size", INDEXER_PAGE),
-        f"the indexer's keys are laid out in pages of {INDEXER_PAGE}",
-    ),
-    FlagLimit(
-        "a float16 model",
-        lambda args: args.dtype if args.dtype in FLOAT16 else None,
-        "the kernels take bfloat16; allowed: --dtype bfloat16",
-    ),
-)
 
 PREFILL_LIMITS = (
     FlagLimit("KV cache events", _set("kv_events_config"), "groups have keys of their own in the radix tree"),
@@ -255,20 +225,6 @@ def _windowed(model: Any) -> bool:
     return bool(getattr(config, "use_sliding_window", True) and model.sliding_window_size)
 
 
-def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> str | None:
-    """Say which size of a model's text config the kernels of a method lack, or None.
-
-    Args:
-        model_config: the text config.
-        allowed: the sizes that are served, by the name of their field.
-    """
-    for name, sizes in allowed.items():
-        found = getattr(model_config, name, None)
-        if found not in sizes:
-            return f"its {name} is {found}; allowed: {', '.join(map(str, sizes))}"
-    return None
-
-
 def dense_backends(kind: str, gpu: bool) -> tuple[str, ...]:
     """The attention backends beside which methods run.
 
@@ -278,19 +234,3 @@ def dense_backends(kind: str, gpu: bool) -> tuple[str, ...]:
     """
     others = _CPU_ONLY_BACKENDS.get(kind, ()) if gpu else GPU_ONLY_BACKENDS
     return tuple(name for name in DENSE_BACKENDS[kind] if name not in others)
-
-
-def on_gpu(asked: Gpu = None) -> bool:
-    """Whether a server has a GPU: as asked about, or as this machine says."""
-    import torch
-
-    return torch.cuda.is_available() if asked is None else bool(asked)
-
-
-def capability(asked: Gpu = None) -> tuple[int, int] | None:
-    """Compute capability of a server's GPU: as asked about, or this machine's; None where nothing is known of it."""
-    import torch
-
-    if asked is None and torch.cuda.is_available():
-        return torch.cuda.get_device_capability()
-    return asked if isinstance(asked, tuple) else None

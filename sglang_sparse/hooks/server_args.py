@@ -18,7 +18,6 @@ from sglang_sparse.config.settings import Settings, SparseArgumentError, build, 
 from sglang_sparse.config.versions import UnsupportedSGLangError, require_supported_sglang
 from sglang_sparse.hooks import apply, dsa_flags, refusals
 from sglang_sparse.methods import registry
-from sglang_sparse.methods.dsa import kernel_choice
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ def refuse_model(record: Any, previous: Callable[[Any], None]) -> None:
         refusals.require_model(self, settings)
         # It may have come with the decode method.
         _say_prefill(self, settings)
-        kernel_choice.settle(self, settings)
+        dsa_flags.settle(self, settings)
 
 
 def resolve(server_args: Arguments) -> Settings:

@@ -13,9 +13,9 @@ from sglang_sparse.methods.layers import parse_layers
 if TYPE_CHECKING:
     import torch
 
-    from sglang_sparse.hooks.limits import FlagLimit
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
+    from sglang_sparse.methods.support import FlagLimit
     from sglang_sparse.methods.views import BatchView
-    from sglang_sparse.pools import AuxPools
 
 # What of a view grows with rows times context.
 ViewBuffer = Literal["page_table", "scores", "selected", "visible"]
@@ -243,7 +243,7 @@ class DecodeMethod(ABC):
         """
 
     @abstractmethod
-    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxBuffers) -> SparseIndices:
         """Choose what each KV head of each row attends to.
 
         Runs inside CUDA graphs: no host synchronisation, no shape that depends on data.

@@ -9,9 +9,9 @@ from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape
 if TYPE_CHECKING:
     import torch
 
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.base import SparseIndices
     from sglang_sparse.methods.views import BatchView
-    from sglang_sparse.pools import AuxPools
 
 
 class Dense(DecodeMethod):
@@ -25,7 +25,7 @@ class Dense(DecodeMethod):
         """All pages."""
         return n_pages.clone()
 
-    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """Never called: ``plan_decode`` finds no sparse row.
 
         Raises:

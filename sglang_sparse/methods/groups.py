@@ -15,21 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.attention.plan import usual_selection
-from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, DecodeMethod, ModelShape
+from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.methods.config import SHARED, MethodConfig, RectifyConfig
 from sglang_sparse.methods.layers import names_layer, parse_layers
 from sglang_sparse.methods.prefill import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
-from sglang_sparse.methods.views import SELECT_STATS, allocate_view
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
-    from sglang_sparse.methods.base import ModelShape, SparseIndices, ViewBuffer
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
+    from sglang_sparse.methods.base import ModelShape, SparseIndices
     from sglang_sparse.methods.views import BatchView
-    from sglang_sparse.pools import AuxPools
 
 
 class Composite(DecodeMethod):
@@ -108,7 +106,7 @@ class Composite(DecodeMethod):
         """What the first part attends to, in its layers."""
         return self.parts[0].n_select(n_pages)
 
-    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxBuffers) -> SparseIndices:
         """Never called: each layer has its part.
 
         Raises:
@@ -120,66 +118,6 @@ class Composite(DecodeMethod):
         """The most of the parts: layers run one after the other on one stream, and each gives back what it took."""
         parts = zip(self.parts, view.parts, strict=True)
         return max(part.scratch_bytes(model, own, dtype, device) for part, own in parts)
-
-
-def view_buffers(
-    method: DecodeMethod, model: ModelShape, width: int, dtype: torch.dtype, device: torch.device
-) -> dict[int, tuple[ViewBuffer, ...]]:
-    """Return which of a view's large buffers a method uses, or its parts, by the size of their blocks.
-
-    Args:
-        method: of the server.
-        model: see ``DecodeMethod.buffers``, as are the others.
-        width: blocks of the longest row, of the method's size.
-        dtype: of the query.
-        device: where batches run.
-    """
-    found: dict[int, tuple[ViewBuffer, ...]] = {}
-    for part in method.parts or (method,):
-        blocks = _blocks(width, method.block_size, part.block_size)
-        used = (*found.get(part.block_size, ()), *part.buffers(model, blocks, dtype, device))
-        found[part.block_size] = tuple(dict.fromkeys(used))
-    return found
-
-
-def _blocks(count: int, size: int, other: int) -> int:
-    """How many blocks of another size hold what so many of this size do."""
-    return -(-count * size // other)
-
-
-def count_sizes(method: DecodeMethod) -> list[int]:
-    """Return how many numbers each part of a method counts on the device, or the method itself."""
-    return [SELECT_STATS + len(part.more_counts) for part in method.parts or (method,)]
-
-
-def with_parts(
-    view: BatchView,
-    method: DecodeMethod,
-    max_pages: int,
-    buffers: Mapping[int, Collection[ViewBuffer]] | None = None,
-) -> BatchView:
-    """Return a view with a part for each part of a method; see ``BatchView.parts``.
-
-    Args:
-        view: of the whole batch, with the counts of all parts one behind the other.
-        method: of the server; a view of one without parts is returned as it is.
-        max_pages: pages of the longest context, which are blocks of the whole view.
-        buffers: the large buffers that parts with other blocks use, see ``view_buffers``; all if not given.
-    """
-    if not method.parts:
-        return view
-    rows, kv_heads = view.arrivals.shape
-    owners, parts = {view.page_size: view}, []
-    for part, stats in zip(method.parts, view.stats.split(count_sizes(method)), strict=True):
-        block = part.block_size
-        width = _blocks(max_pages, view.page_size, block)
-        usual = usual_selection(part, width)
-        if block not in owners:
-            used = VIEW_BUFFERS if buffers is None else buffers[block]
-            owners[block] = allocate_view(rows, kv_heads, width, usual, block, stats, used)
-        small = {"n_select": torch.zeros_like(view.n_select), "values": torch.zeros_like(view.values)}
-        parts.append(replace(owners[block], **small, usual_select=usual, stats=stats))
-    return replace(view, parts=tuple(parts))
 
 
 # What is said once for all layers of a server, whatever prefill methods they have.

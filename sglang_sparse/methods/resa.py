@@ -28,8 +28,8 @@ from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.sparse_decode import scratch_bytes
 
 if TYPE_CHECKING:
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.views import BatchView
-    from sglang_sparse.pools import AuxPools
 
 SUMMARY = "page_summary"
 SUMMARY_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -132,7 +132,7 @@ class Resa(DecodeMethod):
         """``max(min_pages, ceil(n_pages * active_ratio))`` (methods of the paper, section 2.2)."""
         return _count(n_pages, self.config.active_ratio).clamp_min(self.config.min_pages)
 
-    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """One selection a KV head."""
         summary = pools.buffer(SUMMARY, layer_id)
         scores = self._scores(view, query, summary)

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from pydantic import Field, field_validator
 
-from sglang_sparse.hooks.limits import refuse_sizes
 from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
 from sglang_sparse.methods.config import RectifyConfig
 from sglang_sparse.methods.roles import KeepMethod, Prompts
+from sglang_sparse.methods.support import refuse_sizes
 from sglang_sparse_kernels import kt_select as kt
 from sglang_sparse_kernels import window_score as window
 from sglang_sparse_kernels.page_summary import update_page_summaries
@@ -30,8 +30,8 @@ from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.sparse_decode import scratch_bytes
 
 if TYPE_CHECKING:
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.views import BatchView
-    from sglang_sparse.pools import AuxPools
 
 KT_CACHE = "kt_cache"
 KT_DTYPES = {"bfloat16": torch.bfloat16, "float8_e5m2": torch.float8_e5m2}
@@ -231,7 +231,7 @@ class Rocketkv(KeepMethod):
         results = prompts * model.num_kv_heads * (max_context + max_context // self.block_size + self.max_kept)
         return window.scratch_bytes(*rows, max_context) + 4 * results
 
-    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """Stage 2: of the visible blocks those that the group's queries may attend to most."""
         kept, summary = pools.require_kept(layer_id), pools.buffer(KT_CACHE, layer_id).flatten(0, 1)
         topr = self.config.topr or query.shape[-1]

@@ -11,9 +11,9 @@ from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape
 if TYPE_CHECKING:
     import torch
 
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.base import ModelShape, SparseIndices
     from sglang_sparse.methods.views import BatchView, LatentQuery
-    from sglang_sparse.pools import AuxPools
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class KernelMethod(DecodeMethod):
         """All pages."""
         return n_pages.clone()
 
-    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxBuffers) -> SparseIndices:
         """Never called: ``attend`` takes its place, and that of the attention kernel.
 
         Raises:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _SIZES = {
@@ -48,3 +49,32 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "index_topk": 2048,
     },
 }
+
+
+@dataclass(frozen=True)
+class FlagLimit:
+    """A server flag that sparsity does not serve.
+
+    Attributes:
+        name: what the user calls it.
+        got: returns the offending value, or None.
+        reason: why not.
+    """
+
+    name: str
+    got: Callable[[Any], object | None]
+    reason: str
+
+
+def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> str | None:
+    """Say which size of a model's text config the kernels of a method lack, or None.
+
+    Args:
+        model_config: the text config.
+        allowed: the sizes that are served, by the name of their field.
+    """
+    for name, sizes in allowed.items():
+        found = getattr(model_config, name, None)
+        if found not in sizes:
+            return f"its {name} is {found}; allowed: {', '.join(map(str, sizes))}"
+    return None

@@ -1,19 +1,15 @@
-"""The only window from a method onto SGLang's ``ForwardBatch`` and its layers."""
+"""What a method sees of a decode batch and its layers; ``attention/batch.py`` fills it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_sparse.methods.base import VIEW_BUFFERS, ViewBuffer
-from sglang_sparse_kernels.page_table import load_page_table
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Iterator
 
-    from sglang_sparse.attention.plan import DecodePlan
 
 # Counts of the selection in ``BatchView.stats``.
 SELECT_STATS = 4
@@ -70,7 +66,7 @@ class BatchView:
         logit_scale: of the layer that selects, what its products of query and stored key are multiplied with.
         last_slots: ``[rows]`` int64 while a layer selects, the slot of each row's newest token. What lies behind it in
             its page is not the row's, which a method whose unit is the token has to leave out.
-        parts: of a method with parts the view of each, see ``groups.with_parts``. Those whose blocks have one size
+        parts: of a method with parts the view of each, see ``attention/batch.py``. Those whose blocks have one size
             share their buffers but for ``n_select``, ``values`` and ``stats``, also with the whole view.
     """
 
@@ -120,107 +116,14 @@ class BatchView:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         views = (self, *self.parts)
-        owners = (self, *(part for part, owns in self._owners() if owns))
+        owners = (self, *(part for part, owns in self.owners() if owns))
         shared = [(x.page_table, x.n_pages, x.requests, x.arrivals, x.scores, *x.selected, *x.visible) for x in owners]
         own = [(x.n_select, x.values) for x in views]
         return sum(buffer.nbytes for buffers in (*shared, *own) for buffer in buffers)
 
-    def _owners(self) -> Iterator[tuple[BatchView, bool]]:
-        """The parts, and of each whether it is the first with blocks of its size, which the whole view has not."""
+    def owners(self) -> Iterator[tuple[BatchView, bool]]:
+        """Yield the parts, and of each whether it is the first with blocks of its size, unlike the whole view."""
         seen = {self.page_size}
         for part in self.parts:
             yield part, part.page_size not in seen
             seen.add(part.page_size)
-
-    def load(self, plan: DecodePlan, forward_batch: Any, req_to_token: torch.Tensor) -> None:
-        """Fill the view for a step, before the graph is replayed: inside it ``req_to_token`` may already be ahead.
-
-        Args:
-            plan: the decision for the real rows, which come first; the others pad a graph.
-            forward_batch: SGLang's batch or replay view.
-            req_to_token: ``[requests, max_context]``, SGLang's token table.
-        """
-        requests = forward_batch.req_pool_indices
-        self._load(req_to_token, requests, plan.n_pages, plan.n_select, plan.values)
-        for (part, owns), own in zip(self._owners(), plan.parts, strict=True):
-            if owns:
-                part._load(req_to_token, requests, own.n_pages, own.n_select, own.values)
-            else:
-                part._load_counts((part.n_select, own.n_select), (part.values, own.values))
-
-    def clear(self, req_to_token: torch.Tensor) -> None:
-        """Make all rows padding; by the same kernel, so that a server with CUDA graphs compiles it before it serves."""
-        nothing, requests = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
-        for view in (self, *self.parts):
-            view._load(req_to_token, requests.to(req_to_token.device), nothing, nothing, nothing.float())
-
-    def _load_counts(self, *loads: tuple[torch.Tensor, torch.Tensor]) -> None:
-        rows = self.n_pages.shape[0]
-        for target, counts in loads:
-            # From pageable memory, which the driver has read when the call returns. A pinned buffer that is used again
-            # could be overwritten before its copy: the host runs ahead of the device.
-            target.copy_(torch.nn.functional.pad(counts, (0, rows - counts.shape[0])), non_blocking=True)
-
-    def _load(
-        self,
-        req_to_token: torch.Tensor,
-        requests: torch.Tensor,
-        n_pages: torch.Tensor,
-        n_select: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        real = n_pages.shape[0]
-        self._load_counts((self.n_pages, n_pages), (self.n_select, n_select), (self.values, values))
-        self.requests[:real].copy_(requests[:real])
-        if self.page_table.shape[1] == 0:
-            return
-        widest = int(n_pages.max()) if real else 0
-        load_page_table(req_to_token, requests[:real], self.n_pages, widest, self.page_size, self.page_table)
-
-
-def allocate_view(
-    rows: int,
-    kv_heads: int,
-    max_pages: int,
-    usual_select: int,
-    page_size: int,
-    stats: torch.Tensor,
-    buffers: Collection[ViewBuffer] = VIEW_BUFFERS,
-) -> BatchView:
-    """Allocate the buffers of a view on the device of ``stats``, as an empty batch.
-
-    Args:
-        rows: most rows of a batch.
-        kv_heads: KV heads of this rank.
-        max_pages: pages of the longest context; the buffers are up to fifteen wider.
-        usual_select: see ``BatchView``.
-        page_size: tokens per page.
-        stats: see ``BatchView.stats``.
-        buffers: which of the large buffers the method uses, see ``DecodeMethod.view_buffers``.
-    """
-    device = stats.device
-    # Rows then begin at multiples of 16 bytes, which lets a kernel load four entries at once; Triton sees that only
-    # where their number is a multiple of 16.
-    max_pages = -(-max_pages // 16) * 16
-    columns = {name: max_pages if name in buffers else 0 for name in VIEW_BUFFERS}
-    return BatchView(
-        page_table=torch.zeros(rows, columns["page_table"], dtype=torch.int32, device=device),
-        n_pages=torch.zeros(rows, dtype=torch.int32, device=device),
-        n_select=torch.zeros(rows, dtype=torch.int32, device=device),
-        values=torch.zeros(rows, dtype=torch.float32, device=device),
-        usual_select=usual_select,
-        scores=torch.zeros(rows, kv_heads, columns["scores"], dtype=torch.float32, device=device),
-        selected=(
-            torch.full((rows, kv_heads, columns["selected"]), -1, dtype=torch.int32, device=device),
-            torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
-        ),
-        requests=torch.zeros(rows, dtype=torch.int64, device=device),
-        visible=(
-            torch.zeros(rows, kv_heads, columns["visible"], dtype=torch.int32, device=device),
-            torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
-            torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
-        ),
-        arrivals=torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
-        stats=stats,
-        page_size=page_size,
-    )

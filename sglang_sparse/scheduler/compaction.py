@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_sparse.attention import memory
 from sglang_sparse.attention.plan import plan_decode
-from sglang_sparse.config.request_options import ensure_state, options_of, state_of
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.methods.roles import KeepMethod
 from sglang_sparse.scheduler.request_fields import (
@@ -38,18 +38,13 @@ from sglang_sparse.scheduler.request_fields import (
     prefix_len,
     protected_len,
 )
+from sglang_sparse.scheduler.request_state import ensure_state, options_of, state_of
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.request_options import RequestState
     from sglang_sparse.config.settings import Settings
-    from sglang_sparse.methods.base import ModelShape
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.roles import KeepMethod
-    from sglang_sparse.pools import AuxPools
-
-# Tokens whose keys, or values, are copied at once.
-COPIED_AT_ONCE = 1024
-# Indices of a token that is copied, by KV head: positions and slots, and what comes in between.
-INDEX_BYTES = 40
+    from sglang_sparse.scheduler.request_state import RequestState
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ class Compaction:
         waits: decode steps at which a request had no room for its copy, summed over requests.
     """
 
-    def __init__(self, method: KeepMethod, aux: AuxPools, kv_pool: Any):
+    def __init__(self, method: KeepMethod, aux: AuxBuffers, kv_pool: Any):
         self.requests = 0
         self.freed_tokens = 0
         self.waits = 0
@@ -186,7 +181,7 @@ class Compaction:
 
     def _pieces(self, kept: torch.Tensor, span: Span) -> Iterator[tuple[torch.Tensor, int]]:
         """Logical blocks by KV head ``[kv_heads, n]`` that are copied at once, and where the first of them comes to."""
-        step = max(1, COPIED_AT_ONCE // self._block)
+        step = max(1, memory.COPIED_AT_ONCE // self._block)
         for first in range(0, span.kept, step):
             yield kept[:, first : first + step], span.boundary - span.kept + first
         for first in range(span.boundary, span.end // self._block, step):
@@ -196,14 +191,6 @@ class Compaction:
     def snapshot(self) -> dict[str, int]:
         """Return the counts."""
         return {"compacted": self.requests, "freed_tokens": self.freed_tokens, "compact_waits": self.waits}
-
-
-def scratch_bytes(method: KeepMethod, model: ModelShape) -> int:
-    """Return an upper bound of the GPU memory that copying takes, in bytes; 0 where nothing is copied."""
-    if not method.compacts:
-        return 0
-    tokens = max(COPIED_AT_ONCE, method.block_size)
-    return model.num_kv_heads * tokens * (model.head_dim * model.kv_dtype.itemsize + INDEX_BYTES)
 
 
 def compact_running(running: Any, scheduler: Any, *_: Any) -> None:

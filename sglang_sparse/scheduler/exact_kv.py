@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_sparse.attention import prompt_selection
-from sglang_sparse.config.request_options import ensure_state, state_of
 from sglang_sparse.config.settings import settings_of
-from sglang_sparse.scheduler import forced_tokens, prefill_chunks
+from sglang_sparse.scheduler import forced_tokens, prefill_chunks, prompt_windows
 from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
+from sglang_sparse.scheduler.request_state import ensure_state, state_of
 
 
 def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_: Any) -> None:
@@ -30,7 +29,7 @@ def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_
     states = [ensure_state(settings, backend.counters.rectify, request) for request in batch.reqs]
     forced_tokens.prepare(forward_batch, batch, states)
     prefill_chunks.begin(backend, forward_batch, batch)
-    prompt_selection.begin(backend, forward_batch, batch)
+    prompt_windows.begin(backend, forward_batch, batch)
     mode = batch.forward_mode
     if backend.rectifying is not None and backend.rectifying.outer_batch is batch:
         # Only its sampling runs; the passes over its rows come here one by one.

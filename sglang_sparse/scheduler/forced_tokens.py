@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.config.settings import settings_of
-from sglang_sparse.scheduler.partial_batch import to_device
+from sglang_sparse_kernels.launch import to_device
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.request_options import RequestState
+    from sglang_sparse.scheduler.request_state import RequestState
 
 # The attribute of the ForwardBatch that is sampled from. Passes that SGLang rebuilds from it are not.
 ATTRIBUTE = "sglang_sparse_forced"

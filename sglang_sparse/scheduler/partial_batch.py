@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sglang_sparse.scheduler.request_fields import pool_row
+from sglang_sparse_kernels.launch import to_device
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,6 @@ class Span:
     def tokens(self) -> int:
         """Tokens of the span."""
         return self.end - self.start
-
-
-def to_device(
-    values: Sequence[float] | Sequence[tuple[float, ...]], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Copy host numbers without waiting for the device."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def extend_view(batch: Any, spans: Sequence[Span], newest: torch.Tensor | None = None) -> Any:

@@ -18,19 +18,19 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from sglang_sparse.attention.prompt_selection import outside, window_start
 from sglang_sparse.config import arguments
-from sglang_sparse.config.request_options import options_of, state_of
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.methods.prefill import CutPrompt, PrefillSpan
 from sglang_sparse.scheduler.compaction import room_for_a_copy
+from sglang_sparse.scheduler.prompt_windows import outside, window_start
 from sglang_sparse.scheduler.request_fields import prefix_len
+from sglang_sparse.scheduler.request_state import options_of, state_of
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
-    from sglang_sparse.config.request_options import RequestState
     from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.prefill import PrefillMethod
+    from sglang_sparse.scheduler.request_state import RequestState
 
 
 def current_settings() -> Settings | None:

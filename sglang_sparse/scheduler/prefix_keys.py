@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.config.request_options import prefill_of_namespace
-from sglang_sparse.debug.kv_compare import InexactTreeError
 from sglang_sparse.scheduler import inserted_keys
+from sglang_sparse.scheduler.inserted_keys import InexactTreeError
 from sglang_sparse.scheduler.prefill_chunks import current_settings
 
 if TYPE_CHECKING:

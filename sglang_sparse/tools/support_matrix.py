@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import arguments
+from sglang_sparse.config.machine import Gpu
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build, page_size_fields
-from sglang_sparse.hooks import refusals
-from sglang_sparse.hooks.limits import DENSE_BACKENDS, Gpu, dense_backends
+from sglang_sparse.hooks import dsa_flags, refusals
+from sglang_sparse.hooks.limits import DENSE_BACKENDS, dense_backends
 from sglang_sparse.methods import registry
-from sglang_sparse.methods.dsa import kernel_choice
 from sglang_sparse.methods.support import KINDS
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _asked(method: Method, place: Place, changes: Mapping[str, Any]) -> tuple[Ar
 def stages(method: Method, place: Place) -> Mapping[str, str]:
     """How each stage of a method runs where it is served, for one that has a choice; empty for others."""
     args, settings = _asked(method, place, {})
-    return getattr(kernel_choice.settle(args, settings, place.gpu).config, "implementation", {})
+    return getattr(dsa_flags.settle(args, settings, place.gpu).config, "implementation", {})
 
 
 def answer(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> Answer:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.attention.plan import usual_selection
+from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.resa import Resa
-from sglang_sparse.methods.views import allocate_view
-from sglang_sparse.pools import AuxPools
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.testing import paged_batch, random_cache, seeded
 from sglang_sparse_kernels.timing import capture, in_turn
@@ -60,7 +60,7 @@ class Step:
         shape = (batch, model.num_q_heads, model.head_dim)
         self.queries = [torch.randn(shape, device=device, generator=generator).bfloat16() for _ in layers]
         specs = method.aux_specs(model)
-        self.pools = AuxPools(specs, tuple(layers), self.rows.num_pages, self.page_size, device)
+        self.pools = AuxBuffers(specs, tuple(layers), self.rows.num_pages, self.page_size, device)
         page_ends = torch.arange(1, self.rows.num_pages + 1, device=device) * self.page_size - 1
         self.pools.refresh(self._k_caches, page_ends)
         width = max(longest, context) // self.page_size

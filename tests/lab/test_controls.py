@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.methods.anchor import Anchor, AnchorConfig
 from sglang_sparse.methods.prefill import PrefillInputs, PrefillSpan
 from sglang_sparse.methods.robsa.decode import RobsaConfig
 from sglang_sparse.methods.rocketkv import RocketkvConfig
 from sglang_sparse.methods.roles import Prompts
-from sglang_sparse.methods.views import allocate_view
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summary
 

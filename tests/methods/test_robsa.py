@@ -11,15 +11,16 @@ import torch
 from peak_memory import Peak
 from rope_calibrations import calibration
 
+from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import SparseArgumentError, build
+from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.fingerprint import fingerprint
 from sglang_sparse.methods.robsa.calibration_file import RopeCalibration
 from sglang_sparse.methods.robsa.decode import Robsa
-from sglang_sparse.methods.views import LatentQuery, allocate_view
-from sglang_sparse.pools import AuxPools
+from sglang_sparse.methods.views import LatentQuery
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 TINY_MLA = Path("eval/models/tiny-mla")
@@ -157,7 +158,7 @@ class Rows:
     def __init__(self, method: Robsa) -> None:
         torch.manual_seed(2)
         shape = ModelShape(1, HEADS, 1, LATENT + ROPE, torch.float32, ROPE)
-        self.method, self.aux = method, AuxPools(method.aux_specs(shape), (0,), 200, BLOCK, "cpu")
+        self.method, self.aux = method, AuxBuffers(method.aux_specs(shape), (0,), 200, BLOCK, "cpu")
         self.cache = torch.randn(200 * BLOCK, LATENT + ROPE)
         self.view = allocate_view(len(self.lengths), 1, 40, 40, BLOCK, torch.zeros(4, dtype=torch.int64))
         free, last = (torch.randperm(199) + 1).tolist(), []

@@ -13,16 +13,17 @@ load_plugins()
 
 from resolved import ServerArgs
 
+from sglang_sparse.attention.batch import allocate_view, load_view
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.decode import DecodePath
 from sglang_sparse.attention.plan import plan_decode, usual_selection
 from sglang_sparse.config import settings as config
 from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import Settings, build
+from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.skip_softmax.decode import SkipSoftmaxDecode
-from sglang_sparse.methods.views import SELECT_STATS, BatchView, allocate_view
-from sglang_sparse.pools import AuxPools
+from sglang_sparse.methods.views import SELECT_STATS, BatchView
 from sglang_sparse_kernels.skip_softmax_decode import LOCAL_BLOCKS, scratch_bytes, skip_softmax_decode
 
 DECODE = {"sparse_method": "skip_softmax"}
@@ -229,7 +230,7 @@ def filled(settings: Settings, lengths: list[int], stats: torch.Tensor, rows: in
     view = allocate_view(rows, KV_HEADS, pages, usual, PAGE, stats, settings.method.view_buffers)
     plan = plan_decode(settings.method, torch.tensor(lengths))
     table = torch.arange(len(lengths) * CONTEXT, dtype=torch.int32).view(len(lengths), CONTEXT)
-    view.load(plan, SimpleNamespace(req_pool_indices=torch.arange(rows).clamp(max=len(lengths) - 1)), table)
+    load_view(view, plan, SimpleNamespace(req_pool_indices=torch.arange(rows).clamp(max=len(lengths) - 1)), table)
     return plan, view
 
 
@@ -245,7 +246,7 @@ def test_a_layer_is_the_op_and_is_counted() -> None:
     query[:, :, 0], keys[::CONTEXT, :, 0] = 4.0, 20.0
     newest = torch.tensor([row * CONTEXT + length - 1 for row, length in enumerate(lengths)] + [0])
     pool: Any = SimpleNamespace(get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values)
-    aux = AuxPools(settings.method.aux_specs(SHAPE), (LAYER, 3), 2 * CONTEXT // PAGE, PAGE, "cpu")
+    aux = AuxBuffers(settings.method.aux_specs(SHAPE), (LAYER, 3), 2 * CONTEXT // PAGE, PAGE, "cpu")
     path = DecodePath(settings.method, aux, pool, SHAPE)
     assert path.last_layer == -1
     layer: Any = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, qk_head_dim=DIM, scaling=0.25)

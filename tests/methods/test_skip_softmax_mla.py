@@ -14,13 +14,14 @@ load_plugins()
 
 from resolved import ServerArgs
 
+from sglang_sparse.attention.batch import allocate_view, load_view
 from sglang_sparse.attention.decode import DecodePath
 from sglang_sparse.attention.plan import plan_decode, usual_selection
 from sglang_sparse.config import settings as config
 from sglang_sparse.config.settings import build
+from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
-from sglang_sparse.methods.views import SELECT_STATS, allocate_view
-from sglang_sparse.pools import AuxPools
+from sglang_sparse.methods.views import SELECT_STATS
 from sglang_sparse_kernels.skip_softmax_mla_decode import scratch_bytes, skip_softmax_mla_decode
 
 FACTOR = "threshold_scale_factor"
@@ -70,13 +71,13 @@ def test_a_layer_is_the_op(fused: bool) -> None:
     view = allocate_view(3, 1, pages, usual_selection(method, pages), PAGE, stats, method.view_buffers)
     plan = plan_decode(method, torch.tensor(lengths))
     table = torch.arange(2 * CONTEXT, dtype=torch.int32).view(2, CONTEXT)
-    view.load(plan, SimpleNamespace(req_pool_indices=torch.tensor([0, 1, 1])), table)
+    load_view(view, plan, SimpleNamespace(req_pool_indices=torch.tensor([0, 1, 1])), table)
     cache, query = torch.randn(2 * CONTEXT, 1, LATENT + ROPE), torch.randn(3, HEADS, LATENT + ROPE)
     # Rows look for their first token.
     query[:, :, 0], cache[::CONTEXT, :, 0] = 4.0, 20.0
     newest = torch.tensor([499, CONTEXT + 98, 0])
     pool: Any = SimpleNamespace(get_key_buffer=lambda _: cache)
-    path = DecodePath(method, AuxPools((), (1,), 2 * pages, PAGE, "cpu"), pool, SHAPE)
+    path = DecodePath(method, AuxBuffers((), (1,), 2 * pages, PAGE, "cpu"), pool, SHAPE)
     layer: Any = SimpleNamespace(layer_id=1, tp_q_head_num=HEADS, scaling=0.25)
     nope, rope = query[..., :LATENT], query[..., LATENT:]
     asked = query if fused else nope

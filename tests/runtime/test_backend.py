@@ -9,10 +9,10 @@ from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_att
 
 from sglang_sparse.attention import cuda_graphs
 from sglang_sparse.attention.backend import SparseAttentionBackend
+from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.attention.decode import DecodePath
+from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
-from sglang_sparse.methods.views import allocate_view
-from sglang_sparse.pools import AuxPools
 
 LAYERS, SLOTS, HEADS, DIM, PAGE = (1, 3), 32, 1, 16, 4
 SLOT = 17
@@ -33,7 +33,7 @@ class Keep:
     def __init__(self) -> None:
         self.seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
-    def select(self, view: Any, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+    def select(self, view: Any, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         early, late = (pools.buffer(name, layer_id)[SLOT // PAGE].clone() for name in ("early", "late"))
         self.seen.append((layer_id, early, late))
         return SparseIndices(
@@ -75,7 +75,7 @@ def make_backend() -> SparseAttentionBackend:
     dense = Dense()
     object.__setattr__(backend, "dense", dense)
     specs = [AuxSpec(name, (DIM,), torch.float32, last_key, name == "early") for name in ("early", "late")]
-    backend._pools = AuxPools(tuple(specs), LAYERS, SLOTS // PAGE, PAGE, "cpu")
+    backend._pools = AuxBuffers(tuple(specs), LAYERS, SLOTS // PAGE, PAGE, "cpu")
     method: Any = Keep()
     backend.method = method
     model = ModelShape(5, 1, HEADS, DIM, torch.float32)
@@ -140,7 +140,7 @@ def test_decode_graphs_have_buffers_of_their_own_wherever_a_layer_is_sparse(
     """Also for a method that keeps nothing beside the KV pool."""
     backend = make_backend()
     backend.dense.init_cuda_graph_state = lambda *_: None
-    backend._pools = AuxPools((), layers, SLOTS // PAGE, PAGE, "cpu")
+    backend._pools = AuxBuffers((), layers, SLOTS // PAGE, PAGE, "cpu")
     backend._limits, backend._buffers, backend._graph_view = (HEADS, 4, 2, PAGE), {PAGE: VIEW_BUFFERS}, None
     backend.counters = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         select_stats=torch.zeros(4, dtype=torch.int64)
@@ -174,7 +174,7 @@ def test_a_selection_in_the_model_leaves_every_layer_to_the_dense_backend() -> N
     """Whatever it is asked for: what is refused elsewhere is the dense backend's to judge."""
     backend = make_backend()
     backend.method.selects_in_model = True  # pyright: ignore[reportAttributeAccessIssue]
-    backend._pools = AuxPools((), LAYERS, SLOTS // PAGE, PAGE, "cpu")
+    backend._pools = AuxBuffers((), LAYERS, SLOTS // PAGE, PAGE, "cpu")
     dense: Any = backend.dense
     dense.forward = lambda q, k, v, layer, batch, save, **chosen: (layer.layer_id, chosen)
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True))

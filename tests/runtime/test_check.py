@@ -17,7 +17,8 @@ from resolved import ServerArgs
 
 from sglang_sparse import check
 from sglang_sparse.hooks import limits, refusals
-from sglang_sparse.methods import registry
+from sglang_sparse.methods import registry, support
+from sglang_sparse.methods.dsa import decode
 from sglang_sparse.methods.support import KINDS
 from sglang_sparse.tools import doc_tables, support_matrix
 from sglang_sparse.tools.doc_tables import PARTS
@@ -96,7 +97,7 @@ def test_the_known_cells() -> None:
     assert not support_matrix.answer(RESA, Place("MLA", gpu=True)).served
     assert support_matrix.backends(RESA, gpu=True) == limits.DENSE_BACKENDS["MHA"]
     assert support_matrix.backends(RESA, gpu=False) == ("torch_native",)
-    assert support_matrix.page_sizes(Method("dsa", False)) == (limits.INDEXER_PAGE,)
+    assert support_matrix.page_sizes(Method("dsa", False)) == (decode.INDEXER_PAGE,)
     assert "anchor" in support_matrix.partners(RESA)
 
 
@@ -153,7 +154,7 @@ def test_a_method_of_both_phases_has_two_columns_that_tell_them_apart() -> None:
 def test_a_new_limit_is_a_no_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     place, flag = Place("MHA/GQA", gpu=True), {"tp_size": 2}
     assert support_matrix.answer(RESA, place, flag).served
-    limit = limits.FlagLimit("tensor parallelism", lambda args: args.tp_size if args.tp_size > 1 else None, "why")
+    limit = support.FlagLimit("tensor parallelism", lambda args: args.tp_size if args.tp_size > 1 else None, "why")
     monkeypatch.setattr(refusals, "FLAG_LIMITS", (*limits.FLAG_LIMITS, limit))
     found = support_matrix.answer(RESA, place, flag)
     assert not found.served and "tensor parallelism (got 2): why" in str(found.reason)
@@ -186,9 +187,9 @@ def test_every_limit_is_in_the_tables() -> None:
     rows = doc_tables.refusals_table().splitlines()
     everyone = (*limits.FLAG_LIMITS, *limits.MODEL_LIMITS, *limits.PREFILL_LIMITS, *limits.RECTIFY_LIMITS)
     everyone += limits.COMPACT_LIMITS
-    for limit in (*everyone, *limits.INDEXER_LIMITS):
+    for limit in (*everyone, *decode.INDEXER_LIMITS):
         assert any(limit.name in row and row.endswith(f"| {limit.reason} |") for row in rows), limit.name
-    for limit in limits.INDEXER_LIMITS:
+    for limit in decode.INDEXER_LIMITS:
         assert f"| {limit.name} | dsa | {limit.reason} |" in rows
     assert any(row.startswith("| speculative decoding | all |") for row in rows)
     assert any(row.startswith("| KV cache events | ") and " resa" not in row for row in rows)

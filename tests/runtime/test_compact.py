@@ -15,9 +15,10 @@ from sglang.srt.runtime_context import get_context
 
 load_plugins()
 
-from sglang_sparse.config.request_options import state_of
+from sglang_sparse.attention import memory
 from sglang_sparse.debug.kv_compare import stale_summaries
 from sglang_sparse.scheduler import compaction, exact_kv
+from sglang_sparse.scheduler.request_state import state_of
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_a_step_sees_what_it_would_see(
     fields: dict[str, Any], prompt: int, generated: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit by bit, while others write into the pages of the prompt."""
-    monkeypatch.setattr(compaction, "COPIED_AT_ONCE", at_once)
+    monkeypatch.setattr(memory, "COPIED_AT_ONCE", at_once)
     server = Server(**fields)
     request, other = server.prefill(prompt, generated), server.prefill(90, tokens=1)
     server.cached(request, other)
@@ -199,7 +200,7 @@ def test_without_room_nothing_changes(core: str) -> None:
 
 @pytest.mark.parametrize("at_once", [16, 1024])
 def test_copying_takes_no_more_than_it_says(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "COPIED_AT_ONCE", at_once)
+    monkeypatch.setattr(memory, "COPIED_AT_ONCE", at_once)
     server = Server(prompt_budget=216, pages=80)
     request = server.prefill(300, 200)
     server.cached(request)
@@ -207,10 +208,10 @@ def test_copying_takes_no_more_than_it_says(at_once: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(server.aux, "refresh", lambda *_: None)
     with Peak() as peak:
         server.compaction.run()
-    bound = compaction.scratch_bytes(server.method, MODEL)
+    bound = memory.compaction_bytes(server.method, MODEL)
     if at_once == 16:
         # The list of the copied blocks, too, which a piece of a real size dwarfs.
         assert 0.5 * bound < peak.nbytes <= 1.5 * bound
     else:
         assert peak.nbytes <= bound
-    assert compaction.scratch_bytes(rocketkv(), MODEL) == 0
+    assert memory.compaction_bytes(rocketkv(), MODEL) == 0

@@ -16,8 +16,9 @@ load_plugins()
 
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config import settings as config
-from sglang_sparse.config.request_options import parse_options, state_of
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.scheduler import compaction
+from sglang_sparse.scheduler.request_state import state_of
 
 
 def running(server: Server, *requests: Any) -> Any:

@@ -12,10 +12,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.attention.prefill import PrefillPath
-from sglang_sparse.config.request_options import ATTRIBUTE, RequestState, parse_options
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import build
 from sglang_sparse.methods.anchor import Anchor
 from sglang_sparse.scheduler import exact_kv, prefill_chunks
+from sglang_sparse.scheduler.request_state import ATTRIBUTE, RequestState
 
 GROUP, BLOCK, HEADS, DIM, LAYERS, TOKENS = 64, 16, 2, 16, (0, 2), 256
 FIELDS = {"block_size": BLOCK, "step": GROUP // BLOCK, "crossover_tokens": 0, "dense_tail": 0, "theta": 1.25}

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from sglang_sparse.attention import decode
+from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.attention.decode import DecodePath
+from sglang_sparse.attention.memory import model_shape
+from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape, SparseIndices
-from sglang_sparse.methods.views import BatchView, LatentQuery, allocate_view
-from sglang_sparse.pools import AuxPools, model_shape
+from sglang_sparse.methods.views import BatchView, LatentQuery
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
@@ -24,7 +26,7 @@ ROWS = (((3, 1, 6), 6 * BLOCK + 4), ((5,), 5 * BLOCK))
 class Chooses:
     """Selects the blocks of `ROWS` and keeps what it was asked."""
 
-    def select(self, view: Any, layer_id: int, query: LatentQuery, pools: AuxPools) -> SparseIndices:
+    def select(self, view: Any, layer_id: int, query: LatentQuery, pools: AuxBuffers) -> SparseIndices:
         self.asked, self.layer_id = query, layer_id
         indices = torch.zeros(len(ROWS), 1, 8, dtype=torch.int32)
         for row, (blocks, _) in enumerate(ROWS):
@@ -78,7 +80,7 @@ def test_an_mla_layer(split: bool, save: bool, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(decode, "sparse_mla_decode", attend)
     method: Any = Chooses()
     pool, slots = Pool(), torch.tensor([slot for _, slot in ROWS])
-    aux = AuxPools((), (LAYER,), SLOTS // BLOCK, BLOCK, "cpu")
+    aux = AuxBuffers((), (LAYER,), SLOTS // BLOCK, BLOCK, "cpu")
     path = DecodePath(method, aux, pool, ModelShape(4, HEADS, 1, LATENT + ROPE, torch.float32, ROPE))
     query, key = torch.randn(2, HEADS, LATENT + ROPE), torch.randn(2, 1, LATENT + ROPE)
     before = pool.buffer.clone()
@@ -110,7 +112,7 @@ class ChoosesTokens:
 
     slots = ((4, 60, 61, 99), (81,))
 
-    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxBuffers) -> SparseIndices:
         self.asked = view.last_slots
         heads = view.arrivals.shape[1]
         indices = torch.zeros(len(self.slots), heads, SLOTS, dtype=torch.int32)
@@ -140,7 +142,7 @@ def test_tokens_are_attended_to_one_by_one(latent: bool, monkeypatch: pytest.Mon
     # The latent cache has both in one: so has this model, whose values are a part of its keys.
     pool.get_value_buffer = lambda layer_id: pool.buffer[..., :LATENT]
     slots = torch.tensor([slot for _, slot in ROWS])
-    aux = AuxPools((), (LAYER,), SLOTS // BLOCK, BLOCK, "cpu")
+    aux = AuxBuffers((), (LAYER,), SLOTS // BLOCK, BLOCK, "cpu")
     shape = ModelShape(4, HEADS, 1, LATENT + ROPE, torch.float32, ROPE if latent else 0)
     layer = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, scaling=SCALING, qk_head_dim=LATENT + ROPE)
     layer.k_scale_float = layer.v_scale_float = None

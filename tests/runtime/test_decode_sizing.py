@@ -22,12 +22,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import SpawnRanks, create_context, get_context, use_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_sparse import pools
 from sglang_sparse.attention import memory
+from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.attention.plan import usual_selection
 from sglang_sparse.config.settings import build
 from sglang_sparse.methods.base import ModelShape
-from sglang_sparse.methods.views import allocate_view
 from sglang_sparse_kernels import launch, sparse_decode, sparse_mla_decode
 
 TINY_MLA = "eval/models/tiny-mla"
@@ -47,7 +46,7 @@ def published() -> Iterator[None]:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "model_shape", lambda *_: SHAPE)
+    monkeypatch.setattr(memory, "model_shape", lambda *_: SHAPE)
 
 
 def configurator(
@@ -90,7 +89,7 @@ def static(rows: int) -> int:
 
 
 def charge(**kwargs: Any) -> int:
-    return 20 * GIB - pools.charge_scratch(20 * GIB, configurator(**kwargs), 80.0)
+    return 20 * GIB - memory.charge_scratch(20 * GIB, configurator(**kwargs), 80.0)
 
 
 def test_batches_by_the_servers_flags() -> None:
@@ -146,7 +145,7 @@ def test_dsa_is_charged_its_portable_attention(monkeypatch: pytest.MonkeyPatch) 
 
 def test_resa_is_charged_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ModelShape(36, 4, 1, 128, torch.bfloat16)
-    monkeypatch.setattr(pools, "model_shape", lambda *_: shape)
+    monkeypatch.setattr(memory, "model_shape", lambda *_: shape)
     # A tenth of the longest row's pages.
     sizes = (4, 1, 128, 128, -(-(CONTEXT + EXTRA) // 160), 16, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
     expected = max(sparse_decode.scratch_bytes(rows, *sizes) for rows in range(1, 25))
@@ -169,7 +168,7 @@ def test_a_full_score_and_a_copy_of_the_keys_are_counted() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_too_little_memory_names_the_flags() -> None:
     with pytest.raises(ValueError) as caught:
-        pools.charge_scratch(40 * 2**20, configurator(), 80.0)
+        memory.charge_scratch(40 * 2**20, configurator(), 80.0)
     assert str(caught.value) == (
         "--sparse-method robsa needs 60 MiB for batches of up to 24 rows at a context of 131072, and 40 MiB are left "
         "for it and the KV cache; allowed: a smaller --max-running-requests or --context-length, a larger "
@@ -179,7 +178,7 @@ def test_too_little_memory_names_the_flags() -> None:
         r"CUDA graphs of up to 256 rows, other batches of up to 4096 rows at .*--cuda-graph-max-bs-decode or --con"
     )
     with pytest.raises(ValueError, match=message):
-        pools.charge_scratch(40 * 2**20, configurator(running=None, captured=SIZES), 80.0)
+        memory.charge_scratch(40 * 2**20, configurator(running=None, captured=SIZES), 80.0)
 
 
 @pytest.mark.parametrize("running", [8, 24])
@@ -201,7 +200,7 @@ def test_a_real_server_sizes_its_pool_by_what_remains(
     with use_context(context):
         kvc = real_configurator(args, monkeypatch)
         tokens = kvc._resolve_memory_pool_config(1.0).max_total_num_tokens
-        model = pools.model_shape(kvc.model_config, torch.float32)
+        model = memory.model_shape(kvc.model_config, torch.float32)
     taken = by_rows(context=kvc.model_config.context_len, model=model)
     need = max(taken(rows, torch.float32) for rows in range(1, running + 1))
     cell = 4 * model.head_dim * model.num_layers

@@ -16,10 +16,10 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse.attention import kv_scales
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import build
+from sglang_sparse.hooks import refusals
 from sglang_sparse.methods.dsa.decode import STAGES
 from sglang_sparse.methods.fingerprint import INDEX
 
@@ -206,9 +206,9 @@ def test_a_cache_that_a_method_does_not_take_is_refused_by_its_contract() -> Non
         get_attention_backends=lambda: ["dsa"],
     )
     with pytest.raises(ValueError, match=r"the KV cache dtype is fp8_e4m3 and the model's is bfloat16; allowed: auto$"):
-        kv_scales.require_dtypes(args, build("rocketkv", {}))
+        refusals.require_dtypes(args, build("rocketkv", {}))
     for method in ("resa", "dsa"):
-        kv_scales.require_dtypes(args, build(method, {}))
+        refusals.require_dtypes(args, build(method, {}))
 
 
 def test_what_a_model_decides_is_taken_when_a_scheduler_starts() -> None:

@@ -10,10 +10,9 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.attention.plan import plan_decode
-from sglang_sparse.config import request_options
 from sglang_sparse.config import settings as config
 from sglang_sparse.methods.resa import Resa
-from sglang_sparse.scheduler import exact_kv
+from sglang_sparse.scheduler import exact_kv, request_state
 
 SPARSE = {"active_ratio": 0.1, "min_pages": 4, "min_seq_len": 0, "crossover_tokens": 0}
 
@@ -120,7 +119,7 @@ def test_the_inexact_tail_is_freed_by_whole_pages(exact_len: int, freed: tuple[i
     follow("extend", [one := request()], [exact_len], [0])
     one.kv = ReqKvInfo(req_pool_idx=1, kv_committed_len=70, kv_allocated_len=70)
     exact_kv.release_inexact_tail(lambda *_: pytest.fail("SGLang's own function asserts"), one, exact_len, 70, tree)
-    assert request_options.state_of(one).counts.tail_tokens_dropped == 70 - exact_len
+    assert request_state.state_of(one).counts.tail_tokens_dropped == 70 - exact_len
     if freed is None:
         assert calls == []
     else:

@@ -19,11 +19,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.settings import build
-from sglang_sparse.hooks.prometheus import Metrics
-from sglang_sparse.method_counters import KEPT_COUNTERS
+from sglang_sparse.hooks.prometheus import KEPT_COUNTERS, Metrics
+from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.views import SELECT_STATS
-from sglang_sparse.pools import AuxPools
 
 SHAPE = ModelShape(num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64, kv_dtype=torch.bfloat16)
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -63,13 +62,13 @@ def skipping() -> Counters:
     assert settings.prefill is not None
     path = PrefillPath(settings.prefill, range(1), None, torch.zeros(2, 64, dtype=torch.int32), 16, SHAPE.num_q_heads)
     stats = torch.zeros(SELECT_STATS + len(settings.method.more_counts), dtype=torch.int64)
-    return Counters(settings, AuxPools((), (0,), 8, 16, "cpu"), SHAPE, stats, path)
+    return Counters(settings, AuxBuffers((), (0,), 8, 16, "cpu"), SHAPE, stats, path)
 
 
 def compacting() -> Counters:
     """Of a server whose requests let go of their prompts."""
     settings = build("rocketkv", {"eviction": "compact"})
-    pools = AuxPools(settings.method.aux_specs(SHAPE), (0,), 8, 16, "cpu")
+    pools = AuxBuffers(settings.method.aux_specs(SHAPE), (0,), 8, 16, "cpu")
     keeps: Any = Mock(totals=lambda: {name.removeprefix("kept_"): 0 for name in KEPT_COUNTERS})
     return Counters(settings, pools, SHAPE, torch.zeros(SELECT_STATS, dtype=torch.int64), keeps=keeps)
 

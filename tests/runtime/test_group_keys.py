@@ -8,8 +8,8 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_sparse.config.settings import build
-from sglang_sparse.debug.kv_compare import InexactTreeError
 from sglang_sparse.scheduler import prefix_keys
+from sglang_sparse.scheduler.inserted_keys import InexactTreeError
 from sglang_sparse.scheduler.prefix_keys import TOKEN_BITS, mark_lookup, marked, plain, require_whole_groups, tree_key
 
 FIELDS = {"block_size": 16, "step": 2, "crossover_tokens": 64}

@@ -20,6 +20,7 @@ from sglang_sparse import plugin
 from sglang_sparse.config.settings import build as config_of
 from sglang_sparse.config.versions import SUPPORTED_SGLANG
 from sglang_sparse.hooks import apply as hooks
+from sglang_sparse.hooks import model_runner
 from sglang_sparse.hooks.refusals import require_weights
 
 
@@ -45,7 +46,7 @@ def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
     args = {"sparse_method": method, "sparse_prefill_method": None, "sparse_config": config, "load_format": "dummy"}
     runner = SimpleNamespace(server_args=SimpleNamespace(**args), model_config=None)
     loaded: list[list[str]] = []
-    hooks.hook_method(lambda _: loaded.append(list(hooked)), runner)
+    model_runner.hook_method(lambda _: loaded.append(list(hooked)), runner)
     expected = [seam.target for seam in hooks.SEAMS if seam.method == "dsa" and seam.gpu is not False]
     assert loaded == [expected if method == "dsa" else []]
     assert len(expected) == 7 and not any(target.endswith("forward_native") for target in expected)
@@ -53,7 +54,7 @@ def test_a_gpu_server_hooks_what_its_own_method_needs_before_the_model(
     monkeypatch.setattr(HookRegistry, "_patched", set())
     if method == "dsa":
         with pytest.raises(RuntimeError, match="forward_cuda"):
-            hooks.hook_method(lambda _: None, runner)
+            model_runner.hook_method(lambda _: None, runner)
 
 
 def test_weights_that_came_with_the_load_are_judged_after_it(
@@ -77,9 +78,9 @@ def test_weights_that_came_with_the_load_are_judged_after_it(
     require_weights(args, settings, config)
     assert "whether the weights of someone/model hold its indexers is not known" in caplog.text
     with pytest.raises(ValueError, match="dsa does not fit Deepseek: its weights have no indexer"):
-        hooks.hook_method(download, runner)
+        model_runner.hook_method(download, runner)
     args.sparse_method, args.sparse_config = "resa", config_of("resa", {}).config.model_dump_json()
-    hooks.hook_method(download, runner)
+    model_runner.hook_method(download, runner)
 
 
 @pytest.mark.parametrize("seam", [seam for seam in hooks.SEAMS if seam.gpu], ids=lambda seam: seam.function)

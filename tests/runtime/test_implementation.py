@@ -169,17 +169,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(kernel_choice, "find_spec", lambda name: object() if name in installed else None)
+        monkeypatch.setattr(dsa_flags, "find_spec", lambda name: object() if name in installed else None)
         text = SimpleNamespace(index_topk=2048, kv_lora_rank=512, qk_rope_head_dim=64)
         model = SimpleNamespace(num_attention_heads=128, hf_text_config=text, dtype=dtype)
-        monkeypatch.setattr(kernel_choice, "_model", lambda _: model)
+        monkeypatch.setattr(dsa_flags, "_model", lambda _: model)
 
     return see
 
 
 def settled(args: Any) -> Any:
     settings = build("dsa", json.loads(args.sparse_config))
-    kernel_choice.settle(args, settings)
+    dsa_flags.settle(args, settings)
     return build("dsa", json.loads(args.sparse_config)).config
 
 

@@ -18,9 +18,10 @@ from transformers import AutoTokenizer
 
 from eval.texts.text import read_book
 from eval.texts.windows import BOOK
+from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.attention.dsa import indexer
 from sglang_sparse.config.settings import build
-from sglang_sparse.methods.views import SELECT_STATS, BatchView, allocate_view
+from sglang_sparse.methods.views import SELECT_STATS, BatchView
 
 MODEL = Path("eval/models/tiny-dsa")
 PAGE, DIM, TOKENS, CHUNKS, TOPK = 64, 128, 800, (300, 300, 196, 1, 1, 1, 1), 512

@@ -5,17 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_sparse import pools
+from sglang_sparse.attention import memory
 from sglang_sparse.debug import kv_compare
-from sglang_sparse.debug.kv_compare import (
-    InexactTreeError,
-    borrowed,
-    checksums,
-    compare,
-    default_tolerance,
-    stale_summaries,
-)
+from sglang_sparse.debug.kv_compare import borrowed, checksums, compare, default_tolerance, stale_summaries
+from sglang_sparse.methods import aux_buffers
 from sglang_sparse.methods.base import AuxSpec
+from sglang_sparse.scheduler.inserted_keys import InexactTreeError
 from sglang_sparse_kernels.page_summary import update_page_summaries
 
 PAGES, SIZE, HEADS, DIM = 6, 4, 2, 64
@@ -27,11 +22,11 @@ def kv_pool(request) -> SimpleNamespace:
     shape = (PAGES * SIZE, HEADS, DIM)
     keys, values = ([torch.randn(shape, generator=generator).to(request.param) for _ in range(2)] for _ in range(2))
     spec = AuxSpec("summary", (HEADS, 2, DIM), request.param, update_page_summaries)
-    aux = pools.AuxPools((spec,), (0, 1), PAGES, SIZE, "cpu")
+    aux = aux_buffers.AuxBuffers((spec,), (0, 1), PAGES, SIZE, "cpu")
     pool = SimpleNamespace(
         start_layer=0, layer_num=2, get_key_buffer=keys.__getitem__, get_value_buffer=values.__getitem__
     )
-    setattr(pool, pools.ATTRIBUTE, aux)
+    setattr(pool, memory.ATTRIBUTE, aux)
     for layer in (0, 1):
         aux.refresh({layer: keys[layer]}, torch.arange(PAGES) * SIZE + SIZE - 1)
     return pool
@@ -42,13 +37,13 @@ def test_fresh_summaries_are_not_stale(kv_pool) -> None:
 
 
 def test_a_changed_bound_or_key_is_stale(kv_pool) -> None:
-    getattr(kv_pool, pools.ATTRIBUTE).buffer("summary", 1)[2, 0, 1, 5] = -9.0
+    getattr(kv_pool, memory.ATTRIBUTE).buffer("summary", 1)[2, 0, 1, 5] = -9.0
     kv_pool.get_key_buffer(0)[3 * SIZE, 1, 3] = 9.0
     assert stale_summaries(kv_pool, torch.arange(1, 5) * SIZE + SIZE - 1).tolist() == [False, True, True, False]
 
 
 def test_a_page_is_judged_up_to_its_last_written_slot(kv_pool) -> None:
-    aux = getattr(kv_pool, pools.ATTRIBUTE)
+    aux = getattr(kv_pool, memory.ATTRIBUTE)
     last = torch.tensor([2 * SIZE + 1])
     for layer in (0, 1):
         aux.refresh({layer: kv_pool.get_key_buffer(layer)}, last)
@@ -63,7 +58,7 @@ def test_a_checksum_sees_every_part_of_its_page_alone(kv_pool, part) -> None:
     buffers = {
         "keys": kv_pool.get_key_buffer(1)[2 * SIZE],
         "values": kv_pool.get_value_buffer(0)[3 * SIZE - 1],
-        "summary": getattr(kv_pool, pools.ATTRIBUTE).buffer("summary", 1)[2],
+        "summary": getattr(kv_pool, memory.ATTRIBUTE).buffer("summary", 1)[2],
     }
     buffers[part].view(torch.uint8).flatten()[7] ^= 1
     after = checksums(kv_pool, [1, 2, 3])
@@ -73,7 +68,7 @@ def test_a_checksum_sees_every_part_of_its_page_alone(kv_pool, part) -> None:
 
 def everything(kv_pool: SimpleNamespace) -> list[torch.Tensor]:
     """The bytes of all buffers."""
-    aux = getattr(kv_pool, pools.ATTRIBUTE)
+    aux = getattr(kv_pool, memory.ATTRIBUTE)
     gets = (kv_pool.get_key_buffer, kv_pool.get_value_buffer, lambda layer: aux.buffer("summary", layer))
     return [get(layer).view(torch.uint8).clone() for layer in (0, 1) for get in gets]
 

@@ -14,6 +14,7 @@ import torch
 from eval.parts.reproduce_needles import SCALES
 from sglang_sparse.attention import kv_scales
 from sglang_sparse.config import settings as config
+from sglang_sparse.hooks import refusals
 
 ROOT = Path(__file__).parent.parent.parent
 PAGED = "SGLANG_FLASHINFER_USE_PAGED"
@@ -63,11 +64,11 @@ def test_sparse_prefill_takes_fp8_kv_with_scales(
     for method in ("anchor", "skip_softmax"):
         settings = config.build(None, {}, method, {})
         if served:
-            kv_scales.require_dtypes(args, settings, gpu=True)
+            refusals.require_dtypes(args, settings, gpu=True)
             continue
         with pytest.raises(config.SparseArgumentError, match=r"fp8 KV without scales .* --quantization-param-path"):
-            kv_scales.require_dtypes(args, settings, gpu=True)
-    kv_scales.require_dtypes(args, config.build("resa", {}), gpu=True)
+            refusals.require_dtypes(args, settings, gpu=True)
+    refusals.require_dtypes(args, config.build("resa", {}), gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +115,10 @@ def test_a_checkpoint_may_make_the_cache_float8(
         assert (stored == torch.float8_e4m3fn) == (float8 and dtype == "auto")
     refused = pytest.raises(config.SparseArgumentError, match="torch_native writes fp8 KV without its scales")
     with refused if float8 and dtype == "auto" else nullcontext():
-        kv_scales.require_dtypes(args, config.build("resa", {}), gpu=True)
+        refusals.require_dtypes(args, config.build("resa", {}), gpu=True)
     refused = pytest.raises(config.SparseArgumentError, match=r"auto, which this checkpoint makes fp8_e4m3, .* bf16$")
     with refused if float8 and dtype == "auto" else nullcontext():
-        kv_scales.require_dtypes(args, config.build("rocketkv", {}), gpu=True)
+        refusals.require_dtypes(args, config.build("rocketkv", {}), gpu=True)
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked about", "this machine's"])
@@ -135,9 +136,9 @@ def test_fp8_on_a_gpu_that_has_none(asked: bool, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
         gpu = capability if asked else None
         # Its kernels read float8 as integers there.
-        kv_scales.require_dtypes(args, config.build("dsa", {}), gpu)
+        refusals.require_dtypes(args, config.build("dsa", {}), gpu)
         with nullcontext() if served else pytest.raises(ValueError) as caught:
-            kv_scales.require_dtypes(args, config.build("resa", {}), gpu)
+            refusals.require_dtypes(args, config.build("resa", {}), gpu)
         said = f"8.9 or later, and this one has {capability[0]}.{capability[1]}; allowed: --kv-cache-dtype auto"
         assert served or str(caught.value).endswith(said)
 

@@ -6,19 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import pools
 from sglang_sparse.attention import crossover, memory, prompt_selection
+from sglang_sparse.attention.batch import allocate_view, clear_view, count_sizes, load_view, view_buffers, with_parts
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.plan import DecodePlan, plan_decode
-from sglang_sparse.config.request_options import RequestState, parse_options
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import Settings, build
 from sglang_sparse.debug.kv_compare import stale_summaries
 from sglang_sparse.hooks import prometheus
 from sglang_sparse.methods import roles
+from sglang_sparse.methods.aux_buffers import AuxBuffers, page_ends
 from sglang_sparse.methods.base import ModelShape
-from sglang_sparse.methods.groups import Composite, count_sizes, view_buffers, with_parts
-from sglang_sparse.methods.views import allocate_view
-from sglang_sparse.pools import AuxPools, page_ends
+from sglang_sparse.methods.groups import Composite
+from sglang_sparse.scheduler import prompt_windows
+from sglang_sparse.scheduler.request_state import RequestState
 from sglang_sparse_kernels.page_centroids import record_bytes
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
@@ -34,7 +35,7 @@ def test_two_parts_of_a_method_run_with_factors_of_their_own() -> None:
     view = with_parts(allocate_view(2, 2, 64, 64, 16, counts), method, 64)
     table = torch.arange(2 * 1024, dtype=torch.int32).reshape(2, 1024)
     batch: Any = type("Batch", (), {"req_pool_indices": torch.tensor([1])})
-    view.load(plan_decode(method, torch.tensor([640])), batch, table)
+    load_view(view, plan_decode(method, torch.tensor([640])), batch, table)
     assert [part.values.tolist() for part in view.parts] == [[10, 0], [40, 0]]
     assert any("prefill is what --sparse-prefill-method says" in text for text in method.warnings())
 
@@ -49,7 +50,7 @@ def test_a_part_refuses_weights_for_all() -> None:
 def test_what_both_kinds_of_parts_count_is_reported_together(caplog: Any) -> None:
     settings = build("resa", BOTH)
     method = settings.method
-    pools = AuxPools(method.aux_specs(SHAPE), (1, 2, 3), 8, 16, "cpu")
+    pools = AuxBuffers(method.aux_specs(SHAPE), (1, 2, 3), 8, 16, "cpu")
     counted = Counters(settings, pools, SHAPE, torch.zeros(sum(count_sizes(method)), dtype=torch.int64), None)
     report = prometheus.IntervalReport(counted, prometheus.DeviceCopy(counted.device_stats), None, logs=False, time=0.0)
     published: list[prometheus.Interval] = []
@@ -89,9 +90,9 @@ def request(settings: Settings, prompt: int, **options: Any) -> Any:
 def test_the_window_is_the_longest_of_those_that_choose() -> None:
     settings = build("rocketkv", KEPT)
     for prompt, window in ((24, None), (25, 8), (100, 8), (101, 16)):
-        start = prompt_selection.window_start(settings, request(settings, prompt))
+        start = prompt_windows.window_start(settings, request(settings, prompt))
         assert start == (window and prompt - window)
-    assert prompt_selection.window_start(settings, request(settings, 101, sparse=False)) is None
+    assert prompt_windows.window_start(settings, request(settings, 101, sparse=False)) is None
 
 
 def test_each_part_keeps_what_it_would_keep_alone() -> None:
@@ -108,12 +109,12 @@ def test_each_part_keeps_what_it_would_keep_alone() -> None:
     places = torch.tensor([3, 1])
 
     def run(method: Any, layers: tuple[int, ...], known: Settings) -> Any:
-        aux = AuxPools(method.aux_specs(SHAPE), method.sparse_layers(4), 64, 16, "cpu", method.entry_tokens)
+        aux = AuxBuffers(method.aux_specs(SHAPE), method.sparse_layers(4), 64, 16, "cpu", method.entry_tokens)
         path: Any = prompt_selection.make_path(method, aux, runner, SHAPE)
         mode = SimpleNamespace(is_extend=lambda: True)
         batch = SimpleNamespace(forward_mode=mode, prefix_lens=[0, 0], extend_lens=[30, 140])
         batch.reqs = [request(known, 30), request(known, 140)]
-        prompt_selection.begin(SimpleNamespace(keeps=path), SimpleNamespace(req_pool_indices=places), batch)
+        prompt_windows.begin(SimpleNamespace(keeps=path), SimpleNamespace(req_pool_indices=places), batch)
         for layer in layers:
             names = {"layer_id": layer, "tp_q_head_num": 8, "qk_head_dim": 64, "scaling": 0.125}
             path.keep(queries[layer], SimpleNamespace(**names, k_scale_float=None))
@@ -154,17 +155,17 @@ def test_memory_of_what_parts_keep_is_added_up_and_a_choice_is_the_largest() -> 
     assert needed(first, second)[1] == max(needed(first)[1], needed(second)[1]) > 0
     # Of one, two and one layers: bounds of blocks of four and eight tokens in float8, and centroids of pages.
     token = 2 * 64 * 2
-    assert pools.aux_bytes_per_token(settings, SHAPE) == token // 4 + 2 * token // 8 + 2 * record_bytes(6, 64) // 16
+    assert memory.aux_bytes_per_token(settings, SHAPE) == token // 4 + 2 * token // 8 + 2 * record_bytes(6, 64) // 16
 
 
 def test_entries_of_two_sizes_are_refreshed_each_where_it_ends() -> None:
     """What a pass leaves half written, and then a step's token."""
     settings = build("rocketkv", KEPT)
     method = settings.method
-    aux = AuxPools(method.aux_specs(SHAPE), method.sparse_layers(4), 8, 16, "cpu", method.entry_tokens)
+    aux = AuxBuffers(method.aux_specs(SHAPE), method.sparse_layers(4), 8, 16, "cpu", method.entry_tokens)
     keys = {layer: torch.randn(128, 2, 64).bfloat16() for layer in range(4)}
     pool = SimpleNamespace(get_key_buffer=keys.__getitem__)
-    setattr(pool, pools.ATTRIBUTE, aux)
+    setattr(pool, memory.ATTRIBUTE, aux)
     slots, last = torch.arange(32, 32 + 27), torch.tensor([47, 58])
     assert aux.entry_sizes == (4, 16, 8)
     for size in aux.entry_sizes:
@@ -196,14 +197,14 @@ def test_a_view_has_a_page_table_for_each_size_of_blocks() -> None:
     table = torch.arange(3 * 1024, dtype=torch.int32).reshape(3, 1024)
     batch: Any = type("Batch", (), {"req_pool_indices": torch.tensor([2, 1])})
     # As a graph is replayed: fewer rows than it has.
-    view.load(plan_decode(method, torch.tensor([641, 30])), batch, table)
+    load_view(view, plan_decode(method, torch.tensor([641, 30])), batch, table)
     assert [part.n_pages.tolist() for part in view.parts] == [[161, 8, 0], [41, 2, 0], [81, 4, 0]]
     assert [part.n_select.tolist() for part in view.parts] == [[4, 4, 0], [16, 2, 0], [8, 4, 0]]
     assert [part.requests.tolist()[:2] for part in view.parts] == [[2, 1]] * 3
     for part in view.parts:
         pages = int(part.n_pages[0])
         assert part.page_table[0, :pages].tolist() == [2048 // part.page_size + i for i in range(pages)]
-    view.clear(table)
+    clear_view(view, table)
     assert not any(part.n_pages.any() or part.n_select.any() for part in view.rows(2).parts)
 
 
@@ -211,7 +212,7 @@ def test_shares_are_of_rows_that_some_part_leaves_something_out_for() -> None:
     """A part that lets such a row attend to everything attends to all of it; sums are of the smallest blocks."""
     settings = build("rocketkv", KEPT)
     method = settings.method
-    aux = AuxPools(method.aux_specs(SHAPE), (0, 1, 2, 3), 8, 16, "cpu")
+    aux = AuxBuffers(method.aux_specs(SHAPE), (0, 1, 2, 3), 8, 16, "cpu")
     counters = Counters(settings, aux, SHAPE, torch.zeros(sum(count_sizes(method)), dtype=torch.int64))
     # ReSA attends to sixteen pages at least: all of 160 tokens.
     counters.add_decode(plan_decode(method, torch.tensor([160, 10**5]), [parse_options(settings, {})] * 2))

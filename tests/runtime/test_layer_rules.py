@@ -14,18 +14,20 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse import pools
+from sglang_sparse.attention import memory
 from sglang_sparse.attention.backend import SparseAttentionBackend
+from sglang_sparse.attention.batch import allocate_view, clear_view, count_sizes, load_view, view_buffers, with_parts
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.cuda_graphs import SPARSE
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build
+from sglang_sparse.methods import aux_buffers
 from sglang_sparse.methods.base import ModelShape
-from sglang_sparse.methods.groups import Composite, count_sizes, view_buffers, with_parts
+from sglang_sparse.methods.groups import Composite
 from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
-from sglang_sparse.methods.views import BatchView, allocate_view
+from sglang_sparse.methods.views import BatchView
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
 SKIP = {"method": "skip_softmax", "threshold_scale_factor": {"decode": 40}}
@@ -215,10 +217,10 @@ def test_a_share_to_skip_is_resolved_by_the_checkpoint() -> None:
 def test_buffers_are_those_of_the_layers_that_have_them() -> None:
     settings = build("resa", {"layers": RULES, "summary": "minmax", **SHARED})
     specs = settings.method.aux_specs(SHAPE)
-    aux = pools.AuxPools(specs, settings.method.sparse_layers(4), 8, 16, "cpu")
+    aux = aux_buffers.AuxBuffers(specs, settings.method.sparse_layers(4), 8, 16, "cpu")
     assert [aux.buffer("page_summary", layer).dtype for layer in (1, 2)] == [torch.bfloat16, torch.float8_e4m3fn]
     assert [len(aux.specs_of(layer)) for layer in range(4)] == [0, 1, 1, 0]
-    assert pools.aux_bytes_per_token(settings, SHAPE) * 16 * 8 == aux.nbytes == 8 * 2 * 2 * 64 * 3
+    assert memory.aux_bytes_per_token(settings, SHAPE) * 16 * 8 == aux.nbytes == 8 * 2 * 2 * 64 * 3
     keys = {layer: torch.full((128, 2, 64), float(layer)) for layer in (1, 2, 3)}
     aux.refresh(keys, torch.tensor([31]))
     for layer in (1, 2):
@@ -245,11 +247,11 @@ def test_parts_of_a_view_share_all_but_what_is_their_own() -> None:
     table = torch.arange(3 * 1024, dtype=torch.int32).reshape(3, 1024)
     batch: Any = type("Batch", (), {"req_pool_indices": torch.tensor([2, 1])})
     # As a graph is replayed: fewer rows than it has.
-    view.load(plan, batch, table)
+    load_view(view, plan, batch, table)
     assert view.n_pages.tolist() == [40, 20, 0]
     assert [part.n_select.tolist() for part in view.parts] == [[16, 16, 0], [20, 16, 0], [40, 20, 0]]
     assert view.parts[2].values.tolist() == [40, 40, 0] and view.rows(1).parts[1].n_select.tolist() == [20]
-    view.clear(table)
+    clear_view(view, table)
     assert not any(part.n_select.any() or part.values.any() for part in view.parts)
 
 
@@ -261,7 +263,7 @@ def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with(mo
     dense.req_to_token_pool = SimpleNamespace(req_to_token=table)
     object.__setattr__(backend, "dense", dense)
     backend.method = method
-    backend._pools = pools.AuxPools(method.aux_specs(SHAPE), (1, 2, 3), 8, 16, "cpu")
+    backend._pools = aux_buffers.AuxBuffers(method.aux_specs(SHAPE), (1, 2, 3), 8, 16, "cpu")
     backend._limits, backend._graph_view, backend._planned = (2, 64, 64, 16), None, None
     backend._buffers = view_buffers(method, SHAPE, 64, torch.bfloat16, torch.device("cpu"))
     counts = torch.zeros(sum(count_sizes(method)), dtype=torch.int64)

@@ -13,8 +13,11 @@ load_plugins()
 from resolved import ServerArgs
 
 from sglang_sparse.hooks import limits
-from sglang_sparse.methods import registry
+from sglang_sparse.methods import registry, support
+from sglang_sparse.methods.dsa import decode
 
+# Those that no method serves, and those of one method, by their names.
+LIMITS = {name: found for of in (limits, decode) for name, found in vars(of).items() if name.endswith("_LIMITS")}
 COMPACT = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "compact"}}
 
 
@@ -151,19 +154,18 @@ def refused(model: str, **kwargs: Any) -> str:
     return str(caught.value)
 
 
-def limit_of(table: str, name: str) -> limits.FlagLimit:
-    (found,) = (limit for limit in getattr(limits, table) if limit.name == name)
+def limit_of(table: str, name: str) -> support.FlagLimit:
+    (found,) = (limit for limit in LIMITS[table] if limit.name == name)
     return found
 
 
 def test_no_limit_lacks_a_trigger() -> None:
-    tables = {name for name in vars(limits) if name.endswith("_LIMITS")}
-    assert tables == {*TABLES, "MODEL_LIMITS"}
+    assert set(LIMITS) == {*TABLES, "MODEL_LIMITS"}
     for name, (_, _, triggers) in TABLES.items():
-        assert {limit.name for limit in getattr(limits, name)} == {trigger.limit for trigger in triggers}, name
+        assert {limit.name for limit in LIMITS[name]} == {trigger.limit for trigger in triggers}, name
     assert {limit.name for limit in limits.MODEL_LIMITS} == set(MODELS)
     own = {limit for name in registry.DECODE_METHODS for limit in registry.load_decode_method(name).flag_limits}
-    assert own <= {limit for table in TABLES for limit in getattr(limits, table)}
+    assert own <= {limit for table in TABLES for limit in LIMITS[table]}
 
 
 @pytest.mark.parametrize(

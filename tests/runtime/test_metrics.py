@@ -18,16 +18,16 @@ from sglang_sparse.attention.plan import DecodePlan
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.settings import build
 from sglang_sparse.hooks import prometheus
+from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.views import SELECT_STATS
-from sglang_sparse.pools import AuxPools
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
 
 
 def counters(method: str | None = "resa", prefill: PrefillPath | None = None) -> Counters:
     settings = build(method, {}, "anchor" if prefill else None, {})
-    pools = AuxPools(settings.method.aux_specs(SHAPE), (0, 1), 8, 16, "cpu")
+    pools = AuxBuffers(settings.method.aux_specs(SHAPE), (0, 1), 8, 16, "cpu")
     return Counters(settings, pools, SHAPE, torch.zeros(4, dtype=torch.int64), prefill)
 
 
@@ -186,7 +186,7 @@ def test_blocks_that_both_phases_skip(registry: CollectorRegistry, caplog: pytes
     settings = build("skip_softmax", {})
     assert settings.prefill is not None
     path = PrefillPath(settings.prefill, range(4), None, torch.zeros(2, 64, dtype=torch.int32), 16, SHAPE.num_q_heads)
-    pools = AuxPools((), (0, 1), 8, 16, "cpu")
+    pools = AuxBuffers((), (0, 1), 8, 16, "cpu")
     counted = Counters(settings, pools, SHAPE, torch.zeros(SELECT_STATS + 2, dtype=torch.int64), path)
     pages, values = torch.tensor([12, 3], dtype=torch.int32), torch.tensor([25.0, 0.0])
     reports = publishing(counted, registry), reporting(counted)

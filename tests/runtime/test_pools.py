@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sparse import pools
+from sglang_sparse.attention import memory
+from sglang_sparse.attention.kv_scales import kv_bytes_per_token
 from sglang_sparse.config.settings import build
+from sglang_sparse.methods import aux_buffers
 from sglang_sparse.methods.base import AuxSpec, ModelShape
 from sglang_sparse.methods.resa import SUMMARY
 
@@ -33,14 +35,14 @@ def test_page_ends(page_size: int, requests: list[tuple[int, int]], seed: int) -
         positions = range(prefix, prefix + extend)
         slots += [table[p // page_size] * page_size + p % page_size for p in positions]
         expected += [(p + 1) % page_size == 0 or p == positions[-1] for p in positions]
-    ends = pools.page_ends(torch.tensor(slots), page_size)
+    ends = aux_buffers.page_ends(torch.tensor(slots), page_size)
     assert (ends >= 0).tolist() == expected
     assert ends[ends >= 0].tolist() == [slot for slot, end in zip(slots, expected, strict=True) if end]
 
 
 def test_slots_of_the_dummy_page_are_skipped() -> None:
     slots = torch.tensor([32, 33, 0, 0, 0])
-    assert pools.page_ends(slots, 16).tolist() == [-1, 33, -1, -1, -1]
+    assert aux_buffers.page_ends(slots, 16).tolist() == [-1, 33, -1, -1, -1]
 
 
 @pytest.mark.parametrize(
@@ -56,37 +58,37 @@ def test_slots_of_the_dummy_page_are_skipped() -> None:
 def test_bytes_per_token(fields: dict[str, Any], expected: int, of_float8: int) -> None:
     # 4 layers, 2 heads, vectors of 64 elements, one entry for 16 tokens.
     settings = build("resa", fields)
-    assert pools.aux_bytes_per_token(settings, SHAPE) == expected
-    assert pools.aux_bytes_per_token(settings, replace(SHAPE, kv_dtype=torch.float8_e4m3fn)) == of_float8
+    assert memory.aux_bytes_per_token(settings, SHAPE) == expected
+    assert memory.aux_bytes_per_token(settings, replace(SHAPE, kv_dtype=torch.float8_e4m3fn)) == of_float8
 
 
 def test_what_a_token_takes_in_sglangs_pool() -> None:
     keys, values = torch.zeros(48, 2, 64, dtype=torch.bfloat16), torch.zeros(48, 2, 32, dtype=torch.bfloat16)
     plain = SimpleNamespace(k_buffer=[keys] * 3, v_buffer=[values] * 3, page_size=16)
-    assert pools.kv_bytes_per_token(plain) == 3 * 2 * (64 + 32) * 2
+    assert kv_bytes_per_token(plain) == 3 * 2 * (64 + 32) * 2
     rows, pages = torch.zeros(128, 1, 656, dtype=torch.uint8), torch.zeros(2, 64 * 132, dtype=torch.uint8)
     latent = SimpleNamespace(kv_buffer=[rows] * 3, index_k_with_scale_buffer=[pages] * 3, page_size=64)
-    assert pools.kv_bytes_per_token(latent) == 3 * (656 + 132)
+    assert kv_bytes_per_token(latent) == 3 * (656 + 132)
 
 
 def test_dense_layers_are_not_charged() -> None:
-    assert pools.aux_bytes_per_token(build("resa", {"layers": "2-"}), SHAPE) == 60
+    assert memory.aux_bytes_per_token(build("resa", {"layers": "2-"}), SHAPE) == 60
 
 
 def test_a_dense_server_is_charged_nothing() -> None:
     kvc = SimpleNamespace(server_args=SimpleNamespace(sparse_method=None), is_draft_worker=False)
-    assert pools.charge_aux_bytes(4096, None, kvc, 4) == 4096
+    assert memory.charge_aux_bytes(4096, None, kvc, 4) == 4096
     pool = object()
-    assert pools.attach_aux_pools(pool, SimpleNamespace(server_args=kvc.server_args)) is None
+    assert memory.attach_aux_pools(pool, SimpleNamespace(server_args=kvc.server_args)) is None
 
 
 def test_a_page_written_in_pieces_has_the_summary_of_all_its_keys() -> None:
     settings = build("resa", {"page_size": 4, "summary": "minmax"})
     specs = settings.method.aux_specs(SHAPE)
-    aux = pools.AuxPools(specs, (0,), 8, 4, "cpu")
+    aux = aux_buffers.AuxBuffers(specs, (0,), 8, 4, "cpu")
     keys = torch.randn(32, 2, 64).to(torch.bfloat16)
     for slots in ([20, 21], [22], [23]):
-        aux.refresh({0: keys}, pools.page_ends(torch.tensor(slots), 4))
+        aux.refresh({0: keys}, aux_buffers.page_ends(torch.tensor(slots), 4))
         written = keys[20 : slots[-1] + 1]
         summary = aux.buffer(SUMMARY, 0)[5]
         assert torch.equal(summary[:, 0], written.amax(0)) and torch.equal(summary[:, 1], written.amin(0))
@@ -98,7 +100,7 @@ def test_only_what_selection_needs_fresh_is_refreshed_before_it() -> None:
     def spec(name: str, early: bool) -> AuxSpec:
         return AuxSpec(name, (1,), torch.float32, lambda *_: asked.append(name), early)
 
-    aux = pools.AuxPools((spec("late", False), spec("early", True)), (0, 1), 8, 16, "cpu")
+    aux = aux_buffers.AuxBuffers((spec("late", False), spec("early", True)), (0, 1), 8, 16, "cpu")
     aux.refresh({0: torch.zeros(128, 1, 1)}, torch.tensor([31]), before_select=True)
     aux.refresh({0: torch.zeros(128, 1, 1)}, torch.tensor([31]))
     assert asked == ["early", "late", "early"]
@@ -106,13 +108,13 @@ def test_only_what_selection_needs_fresh_is_refreshed_before_it() -> None:
 
 def test_bytes_are_those_of_the_buffers() -> None:
     settings = build("resa", {})
-    aux = pools.AuxPools(settings.method.aux_specs(SHAPE), (0, 1, 2, 3), 100, 16, "cpu")
-    assert aux.nbytes == 100 * 16 * pools.aux_bytes_per_token(settings, SHAPE)
+    aux = aux_buffers.AuxBuffers(settings.method.aux_specs(SHAPE), (0, 1, 2, 3), 100, 16, "cpu")
+    assert aux.nbytes == 100 * 16 * memory.aux_bytes_per_token(settings, SHAPE)
 
 
 def test_keys_outside_fp8_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     settings = build("resa", {"summary_dtype": "fp8"})
-    aux = pools.AuxPools(settings.method.aux_specs(SHAPE), (0,), 8, 16, "cpu")
+    aux = aux_buffers.AuxBuffers(settings.method.aux_specs(SHAPE), (0,), 8, 16, "cpu")
     keys = torch.randn(128, 2, 64).to(torch.bfloat16)
     aux.refresh({0: keys}, torch.tensor([31]))
     aux.warn_of_overflow()

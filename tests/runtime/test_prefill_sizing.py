@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.runtime_context import get_context
 
-from sglang_sparse import pools
+from sglang_sparse.attention import memory
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse_kernels.anchor_prefill import scratch_bound
 
@@ -22,7 +22,7 @@ CUT_GROUPS = 2 * 36 * 8 * 32 * (2 * 128 + 4)
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(pools, "model_shape", lambda *_: SHAPE)
+    monkeypatch.setattr(memory, "model_shape", lambda *_: SHAPE)
     # SGLang asks the arguments of the process how wide a row of its token table is.
     with get_context().override_server_args(page_size=16):
         yield
@@ -58,27 +58,27 @@ def configurator(
 def test_the_pool_leaves_the_scratch_of_the_largest_pass(chunk: int | None, tokens: int) -> None:
     expected = scratch_bound(tokens, CONTEXT, 32, 128, 128, 128, 8)
     assert 2**27 < expected < 2**29
-    assert pools.charge_scratch(20 * GIB, configurator(chunk), 80.0) == 20 * GIB - expected - CUT_GROUPS
+    assert memory.charge_scratch(20 * GIB, configurator(chunk), 80.0) == 20 * GIB - expected - CUT_GROUPS
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(40, 8232), (0, 8192 + 4096)])
 def test_rows_that_decode_in_a_mixed_batch_come_on_top(rows: int, tokens: int) -> None:
     expected = scratch_bound(tokens, CONTEXT, 32, 128, 128, 128, 8)
-    assert pools.charge_scratch(20 * GIB, configurator(mixed=rows), 80.0) == 20 * GIB - expected - CUT_GROUPS
+    assert memory.charge_scratch(20 * GIB, configurator(mixed=rows), 80.0) == 20 * GIB - expected - CUT_GROUPS
 
 
 def test_wide_values_are_counted() -> None:
-    wide = pools.charge_scratch(20 * GIB, configurator(v_dim=192), pre_model_load_memory=80.0)
+    wide = memory.charge_scratch(20 * GIB, configurator(v_dim=192), pre_model_load_memory=80.0)
     assert 20 * GIB - wide >= scratch_bound(8192, CONTEXT, 32, 128, 192, 128, 8)
 
 
 def test_dense_prefill_and_draft_models_are_charged_nothing() -> None:
-    assert pools.charge_scratch(GIB, configurator(prefill=None), 80.0) == GIB
-    assert pools.charge_scratch(GIB, configurator(is_draft_worker=True), 80.0) == GIB
+    assert memory.charge_scratch(GIB, configurator(prefill=None), 80.0) == GIB
+    assert memory.charge_scratch(GIB, configurator(is_draft_worker=True), 80.0) == GIB
 
 
 def test_too_little_memory_names_the_flags() -> None:
     with pytest.raises(
         ValueError, match=r"needs \d+ MiB .* of up to 8192 tokens .* 100 MiB are left .*--chunked-prefill"
     ):
-        pools.charge_scratch(100 * 2**20, configurator(), 80.0)
+        memory.charge_scratch(100 * 2**20, configurator(), 80.0)

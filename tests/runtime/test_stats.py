@@ -9,8 +9,8 @@ from sglang_sparse.attention.counters import Counters, RectifyCounts
 from sglang_sparse.attention.plan import DecodePlan
 from sglang_sparse.config.settings import build
 from sglang_sparse.config.versions import SUPPORTED_SGLANG
+from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
-from sglang_sparse.pools import AuxPools
 from sglang_sparse_kernels.page_centroids import record_bytes
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
@@ -29,7 +29,7 @@ FLAT = {
 
 def counters() -> Counters:
     settings = build("resa", {})
-    pools = AuxPools(settings.method.aux_specs(SHAPE), (2, 3), 8, 16, "cpu")
+    pools = AuxBuffers(settings.method.aux_specs(SHAPE), (2, 3), 8, 16, "cpu")
     return Counters(settings, pools, SHAPE, torch.zeros(4, dtype=torch.int64))
 
 

@@ -18,12 +18,12 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang_sparse import pools
+from sglang_sparse.attention import memory
 from sglang_sparse.debug import tree_check
-from sglang_sparse.debug.kv_compare import InexactTreeError
 from sglang_sparse.debug.tree_check import check_tree, check_when_idle
+from sglang_sparse.methods import aux_buffers
 from sglang_sparse.methods.base import AuxSpec
-from sglang_sparse.scheduler.inserted_keys import InsertedKeys, remember_inserts
+from sglang_sparse.scheduler.inserted_keys import InexactTreeError, InsertedKeys, remember_inserts
 from sglang_sparse_kernels.page_summary import update_page_summaries
 
 PAGES, SIZE, HEADS, DIM = 24, 4, 1, 64
@@ -38,7 +38,7 @@ class Model:
         self.keys = [torch.zeros((PAGES + 1) * SIZE, HEADS, DIM) for _ in range(2)]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
         self.tokens = 0
-        aux = pools.AuxPools(
+        aux = aux_buffers.AuxBuffers(
             (AuxSpec("summary", (HEADS, 2, DIM), torch.float32, update_page_summaries),), (0, 1), PAGES + 1, SIZE, "cpu"
         )
         self.token_to_kv_pool = SimpleNamespace(
@@ -48,7 +48,7 @@ class Model:
             get_key_buffer=self.keys.__getitem__,
             get_value_buffer=self.values.__getitem__,
         )
-        setattr(self.token_to_kv_pool, pools.ATTRIBUTE, aux)
+        setattr(self.token_to_kv_pool, memory.ATTRIBUTE, aux)
         self.server_args = SimpleNamespace(sparse_method=None)
         self.attn_backend = SimpleNamespace(prefill=None)
         self.req_to_token_pool = ReqToTokenPool(2, 512, "cpu", False)
@@ -73,8 +73,8 @@ class Model:
             content = (tokens + positions * 0.01 + layer + rounding)[:, None, None].expand(-1, HEADS, DIM)
             self.keys[layer][slots] = content.float()
             self.values[layer][slots] = -content.float()
-            last = pools.page_ends(slots, SIZE)
-            getattr(self.token_to_kv_pool, pools.ATTRIBUTE).refresh({layer: self.keys[layer]}, last)
+            last = aux_buffers.page_ends(slots, SIZE)
+            getattr(self.token_to_kv_pool, memory.ATTRIBUTE).refresh({layer: self.keys[layer]}, last)
 
 
 @pytest.fixture(params=CORES)
@@ -114,7 +114,7 @@ def slots_of(scheduler: Scheduler, tokens: list[int]) -> torch.Tensor:
 def everything(scheduler: Scheduler) -> list[torch.Tensor]:
     """Copies of all that a pass writes to."""
     model = scheduler.tp_worker.model_runner
-    aux = getattr(model.token_to_kv_pool, pools.ATTRIBUTE)
+    aux = getattr(model.token_to_kv_pool, memory.ATTRIBUTE)
     written = [*model.keys, *model.values, *(aux.buffer("summary", layer) for layer in (0, 1))]
     return [buffer.clone() for buffer in (*written, model.req_to_token_pool.req_to_token)]
 
@@ -212,7 +212,7 @@ def test_a_wrong_summary_is_found(scheduler) -> None:
     insert(scheduler, [*range(8)])
     check_tree(scheduler)
     page = int(slots_of(scheduler, [*range(8)])[4]) // SIZE
-    aux = getattr(scheduler.tp_worker.model_runner.token_to_kv_pool, pools.ATTRIBUTE)
+    aux = getattr(scheduler.tp_worker.model_runner.token_to_kv_pool, memory.ATTRIBUTE)
     aux.buffer("summary", 1)[page, 0, 0, 3] += 1
     with pytest.raises(InexactTreeError, match=f"summaries of 1 pages of the radix tree, page {page}"):
         check_tree(scheduler)

@@ -24,7 +24,7 @@ from sglang_sparse.attention import prompt_selection
 from sglang_sparse.attention.prompt_selection import KeepPath, PromptEnd
 from sglang_sparse.config.settings import Settings, build
 from sglang_sparse.debug import tree_check
-from sglang_sparse.scheduler import prefill_chunks
+from sglang_sparse.scheduler import prefill_chunks, prompt_windows
 
 WINDOW, BUDGET = 8, 24
 ROCKETKV, METHOD = build("rocketkv", SMALL), rocketkv(**SMALL)
@@ -44,28 +44,27 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_where_a_window_begins() -> None:
-    assert prompt_selection.window_start(ROCKETKV, request(BUDGET + 1)) == BUDGET + 1 - WINDOW
+    assert prompt_windows.window_start(ROCKETKV, request(BUDGET + 1)) == BUDGET + 1 - WINDOW
     assert (
-        prompt_selection.window_start(ROCKETKV, request(BUDGET + 1, generated=100, known=ROCKETKV))
-        == BUDGET + 1 - WINDOW
+        prompt_windows.window_start(ROCKETKV, request(BUDGET + 1, generated=100, known=ROCKETKV)) == BUDGET + 1 - WINDOW
     )
-    assert prompt_selection.window_start(ROCKETKV, request(BUDGET)) is None
-    assert prompt_selection.window_start(ROCKETKV, request(500, sparse=False)) is None
-    assert prompt_selection.window_start(ROCKETKV, request(500, known=ROCKETKV, sparse=False)) is None
-    assert prompt_selection.window_start(ROCKETKV, request(500, topk=10**6)) == 500 - WINDOW
-    assert prompt_selection.window_start(build("resa", {}), request(500)) is None
-    assert prompt_selection.window_start(None, request(500)) is None
+    assert prompt_windows.window_start(ROCKETKV, request(BUDGET)) is None
+    assert prompt_windows.window_start(ROCKETKV, request(500, sparse=False)) is None
+    assert prompt_windows.window_start(ROCKETKV, request(500, known=ROCKETKV, sparse=False)) is None
+    assert prompt_windows.window_start(ROCKETKV, request(500, topk=10**6)) == 500 - WINDOW
+    assert prompt_windows.window_start(build("resa", {}), request(500)) is None
+    assert prompt_windows.window_start(None, request(500)) is None
 
 
 @given(st.integers(0, 400), st.integers(0, 300), st.integers(1, 100), st.sampled_from([1, 4, 16, 64]))
 def test_an_end_outside_the_window(position: int, start: int, window: int, page: int) -> None:
     position = position // page * page
-    found = prompt_selection.outside(position, start, start + window, page)
+    found = prompt_windows.outside(position, start, start + window, page)
     assert found <= position and found % page == 0
     assert not start < found < start + window
     # The last such end.
     assert not any(not start < other < start + window for other in range(found + page, position + 1, page))
-    assert prompt_selection.outside(position, None, start + window, page) == position
+    assert prompt_windows.outside(position, None, start + window, page) == position
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def ended(one: Any, ends: list[int], start: int, path: KeepPath, before: int = 0
     other = request(10**6, known=ROCKETKV)
     for end in ends:
         batch = SimpleNamespace(reqs=[other, one], prefix_lens=[0, start], extend_lens=[before, end - start])
-        found += prompt_selection._prompt_ends(path, batch)
+        found += prompt_windows._prompt_ends(path, batch)
         start = end
     return found
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from engine import Engine
 
-from sglang_sparse.config.request_options import state_of
 from sglang_sparse.debug.kv_compare import stale_summaries
 from sglang_sparse.debug.tree_check import TreeReport, check_tree, compare_with_recomputed
 from sglang_sparse.scheduler import exact_kv
 from sglang_sparse.scheduler.request_fields import committed_len, pool_row, protected_len
+from sglang_sparse.scheduler.request_state import state_of
 
 
 class BrokenInvariantError(AssertionError):

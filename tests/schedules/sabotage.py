@@ -10,7 +10,7 @@ import torch
 from engine import Engine
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_sparse import pools
+from sglang_sparse.attention import memory
 from sglang_sparse.attention.backend import SparseAttentionBackend
 from sglang_sparse.methods.prefill import PrefillMethod, PrefillSpan
 from sglang_sparse.scheduler import prefill_chunks, prefix_keys, rectification
@@ -27,7 +27,7 @@ def corrupt_a_summary(engine: Engine) -> None:
     def corrupt(forward_batch: Any, calls: int) -> None:
         page = int(forward_batch.out_cache_loc[0]) // engine.options.page_size
         if calls >= 20:
-            aux = getattr(engine.runner.token_to_kv_pool, pools.ATTRIBUTE)
+            aux = getattr(engine.runner.token_to_kv_pool, memory.ATTRIBUTE)
             aux.buffer(aux.specs[0].name, 1)[page].view(torch.uint8).flatten()[3] ^= 16
 
     _after_forward(engine, corrupt)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_sparse.attention.batch import allocate_view, load_view
 from sglang_sparse.attention.dsa import indexer, latents
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.settings import build
-from sglang_sparse.methods.views import BatchView, allocate_view
+from sglang_sparse.methods.views import BatchView
 from sglang_sparse_kernels import index_keys
 
 PAGE, TOPK, HEADS, DIM, HIDDEN, PAGES = 64, 32, 4, 128, 48, 12
@@ -74,7 +75,7 @@ class Rows:
         stats = torch.zeros(4, dtype=torch.int64)
         view = allocate_view(self.tokens, 1, PAGES * PAGE, TOPK, 1, stats, method.view_buffers)
         requests = SimpleNamespace(req_pool_indices=torch.arange(self.tokens))
-        view.load(plan, requests, torch.zeros(self.tokens, 1, dtype=torch.int32))
+        load_view(view, plan, requests, torch.zeros(self.tokens, 1, dtype=torch.int32))
         return view
 
     def backend(self, config: dict[str, Any] | None = None, fused: bool = False) -> Any:

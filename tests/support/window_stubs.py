@@ -10,10 +10,9 @@ from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 
 from sglang_sparse.attention import prompt_selection
 from sglang_sparse.attention.counters import RectifyCounts
-from sglang_sparse.config import request_options
 from sglang_sparse.config.settings import Settings
-from sglang_sparse.pools import AuxPools
-from sglang_sparse.scheduler import prefill_chunks
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.scheduler import prefill_chunks, prompt_windows, request_state
 
 
 def request(prompt: int, generated: int = 0, cached: int = 0, known: Settings | None = None, **options: Any) -> Any:
@@ -25,7 +24,7 @@ def request(prompt: int, generated: int = 0, cached: int = 0, known: Settings | 
         sampling_params=SimpleNamespace(custom_params=options or None),
     )
     if known is not None:
-        request_options.ensure_state(known, RectifyCounts(), found)
+        request_state.ensure_state(known, RectifyCounts(), found)
     return found
 
 
@@ -72,7 +71,7 @@ class Pass:
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.method = method = rocketkv(**SMALL)
-        self.aux = AuxPools(method.aux_specs(MODEL), (0,), 200, PAGE, "cpu")
+        self.aux = AuxBuffers(method.aux_specs(MODEL), (0,), 200, PAGE, "cpu")
         table = (torch.randperm(199)[:120] + 1).view(self.PLACES, 20, 1) * PAGE + torch.arange(PAGE)
         self.keys = torch.randn(200 * PAGE, HEADS, DIM)
         pool = SimpleNamespace(get_key_buffer=lambda layer: self.keys)
@@ -97,7 +96,7 @@ class Pass:
             dense_pass=dense,
         )
         places = torch.tensor([row[3] for row in rows])
-        prompt_selection.begin(SimpleNamespace(keeps=self.path), SimpleNamespace(req_pool_indices=places), batch)
+        prompt_windows.begin(SimpleNamespace(keeps=self.path), SimpleNamespace(req_pool_indices=places), batch)
 
     def run(self, rows: list[tuple[Any, int, int, int]], padding: int = 0, **kwargs: Any) -> None:
         """Begin the pass and run its layer; ``padding`` tokens follow, as in a graph."""

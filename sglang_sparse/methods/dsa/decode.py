@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from sglang_sparse.hooks.limits import INDEXER_LIMITS, INDEXER_PAGE, refuse_sizes
 from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape
 from sglang_sparse.methods.config import Crossover, MethodConfig
 from sglang_sparse.methods.dsa import weights
 from sglang_sparse.methods.fingerprint import tensors
+from sglang_sparse.methods.support import FlagLimit, refuse_sizes
 from sglang_sparse_kernels import index_choice, sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.base import SparseIndices
     from sglang_sparse.methods.views import BatchView
-    from sglang_sparse.pools import AuxPools
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,23 @@ Implementation = Annotated[
     dict[Literal["indexer", "topk", "attention"], Literal["auto", "native", "portable", "reference"]],
     BeforeValidator(_by_stage),
 ]
+# Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
+INDEXER_PAGE = 64
+INDEXER_LIMITS = (
+    FlagLimit(
+        "returned indexer top-k", lambda args: args.enable_return_indexer_topk or None, "what is chosen is not reported"
+    ),
+    FlagLimit(
+        "a page size",
+        lambda args: None if args.page_size == INDEXER_PAGE else args.page_size,
+        f"the indexer's keys are laid out in pages of {INDEXER_PAGE}",
+    ),
+    FlagLimit(
+        "a float16 model",
+        lambda args: args.dtype if args.dtype in ("half", "float16") else None,
+        "the kernels take bfloat16; allowed: --dtype bfloat16",
+    ),
+)
 
 
 class DsaConfig(MethodConfig):
@@ -183,7 +200,7 @@ class Dsa(DecodeMethod):
         """The model's ``index_topk``, or all tokens where there are fewer."""
         return n_pages.clamp(max=self.index_topk)
 
-    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxBuffers) -> SparseIndices:
         """Never called: the model asks its indexer before it attends, see ``indexer.choose``.
 
         Raises:

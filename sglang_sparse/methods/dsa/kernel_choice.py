@@ -6,22 +6,14 @@ Decided once, in the main process, from the GPU, the dtypes and what is installe
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.config.settings import SparseArgumentError
-from sglang_sparse.hooks import dsa_flags
-from sglang_sparse.hooks.limits import Gpu, on_gpu
-from sglang_sparse.methods.dsa.decode import AUTO, NATIVE, PORTABLE, REFERENCE, STAGES, Dsa, DsaConfig
+from sglang_sparse.methods.dsa.decode import AUTO, NATIVE, PORTABLE, REFERENCE, STAGES
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.arguments import Arguments
-    from sglang_sparse.config.settings import Settings
-
-logger = logging.getLogger(__name__)
+    pass
 
 # Major compute capabilities that SGLang's kernels were written for: Hopper, and Blackwell for data centers.
 NATIVE_MAJORS = (9, 10)
@@ -145,7 +137,7 @@ def _refuse(stage: str, choice: str, ours: str, facts: Facts) -> str | None:
             else "this machine runs the kernels; SGLANG_SPARSE_REFERENCE=1 in the environment forces the references"
         )
     if facts.capability is not None and facts.capability < LEAST_CAPABILITY:
-        return f"it needs compute capability {_dotted(LEAST_CAPABILITY)} or later, and this GPU has " + _dotted(
+        return f"it needs compute capability {dotted(LEAST_CAPABILITY)} or later, and this GPU has " + dotted(
             facts.capability
         )
     return None
@@ -159,7 +151,7 @@ def _refuse_native(stage: str, facts: Facts) -> str | None:
     padded = 128 if facts.capability[0] == NATIVE_MAJORS[-1] else 64
     reasons = {
         f"SGLang's kernels are for compute capabilities {majors}, and this GPU has "
-        f"{_dotted(facts.capability)}": facts.capability[0] not in NATIVE_MAJORS,
+        f"{dotted(facts.capability)}": facts.capability[0] not in NATIVE_MAJORS,
         f"SGLang's selection takes {NATIVE_TOPK} tokens, and the model's index_topk is {facts.topk}": stage == "topk"
         and facts.topk != NATIVE_TOPK,
         f"SGLang's kernels take a divisor or a multiple of {padded} query heads a rank, and there are "
@@ -180,77 +172,6 @@ def _unfit(found: Mapping[str, str]) -> str | None:
     return None
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def dotted(capability: tuple[int, int]) -> str:
+    """Write a compute capability as NVIDIA does."""
     return ".".join(map(str, capability))
-
-
-def settle(args: Arguments, settings: Settings, gpu: Gpu = None) -> Settings:
-    """Put the choice into a server's config, and into those arguments of SGLang's that follow from it.
-
-    Args:
-        args: the server's, before SGLang resolves what depends on the model.
-        settings: the methods; not changed.
-        gpu: of the server's machine; None: it is this one.
-
-    Returns:
-        The methods with the choice.
-
-    Raises:
-        SparseArgumentError: the choice that was asked for cannot be made, or an argument contradicts it.
-    """
-    config = settings.config
-    if not isinstance(config, DsaConfig):
-        return settings
-    dsa_flags.require_dtype(args, settings, _model(args).dtype, on_gpu(gpu))
-    facts = _facts(args, gpu)
-    if reason := absent(facts):
-        raise SparseArgumentError(f"{settings.flag}: {reason}")
-    try:
-        found = resolve(config.implementation, facts)
-    except ValueError as error:
-        raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
-    other = facts.capability is not None and facts.capability[0] != BEST[0]
-    float8 = facts.kv_dtype.startswith("fp8") and set(found.values()) != {PORTABLE}
-    if facts.capability is not None and (other or float8 or args.tp_size > 1):
-        stages = ", ".join(f"{stage} {name}" for stage, name in found.items())
-        logger.warning(
-            "sglang_sparse: dsa was measured on one GPU of compute capability %d.x alone, and over float8 KV with "
-            "all stages portable alone; this GPU has %s, --kv-cache-dtype is %s, --tp-size %d, and it runs %s",
-            *(BEST[0], _dotted(facts.capability), facts.kv_dtype, args.tp_size, stages),
-        )
-    chosen = config.model_copy(update={"implementation": found})
-    args.sparse_config = chosen.model_dump_json()
-    dsa_flags.require_stages(args, settings, found, on_gpu(gpu))
-    if on_gpu(gpu) and found["attention"] != NATIVE:
-        dsa_flags.take_slot(args, settings, found["attention"])
-    return replace(settings, method=Dsa(chosen))
-
-
-def _facts(args: Any, asked: Gpu) -> Facts:
-    """Those of this machine. A GPU that is asked about and not here is the best one: what it refuses, all others do."""
-    import torch
-
-    from sglang_sparse_kernels import dispatch
-
-    gpu, here = on_gpu(asked), torch.cuda.is_available()
-    # Where the operations would run decides how.
-    reference = dispatch.use_reference(torch.empty(0, device="meta" if gpu else "cpu")) if gpu == here else not gpu
-    model = _model(args)
-    usual = torch.cuda.get_device_capability() if here else BEST
-    capability = (asked if isinstance(asked, tuple) else usual) if gpu else None
-    blackwell = capability is not None and capability[0] == NATIVE_MAJORS[-1]
-    return Facts(
-        capability,
-        frozenset(name for name in PACKAGES if gpu != here or find_spec(name)),
-        reference,
-        args.kv_cache_dtype,
-        model.num_attention_heads // args.tp_size,
-        model.hf_text_config.index_topk,
-        (model.hf_text_config.kv_lora_rank, model.hf_text_config.qk_rope_head_dim),
-        raw_latents((args.dsa_prefill_backend, args.dsa_decode_backend), blackwell),
-    )
-
-
-def _model(args: Arguments) -> Any:
-    # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
-    return args.new_model_config()

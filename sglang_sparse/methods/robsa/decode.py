@@ -25,19 +25,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from sglang_sparse.hooks.limits import refuse_sizes
 from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape, SparseIndices
 from sglang_sparse.methods.config import PAGE_SIZES, RectifyConfig
 from sglang_sparse.methods.fingerprint import misfit, overridden
 from sglang_sparse.methods.robsa.calibration_file import PRESETS, Preset, RopeCalibration
+from sglang_sparse.methods.support import refuse_sizes
 from sglang_sparse_kernels import sparse_mla_decode
 from sglang_sparse_kernels.block_mass import block_mass, scratch_bytes
 from sglang_sparse_kernels.block_topp import block_topp
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 
 if TYPE_CHECKING:
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.views import BatchView, LatentQuery
-    from sglang_sparse.pools import AuxPools
 
 ROPE_COPY = "rope_copy"
 BLOCK_SIZES = tuple(size for size in PAGE_SIZES if size >= 16)
@@ -222,7 +222,7 @@ class Robsa(DecodeMethod):
         # One block at least: a row that holds a single one is then dense.
         return (n_pages.to(torch.float64) * self.config.max_active_ratio + 1e-9).to(torch.int32).clamp_min(1)
 
-    def mass(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxPools) -> torch.Tensor:
+    def mass(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxBuffers) -> torch.Tensor:
         """Share of the attention mass that each block is given, mean over the heads, ``[rows, max_pages]`` float32."""
         if self.selects_by_rope(layer_id):
             copied = self.config.rope_copy == "on"
@@ -235,7 +235,7 @@ class Robsa(DecodeMethod):
         mass = block_mass(asked, keys, *rows, self.block_size, *scales, out=view.scores[:, 0])
         return query.mean_over_ranks(mass) if self.config.head_scope == "global" else mass
 
-    def select(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxBuffers) -> SparseIndices:
         """One selection for all heads, by the mean of their masses."""
         mass = self.mass(view, layer_id, query, pools)
         return SparseIndices(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from sglang_sparse.hooks.limits import refuse_sizes
 from sglang_sparse.methods.config import RectifyConfig, SparseConfig
 from sglang_sparse.methods.roles import KernelMethod
 from sglang_sparse.methods.skip_softmax.calibration_file import (
@@ -27,6 +26,7 @@ from sglang_sparse.methods.skip_softmax.calibration_file import (
     resolved_fields,
 )
 from sglang_sparse.methods.skip_softmax.prefill import CALIBRATION, FILE, TARGET
+from sglang_sparse.methods.support import refuse_sizes
 from sglang_sparse_kernels import skip_softmax_mla_decode
 from sglang_sparse_kernels.skip_softmax_decode import scratch_bytes, skip_softmax_decode
 from sglang_sparse_kernels.skip_softmax_mla_decode import LATENT_DIMS, ROPE_DIMS

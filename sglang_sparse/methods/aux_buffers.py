@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_sparse.attention import memory
-from sglang_sparse.attention.kv_scales import kv_bytes_per_token
-from sglang_sparse.config.settings import settings_of
-from sglang_sparse.methods.base import AuxSpec, ModelShape
+from sglang_sparse.methods.base import AuxSpec
 from sglang_sparse.methods.roles import Kept
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.settings import Settings
+    pass
 
 logger = logging.getLogger(__name__)
 
-# The attribute of the stock pool under which the wrapper finds the buffers: the pool's class stays SGLang's own.
-ATTRIBUTE = "sglang_sparse_pools"
 
-
-class AuxPools:
+class AuxBuffers:
     """The method's buffers, one a sparse layer and declared ``AuxSpec``, indexed by KV page id.
 
     An entry is a pure function of its page's keys, so this class has no life cycle: whoever holds a page holds its
@@ -175,132 +168,3 @@ def page_ends(slots: torch.Tensor, page_size: int) -> torch.Tensor:
     successors[-1:] = -1
     is_end = (successors != slots + 1) | (slots % page_size == page_size - 1)
     return torch.where(is_end & (slots >= page_size), slots, -1)
-
-
-def model_shape(model_config: Any, kv_dtype: torch.dtype) -> ModelShape:
-    """Describe a model to a method, for this tensor-parallel rank.
-
-    Args:
-        model_config: SGLang's ``ModelConfig``.
-        kv_dtype: dtype of the KV cache.
-    """
-    from sglang.srt.runtime_context import get_parallel
-
-    tp_size = get_parallel().attn_tp_size
-    if model_config.attention_arch.name == "MLA":
-        return ModelShape(
-            num_layers=model_config.num_hidden_layers,
-            num_q_heads=model_config.get_num_attention_heads(tp_size),
-            num_kv_heads=1,
-            head_dim=model_config.kv_lora_rank + model_config.qk_rope_head_dim,
-            kv_dtype=kv_dtype,
-            rope_dim=model_config.qk_rope_head_dim,
-        )
-    return ModelShape(
-        num_layers=model_config.num_hidden_layers,
-        num_q_heads=model_config.get_num_attention_heads(tp_size),
-        num_kv_heads=model_config.get_num_kv_heads(tp_size),
-        head_dim=model_config.head_dim,
-        kv_dtype=kv_dtype,
-    )
-
-
-def aux_bytes_per_token(settings: Settings, model: ModelShape) -> int:
-    """Bytes that the method's buffers take per token of KV cache, over all layers, rounded up."""
-    layers = settings.method.sparse_layers(model.num_layers)
-    specs = settings.method.aux_specs(model)
-    per_page = sum(spec.bytes_per_page * len(layers if spec.layers is None else spec.layers) for spec in specs)
-    return -(-per_page // settings.config.page_size)
-
-
-def charge_aux_bytes(cell_size: int, configurator: Any, kvc: Any, num_layers: int) -> int:
-    """After ``_compute_cell_size``: add the buffers' share to the bytes that SGLang counts per token.
-
-    Called more than once at start, so it must stay pure.
-    """
-    settings = settings_of(kvc.server_args)
-    if settings is None or kvc.is_draft_worker:
-        return cell_size
-    return cell_size + aux_bytes_per_token(settings, model_shape(kvc.model_config, kvc.kv_cache_dtype))
-
-
-def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:
-    """After ``_profile_available_bytes``: keep what sparse passes need for a moment out of the KV pool.
-
-    Returns:
-        Bytes that remain for the KV pool.
-
-    Raises:
-        ValueError: nothing remains.
-    """
-    settings = settings_of(kvc.server_args)
-    if settings is None or kvc.is_draft_worker:
-        return available
-    from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
-
-    model = model_shape(kvc.model_config, kvc.kv_cache_dtype)
-    # The values of MLA are its latents.
-    if not model.rope_dim:
-        model = dataclasses.replace(model, head_dim=max(model.head_dim, kvc.model_config.v_head_dim))
-    settings.method.adopt(kvc.model_config)
-    width = kvc.model_config.context_len + get_req_to_token_extra_context_len()
-    for need in memory.needs(settings, kvc, model, width):
-        if need.nbytes >= available:
-            raise ValueError(
-                f"{need.flag} needs {need.nbytes / 2**20:.0f} MiB for {need.passes} at a context of "
-                f"{kvc.model_config.context_len}, and {available / 2**20:.0f} MiB are left for it and the KV cache; "
-                f"allowed: a smaller {need.smaller} or --context-length, a larger --mem-fraction-static"
-            )
-        available -= need.nbytes
-        logger.info(
-            "sglang_sparse: %.1f MiB kept free for the scratch of sparse %s (%s)",
-            need.nbytes / 2**20,
-            need.phase,
-            need.passes,
-        )
-    return available
-
-
-def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
-    """After ``_build_token_to_kv_pool``: allocate the buffers and leave them on the stock pool.
-
-    Raises:
-        RuntimeError: the KV pool is not SGLang's plain one for the method's kind of attention.
-    """
-    settings = settings_of(configurator.server_args)
-    if settings is None or configurator.is_draft_worker:
-        return
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-
-    latent = settings.method.kind_of(configurator.model_config) != "MHA"
-    # A platform may have a subclass of its own for MLA; those that store something else are refused by model or flag.
-    if not isinstance(kv_pool, MLATokenToKVPool) if latent else type(kv_pool) is not MHATokenToKVPool:
-        needed = (MLATokenToKVPool if latent else MHATokenToKVPool).__name__
-        raise RuntimeError(f"{settings.flag} needs {needed}, got {type(kv_pool).__name__}")
-    model = model_shape(configurator.model_config, kv_pool.dtype)
-    specs = settings.method.aux_specs(model)
-    layers = settings.method.sparse_layers(model.num_layers) if settings.name else ()
-    page_size = settings.config.page_size
-    num_pages = kv_pool.get_key_buffer(next(iter(layers), 0)).shape[0] // page_size
-    on_gpu = torch.device(configurator.device).type == "cuda"
-    before = torch.cuda.memory_allocated() if on_gpu else 0
-    pools = AuxPools(specs, layers, num_pages, page_size, configurator.device, settings.method.entry_tokens)
-    pools.accounted_bytes = aux_bytes_per_token(settings, model) * kv_pool.size
-    pools.kv_bytes_per_token = kv_bytes_per_token(kv_pool)
-    if on_gpu:
-        pools.measured_bytes = torch.cuda.memory_allocated() - before
-    setattr(kv_pool, ATTRIBUTE, pools)
-    if settings.name is None:
-        return
-    logger.info(
-        "sglang_sparse: method %s, %d of %d layers, page size %d, %s; aux memory %d bytes per token, %.1f MiB in all; "
-        "kernels %s",
-        settings.described,
-        len(layers),
-        model.num_layers,
-        page_size,
-        ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs) or "no summaries",
-        aux_bytes_per_token(settings, model),
-        pools.nbytes / 2**20,
-        settings.method.kernels("reference" if pools.overflow.device.type == "cpu" else "triton"),
-    )
