@@ -51,7 +51,7 @@ def require_stages(args: Arguments, settings: Settings, found: Mapping[str, str]
     Args:
         args: the server's, as they were given.
         settings: the methods.
-        found: the implementation of each stage.
+        found: what runs each stage.
         gpu: whether the server has a GPU.
 
     Raises:
@@ -70,20 +70,19 @@ def require_stages(args: Arguments, settings: Settings, found: Mapping[str, str]
     given["SGLANG_DSA_TOPK_BROADCAST"] = (envs.SGLANG_DSA_TOPK_BROADCAST.get(), False, "indexer")
     for name, (got, default, stage) in given.items():
         if got != default and found[stage] != NATIVE:
-            native = f', or {{"implementation": {{"{stage}": "native"}}}}' if gpu else ""
+            native = ', or {"implementation": "native"}' if gpu else ""
             raise SparseArgumentError(
                 f"{settings.flag}: {name} is {got} and the {stage} is {found[stage]}, which does not heed it; "
                 f"allowed: {default}{native}"
             )
 
 
-def take_slot(args: Any, settings: Settings, attention: str) -> None:
-    """Put an attention that is not SGLang's in the place of one of its backends.
+def take_slot(args: Any, settings: Settings) -> None:
+    """Put the portable attention in the place of one of its backends.
 
     Args:
         args: the server's; changed.
         settings: the methods.
-        attention: its implementation.
 
     Raises:
         SparseArgumentError: another backend was asked for.
@@ -92,7 +91,7 @@ def take_slot(args: Any, settings: Settings, attention: str) -> None:
         if getattr(args, name) not in (None, SLOT):
             raise SparseArgumentError(
                 f"{settings.flag}: --{name.replace('_', '-')} is {getattr(args, name)} and the attention is "
-                f'{attention}; allowed: no such flag, or {{"implementation": {{"attention": "native"}}}}'
+                f'portable; allowed: no such flag, or {{"implementation": "native"}}'
             )
         setattr(args, name, SLOT)
     if args.kv_cache_dtype == "auto":
@@ -163,35 +162,31 @@ def settle(args: Arguments, settings: Settings, gpu: Gpu = None) -> Settings:
     if reason := kernel_choice.absent(facts):
         raise SparseArgumentError(f"{settings.flag}: {reason}")
     try:
-        found = kernel_choice.resolve(config.implementation, facts)
+        chosen = config.model_copy(update={"implementation": kernel_choice.resolve(config.implementation, facts)})
     except ValueError as error:
         raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
     other = facts.capability is not None and facts.capability[0] != kernel_choice.BEST[0]
-    float8 = facts.kv_dtype.startswith("fp8") and set(found.values()) != {PORTABLE}
+    method = Dsa(chosen)
+    float8 = facts.kv_dtype.startswith("fp8") and chosen.implementation != PORTABLE
     if facts.capability is not None and (other or float8 or args.tp_size > 1):
-        stages = ", ".join(f"{stage} {name}" for stage, name in found.items())
+        stages = ", ".join(f"{stage} {name}" for stage, name in method.stages.items())
         logger.warning(
             "sglang_sparse: dsa was measured on one GPU of compute capability %d.x alone, and over float8 KV with "
             "all stages portable alone; this GPU has %s, --kv-cache-dtype is %s, --tp-size %d, and it runs %s",
             *(kernel_choice.BEST[0], kernel_choice.dotted(facts.capability), facts.kv_dtype, args.tp_size, stages),
         )
-    chosen = config.model_copy(update={"implementation": found})
     args.sparse_config = chosen.model_dump_json()
-    require_stages(args, settings, found, on_gpu(gpu))
-    if on_gpu(gpu) and found["attention"] != NATIVE:
-        take_slot(args, settings, found["attention"])
-    return replace(settings, method=Dsa(chosen))
+    require_stages(args, settings, method.stages, on_gpu(gpu))
+    if on_gpu(gpu) and not method.native("attention"):
+        take_slot(args, settings)
+    return replace(settings, method=method)
 
 
 def _facts(args: Any, asked: Gpu) -> kernel_choice.Facts:
     """Those of this machine. A GPU that is asked about and not here is the best one: what it refuses, all others do."""
     import torch
 
-    from sglang_sparse_kernels import dispatch
-
     gpu, here = on_gpu(asked), torch.cuda.is_available()
-    # Where the operations would run decides how.
-    reference = dispatch.use_reference(torch.empty(0, device="meta" if gpu else "cpu")) if gpu == here else not gpu
     model = _model(args)
     usual = torch.cuda.get_device_capability() if here else kernel_choice.BEST
     capability = (asked if isinstance(asked, tuple) else usual) if gpu else None
@@ -199,7 +194,6 @@ def _facts(args: Any, asked: Gpu) -> kernel_choice.Facts:
     return kernel_choice.Facts(
         capability,
         frozenset(name for name in kernel_choice.PACKAGES if gpu != here or find_spec(name)),
-        reference,
         args.kv_cache_dtype,
         model.num_attention_heads // args.tp_size,
         model.hf_text_config.index_topk,

@@ -85,7 +85,7 @@ class Asked:
             topk_indices_offset=None,
         )
         dense = SimpleNamespace(forward_metadata=metadata, use_fused_topk=False)
-        method = build("dsa", {}).method
+        method = build("dsa", {"implementation": "portable"}).method
         method.adopt(SimpleNamespace(hf_text_config=module.config))
         view = self._view(method, int(seen[-1])) if decode else None
         self.backend = SimpleNamespace(

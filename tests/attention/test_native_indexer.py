@@ -18,8 +18,8 @@ def no_original(*_: Any, **__: Any) -> torch.Tensor:
     raise AssertionError("SGLang's own function ran")
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, fused: bool = True, stages: dict[str, str] | None = None) -> Any:
-    method = build("dsa", {"implementation": {"indexer": "native", "attention": "native", **(stages or {})}}).method
+def serve(monkeypatch: pytest.MonkeyPatch, fused: bool = True, implementation: str = "auto") -> Any:
+    method = build("dsa", {"implementation": implementation}).method
     backend = SimpleNamespace(method=method, view=None, dense=SimpleNamespace(use_fused_topk=fused))
     monkeypatch.setattr(native_indexer, "served_backend", lambda: backend)
     return backend
@@ -119,7 +119,7 @@ def test_what_sglang_prepares_for_its_own_kernels_is_left_out_with_them(
     prepared = torch.ones(3)
     lengths = torch.ones(2, 1, dtype=torch.int32)
     for choice in ("native", "portable"):
-        args.sparse_config = f'{{"implementation": {{"{stage}": "{choice}"}}}}'
+        args.sparse_config = f'{{"implementation": "{choice}"}}'
         if stage == "indexer":
             found = native_indexer.schedule(lambda *_: prepared)(lengths, 64, 132)
             assert (found is prepared) == (choice == "native") and isinstance(found, torch.Tensor)
@@ -129,7 +129,7 @@ def test_what_sglang_prepares_for_its_own_kernels_is_left_out_with_them(
 
 
 def test_sglangs_own_selection_is_asked_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve(monkeypatch, stages={"topk": "native"})
+    serve(monkeypatch, implementation="native")
     arguments = [object() for _ in range(8)]
     given: list[Any] = []
 

@@ -14,7 +14,7 @@ from sglang_sparse.methods.dsa.decode import STAGES
 
 
 @pytest.mark.parametrize(
-    ("stages", "graphs", "left"),
+    ("choice", "graphs", "left"),
     [
         ("portable", "breakable", "disabled"),
         ("portable", "disabled", "disabled"),
@@ -23,20 +23,19 @@ from sglang_sparse.methods.dsa.decode import STAGES
     ],
 )
 def test_prefill_graphs_that_the_indexer_cannot_be_in(
-    stages: str, graphs: str, left: str, caplog: pytest.LogCaptureFixture
+    choice: str, graphs: str, left: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     args: Any = SimpleNamespace(cuda_graph_config=CudaGraphConfig(prefill=PhaseConfig(backend=graphs)))
     dsa_flags.leave_graphs(args, build("resa", {}))
     assert args.cuda_graph_config.prefill.backend == graphs
-    dsa_flags.leave_graphs(args, build("dsa", {"implementation": stages}))
+    dsa_flags.leave_graphs(args, build("dsa", {"implementation": choice}))
     assert args.cuda_graph_config.prefill.backend == left
     assert ("prefill runs without CUDA graphs" in caplog.text) == (graphs != left)
 
 
 DSA = build("dsa", {})
 DEFAULTS = {"dsa_topk_backend": "sgl-kernel", "dsa_paged_mqa_logits_backend": "auto", "dtype": "auto"}
-PORTABLE: dict[str, str] = dict.fromkeys(STAGES, "portable")
-NATIVE = dict.fromkeys(PORTABLE, "native")
+NATIVE, PORTABLE = STAGES["native"], STAGES["portable"]
 
 
 @pytest.mark.parametrize(
@@ -46,13 +45,13 @@ NATIVE = dict.fromkeys(PORTABLE, "native")
             {"dsa_topk_backend": "flashinfer"},
             "topk",
             "--dsa-topk-backend is flashinfer and the topk is portable, which does not heed it; allowed: sgl-kernel, "
-            'or {"implementation": {"topk": "native"}}',
+            'or {"implementation": "native"}',
         ),
         (
             {"dsa_paged_mqa_logits_backend": "cutedsl"},
             "indexer",
             "--dsa-paged-mqa-logits-backend is cutedsl and the indexer is portable, which does not heed it; allowed: "
-            'auto, or {"implementation": {"indexer": "native"}}',
+            'auto, or {"implementation": "native"}',
         ),
         ({}, "indexer", "SGLANG_DSA_TOPK_BROADCAST is True and the indexer is portable"),
     ],
@@ -64,7 +63,7 @@ def test_what_only_sglangs_own_stage_heeds(given: dict[str, str], stage: str, ex
             dsa_flags.require_stages(args, DSA, {**NATIVE, stage: "portable"}, True)
         assert expected in str(caught.value)
         with pytest.raises(SparseArgumentError, match=r"does not heed it; allowed: [a-zA-Z-]+$"):
-            dsa_flags.require_stages(args, DSA, dict.fromkeys(NATIVE, "reference"), False)
+            dsa_flags.require_stages(args, DSA, PORTABLE, False)
         dsa_flags.require_stages(args, DSA, {**PORTABLE, stage: "native"}, True)
     defaults: Any = SimpleNamespace(**DEFAULTS)
     dsa_flags.require_stages(defaults, DSA, PORTABLE, True)

@@ -20,7 +20,6 @@ from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import build
 from sglang_sparse.hooks import refusals
-from sglang_sparse.methods.dsa.decode import STAGES
 from sglang_sparse.methods.fingerprint import INDEX
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")
@@ -38,7 +37,7 @@ def test_a_model_with_an_indexer_resolves() -> None:
     args: Any = ServerArgs(model_path=TINY_DSA, sparse_method="dsa")
     assert (args.attention_backend, args.page_size) == ("dsa", 64)
     config = json.loads(args.sparse_config)
-    assert config["min_seq_len"] == 0 and config["implementation"] == dict.fromkeys(STAGES, "reference")
+    assert config["min_seq_len"] == 0 and config["implementation"] == "portable"
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mla"])
@@ -172,8 +171,8 @@ def test_a_name_is_judged_by_what_the_cache_has(tmp_path: Path, monkeypatch: pyt
         ('{"layers": "2-"}', {}, "layers: got '2-'; must be 'all' with dsa"),
         ('{"page_size": 16}', {}, "page_size: got 16; must be 64 with dsa"),
         ('{"check_exactness": true}', {}, "check_exactness: got True; must be False with dsa"),
-        ('{"implementation": "native"}', {}, "indexer: got 'native', allowed: reference; not native: this machine has"),
-        ('{"implementation": {"topk": "portable"}}', {}, "topk: got 'portable', allowed: reference; not portable:"),
+        ('{"implementation": "native"}', {}, "implementation: got 'native', allowed: auto, portable; not native: this"),
+        ('{"implementation": {"topk": "portable"}}', {}, "one choice is for all stages: must be "),
         (None, {"page_size": 16}, "a page size (got 16): the indexer's keys are laid out in pages of 64"),
         (None, {"attention_backend": "torch_native"}, "'torch_native' is not supported; allowed: dsa"),
         (

@@ -17,98 +17,83 @@ from sglang_sparse.methods.dsa.kernel_choice import Facts, resolve
 
 PACKAGES = frozenset({"deep_gemm", "sgl_kernel"})
 AMPERE, ADA, HOPPER, BLACKWELL, DESKTOP = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
-GPU = Facts(HOPPER, PACKAGES, reference=False, kv_dtype="auto", heads=16, topk=2048)
-CPU = replace(GPU, capability=None, reference=True)
-AUTO = dict.fromkeys(STAGES, "auto")
-ALL_PORTABLE = ("portable", "portable", "portable")
-# SGLang's kernels, but for the selection: which of two equal tokens it takes is left open.
-FASTEST = ("native", "portable", "native")
+GPU = Facts(HOPPER, PACKAGES, kv_dtype="auto", heads=16, topk=2048)
+CPU = replace(GPU, capability=None)
+LAID_OUT = (
+    "SGLang keeps float8 KV with scales of a latent of 512 and a rotated key of 64, and the model's have 256 and 64"
+)
 
 
-def choose(facts: Facts, **asked: str) -> tuple[str, ...]:
-    return tuple(resolve({**AUTO, **asked}, facts)[stage] for stage in STAGES)
-
-
-def refused(facts: Facts, **asked: str) -> str:
+def refused(facts: Facts, asked: str) -> str:
     with pytest.raises(ValueError) as caught:
-        resolve({**AUTO, **asked}, facts)
+        resolve(asked, facts)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        (CPU, ("reference", "reference", "reference")),
-        (replace(CPU, reference=False), ALL_PORTABLE),
-        (replace(GPU, capability=AMPERE), ALL_PORTABLE),
-        (replace(GPU, capability=ADA), ALL_PORTABLE),
-        (replace(GPU, capability=DESKTOP), ALL_PORTABLE),
-        (GPU, FASTEST),
-        (replace(GPU, capability=BLACKWELL), FASTEST),
-        (replace(GPU, kv_dtype="fp8_e4m3"), FASTEST),
-        (replace(GPU, kv_dtype="fp8_e4m3", capability=AMPERE), ALL_PORTABLE),
-        (replace(GPU, kv_dtype="fp8_e4m3", capability=DESKTOP), ALL_PORTABLE),
-        (replace(CPU, kv_dtype="fp8_e4m3"), ("reference", "reference", "reference")),
+        (CPU, "portable"),
+        (replace(GPU, capability=AMPERE), "portable"),
+        (replace(GPU, capability=ADA), "portable"),
+        (replace(GPU, capability=DESKTOP), "portable"),
+        (GPU, "auto"),
+        (replace(GPU, capability=BLACKWELL), "auto"),
+        (replace(GPU, kv_dtype="fp8_e4m3"), "auto"),
+        (replace(GPU, kv_dtype="fp8_e4m3", capability=AMPERE), "portable"),
+        (replace(GPU, kv_dtype="fp8_e4m3", capability=DESKTOP), "portable"),
+        (replace(CPU, kv_dtype="fp8_e4m3"), "portable"),
         # Without scales, as SGLang's backend trtllm keeps it, it has any size.
-        (replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64), raw=True), FASTEST),
-        (replace(CPU, packages=frozenset()), ("reference", "reference", "reference")),
+        (replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64), raw=True), "auto"),
+        (replace(CPU, packages=frozenset()), "portable"),
         # 48 heads a rank are no kernel's, and 96 are Hopper's no more than Blackwell's.
-        (replace(GPU, heads=48), ALL_PORTABLE),
-        (replace(GPU, heads=128), FASTEST),
-        (replace(GPU, heads=64, capability=BLACKWELL), FASTEST),
-        (replace(GPU, heads=96, capability=BLACKWELL), ALL_PORTABLE),
-        (replace(GPU, topk=512), FASTEST),
-        (replace(GPU, reference=True, capability=AMPERE), ("reference", "reference", "reference")),
+        (replace(GPU, heads=48), "portable"),
+        (replace(GPU, heads=128), "auto"),
+        (replace(GPU, heads=64, capability=BLACKWELL), "auto"),
+        (replace(GPU, heads=96, capability=BLACKWELL), "portable"),
+        (replace(GPU, topk=512), "auto"),
     ],
 )
-def test_auto(facts: Facts, expected: tuple[str, ...]) -> None:
-    assert choose(facts) == expected
+def test_auto(facts: Facts, expected: str) -> None:
+    assert resolve("auto", facts) == expected
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ({"topk": "native"}, ("native", "native", "native")),
-        ({"indexer": "portable"}, ("portable", "portable", "native")),
-        ({"attention": "portable"}, ALL_PORTABLE),
-        ({"indexer": "native"}, FASTEST),
-        (dict.fromkeys(STAGES, "native"), ("native", "native", "native")),
-        (dict.fromkeys(STAGES, "portable"), ALL_PORTABLE),
-    ],
-)
-def test_what_is_asked_for_decides_the_rest(asked: dict[str, str], expected: tuple[str, ...]) -> None:
-    assert choose(GPU, **asked) == expected
+def test_what_is_asked_for_is_what_runs() -> None:
+    assert [resolve(asked, GPU) for asked in ("native", "portable")] == ["native", "portable"]
+    assert resolve("portable", CPU) == "portable"
+    # SGLang's kernels, but for the selection: which of two equal tokens it takes is left open.
+    assert STAGES["auto"] == {"indexer": "native", "topk": "portable", "attention": "native"}
+    assert all(set(STAGES[choice].values()) == {choice} for choice in ("native", "portable"))
 
 
 @pytest.mark.parametrize(
     ("facts", "asked", "expected"),
     [
-        (CPU, {"indexer": "native"}, "indexer: got 'native', allowed: reference; not native: this machine has no GPU"),
-        (CPU, {"topk": "portable"}, "allowed: reference; not portable: Triton's kernels need a GPU, or TRITON_INT"),
-        (GPU, {"topk": "reference"}, "allowed: portable, native; not reference: this machine runs the kernels"),
-        (replace(GPU, capability=ADA), {"attention": "native"}, "9.x and 10.x, and this GPU has 8.9"),
-        (replace(GPU, capability=DESKTOP), dict.fromkeys(STAGES, "native"), "this GPU has 12.0"),
-        (replace(GPU, capability=(7, 5)), {}, "it needs compute capability 8.0 or later, and this GPU has 7.5"),
-        (replace(GPU, topk=512), {"topk": "native"}, "takes 2048 tokens, and the model's index_topk is 512"),
-        (replace(GPU, heads=48), {"attention": "native"}, "a multiple of 64 query heads a rank, and there are 48"),
+        (CPU, "native", "got 'native', allowed: auto, portable; not native: this machine has no GPU"),
+        (replace(GPU, capability=ADA), "native", "9.x and 10.x, and this GPU has 8.9"),
+        (replace(GPU, capability=DESKTOP), "native", "this GPU has 12.0"),
+        (
+            replace(GPU, capability=(7, 5)),
+            "auto",
+            "got 'auto', allowed: nothing; not native: SGLang's kernels are for compute capabilities 9.x and 10.x, and "
+            "this GPU has 7.5; not portable: it needs compute capability 8.0 or later, and this GPU has 7.5",
+        ),
+        (replace(GPU, topk=512), "native", "takes 2048 tokens, and the model's index_topk is 512"),
+        (replace(GPU, heads=48), "native", "a multiple of 64 query heads a rank, and there are 48"),
         (
             replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64)),
-            {},
-            "attention: got 'auto', allowed: nothing; not native or portable: SGLang keeps float8 KV with scales of a "
-            "latent of 512 and a rotated key of 64, and the model's have 256 and 64",
+            "auto",
+            f"got 'auto', allowed: nothing; not native: {LAID_OUT}; not portable: {LAID_OUT}",
         ),
         (
             replace(GPU, kv_dtype="fp8_e4m3", latent=(256, 64), raw=True),
-            {"attention": "portable"},
-            "attention: got 'portable', allowed: native; not portable: SGLang keeps float8 KV with scales of a latent",
+            "portable",
+            f"got 'portable', allowed: auto, native; not portable: {LAID_OUT}",
         ),
-        (GPU, {"indexer": "portable", "topk": "native"}, "topk: native needs a native indexer"),
-        (GPU, {"indexer": "native", "attention": "portable"}, "attention: portable needs the indexer of the same kind"),
-        (GPU, {"topk": "native", "attention": "portable"}, "the indexer is"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(facts: Facts, asked: dict[str, str], expected: str) -> None:
-    assert expected in refused(facts, **asked)
+def test_what_cannot_be_is_refused_by_name(facts: Facts, asked: str, expected: str) -> None:
+    assert expected in refused(facts, asked)
 
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER, DESKTOP])
@@ -126,7 +111,11 @@ def test_nothing_starts_where_sglangs_model_cannot_be_imported(capability: tuple
     ("config", "expected"),
     [
         ({"implementation": "fast"}, "implementation: got 'fast'"),
-        ({"implementation": {"logits": "native"}}, "implementation: got 'logits'"),
+        ({"implementation": "reference"}, "implementation: got 'reference'"),
+        (
+            {"implementation": {"topk": "native"}},
+            "implementation: got {'topk': 'native'}; one choice is for all stages: must be \"auto\", \"native\" or",
+        ),
         ({"implementation": 3}, "implementation: got 3"),
         ({"index_share_layers": 2}, "index_share_layers"),
     ],
@@ -137,17 +126,16 @@ def test_bad_fields(config: dict[str, Any], expected: str) -> None:
     assert expected in str(caught.value)
 
 
-def test_a_config_says_it_for_all_stages_or_for_some() -> None:
-    assert build("dsa", {"implementation": "native"}).config.model_dump()["implementation"] == dict.fromkeys(
-        STAGES, "native"
-    )
-    method: Any = build("dsa", {"implementation": {"topk": "native"}}).method
-    assert method.native("topk") and not method.native("indexer")
-    assert method.kernels("triton") == "indexer auto, topk native, attention auto"
-    assert method.exact
+def test_a_config_says_it_for_all_stages() -> None:
+    assert build("dsa", {"implementation": "native"}).config.model_dump()["implementation"] == "native"
+    method: Any = build("dsa", {"implementation": "auto"}).method
+    assert method.native("indexer") and not method.native("topk") and method.exact
+    assert method.kernels("triton") == "indexer native, topk portable, attention native"
+    method = build("dsa", {"implementation": "portable"}).method
+    assert method.kernels("reference") == "indexer reference, topk reference, attention reference"
 
 
-SOME_NATIVE = '{"implementation": {"indexer": "portable", "attention": "native"}}'
+SOME_NATIVE = '{"implementation": "auto"}'
 
 
 class Args(SimpleNamespace):
@@ -187,15 +175,15 @@ def settled(args: Any) -> Any:
 def test_the_portable_attention_takes_the_place_of_a_backend(capability: tuple[int, int], gpu) -> None:
     gpu(capability)
     args = Args()
-    assert settled(args).implementation == dict.fromkeys(STAGES, "portable")
+    assert settled(args).implementation == "portable"
     assert (args.dsa_prefill_backend, args.dsa_decode_backend) == ("tilelang", "tilelang")
     assert args.kv_cache_dtype == "bfloat16"
     with pytest.raises(SparseArgumentError, match="--dsa-decode-backend is fa3 and the attention is portable"):
         settled(Args(dsa_decode_backend="fa3"))
-    with pytest.raises(SparseArgumentError, match="--sparse-config of dsa: implementation: indexer: got 'native'"):
+    with pytest.raises(SparseArgumentError, match="--sparse-config of dsa: implementation: got 'native'"):
         settled(Args('{"implementation": "native"}'))
     args = Args(kv_cache_dtype="fp8_e4m3")
-    assert settled(args).implementation == dict.fromkeys(STAGES, "portable")
+    assert settled(args).implementation == "portable"
     assert (args.dsa_prefill_backend, args.kv_cache_dtype) == ("tilelang", "fp8_e4m3")
 
 
@@ -215,7 +203,7 @@ def test_what_cannot_start_on_a_gpu_does_not(gpu) -> None:
 @pytest.mark.parametrize(("attention", "left"), [("portable", True), ("native", False)])
 def test_sglang_does_not_refuse_float8_in_the_place_of_a_backend(attention: str, left: bool, gpu) -> None:
     gpu(HOPPER)
-    args = Args(json.dumps({"implementation": {"attention": attention}}), kv_cache_dtype="fp8_e4m3")
+    args = Args(json.dumps({"implementation": attention}), kv_cache_dtype="fp8_e4m3")
     settled(args)
     asked: list[Any] = []
     resa = SimpleNamespace(sparse_method="resa", sparse_config=build("resa", {}).config.model_dump_json())
@@ -251,34 +239,32 @@ def test_native_attention_leaves_sglangs_arguments_alone(gpu) -> None:
     gpu(HOPPER)
     args = Args(dsa_decode_backend="fa3", kv_cache_dtype="fp8_e4m3")
     config = settled(args)
-    assert config.implementation == {"indexer": "native", "topk": "portable", "attention": "native"}
+    assert config.implementation == "auto"
     assert (args.dsa_prefill_backend, args.dsa_decode_backend, args.kv_cache_dtype) == (None, "fa3", "fp8_e4m3")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not here")
 @pytest.mark.parametrize(
-    ("stages", "gpu", "flags", "expected"),
+    ("choice", "gpu", "flags", "expected"),
     [
         ("auto", True, "", None),
         ("auto", False, "", None),
         ("auto", True, "--kv-cache-dtype fp8_e4m3", None),
-        ({"indexer": "portable", "topk": "native"}, True, "", "topk: native needs a native indexer"),
-        ({"attention": "portable"}, True, "--kv-cache-dtype fp8_e4m3", None),
+        ("portable", True, "--kv-cache-dtype fp8_e4m3", None),
         ("auto", True, "--kv-cache-dtype fp8_e5m2", "KV cache dtype (got 'fp8_e5m2'): allowed: auto, bf16"),
         (
-            {"attention": "portable"},
+            "portable",
             True,
             "--kv-cache-dtype fp8_e4m3 --dsa-decode-backend trtllm",
             "--dsa-decode-backend is trtllm and the attention is portable",
         ),
-        ("reference", True, "", "not reference: this machine runs the kernels"),
         ("portable", True, "--dsa-decode-backend fa3", "--dsa-decode-backend is fa3 and the attention is portable"),
         ("native", False, "", "not native: this machine has no GPU"),
     ],
 )
-def test_a_dry_run_judges_it_as_a_start_does(stages: Any, gpu: bool, flags: str, expected: str | None) -> None:
+def test_a_dry_run_judges_it_as_a_start_does(choice: str, gpu: bool, flags: str, expected: str | None) -> None:
     """Of a GPU that is not here it is what the best one would say."""
-    config = json.dumps({"implementation": stages})
+    config = json.dumps({"implementation": choice})
     words = ["--model-path", "MODEL", "--sparse-method", "dsa", "--sparse-config", config, *flags.split()]
     said = serve.refusal(words, "DSA", gpu)
     assert said is None if expected is None else expected in str(said), said

@@ -7,6 +7,7 @@ pool are used as they are; what replaces its kernels is in ``attention/dsa/index
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -20,8 +21,6 @@ from sglang_sparse_kernels import index_choice, sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
     from sglang_sparse.methods.aux_buffers import AuxBuffers
@@ -37,20 +36,22 @@ MOST_TOPK = 4096
 # tokens that are always chosen, other RoPE.
 SHARED = ("index_topk_freq", "cli_factor", "index_kpool")
 OTHER_INDEXERS = ("index_topk_pattern", "index_init_tokens", "index_local_tokens", "indexer_rope_interleave")
-AUTO, NATIVE, PORTABLE, REFERENCE = "auto", "native", "portable", "reference"
-STAGES = ("indexer", "topk", "attention")
+AUTO, NATIVE, PORTABLE = "auto", "native", "portable"
+# What runs each stage, by the choice of a server that starts. SGLang's own selection leaves open which of two equal
+# tokens it takes.
+STAGES: Mapping[str, Mapping[str, str]] = {
+    NATIVE: {"indexer": NATIVE, "topk": NATIVE, "attention": NATIVE},
+    AUTO: {"indexer": NATIVE, "topk": PORTABLE, "attention": NATIVE},
+    PORTABLE: {"indexer": PORTABLE, "topk": PORTABLE, "attention": PORTABLE},
+}
 
 
-def _by_stage(value: object) -> object:
-    if isinstance(value, str):
-        return dict.fromkeys(STAGES, value)
-    return {**dict.fromkeys(STAGES, AUTO), **value} if isinstance(value, dict) else value
+def _one_for_all_stages(value: object) -> object:
+    if isinstance(value, dict):
+        raise ValueError(f'one choice is for all stages: must be "{AUTO}", "{NATIVE}" or "{PORTABLE}"')
+    return value
 
 
-Implementation = Annotated[
-    dict[Literal["indexer", "topk", "attention"], Literal["auto", "native", "portable", "reference"]],
-    BeforeValidator(_by_stage),
-]
 # Tokens of a page in which SGLang keeps an indexer's keys; it would put this in the place of another one silently.
 INDEXER_PAGE = 64
 INDEXER_LIMITS = (
@@ -78,11 +79,10 @@ class DsaConfig(MethodConfig):
     page_size: int = Field(INDEXER_PAGE, description="Tokens per KV page: 64, as the indexer's keys are laid out.")
     min_seq_len: int = Field(0, description="0: rows of more tokens than the model's index_topk run sparse.")
     crossover_tokens: Crossover = Field(0, description="0, likewise.")
-    implementation: Implementation = Field(
+    implementation: Annotated[Literal["auto", "native", "portable"], BeforeValidator(_one_for_all_stages)] = Field(
         AUTO,
-        validate_default=True,
-        description='What runs: "native" (SGLang\'s own kernels), "portable" (this project\'s, in Triton), "reference" '
-        '(in PyTorch, without a GPU) or "auto"; for all stages, or by stage: `indexer`, `topk`, `attention`.',
+        description='What runs: "native" (SGLang\'s own kernels), "portable" (this project\'s: in Triton, without a '
+        'GPU in PyTorch) or "auto" (SGLang\'s but for the selection where they run, else "portable").',
     )
 
     @field_validator("layers", "dense_fallback", "check_exactness", "page_size", "min_seq_len", "crossover_tokens")
@@ -112,6 +112,7 @@ class Dsa(DecodeMethod):
 
     Attributes:
         index_topk: tokens that a row attends to at most: the model's.
+        stages: "native" or "portable" for each stage; of a server that starts, see ``kernel_choice.resolve``.
     """
 
     config_class = DsaConfig
@@ -127,15 +128,16 @@ class Dsa(DecodeMethod):
 
     def __init__(self, config: DsaConfig):
         super().__init__(config)
-        self._stages: Mapping[str, str] = {**config.implementation}
+        self.stages = STAGES[config.implementation]
 
     def native(self, stage: str) -> bool:
-        """Whether SGLang's own kernels run a stage: one of ``STAGES``."""
-        return self._stages[stage] == NATIVE
+        """Whether SGLang's own kernels run a stage: "indexer", "topk" or "attention"."""
+        return self.stages[stage] == NATIVE
 
     def kernels(self, usual: str) -> str:
-        """The implementation of each stage."""
-        return ", ".join(f"{stage} {name}" for stage, name in self._stages.items())
+        """What runs each stage."""
+        ours = usual if usual == "reference" else PORTABLE
+        return ", ".join(f"{stage} {NATIVE if self.native(stage) else ours}" for stage in self.stages)
 
     @property
     def block_size(self) -> int:
@@ -209,16 +211,13 @@ class Dsa(DecodeMethod):
         raise RuntimeError("the selection of dsa is the indexer's")
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
-        """What choosing from SGLang's logits takes, whose rows are padded, and after it the portable attention; a
-        portable indexer's logits are no larger than SGLang's.
+        """What choosing from SGLang's logits takes, whose rows are padded, or the portable attention; a portable
+        indexer's logits are no larger than SGLang's.
         """
         rows, latent = view.n_pages.shape[0], model.head_dim - model.rope_dim
-        copied = self.native("indexer") and not self.native("topk")
-        taken = 4 * rows * self._columns(view.page_table.shape[1]) if copied else 0
         if self.native("attention"):
-            return taken
-        sizes = (rows, model.num_q_heads, latent, self.index_topk, 1, dtype, device)
-        return max(taken, sparse_mla_decode.scratch_bytes(*sizes))
+            return 0 if self.native("topk") else 4 * rows * self._columns(view.page_table.shape[1])
+        return sparse_mla_decode.scratch_bytes(rows, model.num_q_heads, latent, self.index_topk, 1, dtype, device)
 
     def selection_bytes(self, queries: int, width: int, device: torch.device) -> int:
         """Logits of as many queries as are served at a time, or what choosing from SGLang's takes beside them; SGLang

@@ -1,16 +1,15 @@
-"""Which implementation each stage of DSA runs: SGLang's own kernels, or those of this project.
+"""Which kernels DSA runs: SGLang's own, or those of this project.
 
 Decided once, in the main process, from the GPU, the dtypes and what is installed; the schedulers get the answer.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sglang_sparse.methods.dsa.decode import AUTO, NATIVE, PORTABLE, REFERENCE, STAGES
+from sglang_sparse.methods.dsa.decode import AUTO, NATIVE, PORTABLE
 
 if TYPE_CHECKING:
     pass
@@ -39,7 +38,6 @@ class Facts:
     Attributes:
         capability: compute capability of the GPU; None without one.
         packages: those of ``PACKAGES`` that can be imported.
-        reference: this project's operations run as their references here, not as Triton kernels.
         kv_dtype: ``--kv-cache-dtype`` as it was given.
         heads: query heads of a tensor-parallel rank.
         topk: the model's ``index_topk``.
@@ -49,7 +47,6 @@ class Facts:
 
     capability: tuple[int, int] | None
     packages: frozenset[str]
-    reference: bool
     kv_dtype: str
     heads: int
     topk: int
@@ -78,72 +75,50 @@ def absent(facts: Facts) -> str | None:
     )
 
 
-def resolve(asked: Mapping[Any, str], facts: Facts) -> dict[str, str]:
-    """Choose an implementation for every stage.
-
-    Where a stage is left to "auto", the indexer and the attention are native if they can be, and the selection is not:
-    SGLang's leaves open which of two equal tokens it takes.
+def resolve(asked: str, facts: Facts) -> str:
+    """Choose the kernels of a server that starts: "auto" stays where SGLang's run, and is "portable" elsewhere.
 
     Args:
-        asked: "auto", "native", "portable" or "reference" by stage.
+        asked: "auto", "native" or "portable".
         facts: the machine and the model.
 
     Returns:
-        "native", "portable" or "reference" by stage.
+        A key of ``STAGES``.
 
     Raises:
-        ValueError: a stage cannot run as it was asked for, or not beside what another one was asked for; says what is
-            allowed.
+        ValueError: nothing that was asked for can run; says why, and what is allowed.
     """
-    ours = REFERENCE if facts.reference else PORTABLE
-    open_to = {stage: _allowed(stage, asked[stage], ours, facts) for stage in STAGES}
-    reason = None
-    # The last stage varies fastest: selection is the first to give way.
-    for attention, indexer, topk in itertools.product(*(open_to[stage] for stage in ("attention", "indexer", "topk"))):
-        found = {"indexer": indexer, "topk": topk, "attention": attention}
-        if (unfit := _unfit(found)) is None:
-            return found
-        reason = reason or unfit
-    raise ValueError(str(reason))
+    tried = (AUTO, PORTABLE) if asked == AUTO else (asked,)
+    reasons = {choice: _refuse(choice, facts) for choice in tried}
+    for choice, reason in reasons.items():
+        if reason is None:
+            return choice
+    # What refuses "auto" first refuses "native" too.
+    said = dict.fromkeys(f"not {NATIVE if choice == AUTO else choice}: {reason}" for choice, reason in reasons.items())
+    others = [choice for choice in (PORTABLE, NATIVE) if choice not in tried and not _refuse(choice, facts)]
+    allowed = ", ".join([AUTO, *others] if others else ["nothing"])
+    raise ValueError(f"got {asked!r}, allowed: {allowed}; {'; '.join(said)}")
 
 
-def _allowed(stage: str, asked: str, ours: str, facts: Facts) -> list[str]:
-    order = (ours, NATIVE) if stage == "topk" else (NATIVE, ours)
-    choices = order if asked == AUTO else (asked,)
-    reasons = {choice: _refuse(stage, choice, ours, facts) for choice in choices}
-    allowed = [choice for choice, reason in reasons.items() if reason is None]
-    if not allowed:
-        same = {reason: [choice for choice in choices if reasons[choice] == reason] for reason in reasons.values()}
-        said = "; ".join(f"not {' or '.join(refused)}: {reason}" for reason, refused in same.items())
-        others = [choice for choice in order if choice not in choices and not _refuse(stage, choice, ours, facts)]
-        raise ValueError(f"{stage}: got {asked!r}, allowed: {', '.join(others) or 'nothing'}; {said}")
-    return allowed
-
-
-def _refuse(stage: str, choice: str, ours: str, facts: Facts) -> str | None:
-    """Why a stage cannot run in one way on this machine, or None."""
-    scaled = stage == "attention" and facts.kv_dtype.startswith("fp8") and not (choice == NATIVE and facts.raw)
+def _refuse(choice: str, facts: Facts) -> str | None:
+    """Why a choice cannot run on this machine, or None."""
+    scaled = facts.kv_dtype.startswith("fp8") and not (choice != PORTABLE and facts.raw)
     if scaled and facts.latent != FLOAT8_LATENT:
         return (
             f"SGLang keeps float8 KV with scales of a latent of {FLOAT8_LATENT[0]} and a rotated key of "
             f"{FLOAT8_LATENT[1]}, and the model's have {facts.latent[0]} and {facts.latent[1]}"
         )
-    if choice == NATIVE:
-        return _refuse_native(stage, facts)
-    if choice != ours:
-        return (
-            "Triton's kernels need a GPU, or TRITON_INTERPRET=1 in the environment"
-            if choice == PORTABLE
-            else "this machine runs the kernels; SGLANG_SPARSE_REFERENCE=1 in the environment forces the references"
-        )
-    if facts.capability is not None and facts.capability < LEAST_CAPABILITY:
-        return f"it needs compute capability {dotted(LEAST_CAPABILITY)} or later, and this GPU has " + dotted(
-            facts.capability
-        )
-    return None
+    if choice == PORTABLE:
+        if facts.capability is not None and facts.capability < LEAST_CAPABILITY:
+            return (
+                f"it needs compute capability {dotted(LEAST_CAPABILITY)} or later, and this GPU has "
+                f"{dotted(facts.capability)}"
+            )
+        return None
+    return _refuse_native(choice, facts)
 
 
-def _refuse_native(stage: str, facts: Facts) -> str | None:
+def _refuse_native(choice: str, facts: Facts) -> str | None:
     if facts.capability is None:
         return "this machine has no GPU"
     majors = " and ".join(f"{major}.x" for major in NATIVE_MAJORS)
@@ -152,24 +127,12 @@ def _refuse_native(stage: str, facts: Facts) -> str | None:
     reasons = {
         f"SGLang's kernels are for compute capabilities {majors}, and this GPU has "
         f"{dotted(facts.capability)}": facts.capability[0] not in NATIVE_MAJORS,
-        f"SGLang's selection takes {NATIVE_TOPK} tokens, and the model's index_topk is {facts.topk}": stage == "topk"
+        f"SGLang's selection takes {NATIVE_TOPK} tokens, and the model's index_topk is {facts.topk}": choice == NATIVE
         and facts.topk != NATIVE_TOPK,
         f"SGLang's kernels take a divisor or a multiple of {padded} query heads a rank, and there are "
-        f"{facts.heads}": stage == "attention" and facts.heads % padded != 0 and padded % facts.heads != 0,
+        f"{facts.heads}": facts.heads % padded != 0 and padded % facts.heads != 0,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def _unfit(found: Mapping[str, str]) -> str | None:
-    """Why stages do not go together, or None."""
-    if found["topk"] == NATIVE and found["indexer"] != NATIVE:
-        return f"topk: native needs a native indexer, whose logits it takes; the indexer is {found['indexer']}"
-    if found["attention"] != NATIVE and found["indexer"] == NATIVE:
-        return (
-            f"attention: {found['attention']} needs the indexer of the same kind, which counts what it attends to; "
-            "the indexer is native"
-        )
-    return None
 
 
 def dotted(capability: tuple[int, int]) -> str:
