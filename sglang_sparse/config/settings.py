@@ -21,7 +21,6 @@ from sglang_sparse.methods.config import (
     SparseConfig,
     validated,
 )
-from sglang_sparse.methods.dense import Dense
 from sglang_sparse.methods.prefill import PrefillMethod
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class Settings:
 
     Attributes:
         name: the decode method's; None for dense decode.
-        method: the decode method.
+        method: the decode method; a plain ``DecodeMethod`` for dense decode.
         prefill_name: the prefill method's; None for dense prefill.
         prefill: the prefill method.
         rules: the config's ``layers`` in full where it is a mapping, see ``config/layer_rules.py``.
@@ -135,7 +134,7 @@ def build(
             what was got and what is allowed.
     """
     try:
-        method_class = registry.load_decode_method(name) if name else Dense
+        method_class = registry.load_decode_method(name) if name else DecodeMethod
         prefill_class = registry.load_prefill_method(prefill_name) if prefill_name else None
     except ValueError as error:
         raise SparseArgumentError(str(error)) from error

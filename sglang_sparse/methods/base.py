@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -82,11 +81,13 @@ class AuxSpec:
         return elements * self.dtype.itemsize
 
 
-class DecodeMethod(ABC):
+class DecodeMethod:
     """A decode method: what it keeps for every page, and how it turns a query into indices.
 
     A method is one file with one subclass of this class; ``methods/registry.py`` or an entry point of group
     ``sglang_sparse.methods`` names it. Nothing else needs to know it.
+
+    The class itself attends to everything: decode of a server that has a prefill method alone.
 
     Attributes:
         attention: the kind of attention it serves, which says what dense backends there are for it: "MHA", which GQA is
@@ -227,11 +228,10 @@ class DecodeMethod(ABC):
         """Return the method for a model that its own prefill method does not serve: one without `prefill_fields`."""
         return self
 
-    @abstractmethod
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
-        """Return the buffers to keep beside the KV pool."""
+        """Return the buffers to keep beside the KV pool; none where nothing but the KV itself is read."""
+        return ()
 
-    @abstractmethod
     def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
         """Return how many blocks a row that holds ``n_pages`` blocks attends to, or at most where the data decides.
 
@@ -239,10 +239,11 @@ class DecodeMethod(ABC):
             n_pages: ``[rows]`` int32, on the CPU or the GPU.
 
         Returns:
-            ``[rows]`` int32; a value of ``n_pages`` or more means that the row is dense.
+            ``[rows]`` int32; a value of ``n_pages`` or more means that the row is dense, and
+            so are all rows of a method that does not say otherwise.
         """
+        return n_pages.clone()
 
-    @abstractmethod
     def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxBuffers) -> SparseIndices:
         """Choose what each KV head of each row attends to.
 
@@ -253,7 +254,11 @@ class DecodeMethod(ABC):
             layer_id: the layer.
             query: ``[rows, q_heads, head_dim]``, after RoPE; a method for MLA gets a ``LatentQuery``.
             pools: the buffers that ``aux_specs`` asked for.
+
+        Raises:
+            NotImplementedError: the method selects no pages.
         """
+        raise NotImplementedError(f"{type(self).__name__} selects no pages")
 
     def buffers(
         self, model: ModelShape, width: int, dtype: torch.dtype, device: torch.device

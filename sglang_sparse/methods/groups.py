@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from sglang_sparse.methods.aux_buffers import AuxBuffers
-    from sglang_sparse.methods.base import ModelShape, SparseIndices
+    from sglang_sparse.methods.base import ModelShape
     from sglang_sparse.methods.views import BatchView
 
 
@@ -105,14 +104,6 @@ class Composite(DecodeMethod):
     def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
         """What the first part attends to, in its layers."""
         return self.parts[0].n_select(n_pages)
-
-    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxBuffers) -> SparseIndices:
-        """Never called: each layer has its part.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("a layer was not given to the part that it belongs to")
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
         """The most of the parts: layers run one after the other on one stream, and each gives back what it took."""

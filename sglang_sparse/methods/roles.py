@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape
+from sglang_sparse.methods.base import DecodeMethod, ModelShape
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang_sparse.methods.aux_buffers import AuxBuffers
-    from sglang_sparse.methods.base import ModelShape, SparseIndices
+    from sglang_sparse.methods.base import ModelShape
     from sglang_sparse.methods.views import BatchView, LatentQuery
 
 
@@ -62,7 +61,7 @@ def keep_methods(method: DecodeMethod) -> tuple[KeepMethod, ...]:
     return tuple(one for one in method.parts or (method,) if isinstance(one, KeepMethod))
 
 
-class KeepMethod(DecodeMethod):
+class KeepMethod(DecodeMethod, ABC):
     """A decode method with two stages: one where a prompt ends, whose choice is the request's own, and one a step.
 
     The first stage is what TensorRT-LLM calls ``sparse_kv_predict``, and what it returns its ``sparse_kv_indices``;
@@ -124,7 +123,7 @@ class KeepMethod(DecodeMethod):
         """
 
 
-class KernelMethod(DecodeMethod):
+class KernelMethod(DecodeMethod, ABC):
     """A decode method that chooses nothing beforehand: its kernel looks at every key.
 
     TensorRT-LLM calls it kernel-level sparse attention: prediction is bypassed, config and dispatch are shared. So
@@ -135,22 +134,6 @@ class KernelMethod(DecodeMethod):
 
     decides_on_device = True
     view_buffers = ("page_table",)
-
-    def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
-        """Nothing: the keys themselves are looked at."""
-        return ()
-
-    def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
-        """All pages."""
-        return n_pages.clone()
-
-    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxBuffers) -> SparseIndices:
-        """Never called: ``attend`` takes its place, and that of the attention kernel.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("a kernel-level method selects nothing")
 
     @abstractmethod
     def attend(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from sglang_sparse.hooks import limits, refusals
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
-from sglang_sparse.methods.dense import Dense
 from sglang_sparse.methods.support import KINDS
 from sglang_sparse.tools.support_matrix import (
     FLAGS,
@@ -59,7 +58,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _decode_class(method: Method) -> type[DecodeMethod]:
     found = load(method)
-    return found if issubclass(found, DecodeMethod) else Dense
+    return found if issubclass(found, DecodeMethod) else DecodeMethod
 
 
 def _words(found: Answer) -> str:

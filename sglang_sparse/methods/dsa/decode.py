@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape
+from sglang_sparse.methods.base import DecodeMethod, ModelShape
 from sglang_sparse.methods.config import Crossover, MethodConfig
 from sglang_sparse.methods.dsa import weights
 from sglang_sparse.methods.fingerprint import tensors
@@ -23,8 +23,6 @@ from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 if TYPE_CHECKING:
     import torch
 
-    from sglang_sparse.methods.aux_buffers import AuxBuffers
-    from sglang_sparse.methods.base import SparseIndices
     from sglang_sparse.methods.views import BatchView
 
 logger = logging.getLogger(__name__)
@@ -194,21 +192,9 @@ class Dsa(DecodeMethod):
         """Take ``index_topk``."""
         self.index_topk = model_config.hf_text_config.index_topk
 
-    def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
-        """Nothing: the indexer's keys are in SGLang's KV pool."""
-        return ()
-
     def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
         """The model's ``index_topk``, or all tokens where there are fewer."""
         return n_pages.clamp(max=self.index_topk)
-
-    def select(self, view: BatchView, layer_id: int, query: Any, pools: AuxBuffers) -> SparseIndices:
-        """Never called: the model asks its indexer before it attends, see ``indexer.choose``.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("the selection of dsa is the indexer's")
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
         """What choosing from SGLang's logits takes, whose rows are padded, or the portable attention; a portable
