@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -29,38 +27,6 @@ if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
 
 MARKDOWN = "--markdown"
-BLOCK = re.compile(r"(<!-- check: ([\w-]+) -->\n)(.*?)(<!-- check end -->)", re.S)
-BLOCKS: Mapping[str, Callable[[], str]] = {
-    "methods": doc_tables.methods_table,
-    "features": doc_tables.features_table,
-    "gpus": doc_tables.gpus_table,
-    "refusals": doc_tables.refusals_table,
-}
-
-
-def block(name: str) -> str:
-    """Return what stands between the marks of a name: one of ``BLOCKS``, or a part of a method's page.
-
-    Raises:
-        ValueError: nobody knows it.
-    """
-    if name in BLOCKS:
-        return BLOCKS[name]()
-    part, _, asked = name.partition("-")
-    method = next((method for method in methods() if doc_tables.name_of(method) == asked), None)
-    if part not in doc_tables.PARTS or method is None:
-        parts = ", ".join(f"{part}-METHOD" for part in doc_tables.PARTS)
-        raise ValueError(f"no table is called {name!r}; allowed: {', '.join(BLOCKS)}, {parts}")
-    return doc_tables.PARTS[part](method)
-
-
-def fill(document: str) -> str:
-    """Return a document with its tables made anew.
-
-    Raises:
-        ValueError: a table has a name that nobody knows.
-    """
-    return BLOCK.sub(lambda match: f"{match[1]}{block(match[2])}\n{match[4]}", document)
 
 
 def _verdicts(arguments: list[str]) -> str:
@@ -122,11 +88,11 @@ def main(arguments: list[str]) -> int:
         return _surface()
     if not arguments:
         print(f"SGLang: {', '.join(SUPPORTED_SGLANG)} (installed: {installed_sglang()})")
-        for made in BLOCKS.values():
+        for made in doc_tables.BLOCKS.values():
             print(f"\n{made()}")
     elif arguments[0] == MARKDOWN:
         for path in map(Path, arguments[1:]):
-            path.write_text(fill(path.read_text()))
+            path.write_text(doc_tables.fill(path.read_text()))
     else:
         _judge(arguments)
     return 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from sglang_sparse.hooks import limits, refusals
 from sglang_sparse.methods import registry
@@ -31,6 +33,9 @@ from sglang_sparse.tools.support_matrix import (
     rule_partners,
     stages,
 )
+
+if TYPE_CHECKING:
+    pass
 
 # Compute capabilities, and GPUs that have them.
 GPUS = {
@@ -264,3 +269,36 @@ PARTS: Mapping[str, Callable[[Method], str]] = {
     "served": served,
     "refused": refused,
 }
+
+BLOCK = re.compile(r"(<!-- check: ([\w-]+) -->\n)(.*?)(<!-- check end -->)", re.S)
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "methods": methods_table,
+    "features": features_table,
+    "gpus": gpus_table,
+    "refusals": refusals_table,
+}
+
+
+def block(name: str) -> str:
+    """Return what stands between the marks of a name: one of ``BLOCKS``, or a part of a method's page.
+
+    Raises:
+        ValueError: nobody knows it.
+    """
+    if name in BLOCKS:
+        return BLOCKS[name]()
+    part, _, asked = name.partition("-")
+    method = next((method for method in methods() if name_of(method) == asked), None)
+    if part not in PARTS or method is None:
+        parts = ", ".join(f"{part}-METHOD" for part in PARTS)
+        raise ValueError(f"no table is called {name!r}; allowed: {', '.join(BLOCKS)}, {parts}")
+    return PARTS[part](method)
+
+
+def fill(document: str) -> str:
+    """Return a document with its tables made anew.
+
+    Raises:
+        ValueError: a table has a name that nobody knows.
+    """
+    return BLOCK.sub(lambda match: f"{match[1]}{block(match[2])}\n{match[4]}", document)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import serve
 from sglang_sparse.config.settings import SparseArgumentError, build
 from sglang_sparse.hooks import dsa_flags
 from sglang_sparse.methods.dsa import kernel_choice
 from sglang_sparse.methods.dsa.decode import STAGES
 from sglang_sparse.methods.dsa.kernel_choice import Facts, resolve
+from sglang_sparse.tools import dry_run
 
 PACKAGES = frozenset({"deep_gemm", "sgl_kernel"})
 AMPERE, ADA, HOPPER, BLACKWELL, DESKTOP = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -266,5 +266,5 @@ def test_a_dry_run_judges_it_as_a_start_does(choice: str, gpu: bool, flags: str,
     """Of a GPU that is not here it is what the best one would say."""
     config = json.dumps({"implementation": choice})
     words = ["--model-path", "MODEL", "--sparse-method", "dsa", "--sparse-config", config, *flags.split()]
-    said = serve.refusal(words, "DSA", gpu)
+    said = dry_run.refusal(words, "DSA", gpu)
     assert said is None if expected is None else expected in str(said), said

@@ -45,11 +45,15 @@ def start(method: Method, kind: str, fields: Mapping[str, Any], changes: Mapping
 @pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES], ids=lambda path: path.stem)
 def test_documents_say_what_is_asked(path: Path) -> None:
     text = path.read_text()
-    assert check.fill(text) == text, "run: python -m sglang_sparse.check --markdown README.md sglang_sparse/docs/*.md"
+    assert doc_tables.fill(text) == text, (
+        "run: python -m sglang_sparse.check --markdown README.md sglang_sparse/docs/*.md"
+    )
     # No document leaves a part out.
-    names = {name for _, name, *_ in check.BLOCK.findall(text)}
+    names = {name for _, name, *_ in doc_tables.BLOCK.findall(text)}
     method = path.stem
-    wanted = check.BLOCKS.keys() | {"config-resa"} if path.stem == "README" else {f"{part}-{method}" for part in PARTS}
+    wanted = (
+        doc_tables.BLOCKS.keys() | {"config-resa"} if path.stem == "README" else {f"{part}-{method}" for part in PARTS}
+    )
     assert names >= wanted
 
 
@@ -223,7 +227,7 @@ def test_documents_are_filled(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     block = f"<!-- check: methods -->\n{doc_tables.methods_table()}\n<!-- check end -->"
     assert path.read_text() == f"before\n{block}\nafter\n"
     with pytest.raises(ValueError, match="'kernels'; allowed: methods, features, gpus, refusals"):
-        check.fill("<!-- check: kernels -->\n<!-- check end -->")
+        doc_tables.fill("<!-- check: kernels -->\n<!-- check end -->")
     assert check.main([]) == 0
     printed = capsys.readouterr().out
-    assert all(made() in printed for made in check.BLOCKS.values())
+    assert all(made() in printed for made in doc_tables.BLOCKS.values())

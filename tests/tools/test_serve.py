@@ -17,7 +17,7 @@ load_plugins()
 from resolved import prepare_server_args
 
 from sglang_sparse import serve
-from sglang_sparse.tools import recipes
+from sglang_sparse.tools import dry_run, recipes
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = ROOT / "eval" / "models"
@@ -63,7 +63,7 @@ def test_a_recipe_is_served_but_for_the_kernels_that_are_not_measured(
 ) -> None:
     recipe = recipes.load(name)
     words = recipe.arguments()
-    args = serve.parse(words)
+    args = dry_run.parse(words)
     assert (args.model_path, args.tp_size, args.context_length) == (
         recipe.model_path,
         recipe.gpus,
@@ -72,10 +72,10 @@ def test_a_recipe_is_served_but_for_the_kernels_that_are_not_measured(
     methods = [asked.method for asked in (recipe.decode, recipe.prefill) if asked]
     assert methods == [method for method in (args.sparse_method, args.sparse_prefill_method) if method]
     if "robsa" in methods:
-        assert "needs a calibration" in str(serve.refusal(words, recipe.attention, gpu=True))
+        assert "needs a calibration" in str(dry_run.refusal(words, recipe.attention, gpu=True))
         assert any("--method robsa" in step and recipe.model_path in step for step in recipe.before)
         words += ["--sparse-config", '{"page_size": 64, "allow_uncalibrated": true}']
-    assert serve.refusal(words, recipe.attention, gpu=True) is None
+    assert dry_run.refusal(words, recipe.attention, gpu=True) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,14 +115,14 @@ def test_what_is_no_recipe_is_named(
 def test_a_share_to_skip_is_refused_where_the_model_is_at_hand_and_has_no_calibration(tmp_path: Path) -> None:
     flags = ["--sparse-method", "skip_softmax", "--sparse-config", '{"target_sparsity": 0.5}']
     folder = str(MODELS / "tiny-gqa")
-    assert serve.refusal(["--model-path", "some/model", *flags], "MHA/GQA", gpu=False) is None
-    said = serve.refusal(["--model-path", folder, *flags], "MHA/GQA", gpu=False)
+    assert dry_run.refusal(["--model-path", "some/model", *flags], "MHA/GQA", gpu=False) is None
+    said = dry_run.refusal(["--model-path", folder, *flags], "MHA/GQA", gpu=False)
     assert said is not None and "target_sparsity: needs one sparse_attention_config" in said
     # Nor are weights compared that are not there.
     fields = {"target_sparsity": 0.5, "calibration_file": calibration_file(tmp_path)}
     flags = [*flags[:2], "--sparse-config", json.dumps(fields)]
     for model in ("some/model", folder):
-        assert serve.refusal(["--model-path", model, *flags], "MHA/GQA", gpu=False) is None
+        assert dry_run.refusal(["--model-path", model, *flags], "MHA/GQA", gpu=False) is None
 
 
 def test_unknown_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +140,7 @@ def test_dry_run_prints_a_command_and_where_figures_come_from(
     printed = capsys.readouterr()
     (line,) = printed.out.splitlines()
     assert line.startswith("python -m sglang.launch_server --model-path Qwen/Qwen3-8B ")
-    args = serve.parse(shlex.split(line)[3:])
+    args = dry_run.parse(shlex.split(line)[3:])
     assert (args.tp_size, args.port, args.sparse_method, args.attention_backend) == (2, 8000, "resa", "fa3")
     assert json.loads(args.json_model_override_args)["rope_scaling"]["factor"] == 4.0
     assert "(measured: eval/results/bench-decode-qwen3-8b-1x128k.jsonl" in printed.err
@@ -211,7 +211,7 @@ def test_the_list_says_what_is_served(capsys: pytest.CaptureFixture[str]) -> Non
     assert [line.split()[0] for line in lines] == NAMES
     for name, line in zip(NAMES, lines, strict=True):
         recipe = recipes.load(name)
-        reason = serve.refusal(recipe.arguments(), recipe.attention, gpu=True)
+        reason = dry_run.refusal(recipe.arguments(), recipe.attention, gpu=True)
         assert recipe.model_path in line and line.endswith(f"refused: {reason}" if reason else "  served")
     assert serve.main(["--list", "--port", "1"]) == 2
     assert "--list: got --port 1" in capsys.readouterr().err

@@ -18,8 +18,9 @@ from sglang_sparse.config.settings import build
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.config import DEFAULT_CROSSOVER
 from sglang_sparse.methods.resa import SUMMARY, Resa, ResaConfig
-from sglang_sparse.tools.tune_bench import PEERS, Run, Step, graph_timer, num_layers
-from sglang_sparse.tune import Point, TuneError, crossing
+from sglang_sparse.tools import tune_bench
+from sglang_sparse.tools.tune_bench import PEERS, Point, Run, Step, crossing, graph_timer, num_layers
+from sglang_sparse.tune import TuneError
 
 SHAPE = ModelShape(num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64, kv_dtype=torch.bfloat16)
 CPU = torch.device("cpu")
@@ -111,7 +112,7 @@ def run(*arguments: str) -> bool:
 
 
 def test_tune_writes_what_a_server_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tune._say_once.cache_clear()
+    tune_bench._say_once.cache_clear()
     path = tmp_path / "table.json"
     sizes = ["--batches", "1,2", "--contexts", "512,1k", "--out", str(path)]
     assert run(*sizes, "--active-ratio", "0.1,0.2", "--most-tokens", "1k", "--overhead-us", "0")
@@ -138,7 +139,7 @@ def test_one_shape_without_an_answer_does_not_hide_the_others(
     assert "not faster sparse up to 1024" in capsys.readouterr().err and not path.exists()
     path.write_text('{"a": 1}')
     with pytest.raises(TuneError, match="is no table of crossovers"):
-        tune.write(path, [ENTRY])
+        tune_bench.write(path, [ENTRY])
 
 
 @pytest.mark.parametrize("shape", ["32x8", "32x7x128", "0x8x128", "axbxc"])
