@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_sparse.calibration import anchor, robsa, skip_softmax
-from sglang_sparse.calibration.capture import CalibrationError
-from sglang_sparse.calibration.prompts import FORMS
 from sglang_sparse.config.settings import SparseArgumentError
+from sglang_sparse.tools.calibration import anchor, robsa, skip_softmax
+from sglang_sparse.tools.calibration.capture import CalibrationError
+from sglang_sparse.tools.calibration.prompts import FORMS
 
 
 class Method(Protocol):

@@ -14,53 +14,19 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from sglang_sparse import method_pages, tables
-from sglang_sparse.capabilities import broken_methods, methods
+from sglang_sparse.config.versions import SUPPORTED_SGLANG, installed_sglang
 from sglang_sparse.hooks.table import SEAMS
-from sglang_sparse.versions import SUPPORTED_SGLANG, installed_sglang
+from sglang_sparse.tools import doc_tables
+from sglang_sparse.tools.support_matrix import broken_methods, methods
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
 
 MARKDOWN = "--markdown"
-BLOCK = re.compile(r"(<!-- check: ([\w-]+) -->\n)(.*?)(<!-- check end -->)", re.S)
-BLOCKS: Mapping[str, Callable[[], str]] = {
-    "methods": tables.methods_table,
-    "features": tables.features_table,
-    "gpus": tables.gpus_table,
-    "refusals": tables.refusals_table,
-}
-
-
-def block(name: str) -> str:
-    """Return what stands between the marks of a name: one of ``BLOCKS``, or a part of a method's page.
-
-    Raises:
-        ValueError: nobody knows it.
-    """
-    if name in BLOCKS:
-        return BLOCKS[name]()
-    part, _, asked = name.partition("-")
-    method = next((method for method in methods() if method_pages.name_of(method) == asked), None)
-    if part not in method_pages.PARTS or method is None:
-        parts = ", ".join(f"{part}-METHOD" for part in method_pages.PARTS)
-        raise ValueError(f"no table is called {name!r}; allowed: {', '.join(BLOCKS)}, {parts}")
-    return method_pages.PARTS[part](method)
-
-
-def fill(document: str) -> str:
-    """Return a document with its tables made anew.
-
-    Raises:
-        ValueError: a table has a name that nobody knows.
-    """
-    return BLOCK.sub(lambda match: f"{match[1]}{block(match[2])}\n{match[4]}", document)
 
 
 def _verdicts(arguments: list[str]) -> str:
@@ -78,7 +44,7 @@ def _verdicts(arguments: list[str]) -> str:
             reasons.append(str(error).removeprefix(method.flag).lstrip(": "))
         verdict = "no" if reasons else "yes"
         rows.append([f"`{method.flag}`", verdict, "; ".join(reasons)])
-    return tables.table(["with", "accepted here", "why not"], rows)
+    return doc_tables.table(["with", "accepted here", "why not"], rows)
 
 
 def _judge(arguments: list[str]) -> None:
@@ -122,11 +88,11 @@ def main(arguments: list[str]) -> int:
         return _surface()
     if not arguments:
         print(f"SGLang: {', '.join(SUPPORTED_SGLANG)} (installed: {installed_sglang()})")
-        for made in BLOCKS.values():
+        for made in doc_tables.BLOCKS.values():
             print(f"\n{made()}")
     elif arguments[0] == MARKDOWN:
         for path in map(Path, arguments[1:]):
-            path.write_text(fill(path.read_text()))
+            path.write_text(doc_tables.fill(path.read_text()))
     else:
         _judge(arguments)
     return 0

@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def _message(error: Exception) -> str:
-    from sglang_sparse.versions import UnsupportedSGLangError, installed_sglang
+    from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sglang
 
     if not isinstance(error, UnsupportedSGLangError):
         error = UnsupportedSGLangError(f"cannot hook SGLang {installed_sglang()}: {error}")

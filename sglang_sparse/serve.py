@@ -11,90 +11,20 @@ no recipe and no flag.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from sglang_sparse import recipes, refusals
-from sglang_sparse.config import arguments as server_arguments
-from sglang_sparse.hooks.server_args import resolve
-from sglang_sparse.limits import dense_backends
-from sglang_sparse.methods.skip_softmax_checkpoint import STAND_IN
-from sglang_sparse.model_kinds import KINDS
-from sglang_sparse.recipes import Recipe
+from sglang_sparse.tools import recipes
+from sglang_sparse.tools.dry_run import refusal
+from sglang_sparse.tools.recipes import Recipe
 
 if TYPE_CHECKING:
-    from sglang_sparse.config.arguments import Arguments
+    pass
 
 LAUNCH = ("-m", "sglang.launch_server")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises what argparse would print below a hundred lines of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def parse(arguments: Sequence[str]) -> Arguments:
-    """Read a server's command line with SGLang's own parser, and resolve nothing.
-
-    Args:
-        arguments: what stands behind ``python -m sglang.launch_server``.
-
-    Raises:
-        ValueError: a flag or its value is not SGLang's, or another file (``--config``) has more flags.
-    """
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    from sglang.srt.server_args import ServerArgs
-
-    parser = _Parser(prog="sglang", add_help=False)
-    ServerArgs.add_cli_args(parser)
-    given = parser.parse_args(arguments)
-    if given.config is not None:
-        raise ValueError("--config is not read here; allowed: its flags on the command line")
-    # Not resolved: for that SGLang would look at this machine.
-    return server_arguments.of(ServerArgs.from_cli_args(given))
-
-
-def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
-    """Say why this plugin would refuse a server, or None, by what a start asks.
-
-    Args:
-        arguments: its command line.
-        kind: of ``model_kinds.KINDS``: the model that is asked about, unless ``--model-path`` is a folder.
-        gpu: whether its machine has a GPU.
-
-    Raises:
-        ValueError: the command line is not one that SGLang reads.
-    """
-    args = parse(arguments)
-    if not args.sparse_method and not args.sparse_prefill_method:
-        return None
-    try:
-        with TemporaryDirectory(prefix="sglang-sparse-") as folder:
-            stand_in = not Path(args.model_path).is_dir()
-            if stand_in:
-                longest = max(KINDS[kind]["max_position_embeddings"], args.context_length or 0)
-                config = {**KINDS[kind], "max_position_embeddings": longest, **STAND_IN}
-                (Path(folder) / "config.json").write_text(json.dumps(config))
-                args.model_path = folder
-            settings = resolve(args)
-            args.page_size = args.page_size or settings.config.page_size
-            if args.attention_backend is None:
-                # One that goes with the method on such a machine: which one SGLang takes by itself depends on the GPU.
-                args.attention_backend = dense_backends(settings.method.attention, gpu)[-1]
-            return refusals.refusal(args, settings, gpu, stand_in)
-    except ValueError as error:
-        # A config that cannot be read, or what SGLang says of the model.
-        return str(error)
 
 
 def _has_gpu() -> bool:

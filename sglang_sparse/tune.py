@@ -16,143 +16,34 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from sglang_sparse import crossover
-from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.config import explain_value
 from sglang_sparse.methods.resa import Resa, ResaConfig
-from sglang_sparse.tune_step import PEERS, Peer, Run, Step, Timer, TuneError, graph_timer, num_layers
-from sglang_sparse.validation import explain_value
-from sglang_sparse.versions import package_versions
+from sglang_sparse.tools.tune_bench import (
+    PEERS,
+    Peer,
+    Point,
+    Step,
+    Timer,
+    TuneError,
+    entry,
+    graph_timer,
+    measure,
+    num_layers,
+    write,
+)
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
-# A crossover is given in whole steps of this, rounded up.
-STEP = 1024
-
-
-@dataclass(frozen=True)
-class Point:
-    """What one batch took.
-
-    Attributes:
-        batch: rows.
-        context: KV tokens of each row.
-        dense: name of the faster dense implementation.
-        dense_us: its microseconds a layer.
-        sparse_us: those of the sparse step.
-    """
-
-    batch: int
-    context: int
-    dense: str
-    dense_us: float
-    sparse_us: float
-
-    @property
-    def tokens(self) -> int:
-        """KV tokens of the batch."""
-        return self.batch * self.context
-
-
-def measure(step: Step, timer: Timer, peers: Mapping[str, Peer]) -> Point:
-    """Time one batch, dense by the faster one of those peers that are installed.
-
-    Raises:
-        TuneError: no dense peer is installed.
-    """
-    runs: dict[str, Run] = {}
-    for name, make in peers.items():
-        try:
-            runs[name] = make(step)
-        except ImportError as error:
-            _say_once(f"without {name}: {error}")
-    if not runs:
-        raise TuneError(f"no dense attention to compare with: install one of {', '.join(peers)}")
-    times = timer({**runs, "sparse": step.sparse}, step.model.num_layers)
-    dense = min(runs, key=lambda name: times[name])
-    return Point(step.batch, step.context, dense, times[dense], times["sparse"])
-
-
-@cache
-def _say_once(text: str) -> None:
-    print(f"sglang_sparse.tune: {text}", file=sys.stderr, flush=True)
-
-
-def crossing(points: Iterable[Point]) -> int:
-    """The least number of KV tokens from which on the sparse step was faster, at every batch size.
-
-    Between the longest context at which it was not and the next one it is found by linear interpolation: both times
-    grow linearly with the tokens. Where it always was faster, the answer is the smallest batch measured.
-
-    Returns:
-        Tokens, rounded up to whole ``STEP``.
-
-    Raises:
-        TuneError: nothing was measured, or at the longest context of a batch size it was not faster.
-    """
-    by_batch: dict[int, list[Point]] = {}
-    for point in sorted(points, key=lambda point: point.tokens):
-        by_batch.setdefault(point.batch, []).append(point)
-    if not by_batch:
-        raise TuneError("no batch is within --most-tokens")
-    found = [min(row[0].tokens for row in by_batch.values())]
-    for batch, row in by_batch.items():
-        slower = [i for i, point in enumerate(row) if point.sparse_us >= point.dense_us]
-        if not slower:
-            continue
-        if slower[-1] + 1 == len(row):
-            raise TuneError(
-                f"a batch of {batch} is not faster sparse up to {row[-1].tokens} KV tokens: give longer --contexts"
-            )
-        before, after = row[slower[-1]], row[slower[-1] + 1]
-        lost, won = before.sparse_us - before.dense_us, after.dense_us - after.sparse_us
-        found.append(math.ceil(before.tokens + (after.tokens - before.tokens) * lost / (lost + won)))
-    return -(-max(found) // STEP) * STEP
-
-
-def entry(method: Resa, model: ModelShape, points: Sequence[Point], device: str, overhead: float) -> dict[str, Any]:
-    """What `sglang_sparse.crossover` looks up, and what it was made from.
-
-    Raises:
-        TuneError: see `crossing`.
-    """
-    counted = [replace(point, sparse_us=point.sparse_us + overhead) for point in points]
-    return {
-        **crossover.setup(crossover.TUNED, method.config, model, crossover.gpu_name(torch.device(device))),
-        "active_ratio": method.config.active_ratio,
-        "crossover_tokens": crossing(counted),
-        "overhead_us": overhead,
-        "versions": package_versions(),
-        "points": [asdict(point) for point in points],
-    }
-
-
-def write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Put entries into a table, in place of those for the same GPU, shape and share of the pages.
-
-    Raises:
-        TuneError: the file is no such table.
-    """
-
-    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[name] for name in crossover.KEY)
-
-    try:
-        rows = {key(row): row for row in json.loads(path.read_text())} if path.exists() else {}
-    except (ValueError, KeyError, TypeError) as error:
-        raise TuneError(f"--out {path} is no table of crossovers: {error!r}") from error
-    rows |= {key(row): row for row in entries}
-    path.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
 
 
 def tune(args: argparse.Namespace, timer: Timer, device: str, peers: Mapping[str, Peer] = PEERS) -> bool:

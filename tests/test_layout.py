@@ -20,35 +20,17 @@ FILES = [ROOT / name for name in TRACKED.stdout.split("\n") if name and (ROOT / 
 if TRACKED.returncode != 0:
     pytest.skip("not a git checkout", allow_module_level=True)
 SOURCES = [path for path in FILES if path.suffix == ".py"]
-MAY_IMPORT_SGLANG = {
-    "plugin.py",
-    "view.py",
-    "pools.py",
-    "backend.py",
-    "graphs.py",
-    "rectify.py",
-    "exactness.py",
-    "compact.py",
-    "passes.py",
-    "delegate.py",
-    "frontend.py",
-    "serve.py",
-    "tree_check.py",
-    "stats.py",
-    "limits.py",
-    "refusals.py",
-    "check.py",
-    "capabilities.py",
-    "prefill.py",
-    "group_keys.py",
-    "prefill_path.py",
-    "decode_path.py",
-    "indexer.py",
-    "native_indexer.py",
-    "dsa_flags.py",
-    "dsa_latents.py",
-    "kv_dtypes.py",
+# The rooms of `sglang_sparse`, and those whose names a file in each may import, types included.
+ROOMS = {
+    "methods": {"methods"},
+    "config": {"config", "methods"},
+    "attention": {"attention", "config", "methods"},
+    "scheduler": {"attention", "config", "methods", "scheduler"},
+    "debug": {"attention", "config", "debug", "methods", "scheduler"},
+    "hooks": {"attention", "config", "hooks", "methods", "scheduler"},
+    "tools": {"attention", "config", "hooks", "methods", "scheduler", "tools"},
 }
+COMMANDS = {"calibrate.py", "check.py", "frontend.py", "plugin.py", "serve.py", "tune.py"}
 
 
 def relative(path: Path) -> str:
@@ -110,18 +92,44 @@ def test_triton_kernels_call_no_functions_of_triton_itself() -> None:
     assert not found
 
 
-def test_methods_import_no_sglang() -> None:
-    for path in SOURCES:
-        if relative(path).startswith("sglang_sparse/methods/"):
-            assert "sglang" not in imported(path), relative(path)
+def everything_imported(path: Path) -> set[str]:
+    """Dotted names of all that a file imports: for type checkers too, inside functions, and relative ones resolved."""
+    package = relative(path).removesuffix(".py").split("/")[:-1]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
 
 
-def test_only_the_seam_modules_import_sglang() -> None:
-    """Those at the root that are listed, the rooms for it, and what reads SGLang's arguments, once it is asked."""
-    for path in SOURCES:
-        if path.parent == ROOT / "sglang_sparse" and path.name not in MAY_IMPORT_SGLANG:
-            assert "sglang" not in imported(path), relative(path)
-        if relative(path).startswith("sglang_sparse/config/"):
+PRODUCT = [path for path in SOURCES if relative(path).startswith("sglang_sparse/")]
+
+
+def test_the_package_has_these_rooms_and_commands() -> None:
+    places = [relative(path).split("/")[1:] for path in PRODUCT]
+    assert {place[0] for place in places if len(place) > 1} == set(ROOMS)
+    assert {place[0] for place in places if len(place) == 1} == {*COMMANDS, "__init__.py"}
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=relative)
+def test_imports_go_one_way(path: Path) -> None:
+    _, room, *_ = relative(path).split("/")
+    allowed = set() if room in {"frontend.py", "__init__.py"} else ROOMS.get(room, set(ROOMS))
+    own = {name.split(".")[1] for name in everything_imported(path) if name.split(".")[0] == "sglang_sparse"}
+    assert own - {"__version__"} <= allowed
+
+
+def test_sglang_is_imported_by_the_rooms_beside_it_alone() -> None:
+    """Methods never import it, nor for types; what reads its arguments, and commands, only once it is asked."""
+    for path in PRODUCT:
+        _, room, *_ = relative(path).split("/")
+        if room == "methods":
+            assert "sglang" not in {name.split(".")[0] for name in everything_imported(path)}, relative(path)
+        if room in {"config", *COMMANDS}:
             top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
             assert not [node for node in top if (node.module or "").startswith("sglang.")], relative(path)
 

@@ -24,9 +24,8 @@ def test_every_constraint_is_a_name_and_a_version() -> None:
 
 def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    for name in ("sglang_sparse", "kernels", "launch/recipes"):
-        # Links stay links, as in a checkout.
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("sglang_sparse", "kernels"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
@@ -35,5 +34,5 @@ def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         recipes = {Path(name).name: packed.read(name) for name in packed.namelist() if name.endswith(".toml")}
         assert all(name.split("/")[0].startswith("sglang_sparse") for name in packed.namelist())
-        assert "sglang_sparse/recipe_files/qwen3-8b-long.toml" in packed.namelist()
-    assert recipes == {path.name: path.read_bytes() for path in (ROOT / "launch" / "recipes").iterdir()}
+        assert "sglang_sparse/recipes/qwen3-8b-long.toml" in packed.namelist()
+    assert recipes == {path.name: path.read_bytes() for path in (ROOT / "sglang_sparse" / "recipes").iterdir()}

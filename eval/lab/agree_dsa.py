@@ -40,15 +40,15 @@ import torch
 from eval.lab.agreement import dsa_checkpoint
 from eval.lab.agreement.agreement import COMMAND, NATIVE, PORTABLE, required, summarise
 from eval.lab.agreement.dsa_checkpoint import SIZES
-from eval.lab.agreement.dsa_servers import STAGES, ask, distributions, make_asked, serve, watched_answers
+from eval.lab.agreement.dsa_servers import ask, distributions, make_asked, serve, watched_answers
 from eval.lab.kernels.measuring import measured
 from eval.live.counters import EvaluationError
 from eval.live.machine import this_machine
 from eval.live.record import Record, versions
 from eval.texts.lengths import length
 
-# The implementations of both servers by stage, the watched one first.
-ARMS: Mapping[str, Mapping[str, str]] = {name: dict.fromkeys(STAGES, name) for name in (NATIVE, PORTABLE)}
+# The implementations of both servers, the watched one first.
+ARMS: Mapping[str, str] = {NATIVE: NATIVE, PORTABLE: PORTABLE}
 PACKAGES = ("sgl-deep-gemm",)
 ARGUMENTS = ("layers", "topk", "prompts", "length", "tokens", "chunk", "replays", "concurrency", "server_args", "seed")
 ARGUMENTS = (*ARGUMENTS, "native_topk")
@@ -69,7 +69,7 @@ def require_gpu() -> None:
 def run(
     args: argparse.Namespace,
     sizes: Mapping[str, int] = SIZES,
-    arms: Mapping[str, Mapping[str, str]] = ARMS,
+    arms: Mapping[str, str] = ARMS,
     require: Callable[[], None] = require_gpu,
 ) -> int:
     """Start both servers, compare and write the file.
@@ -101,7 +101,7 @@ def run(
 
 
 def compare(
-    args: argparse.Namespace, folder: Path, arms: Mapping[str, Mapping[str, str]], record: Record, vocabulary: int
+    args: argparse.Namespace, folder: Path, arms: Mapping[str, str], record: Record, vocabulary: int
 ) -> list[dict[str, Any]]:
     """Start the servers one after the other, and write how they compare.
 
@@ -119,7 +119,8 @@ def compare(
         EvaluationError: see `serve`, `ask` and `watched_answers`.
     """
     asked = make_asked(args, vocabulary)
-    watched = {**arms[NATIVE], **({} if args.native_topk else {"topk": arms[PORTABLE]["topk"]})}
+    # SGLang's kernels but for the selection.
+    watched = arms[NATIVE] if args.native_topk or arms[NATIVE] != NATIVE else "auto"
 
     def keep(rows: list[dict[str, Any]]) -> None:
         for row in rows:

@@ -3,7 +3,7 @@
 A server that a command starts itself runs on this machine and in this environment. One that is already there may run
 anywhere, so nothing is taken for granted:
 
-- A sparse server says itself on which device and with which packages it runs (``sglang_sparse.stats``).
+- A sparse server says itself on which device and with which packages it runs (``sglang_sparse.attention.counters``).
 - SGLang alone says neither. This machine and this environment stand for it, but only where it is seen to be here: the
   URL is a loopback address, a Python process with SGLang listens there (behind a forwarded port it is another program),
   and it has the version of SGLang that is installed here. Its other packages may still be those of another

@@ -1,6 +1,9 @@
 """What every Triton kernel here needs at launch: the device's properties and dependent launch."""
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,3 +82,10 @@ def await_inputs(DEPENDENT: tl.constexpr):
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
+
+
+def to_device(
+    values: Sequence[float] | Sequence[tuple[float, ...]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Copy host numbers without waiting for the device."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -8,15 +8,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse import registry
 from sglang_sparse.config import arguments
-from sglang_sparse.layered_methods import build_prefill_rules, build_rules
-from sglang_sparse.method import DecodeMethod
-from sglang_sparse.method_config import PAGE_SIZES, MethodConfig, RectifyConfig, SparseConfig
-from sglang_sparse.methods.dense import Dense
-from sglang_sparse.prefill_method import PrefillMethod
-from sglang_sparse.trtllm import as_ours
-from sglang_sparse.validation import SparseArgumentError, validated
+from sglang_sparse.config.layer_rules import build_prefill_rules, build_rules
+from sglang_sparse.config.trtllm import as_ours
+from sglang_sparse.methods import registry
+from sglang_sparse.methods.base import DecodeMethod
+from sglang_sparse.methods.config import (
+    PAGE_SIZES,
+    MethodConfig,
+    RectifyConfig,
+    SparseArgumentError,
+    SparseConfig,
+    validated,
+)
+from sglang_sparse.methods.prefill import PrefillMethod
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
@@ -28,10 +33,10 @@ class Settings:
 
     Attributes:
         name: the decode method's; None for dense decode.
-        method: the decode method.
+        method: the decode method; a plain ``DecodeMethod`` for dense decode.
         prefill_name: the prefill method's; None for dense prefill.
         prefill: the prefill method.
-        rules: the config's ``layers`` in full where it is a mapping, see ``layer_rules.py``.
+        rules: the config's ``layers`` in full where it is a mapping, see ``config/layer_rules.py``.
         prefill_rules: the same of the prefill method's.
     """
 
@@ -129,7 +134,7 @@ def build(
             what was got and what is allowed.
     """
     try:
-        method_class = registry.load_decode_method(name) if name else Dense
+        method_class = registry.load_decode_method(name) if name else DecodeMethod
         prefill_class = registry.load_prefill_method(prefill_name) if prefill_name else None
     except ValueError as error:
         raise SparseArgumentError(str(error)) from error

@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from sglang_sparse.config import arguments
-from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sglang
 from sglang_sparse.hooks.table import SEAMS, Seam
-from sglang_sparse.versions import UnsupportedSGLangError, installed_sglang
 
 
 @cache
@@ -29,7 +27,8 @@ def _lazy(function: str) -> Callable[..., Any]:
     return hook
 
 
-def _here(seam: Seam) -> bool:
+def here(seam: Seam) -> bool:
+    """Whether a seam acts on this machine."""
     import torch
 
     return seam.gpu is None or seam.gpu == torch.cuda.is_available()
@@ -45,45 +44,19 @@ def active() -> tuple[Seam, ...]:
     import torch
 
     later = torch.cuda.is_available()
-    return tuple(seam for seam in SEAMS if _here(seam) and not (seam.method and later))
+    return tuple(seam for seam in SEAMS if here(seam) and not (seam.method and later))
 
 
-def register() -> None:
-    """Hand the table to SGLang, which applies it when all plugins are loaded."""
-    _register(active())
+def register(seams: Sequence[Seam] | None = None) -> None:
+    """Hand seams to SGLang, which applies them when all plugins are loaded.
 
-
-def _register(seams: Sequence[Seam]) -> None:
+    Args:
+        seams: which; ``active()`` if not given.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for seam in seams:
+    for seam in active() if seams is None else seams:
         HookRegistry.register(seam.target, _lazy(seam.function), HookType[seam.kind])
-
-
-def hook_method(original: Callable[[Any], None], runner: Any) -> None:
-    """Around ``ModelRunner.load_model``: hook the seams of the server's method, before its model binds what they are.
-
-    What SGLang has downloaded meanwhile is judged then: the main process could not.
-
-    Raises:
-        SparseArgumentError: the weights do not fit the method.
-        UnsupportedSGLangError: a seam is missing; names it and the SGLang version.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    settings = settings_of(runner.server_args)
-    name = settings.name if settings else None
-    found = tuple(seam for seam in SEAMS if seam.method and seam.method == name and _here(seam))
-    new = [seam for seam in found if seam.target not in HookRegistry._hooks]
-    if new:
-        _register(new)
-        HookRegistry.apply_hooks()
-    verify(found)
-    original(runner)
-    if settings is not None and found:
-        from sglang_sparse import refusals
-
-        refusals.require_weights(arguments.of(runner.server_args), settings, runner.model_config)
 
 
 def parameters_of(target: str) -> str:

@@ -18,9 +18,8 @@ from typing import Annotated, Any, ClassVar
 import torch
 from pydantic import BeforeValidator, Field, field_validator
 
-from sglang_sparse.method import ModelShape
-from sglang_sparse.passes import to_device
-from sglang_sparse.prefill_method import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.prefill import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
 from sglang_sparse_kernels.anchor_prefill import (
     AnchorPlan,
     GroupMeans,
@@ -29,6 +28,7 @@ from sglang_sparse_kernels.anchor_prefill import (
     means_bytes,
     scratch_bound,
 )
+from sglang_sparse_kernels.launch import to_device
 
 # A threshold at which all keys count.
 ALL_KEYS = 1e9

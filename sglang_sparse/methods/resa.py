@@ -2,7 +2,7 @@
 
 Source: "Rectified Sparse Attention" (ReSA), sections 2.1 to 2.3; the score is Quest's upper bound. What the paper calls
 p for both the ratio and the sparsity is ``active_ratio`` here. Rectification is the scheduler's work, see
-``rectify.py``; with ``rectify_interval`` 0 this is Quest with one selection a GQA group.
+``scheduler/rectification.py``; with ``rectify_interval`` 0 this is Quest with one selection a GQA group.
 
 Not in the paper, and the default: summaries of centroids (``page_centroids``), and heads that vote (``page_vote``)
 where its group has one mean query. The paper's own form is ``summary`` minmax with ``group`` mean_query.
@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import AuxSpec, DecodeMethod, ModelShape
-from sglang_sparse.method_config import RectifyConfig
+from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape, SparseIndices
+from sglang_sparse.methods.config import RectifyConfig
 from sglang_sparse_kernels import page_vote as votes
 from sglang_sparse_kernels.page_centroids import LEAST_DIM, MAX_CENTROIDS, holds, record_bytes, update_page_centroids
 from sglang_sparse_kernels.page_score import page_score
@@ -29,8 +28,8 @@ from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.sparse_decode import scratch_bytes
 
 if TYPE_CHECKING:
-    from sglang_sparse.pools import AuxPools
-    from sglang_sparse.view import BatchView
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
+    from sglang_sparse.methods.views import BatchView
 
 SUMMARY = "page_summary"
 SUMMARY_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -133,7 +132,7 @@ class Resa(DecodeMethod):
         """``max(min_pages, ceil(n_pages * active_ratio))`` (methods of the paper, section 2.2)."""
         return _count(n_pages, self.config.active_ratio).clamp_min(self.config.min_pages)
 
-    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """One selection a KV head."""
         summary = pools.buffer(SUMMARY, layer_id)
         scores = self._scores(view, query, summary)

@@ -5,10 +5,10 @@ fields come, but for ``kt_page_size``, their ``page_size``. Its two stages are `
 
 Differences from the source. Where ``eviction`` is "visibility", what a prompt does not keep stays in the KV pool and in
 the radix tree, and is only invisible to the request's own decode steps; where it is "compact", the request lets go of
-it and the tree may evict it, see ``compact.py``. What is kept, and what a step reads, are blocks of ``kt_page_size``
-tokens, aligned to absolute positions, so that a KT page is a function of its keys and shared with its KV page: a block
-scores as its best token does. What stage 2 chooses from are the kept blocks and all that follow the window's first
-token; the newest block is always attended to. KT bounds are rounded outwards, so that they stay bounds.
+it and the tree may evict it, see ``scheduler/compaction.py``. What is kept, and what a step reads, are blocks of
+``kt_page_size`` tokens, aligned to absolute positions, so that a KT page is a function of its keys and shared with its
+KV page: a block scores as its best token does. What stage 2 chooses from are the kept blocks and all that follow the
+window's first token; the newest block is always attended to. KT bounds are rounded outwards, so that they stay bounds.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from pydantic import Field, field_validator
 
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.keep_method import KeepMethod, Prompts
-from sglang_sparse.limits import refuse_sizes
-from sglang_sparse.method import VIEW_BUFFERS, AuxSpec, ModelShape, ViewBuffer
-from sglang_sparse.method_config import RectifyConfig
+from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
+from sglang_sparse.methods.config import RectifyConfig
+from sglang_sparse.methods.roles import Prompts, PromptSelector
+from sglang_sparse.methods.support import refuse_sizes
 from sglang_sparse_kernels import kt_select as kt
 from sglang_sparse_kernels import window_score as window
 from sglang_sparse_kernels.page_summary import update_page_summaries
@@ -31,8 +30,8 @@ from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.sparse_decode import scratch_bytes
 
 if TYPE_CHECKING:
-    from sglang_sparse.pools import AuxPools
-    from sglang_sparse.view import BatchView
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
+    from sglang_sparse.methods.views import BatchView
 
 KT_CACHE = "kt_cache"
 KT_DTYPES = {"bfloat16": torch.bfloat16, "float8_e5m2": torch.float8_e5m2}
@@ -109,7 +108,7 @@ class RocketkvConfig(RectifyConfig):
         return value
 
 
-class Rocketkv(KeepMethod):
+class Rocketkv(PromptSelector):
     """Keep the blocks that the prompt's last queries attend to, and attend to the best of them in each step."""
 
     config_class = RocketkvConfig
@@ -232,7 +231,7 @@ class Rocketkv(KeepMethod):
         results = prompts * model.num_kv_heads * (max_context + max_context // self.block_size + self.max_kept)
         return window.scratch_bytes(*rows, max_context) + 4 * results
 
-    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """Stage 2: of the visible blocks those that the group's queries may attend to most."""
         kept, summary = pools.require_kept(layer_id), pools.buffer(KT_CACHE, layer_id).flatten(0, 1)
         topr = self.config.topr or query.shape[-1]

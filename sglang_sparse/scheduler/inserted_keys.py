@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.kv_check import InexactTreeError
-
 # The attribute of SGLang's tree that holds an `InsertedKeys`.
 ATTRIBUTE = "sglang_sparse_inserted"
 # Keys that are remembered before those that the tree has dropped are forgotten for the first time.
@@ -90,3 +88,7 @@ def remember_inserts(tree: Any) -> InsertedKeys:
     if not hasattr(tree, ATTRIBUTE):
         setattr(tree, ATTRIBUTE, InsertedKeys(tree))
     return getattr(tree, ATTRIBUTE)
+
+
+class InexactTreeError(RuntimeError):
+    """A page of the radix tree is not what a cold run over its tokens would have written."""

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_sparse.hooks.apply import parameters_of
+from sglang_sparse.hooks.limits import COMPACT_LIMITS, FLAG_LIMITS, PREFILL_LIMITS, RECTIFY_LIMITS
 from sglang_sparse.hooks.table import SEAMS
-from sglang_sparse.limits import COMPACT_LIMITS, FLAG_LIMITS, INDEXER_LIMITS, PREFILL_LIMITS, RECTIFY_LIMITS
+from sglang_sparse.methods.dsa.decode import INDEXER_LIMITS
 
 # What looking a name up in another SGLang than this package was written for may raise.
 FOUND_OTHERWISE = (ImportError, AttributeError, TypeError, ValueError)

@@ -11,7 +11,6 @@ from eval.lab.agree_dsa import SIZES, parse
 from eval.lab.agreement import dsa_servers
 from eval.lab.agreement.agreement import NATIVE, PORTABLE
 from eval.live.record import read_finished
-from sglang_sparse.methods.dsa import STAGES
 
 # Two servers for one command: what they are asked is tested without them, see tests/eval.
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(torch.cuda.is_available(), reason="refused next to CUDA")]
@@ -25,7 +24,7 @@ def test_a_reference_agrees_with_itself(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(dsa_servers, "ServerProcess", ForkedServer)
     sizes = f"--prompts 2 --length {LENGTH} --tokens {TOKENS} --chunk 128 --layers {LAYERS} --topk {TOPK} --replays 3"
     args = parse(["--out", str(tmp_path / "out.jsonl"), *sizes.split()])
-    arms = dict.fromkeys((NATIVE, PORTABLE), dict.fromkeys(STAGES, "reference"))
+    arms = dict.fromkeys((NATIVE, PORTABLE), PORTABLE)
     assert agree_dsa.run(args, TINY, arms, lambda: None) == 0
     header, *rows = read_finished(args.out)
     assert header["command"] == "eval.lab.agree_dsa" and header["sizes"]["index_topk"] == TOPK and header["revision"]

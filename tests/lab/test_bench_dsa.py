@@ -19,7 +19,7 @@ from eval.lab.kernels.dsa_inputs import FP8, Shape, Step
 from eval.lab.kernels.dsa_table import failed, floor, summarise, with_ratios
 from eval.lab.tables import files, goals
 from eval.live.record import read_rows
-from sglang_sparse import native_indexer
+from sglang_sparse.attention.dsa import native_indexer
 
 TINY = "--heads 6 --latent 128 --rope 16 --index-heads 4 --topk 70 --rounds 2 --replays 3 --chunk 90"
 FLOAT8 = "portable-fp8"

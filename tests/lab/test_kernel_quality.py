@@ -11,9 +11,10 @@ from eval.lab.kernels import kernel_inputs
 from eval.lab.kernels.kernel_inputs import WHOLE, Step, View
 from eval.lab.kernels.kernel_quality import quality, samples
 from eval.lab.kernels.kernel_table import Implementation
+from sglang_sparse.attention.batch import allocate_view
+from sglang_sparse.attention.plan import usual_selection
 from sglang_sparse.methods.resa import Resa, ResaConfig
-from sglang_sparse.plan import usual_selection
-from sglang_sparse.view import SELECT_STATS, allocate_view
+from sglang_sparse.methods.views import SELECT_STATS
 from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.testing import paged_batch, seeded

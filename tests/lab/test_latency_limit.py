@@ -206,9 +206,9 @@ def test_a_table_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_what_tune_writes_is_what_is_read(tmp_path: Path) -> None:
-    from sglang_sparse import tune
+    from sglang_sparse.tools import tune_bench
 
-    tune.write(tmp_path / "crossover.json", [entry(0.1), entry(0.05)])
+    tune_bench.write(tmp_path / "crossover.json", [entry(0.1), entry(0.05)])
     assert [found.active_ratio for found in crossover.read(tmp_path / "crossover.json")] == [0.1, 0.05]
     names = {"batch", "context", "dense", "dense_us", "sparse_us"}
-    assert names == tune.Point.__dataclass_fields__.keys() == crossover.Point.model_fields.keys()
+    assert names == tune_bench.Point.__dataclass_fields__.keys() == crossover.Point.model_fields.keys()

@@ -12,11 +12,10 @@ from rope_calibrations import calibration
 from eval.lab.selection.recall_attention import Captured, Selection, judge
 from eval.lab.selection.recall_method import ModelFacts, method_settings, require_served, select
 from eval.live.counters import EvaluationError
-from sglang_sparse.calibration.similarity import select as rope_selection
 from sglang_sparse.config.settings import Settings
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import DecodeMethod
-from sglang_sparse.method_config import MethodConfig
+from sglang_sparse.methods.base import DecodeMethod, SparseIndices
+from sglang_sparse.methods.config import MethodConfig
+from sglang_sparse.tools.calibration.similarity import select as rope_selection
 
 PAGE, KV_HEADS, GROUP, DIM = 16, 2, 4, 64
 

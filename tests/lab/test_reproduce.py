@@ -39,9 +39,9 @@ from eval.scores.prefill_ppl import BOUND
 from eval.texts.lengths import short_length
 from eval.texts.windows import read_tokens
 from sglang_sparse import tune
+from sglang_sparse.config.files import read_config
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import build
-from sglang_sparse.config_value import read_config
-from sglang_sparse.requests import parse_options
 
 # Fields of a goal's row that no argument decides.
 OUTCOMES = {"command", "task", "arm", "implementation", "sparse_layers", "dense_decode_graphs", "dense_prefill_graphs"}

@@ -3,7 +3,7 @@
 import pytest
 
 from eval.lab.legs.reproduce_legs import LEGS
-from sglang_sparse.config_value import read_config
+from sglang_sparse.config.files import read_config
 
 
 @pytest.mark.parametrize("label", ["lookup", "prefilled", "lookup-prefilled"])

@@ -9,7 +9,7 @@ import pytest
 from eval.lab.legs.reproduce_robsa import MODEL, NAME
 from eval.lab.tables import weights
 from eval.live.record import read_rows, result_files
-from sglang_sparse.calibration.weights import fingerprint
+from sglang_sparse.methods.fingerprint import fingerprint
 
 ROOT = Path(__file__).parent.parent.parent
 

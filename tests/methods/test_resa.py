@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.config.settings import build
-from sglang_sparse.method import ModelShape
-from sglang_sparse.pools import AuxPools, page_ends
-from sglang_sparse.view import allocate_view
+from sglang_sparse.methods.aux_buffers import AuxBuffers, page_ends
+from sglang_sparse.methods.base import ModelShape
 from sglang_sparse_kernels.page_centroids.reference import pack, unpack
 
 PAGE, KV_HEADS, GROUP, DIM = 16, 2, 4, 64
@@ -57,7 +57,7 @@ def test_selection(fields: dict[str, object]) -> None:
     settings = build("resa", fields)
     method, config = settings.method, settings.config
     lengths = [17, 160, 333, 640]
-    aux = AuxPools(method.aux_specs(SHAPE), (0,), 200, PAGE, "cpu")
+    aux = AuxBuffers(method.aux_specs(SHAPE), (0,), 200, PAGE, "cpu")
     cache = torch.randn(200 * PAGE, KV_HEADS, DIM)
     view = allocate_view(len(lengths), KV_HEADS, 40, 40, PAGE, torch.zeros(4, dtype=torch.int64))
     view = replace(view, logit_scale=SCALE)

@@ -11,15 +11,16 @@ import torch
 from peak_memory import Peak
 from rope_calibrations import calibration
 
-from sglang_sparse.calibration.partition import RopeCalibration
-from sglang_sparse.calibration.weights import fingerprint
+from sglang_sparse.attention.batch import allocate_view
+from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import SparseArgumentError, build
-from sglang_sparse.method import ModelShape
-from sglang_sparse.methods.robsa import Robsa
-from sglang_sparse.plan import plan_decode
-from sglang_sparse.pools import AuxPools
-from sglang_sparse.requests import parse_options
-from sglang_sparse.view import LatentQuery, allocate_view
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.fingerprint import fingerprint
+from sglang_sparse.methods.robsa.calibration_file import RopeCalibration
+from sglang_sparse.methods.robsa.decode import Robsa
+from sglang_sparse.methods.views import LatentQuery
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 TINY_MLA = Path("eval/models/tiny-mla")
@@ -122,7 +123,7 @@ def test_a_request_has_a_theta_of_its_own() -> None:
     settings = build("robsa", {**UNCALIBRATED, "min_seq_len": 0, "crossover_tokens": 0})
     rows = [parse_options(settings, params) for params in ({}, {"theta1": 0.5}, {"theta1": 1.0}, {"sparse": False})]
     plan = plan_decode(settings.method, torch.tensor([1600] * 4), rows)
-    assert plan.values.tolist() == pytest.approx([0.9, 0.5, 1.0, 0.9])
+    assert plan.row_thresholds.tolist() == pytest.approx([0.9, 0.5, 1.0, 0.9])
     assert plan.n_pages.tolist() == [100] * 4 and plan.n_select.tolist() == [50, 50, 100, 100]
     with pytest.raises(ValueError, match=r"theta1: got 2\.0"):
         parse_options(settings, {"theta1": 2.0})
@@ -157,7 +158,7 @@ class Rows:
     def __init__(self, method: Robsa) -> None:
         torch.manual_seed(2)
         shape = ModelShape(1, HEADS, 1, LATENT + ROPE, torch.float32, ROPE)
-        self.method, self.aux = method, AuxPools(method.aux_specs(shape), (0,), 200, BLOCK, "cpu")
+        self.method, self.aux = method, AuxBuffers(method.aux_specs(shape), (0,), 200, BLOCK, "cpu")
         self.cache = torch.randn(200 * BLOCK, LATENT + ROPE)
         self.view = allocate_view(len(self.lengths), 1, 40, 40, BLOCK, torch.zeros(4, dtype=torch.int64))
         free, last = (torch.randperm(199) + 1).tolist(), []
@@ -167,7 +168,7 @@ class Rows:
             self.view.n_pages[row] = n_blocks
             last.append(int(self.view.page_table[row, n_blocks - 1]) * BLOCK + (length - 1) % BLOCK)
         self.view.n_select.copy_(torch.minimum(method.n_select(self.view.n_pages), self.view.n_pages))
-        self.view.values.fill_(method.row_value)
+        self.view.row_thresholds.fill_(method.row_threshold)
         self.nope = torch.randn(len(self.lengths), HEADS, LATENT) * 2
         self.rope = torch.randn(len(self.lengths), HEADS, ROPE) * 8
         self.last_slots = torch.tensor(last)

@@ -25,16 +25,16 @@ from plain_rocketkv import (
     rocketkv,
 )
 
-from sglang_sparse import pools, scratch, windows
+from sglang_sparse.attention import memory, prompt_selection
+from sglang_sparse.attention.batch import allocate_view
+from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import SparseArgumentError, build
-from sglang_sparse.kv_check import stale_summaries
-from sglang_sparse.method import ModelShape
+from sglang_sparse.debug.kv_compare import stale_summaries
 from sglang_sparse.methods import rocketkv as methods
+from sglang_sparse.methods.aux_buffers import AuxBuffers, page_ends
+from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.rocketkv import KT_CACHE, Rocketkv
-from sglang_sparse.plan import plan_decode
-from sglang_sparse.pools import AuxPools, page_ends
-from sglang_sparse.requests import parse_options
-from sglang_sparse.view import allocate_view
 from sglang_sparse_kernels.kt_select import portable
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 
@@ -185,7 +185,7 @@ def test_the_scale_of_the_logits_counts() -> None:
 
 def test_an_entry_is_that_of_its_block_alone() -> None:
     method = rocketkv(kt_page_size=BLOCK, kt_cache_dtype="bfloat16")
-    aux = AuxPools(method.aux_specs(MODEL), (0,), 8, PAGE, "cpu")
+    aux = AuxBuffers(method.aux_specs(MODEL), (0,), 8, PAGE, "cpu")
     keys = exact_keys(8 * PAGE, HEADS, DIM)
     first = 3 * PAGE
     for slots in ([*range(first, first + 6)], [first + 6], [first + 7, first + 8]):
@@ -200,12 +200,12 @@ def test_an_entry_is_that_of_its_block_alone() -> None:
 
 def test_the_check_of_entries_takes_those_of_a_page_that_was_just_written() -> None:
     method = rocketkv()
-    aux = AuxPools(method.aux_specs(MODEL), (0,), 4, PAGE, "cpu", method.entry_tokens)
+    aux = AuxBuffers(method.aux_specs(MODEL), (0,), 4, PAGE, "cpu", method.entry_tokens)
     keys = exact_keys(4 * PAGE, HEADS, DIM)
     slots = torch.arange(PAGE, 3 * PAGE - 2)
     aux.refresh({0: keys}, page_ends(slots, method.entry_tokens))
     pool = SimpleNamespace(get_key_buffer=lambda layer: keys)
-    setattr(pool, pools.ATTRIBUTE, aux)
+    setattr(pool, memory.ATTRIBUTE, aux)
     ends = torch.tensor([2 * PAGE - 1, int(slots[-1])])
     assert not stale_summaries(pool, ends).any()
     for block in range(PAGE // BLOCK):
@@ -217,7 +217,7 @@ def test_the_check_of_entries_takes_those_of_a_page_that_was_just_written() -> N
 
 
 def test_a_key_that_the_kt_cache_cannot_hold_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    aux = AuxPools(rocketkv().aux_specs(MODEL), (0,), 4, PAGE, "cpu")
+    aux = AuxBuffers(rocketkv().aux_specs(MODEL), (0,), 4, PAGE, "cpu")
     keys = torch.zeros(4 * PAGE, HEADS, DIM)
     keys[PAGE, 0, 0] = 1e6
     aux.refresh({0: keys}, torch.tensor([PAGE + 3]))
@@ -232,18 +232,18 @@ def test_memory_of_the_kt_cache_and_of_what_is_kept() -> None:
     method, shape = settings.method, ModelShape(4, HEADS * GROUP, HEADS, DIM, torch.float32)
     assert isinstance(method, Rocketkv)
     # Three layers, and for four tokens two bounds of a byte a dimension and head.
-    assert pools.aux_bytes_per_token(settings, shape) == 3 * HEADS * 2 * DIM // 4
-    aux = AuxPools(method.aux_specs(shape), method.sparse_layers(4), 10, PAGE, "cpu")
-    assert aux.nbytes == 10 * PAGE * pools.aux_bytes_per_token(settings, shape)
+    assert memory.aux_bytes_per_token(settings, shape) == 3 * HEADS * 2 * DIM // 4
+    aux = AuxBuffers(method.aux_specs(shape), method.sparse_layers(4), 10, PAGE, "cpu")
+    assert aux.nbytes == 10 * PAGE * memory.aux_bytes_per_token(settings, shape)
     with pytest.raises(RuntimeError, match="nothing was allocated"):
         aux.require_kept(1)
     table = torch.zeros(13, 64, dtype=torch.int32)
     runner: Any = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=None)
-    assert windows.make_path(method, aux, runner, shape) is not None
+    assert prompt_selection.make_path(method, aux, runner, shape) is not None
     kept = aux.require_kept(1)
     assert sorted(kept.blocks) == [1, 2, 3] and kept.blocks[1].shape == (13, HEADS, 4)
     taken = sum(x.nbytes for x in (*kept.blocks.values(), kept.counts, kept.first_visible))
-    assert taken == windows.kept_bytes(method, shape, 13)
+    assert taken == prompt_selection.kept_bytes(method, shape, 13)
 
 
 @pytest.mark.parametrize(("lengths", "window"), [([350], 8), ([350, 41, 129], 8), ([1100, 1090], 40)])
@@ -273,7 +273,7 @@ def test_a_step_takes_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak.nbytes == rows.method.scratch_bytes(MODEL, meta, torch.float32, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("context", [131072, 4 * windows.TOKENS_AT_ONCE])
+@pytest.mark.parametrize("context", [131072, 4 * prompt_selection.TOKENS_AT_ONCE])
 @pytest.mark.parametrize("budget", [257, 2048])
 def test_what_prompts_take_is_charged(budget: int, context: int) -> None:
     """A long one, and as many short ones as go at once, with their queries."""
@@ -283,11 +283,11 @@ def test_what_prompts_take_is_charged(budget: int, context: int) -> None:
         server_args=args, model_config=SimpleNamespace(context_len=context), model_dtype=torch.bfloat16
     )
     method = rocketkv(prompt_budget=budget)
-    need = scratch.of_prompts([method], "--sparse-method rocketkv", kvc, shape)
-    charged = need.nbytes - windows.kept_bytes(method, shape, requests + 1)
+    need = memory.of_prompts([method], "--sparse-method rocketkv", kvc, shape)
+    charged = need.nbytes - prompt_selection.kept_bytes(method, shape, requests + 1)
     taken = []
     for prompt in (budget + 1, 2 * budget, 4 * budget, 16384, context):
-        count = max(1, min(windows.PROMPTS_AT_ONCE, windows.TOKENS_AT_ONCE // prompt))
+        count = max(1, min(prompt_selection.PROMPTS_AT_ONCE, prompt_selection.TOKENS_AT_ONCE // prompt))
         queries = count * method.window_tokens * 32 * 128 * 2
         taken.append(method.keep_scratch_bytes(shape, count, prompt) + queries)
     assert max(taken) <= charged < 1.1 * max(taken)

@@ -14,15 +14,15 @@ load_plugins()
 
 from resolved import ServerArgs
 
+from sglang_sparse.attention.counters import Counters
+from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config import settings as config
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import SparseArgumentError, build
-from sglang_sparse.method import ModelShape
-from sglang_sparse.methods.skip_softmax import SkipSoftmax
-from sglang_sparse.pools import AuxPools
-from sglang_sparse.prefill_method import PrefillSpan
-from sglang_sparse.prefill_path import PrefillPath
-from sglang_sparse.requests import parse_options
-from sglang_sparse.stats import Counters
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.prefill import PrefillSpan
+from sglang_sparse.methods.skip_softmax.prefill import SkipSoftmax
 from sglang_sparse_kernels.skip_softmax_prefill import BLOCK_KEYS, TILE_QUERIES, Span, make_plan, skip_softmax_prefill
 
 PREFILL = {"sparse_prefill_method": "skip_softmax"}
@@ -160,7 +160,7 @@ def test_passes_are_the_op_and_are_counted() -> None:
     assert path.pairs.tolist() == [*(stats[:2] + 55 * HEADS * len(LAYERS)).tolist(), *stats[2:].tolist()]
     shape = ModelShape(4, HEADS, 1, DIM, torch.float32)
     settings = build(None, {}, "skip_softmax", {})
-    pools = AuxPools((), (), 8, PAGE, "cpu")
+    pools = AuxBuffers((), (), 8, PAGE, "cpu")
     counters = Counters(settings, pools, shape, torch.zeros(4, dtype=torch.int64), path)
     shown = counters.snapshot()["prefill"]
     assert (shown["blocks_skipped"], shown["blocks_visited"]) == tuple(stats[2:].tolist())

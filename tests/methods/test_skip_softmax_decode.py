@@ -13,16 +13,17 @@ load_plugins()
 
 from resolved import ServerArgs
 
+from sglang_sparse.attention.batch import allocate_view, load_view
+from sglang_sparse.attention.counters import Counters
+from sglang_sparse.attention.decode import DecodePath
+from sglang_sparse.attention.plan import plan_decode, usual_selection
 from sglang_sparse.config import settings as config
+from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import Settings, build
-from sglang_sparse.decode_path import DecodePath
-from sglang_sparse.method import ModelShape
-from sglang_sparse.methods.skip_softmax_decode import SkipSoftmaxDecode
-from sglang_sparse.plan import plan_decode, usual_selection
-from sglang_sparse.pools import AuxPools
-from sglang_sparse.requests import parse_options
-from sglang_sparse.stats import Counters
-from sglang_sparse.view import SELECT_STATS, BatchView, allocate_view
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.skip_softmax.decode import SkipSoftmaxDecode
+from sglang_sparse.methods.views import SELECT_STATS, BatchView
 from sglang_sparse_kernels.skip_softmax_decode import LOCAL_BLOCKS, scratch_bytes, skip_softmax_decode
 
 DECODE = {"sparse_method": "skip_softmax"}
@@ -51,7 +52,7 @@ def factors(settings: Settings | None) -> tuple[float | None, float]:
     """Of prefill, None where it is dense, and of decode."""
     assert settings is not None and isinstance(settings.method, SkipSoftmaxDecode)
     prefill = settings.prefill and settings.prefill.config.model_dump()[FACTOR]
-    return prefill, settings.method.row_value
+    return prefill, settings.method.row_threshold
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_what_the_prefill_that_comes_along_needs_is_asked(qwen3: str) -> None:
 )
 def test_a_request_may_set_each_phase(asked: Any, prefill: float, decode: float, shared: bool) -> None:
     options = parse_options(build("skip_softmax", {}), {FACTOR: asked})
-    assert options.method.row_value == decode and options.prefill is not None
+    assert options.method.row_threshold == decode and options.prefill is not None
     assert options.prefill.config.model_dump()[FACTOR] == prefill
     assert (options.namespace == "") == shared
 
@@ -191,9 +192,9 @@ def test_bad_wishes(server: dict[str, Any], params: dict[str, Any], said: str) -
 
 def test_a_number_is_for_the_phases_that_there_are() -> None:
     exact = parse_options(build("skip_softmax", {}), {FACTOR: 5, "exact_prefix": True})
-    assert exact.method.row_value == 5 and exact.prefill is None
+    assert exact.method.row_threshold == 5 and exact.prefill is None
     alone = parse_options(build("skip_softmax", {FACTOR: {"decode": 9}}), {FACTOR: 5})
-    assert alone.method.row_value == 5 and (alone.prefill, alone.namespace) == (None, "")
+    assert alone.method.row_threshold == 5 and (alone.prefill, alone.namespace) == (None, "")
     beside = build("resa", {}, "skip_softmax", {})
     for asked in (5, {"prefill": 5}):
         options = parse_options(beside, {FACTOR: asked})
@@ -211,7 +212,7 @@ def test_a_row_is_dense_by_its_factor() -> None:
     rows = [parse_options(settings, params) for params in asked]
     lengths = torch.tensor([9000] * 5 + [4095])
     plan = plan_decode(settings.method, lengths, rows)
-    assert plan.sparse and plan.values.tolist() == [8.0, 3.0, 0.0, 0.0, 8.0, 0.0]
+    assert plan.sparse and plan.row_thresholds.tolist() == [8.0, 3.0, 0.0, 0.0, 8.0, 0.0]
     assert plan.covered.tolist() == [False, False, True, True, False, True]
     assert plan.n_select.tolist() == plan.n_pages.tolist()
     # Two sparse rows are below the crossover, whatever the others hold.
@@ -219,7 +220,7 @@ def test_a_row_is_dense_by_its_factor() -> None:
     assert not plan_decode(build("skip_softmax", {FACTOR: 0}).method, torch.tensor([10**6])).sparse
     never = build("skip_softmax", {FACTOR: 0, "dense_fallback": "never"})
     plan = plan_decode(never.method, torch.tensor([40, 50]), [parse_options(never, p) for p in ({}, {"sparse": False})])
-    assert plan.sparse and plan.covered.tolist() == [False, True] and plan.values.tolist() == [0.0, 0.0]
+    assert plan.sparse and plan.covered.tolist() == [False, True] and plan.row_thresholds.tolist() == [0.0, 0.0]
 
 
 def filled(settings: Settings, lengths: list[int], stats: torch.Tensor, rows: int) -> tuple[Any, BatchView]:
@@ -229,7 +230,7 @@ def filled(settings: Settings, lengths: list[int], stats: torch.Tensor, rows: in
     view = allocate_view(rows, KV_HEADS, pages, usual, PAGE, stats, settings.method.view_buffers)
     plan = plan_decode(settings.method, torch.tensor(lengths))
     table = torch.arange(len(lengths) * CONTEXT, dtype=torch.int32).view(len(lengths), CONTEXT)
-    view.load(plan, SimpleNamespace(req_pool_indices=torch.arange(rows).clamp(max=len(lengths) - 1)), table)
+    load_view(view, plan, SimpleNamespace(req_pool_indices=torch.arange(rows).clamp(max=len(lengths) - 1)), table)
     return plan, view
 
 
@@ -245,7 +246,7 @@ def test_a_layer_is_the_op_and_is_counted() -> None:
     query[:, :, 0], keys[::CONTEXT, :, 0] = 4.0, 20.0
     newest = torch.tensor([row * CONTEXT + length - 1 for row, length in enumerate(lengths)] + [0])
     pool: Any = SimpleNamespace(get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values)
-    aux = AuxPools(settings.method.aux_specs(SHAPE), (LAYER, 3), 2 * CONTEXT // PAGE, PAGE, "cpu")
+    aux = AuxBuffers(settings.method.aux_specs(SHAPE), (LAYER, 3), 2 * CONTEXT // PAGE, PAGE, "cpu")
     path = DecodePath(settings.method, aux, pool, SHAPE)
     assert path.last_layer == -1
     layer: Any = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, qk_head_dim=DIM, scaling=0.25)

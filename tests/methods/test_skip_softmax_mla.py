@@ -14,13 +14,14 @@ load_plugins()
 
 from resolved import ServerArgs
 
+from sglang_sparse.attention.batch import allocate_view, load_view
+from sglang_sparse.attention.decode import DecodePath
+from sglang_sparse.attention.plan import plan_decode, usual_selection
 from sglang_sparse.config import settings as config
 from sglang_sparse.config.settings import build
-from sglang_sparse.decode_path import DecodePath
-from sglang_sparse.method import ModelShape
-from sglang_sparse.plan import plan_decode, usual_selection
-from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import SELECT_STATS, allocate_view
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.views import SELECT_STATS
 from sglang_sparse_kernels.skip_softmax_mla_decode import scratch_bytes, skip_softmax_mla_decode
 
 FACTOR = "threshold_scale_factor"
@@ -45,7 +46,7 @@ def test_mla_models_are_decoded_alone(tmp_path: Path) -> None:
     args = resolve(model, **backend, sparse_config=json.dumps({FACTOR: {"prefill": 7, "decode": 9}}))
     assert args.sparse_prefill_method is None and args.sparse_prefill_config is None
     settings = config.settings_of(args)
-    assert settings is not None and settings.prefill is None and settings.method.row_value == 9.0
+    assert settings is not None and settings.prefill is None and settings.method.row_threshold == 9.0
     message = refused(model, sparse_prefill_method="skip_softmax")
     assert "--sparse-prefill-method skip_softmax does not fit DeepseekV3ForCausalLM" in message
     assert "SGLang prefills with keys expanded for each head" in message
@@ -70,13 +71,13 @@ def test_a_layer_is_the_op(fused: bool) -> None:
     view = allocate_view(3, 1, pages, usual_selection(method, pages), PAGE, stats, method.view_buffers)
     plan = plan_decode(method, torch.tensor(lengths))
     table = torch.arange(2 * CONTEXT, dtype=torch.int32).view(2, CONTEXT)
-    view.load(plan, SimpleNamespace(req_pool_indices=torch.tensor([0, 1, 1])), table)
+    load_view(view, plan, SimpleNamespace(req_pool_indices=torch.tensor([0, 1, 1])), table)
     cache, query = torch.randn(2 * CONTEXT, 1, LATENT + ROPE), torch.randn(3, HEADS, LATENT + ROPE)
     # Rows look for their first token.
     query[:, :, 0], cache[::CONTEXT, :, 0] = 4.0, 20.0
     newest = torch.tensor([499, CONTEXT + 98, 0])
     pool: Any = SimpleNamespace(get_key_buffer=lambda _: cache)
-    path = DecodePath(method, AuxPools((), (1,), 2 * pages, PAGE, "cpu"), pool, SHAPE)
+    path = DecodePath(method, AuxBuffers((), (1,), 2 * pages, PAGE, "cpu"), pool, SHAPE)
     layer: Any = SimpleNamespace(layer_id=1, tp_q_head_num=HEADS, scaling=0.25)
     nope, rope = query[..., :LATENT], query[..., LATENT:]
     asked = query if fused else nope

@@ -21,7 +21,7 @@ from sabotage import SABOTAGES
 from schedule import Counts, Schedule
 from twin import Answer, OtherAnswerError, Twin
 
-from sglang_sparse.kv_check import InexactTreeError
+from sglang_sparse.scheduler.inserted_keys import InexactTreeError
 
 FAILURES = (AssertionError, RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 MISMATCHES = (BrokenInvariantError, InexactTreeError, DamagedCopyError, OtherAnswerError)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_sparse import pools
-from sglang_sparse.group_keys import tree_key
+from sglang_sparse.attention import memory
+from sglang_sparse.scheduler.prefix_keys import tree_key
 from sglang_sparse.scheduler.request_fields import pool_row, protected_len
 
 
@@ -29,7 +29,7 @@ class Compactions:
 
     def __init__(self, runner: Any):
         self._pool, self._table = runner.token_to_kv_pool, runner.req_to_token_pool
-        self._kept = getattr(self._pool, pools.ATTRIBUTE).require_kept(0)
+        self._kept = getattr(self._pool, memory.ATTRIBUTE).require_kept(0)
         self._path = runner.attn_backend.keeps.compaction
         self._backend = runner.attn_backend
         self._block = self._backend.method.block_size
@@ -38,7 +38,7 @@ class Compactions:
         self.prompts_evicted = 0
         # By request: its prompt's key in the tree, from when it let go until some of it is evicted.
         self._prompts: dict[str, Any] = {}
-        self._let_go, self._path.let_go = self._path.let_go, self._note
+        self._let_go, self._path.release_prompt = self._path.release_prompt, self._note
 
     @classmethod
     def of(cls, runner: Any) -> Compactions | None:

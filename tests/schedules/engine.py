@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import SpawnRanks, get_server_args, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from sglang_sparse import requests
+from sglang_sparse.config import request_options
 from sglang_sparse.config import settings as config
 from sglang_sparse.scheduler.inserted_keys import remember_inserts
 
@@ -243,7 +243,7 @@ def request(rid: str, tokens: list[int], sampling: dict[str, Any], logprob: bool
     params.normalize(None)
     settings = config.settings_of(get_server_args())  # pyright: ignore[reportArgumentType]
     assert settings is not None
-    options = requests.parse_options(settings, params.custom_params)
+    options = request_options.parse_options(settings, params.custom_params)
     return TokenizedGenerateReqInput(
         rid=rid,
         input_text=None,
@@ -257,7 +257,7 @@ def request(rid: str, tokens: list[int], sampling: dict[str, Any], logprob: bool
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,
-        extra_key=requests.namespaced(None, options),
+        extra_key=request_options.namespaced(None, options),
     )
 
 

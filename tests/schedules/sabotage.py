@@ -10,9 +10,10 @@ import torch
 from engine import Engine
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_sparse import group_keys, pools, prefill, rectify
-from sglang_sparse.backend import SparseAttentionBackend
-from sglang_sparse.prefill_method import PrefillMethod, PrefillSpan
+from sglang_sparse.attention import memory
+from sglang_sparse.attention.backend import SparseAttentionBackend
+from sglang_sparse.methods.prefill import PrefillMethod, PrefillSpan
+from sglang_sparse.scheduler import prefill_chunks, prefix_keys, rectification
 
 
 def let_approximate_kv_in(engine: Engine) -> None:
@@ -26,7 +27,7 @@ def corrupt_a_summary(engine: Engine) -> None:
     def corrupt(forward_batch: Any, calls: int) -> None:
         page = int(forward_batch.out_cache_loc[0]) // engine.options.page_size
         if calls >= 20:
-            aux = getattr(engine.runner.token_to_kv_pool, pools.ATTRIBUTE)
+            aux = getattr(engine.runner.token_to_kv_pool, memory.ATTRIBUTE)
             aux.buffer(aux.specs[0].name, 1)[page].view(torch.uint8).flatten()[3] ^= 16
 
     _after_forward(engine, corrupt)
@@ -73,7 +74,7 @@ def lose_a_page(engine: Engine) -> None:
 
 def share_incomplete_groups(engine: Engine) -> None:
     """Let whatever was prefilled into the tree."""
-    prefill.share_limit = lambda request, method: len(request.origin_input_ids)
+    prefill_chunks.share_limit = lambda request, method: len(request.origin_input_ids)
 
 
 def match_within_groups(engine: Engine) -> None:
@@ -83,12 +84,12 @@ def match_within_groups(engine: Engine) -> None:
 
 def forget_what_a_group_is(engine: Engine) -> None:
     """Let prompts that part within a group share its first pages."""
-    group_keys.marked = lambda tokens, *_: tokens
+    prefix_keys.marked = lambda tokens, *_: tokens
 
 
 def share_dense_tails(engine: Engine) -> None:
     """Let the complete groups that a prompt's dense tail touches into the tree."""
-    prefill.share_limit = lambda request, method: max(
+    prefill_chunks.share_limit = lambda request, method: max(
         method.boundary(len(request.origin_input_ids)), method.dense_below
     )
 
@@ -126,7 +127,7 @@ def hide_a_kept_block(engine: Engine) -> None:
 
 def share_compacted_rows(engine: Engine) -> None:
     """Let finished requests insert into the tree what they kept of their prompts, as if it were the prompts."""
-    rectify.state_of = lambda request: None
+    rectification.state_of = lambda request: None
 
 
 def let_compacted_rows_run_dense(engine: Engine) -> None:

@@ -13,7 +13,7 @@ from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from twin import Answer
 
-from sglang_sparse import tree_check
+from sglang_sparse.debug import tree_check
 
 DRAIN_LIMIT = 1500
 RECOMPUTE_RUNNING = 0.05

@@ -17,8 +17,8 @@ from feature_cells import Cell, row_of
 from server_requests import assert_nothing_leaked, greedy, sparse_state
 
 from launch.server import free_port
-from sglang_sparse import capabilities
-from sglang_sparse.capabilities import Method
+from sglang_sparse.tools import support_matrix
+from sglang_sparse.tools.support_matrix import Method
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="most methods are refused next to CUDA")
 
@@ -108,7 +108,7 @@ class Start:
 
     def command(self) -> list[str]:
         own = {} if self.method.prefill else {"page_size": self.page}
-        found = ["--dtype", "float32", "--page-size", str(self.page), *capabilities.flag_text(self.flags).split()]
+        found = ["--dtype", "float32", "--page-size", str(self.page), *support_matrix.flag_text(self.flags).split()]
         found += self.method.flag.split()
         configs = {self.method.prefill: {**CONFIGS[self.method.label], **self.fields, **own}}
         if self.partner:
@@ -123,14 +123,14 @@ class Start:
     def shows(self) -> set[Cell]:
         """What of the tables of features is true where this server answers as it should."""
         label = self.method.label
-        flags = {row_of(flag) for flag in capabilities.FLAGS if flag.keys() <= self.flags.keys()}
+        flags = {row_of(flag) for flag in support_matrix.FLAGS if flag.keys() <= self.flags.keys()}
         found = {Cell(row, label) for row in flags}
         found |= {
             Cell(feature_cells.PAGE_SIZE, one.label, str(self.page)) for one in (self.method, self.partner) if one
         }
         found |= {
             Cell(feature_cells.PHASE, label, "prefill" if self.method.prefill else "decode"),
-            Cell(feature_cells.MODELS, label, capabilities.place_of(self.method).kind),
+            Cell(feature_cells.MODELS, label, support_matrix.place_of(self.method).kind),
             Cell(feature_cells.MACHINE, label, "CPU platform"),
             Cell(feature_cells.ON_CPU, label, backend_of(self.method)),
         }
@@ -142,24 +142,24 @@ class Start:
 
 def backend_of(method: Method) -> str:
     """The attention backend of the servers here, which the platform chooses."""
-    return "dsa" if capabilities.place_of(method).kind == "DSA" else "torch_native"
+    return "dsa" if support_matrix.place_of(method).kind == "DSA" else "torch_native"
 
 
 def start_of(method: Method, name: str) -> Start:
     """A server with those of some flags that a method goes with on this machine, and with what that takes."""
-    place = replace(capabilities.place_of(method), gpu=False)
-    answers = {flag: capabilities.answer(method, place, {flag: value}) for flag, value in SERVERS[name].items()}
+    place = replace(support_matrix.place_of(method), gpu=False)
+    answers = {flag: support_matrix.answer(method, place, {flag: value}) for flag, value in SERVERS[name].items()}
     wanted = [answer.fields for answer in answers.values() if answer.served]
     fields = {name: value for one in (place.fields, *wanted) for name, value in one.items()}
     partner = PARTNERS.get(name)
-    if partner and (method.prefill or partner.name not in capabilities.partners(method)):
+    if partner and (method.prefill or partner.name not in support_matrix.partners(method)):
         partner = None
     flags = {flag: value for flag, value in SERVERS[name].items() if answers[flag].served}
     return Start(method, PAGES[method.label][[*SERVERS].index(name)], flags, partner, fields)
 
 
 def shown() -> set[Cell]:
-    return {cell for method in capabilities.methods() for name in SERVERS for cell in start_of(method, name).shows()}
+    return {cell for method in support_matrix.methods() for name in SERVERS for cell in start_of(method, name).shows()}
 
 
 def test_every_yes_of_the_tables_is_shown() -> None:
@@ -175,7 +175,7 @@ def test_proofs_are_tests_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("name", SERVERS)
-@pytest.mark.parametrize("method", capabilities.methods(), ids=lambda method: method.label)
+@pytest.mark.parametrize("method", support_matrix.methods(), ids=lambda method: method.label)
 def test_answers_stay_the_same(method: Method, name: str, serve, model_of, expected) -> None:
     start = start_of(method, name)
     flags = start.flags
@@ -185,7 +185,7 @@ def test_answers_stay_the_same(method: Method, name: str, serve, model_of, expec
         flags["kv_events_config"] = json.dumps(
             {"publisher": "zmq", "endpoint": f"tcp://*:{events}"}, separators=(",", ":")
         )
-    kind = capabilities.place_of(method).kind
+    kind = support_matrix.place_of(method).kind
     prompts = prompts_of(kind)
     with serve(model_of(kind), *start.command()) as server, zmq.Context() as context, context.socket(zmq.SUB) as sub:
         sub.connect(f"tcp://127.0.0.1:{events}")

@@ -15,7 +15,7 @@ from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sp
 from eval import identity
 from eval.live.record import read_rows
 from launch.server import ServerProcess
-from sglang_sparse.stats import PREFILL_TOTALS
+from sglang_sparse.attention.counters import PREFILL_TOTALS
 
 PAGE, LAYERS, GROUP, CHUNK = 16, 4, 128, 512
 THETA, SHARED = 0.5, 1024

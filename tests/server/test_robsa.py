@@ -11,7 +11,7 @@ from rope_calibrations import calibration
 from server_requests import ask, assert_exact, assert_nothing_leaked, greedy, sparse_state
 
 from launch.server import ServerProcess
-from sglang_sparse.calibration.weights import fingerprint
+from sglang_sparse.methods.fingerprint import fingerprint
 
 MODEL = Path("eval/models/tiny-mla")
 LAYERS = 4

@@ -15,9 +15,9 @@ from eval import niah
 from eval.live.record import read_rows
 from launch.server import ServerProcess
 from sglang_sparse import calibrate
-from sglang_sparse.calibration.mix import long_mix
-from sglang_sparse.calibration.prompts import Prompts
-from sglang_sparse.methods.skip_softmax_checkpoint import resolved_fields
+from sglang_sparse.methods.skip_softmax.calibration_file import resolved_fields
+from sglang_sparse.tools.calibration.mix import long_mix
+from sglang_sparse.tools.calibration.prompts import Prompts
 
 MODEL = Path(__file__).parent.parent.parent / "eval" / "models" / "tiny-gqa"
 PAGE, LAYERS, TILE = 16, 4, 128

@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_requests import assert_nothing_leaked, greedy, sparse_state, spent
 
 from launch.server import ServerProcess
-from sglang_sparse import frontend, metrics
+from sglang_sparse import frontend
+from sglang_sparse.hooks import prometheus
 
 README = Path(__file__).parent.parent.parent / "README.md"
 PAGE = 16
@@ -227,7 +228,7 @@ def test_a_live_server_shows_all_of_it(server: ServerProcess) -> None:
     shown = samples(server)
     labels = shown["sglang:num_running_reqs"].labels
     assert labels["tp_rank"] == "0"
-    for name in [*(f"{name}_total" for name in metrics.COUNTERS), *metrics.GAUGES]:
+    for name in [*(f"{name}_total" for name in prometheus.COUNTERS), *prometheus.GAUGES]:
         assert shown[f"sglang:sparse_{name}"].labels == labels
     for name, column in (("pages_attended", 1), ("pages_held", 2), ("rectified_tokens", 3), ("decode_rows", 4)):
         assert shown[f"sglang:sparse_{name}_total"].value == sum(line[column] for line in found)
@@ -235,5 +236,5 @@ def test_a_live_server_shows_all_of_it(server: ServerProcess) -> None:
     assert shown["sglang:sparse_active_fraction"].value == pytest.approx(found[-1][0], abs=5e-4)
     state = server.server_info()["internal_states"][0]["sparse"]
     assert shown["sglang:sparse_aux_bytes"].value == state["aux_bytes"]
-    for name in metrics.COUNTERS:
+    for name in prometheus.COUNTERS:
         assert shown[f"sglang:sparse_{name}_total"].value <= state[name]

@@ -18,15 +18,17 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_sparse import compact, pools
+from sglang_sparse.attention import memory
+from sglang_sparse.attention.batch import allocate_view, load_view
+from sglang_sparse.attention.counters import RectifyCounts
+from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config import settings as config
-from sglang_sparse.keep_method import Kept
-from sglang_sparse.method import ModelShape
+from sglang_sparse.methods import aux_buffers
+from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.rocketkv import Rocketkv
-from sglang_sparse.plan import plan_decode
-from sglang_sparse.requests import RequestState, ensure_state, state_of
-from sglang_sparse.stats import RectifyCounts
-from sglang_sparse.view import allocate_view
+from sglang_sparse.methods.roles import Kept
+from sglang_sparse.scheduler import compaction
+from sglang_sparse.scheduler.request_state import RequestState, ensure_state, state_of
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 
 LAYERS, WIDTH, PLACES = 2, 640, 6
@@ -66,20 +68,20 @@ class Server:
         method = self.settings.method
         assert isinstance(method, Rocketkv)
         self.method, self.pages = method, pages
-        self.aux = pools.AuxPools(
+        self.aux = aux_buffers.AuxBuffers(
             method.aux_specs(MODEL), tuple(range(LAYERS)), pages + 1, PAGE, "cpu", method.entry_tokens
         )
         self.keys = [torch.randn((pages + 1) * PAGE, HEADS, DIM).bfloat16().float() for _ in range(LAYERS)]
         self.values = [torch.randn_like(keys) for keys in self.keys]
         self.kv_pool = SimpleNamespace(get_key_buffer=self.keys.__getitem__, get_value_buffer=self.values.__getitem__)
-        setattr(self.kv_pool, pools.ATTRIBUTE, self.aux)
+        setattr(self.kv_pool, memory.ATTRIBUTE, self.aux)
         blocks = {layer: torch.zeros(PLACES, HEADS, method.max_kept, dtype=torch.int32) for layer in range(LAYERS)}
         counts = torch.zeros(PLACES, dtype=torch.int32)
         self.aux.kept = (Kept(blocks, counts, counts.clone()),)
         self.table = ReqToTokenPool(PLACES - 1, WIDTH, "cpu", False)
         self.allocator = PagedTokenToKVPoolAllocator(pages * PAGE, PAGE, torch.float32, "cpu", None, False)  # pyright: ignore
         self.tree = make_tree(tree, self.allocator, self.table, PAGE)
-        self.compaction = compact.Compaction(method, self.aux, self.kv_pool)
+        self.compaction = compaction.Compaction(method, self.aux, self.kv_pool)
         counters = SimpleNamespace(rectify=RectifyCounts())
         backend = SimpleNamespace(method=method, keeps=SimpleNamespace(compaction=self.compaction), counters=counters)
         runner = SimpleNamespace(attn_backend=backend)
@@ -108,7 +110,7 @@ class Server:
         request.kv.kv_committed_len = request.kv.kv_allocated_len = end
         counts = self.scheduler.tp_worker.model_runner.attn_backend.counters.rectify
         state = ensure_state(self.settings, counts, request)
-        state.exact_len = end
+        state.shareable_len = end
         self._keep(request, state)
         return request
 
@@ -122,7 +124,7 @@ class Server:
             for head in range(HEADS):
                 blocks[place, head, :count] = torch.randperm(max(1, first_visible))[:count].sort().values
         slots = self.row(request)
-        self.aux.refresh(dict(enumerate(self.keys)), pools.page_ends(slots, self.method.entry_tokens))
+        self.aux.refresh(dict(enumerate(self.keys)), aux_buffers.page_ends(slots, self.method.entry_tokens))
 
     def cached(self, *requests: Any) -> None:
         """Let SGLang process the results of their prefill."""
@@ -138,13 +140,13 @@ class Server:
         """The slots of its tokens."""
         return self.table.req_to_token[request.kv.req_pool_idx, : request.kv.kv_committed_len].long()
 
-    def let_go(self, request: Any, reserve: int = 0) -> bool:
+    def release_prompt(self, request: Any, reserve: int = 0) -> bool:
         """Let go of its prompt, without a word to ``compact_running``."""
         state = state_of(request)
         assert state is not None
         span = self.compaction.span(request, state)
         assert span is not None
-        state.compacted = self.compaction.let_go(request, span, self.tree, reserve)
+        state.compacted = self.compaction.release_prompt(request, span, self.tree, reserve)
         return state.compacted
 
     def attend(self, request: Any) -> list[torch.Tensor]:
@@ -155,7 +157,7 @@ class Server:
         stats = torch.zeros(4, dtype=torch.int64)
         view = allocate_view(1, HEADS, WIDTH // self.method.block_size, 6, self.method.block_size, stats)
         batch = SimpleNamespace(req_pool_indices=torch.tensor([request.kv.req_pool_idx]))
-        view.load(plan, batch, self.table.req_to_token)
+        load_view(view, plan, batch, self.table.req_to_token)
         query = torch.randn(1, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(3))
         found = []
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse import dsa_latents, indexer
+from sglang_sparse.attention.batch import allocate_view, load_view
+from sglang_sparse.attention.dsa import indexer, latents
+from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.settings import build
-from sglang_sparse.plan import plan_decode
-from sglang_sparse.view import BatchView, allocate_view
+from sglang_sparse.methods.views import BatchView
 from sglang_sparse_kernels import index_keys
 
 PAGE, TOPK, HEADS, DIM, HIDDEN, PAGES = 64, 32, 4, 128, 48, 12
@@ -74,13 +75,13 @@ class Rows:
         stats = torch.zeros(4, dtype=torch.int64)
         view = allocate_view(self.tokens, 1, PAGES * PAGE, TOPK, 1, stats, method.view_buffers)
         requests = SimpleNamespace(req_pool_indices=torch.arange(self.tokens))
-        view.load(plan, requests, torch.zeros(self.tokens, 1, dtype=torch.int32))
+        load_view(view, plan, requests, torch.zeros(self.tokens, 1, dtype=torch.int32))
         return view
 
     def backend(self, config: dict[str, Any] | None = None, fused: bool = False) -> Any:
         dense = SimpleNamespace(forward_metadata=self.metadata, use_fused_topk=fused)
         counters = SimpleNamespace(sparse_layers=len(LAYERS), index_keys=0)
-        method = build("dsa", config or {}).method
+        method = build("dsa", config or {"implementation": "portable"}).method
         return SimpleNamespace(
             view=self.view,
             dense=dense,
@@ -112,7 +113,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     def layer(rows: Rows, backend: Any, model: Model, layer_id: int) -> torch.Tensor:
         pool = SimpleNamespace(get_index_k_with_scale_buffer=rows.pool.__getitem__)
         monkeypatch.setattr("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", lambda: pool)
-        for module in (indexer, dsa_latents):
+        for module in (indexer, latents):
             monkeypatch.setattr(module, "served_backend", lambda: backend)
         x = torch.randn(rows.tokens, HIDDEN, generator=rows.generator)
         positions = torch.zeros(rows.tokens, dtype=torch.int64)

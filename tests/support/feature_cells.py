@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_sparse import capabilities, tables
+from sglang_sparse.tools import doc_tables, support_matrix
 
 ROOT = Path(__file__).parents[2]
 YES = "yes"
@@ -17,7 +17,7 @@ PAGE_SIZE, ON_GPU, ON_CPU = (
     "`--attention-backend` on a GPU",
     "`--attention-backend` on the CPU platform",
 )
-PHASE, MODELS, MACHINE, TOGETHER, OTHER_LAYERS = tables.properties()
+PHASE, MODELS, MACHINE, TOGETHER, OTHER_LAYERS = doc_tables.properties()
 FLOAT8 = "`--kv-cache-dtype fp8_e4m3`"
 SCALED = "`--kv-cache-dtype fp8_e4m3 --quantization-param-path scales.json`"
 DECODE_SKIP, PREFILL_SKIP = "skip_softmax", "skip_softmax (prefill)"
@@ -38,16 +38,16 @@ class Cell(NamedTuple):
 
 
 def row_of(flag: Mapping[str, object]) -> str:
-    return f"`{capabilities.flag_text(flag)}`"
+    return f"`{support_matrix.flag_text(flag)}`"
 
 
 @cache
 def cells() -> frozenset[Cell]:
     """All that the tables say yes to."""
-    flags = {row_of(flag) for flag in capabilities.FLAGS}
+    flags = {row_of(flag) for flag in support_matrix.FLAGS}
     found = set()
-    for row, says in {**tables.features(), **tables.properties()}.items():
-        for method in capabilities.methods():
+    for row, says in {**doc_tables.features(), **doc_tables.properties()}.items():
+        for method in support_matrix.methods():
             answer = says(method)
             if answer not in ("no", "none"):
                 values = [YES] if row in flags else answer.replace(" (calibrated)", "").split(", ")

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
+from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.config.settings import build
-from sglang_sparse.keep_method import Kept, Prompts
-from sglang_sparse.method import ModelShape
+from sglang_sparse.methods.aux_buffers import AuxBuffers, page_ends
+from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.rocketkv import Rocketkv
-from sglang_sparse.pools import AuxPools, page_ends
-from sglang_sparse.view import allocate_view
+from sglang_sparse.methods.roles import Kept, Prompts
 
 HEADS, GROUP, DIM, PAGE, BLOCK = 2, 2, 16, 16, 4
 MODEL = ModelShape(1, HEADS * GROUP, HEADS, DIM, torch.float32)
@@ -81,8 +81,11 @@ class Rows:
     def __init__(self, method: Rocketkv) -> None:
         torch.manual_seed(2)
         self.method, n_pages = method, 80
-        self.aux = AuxPools(method.aux_specs(MODEL), (0,), n_pages, PAGE, "cpu")
-        self.cache, self.values = exact_keys(n_pages * PAGE, HEADS, DIM), torch.randn(n_pages * PAGE, HEADS, DIM)
+        self.aux = AuxBuffers(method.aux_specs(MODEL), (0,), n_pages, PAGE, "cpu")
+        self.cache, self.values = (
+            exact_keys(n_pages * PAGE, HEADS, DIM),
+            torch.randn(n_pages * PAGE, HEADS, DIM),
+        )
         zeros = torch.zeros(8, dtype=torch.int32)
         blocks = torch.full((8, HEADS, 5), -(2**31), dtype=torch.int32)
         self.aux.kept = (Kept({0: blocks}, zeros, zeros.clone()),)

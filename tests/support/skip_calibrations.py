@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sglang_sparse.calibration.skip_file import Fit, SkipCalibration
-from sglang_sparse.calibration.weights import fingerprint
+from sglang_sparse.methods.fingerprint import fingerprint
+from sglang_sparse.methods.skip_softmax.calibration_file import Fit, SkipCalibration
 
 FORMULA = {"formula": "a * exp(b * target_sparsity)"}
 BY_PHASE = {**FORMULA, "prefill": {"a": 7.93, "b": 8.61}, "decode": {"a": 0.12, "b": 9.85}}

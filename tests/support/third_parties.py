@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sparse import registry
+from sglang_sparse.methods import registry
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, prefill: str = "") -> None:

@@ -8,10 +8,11 @@ from plain_rocketkv import DIM, GROUP, HEADS, MODEL, PAGE, SCALE, SMALL, rocketk
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 
-from sglang_sparse import prefill, requests, windows
+from sglang_sparse.attention import prompt_selection
+from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.config.settings import Settings
-from sglang_sparse.pools import AuxPools
-from sglang_sparse.stats import RectifyCounts
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.scheduler import prefill_chunks, prompt_windows, request_state
 
 
 def request(prompt: int, generated: int = 0, cached: int = 0, known: Settings | None = None, **options: Any) -> Any:
@@ -23,7 +24,7 @@ def request(prompt: int, generated: int = 0, cached: int = 0, known: Settings | 
         sampling_params=SimpleNamespace(custom_params=options or None),
     )
     if known is not None:
-        requests.ensure_state(known, RectifyCounts(), found)
+        request_state.ensure_state(known, RectifyCounts(), found)
     return found
 
 
@@ -48,7 +49,11 @@ def chunks(one: Any, budgets: list[int], memory: int, size: int) -> list[int]:
             rem_total_tokens=memory,
             chunked_req_limit=None,
         )
-        end = prefill.add_chunk(take, adder, one) if ends else prefill.add_request(take, adder, one, False, None)
+        end = (
+            prefill_chunks.add_chunk(take, adder, one)
+            if ends
+            else prefill_chunks.add_request(take, adder, one, False, None)
+        )
         if end is AddReqResult.OTHER:
             return ends
         ends.append(end)
@@ -66,7 +71,7 @@ class Pass:
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.method = method = rocketkv(**SMALL)
-        self.aux = AuxPools(method.aux_specs(MODEL), (0,), 200, PAGE, "cpu")
+        self.aux = AuxBuffers(method.aux_specs(MODEL), (0,), 200, PAGE, "cpu")
         table = (torch.randperm(199)[:120] + 1).view(self.PLACES, 20, 1) * PAGE + torch.arange(PAGE)
         self.keys = torch.randn(200 * PAGE, HEADS, DIM)
         pool = SimpleNamespace(get_key_buffer=lambda layer: self.keys)
@@ -75,8 +80,8 @@ class Pass:
         runner.kv_index_translator = KVIndexTranslator(
             req_to_token=rows, token_to_kv_pool_allocator=None, token_to_kv_pool=pool, page_size=PAGE, device="cpu"
         )
-        path = windows.make_path(method, self.aux, runner, MODEL)
-        assert isinstance(path, windows.KeepPath)
+        path = prompt_selection.make_path(method, self.aux, runner, MODEL)
+        assert isinstance(path, prompt_selection.KeepPath)
         self.path, self.kept, self.runner = path, self.aux.require_kept(0), runner
         # What each place's request asks at each of its positions.
         self.queries = torch.randn(self.PLACES, 320, HEADS * GROUP * DIM)
@@ -91,7 +96,7 @@ class Pass:
             dense_pass=dense,
         )
         places = torch.tensor([row[3] for row in rows])
-        windows.begin(SimpleNamespace(keeps=self.path), SimpleNamespace(req_pool_indices=places), batch)
+        prompt_windows.begin(SimpleNamespace(keeps=self.path), SimpleNamespace(req_pool_indices=places), batch)
 
     def run(self, rows: list[tuple[Any, int, int, int]], padding: int = 0, **kwargs: Any) -> None:
         """Begin the pass and run its layer; ``padding`` tokens follow, as in a graph."""

@@ -10,10 +10,10 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 from sglang_sparse.check import main
+from sglang_sparse.config.versions import UnsupportedSGLangError
 from sglang_sparse.hooks import apply
 from sglang_sparse.hooks.table import SEAMS
 from sglang_sparse.tools import sglang_surface
-from sglang_sparse.versions import UnsupportedSGLangError
 
 
 def test_the_installed_sglang_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,10 @@ def test_an_import_and_an_attribute_that_are_gone_are_named(
     monkeypatch.delattr(pkgutil.resolve_name("sglang.srt.mem_cache.common"), "evict_from_tree_cache")
     monkeypatch.setitem(sglang_surface.CLASSES, "kv", f"{TreeLock.__module__}.{TreeLock.__name__}")
     found = dict(sglang_surface.problems())
-    assert "imported by sglang_sparse/compact.py" in found["sglang.srt.mem_cache.common.evict_from_tree_cache"]
+    assert (
+        "imported by sglang_sparse/scheduler/compaction.py"
+        in found["sglang.srt.mem_cache.common.evict_from_tree_cache"]
+    )
     assert f"{TreeLock.__module__}.TreeLock.kv_committed_len" in found
     assert main(["--sglang"]) == 1
     assert "evict_from_tree_cache" in capsys.readouterr().out

@@ -29,8 +29,6 @@ from launch.server import ServerProcess
 ROOT = Path(__file__).parents[3]
 WATCHING = ROOT / "eval" / "lab" / "agreement" / "server"
 PAGE = 64
-# Of the config's ``implementation``.
-STAGES = ("indexer", "topk", "attention")
 NO_GRAPHS = ("--disable-decode-cuda-graph", "--disable-prefill-cuda-graph")
 
 
@@ -57,9 +55,9 @@ def make_asked(args: argparse.Namespace, vocabulary: int) -> Asked:
     return Asked([row[: args.length] for row in drawn], [row[args.length :] for row in drawn], vocabulary)
 
 
-def server_flags(args: argparse.Namespace, implementation: Mapping[str, str]) -> list[str]:
+def server_flags(args: argparse.Namespace, implementation: str) -> list[str]:
     """What a server is started with beside its model."""
-    config = {"implementation": {**implementation}}
+    config = {"implementation": implementation}
     row = -(-(args.length + args.tokens + PAGE) // PAGE) * PAGE
     most = str(args.prompts)
     flags = ["--sparse-method", "dsa", "--sparse-config", json.dumps(config), "--page-size", str(PAGE)]
@@ -110,7 +108,7 @@ def serve(
     stack: ExitStack,
     args: argparse.Namespace,
     arm: str,
-    implementation: Mapping[str, str],
+    implementation: str,
     folder: Path,
     record: Record,
     more: Mapping[str, str],
@@ -121,7 +119,7 @@ def serve(
         stack: of what ends together.
         args: the command line.
         arm: name of the server.
-        implementation: of each of its stages.
+        implementation: see DSA's config.
         folder: of the model.
         record: the result file.
         more: variables of its environment, for ``eval/lab/agreement/server``; with a file to write it has no CUDA
@@ -144,7 +142,7 @@ def serve(
         raise EvaluationError(f"the {arm} server did not start, see {log}: {error}") from error
     server = stack.enter_context(LiveServer(process.url, args.concurrency))
     facts = server.facts()
-    runs = ((facts["sparse"] or {}).get("config") or {}).get("implementation") or {}
+    runs = ((facts["sparse"] or {}).get("config") or {}).get("implementation")
     if runs != implementation:
         raise EvaluationError(f"the {arm} server runs {runs}, asked for was {implementation}")
     line = shlex.join(["python", *process.command[1:]])
@@ -153,7 +151,7 @@ def serve(
 
 
 def watched_answers(
-    args: argparse.Namespace, asked: Asked, implementation: Mapping[str, str], folder: Path, record: Record, watch: Path
+    args: argparse.Namespace, asked: Asked, implementation: str, folder: Path, record: Record, watch: Path
 ) -> tuple[list[dict[str, Any]], list[list[TopTokens]], list[list[TopTokens]]]:
     """What the native server says of its selections, and its answers, twice.
 

@@ -9,15 +9,15 @@ import torch
 from random_pages import best_pages
 from true_mass import KEYS, TrueMass
 
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import BatchView
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.methods.base import SparseIndices
+from sglang_sparse.methods.views import BatchView
 
 
 class Definition(TrueMass):
     """ReSA with a bound that is worked out anew at every step."""
 
-    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """One selection a KV head."""
         bound = page_bound(query, pools.buffer(KEYS, layer_id), view.page_table)
         return best_pages(view, view.scores.copy_(bound), self.config.local_pages)

@@ -2,9 +2,9 @@
 
 import torch
 
-from sglang_sparse.methods.robsa import Robsa
-from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import BatchView, LatentQuery
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.methods.robsa.decode import Robsa
+from sglang_sparse.methods.views import BatchView, LatentQuery
 
 # By how much the mass of the first choice exceeds that of the last one: enough to order them, too little to count.
 SPREAD = 1 / 64
@@ -17,7 +17,7 @@ class RandomBlocks(Robsa):
     is one of these, as RoBSA has it.
     """
 
-    def mass(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxPools) -> torch.Tensor:
+    def mass(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxBuffers) -> torch.Tensor:
         """Even masses."""
         return even(torch.rand_like(view.scores[:, 0]), view.n_pages)
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from sglang_sparse.keep_method import Prompts
 from sglang_sparse.methods.rocketkv import Rocketkv
+from sglang_sparse.methods.roles import Prompts
 
 
 class RandomKept(Rocketkv):

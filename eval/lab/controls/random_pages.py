@@ -2,11 +2,10 @@
 
 import torch
 
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import AuxSpec, ModelShape
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.methods.base import AuxSpec, ModelShape, SparseIndices
 from sglang_sparse.methods.resa import Resa
-from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import BatchView
+from sglang_sparse.methods.views import BatchView
 from sglang_sparse_kernels.page_topk import page_topk
 
 
@@ -17,7 +16,7 @@ class RandomPages(Resa):
         """No summaries."""
         return ()
 
-    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """Draw anew for each row, KV head, layer and step."""
         return best_pages(view, view.scores.uniform_(), self.config.local_pages)
 

@@ -6,14 +6,14 @@ Source: StreamingLLM (arXiv:2309.17453), whose sinks are the first four tokens; 
 import torch
 from random_blocks import RandomBlocks, even
 
-from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import BatchView, LatentQuery
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.methods.views import BatchView, LatentQuery
 
 
 class SinkWindow(RandomBlocks):
     """The same without chance."""
 
-    def mass(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxPools) -> torch.Tensor:
+    def mass(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxBuffers) -> torch.Tensor:
         """Even masses, the first block's the highest, then the newest ones'."""
         scores = view.scores[:, 0]
         place = torch.arange(scores.shape[1], device=scores.device)

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import torch
 from random_pages import best_pages
 
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import AuxSpec, ModelShape
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.methods.base import AuxSpec, ModelShape, SparseIndices
 from sglang_sparse.methods.resa import Resa
-from sglang_sparse.pools import AuxPools
-from sglang_sparse.view import BatchView
+from sglang_sparse.methods.views import BatchView
 
 KEYS = "keys"
 
@@ -26,7 +25,7 @@ class TrueMass(Resa):
         shape = (self.config.page_size, model.num_kv_heads, model.head_dim)
         return (AuxSpec(KEYS, shape, model.kv_dtype, copy_keys, before_select=True),)
 
-    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxPools) -> SparseIndices:
+    def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """One selection a KV head."""
         keys = pools.buffer(KEYS, layer_id)
         mass = page_mass(query, keys, view.page_table, view.n_pages)
@@ -40,7 +39,7 @@ def copy_keys(
     page_size: int,
     overflow: torch.Tensor,
 ) -> None:
-    """Copy the pages of ``last_slots``; see `sglang_sparse.method.AuxSpec`."""
+    """Copy the pages of ``last_slots``; see `sglang_sparse.methods.base.AuxSpec`."""
     # Page 0 is SGLang's padding: what a slot of -1 writes there is nobody's.
     last = last_slots.clamp(min=0).long()
     pages = last // page_size

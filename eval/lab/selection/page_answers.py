@@ -31,7 +31,7 @@ from eval.live.record import Record
 from eval.live.tokens import tokens
 from eval.niah import TASKS, NeedleSuite
 from eval.texts.lengths import length as parse_length
-from sglang_sparse.calibration.weights import fingerprint
+from sglang_sparse.methods.fingerprint import fingerprint
 
 COMMAND = "eval.lab.selection.page_answers"
 DENSE = "dense"

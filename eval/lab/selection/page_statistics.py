@@ -39,7 +39,7 @@ from eval.scores.pictures import rows_of
 from eval.texts.lengths import length as parse_length
 from eval.texts.text import read_book
 from eval.texts.windows import BOOK, make_windows
-from sglang_sparse.calibration.weights import fingerprint
+from sglang_sparse.methods.fingerprint import fingerprint
 from sglang_sparse_kernels.page_centroids.reference import means, pack, unpack
 from sglang_sparse_kernels.page_vote import page_vote
 

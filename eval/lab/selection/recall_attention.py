@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from eval.live.counters import EvaluationError
-from sglang_sparse.calibration import capture as calibration_capture
-from sglang_sparse.calibration.capture import CalibrationError, Captured, ModelFacts
+from sglang_sparse.tools.calibration import capture as calibration_capture
+from sglang_sparse.tools.calibration.capture import CalibrationError, Captured, ModelFacts
 
 SELECTORS = ("method", "best", "random")
 
@@ -54,7 +54,7 @@ def _errors() -> Iterator[None]:
 
 
 def load_model(path: str, device: str, dtype: torch.dtype) -> Any:
-    """See `sglang_sparse.calibration.capture.load_model`.
+    """See `sglang_sparse.tools.calibration.capture.load_model`.
 
     Raises:
         EvaluationError: the checkpoint cannot be loaded.
@@ -64,7 +64,7 @@ def load_model(path: str, device: str, dtype: torch.dtype) -> Any:
 
 
 def capture(model: Any, tokens: Sequence[int], queries: int, visit: Callable[[Captured], None]) -> None:
-    """See `sglang_sparse.calibration.capture.capture`.
+    """See `sglang_sparse.tools.calibration.capture.capture`.
 
     Raises:
         EvaluationError: the model's attention is none that a sparse server serves.

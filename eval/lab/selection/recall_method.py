@@ -13,15 +13,15 @@ import torch
 
 from eval.lab.selection.recall_attention import Captured, Selection
 from eval.live.counters import EvaluationError
-from sglang_sparse.calibration.capture import AttentionArch, ModelFacts
+from sglang_sparse.attention.batch import allocate_view
+from sglang_sparse.attention.plan import plan_decode, usual_selection
+from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build
-from sglang_sparse.config_value import read_config
-from sglang_sparse.indices import SparseIndices
-from sglang_sparse.method import ModelShape
-from sglang_sparse.methods.robsa import Robsa
-from sglang_sparse.plan import plan_decode, usual_selection
-from sglang_sparse.pools import AuxPools, page_ends
-from sglang_sparse.view import LatentQuery, allocate_view
+from sglang_sparse.methods.aux_buffers import AuxBuffers, page_ends
+from sglang_sparse.methods.base import ModelShape, SparseIndices
+from sglang_sparse.methods.robsa.decode import Robsa
+from sglang_sparse.methods.views import LatentQuery
+from sglang_sparse.tools.calibration.capture import AttentionArch, ModelFacts
 
 
 def method_settings(method: str, config: str | None) -> Settings:
@@ -118,7 +118,7 @@ def select(settings: Settings, captured: Captured, model: ModelFacts) -> Selecti
         rows.cache.dtype,
         model.rope_dim,
     )
-    pools = AuxPools(method.aux_specs(shape), (layer,), rows.pages + 1, page, str(device))
+    pools = AuxBuffers(method.aux_specs(shape), (layer,), rows.pages + 1, page, str(device))
     stats = torch.zeros(4, dtype=torch.int64, device=device)
     view = allocate_view(1, rows.heads, blocks, usual_selection(method, blocks), block, stats)
     first = page // block
@@ -133,7 +133,7 @@ def select(settings: Settings, captured: Captured, model: ModelFacts) -> Selecti
         plan = plan_decode(method, torch.tensor([position + 1]))
         view.n_pages.copy_(plan.n_pages)
         view.n_select.copy_(plan.n_select)
-        view.values.copy_(plan.values)
+        view.row_thresholds.copy_(plan.row_thresholds)
         found = method.select(
             replace(view, last_slots=written, logit_scale=captured.scaling), layer, rows.query(row, written), pools
         )

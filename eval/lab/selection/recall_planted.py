@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eval.lab.selection.recall_attention import Captured
-from sglang_sparse.calibration.recall import candidates
+from sglang_sparse.tools.calibration.recall import candidates
 
 # Of the attention of a query that looks for a key: as much as all stripes hold by default.
 SHARE = 0.3

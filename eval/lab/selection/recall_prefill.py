@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eval.lab.selection.recall_attention import Captured
-from sglang_sparse.calibration.recall import candidates
+from sglang_sparse.tools.calibration.recall import candidates
 
 
 @dataclass(frozen=True)

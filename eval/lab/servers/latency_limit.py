@@ -14,8 +14,9 @@ there. ``T0 - B0 / W`` is what is not attention, reading the weights too, so the
 takes longer for it, which the limit leaves out. Without a cell whose KV is a small part of it (`MOST_KV`) there is no
 limit: what dense attention loses against ``W`` would count as not attention. A summary is
 a maximum and a minimum of a page's keys, so of each element of the head dimension it has two where K and V have
-2 * page size. ``f`` tokens cost f - 1 sparse steps and one dense pass over all of K and V (`sglang_sparse.rectify`);
-without rectification 1/f is 0. Layers that do not run sparse read all of K and V. The tokens of the answer are not
+2 * page size. ``f`` tokens cost f - 1 sparse steps and one dense pass over all of K and V
+(`sglang_sparse.scheduler.rectification`); without rectification 1/f is 0. Layers that do not run sparse read all of K
+and V. The tokens of the answer are not
 counted: a few hundred beside thousands.
 
 Below it the picture has the active blocks of RoBSA's rows, where cells say how many there were (RoBSA's figures 10 and

@@ -75,8 +75,8 @@ def partition(calibration: dict[str, Any]) -> str:
     Raises:
         ValueError: if the content is no config of RoBSA, or has no measured calibration.
     """
-    from sglang_sparse.calibration.partition import RopeCalibration
-    from sglang_sparse.methods.robsa import RobsaConfig
+    from sglang_sparse.methods.robsa.calibration_file import RopeCalibration
+    from sglang_sparse.methods.robsa.decode import RobsaConfig
 
     config = RobsaConfig.model_validate(calibration)
     found = config.calibration

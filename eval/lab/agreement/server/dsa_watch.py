@@ -31,7 +31,7 @@ import torch
 
 from eval.lab.agreement.agreement import NATIVE, OWN
 from eval.lab.agreement.dsa_sets import WATCH, WATCH_REPLAYS, captured, compare, joined, positions_of, same_replays
-from sglang_sparse import indexer as portable
+from sglang_sparse.attention.dsa import indexer as portable
 from sglang_sparse_kernels import index_keys
 from sglang_sparse_kernels.index_keys.reference import parts
 from sglang_sparse_kernels.index_logits import index_logits
@@ -81,7 +81,7 @@ select = portable._select
 
 
 class Watch:
-    """Stands around ``sglang_sparse.indexer.choose``.
+    """Stands around ``sglang_sparse.attention.dsa.indexer.choose``.
 
     Args:
         path: the file; lines are appended.
@@ -107,7 +107,7 @@ class Watch:
         return_indices: bool = True,
         use_cuda_graph: bool = True,
     ) -> torch.Tensor | None:
-        """As ``sglang_sparse.indexer.choose``, whose result it returns."""
+        """As ``sglang_sparse.attention.dsa.indexer.choose``, whose result it returns."""
         inputs = (indexer, x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph)
         given = self._choose(original, *inputs)
         backend = portable.served_backend()

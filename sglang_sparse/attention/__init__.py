@@ -1,0 +1,1 @@
+"""Inside the model runner: plans, batches and passes of sparse attention."""

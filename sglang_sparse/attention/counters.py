@@ -1,0 +1,255 @@
+"""What the method did, counted for the server info, and the proof that a scheduler runs sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.attention.memory import allocator_counts
+from sglang_sparse.attention.selection_counts import SelectionCounts, sum_counts
+from sglang_sparse.config.machine import gpu_name, package_versions
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.dsa.decode import Dsa
+
+if TYPE_CHECKING:
+    from sglang_sparse.attention.plan import DecodePlan
+    from sglang_sparse.attention.prefill import PrefillPath
+    from sglang_sparse.attention.prompt_selection import KeepPath, PartsKeepPath
+    from sglang_sparse.config.settings import Settings
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
+
+KEY = "sparse"
+# What a prefill method did; beside the totals of decode each name has the prefix ``prefill_``.
+PREFILL_TOTALS = ("sparse_tokens", "dense_tokens", "pairs_attended", "pairs_causal")
+
+
+@dataclass
+class RectifyCounts:
+    """What rectification did, counted on the host where it is decided.
+
+    Attributes:
+        passes: decode steps that carried a rectifying extend pass.
+        second_passes: of these, the steps that also ran a decode pass, over the rows that were not rectified.
+        requests: rectified rows.
+        tokens: tokens that these passes encoded again.
+        delay_steps: decode steps that the rectified rows had waited beyond their interval, summed.
+        max_delay_steps: the longest of these waits since ``Counters.take_max_delay`` was last called.
+        finish_passes: extend passes over the last tokens of finished requests.
+        finish_tokens: tokens that these passes encoded again.
+        tail_tokens_dropped: approximate tokens that finished requests held, whose KV was freed instead of shared.
+    """
+
+    passes: int = 0
+    second_passes: int = 0
+    requests: int = 0
+    tokens: int = 0
+    delay_steps: int = 0
+    max_delay_steps: int = 0
+    finish_passes: int = 0
+    finish_tokens: int = 0
+    tail_tokens_dropped: int = 0
+
+
+class Counters:
+    """Counts since the server started. A *row* is one request in one decode pass; a *layer row* that in one layer.
+
+    What the selection did is counted by each part of a method with parts, and added up, in blocks of the smallest size
+    where they differ; see ``SelectionCounts``.
+
+    Args:
+        settings: the method and its config.
+        aux_pools: the page summaries.
+        model: the model on this rank.
+        select_stats: int64 on the device, which the selection itself increments: see ``BatchView.stats``.
+        prefill: the prefill method at work, if any.
+        keeps: the stage at a prompt's end, if the decode method has one.
+
+    Attributes:
+        rectify: what rectification did.
+        aux_bytes: bytes of the page summaries on this rank.
+        sparse_layers: layers that run sparse.
+        index_keys: keys that this project's indexer stored in prefill, over all layers.
+        decodes: whether a decode method is at work.
+        prefills: whether a prefill method is.
+        keeps: see above.
+        more_counts: names of what the decode method counts itself.
+        prefill_more_counts: those of the prefill method.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        aux_pools: AuxBuffers,
+        model: ModelShape,
+        select_stats: torch.Tensor,
+        prefill: PrefillPath | None = None,
+        keeps: KeepPath | PartsKeepPath | None = None,
+    ):
+        self.select_stats = select_stats
+        self.rectify = RectifyCounts()
+        self.aux_bytes = aux_pools.nbytes
+        self._settings = settings
+        self._pools = aux_pools
+        self._model = model
+        self._prefill = prefill
+        self.keeps = keeps
+        self._dsa = settings.method if isinstance(settings.method, Dsa) else None
+        self.index_keys = 0
+        self.sparse_layers = len(aux_pools.layers)
+        self.decodes = settings.name is not None
+        self.prefills = prefill is not None
+        self.more_counts = settings.method.more_counts
+        self.prefill_more_counts = prefill.method.more_counts if prefill else ()
+        self._decode_steps = 0
+        self._decode_rows = 0
+        self._dense_rows = 0
+        methods = {part: len(part.sparse_layers(model.num_layers)) for part in settings.method.parts}
+        smallest = min((part.block_size for part in methods), default=None)
+        self._selections = [
+            SelectionCounts(method, layers, model.num_kv_heads, smallest)
+            for method, layers in (methods or {settings.method: self.sparse_layers}).items()
+        ]
+        self._max_delay_steps = 0
+        self._extend_pages = torch.zeros(1, dtype=torch.int64, device=select_stats.device)
+
+    def add_extend(self, last_slots: torch.Tensor) -> None:
+        """Count the pages that an extend pass touched, from the ``last_slots`` of its refresh."""
+        self._extend_pages += (last_slots >= 0).sum()
+
+    def add_decode(self, plan: DecodePlan) -> None:
+        """Count a decode pass."""
+        self._decode_steps += 1
+        self._decode_rows += plan.covered.shape[0]
+        if not plan.sparse:
+            self._dense_rows += plan.covered.shape[0]
+            return
+        self._dense_rows += int(plan.covered.sum())
+        for counts, own in zip(self._selections, plan.parts or (plan,), strict=True):
+            counts.add(own, plan.selective)
+
+    def take_max_delay(self) -> int:
+        """Return the longest wait of a rectified row since the last call, in decode steps, and start anew.
+
+        ``snapshot`` keeps the longest of all.
+        """
+        taken = self.rectify.max_delay_steps
+        self.rectify.max_delay_steps = 0
+        self._max_delay_steps = max(self._max_delay_steps, taken)
+        return taken
+
+    def host_totals(self) -> dict[str, int]:
+        """Return what is counted on the host and only grows."""
+        rectify, path = self.rectify, self._prefill
+        return {
+            "decode_steps": self._decode_steps,
+            "decode_rows": self._decode_rows,
+            "dense_fallback_rows": self._dense_rows,
+            "rectifying_steps": rectify.passes,
+            "second_passes": rectify.second_passes,
+            "rectified_requests": rectify.requests,
+            "rectified_tokens": rectify.tokens,
+            "rectify_delay_steps": rectify.delay_steps,
+            "finish_passes": rectify.finish_passes,
+            "finish_tokens_rectified": rectify.finish_tokens,
+            "tail_tokens_dropped": rectify.tail_tokens_dropped,
+            **self._added([counts.host_totals() for counts in self._selections]),
+            **(
+                {"prefill_sparse_tokens": path.sparse_tokens, "prefill_dense_tokens": path.dense_tokens} if path else {}
+            ),
+        }
+
+    @property
+    def device_stats(self) -> tuple[torch.Tensor, ...]:
+        """What is counted on the device, int64; the tensors stay the same ones."""
+        return self.select_stats, *([self._prefill.pairs] if self._prefill else [])
+
+    def device_totals(self, counted: Sequence[int]) -> dict[str, int]:
+        """Name what is counted on the device and only grows.
+
+        Args:
+            counted: a copy of all of ``device_stats`` on the host, one behind the other.
+        """
+        own = len(self.select_stats)
+        names = (*PREFILL_TOTALS[2:], *self.prefill_more_counts) if self._prefill else ()
+        return {
+            **self._added(self._of_parts(counted[:own])),
+            **{f"prefill_{name}": count for name, count in zip(names, counted[own:], strict=True)},
+        }
+
+    def _added(self, totals: Sequence[Mapping[str, int]]) -> dict[str, int]:
+        return sum_counts([counts.addable(own) for counts, own in zip(self._selections, totals, strict=True)])
+
+    def _of_parts(self, counted: Sequence[int]) -> list[dict[str, int]]:
+        left = iter(counted)
+        return [counts.device_totals(list(islice(left, counts.size))) for counts in self._selections]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all counts as plain values, and which device and packages they are of.
+
+        Waits for the device, so not for every step.
+        """
+        counted = [count for counts in self.device_stats for count in counts.tolist()]
+        totals = sum_counts([self.host_totals(), self.device_totals(counted)])
+        attended, held = totals["pages_attended"], totals["pages_held"]
+        names = (*PREFILL_TOTALS, *self.prefill_more_counts) if self._prefill else ()
+        prefill = {name: totals.pop(f"prefill_{name}") for name in names}
+        fractions = [own.max_active_fraction for own in self._selections if own.max_active_fraction is not None]
+        return {
+            "device": gpu_name(self.select_stats.device),
+            "versions": package_versions(),
+            "method": self._settings.name,
+            "config": {
+                **self._settings.config.model_dump(),
+                "crossover_tokens": self._settings.method.crossover_tokens,
+            }
+            if self._settings.name
+            else None,
+            "sparse_layers": self.sparse_layers,
+            **totals,
+            "rectify_max_delay_steps": max(self._max_delay_steps, self.rectify.max_delay_steps),
+            "active_fraction": attended / held if held else 0.0,
+            "max_active_fraction": max(fractions, default=None),
+            "extend_pages_summarised": int(self._extend_pages),
+            "summary_overflows": int(self._pools.overflows),
+            "kv_bytes_per_token": self._pools.kv_bytes_per_token,
+            "aux_bytes": self.aux_bytes,
+            "aux_bytes_accounted": self._pools.accounted_bytes,
+            "aux_bytes_measured": self._pools.measured_bytes,
+            "allocator": allocator_counts(self.select_stats.device),
+            **({"index_keys_prefilled": self.index_keys} if self._dsa and not self._dsa.native("indexer") else {}),
+            **({"parts": self._parts_snapshot(counted)} if self._settings.method.parts else {}),
+            **({"kept": self.keeps.snapshot()} if self.keeps else {}),
+            **({"prefill": self._prefill_snapshot(self._prefill, prefill)} if self._prefill else {}),
+        }
+
+    def _parts_snapshot(self, counted: Sequence[int]) -> list[dict[str, Any]]:
+        method = self._settings.method
+        on_device = self._of_parts(counted[: len(self.select_stats)])
+        paths = self.keeps.paths if self.keeps else ()
+        kept: dict[object, dict[str, Any]] = {path.method: {"kept": path.snapshot()} for path in paths}
+        return [
+            {
+                "method": name,
+                "layers": list(part.sparse_layers(self._model.num_layers)),
+                "config": part.config.model_dump(mode="json"),
+                **sum_counts([counts.host_totals(), own]),
+                "max_active_fraction": counts.max_active_fraction,
+                **kept.get(part, {}),
+            }
+            for name, part, counts, own in zip(method.names, method.parts, self._selections, on_device, strict=True)
+        ]
+
+    def _prefill_snapshot(self, path: PrefillPath, totals: Mapping[str, int]) -> dict[str, Any]:
+        causal = totals["pairs_causal"]
+        return {
+            "method": self._settings.prefill_name,
+            "config": {**self._settings.prefill_resolved, "crossover_tokens": path.method.dense_below},
+            "sparse_layers": len(path.layers),
+            **({"parts": path.parts()} if path.method.parts else {}),
+            **totals,
+            "sparsity": 1 - totals["pairs_attended"] / causal if causal else 0.0,
+        }

@@ -1,0 +1,60 @@
+"""Two decode CUDA graphs for every batch size, a dense and a sparse one, as SGLang's attention graph variants.
+
+SGLang captures a graph for each label and asks which of them a batch replays. So a batch below the crossover replays
+the dense graph and pays nothing for sparsity but the refresh of the summaries. What the dense backend allocates for a
+size serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.config.settings import settings_of
+
+if TYPE_CHECKING:
+    from sglang_sparse.attention.backend import SparseAttentionBackend
+    from sglang_sparse.config.settings import Settings
+
+# Not "dense": SGLang's DSA indexer takes that label for its own variant, which scores nothing.
+DENSE, SPARSE = "dense decode", "sparse decode"
+
+
+class GraphVariants:
+    """SGLang's protocol ``AttentionGraphVariants``, for one sparse backend.
+
+    Args:
+        backend: decides which rows run sparse.
+        settings: with ``dense_fallback: never`` only the sparse graph exists, without a decode method only the dense.
+
+    Attributes:
+        capture_labels: the graphs of each size, in the order of their capture.
+    """
+
+    def __init__(self, backend: SparseAttentionBackend, settings: Settings):
+        self._backend = backend
+        both = (SPARSE,) if settings.config.dense_fallback == "never" else (DENSE, SPARSE)
+        self.capture_labels = both if settings.name else (DENSE,)
+
+    def select(self, forward_batch: Any) -> str:
+        """Name the graph that a batch replays."""
+        return SPARSE if self._backend.plan(forward_batch.seq_lens_cpu).sparse else DENSE
+
+
+# By the identity of the model's config, which is all that SGLang hands on: a draft model has its own.
+_OFFERED: dict[int, GraphVariants] = {}
+
+
+def offer(model: Any, variants: GraphVariants) -> None:
+    """Offer variants for the decode graphs of a model, a transformers config."""
+    _OFFERED[id(model)] = variants
+
+
+def add_variants(found: Any, model: Any) -> Any:
+    """After ``create_attention_graph_variants``: return those that were offered for this model, if any."""
+    return _OFFERED.get(id(model), found)
+
+
+def no_post_capture_sizing(original: Callable[[Any], bool], server_args: Any) -> bool:
+    """Around ``post_capture_kv_sizing_planned``: never with sparsity, whose buffers are sized with the KV pool."""
+    return original(server_args) if settings_of(server_args) is None else False

@@ -1,0 +1,215 @@
+"""Sparse decode of one layer: write K and V, let the method select, attend to what it selected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sglang_sparse.methods.roles import AttendsItself
+from sglang_sparse.methods.views import LatentQuery
+from sglang_sparse_kernels.sparse_decode import sparse_decode
+from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
+
+if TYPE_CHECKING:
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
+    from sglang_sparse.methods.base import DecodeMethod, ModelShape, SparseIndices
+    from sglang_sparse.methods.views import BatchView
+
+# How MLA backends that take the rotary part apart from the latent one get it: keys of ``forward``'s arguments.
+SPLIT = ("q_rope", "k_rope")
+
+
+class DecodePath:
+    """The sparse layers of a decode step.
+
+    Args:
+        method: the decode method.
+        aux: its buffers beside the KV pool.
+        kv_pool: SGLang's.
+        model: the attention layers of this rank.
+
+    Attributes:
+        last_layer: the last layer whose pages have entries in ``aux``; -1 where none have.
+    """
+
+    def __init__(self, method: DecodeMethod, aux: AuxBuffers, kv_pool: Any, model: ModelShape):
+        self._method = method
+        self._aux = aux
+        self._kv_pool = kv_pool
+        self._rope_dim = model.rope_dim
+        self._k_caches = {layer: kv_pool.get_key_buffer(layer) for layer in sorted(aux.layers)}
+        self.last_layer = max(aux.layers, default=-1) if aux.specs else -1
+
+    def refresh(self, last_slots: Mapping[int, torch.Tensor]) -> None:
+        """Recompute the entries of the pages that a pass has written, in all layers.
+
+        Args:
+            last_slots: by tokens of an entry, see ``AuxBuffers.refresh``.
+        """
+        for entry_tokens, slots in last_slots.items():
+            self._aux.refresh(self._k_caches, slots, entry_tokens=entry_tokens)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        slots: torch.Tensor,
+        view: BatchView,
+        save_kv_cache: bool,
+        rotated: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Attend sparsely in one layer.
+
+        Args:
+            q: ``[rows, q_heads * head_dim]``; of MLA without its rotary part if that is in ``rotated``.
+            k: ``[rows, kv_heads, head_dim]``, likewise.
+            v: ``[rows, kv_heads, v_head_dim]``.
+            layer: SGLang's ``RadixAttention``.
+            slots: ``[rows]`` int64, where k and v belong.
+            view: the batch.
+            save_kv_cache: whether they still have to be written there.
+            rotated: ``q_rope`` ``[rows, q_heads, rope_dim]`` and ``k_rope`` ``[rows, 1, rope_dim]``, or nothing.
+
+        Returns:
+            ``[rows, q_heads * v_head_dim]``, of MLA in the latent space.
+        """
+        if save_kv_cache:
+            self._write(k, v, layer, slots, rotated.get("k_rope"))
+        self._aux.refresh({layer.layer_id: self._k_caches[layer.layer_id]}, slots, before_select=True)
+        if self._rope_dim:
+            output = self._attend_latent(q, rotated.get("q_rope"), layer, slots, view)
+        else:
+            output = self._attend_heads(q, layer, slots, view)
+        return output.reshape(q.shape[0], -1)
+
+    def _write(
+        self, k: torch.Tensor, v: torch.Tensor, layer: Any, slots: torch.Tensor, k_rope: torch.Tensor | None
+    ) -> None:
+        if k_rope is not None:
+            self._kv_pool.set_mla_kv_buffer(layer, slots, k, k_rope)
+        elif self._rope_dim:
+            self._kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
+        else:
+            self._kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, layer.k_scale, layer.v_scale)
+
+    def _attend_heads(self, q: torch.Tensor, layer: Any, slots: torch.Tensor, view: BatchView) -> torch.Tensor:
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        caches = self._k_caches[layer.layer_id], self._kv_pool.get_value_buffer(layer.layer_id)
+        scales = layer.scaling, layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
+        if isinstance(self._method, AttendsItself):
+            return self._method.attend(view, layer.layer_id, query, *caches, slots, *scales)
+        asked = replace(view, logit_scale=layer.scaling * (layer.k_scale_float or 1.0), last_slots=slots)
+        selected = self._method.select(asked, layer.layer_id, query, self._aux)
+        size, usual = _unit(selected, view)
+        return sparse_decode(
+            query,
+            *caches,
+            selected.indices,
+            selected.counts,
+            slots,
+            size,
+            *scales,
+            usual_pages=usual,
+            arrivals=view.arrivals,
+        )
+
+    def _attend_latent(
+        self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: Any, slots: torch.Tensor, view: BatchView
+    ) -> torch.Tensor:
+        heads = q.reshape(q.shape[0], layer.tp_q_head_num, -1)
+        if q_rope is None:
+            heads, q_rope = heads[..., : -self._rope_dim], heads[..., -self._rope_dim :]
+        cache = self._k_caches[layer.layer_id][:, 0]
+        # Backends differ in whether they divide what they store by a checkpoint's scales, so those are refused.
+        query = LatentQuery(heads, q_rope, cache, slots, layer.scaling, 1.0, _mean_over_ranks)
+        if isinstance(self._method, AttendsItself):
+            return self._method.attend_latents(view, layer.layer_id, query)
+        selected = self._method.select(replace(view, last_slots=slots), layer.layer_id, query, self._aux)
+        size, usual = _unit(selected, view)
+        return sparse_mla_decode(
+            heads,
+            q_rope,
+            cache,
+            selected.indices,
+            selected.counts,
+            slots,
+            size,
+            layer.scaling,
+            query.kv_scale,
+            usual_blocks=usual,
+            # Selections are in ascending order of position.
+            newest_last=True,
+        )
+
+
+class PartsPath(DecodePath):
+    """The sparse layers of a method with parts: each layer takes the path of its part.
+
+    Args:
+        method: the decode method.
+        aux: the buffers of all parts beside the KV pool.
+        kv_pool: SGLang's.
+        model: the attention layers of this rank.
+    """
+
+    def __init__(self, method: DecodeMethod, aux: AuxBuffers, kv_pool: Any, model: ModelShape):
+        super().__init__(method, aux, kv_pool, model)
+        self._by_layer: dict[int, tuple[int, DecodePath]] = {}
+        for place, part in enumerate(method.parts):
+            path = DecodePath(part, aux, kv_pool, model)
+            self._by_layer |= dict.fromkeys(part.sparse_layers(model.num_layers), (place, path))
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        slots: torch.Tensor,
+        view: BatchView,
+        save_kv_cache: bool,
+        rotated: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Attend in one layer by the part that has it, with that part's view of the batch; see ``DecodePath``."""
+        place, path = self._by_layer[layer.layer_id]
+        return path.attend(q, k, v, layer, slots, view.parts[place], save_kv_cache, rotated)
+
+
+def _unit(selected: SparseIndices, view: BatchView) -> tuple[int, int]:
+    """The slots that an index names, and how many indices most rows have at most."""
+    if selected.unit == "page":
+        return view.page_size, view.usual_select
+    return 1, view.usual_select * view.page_size
+
+
+def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
+
+    group = get_attn_tp_group()
+    return values if group.world_size == 1 else group.all_reduce(values).div_(group.world_size)
+
+
+def require_plain(layer: Any, k: torch.Tensor | None, kwargs: dict[str, Any], latent: bool) -> None:
+    """Refuse what start-up could not see in the model's config, rather than serve it wrongly."""
+    arguments = sorted(name for name in kwargs if not (latent and name in SPLIT))
+    reasons = {
+        "KV shared with another layer": k is None,
+        "cross attention": layer.is_cross_attention,
+        f"attention type {layer.attn_type.value}": layer.attn_type.value != "decoder",
+        "a sliding window": layer.sliding_window_size > -1,
+        "a soft cap on the logits": bool(layer.logit_cap),
+        f"arguments {arguments}": bool(arguments),
+        "scales of its latents": latent and (layer.k_scale_float or 1.0) != 1.0,
+    }
+    found = [reason for reason, present in reasons.items() if present]
+    if found:
+        raise RuntimeError(
+            f"layer {layer.layer_id} uses {' and '.join(found)}, which sparse attention does not serve; "
+            'leave the layer dense with the config field "layers"'
+        )

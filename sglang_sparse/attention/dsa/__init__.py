@@ -1,0 +1,1 @@
+"""DSA in the model: its indexer, and what attends to the selection."""

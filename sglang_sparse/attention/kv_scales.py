@@ -1,0 +1,67 @@
+"""Scales of float8 KV, and what a token takes in the KV pool."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import SparseArgumentError, settings_of
+
+if TYPE_CHECKING:
+    pass
+
+
+def is_float8(algo: Any) -> bool:
+    """Whether a checkpoint's ``kv_cache_quant_algo`` makes its KV float8."""
+    return isinstance(algo, str) and algo.upper() == "FP8"
+
+
+def complete_scales(_: None, *, model: Any, kv_cache_dtype: str) -> None:
+    """After ``load_kv_cache_scales``: let all of SGLang's attention read the scales of float8 KV.
+
+    SGLang leaves those of ``--quantization-param-path`` as numbers under the names of the tensors. With such,
+    its FA3 and Triton backends end at the first prompt, and FlashInfer's writes keys with the scale and reads them
+    without. Those of a checkpoint have both already. Neither are read by FlashInfer's prefill where it attends to a
+    prefix apart from the chunk; so it attends to both in the cache.
+
+    Raises:
+        SparseArgumentError: SGLang has found no scales in the file, of which it says nothing.
+    """
+    from sglang.srt.runtime_context import get_server_args
+
+    server_args = arguments.of(get_server_args())
+    settings = settings_of(server_args)
+    algo = getattr(getattr(model, "quant_config", None), "kv_cache_quant_algo", None)
+    quantized = server_args.kv_cache_dtype == "auto" and is_float8(algo)
+    if settings is None or not (quantized or server_args.kv_cache_dtype == "fp8_e4m3"):
+        return
+    import torch
+
+    device = next(model.parameters()).device
+    layers = [layer for layer in model.modules() if hasattr(layer, "k_scale_float")]
+    given = 0
+    for layer in layers:
+        for name in ("k_scale", "v_scale"):
+            scale = getattr(layer, name)
+            if isinstance(scale, float):
+                given += 1
+                setattr(layer, name, torch.tensor(scale, dtype=torch.float32, device=device))
+                setattr(layer, f"{name}_float", scale)
+    path = server_args.quantization_param_path
+    if path is not None and not given:
+        raise SparseArgumentError(
+            f"{settings.flag}: SGLang reads no scales for this model from --quantization-param-path {path}; allowed: "
+            'JSON {"model_type": …, "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": …}} with its type, and a '
+            f"mapping for each of {server_args.tp_size} tensor-parallel ranks that has a scale for each layer"
+        )
+    if any(getattr(layer, f"{name}_float") not in (None, 1.0) for layer in layers for name in ("k_scale", "v_scale")):
+        os.environ["SGLANG_FLASHINFER_USE_PAGED"] = "1"
+
+
+def kv_bytes_per_token(kv_pool: Any) -> int:
+    """Bytes of a token in SGLang's pool over all its layers: keys and values or latents, and an indexer's keys."""
+    names = ("kv_buffer",) if hasattr(kv_pool, "kv_buffer") else ("k_buffer", "v_buffer")
+    slots = sum(buffer[0].nbytes for name in names for buffer in getattr(kv_pool, name))
+    pages = getattr(kv_pool, "index_k_with_scale_buffer", ())
+    return slots + sum(buffer[0].nbytes for buffer in pages) // kv_pool.page_size

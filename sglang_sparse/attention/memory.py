@@ -1,0 +1,347 @@
+"""Memory that SGLang's sizing of the KV pool is told of: the method's buffers, and the scratch of sparse passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.attention.batch import allocate_view, count_sizes, view_buffers, with_parts
+from sglang_sparse.attention.kv_scales import kv_bytes_per_token
+from sglang_sparse.attention.plan import usual_selection
+from sglang_sparse.attention.prompt_selection import PROMPTS_AT_ONCE, TOKENS_AT_ONCE, kept_bytes
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import prefill_chunk, settings_of
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.layers import parse_layers
+from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
+
+if TYPE_CHECKING:
+    from sglang_sparse.config.settings import Settings
+    from sglang_sparse.methods.base import ModelShape
+
+logger = logging.getLogger(__name__)
+
+# Tokens whose keys, or values, compaction copies at once.
+COPIED_AT_ONCE = 1024
+# Indices of a token that is copied, by KV head: positions and slots, and what comes in between.
+INDEX_BYTES = 40
+# SGLang's own bound on the rows that run at once, where none is given.
+MOST_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory to keep free beside the KV pool.
+
+    Attributes:
+        nbytes: how much.
+        phase: "prefill" or "decode".
+        flag: what of the command line asked for it.
+        passes: what it is for: the largest passes.
+        smaller: flags that make it less.
+    """
+
+    nbytes: int
+    phase: str
+    flag: str
+    passes: str
+    smaller: str
+
+
+def needs(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> Iterator[Need]:
+    """Yield what a server's methods need.
+
+    Args:
+        settings: the methods.
+        kvc: SGLang's ``KVCacheConfigurator``.
+        model: the attention layers of this rank; values have at most its ``head_dim``.
+        table_width: tokens of a row of SGLang's token table.
+    """
+    if settings.prefill:
+        yield of_prefill(settings, kvc, model)
+    if settings.name:
+        found = [of_decode(settings, kvc, model, table_width)]
+        if settings.method.selects_in_model:
+            found.append(of_selection(settings, kvc, table_width))
+        yield from (need for need in found if need.nbytes)
+    if keeping := prompt_selectors(settings.method):
+        yield of_prompts(keeping, settings.flag, kvc, model)
+
+
+def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
+    """What a pass of the prefill method needs, with what is kept of cut prompts; see ``needs``.
+
+    SGLang has one prompt at a time that goes on in a later pass, and in one pass it may end and another begin.
+
+    Its output and its page table are not charged: the dense backend would allocate an output of the same size in the
+    same place, and a row of the table comes with a query token, for each of which SGLang leaves 1.5 MB, unless
+    --mem-fraction-static says otherwise.
+    """
+    assert settings.prefill is not None
+    context = kvc.model_config.context_len
+    tokens = most_query_tokens(kvc.server_args, context)
+    layers = len(parse_layers(settings.prefill.config.layers, model.num_layers))
+    kept = 2 * settings.prefill.kept_bytes(model, layers, kvc.model_dtype)
+    return Need(
+        settings.prefill.scratch_bytes(model, tokens, context) + kept,
+        "prefill",
+        settings.prefill_flag,
+        f"passes of up to {tokens} tokens",
+        "--chunked-prefill-size",
+    )
+
+
+def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> Need:
+    """What a layer of a decode step needs, and the view of the CUDA graphs; see ``needs``. The layers take turns in it.
+
+    CUDA graphs keep what they were captured with, so that it is needed once for them and once for the batches that run
+    without one. The view of these is not charged: half a MB a row (8 KV heads, 128k tokens in pages of 16; up to
+    3 MB in RocketKV's blocks of 4) is left to --mem-fraction-static.
+    """
+    method, device = settings.method, torch.device(kvc.device)
+    max_blocks = -(-table_width // method.block_size)
+    limits = (model.num_kv_heads, max_blocks, usual_selection(method, max_blocks), method.block_size)
+    captured, eager = decode_batches(kvc.server_args)
+    counters = torch.zeros(sum(count_sizes(method)), dtype=torch.int64, device="meta")
+    buffers = view_buffers(method, model, max_blocks, kvc.model_dtype, device)
+    static = allocate_view(max(captured, default=0), *limits, counters, buffers[method.block_size])
+    nbytes = with_parts(static, method, max_blocks, buffers).nbytes
+    for batches in (captured, eager):
+        view = with_parts(allocate_view(max(batches, default=0), *limits, counters), method, max_blocks)
+        sizes = (method.scratch_bytes(model, view.rows(rows), kvc.model_dtype, device) for rows in batches)
+        nbytes += max(sizes, default=0)
+    graphs = f"CUDA graphs of up to {captured[-1]} rows" if captured else ""
+    others = f"{'other ' if graphs else ''}batches of up to {eager[-1]} rows" if eager else ""
+    return Need(
+        nbytes,
+        "decode",
+        settings.flag,
+        ", ".join(passes for passes in (graphs, others) if passes),
+        "--max-running-requests" + (", --cuda-graph-max-bs-decode" if graphs else ""),
+    )
+
+
+def of_selection(settings: Settings, kvc: Any, table_width: int) -> Need:
+    """What choosing takes in a pass of prefill where the model chooses; see ``needs``.
+
+    Not charged is what grows with the tokens of the pass alone, a few KB of the 1.5 MB that SGLang leaves for each.
+    """
+    tokens = most_query_tokens(kvc.server_args, kvc.model_config.context_len)
+    return Need(
+        settings.method.selection_bytes(tokens, table_width, torch.device(kvc.device)),
+        "prefill",
+        settings.flag,
+        f"passes of up to {tokens} tokens",
+        "--chunked-prefill-size",
+    )
+
+
+def of_prompts(methods: Sequence[PromptSelector], flag: str, kvc: Any, model: ModelShape) -> Need:
+    """What requests keep of their prompts, all the time, and what choosing or copying it needs; see ``needs``.
+
+    The layers of several methods choose one after the other.
+    """
+    requests = arguments.of(kvc.server_args).max_running_requests or MOST_ROWS
+    context = kvc.model_config.context_len
+    sizes = [
+        (count, max(context if count == 1 else 0, TOKENS_AT_ONCE // count)) for count in range(1, PROMPTS_AT_ONCE + 1)
+    ]
+
+    def moment(method: PromptSelector) -> int:
+        query = method.window_tokens * model.num_q_heads * model.head_dim * kvc.model_dtype.itemsize
+        choice = max(method.keep_scratch_bytes(model, count, tokens) + count * query for count, tokens in sizes)
+        return max(choice, compaction_bytes(method, model))
+
+    return Need(
+        # SGLang's request pool has a row more, for what pads a batch.
+        sum(kept_bytes(method, model, requests + 1) for method in methods) + max(map(moment, methods)),
+        "prompts, what their requests keep among it",
+        flag,
+        f"{requests} requests",
+        "--max-running-requests",
+    )
+
+
+def decode_batches(server_args: Any) -> tuple[list[int], range]:
+    """Return the sizes of decode batches: those that CUDA graphs have, and those that may run without one."""
+    server_args = arguments.of(server_args)
+    running = server_args.max_running_requests or MOST_ROWS
+    graphs = server_args.cuda_graph_config.decode
+    if graphs.backend == "disabled":
+        return [], range(1, running + 1)
+    # SGLang adds a graph of the limit's own size where others are beyond it.
+    captured = sorted({min(size, running) for size in graphs.bs})
+    # Without padding a batch needs a graph of its very size.
+    padded = 0 if server_args.disable_cuda_graph_padding else captured[-1]
+    return captured, range(padded + 1, running + 1)
+
+
+def most_query_tokens(server_args: Any, max_context: int) -> int:
+    """Return an upper bound of an extend pass's query tokens.
+
+    Without chunks SGLang takes on requests until ``max_prefill_tokens`` are reached, and cuts none of them. Rows that
+    decode within a mixed batch may come on top of a chunk, see ``scheduler/prefill_chunks.py``.
+    """
+    server_args = arguments.of(server_args)
+    tokens = prefill_chunk(server_args) or server_args.max_prefill_tokens + max_context
+    return tokens + (server_args.max_running_requests or MOST_ROWS if server_args.enable_mixed_chunk else 0)
+
+
+def allocator_counts(device: torch.device) -> dict[str, int] | None:
+    """How often this process has allocated GPU memory since its start, what it holds and what it held at most, bytes.
+
+    None on the CPU, whose allocator does not count.
+    """
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.memory_stats(device)
+    names = {"allocations": "allocation.all.allocated", "held_bytes": "allocated_bytes.all.current"}
+    names["peak_bytes"] = "allocated_bytes.all.peak"
+    return {name: found[counter] for name, counter in names.items()}
+
+
+# The attribute of the stock pool under which the wrapper finds the buffers: the pool's class stays SGLang's own.
+ATTRIBUTE = "sglang_sparse_pools"
+
+
+def compaction_bytes(method: PromptSelector, model: ModelShape) -> int:
+    """Return an upper bound of the GPU memory that copying takes, in bytes; 0 where nothing is copied."""
+    if not method.compacts:
+        return 0
+    tokens = max(COPIED_AT_ONCE, method.block_size)
+    return model.num_kv_heads * tokens * (model.head_dim * model.kv_dtype.itemsize + INDEX_BYTES)
+
+
+def model_shape(model_config: Any, kv_dtype: torch.dtype) -> ModelShape:
+    """Describe a model to a method, for this tensor-parallel rank.
+
+    Args:
+        model_config: SGLang's ``ModelConfig``.
+        kv_dtype: dtype of the KV cache.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    tp_size = get_parallel().attn_tp_size
+    if model_config.attention_arch.name == "MLA":
+        return ModelShape(
+            num_layers=model_config.num_hidden_layers,
+            num_q_heads=model_config.get_num_attention_heads(tp_size),
+            num_kv_heads=1,
+            head_dim=model_config.kv_lora_rank + model_config.qk_rope_head_dim,
+            kv_dtype=kv_dtype,
+            rope_dim=model_config.qk_rope_head_dim,
+        )
+    return ModelShape(
+        num_layers=model_config.num_hidden_layers,
+        num_q_heads=model_config.get_num_attention_heads(tp_size),
+        num_kv_heads=model_config.get_num_kv_heads(tp_size),
+        head_dim=model_config.head_dim,
+        kv_dtype=kv_dtype,
+    )
+
+
+def aux_bytes_per_token(settings: Settings, model: ModelShape) -> int:
+    """Bytes that the method's buffers take per token of KV cache, over all layers, rounded up."""
+    layers = settings.method.sparse_layers(model.num_layers)
+    specs = settings.method.aux_specs(model)
+    per_page = sum(spec.bytes_per_page * len(layers if spec.layers is None else spec.layers) for spec in specs)
+    return -(-per_page // settings.config.page_size)
+
+
+def charge_aux_bytes(cell_size: int, configurator: Any, kvc: Any, num_layers: int) -> int:
+    """After ``_compute_cell_size``: add the buffers' share to the bytes that SGLang counts per token.
+
+    Called more than once at start, so it must stay pure.
+    """
+    settings = settings_of(kvc.server_args)
+    if settings is None or kvc.is_draft_worker:
+        return cell_size
+    return cell_size + aux_bytes_per_token(settings, model_shape(kvc.model_config, kvc.kv_cache_dtype))
+
+
+def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:
+    """After ``_profile_available_bytes``: keep what sparse passes need for a moment out of the KV pool.
+
+    Returns:
+        Bytes that remain for the KV pool.
+
+    Raises:
+        ValueError: nothing remains.
+    """
+    settings = settings_of(kvc.server_args)
+    if settings is None or kvc.is_draft_worker:
+        return available
+    from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
+
+    model = model_shape(kvc.model_config, kvc.kv_cache_dtype)
+    # The values of MLA are its latents.
+    if not model.rope_dim:
+        model = dataclasses.replace(model, head_dim=max(model.head_dim, kvc.model_config.v_head_dim))
+    settings.method.adopt(kvc.model_config)
+    width = kvc.model_config.context_len + get_req_to_token_extra_context_len()
+    for need in needs(settings, kvc, model, width):
+        if need.nbytes >= available:
+            raise ValueError(
+                f"{need.flag} needs {need.nbytes / 2**20:.0f} MiB for {need.passes} at a context of "
+                f"{kvc.model_config.context_len}, and {available / 2**20:.0f} MiB are left for it and the KV cache; "
+                f"allowed: a smaller {need.smaller} or --context-length, a larger --mem-fraction-static"
+            )
+        available -= need.nbytes
+        logger.info(
+            "sglang_sparse: %.1f MiB kept free for the scratch of sparse %s (%s)",
+            need.nbytes / 2**20,
+            need.phase,
+            need.passes,
+        )
+    return available
+
+
+def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
+    """After ``_build_token_to_kv_pool``: allocate the buffers and leave them on the stock pool.
+
+    Raises:
+        RuntimeError: the KV pool is not SGLang's plain one for the method's kind of attention.
+    """
+    settings = settings_of(configurator.server_args)
+    if settings is None or configurator.is_draft_worker:
+        return
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    latent = settings.method.kind_of(configurator.model_config) != "MHA"
+    # A platform may have a subclass of its own for MLA; those that store something else are refused by model or flag.
+    if not isinstance(kv_pool, MLATokenToKVPool) if latent else type(kv_pool) is not MHATokenToKVPool:
+        needed = (MLATokenToKVPool if latent else MHATokenToKVPool).__name__
+        raise RuntimeError(f"{settings.flag} needs {needed}, got {type(kv_pool).__name__}")
+    model = model_shape(configurator.model_config, kv_pool.dtype)
+    specs = settings.method.aux_specs(model)
+    layers = settings.method.sparse_layers(model.num_layers) if settings.name else ()
+    page_size = settings.config.page_size
+    num_pages = kv_pool.get_key_buffer(next(iter(layers), 0)).shape[0] // page_size
+    on_gpu = torch.device(configurator.device).type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    pools = AuxBuffers(specs, layers, num_pages, page_size, configurator.device, settings.method.entry_tokens)
+    pools.accounted_bytes = aux_bytes_per_token(settings, model) * kv_pool.size
+    pools.kv_bytes_per_token = kv_bytes_per_token(kv_pool)
+    if on_gpu:
+        pools.measured_bytes = torch.cuda.memory_allocated() - before
+    setattr(kv_pool, ATTRIBUTE, pools)
+    if settings.name is None:
+        return
+    logger.info(
+        "sglang_sparse: method %s, %d of %d layers, page size %d, %s; aux memory %d bytes per token, %.1f MiB in all; "
+        "kernels %s",
+        settings.described,
+        len(layers),
+        model.num_layers,
+        page_size,
+        ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs) or "no summaries",
+        aux_bytes_per_token(settings, model),
+        pools.nbytes / 2**20,
+        settings.method.kernels("reference" if pools.overflow.device.type == "cpu" else "triton"),
+    )

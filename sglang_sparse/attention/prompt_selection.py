@@ -1,0 +1,238 @@
+"""Select which tokens of its prompt a request keeps, by the queries of its last tokens: see ``PromptSelector``.
+
+The layers of a pass that completes prompts hand their windows' queries to the method, and its choice is kept for
+each request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from sglang_sparse.attention.selection_counts import sum_counts
+from sglang_sparse.methods.roles import Kept, Prompts, PromptSelector, prompt_selectors
+from sglang_sparse_kernels.launch import to_device
+
+if TYPE_CHECKING:
+    from sglang_sparse.methods.aux_buffers import AuxBuffers
+    from sglang_sparse.methods.base import DecodeMethod, ModelShape
+
+logger = logging.getLogger(__name__)
+# Prompts whose scores are made at once, and their tokens, if each were as long as the longest.
+PROMPTS_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 20
+
+
+@dataclass(frozen=True)
+class PromptEnd:
+    """A prompt whose last token is in an extend pass, or one that is visible throughout, in any pass.
+
+    Attributes:
+        row: of the batch.
+        prompt: tokens of the prompt.
+        kept: see ``PromptSelector.kept``; (0, 0) too where the pass lacks a part of the window.
+        query: which of the pass's query tokens is the window's first.
+    """
+
+    row: int
+    prompt: int
+    kept: tuple[int, int]
+    query: int
+
+
+class Compacting(Protocol):
+    """What the scheduler does with prompts of which requests let go."""
+
+    def run(self) -> None:
+        """Copy what is due, before a pass."""
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the counts."""
+        ...
+
+
+class KeepPath:
+    """The first stage of a method at work, in its layers.
+
+    Args:
+        method: the server's method, or a part of it.
+        pools: holds what the requests keep.
+        kv_pool: SGLang's KV pool.
+        req_to_token: ``[requests, positions]``, SGLang's table of slots.
+        kept: what they keep in the layers of this method.
+        place: of the method among those of the server's that choose.
+
+    Attributes:
+        method: see above, as for ``place``.
+        paths: itself.
+        prompts: whose KV was cut.
+        whole_prompts: that would have been cut, but whose window came in two passes for want of memory: they are
+            visible throughout.
+        compaction: given by the scheduler, lets go of what is not kept, for a method that ``compacts``.
+    """
+
+    def __init__(
+        self,
+        method: PromptSelector,
+        pools: AuxBuffers,
+        kv_pool: Any,
+        req_to_token: torch.Tensor,
+        kept: Kept,
+        place: int = 0,
+    ):
+        self.paths = (self,)
+        self.place = place
+        self.prompts = 0
+        self.whole_prompts = 0
+        self.compaction: Compacting | None = None
+        self.method = method
+        self._last_layer = max(kept.blocks, default=-1)
+        self._kept = kept
+        self._kv_pool = kv_pool
+        self._req_to_token = req_to_token
+        self._page_size = pools.page_size
+        self._groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, ends: Sequence[PromptEnd], req_pool_indices: torch.Tensor) -> None:
+        """Prepare a pass.
+
+        Args:
+            ends: the prompts that it completes, also those that stay visible throughout.
+            req_pool_indices: ``[rows]`` int64, rows of ``req_to_token``.
+        """
+        self._groups = []
+        if not ends:
+            return
+        device = self._req_to_token.device
+        slots = req_pool_indices[to_device([end.row for end in ends], torch.int64, device)]
+        self._kept.counts[slots] = to_device([end.kept[0] for end in ends], torch.int32, device)
+        self._kept.first_visible[slots] = to_device([end.kept[1] for end in ends], torch.int32, device)
+        cut = sorted((end for end in ends if end.kept[1]), key=lambda end: end.prompt)
+        self.prompts += len(cut)
+        window = torch.arange(self.method.window_tokens, device=device)
+        while cut:
+            # The longest first: how many go with it depends on its length.
+            count = max(1, min(PROMPTS_AT_ONCE, TOKENS_AT_ONCE // cut[-1].prompt))
+            group, cut = cut[-count:], cut[:-count]
+            slots = req_pool_indices[to_device([end.row for end in group], torch.int64, device)]
+            lengths = to_device([end.prompt for end in group], torch.int32, device)
+            queries = to_device([end.query for end in group], torch.int64, device)[:, None] + window
+            starts = self._req_to_token[slots, : group[-1].prompt : self._page_size]
+            self._groups.append((slots, lengths, queries, (starts // self._page_size).to(torch.int32).contiguous()))
+
+    def keep(self, query: torch.Tensor, layer: Any) -> None:
+        """Let the method choose in one layer whose keys are written, if it is one of its own.
+
+        Args:
+            query: ``[tokens, q_heads * head_dim]`` of the whole pass; a graph pads it.
+            layer: SGLang's ``RadixAttention``.
+        """
+        if layer.layer_id not in self._kept.blocks:
+            return
+        for slots, lengths, queries, page_table in self._groups:
+            heads = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            prompts = Prompts(
+                lengths=lengths,
+                window=heads[queries],
+                key_cache=self._kv_pool.get_key_buffer(layer.layer_id),
+                page_table=page_table,
+                page_size=self._page_size,
+                scaling=layer.scaling,
+                k_scale=layer.k_scale_float or 1.0,
+            )
+            self._kept.blocks[layer.layer_id][slots] = self.method.keep(prompts)
+        if layer.layer_id == self._last_layer:
+            # What runs without a batch of the scheduler's would take them for its own.
+            self._groups = []
+
+    def note_whole(self) -> None:
+        """Count a prompt that stays visible throughout though it would have been cut; the first is worth a warning."""
+        if not self.whole_prompts:
+            logger.warning(
+                "a prompt stays visible throughout, as its last %d tokens came in two passes for want of memory; "
+                "/server_info counts such prompts (whole_prompts)",
+                self.method.window_tokens,
+            )
+        self.whole_prompts += 1
+
+    def totals(self) -> dict[str, int]:
+        """Return what only grows."""
+        counts = {"prompts": self.prompts, "whole_prompts": self.whole_prompts}
+        return counts | (self.compaction.snapshot() if self.compaction else {})
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the counts, and the bytes of what is kept."""
+        held = (*self._kept.blocks.values(), self._kept.counts, self._kept.first_visible)
+        return {**self.totals(), "bytes": sum(tensor.nbytes for tensor in held)}
+
+
+class PartsKeepPath:
+    """The first stages of several parts at work, each in its layers. None of them compacts: that takes all layers.
+
+    Args:
+        paths: of the parts.
+
+    Attributes:
+        paths: those.
+        compaction: None.
+    """
+
+    compaction = None
+
+    def __init__(self, paths: Sequence[KeepPath]):
+        self.paths = tuple(paths)
+
+    def keep(self, query: torch.Tensor, layer: Any) -> None:
+        """Let the part choose that has a layer; see ``KeepPath``."""
+        for path in self.paths:
+            path.keep(query, layer)
+
+    def totals(self) -> dict[str, int]:
+        """Return what only grows, of all parts, added up."""
+        return sum_counts([path.totals() for path in self.paths])
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the counts of all parts, added up."""
+        return sum_counts([path.snapshot() for path in self.paths])
+
+
+def kept_bytes(method: PromptSelector, model: ModelShape, requests: int) -> int:
+    """Return the bytes of ``Kept`` for so many rows of SGLang's request pool, on this rank."""
+    layers = len(method.sparse_layers(model.num_layers))
+    return 4 * requests * (layers * model.num_kv_heads * method.max_kept + 2)
+
+
+def make_path(
+    method: DecodeMethod, pools: AuxBuffers, runner: Any, model: ModelShape
+) -> KeepPath | PartsKeepPath | None:
+    """Allocate ``Kept``, where nobody keeps anything yet, for each part that is a ``PromptSelector``; None without one.
+
+    Args:
+        method: the server's.
+        pools: where ``Kept`` goes.
+        runner: SGLang's ``ModelRunner``.
+        model: the attention layers of this rank.
+    """
+    methods = prompt_selectors(method)
+    if not methods:
+        return None
+    table = runner.req_to_token_pool.req_to_token
+    requests = table.shape[0]
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=table.device)
+
+    def nothing(one: PromptSelector) -> Kept:
+        layers = one.sparse_layers(model.num_layers)
+        blocks = {layer: zeros(requests, model.num_kv_heads, one.max_kept) for layer in layers}
+        return Kept(blocks, zeros(requests), zeros(requests))
+
+    pools.kept = tuple(map(nothing, methods))
+    paths = [
+        KeepPath(one, pools, runner.token_to_kv_pool, table, kept, place)
+        for place, (one, kept) in enumerate(zip(methods, pools.kept, strict=True))
+    ]
+    return PartsKeepPath(paths) if method.parts else paths[0]

@@ -1,0 +1,91 @@
+"""What ``--sparse-config`` and ``--sparse-prefill-config`` are given: inline JSON, a file, or a mapping."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sglang_sparse.methods.config import SparseArgumentError
+
+
+class _Twice(ValueError):
+    """A mapping says a name twice; Python would keep the last."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Twice(f"it says {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """YAML whose mappings say a name once, and in which a number that is a name is one as it is written."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+        for key, _ in node.value:
+            # 012 and 1_0 would be 10.
+            if key.tag == "tag:yaml.org,2002:int":
+                key.tag = "tag:yaml.org,2002:str"
+        return super().construct_mapping(node, deep)
+
+
+_PARSERS = {
+    ".json": (partial(json.loads, object_pairs_hook=_once), json.JSONDecodeError),
+    ".toml": (tomllib.loads, tomllib.TOMLDecodeError),
+    ".yaml": (partial(yaml.load, Loader=_OnceLoader), yaml.YAMLError),
+    ".yml": (partial(yaml.load, Loader=_OnceLoader), yaml.YAMLError),
+}
+
+
+def read_config(value: str | dict[str, Any] | None, flag: str = "--sparse-config") -> dict[str, Any]:
+    """Read the value of ``--sparse-config`` or ``--sparse-prefill-config``.
+
+    Args:
+        flag: which of the two.
+        value: inline JSON (it starts with ``{``), a path to a .json, .toml, .yaml or .yml file, a mapping (from
+            ``sglang.Engine``), or None.
+
+    Raises:
+        SparseArgumentError: the file is missing, unreadable, of another type or cannot be parsed, or it does not
+            hold a mapping.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, str):
+        raise SparseArgumentError(f"{flag}: got {type(value).__name__}, allowed: JSON text, a path, a mapping")
+    if value.lstrip().startswith("{"):
+        return _parse(value, ".json", flag)
+    path = Path(value)
+    if path.suffix not in _PARSERS:
+        raise SparseArgumentError(
+            f"{flag}: got {value!r}, allowed: inline JSON that starts with '{{', "
+            f"or a file that ends in {', '.join(_PARSERS)}"
+        )
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SparseArgumentError(f"{flag}: cannot read {value!r}: {error}") from error
+    return _parse(text, path.suffix, f"{flag} {value}")
+
+
+def _parse(text: str, suffix: str, origin: str) -> dict[str, Any]:
+    parse, parse_error = _PARSERS[suffix]
+    try:
+        data = parse(text)
+    except (parse_error, _Twice) as error:
+        raise SparseArgumentError(f"{origin}: not valid {suffix[1:].upper()}: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise SparseArgumentError(f"{origin}: got a {type(data).__name__}, allowed: a mapping of config fields")
+    return data

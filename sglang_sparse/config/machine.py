@@ -1,0 +1,45 @@
+"""The machine that a server runs on, or is asked about: its GPU, and the versions of what is installed."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import distributions
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# A server's GPU: whether there is one, or its compute capability; None: this machine says.
+Gpu = bool | tuple[int, int] | None
+
+
+def on_gpu(asked: Gpu = None) -> bool:
+    """Whether a server has a GPU: as asked about, or as this machine says."""
+    import torch
+
+    return torch.cuda.is_available() if asked is None else bool(asked)
+
+
+def capability(asked: Gpu = None) -> tuple[int, int] | None:
+    """Compute capability of a server's GPU: as asked about, or this machine's; None where nothing is known of it."""
+    import torch
+
+    if asked is None and torch.cuda.is_available():
+        return torch.cuda.get_device_capability()
+    return asked if isinstance(asked, tuple) else None
+
+
+def gpu_name(device: torch.device) -> str:
+    """What the driver calls a device; "cpu" for the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+# What a measured figure depends on.
+PACKAGES = ("sglang-sparse", "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
+
+
+@cache
+def package_versions() -> dict[str, str]:
+    """Return the versions of those of `PACKAGES` that are installed."""
+    installed = {found.metadata["Name"]: found.version for found in reversed([*distributions()])}
+    return {name: installed[name] for name in PACKAGES if name in installed}

@@ -1,0 +1,199 @@
+"""What a single request may ask for through ``custom_params``, and what the scheduler keeps about it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
+
+from sglang_sparse.config.settings import Settings
+from sglang_sparse.methods import registry
+from sglang_sparse.methods.base import DecodeMethod
+from sglang_sparse.methods.config import SparseConfig, explain_value
+from sglang_sparse.methods.groups import Composite
+from sglang_sparse.methods.prefill import PrefillMethod
+
+if TYPE_CHECKING:
+    pass
+
+SPARSE = "sparse"
+FORCED_TOKENS = "forced_tokens"
+DECODE, PREFILL = "decode", "prefill"
+# Begins the part of a radix namespace (SGLang's extra_key) that names how a request overrides its prefill.
+NAMESPACE = "sglang_sparse:"
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """How one request runs.
+
+    Attributes:
+        method: the server's method, with the fields that the request overrides in its config.
+        sparse: False asks for dense decode.
+        rectify_interval: generated tokens between dense rectifications; 0 means never.
+        forced_tokens: the output, decided beforehand; see ``scheduler/forced_tokens.py``.
+        prefill: the server's prefill method, with the fields that the request overrides; None for dense prefill.
+        namespace: names these overrides; empty without any. KV is shared among equals only.
+    """
+
+    method: DecodeMethod
+    sparse: bool
+    rectify_interval: int
+    forced_tokens: tuple[int, ...]
+    prefill: PrefillMethod | None = None
+    namespace: str = ""
+
+
+def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> RequestOptions:
+    """Read a request's ``custom_params``. Keys that no method has belong to custom logit processors.
+
+    Args:
+        settings: the server's.
+        params: the request's ``custom_params``.
+
+    Raises:
+        ValueError: a field is mistyped, misspelt, out of range or not one that this server's method has; names it.
+    """
+    params = params or {}
+    by_phase = _by_phase(settings, params)
+    of_decode, of_prefill = (
+        tuple(dict.fromkeys(name for config in configs for name in config.request_fields))
+        for configs in _configs(settings).values()
+    )
+    overridable = tuple(dict.fromkeys((*of_decode, *of_prefill)))
+    names = (*overridable, SPARSE, FORCED_TOKENS)
+    for key in params:
+        if key in names:
+            continue
+        if any(key in type(config).model_fields for configs in _configs(settings).values() for config in configs):
+            raise ValueError(f"{key}: belongs to the server's config; allowed in a request: {', '.join(names)}")
+        if key in registry.known_fields():
+            raise ValueError(f"{key}: {settings.flag} has no such field; allowed: {', '.join(names)}")
+        # A short name such as "sparse" is close to too many that mean something else.
+        nearest = difflib.get_close_matches(str(key), [*overridable, FORCED_TOKENS], n=1, cutoff=0.85)
+        if nearest:
+            raise ValueError(f"custom_params: unknown field {key!r}; did you mean {nearest[0]!r}?")
+    sparse = _asks_sparse(settings, params)
+    overrides = _overrides(by_phase[DECODE], of_decode)
+    of_prompt = _overrides(by_phase[PREFILL], of_prefill)
+    for name, _, value in (*overrides, *of_prompt):
+        if not sparse:
+            raise ValueError(f"{name}: has no meaning for a request with {SPARSE}: false")
+        if not isinstance(value, (int, float, str)):
+            raise ValueError(f"{name}: got {value!r}, allowed: a number, or true or false")
+    forced = params.get(FORCED_TOKENS, [])
+    if not isinstance(forced, list) or not all(type(token) is int and token >= 0 for token in forced):
+        raise ValueError(f"{FORCED_TOKENS}: got {str(forced)[:80]}, allowed: a list of token ids")
+    method = _method_with(settings.method, overrides)
+    interval = getattr(method.config, "rectify_interval", 0) if sparse else 0
+    if params.get("exact_prefix") is True:
+        for name, *_ in of_prompt:
+            # What is said for both phases at once has one in decode.
+            if name != "exact_prefix" and (name not in of_decode or isinstance(params[name], dict)):
+                raise ValueError(f"{name}: has no meaning for a request with exact_prefix: true")
+    prefill, namespace = _prefill_with(settings.prefill, of_prompt, sparse) if settings.prefill else (None, "")
+    return RequestOptions(method, sparse, interval, tuple(forced), prefill, namespace)
+
+
+def _configs(settings: Settings) -> dict[str, Sequence[SparseConfig]]:
+    """The configs of each phase: of decode one, or that of each part."""
+    return {DECODE: settings.method.configs, PREFILL: settings.prefill.configs if settings.prefill else ()}
+
+
+def _by_phase(settings: Settings, params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The params as each phase reads them: of a field that both may have, its own part of a mapping of phases."""
+    found = {phase: dict(params) for phase in (DECODE, PREFILL)}
+    for name, value in params.items():
+        having = [
+            phase
+            for phase, configs in _configs(settings).items()
+            if any(name in config.phase_fields for config in configs)
+        ]
+        if not having or not isinstance(value, dict):
+            continue
+        if not value or not set(value) <= set(having):
+            raise ValueError(
+                f"{name}: got {value!r}, allowed on this server: a number, or a mapping with {' and '.join(having)}"
+            )
+        for phase, own in found.items():
+            del own[name]
+            own.update({name: value[phase]} if phase in value else {})
+    return found
+
+
+def _asks_sparse(settings: Settings, params: Mapping[str, Any]) -> bool:
+    sparse = params.get(SPARSE, True)
+    if not isinstance(sparse, bool):
+        raise ValueError(f"{SPARSE}: got {sparse!r}, allowed: true or false")
+    if not sparse and settings.method.selects_in_model:
+        raise ValueError(f"{SPARSE}: got false, allowed on this server: true; its model is trained to attend sparsely")
+    return sparse
+
+
+Overrides = tuple[tuple[str, type, Any], ...]
+C = TypeVar("C", bound=SparseConfig)
+
+
+def _overrides(params: Mapping[str, Any], names: Sequence[str]) -> Overrides:
+    # The types are part of the key: True equals 1, and only one of them is an interval.
+    return tuple((name, type(params[name]), params[name]) for name in names if name in params)
+
+
+def _config_with(config: C, overrides: Overrides) -> C:
+    fields = config.model_dump() | {name: value for name, _, value in overrides}
+    if fields.get("rectify_interval") == 0 and "rectify_on_finish" in fields:
+        fields["rectify_on_finish"] = False
+    try:
+        return type(config).model_validate(fields)
+    except ValidationError as error:
+        raise ValueError(explain_value(error.errors()[0])) from None
+
+
+@lru_cache(maxsize=256)
+def _method_with(method: DecodeMethod, overrides: Overrides) -> DecodeMethod:
+    if not overrides:
+        return method
+    if method.parts:
+        # A field is for the parts that have it.
+        asked = {part: tuple(one for one in overrides if one[0] in part.config.request_fields) for part in method.parts}
+        return Composite(method.names, [_method_with(part, own) for part, own in asked.items()])
+    return type(method)(_config_with(method.config, overrides))
+
+
+@lru_cache(maxsize=256)
+def _prefill_with(server: PrefillMethod, overrides: Overrides, sparse: bool) -> tuple[PrefillMethod | None, str]:
+    """The prefill method of a request, and the namespace of what differs from the server's."""
+    configs, fields = [], {}
+    for own in server.configs:
+        # A field is for the parts that have it.
+        config = _config_with(own, tuple(one for one in overrides if one[0] in own.request_fields))
+        configs.append(config)
+        # Nothing else: what a server alone may be given, such as a list, is no key of a cache.
+        asked = {name: getattr(config, name) for name in config.request_fields}
+        fields |= {name: value for name, value in asked.items() if value != getattr(own, name)}
+    if any(config.exact_prefix for config in configs) or not sparse:
+        return None, "" if server.config.exact_prefix else f"{NAMESPACE}exact_prefix"
+    if not fields:
+        return server, ""
+    return server.with_configs(configs), NAMESPACE + json.dumps(fields, sort_keys=True)
+
+
+def namespaced(extra_key: str | None, options: RequestOptions) -> str | None:
+    """Return the radix namespace of a request that the client wants in ``extra_key``."""
+    return f"{extra_key or ''}|{options.namespace}" if options.namespace else extra_key
+
+
+def prefill_of_namespace(settings: Settings, extra_key: str | None) -> PrefillMethod | None:
+    """Return the prefill method whose KV a radix namespace holds; None for dense prefill."""
+    _, found, rest = (extra_key or "").rpartition(NAMESPACE)
+    # SGLang may add to a namespace.
+    fields = rest.partition("|")[0]
+    if settings.prefill is None or fields == "exact_prefix":
+        return None
+    given = json.loads(fields) if found else {}
+    return _prefill_with(settings.prefill, _overrides(given, sorted(given)), sparse=True)[0]

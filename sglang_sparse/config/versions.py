@@ -1,0 +1,45 @@
+"""The SGLang versions this release works with."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from sglang_sparse import __version__
+
+SUPPORTED_SGLANG = ("0.5.23",)
+
+
+class UnsupportedSGLangError(RuntimeError, ValueError):
+    """The installed SGLang is not one that this release works with; says which is, and what to install.
+
+    A RuntimeError, for it is about the world; and a ValueError, for ``sglang.Engine`` promises that for all that is
+    refused at start.
+    """
+
+    def __init__(self, reason: str):
+        super().__init__(
+            f"{reason}; sglang_sparse {__version__} works with SGLang {', '.join(SUPPORTED_SGLANG)}: "
+            f"pip install sglang=={SUPPORTED_SGLANG[-1]}"
+        )
+
+
+def installed_sglang() -> str:
+    """Return the installed SGLang version, or ``"not installed"``."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def require_supported_sglang(installed: str | None = None) -> None:
+    """Refuse an SGLang whose internals this release was not written for.
+
+    Args:
+        installed: the version to judge; the installed one by default.
+
+    Raises:
+        UnsupportedSGLangError: the version is not one of ``SUPPORTED_SGLANG``.
+    """
+    installed = installed or installed_sglang()
+    if installed not in SUPPORTED_SGLANG:
+        raise UnsupportedSGLangError(f"got SGLang {installed}")

@@ -1,0 +1,1 @@
+"""Proofs by recomputation, for servers with check_exactness and for tests."""

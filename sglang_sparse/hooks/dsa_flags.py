@@ -1,0 +1,207 @@
+"""SGLang's own arguments beside DSA: those that would go unheeded are refused, and those that follow are set."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.config.machine import Gpu, on_gpu
+from sglang_sparse.config.settings import SparseArgumentError, settings_of
+from sglang_sparse.methods.dsa import kernel_choice
+from sglang_sparse.methods.dsa.decode import NATIVE, PORTABLE, Dsa, DsaConfig
+
+if TYPE_CHECKING:
+    from sglang_sparse.config.arguments import Arguments
+    from sglang_sparse.config.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+# The backend of SGLang in whose place the portable attention stands.
+SLOT = "tilelang"
+# What chooses among SGLang's own kernels for a stage.
+STAGE_FLAGS: Mapping[str, str] = {"dsa_topk_backend": "topk", "dsa_paged_mqa_logits_backend": "indexer"}
+
+
+def require_dtype(args: Arguments, settings: Settings, dtype: Any, gpu: bool) -> None:
+    """Refuse a model that next to a GPU would not run in bfloat16, as its checkpoint or ``--dtype`` has it.
+
+    Args:
+        args: the server's.
+        settings: the methods.
+        dtype: the model's.
+        gpu: whether the server has a GPU; elsewhere the platform decides.
+
+    Raises:
+        SparseArgumentError: names the dtype.
+    """
+    found = str(dtype).removeprefix("torch.")
+    if gpu and found != "bfloat16":
+        raise SparseArgumentError(
+            f"{settings.flag}: --dtype is {args.dtype} and the model runs in {found}, which the kernels do not take; "
+            "allowed: --dtype bfloat16"
+        )
+
+
+def require_stages(args: Arguments, settings: Settings, found: Mapping[str, str], gpu: bool) -> None:
+    """Refuse what chooses among kernels of SGLang's that do not run.
+
+    Args:
+        args: the server's, as they were given.
+        settings: the methods.
+        found: what runs each stage.
+        gpu: whether the server has a GPU.
+
+    Raises:
+        SparseArgumentError: names the flag or variable, and what is allowed.
+    """
+    import msgspec
+    from sglang.srt.environ import envs
+    from sglang.srt.server_args import ServerArgs
+
+    record: Any = ServerArgs
+    fields = {field.name: field for field in msgspec.structs.fields(record)}
+    given = {
+        f"--{name.replace('_', '-')}": (getattr(args, name), fields[name].default, stage)
+        for name, stage in STAGE_FLAGS.items()
+    }
+    given["SGLANG_DSA_TOPK_BROADCAST"] = (envs.SGLANG_DSA_TOPK_BROADCAST.get(), False, "indexer")
+    for name, (got, default, stage) in given.items():
+        if got != default and found[stage] != NATIVE:
+            native = ', or {"implementation": "native"}' if gpu else ""
+            raise SparseArgumentError(
+                f"{settings.flag}: {name} is {got} and the {stage} is {found[stage]}, which does not heed it; "
+                f"allowed: {default}{native}"
+            )
+
+
+def replace_tilelang_backend(args: Any, settings: Settings) -> None:
+    """Put the portable attention in the place of one of its backends.
+
+    Args:
+        args: the server's; changed.
+        settings: the methods.
+
+    Raises:
+        SparseArgumentError: another backend was asked for.
+    """
+    for name in ("dsa_prefill_backend", "dsa_decode_backend"):
+        if getattr(args, name) not in (None, SLOT):
+            raise SparseArgumentError(
+                f"{settings.flag}: --{name.replace('_', '-')} is {getattr(args, name)} and the attention is "
+                f'portable; allowed: no such flag, or {{"implementation": "native"}}'
+            )
+        setattr(args, name, SLOT)
+    if args.kv_cache_dtype == "auto":
+        # SGLang would take float8 on Blackwell.
+        args.kv_cache_dtype = "bfloat16"
+
+
+def keep_replaced_backend(original: Callable[..., dict[str, Any]], args: Any) -> dict[str, Any]:
+    """Around ``_dsa_split_backend_resolution``: nothing where ``replace_tilelang_backend`` has put the attention there.
+
+    SGLang would leave it there, but for float8 latents, which its own backend there reads on some GPUs alone.
+
+    Args:
+        original: SGLang's function.
+        args: the server's, as SGLang's view of what is resolved so far.
+
+    Returns:
+        What SGLang declares of its backends.
+    """
+    settings = settings_of(args)
+    if settings is None or not isinstance(settings.method, Dsa) or settings.method.native("attention"):
+        return original(args)
+    return {}
+
+
+def disable_prefill_graphs(args: Arguments, settings: Settings) -> None:
+    """Switch off those CUDA graphs of prefill that the indexer cannot be in.
+
+    A breakable one runs SGLang's own indexer eagerly, between its pieces; the portable indexer has no such place, and
+    what counts beside the native one cannot be compiled.
+
+    Args:
+        args: the server's, resolved.
+        settings: the methods, as ``kernel_choice.choose_kernels`` left them.
+    """
+    graphs = args.cuda_graph_config
+    if not isinstance(settings.method, Dsa) or graphs is None or graphs.prefill.backend == "disabled":
+        return
+    if settings.method.native("indexer") and graphs.prefill.backend == "breakable":
+        return
+    logger.warning(
+        "sglang_sparse: prefill runs without CUDA graphs (%s); the indexer cannot be in them", graphs.prefill.backend
+    )
+    from sglang.srt.model_executor.cuda_graph_config import with_phase
+
+    args.cuda_graph_config = with_phase(graphs, "prefill", backend="disabled")
+
+
+def choose_kernels(args: Arguments, settings: Settings, gpu: Gpu = None) -> Settings:
+    """Put the choice into a server's config, and into those arguments of SGLang's that follow from it.
+
+    Args:
+        args: the server's, before SGLang resolves what depends on the model.
+        settings: the methods; not changed.
+        gpu: of the server's machine; None: it is this one.
+
+    Returns:
+        The methods with the choice.
+
+    Raises:
+        SparseArgumentError: the choice that was asked for cannot be made, or an argument contradicts it.
+    """
+    config = settings.config
+    if not isinstance(config, DsaConfig):
+        return settings
+    require_dtype(args, settings, _model(args).dtype, on_gpu(gpu))
+    facts = _facts(args, gpu)
+    if reason := kernel_choice.absent(facts):
+        raise SparseArgumentError(f"{settings.flag}: {reason}")
+    try:
+        chosen = config.model_copy(update={"implementation": kernel_choice.resolve(config.implementation, facts)})
+    except ValueError as error:
+        raise SparseArgumentError(f"--sparse-config of {settings.name}: implementation: {error}") from error
+    other = facts.capability is not None and facts.capability[0] != kernel_choice.BEST[0]
+    method = Dsa(chosen)
+    float8 = facts.kv_dtype.startswith("fp8") and chosen.implementation != PORTABLE
+    if facts.capability is not None and (other or float8 or args.tp_size > 1):
+        stages = ", ".join(f"{stage} {name}" for stage, name in method.stages.items())
+        logger.warning(
+            "sglang_sparse: dsa was measured on one GPU of compute capability %d.x alone, and over float8 KV with "
+            "all stages portable alone; this GPU has %s, --kv-cache-dtype is %s, --tp-size %d, and it runs %s",
+            *(kernel_choice.BEST[0], kernel_choice.dotted(facts.capability), facts.kv_dtype, args.tp_size, stages),
+        )
+    args.sparse_config = chosen.model_dump_json()
+    require_stages(args, settings, method.stages, on_gpu(gpu))
+    if on_gpu(gpu) and not method.native("attention"):
+        replace_tilelang_backend(args, settings)
+    return replace(settings, method=method)
+
+
+def _facts(args: Any, asked: Gpu) -> kernel_choice.Facts:
+    """Those of this machine. A GPU that is asked about and not here is the best one: what it refuses, all others do."""
+    import torch
+
+    gpu, here = on_gpu(asked), torch.cuda.is_available()
+    model = _model(args)
+    usual = torch.cuda.get_device_capability() if here else kernel_choice.BEST
+    capability = (asked if isinstance(asked, tuple) else usual) if gpu else None
+    blackwell = capability is not None and capability[0] == kernel_choice.NATIVE_MAJORS[-1]
+    return kernel_choice.Facts(
+        capability,
+        frozenset(name for name in kernel_choice.PACKAGES if gpu != here or find_spec(name)),
+        args.kv_cache_dtype,
+        model.num_attention_heads // args.tp_size,
+        model.hf_text_config.index_topk,
+        (model.hf_text_config.kv_lora_rank, model.hf_text_config.qk_rope_head_dim),
+        kernel_choice.raw_latents((args.dsa_prefill_backend, args.dsa_decode_backend), blackwell),
+    )
+
+
+def _model(args: Arguments) -> Any:
+    # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
+    return args.new_model_config()

@@ -1,0 +1,242 @@
+"""The one table of what a sparse server refuses, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_sparse.methods.support import FlagLimit
+
+# By the kind of attention that a method serves. The other MLA backends of SGLang rotate queries and keys themselves, or
+# write the latents within their own kernels.
+DENSE_BACKENDS = {
+    "MHA": ("torch_native", "triton", "flashinfer", "fa3"),
+    "MLA": ("torch_native", "triton", "flashinfer", "flashmla", "fa3"),
+    "DSA": ("dsa",),
+}
+GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native", "dsa"}
+# SGLang's torch_native reads a prompt's keys from the pool, where an MLA model has one latent for all heads: the first
+# request ends the server, but on the CPU platform, which sends prompts another way.
+_CPU_ONLY_BACKENDS = {"MLA": ("torch_native",)}
+FLOAT16 = ("half", "float16")
+KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
+
+
+@dataclass(frozen=True)
+class ModelLimit:
+    """A kind of model that no method serves.
+
+    Attributes:
+        name: the kind.
+        applies: judges SGLang's ``ModelConfig``.
+        reason: why not.
+        own_selection: it is what a method for trained indexers is there for.
+    """
+
+    name: str
+    applies: Callable[[Any], bool]
+    reason: str
+    own_selection: bool = False
+
+
+def _set(*fields: str) -> Callable[[Any], object | None]:
+    return lambda args: next((value for field in fields if (value := getattr(args, field))), None)
+
+
+def _other_than(field: str, served: object) -> Callable[[Any], object | None]:
+    return lambda args: None if getattr(args, field) == served else getattr(args, field)
+
+
+def _above_one(field: str) -> Callable[[Any], object | None]:
+    return lambda args: getattr(args, field) if (getattr(args, field) or 1) > 1 else None
+
+
+_OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages have no summaries"
+_OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
+
+_PER_TOKEN = "a rectifying pass computes them for every token that it re-encodes"
+_UNSEEN = "the options of its requests would not be validated"
+TREE_CORES = ("rust", "python")
+_OWN_TREE = f"the rule that only exact KV is shared is proven for SGLang's own tree; its cores: {', '.join(TREE_CORES)}"
+
+
+def _environment(*names: str) -> Callable[[Any], object | None]:
+    def found(_: Any) -> str | None:
+        from sglang.srt.environ import envs
+
+        return next((name for name in names if getattr(envs, name).get()), None)
+
+    return found
+
+
+def _foreign_core(_: Any) -> str | None:
+    from sglang.srt.environ import envs
+
+    variable = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND
+    return None if variable.get() in TREE_CORES else f"{variable.name}={variable.get()}"
+
+
+FLAG_LIMITS = (
+    FlagLimit(
+        "speculative decoding",
+        lambda args: args.speculative_algorithm or _other_than("decoupled_spec_role", "null")(args),
+        "draft tokens are verified by other passes",
+    ),
+    FlagLimit(
+        "prefill-decode disaggregation",
+        _other_than("disaggregation_mode", "null"),
+        _OTHER_WRITER,
+    ),
+    FlagLimit("hierarchical cache", _set("enable_hierarchical_cache"), _OTHER_WRITER),
+    FlagLimit(
+        "the KV canary",
+        _other_than("kv_canary", "none"),
+        "it takes KV that a rectifying pass rewrites or a request lets go of for damage; not proven yet",
+    ),
+    FlagLimit("LMCache", _set("enable_lmcache"), _OTHER_WRITER),
+    FlagLimit("FlexKV", _set("enable_flexkv"), _OTHER_WRITER),
+    FlagLimit("changing PD roles", _set("enable_pd_role_switch"), _OTHER_WRITER),
+    FlagLimit("retraction to host memory", _set("disaggregation_decode_retraction_backup"), _OTHER_WRITER),
+    FlagLimit("external cache linker", _set("enable_unified_cache_external_linker"), _OTHER_WRITER),
+    FlagLimit(
+        "data-parallel attention",
+        lambda args: args.enable_dp_attention or _above_one("attn_dp_size")(args),
+        "ranks must agree on the forward mode",
+    ),
+    FlagLimit(
+        "data parallelism",
+        _above_one("dp_size"),
+        "SGLang's data-parallel controller hides from the main process what a scheduler runs",
+    ),
+    FlagLimit("two-batch overlap", _set("enable_two_batch_overlap"), _OTHER_LOOP),
+    FlagLimit("PD multiplexing", _set("enable_pdmux"), _OTHER_LOOP),
+    FlagLimit("megakernel", _set("enable_nvidia_megakernel"), _OTHER_LOOP),
+    FlagLimit(
+        "metadata glue graphs",
+        _environment("SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
+        "a replay would not prepare the sparse path",
+    ),
+    FlagLimit("pipeline parallelism", _above_one("pp_size"), _OTHER_LOOP),
+    FlagLimit("decode context parallelism", _above_one("dcp_size"), "a rank holds only a part of each page"),
+    FlagLimit("prefill context parallelism", _set("enable_prefill_cp"), "a rank holds only a part of each chunk"),
+    FlagLimit("attention context parallelism", _above_one("attn_cp_size"), "a rank holds only a part of each chunk"),
+    FlagLimit("KV cache sharding", _set("enable_kv_cache_sharding"), "a rank holds only a part of each page"),
+    FlagLimit("bounded replay of windows", _set("enable_encoder_swa_bounded_replay"), "it frees pages of a prompt"),
+    FlagLimit(
+        "LoRA",
+        _set("enable_lora", "lora_paths"),
+        "SGLang serves adapters on GPUs only, where sparse passes with adapters are not proven yet",
+    ),
+    FlagLimit("diffusion LLM decoding", _set("dllm_algorithm"), "tokens are not decoded one by one"),
+    FlagLimit("HiSparse", _set("enable_hisparse"), "it is another sparse attention"),
+    FlagLimit("unified memory pool", _set("enable_unified_memory"), "the summaries would not be allocated"),
+    FlagLimit(
+        "page-major KV layout",
+        _set("enable_page_major_kv_layout"),
+        "the kernels want a tensor of K for each layer",
+    ),
+    FlagLimit("streaming sessions", _set("enable_streaming_session"), "a session keeps approximate KV"),
+    FlagLimit("radix sessions", _set("enable_session_radix_cache"), "a session pins KV in the tree; not proven yet"),
+    FlagLimit("torch.compile", _set("enable_torch_compile"), "the sparse and the dense graph would share one"),
+    FlagLimit(
+        "deterministic inference",
+        _set("enable_deterministic_inference", "rl_on_policy_target"),
+        "splits and the crossover depend on the batch, so a request's output depends on its neighbours",
+    ),
+    FlagLimit("embedding serving", _set("is_embedding", "prefill_only_disable_kv_cache"), "nothing is decoded"),
+    FlagLimit("gRPC serving", _set("smg_grpc_mode", "grpc_mode", "grpc_port", "sidecar"), _UNSEEN),
+    FlagLimit("several tokenizer workers", _above_one("tokenizer_worker_num"), _UNSEEN),
+    FlagLimit("the Rust server", _environment("SGLANG_RUST_SERVER"), _UNSEEN),
+    FlagLimit("radix cache backend", _set("radix_cache_backend"), _OWN_TREE),
+    FlagLimit("radix tree core", _foreign_core, _OWN_TREE),
+    FlagLimit(
+        "KV cache dtype",
+        lambda args: None if args.kv_cache_dtype in KV_DTYPES else args.kv_cache_dtype,
+        f"allowed: {', '.join(KV_DTYPES)}",
+    ),
+)
+
+RECTIFY_LIMITS = (
+    FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
+    FlagLimit("returned hidden states", _set("enable_return_hidden_states", "return_hidden_states_mode"), _PER_TOKEN),
+    FlagLimit("returned auxiliary hidden states", _set("enable_return_aux_hidden_states"), _PER_TOKEN),
+    FlagLimit("returned routed experts", _set("enable_return_routed_experts"), _PER_TOKEN),
+    FlagLimit("returned indexer top-k", _set("enable_return_indexer_topk"), _PER_TOKEN),
+)
+
+COMPACT_LIMITS = (
+    FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would attend to what is gone"),
+    FlagLimit(
+        "returned routed experts",
+        _set("enable_return_routed_experts"),
+        "they are found by the slots of a prompt, which is gone",
+    ),
+)
+
+
+PREFILL_LIMITS = (
+    FlagLimit("KV cache events", _set("kv_events_config"), "groups have keys of their own in the radix tree"),
+    FlagLimit("multi-item scoring", _set("enable_mis"), "an item must not attend to another, and would"),
+)
+
+
+def _mamba_like(model: Any) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model) is not None
+
+
+def _own_sparse_attention(model: Any) -> bool:
+    from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
+    from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
+
+    config = model.hf_config
+    known = (is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse, is_qwen_qsa)
+    # MiniCPM's class says so itself.
+    own = getattr(config, "has_minicpm_sparse_attention", False) or config.model_type == "dots3_note"
+    return own or any(asks(config) for asks in known)
+
+
+def _soft_cap(model: Any) -> bool:
+    return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
+
+
+def _repeated_layers(model: Any) -> bool:
+    return model.num_attention_layers != model.num_hidden_layers
+
+
+MODEL_LIMITS = (
+    ModelLimit("encoder-only or embedding model", lambda m: not m.is_generation, "nothing is decoded"),
+    ModelLimit("encoder-decoder model", lambda m: m.is_encoder_decoder, "cross attention has no pages of its own"),
+    ModelLimit("multimodal model", lambda m: m.is_multimodal, "its towers and M-RoPE positions are not proven yet"),
+    ModelLimit("hybrid SSM or linear-attention model", _mamba_like, "its state layers have no KV pages"),
+    ModelLimit(
+        "sliding-window model",
+        lambda m: m.is_hybrid_swa or _windowed(m),
+        "its windowed layers free the pages that a selection could name",
+    ),
+    ModelLimit("chunked local attention model", lambda m: m.is_local_attention_model, "its layers see only a window"),
+    ModelLimit(
+        "model with its own sparse attention", _own_sparse_attention, "it selects by itself; DSA: see dsa", True
+    ),
+    ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted otherwise"),
+    ModelLimit("model with attention sinks", lambda m: bool(m._detect_attention_sinks()), "not in the kernels yet"),
+    ModelLimit("model with a soft cap on attention logits", _soft_cap, "not in the kernels yet"),
+)
+
+
+def _windowed(model: Any) -> bool:
+    config = model.hf_text_config
+    return bool(getattr(config, "use_sliding_window", True) and model.sliding_window_size)
+
+
+def dense_backends(kind: str, gpu: bool) -> tuple[str, ...]:
+    """The attention backends beside which methods run.
+
+    Args:
+        kind: of attention, of `DENSE_BACKENDS`.
+        gpu: whether the server has a GPU.
+    """
+    others = _CPU_ONLY_BACKENDS.get(kind, ()) if gpu else GPU_ONLY_BACKENDS
+    return tuple(name for name in DENSE_BACKENDS[kind] if name not in others)

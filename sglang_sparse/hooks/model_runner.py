@@ -1,0 +1,66 @@
+"""Hooks where SGLang builds a model runner: its attention backend, and the seams of a single method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_sparse.attention import memory
+from sglang_sparse.attention.backend import SparseAttentionBackend
+from sglang_sparse.attention.cuda_graphs import GraphVariants, offer
+from sglang_sparse.attention.prompt_selection import KeepPath
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import settings_of
+from sglang_sparse.hooks import apply, refusals
+from sglang_sparse.hooks.table import SEAMS
+from sglang_sparse.methods.roles import PromptSelector
+from sglang_sparse.scheduler.compaction import Compaction
+from sglang_sparse.scheduler.fa3_packing import divider_of
+
+
+def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, dense: Any) -> Any:
+    """Around ``attn_backend_wrapper``: wrap the dense backend of a sparse server.
+
+    Raises:
+        RuntimeError: a seam is not hooked in this process, or the page summaries were never allocated.
+    """
+    backend = original(runner, dense)
+    settings = settings_of(runner.server_args)
+    if settings is None or runner.is_draft_worker:
+        return backend
+    apply.verify()
+    kv_pool = runner.token_to_kv_pool
+    if not hasattr(kv_pool, memory.ATTRIBUTE):
+        raise RuntimeError(f"the KV pool {type(kv_pool).__name__} was built without page summaries")
+    wrapped = SparseAttentionBackend(backend, runner, settings)
+    buffers, model = getattr(kv_pool, memory.ATTRIBUTE), memory.model_shape(runner.model_config, kv_pool.dtype)
+    prefill_backend = arguments.of(runner.server_args).get_attention_backends()[0]
+    wrapped.divide = divider_of(prefill_backend, model, buffers.overflow.device)
+    if isinstance(settings.method, PromptSelector) and settings.method.compacts and isinstance(wrapped.keeps, KeepPath):
+        wrapped.keeps.compaction = Compaction(settings.method, buffers, kv_pool)
+    offer(runner.model_config.hf_config, GraphVariants(wrapped, settings))
+    return wrapped
+
+
+def hook_method(original: Callable[[Any], None], runner: Any) -> None:
+    """Around ``ModelRunner.load_model``: hook the seams of the server's method, before its model binds what they are.
+
+    What SGLang has downloaded meanwhile is judged then: the main process could not.
+
+    Raises:
+        SparseArgumentError: the weights do not fit the method.
+        UnsupportedSGLangError: a seam is missing; names it and the SGLang version.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    settings = settings_of(runner.server_args)
+    name = settings.name if settings else None
+    found = tuple(seam for seam in SEAMS if seam.method and seam.method == name and apply.here(seam))
+    new = [seam for seam in found if seam.target not in HookRegistry._hooks]
+    if new:
+        apply.register(new)
+        HookRegistry.apply_hooks()
+    apply.verify(found)
+    original(runner)
+    if settings is not None and found:
+        refusals.require_weights(arguments.of(runner.server_args), settings, runner.model_config)

@@ -1,0 +1,330 @@
+"""What the method did, as Prometheus metrics and as one log line for each interval of SGLang's decode reports.
+
+The device's counters are never waited for: a copy of them starts when SGLang reports, behind the passes already
+launched, and the interval is published with the first decode step that finds it arrived, as a rule the next one. So the
+figures lag SGLang's own by a step, and what a server did between its last report and going idle waits for its next
+report; ``/server_info`` is always up to date.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.attention.selection_counts import sum_counts
+from sglang_sparse.config.settings import settings_of
+
+if TYPE_CHECKING:
+    from sglang_sparse.attention.counters import Counters
+
+logger = logging.getLogger(__name__)
+
+# The attribute of SGLang's metrics reporter that holds the IntervalReport; a rank that reports nothing has none.
+ATTRIBUTE = "sglang_sparse_report"
+
+# Published as sglang:sparse_<name>_total: the totals of Counters under their names there.
+COUNTERS = {
+    "decode_rows": "Requests decoded, counted once in every decode pass they were part of.",
+    "dense_fallback_rows": "Of the decoded rows, those that ran dense: too short, in too small a batch, or on request.",
+    "pages_attended": "KV pages attended to in sparse decode passes, per row, sparse layer and KV head of this rank.",
+    "pages_held": "KV pages held by the rows of sparse decode passes, per row, sparse layer and KV head of this rank.",
+    "overflowed_layer_rows": "Rows of sparse decode passes, per sparse layer, that needed more pages than their method "
+    "allows and attended to all.",
+    "rectifying_steps": "Decode steps that carried a dense pass to rectify approximate KV.",
+    "second_passes": "Of the rectifying steps, those that also ran a decode pass over the rows not rectified.",
+    "rectified_requests": "Rows rectified, counted once in every rectifying step they were part of.",
+    "rectified_tokens": "Tokens encoded again densely by rectifying steps.",
+    "rectify_delay_steps": "Decode steps that rectified rows had waited beyond their rectification interval, summed.",
+    "finish_passes": "Dense passes over the last tokens of finished requests (rectify_on_finish).",
+    "finish_tokens_rectified": "Tokens encoded again densely at the end of finished requests (rectify_on_finish).",
+    "tail_tokens_dropped": "Approximate tokens at the end of finished requests, whose KV was freed instead of shared.",
+}
+# Published as sglang:sparse_<name>.
+GAUGES = {
+    "active_fraction": "Pages attended to divided by pages held, over the sparse decode passes of the last report "
+    "interval; NaN if it had none.",
+    "rectify_mean_delay_steps": "Decode steps that a rectified row had waited beyond its rectification interval, mean "
+    "over the last report interval; 0 if no row was rectified.",
+    "rectify_max_delay_steps": "The most decode steps that a rectified row had waited beyond its rectification "
+    "interval, over the last report interval; 0 if no row was rectified.",
+    "aux_bytes": "Bytes of the page summaries beside the KV pool of this rank.",
+}
+# The same of a prefill method, published only where there is one.
+PREFILL_COUNTERS = {
+    "prefill_sparse_tokens": "Prompt tokens prefilled sparse: those between the crossover and the prompt's tail.",
+    "prefill_dense_tokens": "Prompt tokens prefilled dense: before the crossover, in a prompt's tail, on request, or "
+    "generated before a retraction.",
+    "prefill_pairs_attended": "Query-key pairs attended to in prefill, per sparse layer and query head of this rank.",
+    "prefill_pairs_causal": "Query-key pairs of prefill that dense attention would have, per sparse layer and query "
+    "head of this rank.",
+}
+PREFILL_GAUGES = {
+    "prefill_sparsity": "Share of the query-key pairs that prefill left out, over the last report interval; NaN if it "
+    "had none.",
+}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What happened between two reports.
+
+    Attributes:
+        counts: by how much each of ``COUNTERS`` grew, each of ``PREFILL_COUNTERS`` with a prefill method, and those of
+            ``method_counters`` that the methods have.
+        max_delay_steps: the longest wait of a row that was rectified, in decode steps beyond its interval.
+    """
+
+    counts: Mapping[str, int]
+    max_delay_steps: int
+
+    @property
+    def active_fraction(self) -> float:
+        """Pages attended to divided by pages held; NaN without a sparse decode pass."""
+        held = self.counts["pages_held"]
+        return self.counts["pages_attended"] / held if held else math.nan
+
+    @property
+    def mean_delay_steps(self) -> float:
+        """Mean wait of the rows that were rectified, in decode steps beyond their interval; 0 without any."""
+        return self.counts["rectify_delay_steps"] / max(1, self.counts["rectified_requests"])
+
+    @property
+    def prefill_sparsity(self) -> float:
+        """Share of the query-key pairs that prefill left out; NaN without any."""
+        causal = self.counts.get("prefill_pairs_causal")
+        return 1 - self.counts["prefill_pairs_attended"] / causal if causal else math.nan
+
+    def line(self, decodes: bool = True) -> str:
+        """Say it in one line for the log.
+
+        Args:
+            decodes: whether a decode method is at work.
+        """
+        sentences = [f"Sparse decode, {', '.join(self._of_decode())}"] if decodes else []
+        if "prefill_pairs_causal" in self.counts:
+            sparse, dense = (self.counts[f"prefill_{kind}_tokens"] for kind in ("sparse", "dense"))
+            found = f"sparsity: {_share(self.prefill_sparsity)}, tokens: {sparse} sparse {dense} dense"
+            found = ", ".join([found, *self._of_blocks("prefill_")])
+            sentences.append(f"{'sparse' if decodes else 'Sparse'} prefill, {found}")
+        return "; ".join(sentences)
+
+    def _of_blocks(self, phase: str = "") -> list[str]:
+        skipped, visited = (self.counts.get(f"{phase}blocks_{kind}") for kind in ("skipped", "visited"))
+        return [] if visited is None else [f"blocks skipped/visited: {skipped}/{visited}"]
+
+    def _of_decode(self) -> list[str]:
+        of = self.counts
+        return [
+            f"active fraction: {_share(self.active_fraction)}",
+            f"pages attended/held: {of['pages_attended']}/{of['pages_held']}",
+            *self._of_blocks(),
+            f"rectified: {of['rectified_requests']} requests {of['rectified_tokens']} tokens in "
+            f"{of['rectifying_steps']} steps",
+            f"wait: {self.mean_delay_steps:.1f} steps (max {self.max_delay_steps})",
+            f"dense rows: {of['dense_fallback_rows']}/{of['decode_rows']}",
+            f"tail tokens dropped: {of['tail_tokens_dropped']}",
+            *([f"overflowed layer rows: {overflowed}"] if (overflowed := of["overflowed_layer_rows"]) else []),
+        ]
+
+
+def _share(value: float) -> str:
+    return "n/a" if math.isnan(value) else f"{value:.3f}"
+
+
+class DeviceCopy:
+    """A few small tensors of a device, brought to the host without waiting for the device.
+
+    Args:
+        sources: the tensors, int64 of one dimension.
+        stream: the CUDA stream of whatever writes to them; None for the current stream. The copy goes there too, so it
+            sees whole passes only.
+    """
+
+    def __init__(self, sources: Sequence[torch.Tensor], stream: Any = None):
+        self._sources = sources
+        self._stream = stream
+        cuda = sources[0].is_cuda
+        self._host = [torch.zeros(source.shape, dtype=source.dtype, pin_memory=cuda) for source in sources]
+        self._event = torch.cuda.Event() if cuda else None
+
+    def begin(self) -> None:
+        """Start a copy."""
+        if self._event is None:
+            self._copy()
+            return
+        with torch.cuda.stream(self._stream):
+            self._copy()
+            self._event.record()
+
+    def _copy(self) -> None:
+        for host, source in zip(self._host, self._sources, strict=True):
+            host.copy_(source, non_blocking=True)
+
+    def arrived(self) -> bool:
+        """Whether the last copy is here."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> list[int]:
+        """Return what the last copy brought, one tensor behind the other; waits unless it has arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [value for host in self._host for value in host.tolist()]
+
+
+class Metrics:
+    """The Prometheus metrics, with the labels of SGLang's own and beside them from the start.
+
+    Args:
+        collector: SGLang's ``SchedulerMetricsCollector``, which exists only after SGLang has set Prometheus up.
+        counters: this rank's.
+    """
+
+    def __init__(self, collector: Any, counters: Counters):
+        # It reads where its files go when it is imported, and only SGLang knows where.
+        from prometheus_client import Counter, Gauge
+
+        labels = collector.labels
+        # A collector that reports elsewhere names its own classes.
+        counter_class = collector._counter_cls or Counter
+        gauge_class = collector._gauge_cls or Gauge
+        self._counters = {
+            name: counter_class(f"sglang:sparse_{name}_total", text, labelnames=labels.keys()).labels(**labels)
+            for name, text in _counters(counters).items()
+        }
+        self._gauges = {
+            name: gauge_class(
+                f"sglang:sparse_{name}", text, labelnames=labels.keys(), multiprocess_mode="mostrecent"
+            ).labels(**labels)
+            for name, text in _with_prefill(GAUGES, PREFILL_GAUGES, counters).items()
+        }
+        # A gauge shows up once it is set.
+        self.publish(Interval(dict.fromkeys(self._counters, 0), 0))
+        self._gauges["aux_bytes"].set(counters.aux_bytes)
+
+    def publish(self, interval: Interval) -> None:
+        """Add an interval."""
+        for name, counter in self._counters.items():
+            counter.inc(interval.counts[name])
+        self._gauges["active_fraction"].set(interval.active_fraction)
+        self._gauges["rectify_mean_delay_steps"].set(interval.mean_delay_steps)
+        self._gauges["rectify_max_delay_steps"].set(interval.max_delay_steps)
+        if "prefill_sparsity" in self._gauges:
+            self._gauges["prefill_sparsity"].set(interval.prefill_sparsity)
+
+
+def _with_prefill(names: dict[str, str], more: dict[str, str], counters: Counters) -> dict[str, str]:
+    return names | (more if counters.prefills else {})
+
+
+def _counters(counters: Counters) -> dict[str, str]:
+    return _with_prefill(COUNTERS, PREFILL_COUNTERS, counters) | method_counters(counters)
+
+
+class IntervalReport:
+    """Publishes what happened in each interval of SGLang's decode reports.
+
+    Args:
+        counters: this rank's.
+        copy: of ``counters.device_stats``.
+        metrics: what to publish to, or None without ``--enable-metrics``.
+        logs: whether this rank logs.
+        time: when SGLang last reported, any clock.
+    """
+
+    def __init__(self, counters: Counters, copy: DeviceCopy, metrics: Metrics | None, logs: bool, time: float):
+        self._counters = counters
+        self._copy = copy
+        self._metrics = metrics
+        self._logs = logs
+        self._time = time
+        # What the host counted when the copy began, until that is published.
+        self._pending: tuple[dict[str, int], int] | None = None
+        self._published = dict.fromkeys(_counters(counters), 0)
+
+    def step(self, time: float) -> None:
+        """Notice a decode step.
+
+        Args:
+            time: when SGLang last reported; another one than before means that it just did.
+        """
+        if time != self._time:
+            # The results of the passes before that copy are here already, so this waits for none.
+            self._publish()
+            self._time = time
+            host = self._counters.host_totals() | kept_totals(self._counters)
+            self._pending = host, self._counters.take_max_delay()
+            self._copy.begin()
+        if self._pending is not None and self._copy.arrived():
+            self._publish()
+
+    def _publish(self) -> None:
+        if self._pending is None:
+            return
+        host, max_delay = self._pending
+        self._pending = None
+        totals = sum_counts([host, self._counters.device_totals(self._copy.read())])
+        interval = Interval({name: totals[name] - before for name, before in self._published.items()}, max_delay)
+        self._published = {name: totals[name] for name in self._published}
+        if self._metrics is not None:
+            self._metrics.publish(interval)
+        if self._logs:
+            logger.info(interval.line(self._counters.decodes))
+
+
+def start(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
+    """After ``Scheduler.get_init_info``: create the metrics, on a rank that reports."""
+    if settings_of(scheduler.server_args) is None:
+        return
+    reporter = scheduler.metrics_reporter
+    counters = getattr(scheduler.tp_worker.model_runner.attn_backend, "counters", None)
+    publishes = reporter.current_scheduler_metrics_enabled
+    if counters is None or not (publishes or reporter.is_stats_logging_rank):
+        return
+    metrics = Metrics(reporter.metrics_collector, counters) if publishes else None
+    copy = DeviceCopy(counters.device_stats, scheduler.forward_stream if scheduler.enable_overlap else None)
+    report = IntervalReport(counters, copy, metrics, reporter.is_stats_logging_rank, reporter.last_decode_stats_tic)
+    setattr(reporter, ATTRIBUTE, report)
+
+
+def follow(_: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``SchedulerMetricsReporter.report_decode_stats``, which runs after every decode step and seldom reports."""
+    report: IntervalReport | None = getattr(reporter, ATTRIBUTE, None)
+    if report is not None:
+        report.step(reporter.last_decode_stats_tic)
+
+
+# Published as sglang:sparse_<name>_total by servers whose methods count it.
+METHOD_COUNTERS = {
+    "blocks_visited": "Blocks of keys that sparse decode passes looked at, per row, sparse layer and KV head of this "
+    "rank; those of rows that attend densely are left out.",
+    "blocks_skipped": "Of the blocks that sparse decode passes looked at, those whose values were not attended to.",
+    "prefill_blocks_visited": "Blocks of keys that sparse prefill looked at, per sparse tile of queries, sparse layer "
+    "and query head of this rank.",
+    "prefill_blocks_skipped": "Of the blocks that sparse prefill looked at, those whose values were not attended to.",
+}
+# The same of methods that choose where a prompt ends, by their names there.
+KEPT_COUNTERS = {
+    "kept_prompts": "Prompts of which a request sees a part only, chosen where they end.",
+    "kept_whole_prompts": "Prompts that would have been cut but stay visible throughout: their last tokens came "
+    "in two passes for want of memory.",
+    "kept_compacted": "Requests that have let go of their prompt (eviction: compact).",
+    "kept_freed_tokens": "KV tokens that requests which let go of their prompt no longer hold (eviction: compact).",
+    "kept_compact_waits": "Decode steps at which a request had no room to let go of its prompt, summed over requests "
+    "(eviction: compact).",
+}
+
+
+def method_counters(counters: Counters) -> dict[str, str]:
+    """Return those of the above that a server has. What else a method counts is in the server info alone."""
+    own = {*counters.more_counts, *(f"prefill_{name}" for name in counters.prefill_more_counts), *kept_totals(counters)}
+    return {name: text for name, text in (METHOD_COUNTERS | KEPT_COUNTERS).items() if name in own}
+
+
+def kept_totals(counters: Counters) -> dict[str, int]:
+    """Return what a server's stage at a prompt's end has counted, by the names of ``KEPT_COUNTERS``."""
+    return {f"kept_{name}": count for name, count in counters.keeps.totals().items()} if counters.keeps else {}

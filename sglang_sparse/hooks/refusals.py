@@ -1,0 +1,374 @@
+"""Refuse what cannot be served, with one message, before memory is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.attention.kv_scales import is_float8
+from sglang_sparse.config.layer_rules import require_range
+from sglang_sparse.config.machine import Gpu, capability, on_gpu
+from sglang_sparse.config.settings import Settings, SparseArgumentError, prefill_chunk
+from sglang_sparse.hooks import dsa_flags
+from sglang_sparse.hooks.limits import (
+    COMPACT_LIMITS,
+    DENSE_BACKENDS,
+    FLAG_LIMITS,
+    GPU_ONLY_BACKENDS,
+    MODEL_LIMITS,
+    PREFILL_LIMITS,
+    RECTIFY_LIMITS,
+    ModelLimit,
+    dense_backends,
+)
+from sglang_sparse.methods.base import DecodeMethod
+from sglang_sparse.methods.config import PAGE_SIZES
+from sglang_sparse.methods.layers import parse_layers
+from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
+from sglang_sparse.methods.support import FlagLimit
+
+if TYPE_CHECKING:
+    from sglang_sparse.config.arguments import Arguments
+
+
+def refusal(args: Arguments, settings: Settings, gpu: Gpu, stand_in: bool = False) -> str | None:
+    """Say why a server would not start, or None: all that a start asks, in its order.
+
+    Args:
+        args: its arguments as SGLang would resolve them.
+        settings: the methods.
+        gpu: its machine's GPU.
+        stand_in: whether the model's folder stands for one that is not at hand, and has no weights.
+    """
+    try:
+        require_before(args, settings, gpu)
+        settings = fit_prefill(args, settings)
+        require_model(args, settings, stand_in)
+        require_after(args, dsa_flags.choose_kernels(args, settings, gpu), gpu)
+    except SparseArgumentError as error:
+        return str(error)
+    return None
+
+
+def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
+    """Refuse what can be seen before SGLang resolves its arguments.
+
+    Args:
+        args: the server's arguments.
+        settings: the methods.
+        gpu: the machine's GPU; None looks.
+
+    Raises:
+        SparseArgumentError: names every refused flag, what was got and why not.
+    """
+    has_gpu = on_gpu(gpu)
+    found = _found(args, (*FLAG_LIMITS, *settings.method.flag_limits))
+    if found:
+        raise SparseArgumentError(f"{settings.flag} cannot run with {found}")
+    if settings.config.page_size % settings.method.block_size:
+        raise SparseArgumentError(
+            f"{settings.flag}: the page size is {settings.config.page_size} and the method's blocks have "
+            f"{settings.method.block_size} tokens; allowed: pages of whole blocks"
+        )
+    found = settings.prefill and _found(args, PREFILL_LIMITS)
+    if found:
+        raise SparseArgumentError(f"{settings.prefill_flag} cannot run with {found}")
+    found = isinstance(settings.method, PromptSelector) and settings.method.compacts and _found(args, COMPACT_LIMITS)
+    if found:
+        raise SparseArgumentError(
+            f'{settings.flag} cannot compact with {found}; allowed without compaction: {{"eviction": "visibility"}}'
+        )
+    rectify = settings.rectify
+    found = rectify and rectify.rectify_interval and _found(args, RECTIFY_LIMITS)
+    if found:
+        raise SparseArgumentError(
+            f'{settings.flag} cannot rectify with {found}; allowed without rectification: {{"rectify_interval": 0}}'
+        )
+    if rectify and rectify.rectify_on_finish and args.disable_radix_cache:
+        raise SparseArgumentError(
+            f"--sparse-config of {settings.name}: rectify_on_finish has no use with --disable-radix-cache"
+        )
+    if settings.check_exactness and args.disable_radix_cache:
+        raise SparseArgumentError(
+            f"{settings.flag}: check_exactness has nothing to prove with --disable-radix-cache; leave one of them out"
+        )
+    if not has_gpu:
+        allowed = ", ".join(dense_backends(settings.method.attention, gpu=False))
+        for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+            name = getattr(args, flag)
+            if name in GPU_ONLY_BACKENDS:
+                raise SparseArgumentError(
+                    f"--{flag.replace('_', '-')} {name} needs a GPU and this machine has none; allowed: {allowed}"
+                )
+
+
+def require_interval(interval: int, args: Arguments, model: Any) -> None:
+    """Refuse an interval that this server cannot serve, whoever asks for it.
+
+    Args:
+        interval: tokens between rectifications; 0 is always served.
+        args: the server's, resolved.
+        model: SGLang's ``ModelConfig``.
+
+    Raises:
+        ValueError: it is longer than the context or a chunk of prefill, for which memory is kept, or the server has a
+            flag that excludes rectification.
+    """
+    if not interval:
+        return
+    for limit, name in ((model.context_len, "context length"), (prefill_chunk(args), "chunked prefill size")):
+        if limit is not None and 0 < limit < interval:
+            raise ValueError(f"rectify_interval: got {interval}, allowed: at most the {name} of {limit}")
+    if found := _found(args, RECTIFY_LIMITS):
+        raise ValueError(f"rectify_interval: got {interval}, allowed on this server: 0; it has {found}")
+
+
+def _found(args: Arguments, limits: tuple[FlagLimit, ...]) -> str:
+    got = [(limit, limit.got(args)) for limit in limits]
+    return "; ".join(f"{limit.name} (got {value!r}): {limit.reason}" for limit, value in got if value is not None)
+
+
+def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
+    """Refuse what SGLang's resolved arguments show.
+
+    Args:
+        args: the server's, resolved.
+        settings: the methods.
+        gpu: the machine's GPU; None looks.
+
+    Raises:
+        SparseArgumentError: says what was got and what is allowed.
+    """
+    _require_prefill(args, settings)
+    _require_window(args, settings)
+    allowed = dense_backends(settings.method.kind_of(args.get_model_config()), on_gpu(gpu))
+    for name in args.get_attention_backends():
+        if name not in allowed:
+            raise SparseArgumentError(
+                f"{settings.flag}: attention backend {name!r} is not supported; allowed: {', '.join(allowed)}"
+            )
+    if args.cuda_graph_config is not None and args.cuda_graph_config.prefill.backend == "full":
+        raise SparseArgumentError(
+            f"{settings.flag}: the prefill CUDA graph backend 'full' would not refresh the summaries; "
+            "allowed: breakable, disabled"
+        )
+    require_dtypes(args, settings, gpu)
+    try:
+        require_interval(settings.rectify.rectify_interval if settings.rectify else 0, args, args.get_model_config())
+    except ValueError as error:
+        raise SparseArgumentError(f"--sparse-config of {settings.name}: {error}") from error
+    if settings.name is None and args.page_size not in PAGE_SIZES:
+        allowed = ", ".join(str(size) for size in PAGE_SIZES)
+        raise SparseArgumentError(f"{settings.flag}: the server's page size is {args.page_size}; allowed: {allowed}")
+    if args.page_size != settings.config.page_size:
+        raise SparseArgumentError(
+            f"{settings.flag}: the server's page size is {args.page_size} and the config's is "
+            f"{settings.config.page_size}; they must be equal: set --page-size {settings.config.page_size} "
+            f'or {{"page_size": {args.page_size}}}'
+        )
+
+
+def _require_prefill(args: Arguments, settings: Settings) -> None:
+    if settings.prefill is None:
+        return
+    reason = settings.prefill.refuse_page_size(settings.config.page_size)
+    if reason:
+        raise SparseArgumentError(f"--sparse-prefill-config of {settings.prefill_name}: {reason}")
+    config, group = settings.prefill.config, settings.prefill.group_tokens
+    chunk = prefill_chunk(args)
+    if chunk is not None and chunk % group and not config.share_partial_groups:
+        own = f"--sparse-prefill-method {settings.prefill_name} with a --sparse-prefill-config of "
+        # Such a config takes nothing over from that of decode.
+        kept = {field: getattr(config, field) for field in config.phase_fields if settings.comes_along}
+        raise SparseArgumentError(
+            f"{settings.prefill_flag}: the chunked prefill size is {chunk}; allowed: multiples of {group} tokens, the "
+            f"group that can be cached, or {own if settings.comes_along else ''}"
+            f"{json.dumps({**kept, 'share_partial_groups': True})}"
+        )
+    if config.share_partial_groups and settings.check_exactness:
+        raise SparseArgumentError(
+            f"{settings.flag}: check_exactness cannot prove what share_partial_groups puts into the prefix cache"
+        )
+
+
+def _require_window(args: Arguments, settings: Settings) -> None:
+    """Refuse chunks that a prompt's window may not fit: a prompt would wait for one that does, for ever."""
+    window = max((method.window_tokens for method in prompt_selectors(settings.method)), default=0)
+    page = settings.config.page_size
+    if not window or (chunk := prefill_chunk(args)) is None:
+        return
+    # The last chunk begins at a page's or a group's end, at the window's first token at the latest.
+    unit = max(page, settings.prefill.group_tokens if settings.prefill else 1)
+    needed = -(-(window - 1 + unit) // unit) * unit
+    if chunk < needed:
+        raise SparseArgumentError(
+            f"{settings.flag}: the chunked prefill size is {chunk}; allowed: at least {needed}, so that the last "
+            f"{window} tokens of a prompt fit one chunk"
+        )
+
+
+def excludes(limit: ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bool:
+    """Whether a decode method does not serve the kind of model that a limit is about."""
+    return not (limit.own_selection and method.selects_in_model)
+
+
+def fit_prefill(args: Arguments, settings: Settings) -> Settings:
+    """Leave out the prefill method that came along where it does not fit the model; one that was asked for stays.
+
+    Args:
+        args: the server's; its ``sparse_config`` then says so, too.
+        settings: the methods; not changed.
+    """
+    if args.sparse_prefill_method or not settings.comes_along or settings.prefill is None:
+        return settings
+    if settings.prefill.refuse(args.new_model_config()) is None:
+        return settings
+    fitted = replace(settings, method=settings.method.decode_alone(), prefill_name=None, prefill=None)
+    args.sparse_config = json.dumps(fitted.resolved)
+    return fitted
+
+
+def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -> None:
+    """Refuse what the model's config shows, and its weights unless it is a stand-in.
+
+    Raises:
+        SparseArgumentError: names the architecture and why it is not served, by each kind of model that it is, or the
+            layers that do not exist.
+    """
+    # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
+    model = args.new_model_config()
+    architecture = (model.hf_config.architectures or ["unknown"])[0]
+    kinds = [limit for limit in MODEL_LIMITS if excludes(limit, settings.method) and limit.applies(model)]
+    if kinds:
+        found = "; ".join(f"{limit.name}: {limit.reason}" for limit in kinds)
+        raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {found}")
+    origin = f"--sparse-config of {settings.name}"
+    try:
+        require_range(settings.rules or {}, model.num_hidden_layers)
+        settings.method.sparse_layers(model.num_hidden_layers)
+        if settings.prefill:
+            origin = f"--sparse-prefill-config of {settings.prefill_name}"
+            require_range(settings.prefill_rules or {}, model.num_hidden_layers)
+            parse_layers(settings.prefill.config.layers, model.num_hidden_layers)
+    except ValueError as error:
+        raise SparseArgumentError(f"{origin}: {error}") from error
+    weightless = stand_in or args.load_format == "dummy"
+    if reason := settings.method.refuse(model):
+        raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
+    if not stand_in:
+        require_weights(args, settings, model)
+    prefill = settings.prefill
+    # Weights that the decode method has judged are not read once more.
+    judged = weightless or settings.comes_along
+    reason = prefill and (prefill.refuse(model) or (None if judged else prefill.refuse_weights(model)))
+    if reason:
+        # By its own flag, if that was given.
+        asked = f"--sparse-prefill-method {settings.prefill_name}" if args.sparse_prefill_method else settings.flag
+        raise SparseArgumentError(f"{asked} does not fit {architecture}: {reason}")
+
+
+def require_weights(args: Arguments, settings: Settings, model: Any) -> None:
+    """Refuse weights that do not fit the decode method, as far as they are at hand.
+
+    Args:
+        args: the server's.
+        settings: the methods.
+        model: SGLang's ``ModelConfig``.
+
+    Raises:
+        SparseArgumentError: names the architecture, and why not.
+    """
+    # Of a model that gets others at random its own say nothing.
+    if args.load_format != "dummy" and (reason := settings.method.refuse_weights(model)):
+        architecture = (model.hf_config.architectures or ["unknown"])[0]
+        raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
+
+
+# NVIDIA's number of the first GPUs on which kernels read float8.
+FLOAT8 = (8, 9)
+
+
+def require_dtypes(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
+    """Refuse KV caches that a method's kernels do not read, or read wrongly.
+
+    Args:
+        args: the server's.
+        settings: its methods.
+        gpu: its GPU; None for this machine's.
+
+    Raises:
+        SparseArgumentError: names the dtypes, and what is allowed.
+    """
+    dtype = str(args.get_model_config().dtype).removeprefix("torch.")
+    quantized = args.kv_cache_dtype == "auto" and any(map(_makes_float8, _quantizations(args)))
+    plain, auto = ("bf16", "fp8_e4m3") if quantized else ("auto", dtype)
+    cache = {"auto": auto, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
+    if cache not in (dtype, *(("fp8_e4m3",) if settings.method.fp8_kv else ())):
+        given = f"{args.kv_cache_dtype}{', which this checkpoint makes fp8_e4m3,' if quantized else ''}"
+        raise SparseArgumentError(
+            f"{settings.flag}: the KV cache dtype is {given} and the model's is {dtype}; "
+            f"allowed: {f'{plain}, fp8_e4m3' if settings.method.fp8_kv else plain}"
+        )
+    kind = settings.method.kind_of(args.get_model_config())
+    if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
+        allowed = [name for name in DENSE_BACKENDS[kind] if name in GPU_ONLY_BACKENDS]
+        raise SparseArgumentError(
+            f"{settings.flag}: the attention backend torch_native writes fp8 KV without its scales; "
+            f"allowed with --kv-cache-dtype fp8_e4m3: {', '.join(allowed)}"
+        )
+    if cache == "fp8_e4m3" and kind != "MHA" and args.quantization_param_path is not None:
+        raise SparseArgumentError(
+            f"{settings.flag}: no model of SGLang with {kind} reads --quantization-param-path; allowed: none"
+        )
+    if cache == "fp8_e4m3" and settings.prefill and not _has_scales(args):
+        raise SparseArgumentError(
+            f"{settings.flag}: fp8 KV without scales cuts off keys and values beyond 448, and the checkpoint names "
+            f"none; allowed with --sparse-prefill-method: --kv-cache-dtype {plain}, a checkpoint with scales of its KV "
+            "(kv_cache_scheme or kv_cache_quant_algo of its quantization), or --quantization-param-path FILE"
+        )
+    if cache == "fp8_e4m3" and settings.method.needs_float8:
+        _require_float8(settings, capability(gpu), plain)
+    if dtype == "float32" and on_gpu(gpu):
+        raise SparseArgumentError(
+            f"{settings.flag}: float32 models run on the CPU only; allowed: --dtype bfloat16, float16"
+        )
+
+
+def _has_scales(args: Arguments) -> bool:
+    """Whether scales of the KV are given, or a checkpoint's quantization says that it has some."""
+    if args.quantization_param_path is not None:
+        return True
+    return any(each.get(name) for each in _quantizations(args) for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
+
+
+def _quantizations(args: Arguments) -> list[Mapping[str, Any]]:
+    """What a checkpoint says of its quantization, in its config and beside it."""
+    config = getattr(args.get_model_config(), "hf_config", None)
+    found = [getattr(config, name, None) for name in ("quantization_config", "compression_config")]
+    # Where ModelOpt keeps it.
+    beside = Path(args.model_path) / "hf_quant_config.json"
+    if beside.is_file():
+        found.append(json.loads(beside.read_text()).get("quantization"))
+    return [each if isinstance(each, Mapping) else each.to_dict() for each in found if each]
+
+
+def _makes_float8(quantization: Mapping[str, Any]) -> bool:
+    """Whether SGLang makes a KV cache of dtype auto float8: for ModelOpt's quantization alone, which names an algo."""
+    if "quant_algo" not in quantization:
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping):
+        return (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    return is_float8(quantization.get("kv_cache_quant_algo"))
+
+
+def _require_float8(settings: Settings, found: tuple[int, int] | None, plain: str) -> None:
+    """Refuse fp8 KV on a GPU for which Triton does not compile it: the first request would end the server."""
+    if found is not None and found < FLOAT8:
+        raise SparseArgumentError(
+            f"{settings.flag}: fp8 KV needs a GPU of compute capability {FLOAT8[0]}.{FLOAT8[1]} or later, and this one "
+            f"has {found[0]}.{found[1]}; allowed: --kv-cache-dtype {plain}"
+        )

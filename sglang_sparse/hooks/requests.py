@@ -1,0 +1,45 @@
+"""A request's options at the HTTP border."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.config import arguments
+from sglang_sparse.config.request_options import FORCED_TOKENS, NAMESPACE, RequestOptions, namespaced, parse_options
+from sglang_sparse.config.settings import Settings, settings_of
+from sglang_sparse.hooks import refusals
+
+if TYPE_CHECKING:
+    pass
+
+
+def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``TokenizerManager._create_tokenized_object``: a bad field ends the request with HTTP status 400.
+
+    Raises:
+        ValueError: names the field, what was got and what is allowed.
+    """
+    settings = settings_of(manager.server_args)
+    if settings is not None:
+        sampling = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
+        options = _validate(settings, manager, sampling.get("custom_params"))
+        tokenized = original(manager, obj, *args, **kwargs)
+        if (width := tokenized.sampling_params.beam_width or 1) > 1:
+            raise ValueError(f"beam_width: got {width}, allowed on this server: 1")
+        if NAMESPACE in (tokenized.extra_key or ""):
+            raise ValueError(f"extra_key: got {tokenized.extra_key!r}, allowed: anything without {NAMESPACE!r}")
+        tokenized.extra_key = namespaced(tokenized.extra_key, options)
+        return tokenized
+    return original(manager, obj, *args, **kwargs)
+
+
+def _validate(settings: Settings, manager: Any, params: Any) -> RequestOptions:
+    if params is not None and not isinstance(params, dict):
+        raise ValueError(f"custom_params: got {params!r}, allowed: a mapping")
+    options = parse_options(settings, params)
+    refusals.require_interval(options.rectify_interval, arguments.of(manager.server_args), manager.model_config)
+    vocabulary = manager.model_config.vocab_size
+    if any(token >= vocabulary for token in options.forced_tokens):
+        raise ValueError(f"{FORCED_TOKENS}: got {max(options.forced_tokens)}, allowed: ids below {vocabulary}")
+    return options

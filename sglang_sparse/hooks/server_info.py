@@ -1,0 +1,55 @@
+"""What a start and /server_info say of a sparse server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.attention.counters import KEY
+from sglang_sparse.config import arguments
+from sglang_sparse.config.settings import settings_of
+from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sglang
+
+if TYPE_CHECKING:
+    pass
+
+
+def report_active(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
+    """After ``Scheduler.get_init_info``: name the backend that really runs.
+
+    Raises:
+        UnsupportedSGLangError: SGLang has made another prefix cache than the one that is hooked.
+    """
+    if settings_of(scheduler.server_args) is not None:
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        tree = scheduler.tree_cache
+        if not isinstance(tree, UnifiedRadixCache):
+            raise UnsupportedSGLangError(f"got a {type(tree).__name__} as prefix cache, whose inserts are not hooked")
+        backend = scheduler.tp_worker.model_runner.attn_backend
+        if type(backend).__name__ == "SparseAttentionBackend":
+            info["sparse_method"] = arguments.of(scheduler.server_args).sparse_method
+            info["sparse_prefill_method"] = arguments.of(scheduler.server_args).sparse_prefill_method
+
+
+def require_active_schedulers(result: Any, cls: type, server_args: Any, *_: Any, **__: Any) -> None:
+    """After ``Engine._launch_subprocesses``: end the start when a scheduler runs dense.
+
+    Raises:
+        RuntimeError: a scheduler came up without the sparse backend.
+    """
+    settings = settings_of(server_args)
+    if settings is None:
+        return
+    asked = {"sparse_method": settings.name, "sparse_prefill_method": settings.prefill_name}
+    for rank, info in enumerate(result[3].scheduler_infos):
+        if any(info.get(field) != name for field, name in asked.items()):
+            raise RuntimeError(
+                f"{settings.flag}: scheduler {rank} runs dense; the plugin is not active in its process "
+                f"(SGLang {installed_sglang()})"
+            )
+
+
+def add_internal_state(output: Any, scheduler: Any, *_: Any) -> None:
+    """After ``Scheduler.get_internal_state``: the counters under ``sparse``."""
+    if settings_of(scheduler.server_args) is not None:
+        output.internal_state[KEY] = scheduler.tp_worker.model_runner.attn_backend.counters.snapshot()

@@ -1,0 +1,204 @@
+"""Configurations: the fields that all methods have, and those of methods that rectification can make exact."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from sglang_sparse.methods.layers import LAYERS_FORM, parse_layers
+
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+# What "auto" means where no measurement of the GPU and the shape is at hand, see ``attention/crossover.py``.
+DEFAULT_CROSSOVER = 16384
+
+
+def _crossover_is_a_count(value: object) -> object:
+    if value != "auto" and (type(value) is not int or value < 0):
+        raise ValueError('must be "auto" or an integer of at least 0')
+    return value
+
+
+Crossover = Annotated[int | Literal["auto"], BeforeValidator(_crossover_is_a_count)]
+
+
+class SparseConfig(BaseModel):
+    """Fields that every method has, of decode or prefill.
+
+    Attributes:
+        request_fields: the fields that a single request may override.
+        phase_fields: those of them that both phases may have, so that a request may give each its own by a mapping.
+        limits: the fields below which something runs dense; ``dense_fallback: never`` makes them 0.
+    """
+
+    request_fields: ClassVar[tuple[str, ...]] = ()
+    phase_fields: ClassVar[tuple[str, ...]] = ()
+    limits: ClassVar[tuple[str, ...]] = ("crossover_tokens",)
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    layers: str | list[int] = Field("all", description='Layers that run sparse: "all", a range "2-", or a list.')
+    dense_fallback: Literal["auto", "never"] = Field(
+        "auto", description='"never" is for tests: nothing runs dense for being short, as if every such limit were 0.'
+    )
+    check_exactness: bool = Field(
+        False, description="Debug: an idle server proves by recomputation that the prefix cache is exact."
+    )
+
+    @classmethod
+    def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a user's fields with what the model's config.json says in the place of those that ask for it.
+
+        Args:
+            fields: what the user gave.
+            read: returns config.json.
+
+        Raises:
+            ValueError: it does not say it; names the field.
+        """
+        return fields
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers_have_a_form(cls, value: object) -> object:
+        if isinstance(value, str) or (isinstance(value, list) and all(type(layer) is int for layer in value)):
+            return value
+        raise ValueError(f"must be {LAYERS_FORM}")
+
+    @field_validator("layers")
+    @classmethod
+    def _layers_parse(cls, value: str | list[int]) -> str | list[int]:
+        parse_layers(value, num_layers=None)
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _never_means_no_limits(cls, data: object) -> object:
+        if isinstance(data, dict) and data.get("dense_fallback") == "never":
+            return {**data, **dict.fromkeys(cls.limits, 0)}
+        return data
+
+
+class MethodConfig(SparseConfig):
+    """Fields that every decode method has; a method adds its own by subclassing."""
+
+    limits: ClassVar[tuple[str, ...]] = ("min_seq_len", "crossover_tokens")
+
+    page_size: int = Field(16, description="Tokens per KV page, which is the block of the selection: 1, 2, 4, … 64.")
+    min_seq_len: int = Field(4096, ge=0, description="Rows with fewer KV tokens attend to all of them.")
+    crossover_tokens: Crossover = Field(
+        "auto",
+        description="A batch whose sparse rows hold fewer KV tokens in total runs dense; "
+        f"auto: as measured for this GPU, else {DEFAULT_CROSSOVER}.",
+    )
+
+    @field_validator("page_size")
+    @classmethod
+    def _page_size_is_a_power_of_two(cls, value: int) -> int:
+        if value not in PAGE_SIZES:
+            raise ValueError(f"must be a power of two from 1 to {PAGE_SIZES[-1]}")
+        return value
+
+
+class RectifyConfig(MethodConfig):
+    """Fields of a method whose approximate KV dense passes make exact again."""
+
+    request_fields: ClassVar[tuple[str, ...]] = ("rectify_interval",)
+
+    layers: str | list[int] = Field(
+        "all",
+        description='Layers that run sparse: "all", a range "2-", or a list; a mapping has rules for layers, '
+        "see README.",
+    )
+    rectify_interval: int = Field(
+        32, ge=0, description="A dense pass re-encodes a request's last tokens when they are this many; 0: never."
+    )
+    rectify_max_batch: int = Field(
+        8, ge=1, description="Requests that one step rectifies; more only where this many could not keep up."
+    )
+    rectify_on_finish: bool = Field(
+        False, description="Rectify a finished request's last tokens too, so that all its pages can be shared."
+    )
+
+    @field_validator("rectify_interval")
+    @classmethod
+    def _one_token_is_no_interval(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("must be 0 (never) or at least 2: at 1 every step would be dense")
+        return value
+
+    @field_validator("rectify_on_finish")
+    @classmethod
+    def _on_finish_needs_an_interval(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("rectify_interval") == 0:
+            raise ValueError("needs rectification, and rectify_interval is 0 (never)")
+        return value
+
+
+# What is said once for all layers of a server, whatever methods they have.
+SHARED = tuple(field for field in RectifyConfig.model_fields if field != "layers")
+
+
+C = TypeVar("C", bound=SparseConfig)
+
+
+class SparseArgumentError(ValueError):
+    """A sparse flag, config field or combination that cannot be served; the message is meant for the user."""
+
+
+def validated(
+    origin: str,
+    config_class: type[C],
+    fields: dict[str, Any],
+    checkpoint: Callable[[], Mapping[str, Any]] | None,
+) -> C:
+    """Validate a config.
+
+    Args:
+        origin: what the message begins with.
+        config_class: of the method.
+        fields: what the user gave.
+        checkpoint: reads the model's config.json, which a config may ask for; None where no model is at hand.
+
+    Raises:
+        SparseArgumentError: names each wrong field, what was got and what is allowed.
+    """
+    try:
+        return config_class.model_validate(config_class.from_checkpoint(fields, checkpoint) if checkpoint else fields)
+    except ValidationError as error:
+        raise SparseArgumentError(_explain(origin, config_class, error)) from error
+    except ValueError as error:
+        raise SparseArgumentError(f"{origin}: {error}") from error
+
+
+def explain_value(detail: Mapping[str, Any]) -> str:
+    """Say of one of pydantic's errors which field it is about, what was got and what is allowed."""
+    field = detail["loc"][0] if detail["loc"] else "config"
+    return f"{field}: got {detail['input']!r}; {detail['msg'].removeprefix('Value error, ')}"
+
+
+def _explain(origin: str, config_class: type[SparseConfig], error: ValidationError) -> str:
+    allowed = list(config_class.model_fields)
+    messages = []
+    for detail in error.errors():
+        field = str(detail["loc"][0]) if detail["loc"] else "config"
+        if detail["type"] == "extra_forbidden":
+            nearest = difflib.get_close_matches(field, allowed, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            message = f"unknown field {field!r}, allowed: {', '.join(allowed)}{hint}"
+        else:
+            message = explain_value(detail)
+        if message not in messages:
+            messages.append(message)
+    return f"{origin}: " + "; ".join(messages)

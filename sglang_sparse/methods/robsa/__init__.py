@@ -1,0 +1,1 @@
+"""RoBSA: the method, and the calibration that it goes by."""

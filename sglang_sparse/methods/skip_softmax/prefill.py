@@ -1,0 +1,159 @@
+"""Skip-Softmax: prefill that leaves out blocks of keys whose softmax weights would be small.
+
+Source: BLASST (arXiv:2512.12087) and the Skip Softmax Attention of TensorRT-LLM, from which the names of the fields
+come. What both leave to their kernels is settled in ``sglang_sparse_kernels.skip_softmax_prefill``. Difference: the
+threshold is ``threshold_scale_factor`` divided by the position behind a tile of queries, not by the sequence's length.
+
+What may be shared: a block is skipped for a whole tile of 128 queries, so that a token's KV in the layers above depends
+on the rest of its tile. It depends on nothing else that follows: tiles are aligned to absolute positions, blocks are
+visited in a fixed order, and the threshold goes by the position. (Divided by the prompt's length, as in the source, it
+would make two prompts of one prefix differ from the first token on.) So a tile is the group of ``PrefillMethod``:
+prefixes are cached, matched and cut into chunks by whole tiles, and whoever shares one has the KV of a cold prefill in
+one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import BeforeValidator, Field
+
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.prefill import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
+from sglang_sparse.methods.skip_softmax.calibration_file import (
+    FACTOR_RANGE,
+    is_factor,
+    only_with_a_model,
+    refuse_other_model,
+    resolved_fields,
+)
+from sglang_sparse_kernels.launch import to_device
+from sglang_sparse_kernels.skip_softmax_prefill import (
+    TILE_QUERIES,
+    SkipSoftmaxPlan,
+    Span,
+    make_plan,
+    skip_softmax_prefill,
+)
+
+PREFILL = ("prefill",)
+# What both configs say of the fields that they share.
+TARGET = (
+    "Share of the blocks to skip, from 0 to 1{of}, in the place of threshold_scale_factor: by calibration_file, or by "
+    "what NVIDIA Model Optimizer has left in the checkpoint's config.json."
+)
+FILE = "What `sglang_sparse.calibrate --method skip_softmax` wrote for this model; target_sparsity goes by it."
+CALIBRATION = "Where threshold_scale_factor comes from, if from target_sparsity; reported, and compared with the model."
+
+
+def _factor_of_prefill(value: Any) -> Any:
+    """A number, or TensorRT-LLM's mapping of phases, of which this has prefill."""
+    factor: Any = value["prefill"] if isinstance(value, dict) and list(value) == ["prefill"] else value
+    if not is_factor(factor):
+        raise ValueError(
+            f'must be {FACTOR_RANGE}, or {{"prefill": number}}; that of decode belongs to --sparse-method skip_softmax'
+        )
+    return factor
+
+
+class SkipSoftmaxConfig(PrefillConfig):
+    """Configuration of ``--sparse-prefill-method skip_softmax``."""
+
+    request_fields: ClassVar[tuple[str, ...]] = ("threshold_scale_factor", *PrefillConfig.request_fields)
+    phase_fields: ClassVar[tuple[str, ...]] = ("threshold_scale_factor",)
+
+    dense_tail: int = Field(
+        0,
+        ge=0,
+        description="The last tokens of a prompt that attend densely. None have to: a block is skipped only where no "
+        "query of a tile needs it.",
+    )
+    threshold_scale_factor: Annotated[float, BeforeValidator(_factor_of_prefill)] = Field(
+        250.0,
+        description="A block of keys is skipped where its softmax weights, relative to the largest so far, are below "
+        'this divided by the position, for each query of a tile; 0: never. `{"prefill": 250}` is read, too.',
+    )
+    target_sparsity: Annotated[None, BeforeValidator(only_with_a_model)] = Field(None, description=TARGET.format(of=""))
+    calibration_file: Annotated[None, BeforeValidator(only_with_a_model)] = Field(None, description=FILE)
+    calibration: dict[str, Any] | None = Field(None, description=CALIBRATION)
+
+    @classmethod
+    def from_checkpoint(cls, fields: dict[str, Any], read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Put the factor that a calibration gives for it in the place of ``target_sparsity``."""
+        return resolved_fields(fields, read, PREFILL)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The op's plan, and what each row's request asked for: ``[rows]`` float32 on the device."""
+
+    op: SkipSoftmaxPlan
+    factor: torch.Tensor
+
+
+class SkipSoftmax(PrefillMethod):
+    """Attend to the blocks of keys in which some query's maximum comes near its maximum so far."""
+
+    config_class = SkipSoftmaxConfig
+    config: SkipSoftmaxConfig
+    more_counts = ("blocks_skipped", "blocks_visited")
+
+    @property
+    def group_tokens(self) -> int:
+        """Queries of a tile."""
+        return TILE_QUERIES
+
+    def refuse(self, model_config: Any) -> str | None:
+        """Refuse MLA models, for whose expanded keys of prefill there is no kernel."""
+        if model_config.attention_arch.name != "MLA":
+            return None
+        return (
+            "skip_softmax prefills MHA and GQA models; this one uses MLA (multi-head latent attention), which SGLang "
+            "prefills with keys expanded for each head, apart from its cache; allowed: --sparse-method skip_softmax, "
+            "which decodes it, without a prefill method"
+        )
+
+    def refuse_weights(self, model_config: Any) -> str | None:
+        """Refuse what the calibration was not made on."""
+        return refuse_other_model(self.config, self.config.calibration, model_config)
+
+    def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
+        """None: what the kernel holds between its blocks is in registers. The reference, on a CPU, is not counted."""
+        return 0
+
+    def plan(self, spans: Sequence[PrefillSpan], device: torch.device) -> _Plan:
+        """Lay out tiles."""
+        rows = 1 + max(span.row for span in spans)
+        factors = [0.0] * rows
+        for span in spans:
+            if isinstance(span.method, SkipSoftmax):
+                factors[span.row] = span.method.config.threshold_scale_factor
+        op = make_plan([part for span in spans for part in self._parts(span)], rows, device)
+        return _Plan(op, to_device(factors, torch.float32, device))
+
+    def _parts(self, span: PrefillSpan) -> Iterator[Span]:
+        dense_until = span.end if span.method is None else min(span.end, max(span.start, self.dense_below))
+        if span.start < dense_until:
+            yield Span(span.row, span.start, dense_until, sparse=False)
+        if dense_until < span.end:
+            yield Span(span.row, dense_until, span.end)
+
+    def attend(self, plan: _Plan, layer_id: int, inputs: PrefillInputs) -> None:
+        """One call of the op."""
+        skip_softmax_prefill(
+            inputs.query,
+            inputs.key_cache,
+            inputs.value_cache,
+            inputs.page_table,
+            plan.op,
+            plan.factor,
+            inputs.page_size,
+            inputs.scaling,
+            inputs.k_scale,
+            inputs.v_scale,
+            out=inputs.out,
+            stats=inputs.pairs,
+        )

@@ -1,0 +1,80 @@
+"""Models that stand for a kind of attention where methods are asked about one that is not at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_SIZES = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+}
+_LATENT = {
+    **_SIZES,
+    "num_key_value_heads": 32,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 8,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 8,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+# One config.json a kind of attention that some method may serve; the other kinds are in ``limits.MODEL_LIMITS``.
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "MHA/GQA": {
+        **_SIZES,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "MLA": {**_LATENT, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+    "DSA": {
+        **_LATENT,
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+    },
+}
+
+
+@dataclass(frozen=True)
+class FlagLimit:
+    """A server flag that sparsity does not serve.
+
+    Attributes:
+        name: what the user calls it.
+        got: returns the offending value, or None.
+        reason: why not.
+    """
+
+    name: str
+    got: Callable[[Any], object | None]
+    reason: str
+
+
+def refuse_sizes(model_config: object, allowed: Mapping[str, Sequence[int]]) -> str | None:
+    """Say which size of a model's text config the kernels of a method lack, or None.
+
+    Args:
+        model_config: the text config.
+        allowed: the sizes that are served, by the name of their field.
+    """
+    for name, sizes in allowed.items():
+        found = getattr(model_config, name, None)
+        if found not in sizes:
+            return f"its {name} is {found}; allowed: {', '.join(map(str, sizes))}"
+    return None

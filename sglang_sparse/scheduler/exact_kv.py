@@ -1,0 +1,105 @@
+"""How much of a request's KV is exact, and the rule that only exact KV enters the radix tree.
+
+``shareable_len`` of a request: KV of positions ``[0, shareable_len)`` equals what dense attention over the same tokens
+would have written. A dense pass over tokens that follow exact KV writes exact KV; a sparse decode step does not, unless
+the method is ``exact``: then sparse attention is what the model was trained for. What a sparse prefill writes counts as
+exact, see ``scheduler/prefill_chunks.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_sparse.config.settings import settings_of
+from sglang_sparse.scheduler import forced_tokens, prefill_chunks, prompt_windows
+from sglang_sparse.scheduler.request_fields import committed_len, free_tokens
+from sglang_sparse.scheduler.request_state import ensure_state, state_of
+
+
+def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_: Any) -> None:
+    """After ``ForwardBatch.init_new``: decide which rows of a decode pass run sparse, and move the exact lengths.
+
+    The pass is launched before anything that reads the KV it writes, on the same stream, so the lengths may move now.
+    """
+    settings = settings_of(model_runner.server_args)
+    if settings is None or model_runner.is_draft_worker:
+        return
+    backend = model_runner.attn_backend
+    states = [ensure_state(settings, backend.counters.rectify, request) for request in batch.reqs]
+    forced_tokens.prepare(forward_batch, batch, states)
+    prefill_chunks.begin(backend, forward_batch, batch)
+    prompt_windows.begin(backend, forward_batch, batch)
+    mode = batch.forward_mode
+    if backend.rectifying is not None and backend.rectifying.outer_batch is batch:
+        # Only its sampling runs; the passes over its rows come here one by one.
+        return
+    if mode.is_decode():
+        compacted = any(state.compacted for state in states)
+        plan = backend.plan_rows(batch.seq_lens_cpu, [state.options for state in states], compacted)
+        covered = plan.covered.tolist()
+        for state, length, dense in zip(states, batch.seq_lens_cpu.tolist(), covered, strict=True):
+            if (dense or settings.method.exact) and state.shareable_len == length - 1:
+                state.shareable_len = length
+    elif mode.is_extend():
+        for state, prefix, extended in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):
+            # A prefix comes from the tree or an earlier chunk, both exact; the rows that decode within a mixed
+            # batch may have an approximate tail.
+            if state.shareable_len is None or state.shareable_len >= prefix:
+                state.shareable_len = prefix + extended
+
+
+def shareable_len(request: Any) -> int | None:
+    """Return how many tokens of SGLang's ``Req`` have exact KV, or None where nothing of it is computed."""
+    state = state_of(request)
+    return None if state is None else state.shareable_len
+
+
+def forget_exact_length(_: None, request: Any) -> None:
+    """After ``Req.reset_for_retract``: its KV is gone, and will be written again by a prefill."""
+    state = state_of(request)
+    if state is not None:
+        state.shareable_len = None
+        state.split_group = state.cut = None
+        state.kept, state.compacted = (0, 0), False
+
+
+def exact_committed_len(original: Callable[[Any], int], request: Any) -> int:
+    """Around ``Req.owned_kv_len``: what a finished request inserts into the radix tree ends here.
+
+    One that is compacted inserts nothing, and all of it is freed.
+    """
+    state = state_of(request)
+    if state is not None and state.compacted:
+        return committed_len(request)
+    committed = original(request)
+    exact = shareable_len(request)
+    if exact is None:
+        return committed
+    method = prefill_chunks.sharing_method(request)
+    return min(committed, exact if method is None else min(exact, prefill_chunks.share_limit(request, method)))
+
+
+def release_inexact_tail(original: Callable[..., None], request: Any, start: int, end: int, tree_cache: Any) -> None:
+    """Around ``_release_overallocated_kv_indices``: free the pages behind the exact length.
+
+    SGLang asserts that there are none unless it speculates. The page that holds the exact length itself is freed by
+    the tree, as the unaligned tail of what was inserted.
+
+    Args:
+        original: SGLang's function.
+        request: the finished request.
+        start: its exact length.
+        end: its allocated length.
+        tree_cache: the radix cache.
+    """
+    state = state_of(request)
+    if state is None:
+        return original(request, start, end, tree_cache)
+    if request.finished():
+        exact = start if state.shareable_len is None else min(start, state.shareable_len)
+        state.counts.tail_tokens_dropped += max(0, committed_len(request) - exact)
+    page_size = tree_cache.token_to_kv_pool_allocator.page_size
+    start = -(-start // page_size) * page_size
+    if start < end:
+        free_tokens(request, tree_cache, start, end)

@@ -1,0 +1,128 @@
+"""Forward passes over some rows of a decode batch, which the scheduler goes on seeing as one batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_sparse.scheduler.request_fields import pool_row
+from sglang_sparse_kernels.launch import to_device
+
+
+@dataclass(frozen=True)
+class Span:
+    """What of a request is encoded again, densely.
+
+    Attributes:
+        request: SGLang's ``Req``.
+        start: its exact length.
+        end: its length with the newest token.
+    """
+
+    request: Any
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the span."""
+        return self.end - self.start
+
+
+def extend_view(batch: Any, spans: Sequence[Span], newest: torch.Tensor | None = None) -> Any:
+    """Make the batch of the dense pass over ``spans``: an extend batch that writes to slots the requests already have.
+
+    Args:
+        batch: the ``ScheduleBatch`` that the requests are in.
+        spans: one a request.
+        newest: ``[len(spans)]`` on the device, the last token of each span: with overlap scheduling only the device
+            knows it yet. None takes it from the host as well.
+
+    Returns:
+        A ``ScheduleBatch`` of which ``ForwardBatch.init_new`` makes an EXTEND pass. Nothing is sampled from it.
+
+    Raises:
+        RuntimeError: the host does not know a token of a span.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    table = batch.req_to_token_pool.req_to_token
+    view = _rows_view(batch, [span.request for span in spans])
+    view.forward_mode = ForwardMode.EXTEND
+    view.dense_pass = True
+    view.prefix_lens = [span.start for span in spans]
+    view.extend_lens = [span.tokens for span in spans]
+    view.extend_num_tokens = sum(view.extend_lens)
+    view.extend_logprob_start_lens = view.extend_lens
+    view.extend_input_logprob_token_ids = None
+    ends = [span.end for span in spans]
+    view.seq_lens_cpu = torch.tensor(ends, dtype=torch.int64)
+    view.seq_lens = to_device(ends, torch.int64, table.device)
+    view.orig_seq_lens = to_device(ends, torch.int32, table.device)
+    requests = [pool_row(span.request) for span in spans]
+    view.req_pool_indices = to_device(requests, torch.int64, table.device)
+    slots = [table[request, span.start : span.end] for request, span in zip(requests, spans, strict=True)]
+    view.out_cache_loc = torch.cat(slots).to(torch.int64)
+    view.input_ids = _input_ids(spans, newest, table.device)
+    return view
+
+
+def _input_ids(spans: Sequence[Span], newest: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    unknown = 0 if newest is None else 1
+    tokens: list[int] = []
+    last: list[int] = []
+    for span in spans:
+        known = _tokens(span.request, span.start, span.end - unknown)
+        tokens += known + [0] * unknown
+        last.append(len(tokens) - 1)
+    input_ids = to_device(tokens, torch.int64, device)
+    if newest is not None:
+        input_ids[to_device(last, torch.int64, device)] = newest.to(torch.int64)
+    return input_ids
+
+
+def _tokens(request: Any, start: int, end: int) -> list[int]:
+    prompt = len(request.origin_input_ids)
+    tokens = [*request.origin_input_ids[start:end]]
+    tokens += request.output_ids[max(0, start - prompt) : max(0, end - prompt)]
+    if len(tokens) != end - start:
+        known = prompt + len(request.output_ids)
+        raise RuntimeError(f"request {request.rid}: the host knows {known} tokens and a dense pass needs {end}")
+    return tokens
+
+
+def decode_view(batch: Any, rows: Sequence[int]) -> Any:
+    """Make the decode batch of some rows of a decode batch.
+
+    Args:
+        batch: the ``ScheduleBatch``, its ``input_ids`` resolved.
+        rows: ascending.
+    """
+    view = _rows_view(batch, [batch.reqs[row] for row in rows])
+    host = torch.tensor(rows, dtype=torch.int64)
+    device = to_device(rows, torch.int64, batch.seq_lens.device)
+    view.seq_lens_cpu = batch.seq_lens_cpu[host]
+    for name in ("seq_lens", "orig_seq_lens", "req_pool_indices", "out_cache_loc", "input_ids"):
+        setattr(view, name, getattr(batch, name)[device])
+    return view
+
+
+def _rows_view(batch: Any, requests: list[Any]) -> Any:
+    view = copy.copy(batch)
+    view.reqs = requests
+    view.seq_lens_sum = None
+    view.req_pool_indices_cpu = None
+    view.multimodal_inputs = None
+    # Left over from the prefill that this batch once was.
+    view.input_embeds = view.replace_embeds = view.replace_positions = None
+    # Log-probabilities, grammars and penalties belong to sampling, which sees the whole batch.
+    view.return_logprob = False
+    view.top_logprobs_nums = None
+    view.token_ids_logprobs = None
+    view.sampling_info = None
+    view.has_grammar = False
+    return view

@@ -1,0 +1,94 @@
+"""The windows at prompts' ends, for methods that choose there what of a prompt stays visible: see ``PromptSelector``.
+
+A cached prefix is used up to the window only, and no chunk ends within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.attention.prompt_selection import KeepPath, PartsKeepPath, PromptEnd
+from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
+from sglang_sparse.scheduler.request_state import options_of, state_of
+
+if TYPE_CHECKING:
+    from sglang_sparse.config.request_options import RequestOptions
+    from sglang_sparse.config.settings import Settings
+
+
+def choosing(options: RequestOptions) -> tuple[PromptSelector, ...]:
+    """Return the methods that choose for a request, each for its layers; none where it sees all of its prompt."""
+    return prompt_selectors(options.method) if options.sparse else ()
+
+
+def window_start(settings: Settings | None, request: Any) -> int | None:
+    """Return the position of the first token of a request's window, or None where it needs none.
+
+    Where several methods have one, that of the longest: the others are within it.
+
+    Args:
+        settings: the server's.
+        request: SGLang's ``Req``.
+    """
+    if settings is None or not prompt_selectors(settings.method):
+        return None
+    state = state_of(request)
+    options = options_of(settings, request) if state is None else state.options
+    prompt = len(request.origin_input_ids)
+    windows = [method.window_tokens for method in choosing(options) if method.kept(prompt)[1]]
+    return prompt - max(windows) if windows else None
+
+
+def outside(position: int, start: int | None, prompt: int, page_size: int) -> int:
+    """Return the last end of a chunk, up to ``position``, that is not within the window.
+
+    Args:
+        position: where a chunk would end, at a page's end.
+        start: of the window; None without one.
+        prompt: tokens of the prompt, where the window ends.
+        page_size: tokens per page.
+    """
+    if start is None or not start < position < prompt:
+        return position
+    return start // page_size * page_size
+
+
+def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
+    """Tell the backend which prompts a pass completes; copies that are due are launched before it.
+
+    Args:
+        backend: the ``SparseAttentionBackend``.
+        forward_batch: SGLang's ``ForwardBatch``.
+        batch: the ``ScheduleBatch`` that it was made from.
+    """
+    keeps: KeepPath | PartsKeepPath | None = backend.keeps
+    if keeps is None:
+        return
+    if keeps.compaction is not None:
+        keeps.compaction.run()
+    prefills = batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False)
+    for path in keeps.paths:
+        path.begin(list(_prompt_ends(path, batch)) if prefills else [], forward_batch.req_pool_indices)
+
+
+def _prompt_ends(path: KeepPath, batch: Any) -> Iterator[PromptEnd]:
+    first = 0
+    for row, request in enumerate(batch.reqs):
+        start, prompt = batch.prefix_lens[row], len(request.origin_input_ids)
+        state = state_of(request)
+        methods = choosing(state.options) if state else ()
+        method = methods[path.place] if methods else None
+        kept = method.kept(prompt) if method else (0, 0)
+        window = prompt - method.window_tokens if method else prompt
+        if not kept[1]:
+            # In any pass: a cached prefix may reach beyond the prompt, where an earlier owner of the row is remembered.
+            yield PromptEnd(row, prompt, kept, first)
+        elif state is not None and start < prompt <= start + batch.extend_lens[row]:
+            if window < start:
+                path.note_whole()
+                kept = (0, 0)
+            if path.compaction is not None:
+                state.kept = kept
+            yield PromptEnd(row, prompt, kept, first + window - start)
+        first += batch.extend_lens[row]

@@ -1,0 +1,293 @@
+"""Rectification: approximate KV is made exact again by dense passes within SGLang's own scheduling.
+
+Source: "Rectified Sparse Attention" (ReSA), section 2.3. The scheduler keeps seeing one decode batch. Where some of its
+rows are due, the one decode forward becomes an extend pass over their approximate tokens and the newest one, dense and
+in the slots they already have (several, where that is faster: ``scheduler/fa3_packing.py``), and a decode pass over the
+other rows; their logits are put together in the order of the batch. The newest token is not forwarded yet, so the
+extend pass *is* the due rows' decode step: f tokens cost f - 1 sparse steps and one dense pass. (The paper re-encodes
+after the step; here the two are merged.)
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sparse.config.settings import prefill_chunk, settings_of
+from sglang_sparse.scheduler.partial_batch import Span, decode_view, extend_view
+from sglang_sparse.scheduler.request_fields import committed_len
+from sglang_sparse.scheduler.request_state import state_of
+from sglang_sparse_kernels.launch import to_device
+
+if TYPE_CHECKING:
+    from sglang_sparse.attention.counters import RectifyCounts
+    from sglang_sparse.config.settings import Settings
+    from sglang_sparse.scheduler.fa3_packing import Divide
+
+logger = logging.getLogger(__name__)
+
+# The attribute of the radix cache that holds back releases while a step's results are processed.
+HELD = "sglang_sparse_held"
+
+
+def due_rows(pending: Sequence[int], intervals: Sequence[int], max_batch: int, max_tokens: int) -> list[int]:
+    """Choose the rows that this step rectifies; a pure function, so that tensor-parallel ranks agree.
+
+    Deadlines first: row r in the order of urgency must be served within r // max_batch steps from now, so a pass runs
+    as soon as waiting longer would make some row late. A pass that runs anyway takes rows along that are at least
+    halfway to their interval: from then on they are due together, and fewer steps carry a second pass.
+
+    Args:
+        pending: ``[rows]``, approximate tokens of each row and its newest one.
+        intervals: ``[rows]``, generated tokens between rectifications; 0 means never.
+        max_batch: rows that one pass takes, unless this many could not keep up.
+        max_tokens: most tokens of a pass; the others wait for the next step. At least one row is taken.
+
+    Returns:
+        Ascending rows; empty where nothing is due.
+    """
+    rows = [row for row, count in enumerate(pending) if intervals[row] and count > 1]
+    load = sum(1 / interval for interval in intervals if interval)
+    batch = max(max_batch, math.ceil(load))
+    left = {row: intervals[row] - pending[row] for row in rows}
+    rows.sort(key=lambda row: (left[row], row))
+    if all(left[row] > rank // batch for rank, row in enumerate(rows)):
+        return []
+    # Near its capacity a pass must take what it can get, or the last rows would be late.
+    busy = 2 * load > batch
+    chosen = [row for row in rows[:batch] if busy or left[row] <= 0 or 2 * pending[row] >= intervals[row]]
+    fitting = sum(tokens <= max_tokens for tokens in accumulate(pending[row] for row in chosen))
+    return sorted(chosen[: max(1, fitting)])
+
+
+@dataclass
+class Rectification:
+    """A decode step that rectifies some of its rows.
+
+    Attributes:
+        outer_batch: the scheduler's batch.
+        due: rows that are rectified, ascending.
+        spans: what is re-encoded of each of them.
+        late: steps that each of them waited beyond its interval.
+        parts: which of them, as indices of ``due``, share a pass.
+    """
+
+    outer_batch: Any
+    due: list[int]
+    spans: list[Span]
+    late: list[int]
+    parts: list[list[int]]
+
+    @property
+    def rest(self) -> list[int]:
+        """The rows that decode as always."""
+        due = set(self.due)
+        return [row for row in range(len(self.outer_batch.reqs)) if row not in due]
+
+
+def pass_tokens(server_args: Any) -> int:
+    """Most tokens of a pass: a chunk of prefill, for which SGLang keeps memory."""
+    return prefill_chunk(server_args) or sys.maxsize
+
+
+def plan_step(settings: Settings, batch: Any, max_tokens: int, divide: Divide | None = None) -> Rectification | None:
+    """Decide which rows of a prepared decode batch are rectified in this step, of ``max_tokens`` together.
+
+    They share one pass, unless ``divide`` says otherwise, see ``fa3_packing.Divider.divide``.
+    """
+    lengths = batch.seq_lens_cpu.tolist()
+    states = [state_of(request) for request in batch.reqs]
+    exact = [
+        length if state is None or state.shareable_len is None else state.shareable_len
+        for state, length in zip(states, lengths, strict=True)
+    ]
+    pending = [length - start for length, start in zip(lengths, exact, strict=True)]
+    intervals = [state.options.rectify_interval if state else 0 for state in states]
+    if not any(intervals) or settings.rectify is None:
+        return None
+    due = due_rows(pending, intervals, settings.rectify.rectify_max_batch, max_tokens)
+    if not due:
+        return None
+    spans = [Span(batch.reqs[row], exact[row], lengths[row]) for row in due]
+    late = [max(0, pending[row] - intervals[row]) for row in due]
+    parts = divide([(span.tokens, span.end) for span in spans]) if divide else [list(range(len(due)))]
+    return Rectification(batch, due, spans, late, parts)
+
+
+def run_step(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``TpModelWorker.forward_batch_generation``: launch a decode step, with rectification where due."""
+    settings = settings_of(worker.server_args)
+    if settings is None or worker.is_draft_worker or batch is None or not batch.forward_mode.is_decode():
+        return original(worker, batch, *args, **kwargs)
+    backend = worker.model_runner.attn_backend
+    backend.rectifying = plan_step(settings, batch, pass_tokens(worker.server_args), backend.divide)
+    try:
+        return original(worker, batch, *args, **kwargs)
+    finally:
+        backend.rectifying = None
+
+
+def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``ModelRunner.forward``: the extend passes over due rows, then the decode pass over the others.
+
+    In this order, because a decode graph publishes that the step has read ``req_to_token`` before it is replayed.
+
+    Returns:
+        SGLang's output of the last pass, with the logits of all rows.
+    """
+    step = None
+    if settings_of(runner.server_args) is not None and not runner.is_draft_worker:
+        step = runner.attn_backend.rectifying
+    if step is None:
+        return original(runner, forward_batch, *args, **kwargs)
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    batch, rest = step.outer_batch, step.rest
+    device = batch.seq_lens.device
+    passes = []
+    for part in step.parts:
+        due = [step.due[index] for index in part]
+        newest = batch.input_ids[to_device(due, torch.int64, device)]
+        passes.append((due, extend_view(batch, [step.spans[index] for index in part], newest)))
+    if rest:
+        passes.append((rest, decode_view(batch, rest)))
+    _count(runner.attn_backend.counters.rectify, step, bool(rest))
+    logits = output = None
+    # Whatever runs a forward within these passes must not be split again.
+    runner.attn_backend.rectifying = None
+    for rows, view in passes:
+        inner = ForwardBatch.init_new(
+            view,
+            runner,
+            capture_hidden_mode=forward_batch.capture_hidden_mode,
+            return_hidden_states_before_norm=False,
+        )
+        # An event of the pass before says nothing of what this one reads, which may publish none.
+        runner.shared_read_done_event = None
+        output = original(runner, inner, *args, **kwargs)
+        if rows is not rest and device.type == "cuda" and not output.can_run_graph:
+            _warn_eager()
+        found = output.logits_output.next_token_logits
+        if logits is None:
+            logits = found.new_empty(len(batch.reqs), found.shape[1])
+        # Copied out at once: a graph's output is overwritten by its next replay.
+        logits.index_copy_(0, to_device(rows, torch.int64, device), found)
+    assert output is not None
+    output.logits_output.next_token_logits = logits
+    output.can_run_graph = False
+    return output
+
+
+@functools.cache
+def _warn_eager() -> None:
+    """Once: SGLang leaves the graphs of prefill out where memory is short, and the host is then slower than the GPU."""
+    logger.warning(
+        "sglang_sparse: a rectifying pass ran without a CUDA graph, which takes longer; SGLang's lines at start say "
+        "which graphs it has for prefill: none where memory is short"
+    )
+
+
+def _count(counts: RectifyCounts, step: Rectification, second_pass: bool) -> None:
+    counts.passes += 1
+    counts.second_passes += second_pass
+    for span, late in zip(step.spans, step.late, strict=True):
+        counts.requests += 1
+        counts.tokens += span.tokens
+        counts.delay_steps += late
+        counts.max_delay_steps = max(counts.max_delay_steps, late)
+
+
+def finish_exactly(original: Callable[..., None], scheduler: Any, batch: Any, result: Any) -> None:
+    """Around ``Scheduler.process_batch_result``: with ``rectify_on_finish``, make finished requests exact to the end.
+
+    Their release is held back until this step's results are processed, then all their tails are re-encoded, at most
+    ``rectify_max_batch`` of them in a pass, and they are released. The passes are only launched here: whoever reads
+    this KV next does so later on the same stream.
+    """
+    settings = settings_of(scheduler.server_args)
+    config = settings.rectify if settings else None
+    if config is None or not config.rectify_on_finish or not batch.forward_mode.is_decode():
+        return original(scheduler, batch, result)
+    held: list[tuple[Span, Callable[[], None]]] = []
+    setattr(scheduler.tree_cache, HELD, held)
+    try:
+        original(scheduler, batch, result)
+    finally:
+        delattr(scheduler.tree_cache, HELD)
+    for spans in grouped([span for span, _ in held], config.rectify_max_batch, pass_tokens(scheduler.server_args)):
+        _rectify_tails(scheduler, batch, spans)
+    for _, release in held:
+        release()
+    return None
+
+
+def grouped(spans: Sequence[Span], max_batch: int, max_tokens: int) -> list[list[Span]]:
+    """Split spans into passes of at most ``max_batch`` spans and ``max_tokens`` tokens, or a single span."""
+    groups: list[list[Span]] = []
+    for span in spans:
+        last = groups[-1] if groups else []
+        if last and len(last) < max_batch and sum(other.tokens for other in last) + span.tokens <= max_tokens:
+            last.append(span)
+        else:
+            groups.append([span])
+    return groups
+
+
+def hold_release(original: Callable[..., None], request: Any, tree_cache: Any, *, checkpoint: bool) -> None:
+    """Around ``release_kv_cache``: hold back a finished request whose last tokens are not exact yet.
+
+    One that is compacted has nothing to insert: its row no longer begins with its prompt.
+    """
+    held = getattr(tree_cache, HELD, None)
+    state = state_of(request)
+    checkpoint = checkpoint and not (state is not None and state.compacted)
+    if (
+        held is None
+        or state is None
+        or state.shareable_len is None
+        or not checkpoint
+        or not state.options.rectify_interval
+    ):
+        return original(request, tree_cache, checkpoint=checkpoint)
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    span = Span(request, state.shareable_len, committed_len(request))
+    if span.tokens <= 0 or isinstance(request.finished_reason, FINISH_ABORT):
+        return original(request, tree_cache, checkpoint=checkpoint)
+    held.append((span, lambda: original(request, tree_cache, checkpoint=checkpoint)))
+    return None
+
+
+def _rectify_tails(scheduler: Any, batch: Any, spans: list[Span]) -> None:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    runner = scheduler.tp_worker.model_runner
+    counts = runner.attn_backend.counters.rectify
+    counts.finish_passes += 1
+    counts.finish_tokens += sum(span.tokens for span in spans)
+    with scheduler.forward_stream_ctx if scheduler.enable_overlap else nullcontext():
+        if scheduler.enable_overlap:
+            scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+            _keep_unsampled_logits(scheduler)
+        forward_batch = ForwardBatch.init_new(extend_view(batch, spans), runner, return_hidden_states_before_norm=False)
+        runner.forward(forward_batch)
+    if scheduler.enable_overlap:
+        # The requests' rows of req_to_token are free for others as soon as they are released.
+        runner.shared_read_done_event = None
+        scheduler._apply_war_barrier()
+
+
+def _keep_unsampled_logits(scheduler: Any) -> None:
+    """Copy the logits of a step in flight whose sampling waits for a grammar: they are in a graph's output buffer."""
+    for _, result in scheduler.result_queue:
+        if result.delay_sample_func is not None and result.logits_output is not None:
+            result.logits_output.next_token_logits = result.logits_output.next_token_logits.clone()

@@ -1,0 +1,72 @@
+"""What a calibration of AnchorAttention found: rows for its file, and a table to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sglang_sparse.methods.anchor import ALL_KEYS
+from sglang_sparse.tools.calibration.recall import MAX_THETA, Kept, thetas
+
+# Of these the file says what they would keep if all layers had the same.
+COMPARED = (0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0)
+# By length and layer.
+Measured = Mapping[int, Mapping[int, Kept]]
+
+
+def layer_rows(measured: Measured, places: Mapping[int, int | None]) -> list[dict[str, Any]]:
+    """What the chosen thetas keep, a row for each layer and length; sparsity and recall are shares."""
+    rows = []
+    for layer, place in places.items():
+        for length, by_layer in measured.items():
+            kept = by_layer[layer]
+            row: dict[str, Any] = {"layer": layer, "length": length}
+            if place is None:
+                row |= {"theta": ALL_KEYS, "recall": 1.0, "worst_head_recall": 1.0, "sparsity": 0.0}
+            else:
+                recall = kept.recall[:, place]
+                row |= {
+                    "theta": thetas()[place].item(),
+                    "recall": round(recall.mean().item(), 4),
+                    "worst_head_recall": round(recall.min().item(), 4),
+                    "sparsity": round(kept.sparsity[:, place].mean().item(), 4),
+                }
+            rows.append(row)
+    return rows
+
+
+def same_theta_rows(measured: Measured) -> list[dict[str, Any]]:
+    """What one theta for all layers would keep, mean over layers: a row for each of some thetas and each length."""
+    rows = []
+    for length, by_layer in measured.items():
+        recall = torch.stack([kept.recall.mean(0) for kept in by_layer.values()]).mean(0)
+        sparsity = torch.stack([kept.sparsity.mean(0) for kept in by_layer.values()]).mean(0)
+        for theta in COMPARED:
+            place = int(torch.searchsorted(thetas(), theta))
+            shares = {"recall": round(recall[place].item(), 4), "sparsity": round(sparsity[place].item(), 4)}
+            rows.append({"theta": theta, "length": length, **shares})
+    return rows
+
+
+def report(config: Mapping[str, Any]) -> None:
+    """Print what was found."""
+    found = config["calibration"]
+    print(f"{'layer':>5} {'length':>7} {'theta':>8} {'recall':>7} {'worst head':>10} {'left out':>9}")
+    for row in found["layers"]:
+        theta = "all keys" if row["theta"] == ALL_KEYS else f"{row['theta']:8.3f}"
+        shares = f"{row['recall']:7.4f} {row['worst_head_recall']:10.4f} {row['sparsity']:9.1%}"
+        print(f"{row['layer']:>5} {row['length']:>7} {theta} {shares}")
+    print("mean over layers, each with its own theta; and with the same in all:")
+    for counted in found["number_of_prompts"]:
+        length, prompts = counted["length"], counted["prompts"]
+        rows = [row for row in found["layers"] if row["length"] == length]
+        recall, sparsity = (sum(row[name] for row in rows) / len(rows) for name in ("recall", "sparsity"))
+        print(f"{'':>5} {length:>7} {'own':>8} {recall:7.4f} {'':>10} {sparsity:9.1%}  ({prompts} prompts)")
+        for row in found["same_theta_in_all_layers"]:
+            if row["length"] == length:
+                print(f"{'':>5} {length:>7} {row['theta']:8.3f} {row['recall']:7.4f} {'':>10} {row['sparsity']:9.1%}")
+    dense = sorted({row["layer"] for row in found["layers"] if row["theta"] == ALL_KEYS})
+    if dense:
+        print(f"no theta up to {MAX_THETA:g} reaches the target in layers {', '.join(map(str, dense))}: dense there")

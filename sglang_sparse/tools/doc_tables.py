@@ -1,0 +1,304 @@
+"""Markdown for README and the method pages: what a start answers, and each method's docstring and config."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sglang_sparse.hooks import limits, refusals
+from sglang_sparse.methods import registry
+from sglang_sparse.methods.base import DecodeMethod
+from sglang_sparse.methods.support import KINDS
+from sglang_sparse.tools.support_matrix import (
+    FLAGS,
+    UNCALIBRATED,
+    UNRECTIFIED,
+    Answer,
+    Method,
+    Place,
+    answer,
+    backends,
+    broken_methods,
+    flag_answer,
+    flag_text,
+    load,
+    methods,
+    page_sizes,
+    partners,
+    place_of,
+    rule_partners,
+    stages,
+)
+
+if TYPE_CHECKING:
+    pass
+
+# Compute capabilities, and GPUs that have them.
+GPUS = {
+    (8, 0): "A100",
+    (8, 6): "A10, RTX 3090",
+    (8, 9): "L40S, RTX 4090",
+    (9, 0): "H100, H200",
+    (10, 0): "B200",
+    (12, 0): "RTX 5090",
+}
+# The one for which everything has been measured.
+MEASURED = (9, 0)
+# With scales and without.
+FLOAT8 = tuple(flag for flag in FLAGS if "kv_cache_dtype" in flag)
+
+# A refused thing, the methods that refuse it, and why.
+Refused = tuple[str, Sequence[Method], str]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _decode_class(method: Method) -> type[DecodeMethod]:
+    found = load(method)
+    return found if issubclass(found, DecodeMethod) else DecodeMethod
+
+
+def _words(found: Answer) -> str:
+    if not found.served:
+        return "no"
+    if found.fields == UNCALIBRATED:
+        return "calibrated"
+    return f"with `{json.dumps(found.fields)}`" if found.fields else "yes"
+
+
+def _what(method: Method) -> str:
+    return (inspect.getdoc(inspect.getmodule(load(method))) or method.name).split("\n")[0].removesuffix(".")
+
+
+def _phase(method: Method) -> str:
+    if method.prefill:
+        return "prefill"
+    both = _decode_class(method).selects_in_model or method.name in registry.prefill_methods()
+    return "prefill, decode" if both else "decode"
+
+
+def _kinds(method: Method) -> str:
+    found = {kind: answer(method, Place(kind, place_of(method).gpu)) for kind in KINDS}
+    return ", ".join(
+        kind + ("" if how.fields != UNCALIBRATED else " (calibrated)") for kind, how in found.items() if how.served
+    )
+
+
+def _machine(method: Method) -> str:
+    if not place_of(method).gpu:
+        return "CPU platform"
+    return "GPU, CPU platform" if backends(method, gpu=False) else "GPU"
+
+
+def properties() -> dict[str, Callable[[Method], str]]:
+    """Return what a method is asked besides the flags of a server, and what answers."""
+    return {
+        "phase": _phase,
+        "models": _kinds,
+        "runs on": _machine,
+        "together with": lambda m: ", ".join(partners(m)) or "none",
+        "other layers by `layers` rules": lambda m: ", ".join(rule_partners(m)) or "none",
+    }
+
+
+def methods_table() -> str:
+    """Return what each method is, and which models, machines and methods of the other phase it goes with."""
+    asked = properties()
+    rows = [[_what(m), f"`{m.flag}`", *(answer(m) for answer in asked.values())] for m in methods()]
+    rows += [[why, f"`{m.flag}`", *[""] * len(asked)] for m, why in broken_methods().items()]
+    return table(["method", "flag", *asked], rows)
+
+
+def features() -> dict[str, Callable[[Method], str]]:
+    """Return what flags of a server are called, and what says how a method goes with them."""
+    return {
+        "`--page-size`": lambda m: ", ".join(map(str, page_sizes(m))),
+        "`--attention-backend` on a GPU": lambda m: ", ".join(backends(m, gpu=True)) or "none",
+        "`--attention-backend` on the CPU platform": lambda m: ", ".join(backends(m, gpu=False)) or "none",
+        **{f"`{flag_text(flag)}`": lambda m, flag=flag: _words(flag_answer(m, flag)) for flag in FLAGS},
+    }
+
+
+def features_table() -> str:
+    """Return which flags of a server each method goes with."""
+    asked = methods()
+    rows = [[name, *(found(method) for method in asked)] for name, found in features().items()]
+    return table(["", *(method.label for method in asked)], rows)
+
+
+def _float8(method: Method, place: Place) -> bool:
+    return any(flag_answer(method, flag, place).served for flag in FLOAT8)
+
+
+def on_gpu(method: Method, capability: tuple[int, int]) -> str:
+    """Say how a method runs on GPUs of a compute capability: "yes" or "no", and what is not as on the measured one."""
+    place, best = (dataclasses.replace(place_of(method), gpu=gpu) for gpu in (capability, MEASURED))
+    if not answer(method, place).served:
+        return "no"
+    how = dict.fromkeys(stages(method, place).values())
+    words = ["yes", *([f"({' and '.join(how)} kernels)"] if how else [])]
+    less = _float8(method, best) and not _float8(method, place)
+    return " ".join(words) + (", no float8 KV" if less else "")
+
+
+def gpus_table() -> str:
+    """Return what of the methods runs on which GPUs, and where that was seen."""
+    asked = methods()
+    rows = [
+        [
+            f"{major}.{minor} ({names})",
+            "measured" if (major, minor) == MEASURED else "compiled",
+            *(on_gpu(method, (major, minor)) for method in asked),
+        ]
+        for (major, minor), names in GPUS.items()
+    ]
+    return table(["compute capability", "seen", *(method.label for method in asked)], rows)
+
+
+def _of_tables() -> Iterator[Refused]:
+    asked = methods()
+    for limit in limits.FLAG_LIMITS:
+        yield limit.name, asked, limit.reason
+    for method in asked:
+        for limit in _decode_class(method).flag_limits:
+            yield limit.name, [method], limit.reason
+    for limit in limits.PREFILL_LIMITS:
+        # Some come with the decode method of the same name.
+        refusing = [method for method in asked if method.prefill or method.name in registry.prefill_methods()]
+        yield limit.name, refusing, limit.reason
+    for limit in limits.RECTIFY_LIMITS:
+        yield (
+            f"rectification with {limit.name}",
+            [method for method in asked if method.takes(UNRECTIFIED)],
+            limit.reason,
+        )
+    for limit in limits.COMPACT_LIMITS:
+        compacting = [method for method in asked if method.takes({"eviction": "compact"})]
+        yield f"compact eviction with {limit.name}", compacting, limit.reason
+    for limit in limits.MODEL_LIMITS:
+        refusing = [method for method in asked if refusals.excludes(limit, _decode_class(method))]
+        yield limit.name, refusing, limit.reason
+
+
+def _of_answers() -> Iterator[Refused]:
+    known = {reason for *_, reason in _of_tables()}
+    for method in methods():
+        place = place_of(method)
+        asked = {f"{kind} model": answer(method, Place(kind, place.gpu)) for kind in KINDS}
+        asked |= {f"`{flag_text(flag)}`": flag_answer(method, flag) for flag in FLAGS}
+        for name, found in asked.items():
+            if found.reason is not None and not any(reason in found.reason for reason in known):
+                # Before it stands what was asked.
+                yield name, [method], found.reason.partition(": ")[2]
+
+
+def _refusing() -> dict[tuple[str, tuple[str, ...]], list[str]]:
+    """What is refused, by reason and the names of the methods that refuse it."""
+    refusing: dict[tuple[str, str], dict[str, None]] = {}
+    for name, asked, reason in (*_of_answers(), *_of_tables()):
+        refusing.setdefault((name, reason), {}).update(dict.fromkeys(method.label for method in asked))
+    merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (name, reason), names in refusing.items():
+        merged.setdefault((reason, tuple(names)), []).append(name)
+    return merged
+
+
+def _everyone() -> tuple[str, ...]:
+    return tuple(method.label for method in methods())
+
+
+def refusals_table() -> str:
+    """Return what is refused, by which methods, and why."""
+    rows = [
+        [", ".join(things), "all" if names == _everyone() else ", ".join(names), reason]
+        for (reason, names), things in _refusing().items()
+    ]
+    return table(["refused", "by", "why"], rows)
+
+
+def refused_by(method: Method) -> list[list[str]]:
+    """Return what a method refuses beside what all do, and why."""
+    return [
+        [", ".join(things), reason]
+        for (reason, names), things in _refusing().items()
+        if method.label in names and names != _everyone()
+    ]
+
+
+def name_of(method: Method) -> str:
+    """What a method is called where its page asks for it; a prefill method may have a decode method's name."""
+    twin = method.prefill and Method(method.name, False) in methods()
+    return f"{method.name}-prefill" if twin else method.name
+
+
+def about(method: Method) -> str:
+    """Return what the method computes, its source and its differences: the docstring of its module, in Markdown."""
+    _, _, text = (inspect.getdoc(inspect.getmodule(load(method))) or "").partition("\n\n")
+    return text.replace("``", "`")
+
+
+def config(method: Method) -> str:
+    """Return the fields of the method's config, their defaults and meanings."""
+    fields = load(method).config_class.model_fields.items()
+    rows = [[f"`{name}`", f"`{json.dumps(field.default)}`", field.description or ""] for name, field in fields]
+    return table(["field", "default", "meaning"], rows)
+
+
+def served(method: Method) -> str:
+    """Return what the method goes with."""
+    answers = {**properties(), **features()}
+    return table(["", "served"], [[name, answer(method)] for name, answer in answers.items()])
+
+
+def refused(method: Method) -> str:
+    """Return what is refused with the method beside what is refused with all, and why."""
+    return table(["refused", "why"], refused_by(method))
+
+
+PARTS: Mapping[str, Callable[[Method], str]] = {
+    "about": about,
+    "config": config,
+    "served": served,
+    "refused": refused,
+}
+
+BLOCK = re.compile(r"(<!-- check: ([\w-]+) -->\n)(.*?)(<!-- check end -->)", re.S)
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "methods": methods_table,
+    "features": features_table,
+    "gpus": gpus_table,
+    "refusals": refusals_table,
+}
+
+
+def block(name: str) -> str:
+    """Return what stands between the marks of a name: one of ``BLOCKS``, or a part of a method's page.
+
+    Raises:
+        ValueError: nobody knows it.
+    """
+    if name in BLOCKS:
+        return BLOCKS[name]()
+    part, _, asked = name.partition("-")
+    method = next((method for method in methods() if name_of(method) == asked), None)
+    if part not in PARTS or method is None:
+        parts = ", ".join(f"{part}-METHOD" for part in PARTS)
+        raise ValueError(f"no table is called {name!r}; allowed: {', '.join(BLOCKS)}, {parts}")
+    return PARTS[part](method)
+
+
+def fill(document: str) -> str:
+    """Return a document with its tables made anew.
+
+    Raises:
+        ValueError: a table has a name that nobody knows.
+    """
+    return BLOCK.sub(lambda match: f"{match[1]}{block(match[2])}\n{match[4]}", document)

@@ -1,0 +1,175 @@
+"""Recipes: a model, a method and the flags of a server that go together, as TOML files in ``sglang_sparse/recipes``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from sglang_sparse.config.files import read_config
+from sglang_sparse.config.settings import Settings, build
+from sglang_sparse.methods.config import explain_value
+from sglang_sparse.methods.registry import require_known
+from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
+from sglang_sparse.methods.support import KINDS
+
+FOLDER = Path(__file__).parent.parent / "recipes"
+# SGLang's flags that have fields of their own in a recipe.
+_OWN_FLAGS = ("model-path", "tp-size", "context-length", "mem-fraction-static")
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Sparse(_Table):
+    """A method of one phase and its config, as the server's flags take them."""
+
+    method: str
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class Measured(_Table):
+    """A figure that a command of ``eval`` measured.
+
+    Attributes:
+        what: it is, and of what.
+        value: the figure.
+        unit: its unit.
+        file: the result file, from the root of the repository.
+        row: fields of the row of that file.
+        field: the row's field that has the figure.
+    """
+
+    what: str
+    value: float
+    unit: str
+    file: str
+    row: dict[str, str]
+    field: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.value:g} {self.unit} (measured: {self.file}, {self.field})"
+
+
+class Recipe(_Table):
+    """What a recipe says.
+
+    Attributes:
+        title: what it is for.
+        model_path: SGLang's ``--model-path``, as a rule a Hugging Face id.
+        attention: kind of attention of the model, see ``support.KINDS``.
+        gpu: the GPU it is for.
+        gpus: how many, which is ``--tp-size``.
+        context_length: tokens, ``--context-length``.
+        mem_fraction_static: ``--mem-fraction-static``.
+        before: what has to be done once, before the first start.
+        notes: what a user should know.
+        flags: further flags of SGLang without their dashes; true for one without a value, a table for JSON.
+        decode: the decode method; none for dense decode.
+        prefill: the prefill method; none for dense prefill.
+        measured: figures that were measured.
+    """
+
+    title: str
+    model_path: str
+    attention: str
+    gpu: str
+    gpus: int = Field(gt=0)
+    context_length: int = Field(gt=0)
+    mem_fraction_static: float = Field(gt=0, lt=1)
+    before: list[str] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
+    flags: dict[str, bool | int | float | str | dict[str, Any]] = Field(default_factory=dict)
+    decode: Sparse | None = None
+    prefill: Sparse | None = None
+    measured: list[Measured] = Field(default_factory=list)
+
+    @field_validator("attention")
+    @classmethod
+    def _kind_exists(cls, value: str) -> str:
+        if value not in KINDS:
+            raise ValueError(f"must be one of {', '.join(KINDS)}")
+        return value
+
+    @field_validator("flags")
+    @classmethod
+    def _flags_are_further_ones(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, given in value.items():
+            if name in _OWN_FLAGS or name.startswith("sparse-"):
+                raise ValueError(f"{name} has a field of its own; allowed: flags without one")
+            if given is False:
+                raise ValueError(f"{name} is false; allowed: true, or no such flag")
+        return value
+
+    def arguments(self) -> list[str]:
+        """The command line of a server, behind ``python -m sglang.launch_server``."""
+        own = (self.model_path, self.gpus, self.context_length, self.mem_fraction_static)
+        sparse: dict[str, Any] = {}
+        for name, asked in (("sparse", self.decode), ("sparse-prefill", self.prefill)):
+            if asked is not None:
+                sparse[f"{name}-method"] = asked.method
+                if asked.config:
+                    sparse[f"{name}-config"] = asked.config
+        given = [*zip(_OWN_FLAGS, own, strict=True), *self.flags.items(), *sparse.items()]
+        return [word for name, value in given for word in _words(name, value)]
+
+    def settings(self) -> Settings:
+        """The methods with their configs.
+
+        Raises:
+            SparseArgumentError: a method is unknown or its config is not valid.
+        """
+        decode, prefill = self.decode or Sparse(method=""), self.prefill or Sparse(method="")
+        methods = decode.method or None, decode.config, prefill.method or None, prefill.config
+        return build(*methods, checkpoint=lambda: STAND_IN)
+
+
+def _words(name: str, value: Any) -> list[str]:
+    if value is True:
+        return [f"--{name}"]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+_TABLES: dict[str, type[_Table]] = {"decode": Sparse, "prefill": Sparse, "measured": Measured}
+
+
+def _explain(origin: str, error: ValidationError) -> str:
+    messages = []
+    for detail in error.errors():
+        where = [str(part) for part in detail["loc"]]
+        table = _TABLES.get(where[0], Recipe) if len(where) > 1 else Recipe
+        if detail["type"] in ("extra_forbidden", "missing"):
+            what = "unknown" if detail["type"] == "extra_forbidden" else "missing"
+            message = f"{what} key {'.'.join(where)!r}, allowed: {', '.join(table.model_fields)}"
+        else:
+            message = explain_value({**detail, "loc": [".".join(where)]})
+        messages.append(message)
+    return f"{origin}: {'; '.join(messages)}"
+
+
+def names() -> list[str]:
+    """The recipes that ship with this package."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load(name: str) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        name: of `names`, or the path of a ``.toml`` file.
+
+    Raises:
+        ValueError: no recipe has this name, the file cannot be read or is no TOML, or its keys or values are not those
+            of a recipe; the message says what was got and what is allowed.
+    """
+    own = name.endswith(".toml")
+    if not own:
+        require_known("--recipe", name, dict.fromkeys(names(), ""))
+    fields = read_config(name if own else str(FOLDER / f"{name}.toml"), "--recipe")
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        raise ValueError(_explain(f"--recipe {name}", error)) from error

@@ -1,0 +1,298 @@
+"""What each method goes with, found by asking what a server asks when it starts.
+
+Nothing here says what is served: it says what is asked about. The answers are those of ``hooks/refusals.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.config import arguments
+from sglang_sparse.config.machine import Gpu
+from sglang_sparse.config.settings import Settings, SparseArgumentError, build, page_size_fields
+from sglang_sparse.hooks import dsa_flags, refusals
+from sglang_sparse.hooks.limits import DENSE_BACKENDS, dense_backends
+from sglang_sparse.methods import registry
+from sglang_sparse.methods.support import KINDS
+
+if TYPE_CHECKING:
+    from sglang_sparse.config.arguments import Arguments
+    from sglang_sparse.methods.base import DecodeMethod
+    from sglang_sparse.methods.prefill import PrefillMethod
+
+# What a server's command line may have that some methods go with; the other flags are in ``limits.FLAG_LIMITS``.
+FLAGS: tuple[Mapping[str, Any], ...] = (
+    {"tp_size": 2},
+    {"disable_radix_cache": True},
+    {"chunked_prefill_size": -1},
+    {"disable_cuda_graph": True},
+    {"disable_overlap_schedule": True},
+    {"kv_cache_dtype": "fp8_e4m3"},
+    # No prefill method takes it without scales.
+    {"kv_cache_dtype": "fp8_e4m3", "quantization_param_path": "scales.json"},
+    {"enable_mixed_chunk": True},
+    {"enable_return_hidden_states": True},
+    {"kv_events_config": "{}"},
+)
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+# Fields that may make a method fit, with the words for an answer that needs them.
+UNCALIBRATED = {"allow_uncalibrated": True}
+UNRECTIFIED = {"rectify_interval": 0}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as the command line names it.
+
+    Attributes:
+        name: its name in the registry.
+        prefill: whether it is a prefill method.
+    """
+
+    name: str
+    prefill: bool
+
+    @property
+    def option(self) -> str:
+        """Field of ``ServerArgs`` that asks for it."""
+        return "sparse_prefill_method" if self.prefill else "sparse_method"
+
+    @property
+    def flag(self) -> str:
+        """What of a command line asks for it."""
+        return flag_text({self.option: self.name})
+
+    @property
+    def label(self) -> str:
+        """Its name in tables; a prefill method whose name is also that of a decode method says which one it is."""
+        return f"{self.name} (prefill)" if self.prefill and self.name in registry.decode_methods() else self.name
+
+    def takes(self, fields: Mapping[str, Any]) -> bool:
+        """Whether its config has these fields."""
+        return set(fields) <= set(load(self).config_class.model_fields)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a method is asked about flags.
+
+    Attributes:
+        kind: of attention, see ``KINDS``.
+        gpu: whether the machine has a GPU, or the compute capability of the one that it has.
+        fields: of the method's config.
+    """
+
+    kind: str
+    gpu: Gpu
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to "does it go with this?".
+
+    Attributes:
+        served: whether it does.
+        fields: of the method's config that it needs for that.
+        reason: why not, or not without these fields.
+    """
+
+    served: bool
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reason: str | None = None
+
+
+@cache
+def load(method: Method) -> type[DecodeMethod] | type[PrefillMethod]:
+    """Return a method's class."""
+    return (registry.load_prefill_method if method.prefill else registry.load_decode_method)(method.name)
+
+
+def methods() -> tuple[Method, ...]:
+    """All that are registered and can be loaded, decode methods first."""
+    broken = broken_methods()
+    return tuple(method for method in _registered() if method not in broken)
+
+
+def broken_methods() -> dict[Method, str]:
+    """Those that are registered and cannot be loaded, and why."""
+    found = {}
+    for method in _registered():
+        try:
+            load(method)
+        except ValueError as error:
+            found[method] = str(error).removeprefix(f"{method.flag}: ")
+    return found
+
+
+def _registered() -> tuple[Method, ...]:
+    return (
+        *(Method(name, False) for name in registry.decode_methods()),
+        *(Method(name, True) for name in registry.prefill_methods()),
+    )
+
+
+def flag_text(changes: Mapping[str, Any]) -> str:
+    """Say fields of ``ServerArgs`` as a command line does."""
+    return " ".join(
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in changes.items()
+    )
+
+
+@cache
+def _checkpoint(kind: str) -> TemporaryDirectory[str]:
+    folder = TemporaryDirectory(prefix="sglang-sparse-")
+    (Path(folder.name) / "config.json").write_text(json.dumps(KINDS[kind]))
+    return folder
+
+
+def _server(kind: str, changes: Mapping[str, Any]) -> Arguments:
+    """SGLang's arguments as they are written: to resolve them it would look at this machine."""
+    from sglang_sparse.hooks.server_args import SparseServerArgs
+
+    return arguments.of(SparseServerArgs(**{"model_path": _checkpoint(kind).name, **changes}))
+
+
+def refusal(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> str | None:
+    """Say why a server would not start with a method, or None where it would.
+
+    Args:
+        method: the method.
+        place: the rest of what is always asked.
+        changes: fields of ``ServerArgs`` that differ from the defaults. A decode method is configured to the page size,
+            and the attention backend is one that the method has on such a machine.
+    """
+    try:
+        args, settings = _asked(method, place, changes or {})
+    except SparseArgumentError as error:
+        return str(error)
+    return refusals.refusal(args, settings, place.gpu, stand_in=True)
+
+
+def _asked(method: Method, place: Place, changes: Mapping[str, Any]) -> tuple[Arguments, Settings]:
+    fields = dict(place.fields)
+    if "page_size" in changes and not method.prefill:
+        fields["page_size"] = changes["page_size"]
+    config = "sparse_prefill_config" if method.prefill else "sparse_config"
+    args: Any = _server(place.kind, {method.option: method.name, config: fields, **changes})
+    settings = build(
+        args.sparse_method,
+        args.sparse_config or {} if args.sparse_method else page_size_fields(args),
+        args.sparse_prefill_method,
+        args.sparse_prefill_config,
+    )
+    if args.page_size is None:
+        args.page_size = settings.config.page_size
+    if args.attention_backend is None:
+        args.attention_backend = dense_backends(settings.method.attention, bool(place.gpu))[-1]
+    return args, settings
+
+
+def stages(method: Method, place: Place) -> Mapping[str, str]:
+    """How each stage of a method runs where it is served, for one that has a choice; empty for others."""
+    args, settings = _asked(method, place, {})
+    return getattr(dsa_flags.choose_kernels(args, settings, place.gpu).method, "stages", {})
+
+
+def answer(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> Answer:
+    """Ask whether a method goes with something, and with what of its config it would.
+
+    Args:
+        method: the method.
+        place: where.
+        changes: see ``refusal``.
+    """
+    first = None
+    for more in ({}, UNRECTIFIED, UNCALIBRATED):
+        if not method.takes(more):
+            continue
+        reason = refusal(method, dataclasses.replace(place, fields={**place.fields, **more}), changes)
+        if reason is None:
+            return Answer(True, more, first)
+        first = first or reason
+    return Answer(False, {}, first)
+
+
+@cache
+def place_of(method: Method) -> Place:
+    """Where a method is served: on a GPU if it is there, by the first kind of attention that it has."""
+    for gpu in (True, False):
+        for kind in KINDS:
+            found = answer(method, Place(kind, gpu))
+            if found.served:
+                return Place(kind, gpu, found.fields)
+    # A third party's, of another kind: the answers say why not.
+    return Place(next(iter(KINDS)), False)
+
+
+def flag_answer(method: Method, flag: Mapping[str, Any], place: Place | None = None) -> Answer:
+    """What a method says to a flag where it is served, if no other `place` is given."""
+    return answer(method, place or place_of(method), flag)
+
+
+def backends(method: Method, gpu: bool) -> tuple[str, ...]:
+    """The dense attention backends that a method goes with, on a GPU or without one."""
+    place = dataclasses.replace(place_of(method), gpu=gpu)
+    known = dict.fromkeys(name for names in DENSE_BACKENDS.values() for name in names)
+    return tuple(name for name in known if refusal(method, place, {"attention_backend": name}) is None)
+
+
+def page_sizes(method: Method) -> tuple[int, ...]:
+    """The page sizes that a method goes with, in tokens."""
+    return tuple(size for size in PAGE_SIZES if refusal(method, place_of(method), {"page_size": size}) is None)
+
+
+def partners(method: Method) -> tuple[str, ...]:
+    """The methods of the other phase that a method goes with, on some machine."""
+    place = place_of(method)
+    return tuple(
+        other.name
+        for other in methods()
+        if other.prefill != method.prefill
+        and any(
+            answer(method, dataclasses.replace(place, gpu=gpu), {other.option: other.name}).served
+            for gpu in (True, False)
+        )
+    )
+
+
+# By method, what a second rule of it says otherwise than the first one.
+OTHER_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "resa": {"active_ratio": 0.2},
+    "robsa": {"theta1": 0.8},
+    "rocketkv": {"topk": 32},
+    "skip_softmax": {"threshold_scale_factor": {"decode": 50}},
+    "dsa": {"implementation": "portable"},
+}
+OTHER_PREFILL_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "anchor": {"theta": 8.0},
+    "skip_softmax": {"threshold_scale_factor": 50.0},
+}
+
+
+def rule_partners(method: Method) -> tuple[str, ...]:
+    """What may have the other layers where rules give a method some; on some machine.
+
+    Returns:
+        "dense", "itself with other fields", or the name of another method of the phase.
+    """
+    names = registry.prefill_methods() if method.prefill else registry.decode_methods()
+    fields = (OTHER_PREFILL_FIELDS if method.prefill else OTHER_FIELDS).get(method.name, {})
+    others: dict[str, Any] = {"dense": "dense", "itself with other fields": fields}
+    others |= {name: {"method": name} for name in names if name != method.name}
+    place = place_of(method)
+
+    def served(rule: Any) -> bool:
+        fields = {**place.fields, "layers": {"0-3": {}, "4-": rule}}
+        fields |= UNRECTIFIED if method.takes(UNRECTIFIED) else {}
+        places = (dataclasses.replace(place, fields=fields, gpu=gpu) for gpu in (True, False))
+        return any(refusal(method, place) is None for place in places)
+
+    return tuple(name for name, rule in others.items() if rule and served(rule))

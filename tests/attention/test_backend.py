@@ -1,0 +1,258 @@
+"""When the backend refreshes a method's buffers: before each selection where asked, and once at the end of a pass."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
+
+from sglang_sparse.attention import cuda_graphs
+from sglang_sparse.attention.backend import SparseAttentionBackend
+from sglang_sparse.attention.batch import allocate_view
+from sglang_sparse.attention.decode import DecodePath
+from sglang_sparse.methods.aux_buffers import AuxBuffers
+from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
+
+LAYERS, SLOTS, HEADS, DIM, PAGE = (1, 3), 32, 1, 16, 4
+SLOT = 17
+
+
+def last_key(k_caches: Any, buffers: Any, last_slots: torch.Tensor, page_size: int, overflow: torch.Tensor) -> None:
+    """An entry is its page's newest key; every refresh counts as an overflow."""
+    for k_cache, buffer in zip(k_caches, buffers, strict=True):
+        buffer[last_slots // page_size] = k_cache[last_slots, 0]
+    overflow += 1
+
+
+class Keep:
+    """Attends to one page, and keeps what it saw in its buffers."""
+
+    selects_in_model, view_buffers, entry_tokens, parts = False, VIEW_BUFFERS, PAGE, ()
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    def select(self, view: Any, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
+        early, late = (pools.buffer(name, layer_id)[SLOT // PAGE].clone() for name in ("early", "late"))
+        self.seen.append((layer_id, early, late))
+        return SparseIndices(
+            torch.full((1, 1, 1), SLOT // PAGE, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
+        )
+
+
+class Pool:
+    """K and V of every layer."""
+
+    def __init__(self) -> None:
+        self.keys, self.values = ({layer: torch.zeros(SLOTS, HEADS, DIM) for layer in range(5)} for _ in range(2))
+
+    def set_kv_buffer(self, layer: Any, location: Any, k: torch.Tensor, v: torch.Tensor, *scales: Any) -> None:
+        self.keys[layer.layer_id][SLOT], self.values[layer.layer_id][SLOT] = k[0], v[0]
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.keys[layer_id]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.values[layer_id]
+
+
+class Dense:
+    """The dense backend: writes K and V."""
+
+    def __init__(self) -> None:
+        self.token_to_kv_pool = Pool()
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, *rest: Any) -> torch.Tensor:
+        self.token_to_kv_pool.set_kv_buffer(layer, None, k, v)
+        return q
+
+
+def make_backend() -> SparseAttentionBackend:
+    """A backend over two sparse layers of a model of five, in a decode step of one row."""
+    backend = object.__new__(SparseAttentionBackend)
+    backend._latent = False
+    dense = Dense()
+    object.__setattr__(backend, "dense", dense)
+    specs = [AuxSpec(name, (DIM,), torch.float32, last_key, name == "early") for name in ("early", "late")]
+    backend._pools = AuxBuffers(tuple(specs), LAYERS, SLOTS // PAGE, PAGE, "cpu")
+    method: Any = Keep()
+    backend.method = method
+    model = ModelShape(5, 1, HEADS, DIM, torch.float32)
+    backend._decoding = DecodePath(method, backend._pools, dense.token_to_kv_pool, model)
+    backend.prefill = backend.keeps = backend._captured_rows = None
+    backend._view = allocate_view(1, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64))
+    return backend
+
+
+def forward(backend: SparseAttentionBackend, layer_id: int) -> torch.Tensor:
+    """One layer of the step; its key is 1 + its id in every dimension. Returns that key."""
+    layer = SimpleNamespace(
+        layer_id=layer_id, tp_q_head_num=1, qk_head_dim=DIM, scaling=1.0, k_scale=None, v_scale=None, logit_cap=0.0
+    )
+    vars(layer).update(k_scale_float=None, v_scale_float=None, is_cross_attention=False, sliding_window_size=-1)
+    layer.attn_type = SimpleNamespace(value="decoder")
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True)
+    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
+    key = torch.full((1, HEADS, DIM), 1.0 + layer_id)
+    backend.forward(torch.ones(1, DIM), key, key, layer, batch)
+    return key[0, 0]
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_buffers_are_refreshed_when_their_spec_says(sparse: bool) -> None:
+    backend = make_backend()
+    if not sparse:
+        backend._view = None
+    keys = {layer: forward(backend, layer) for layer in range(4)}
+    for layer in LAYERS:
+        for name in ("early", "late"):
+            assert torch.equal(backend._pools.buffer(name, layer)[SLOT // PAGE], keys[layer])
+    # Two specs at the end of the pass; what came before a selection is not counted twice.
+    assert int(backend._pools.overflow) == 2
+    seen = backend.method.seen  # pyright: ignore[reportAttributeAccessIssue]
+    assert [layer for layer, *_ in seen] == (list(LAYERS) if sparse else [])
+    for layer, early, late in seen:
+        assert torch.equal(early, keys[layer]) and late.count_nonzero() == 0
+
+
+def test_a_sparse_layer_must_be_plain_in_every_pass() -> None:
+    backend = make_backend()
+    backend._view = None
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False, is_extend=lambda: True)
+    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
+    key = torch.ones(1, HEADS, DIM)
+    layer = SimpleNamespace(layer_id=LAYERS[0], is_cross_attention=False, sliding_window_size=64, logit_cap=0.0)
+    layer.attn_type = SimpleNamespace(value="decoder")
+    with pytest.raises(RuntimeError, match=f"layer {LAYERS[0]} uses a sliding window"):
+        backend.forward(torch.ones(1, DIM), key, key, layer, batch)
+    layer.sliding_window_size, layer.is_cross_attention = -1, True
+    with pytest.raises(RuntimeError, match=f"layer {LAYERS[0]} uses cross attention, which sparse attention does not"):
+        backend.forward(torch.ones(1, DIM), key, key, layer, batch)
+    layer.layer_id = 0
+    assert backend.forward(torch.ones(1, DIM), key, key, layer, batch).shape == (1, DIM)
+
+
+@pytest.mark.parametrize(("layers", "static"), [(LAYERS, True), ((), False)])
+def test_decode_graphs_have_buffers_of_their_own_wherever_a_layer_is_sparse(
+    layers: tuple[int, ...], static: bool
+) -> None:
+    """Also for a method that keeps nothing beside the KV pool."""
+    backend = make_backend()
+    backend.dense.init_cuda_graph_state = lambda *_: None
+    backend._pools = AuxBuffers((), layers, SLOTS // PAGE, PAGE, "cpu")
+    backend._limits, backend._buffers, backend._graph_view = (HEADS, 4, 2, PAGE), {PAGE: VIEW_BUFFERS}, None
+    backend.counters = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        select_stats=torch.zeros(4, dtype=torch.int64)
+    )
+    backend.init_cuda_graph_state(2, 2)
+    assert (backend._graph_view is not None) == static
+
+
+@pytest.mark.parametrize("buffers", [VIEW_BUFFERS, ("page_table",), ()])
+def test_what_a_method_does_not_use_is_neither_allocated_nor_reported(
+    buffers: tuple[ViewBuffer, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Per row 2**19 pages of 4 bytes in each of the large buffers: 2 MiB; its numbers are 20 bytes, the counts 12."""
+    backend = make_backend()
+    backend._buffers = {PAGE: buffers}
+    backend.dense.init_cuda_graph_state = lambda *_: None
+    backend._limits, backend._graph_view, backend._eager_view = (HEADS, 2**19, 2, PAGE), None, None
+    backend.counters = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        select_stats=torch.zeros(4, dtype=torch.int64)
+    )
+    with caplog.at_level("INFO"):
+        backend.init_cuda_graph_state(3, 3)
+    assert f"{2 * 3 * len(buffers)}.0 MiB of static buffers" in caplog.text
+    view = backend._graph_view
+    assert view is not None and view.nbytes == 3 * (len(buffers) * 2**21 + 20 + 16)
+    # A batch that no graph holds is no larger.
+    assert backend._rows(5).nbytes == 5 * (len(buffers) * 2**21 + 20 + 16)
+
+
+def test_a_selection_in_the_model_leaves_every_layer_to_the_dense_backend() -> None:
+    """Whatever it is asked for: what is refused elsewhere is the dense backend's to judge."""
+    backend = make_backend()
+    backend.method.selects_in_model = True  # pyright: ignore[reportAttributeAccessIssue]
+    backend._pools = AuxBuffers((), LAYERS, SLOTS // PAGE, PAGE, "cpu")
+    dense: Any = backend.dense
+    dense.forward = lambda q, k, v, layer, batch, save, **chosen: (layer.layer_id, chosen)
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True))
+    query = torch.ones(1, DIM)
+    for layer_id in range(4):
+        layer = SimpleNamespace(layer_id=layer_id)
+        found: Any = backend.forward(query, query, query, layer, batch, topk_indices=5)
+        assert found == (layer_id, {"topk_indices": 5})
+    assert backend.method.seen == []  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_an_mla_layer_may_come_in_two_parts() -> None:
+    backend = make_backend()
+    backend._view = None
+    backend.prefill = None
+    dense: Any = backend.dense
+    dense.forward = lambda q, k, v, layer, batch, save, **parts: sorted(parts)
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True, is_extend=lambda: False)
+    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
+    layer = SimpleNamespace(layer_id=LAYERS[0], is_cross_attention=False, sliding_window_size=-1, logit_cap=0.0)
+    layer.attn_type, layer.k_scale_float = SimpleNamespace(value="decoder"), None
+    part = torch.ones(1, HEADS, DIM)
+
+    def attend(**more: Any) -> Any:
+        return backend.forward(part, part, part, layer, batch, **{"q_rope": part, "k_rope": part, **more})
+
+    with pytest.raises(RuntimeError, match=r"arguments \['k_rope', 'q_rope'\]"):
+        attend()
+    backend._latent = True
+    assert attend() == ["k_rope", "q_rope"]
+    with pytest.raises(RuntimeError, match=r"arguments \['cos_sin_cache'\]"):
+        attend(cos_sin_cache=part)
+    layer.k_scale_float = 0.5
+    with pytest.raises(RuntimeError, match="scales of its latents"):
+        attend()
+
+
+def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared_once() -> None:
+    """FlashInfer's plans replays in the wrappers of the last capture of a size."""
+    wrappers: dict[int, object] = {}
+    backend, captured = make_backend(), {}
+
+    def prepare(batch: Any, in_capture: bool) -> None:
+        wrappers[batch.batch_size] = object()
+
+    vars(backend.dense).update(init_forward_metadata_out_graph=prepare, req_to_token_pool=SimpleNamespace())
+    backend.dense.req_to_token_pool.req_to_token = torch.zeros(1, SLOTS, dtype=torch.int32)
+    backend._graph_view = allocate_view(2, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64))
+    settings: Any = SimpleNamespace(name="resa", config=SimpleNamespace(dense_fallback="auto"))
+    variants = cuda_graphs.GraphVariants(backend, settings)
+    try:
+        for size in (2, 1, 2, 1):
+            for label in variants.capture_labels:
+                _set_capture_attention_variant(label)
+                backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=size), in_capture=True)
+                captured[size, label] = wrappers[size], backend.view is not None
+            assert captured[size, cuda_graphs.DENSE] == (wrappers[size], False)
+            assert captured[size, cuda_graphs.SPARSE] == (wrappers[size], True)
+    finally:
+        _set_capture_attention_variant(None)
+    assert wrappers[1] is not wrappers[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "fallback", "labels"),
+    [
+        ("resa", "auto", (cuda_graphs.DENSE, cuda_graphs.SPARSE)),
+        ("resa", "never", (cuda_graphs.SPARSE,)),
+        (None, "auto", (cuda_graphs.DENSE,)),
+    ],
+)
+def test_graphs_that_no_batch_would_replay_are_not_captured(name: str | None, fallback: str, labels: Any) -> None:
+    settings: Any = SimpleNamespace(name=name, config=SimpleNamespace(dense_fallback=fallback))
+    assert cuda_graphs.GraphVariants(make_backend(), settings).capture_labels == labels
+
+
+def test_variants_are_those_of_the_model_that_they_were_offered_for() -> None:
+    model, draft, variants = object(), object(), cast("cuda_graphs.GraphVariants", object())
+    cuda_graphs.offer(model, variants)
+    assert cuda_graphs.add_variants(None, model) is variants
+    assert cuda_graphs.add_variants(None, draft) is None

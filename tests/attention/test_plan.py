@@ -1,0 +1,79 @@
+"""Which rows run sparse: the decision is a pure function of lengths, so its cases are a table."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_sparse.attention.plan import plan_decode, usual_selection
+from sglang_sparse.config.request_options import parse_options
+from sglang_sparse.config.settings import build
+from sglang_sparse.methods.layers import parse_layers
+
+
+def decide(lengths: list[int], **fields: object):
+    method = build("resa", fields).method
+    return plan_decode(method, torch.tensor(lengths))
+
+
+def test_below_the_crossover_the_batch_is_dense() -> None:
+    plan = decide([8000, 8000])
+    assert not plan.sparse and plan.covered.all()
+
+
+def test_short_rows_stay_dense_in_a_sparse_batch() -> None:
+    plan = decide([20000, 1000, 4095, 4096])
+    assert plan.sparse
+    assert plan.n_pages.tolist() == [1250, 63, 256, 256]
+    assert plan.n_select.tolist() == [125, 63, 256, 26]
+    assert plan.covered.tolist() == [False, True, True, False]
+
+
+def test_never_is_sparse_even_when_every_page_is_selected() -> None:
+    plan = decide([17, 300], dense_fallback="never")
+    assert plan.sparse
+    assert plan.n_select.tolist() == [2, 16]
+    assert not plan.covered.any()
+
+
+def test_rows_run_as_their_requests_asked() -> None:
+    settings = build("resa", {})
+    asked = [{}, {"active_ratio": 0.5}, {"sparse": False}, {"active_ratio": 0.5, "rectify_interval": 4}]
+    rows = [parse_options(settings, params) for params in asked]
+    plan = plan_decode(settings.method, torch.tensor([16000] * 4), rows)
+    assert plan.n_select.tolist() == [100, 500, 1000, 500]
+    assert plan.covered.tolist() == [False, False, True, False]
+
+
+def test_never_overrides_the_limits() -> None:
+    config = build("resa", {"dense_fallback": "never", "min_seq_len": 5000}).config
+    assert (config.min_seq_len, config.crossover_tokens) == (0, 0)
+
+
+def test_a_ratio_of_one_covers_everything() -> None:
+    plan = decide([100000], active_ratio=1.0)
+    assert not plan.sparse and plan.covered.all()
+
+
+@given(st.integers(1, 10**6), st.integers(1, 100))
+def test_count_is_the_exact_ceiling(n_pages: int, percent: int) -> None:
+    method = build("resa", {"active_ratio": percent / 100, "min_pages": 1}).method
+    exact = -(-n_pages * percent // 100)
+    assert method.n_select(torch.tensor([n_pages], dtype=torch.int32)).tolist() == [exact]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [("all", (0, 1, 2, 3)), ("2-", (2, 3)), ("0-1, 3", (0, 1, 3)), ([3, 1], (1, 3)), ("2", (2,))],
+)
+def test_layers(spec: object, expected: tuple[int, ...]) -> None:
+    assert parse_layers(spec, 4) == expected
+
+
+@given(st.sampled_from([1, 4, 16, 64]), st.floats(0.01, 1.0), st.integers(1, 40))
+def test_no_sparse_row_selects_more_than_the_usual_selection(page: int, ratio: float, least: int) -> None:
+    fields = {"min_seq_len": 0, "crossover_tokens": 0, "page_size": page, "active_ratio": ratio, "min_pages": least}
+    method = build("resa", fields).method
+    plan = plan_decode(method, torch.arange(1, 4001))
+    widest = int(plan.n_select[~plan.covered].max()) if not plan.covered.all() else 0
+    assert widest <= usual_selection(method, -(-4000 // page))

@@ -1,0 +1,286 @@
+"""Rules by layer: what they resolve to, what is refused, and what plans, views, pools and sizes make of their parts."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from model_configs import write_config
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from resolved import ServerArgs
+
+from sglang_sparse.attention import memory
+from sglang_sparse.attention.backend import SparseAttentionBackend
+from sglang_sparse.attention.batch import allocate_view, clear_view, count_sizes, load_view, view_buffers, with_parts
+from sglang_sparse.attention.counters import Counters
+from sglang_sparse.attention.cuda_graphs import SPARSE
+from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.config.files import read_config
+from sglang_sparse.config.request_options import parse_options
+from sglang_sparse.config.settings import Settings, SparseArgumentError, build
+from sglang_sparse.methods import aux_buffers
+from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.groups import Composite
+from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
+from sglang_sparse.methods.views import BatchView
+
+SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
+SKIP = {"method": "skip_softmax", "threshold_scale_factor": {"decode": 40}}
+RULES = {"0": "dense", "1": {"active_ratio": 0.1}, "2": {"active_ratio": 0.5, "summary_dtype": "fp8"}, "3": SKIP}
+SHARED = {"rectify_interval": 0, "crossover_tokens": 0}
+
+
+def three() -> Settings:
+    return build("resa", {"layers": RULES, **SHARED})
+
+
+def refused(layers: Any, name: str = "resa", **fields: Any) -> str:
+    with pytest.raises(SparseArgumentError) as caught:
+        build(name, {"layers": layers, **fields})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "rules", "beside", "text"),
+    [
+        ("resa", {"0-1": "dense", "2-": {"method": "resa", "active_ratio": 0.2}}, {}, {"layers": "2-"}),
+        ("resa", {"2-": {}}, {"active_ratio": 0.2}, {"layers": "2-"}),
+        ("resa", {"5": {}, "2-3": {"active_ratio": 0.2}, "0": "dense"}, {"active_ratio": 0.2}, {"layers": "5,2-3"}),
+        ("skip_softmax", {"0": "dense", "1-": {"threshold_scale_factor": 9}}, {}, {"layers": "1-"}),
+    ],
+)
+def test_dense_rules_and_one_method_are_its_text_form(
+    name: str, rules: dict[str, Any], beside: dict[str, Any], text: dict[str, Any]
+) -> None:
+    found = build(name, {"layers": rules, **beside})
+    own = {"active_ratio": 0.2} if name == "resa" else {"threshold_scale_factor": 9}
+    plain = build(name, {**text, **own})
+    assert type(found.method) is type(plain.method) and found.config == plain.config
+    # Prefill comes along as ever.
+    assert found.prefill_name == plain.prefill_name and found.comes_along == plain.comes_along
+    assert (found.prefill and found.prefill.config) == (plain.prefill and plain.prefill.config)
+
+
+@pytest.mark.parametrize("rules", [RULES, {"0": "dense", "1-": {}}])
+def test_what_is_resolved_resolves_to_itself(rules: dict[str, Any]) -> None:
+    found = build("resa", {"layers": rules, **SHARED})
+    again = build("resa", json.loads(json.dumps(found.resolved)))
+    assert again.resolved == found.resolved and again.config == found.config
+    assert set(found.resolved["layers"]) == set(rules)
+    assert again.method.configs == found.method.configs
+
+
+def test_each_part_has_its_layers_its_fields_and_what_stands_beside_them() -> None:
+    settings = build("resa", {"layers": {"0": "dense", "1": {"min_pages": 4}, "2-": SKIP}, **SHARED, "min_pages": 8})
+    method = settings.method
+    assert isinstance(method, Composite) and method.names == ("resa", "skip_softmax")
+    assert [part.sparse_layers(4) for part in method.parts] == [(1,), (2, 3)] and method.sparse_layers(4) == (1, 2, 3)
+    resa, skip = (config.model_dump() for config in method.configs)
+    assert resa["min_pages"] == 4 and skip["threshold_scale_factor"] == {"prefill": 0, "decode": 40}
+    assert resa["crossover_tokens"] == skip["crossover_tokens"] == method.crossover_tokens == 0
+    # Prefill is no matter of such rules.
+    assert settings.prefill is None and settings.rectify is not None
+
+
+@pytest.mark.parametrize(
+    ("rules", "fields", "said"),
+    [
+        ({}, {}, ["got {}", "each layer once"]),
+        ({"0": "sparse"}, {}, ["rule \"0\": got 'sparse'", '"dense", or a mapping']),
+        ({"first": {}}, {}, ['rule "first": must be "all", ids or ranges']),
+        ({"0-3": "dense", "2-": {}}, {}, ['rules "0-3" and "2-" both name layer 2']),
+        ({"all": {}, "7": "dense"}, {}, ['rules "all" and "7" both name layer 7']),
+        ({"0-2,1": {}}, {}, ['rule "0-2,1" names layer 1 twice']),
+        ({1: {}, "1": {}}, {}, ["each layer once"]),
+        ({"0": {"method": "reza"}}, {}, ["rule \"0\": method: got 'reza'", "did you mean 'resa'"]),
+        ({"0": {"method": 3}}, {}, ['rule "0": method: got 3, allowed: ']),
+        ({"0": {"active_ration": 1}}, {}, ['rule "0": unknown field', "did you mean 'active_ratio'"]),
+        ({"0": {"active_ratio": 2}}, {}, ['rule "0": active_ratio: got 2']),
+        ({"0": {"layers": "1"}}, {}, ['rule "0": got a field "layers"']),
+        ({"0": {}}, {"theta1": 0.5}, ["unknown field 'theta1' beside \"layers\""]),
+        ({"0": "dense"}, {}, ["no rule runs resa"]),
+        ({"0": SKIP}, {}, ["no rule runs resa"]),
+        (
+            {"0": {}, "1": {"method": "rocketkv", "eviction": "compact"}},
+            {"rectify_interval": 0},
+            ['rule "1": rocketkv runs beside no other', "for all layers at once", 'allowed: "visibility"'],
+        ),
+        ({"0": {}, "1": {"method": "rocketkv"}}, {}, ['rectify_interval is 32 for "0", 0 for "1"']),
+        ({"0": {}, "1": {"method": "dsa"}}, {}, ['rule "1": dsa has all layers', 'allowed: one rule, "all"']),
+        (
+            {"0": {}, "1": {"method": "robsa", "allow_uncalibrated": True}},
+            {"rectify_interval": 0},
+            ['rule "1": robsa serves MLA models, and resa of rule "0" MHA and GQA', "resa, rocketkv, skip_softmax"],
+        ),
+        ({"0": {}, "1": SKIP}, {}, ['rectify_interval is 32 for "0", 0 for "1"', 'set it beside "layers"']),
+        ({"0": {"page_size": 32}, "1": {"active_ratio": 1.0}}, {}, ['page_size is 32 for "0", 16 for "1"']),
+        (
+            {"0": {}, "1": {"method": "skip_softmax", "threshold_scale_factor": 7}},
+            {"rectify_interval": 0},
+            ['rule "1": threshold_scale_factor has 7 for prefill', "--sparse-prefill-method"],
+        ),
+    ],
+)
+def test_bad_rules_are_refused(rules: dict[Any, Any], fields: dict[str, Any], said: list[str]) -> None:
+    message = refused(rules, **fields)
+    for part in ("--sparse-config of resa", *said):
+        assert part in message
+
+
+def test_two_rules_of_one_name_are_refused() -> None:
+    with pytest.raises(SparseArgumentError, match="not valid JSON: it says '2-' twice"):
+        read_config('{"layers": {"2-": "dense", "2-": {}}}')
+
+
+def test_yaml_names_layers_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text("layers:\n  0: dense\n  012: {active_ratio: 0.2}\n")
+    assert list(read_config(str(path))["layers"]) == ["0", "012"]
+    path.write_text("layers:\n  2-: dense\n  2-: {}\n")
+    with pytest.raises(SparseArgumentError, match="it says '2-' twice"):
+        read_config(str(path))
+
+
+def test_rules_must_fit_the_model(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Dense ones too, and a start hands on the rules in full."""
+    model = write_config(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+    def start(rules: dict[str, Any]) -> ServerArgs:
+        config = json.dumps({"layers": rules, **SHARED})
+        return ServerArgs(model_path=model, sparse_method="resa", sparse_config=config)  # pyright: ignore
+
+    for rules in ({"0-3": {}, "4-9": "dense"}, {"0": {}, "1-4": {"active_ratio": 0.2}}, {"9-": {}}):
+        with pytest.raises(ValueError, match=r"layers: rule .*: the model has layers 0 to 3"):
+            start(rules)
+    resolved = json.loads(start(RULES).sparse_config)  # pyright: ignore
+    assert list(resolved["layers"]) == list(RULES) and resolved["layers"]["3"]["method"] == "skip_softmax"
+    model = write_config(tmp_path_factory.mktemp("mla"), "mla")
+    with pytest.raises(ValueError, match="resa needs an MHA or GQA model"):
+        start(RULES)
+
+
+def test_a_row_is_covered_where_all_parts_attend_to_everything() -> None:
+    settings = three()
+    asked = [{}, {"sparse": False}, {"active_ratio": 1.0}, {"active_ratio": 1.0, "threshold_scale_factor": 0}, {}]
+    rows = [parse_options(settings, params) for params in asked]
+    plan = plan_decode(settings.method, torch.tensor([16000] * 4 + [100]), rows)
+    assert plan.sparse and plan.covered.tolist() == [False, True, False, True, True]
+    tenth, half, skip = plan.parts
+    assert tenth.n_select.tolist() == [100, 1000, 1000, 1000, 7]
+    assert half.n_select.tolist() == [500, 1000, 1000, 1000, 7]
+    assert skip.n_select.tolist() == [1000, 1000, 1000, 1000, 7] and skip.row_thresholds.tolist() == [40, 0, 40, 0, 0]
+    own = plan_decode(settings.method, torch.tensor([16000]))
+    assert [part.n_select.tolist() for part in own.parts] == [[100], [500], [1000]]
+    assert not plan_decode(settings.method, torch.tensor([16000] * 2), rows[1:4:2]).sparse
+    late = build("resa", {"layers": RULES, "rectify_interval": 0, "crossover_tokens": 20000}).method
+    assert not plan_decode(late, torch.tensor([16000])).sparse and plan_decode(late, torch.tensor([20001])).sparse
+
+
+def test_fields_go_to_the_parts_that_have_them_once() -> None:
+    settings = three()
+    one, two = (parse_options(settings, {"threshold_scale_factor": 3}) for _ in range(2))
+    assert one.method is two.method is not settings.method
+    assert one.method.parts[:2] == settings.method.parts[:2] and one.method.parts[2] is not settings.method.parts[2]
+    rectified = parse_options(settings, {"rectify_interval": 8})
+    assert rectified.rectify_interval == 8 == rectified.method.config.model_dump()["rectify_interval"]
+    with pytest.raises(ValueError, match="theta: --sparse-method resa has no such field"):
+        parse_options(settings, {"theta": 1})
+
+
+def test_a_factor_of_each_phase_beside_a_prefill_method() -> None:
+    settings = build("resa", {"layers": RULES, **SHARED}, "skip_softmax", {"threshold_scale_factor": 90})
+    both, prefill = (parse_options(settings, {"threshold_scale_factor": value}) for value in (3, {"prefill": 7}))
+    assert both.method.parts[2].row_threshold == 3 and both.prefill is not None
+    assert both.prefill.config.model_dump()["threshold_scale_factor"] == 3
+    assert prefill.method is settings.method and prefill.prefill is not None and prefill.namespace != both.namespace
+    assert prefill.prefill.config.model_dump()["threshold_scale_factor"] == 7
+
+
+def test_a_share_to_skip_is_resolved_by_the_checkpoint() -> None:
+    rules = {"0": {}, "1-": {"method": "skip_softmax", "target_sparsity": {"decode": 0.5}}}
+    settings = build("resa", {"layers": rules, **SHARED}, checkpoint=lambda: STAND_IN)
+    found = settings.method.configs[1].model_dump()
+    assert found["threshold_scale_factor"]["decode"] > 1 and found["threshold_scale_factor"]["prefill"] == 0
+    again = build("resa", json.loads(json.dumps(settings.resolved)))
+    assert again.method.configs == settings.method.configs
+    with pytest.raises(
+        SparseArgumentError, match=r'rule "1-": target_sparsity: got .*; is resolved when a server starts'
+    ):
+        build("resa", {"layers": rules, **SHARED})
+
+
+def test_buffers_are_those_of_the_layers_that_have_them() -> None:
+    settings = build("resa", {"layers": RULES, "summary": "minmax", **SHARED})
+    specs = settings.method.aux_specs(SHAPE)
+    aux = aux_buffers.AuxBuffers(specs, settings.method.sparse_layers(4), 8, 16, "cpu")
+    assert [aux.buffer("page_summary", layer).dtype for layer in (1, 2)] == [torch.bfloat16, torch.float8_e4m3fn]
+    assert [len(aux.specs_of(layer)) for layer in range(4)] == [0, 1, 1, 0]
+    assert memory.aux_bytes_per_token(settings, SHAPE) * 16 * 8 == aux.nbytes == 8 * 2 * 2 * 64 * 3
+    keys = {layer: torch.full((128, 2, 64), float(layer)) for layer in (1, 2, 3)}
+    aux.refresh(keys, torch.tensor([31]))
+    for layer in (1, 2):
+        assert (aux.buffer("page_summary", layer)[1].float() == layer).all()
+        assert (aux.buffer("page_summary", layer)[0].float() == 0).all()
+
+
+def view_of(settings: Settings, rows: int) -> BatchView:
+    counts = torch.zeros(sum(count_sizes(settings.method)), dtype=torch.int64)
+    return with_parts(allocate_view(rows, 2, 64, 32, 16, counts), settings.method, 64)
+
+
+def test_parts_of_a_view_share_all_but_what_is_their_own() -> None:
+    settings = three()
+    view = view_of(settings, 3)
+    assert view.nbytes - allocate_view(3, 2, 64, 32, 16, torch.zeros(4)).nbytes == 3 * 3 * 8
+    assert [part.usual_select for part in view.parts] == [16, 32, 64]
+    assert [part.stats.shape[0] for part in view.parts] == [4, 4, 6]
+    for place, part in enumerate(view.parts):
+        part.stats.add_(place + 1)
+        assert part.page_table is view.page_table and part.n_pages is view.n_pages and part.scores is view.scores
+    assert view.stats.tolist() == [1] * 4 + [2] * 4 + [3] * 6
+    plan = plan_decode(build("resa", {"layers": RULES, **SHARED, "min_seq_len": 0}).method, torch.tensor([640, 320]))
+    table = torch.arange(3 * 1024, dtype=torch.int32).reshape(3, 1024)
+    batch: Any = type("Batch", (), {"req_pool_indices": torch.tensor([2, 1])})
+    # As a graph is replayed: fewer rows than it has.
+    load_view(view, plan, batch, table)
+    assert view.n_pages.tolist() == [40, 20, 0]
+    assert [part.n_select.tolist() for part in view.parts] == [[16, 16, 0], [20, 16, 0], [40, 20, 0]]
+    assert view.parts[2].row_thresholds.tolist() == [40, 40, 0] and view.rows(1).parts[1].n_select.tolist() == [20]
+    clear_view(view, table)
+    assert not any(part.n_select.any() or part.row_thresholds.any() for part in view.parts)
+
+
+def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with(monkeypatch) -> None:
+    method = build("resa", {"layers": RULES, **SHARED, "min_seq_len": 0}).method
+    table = torch.arange(3 * 1024, dtype=torch.int32).reshape(3, 1024)
+    backend = object.__new__(SparseAttentionBackend)
+    dense = SimpleNamespace(init_cuda_graph_state=lambda *_: None)
+    dense.req_to_token_pool = SimpleNamespace(req_to_token=table)
+    object.__setattr__(backend, "dense", dense)
+    backend.method = method
+    backend._pools = aux_buffers.AuxBuffers(method.aux_specs(SHAPE), (1, 2, 3), 8, 16, "cpu")
+    backend._limits, backend._graph_view, backend._planned = (2, 64, 64, 16), None, None
+    backend._buffers = view_buffers(method, SHAPE, 64, torch.bfloat16, torch.device("cpu"))
+    counts = torch.zeros(sum(count_sizes(method)), dtype=torch.int64)
+    backend.counters = Counters(three(), backend._pools, SHAPE, counts)
+    backend.init_cuda_graph_state(4, 4)
+    monkeypatch.setattr("sglang_sparse.attention.backend.get_capture_attention_variant", lambda: SPARSE)
+    backend._begin_capture(2)
+    captured = backend.view
+    assert captured is not None and not captured.n_pages.any() and len(captured.parts) == 3
+    mode = SimpleNamespace(is_decode=lambda: True)
+    batch = SimpleNamespace(forward_mode=mode, batch_size=2, num_padding=1, seq_lens_cpu=torch.tensor([640, 1]))
+    batch.req_pool_indices = torch.tensor([2, 0])
+    backend._prepare(batch)
+    # What the graph reads is what was filled now.
+    assert captured.n_pages.tolist() == [40, 0] and captured.page_table[0, :40].tolist() == list(range(128, 168))
+    assert [part.n_select.tolist() for part in captured.parts] == [[16, 0], [20, 0], [40, 0]]
+    assert captured.parts[2].row_thresholds.tolist() == [40, 0]
+    parts = backend.counters.snapshot()["parts"]
+    assert [part["max_active_fraction"] for part in parts] == [pytest.approx(0.4), 0.5, None]
+    assert [part["pages_held"] for part in parts] == [0, 0, 2 * 40]

@@ -1,0 +1,79 @@
+"""SGLang's own arguments beside DSA's stages: what would go unheeded is refused by name, and what follows is set."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
+from sglang_sparse.config.settings import SparseArgumentError, build
+from sglang_sparse.hooks import dsa_flags
+from sglang_sparse.methods.dsa.decode import STAGES
+
+
+@pytest.mark.parametrize(
+    ("choice", "graphs", "left"),
+    [
+        ("portable", "breakable", "disabled"),
+        ("portable", "disabled", "disabled"),
+        ("native", "breakable", "breakable"),
+        ("native", "full", "disabled"),
+    ],
+)
+def test_prefill_graphs_that_the_indexer_cannot_be_in(
+    choice: str, graphs: str, left: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    args: Any = SimpleNamespace(cuda_graph_config=CudaGraphConfig(prefill=PhaseConfig(backend=graphs)))
+    dsa_flags.disable_prefill_graphs(args, build("resa", {}))
+    assert args.cuda_graph_config.prefill.backend == graphs
+    dsa_flags.disable_prefill_graphs(args, build("dsa", {"implementation": choice}))
+    assert args.cuda_graph_config.prefill.backend == left
+    assert ("prefill runs without CUDA graphs" in caplog.text) == (graphs != left)
+
+
+DSA = build("dsa", {})
+DEFAULTS = {"dsa_topk_backend": "sgl-kernel", "dsa_paged_mqa_logits_backend": "auto", "dtype": "auto"}
+NATIVE, PORTABLE = STAGES["native"], STAGES["portable"]
+
+
+@pytest.mark.parametrize(
+    ("given", "stage", "expected"),
+    [
+        (
+            {"dsa_topk_backend": "flashinfer"},
+            "topk",
+            "--dsa-topk-backend is flashinfer and the topk is portable, which does not heed it; allowed: sgl-kernel, "
+            'or {"implementation": "native"}',
+        ),
+        (
+            {"dsa_paged_mqa_logits_backend": "cutedsl"},
+            "indexer",
+            "--dsa-paged-mqa-logits-backend is cutedsl and the indexer is portable, which does not heed it; allowed: "
+            'auto, or {"implementation": "native"}',
+        ),
+        ({}, "indexer", "SGLANG_DSA_TOPK_BROADCAST is True and the indexer is portable"),
+    ],
+)
+def test_what_only_sglangs_own_stage_heeds(given: dict[str, str], stage: str, expected: str) -> None:
+    args: Any = SimpleNamespace(**{**DEFAULTS, **given})
+    with envs.SGLANG_DSA_TOPK_BROADCAST.override(not given):
+        with pytest.raises(SparseArgumentError) as caught:
+            dsa_flags.require_stages(args, DSA, {**NATIVE, stage: "portable"}, True)
+        assert expected in str(caught.value)
+        with pytest.raises(SparseArgumentError, match=r"does not heed it; allowed: [a-zA-Z-]+$"):
+            dsa_flags.require_stages(args, DSA, PORTABLE, False)
+        dsa_flags.require_stages(args, DSA, {**PORTABLE, stage: "native"}, True)
+    defaults: Any = SimpleNamespace(**DEFAULTS)
+    dsa_flags.require_stages(defaults, DSA, PORTABLE, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_model_that_is_not_bfloat16(dtype: torch.dtype) -> None:
+    args: Any = SimpleNamespace(**DEFAULTS)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(SparseArgumentError, match=rf"runs in {name}, .*allowed: --dtype bfloat16$"):
+        dsa_flags.require_dtype(args, DSA, dtype, True)
+    dsa_flags.require_dtype(args, DSA, dtype, False)
+    dsa_flags.require_dtype(args, DSA, torch.bfloat16, True)

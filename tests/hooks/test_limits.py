@@ -1,0 +1,226 @@
+"""Every limit of the tables refuses what it is there for, with its name, what was got and why not."""
+
+import tomllib
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_configs import CONFIGS, write_config
+from sglang.srt.arg_groups.arg_utils import field_names
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs as StockServerArgs
+
+load_plugins()
+
+from resolved import ServerArgs
+
+from sglang_sparse.hooks import limits
+from sglang_sparse.methods import registry, support
+from sglang_sparse.methods.dsa import decode
+
+# By what they are for: the fields that no limit refuses.
+LISTED = Path(__file__).parents[1] / "support" / "server_fields.toml"
+# Those that no method serves, and those of one method, by their names.
+LIMITS = {name: found for of in (limits, decode) for name, found in vars(of).items() if name.endswith("_LIMITS")}
+COMPACT = {"sparse_method": "rocketkv", "sparse_config": {"eviction": "compact"}}
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """What makes one limit refuse.
+
+    Attributes:
+        limit: its name.
+        flags: fields of ``ServerArgs``.
+        variable: of the environment.
+        value: of the variable, where the message shows it too.
+    """
+
+    limit: str
+    flags: dict[str, Any] = field(default_factory=dict)
+    variable: str | None = None
+    value: str | None = None
+
+    @property
+    def got(self) -> Any:
+        """The value that the message shows."""
+        shown = f"{self.variable}={self.value}" if self.value else self.variable
+        return shown or next(iter(self.flags.values()))
+
+
+def on(limit: str, flag: str, value: object = True) -> Trigger:
+    return Trigger(limit, {flag: value})
+
+
+# By table: what asks for it, how the message begins, and a trigger or several for each of its limits.
+TABLES: dict[str, tuple[dict[str, Any], str, tuple[Trigger, ...]]] = {
+    "FLAG_LIMITS": (
+        {"sparse_method": "resa"},
+        "--sparse-method resa cannot run with ",
+        (
+            on("speculative decoding", "speculative_algorithm", "EAGLE"),
+            on("speculative decoding", "decoupled_spec_role", "drafter"),
+            on("prefill-decode disaggregation", "disaggregation_mode", "prefill"),
+            on("hierarchical cache", "enable_hierarchical_cache"),
+            on("LMCache", "enable_lmcache"),
+            on("FlexKV", "enable_flexkv"),
+            on("changing PD roles", "enable_pd_role_switch"),
+            on("retraction to host memory", "disaggregation_decode_retraction_backup", "host_pool"),
+            on("external cache linker", "enable_unified_cache_external_linker"),
+            on("data-parallel attention", "enable_dp_attention"),
+            on("data-parallel attention", "attn_dp_size", 2),
+            on("data parallelism", "dp_size", 2),
+            on("two-batch overlap", "enable_two_batch_overlap"),
+            on("PD multiplexing", "enable_pdmux"),
+            on("megakernel", "enable_nvidia_megakernel"),
+            Trigger("metadata glue graphs", variable="SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
+            on("pipeline parallelism", "pp_size", 2),
+            on("decode context parallelism", "dcp_size", 2),
+            on("prefill context parallelism", "enable_prefill_cp"),
+            on("attention context parallelism", "attn_cp_size", 2),
+            on("KV cache sharding", "enable_kv_cache_sharding"),
+            on("LoRA", "enable_lora"),
+            on("LoRA", "lora_paths", ["adapter"]),
+            on("bounded replay of windows", "enable_encoder_swa_bounded_replay"),
+            on("diffusion LLM decoding", "dllm_algorithm", "LowConfidence"),
+            on("HiSparse", "enable_hisparse"),
+            on("unified memory pool", "enable_unified_memory"),
+            on("page-major KV layout", "enable_page_major_kv_layout"),
+            on("streaming sessions", "enable_streaming_session"),
+            on("radix sessions", "enable_session_radix_cache"),
+            on("torch.compile", "enable_torch_compile"),
+            on("deterministic inference", "enable_deterministic_inference"),
+            on("deterministic inference", "rl_on_policy_target", "fsdp"),
+            on("embedding serving", "is_embedding"),
+            on("embedding serving", "prefill_only_disable_kv_cache"),
+            on("gRPC serving", "smg_grpc_mode"),
+            on("gRPC serving", "grpc_mode"),
+            on("gRPC serving", "grpc_port", 50051),
+            on("gRPC serving", "sidecar", "gateway"),
+            on("several tokenizer workers", "tokenizer_worker_num", 2),
+            Trigger("the Rust server", variable="SGLANG_RUST_SERVER"),
+            on("radix cache backend", "radix_cache_backend", "other"),
+            on("KV cache dtype", "kv_cache_dtype", "nvfp4"),
+            on("the KV canary", "kv_canary", "raise"),
+            Trigger("radix tree core", variable="SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", value="other"),
+        ),
+    ),
+    "RECTIFY_LIMITS": (
+        {"sparse_method": "resa"},
+        "--sparse-method resa cannot rectify with ",
+        (
+            on("mixed chunk", "enable_mixed_chunk"),
+            on("returned hidden states", "enable_return_hidden_states"),
+            on("returned hidden states", "return_hidden_states_mode", "last"),
+            on("returned auxiliary hidden states", "enable_return_aux_hidden_states"),
+            on("returned routed experts", "enable_return_routed_experts"),
+            on("returned indexer top-k", "enable_return_indexer_topk"),
+        ),
+    ),
+    "COMPACT_LIMITS": (
+        COMPACT,
+        "--sparse-method rocketkv cannot compact with ",
+        (
+            on("mixed chunk", "enable_mixed_chunk"),
+            on("returned routed experts", "enable_return_routed_experts"),
+        ),
+    ),
+    "INDEXER_LIMITS": (
+        {"sparse_method": "dsa"},
+        "--sparse-method dsa cannot run with ",
+        (
+            on("returned indexer top-k", "enable_return_indexer_topk"),
+            on("a page size", "page_size", 32),
+            on("a float16 model", "dtype", "half"),
+            on("a float16 model", "dtype", "float16"),
+        ),
+    ),
+    "PREFILL_LIMITS": (
+        {"sparse_prefill_method": "anchor"},
+        "--sparse-prefill-method anchor cannot run with ",
+        (on("KV cache events", "kv_events_config", "{}"), on("multi-item scoring", "enable_mis")),
+    ),
+}
+# Of ``model_configs``, by what the limit calls it. Some are refused for more than one reason.
+MODELS = {
+    "encoder-only or embedding model": ("encoder_only",),
+    "encoder-decoder model": ("encoder_decoder",),
+    "multimodal model": ("multimodal",),
+    "hybrid SSM or linear-attention model": ("hybrid_ssm",),
+    "sliding-window model": ("sliding_window", "hybrid_swa"),
+    "chunked local attention model": ("local_attention",),
+    "model with its own sparse attention": ("own_sparse_attention",),
+    "model with several attentions a layer": ("several_attentions",),
+    "model with attention sinks": ("attention_sinks",),
+    "model with a soft cap on attention logits": ("soft_cap",),
+}
+CASES = [(table, trigger) for table, (_, _, triggers) in TABLES.items() for trigger in triggers]
+
+
+def refused(model: str, **kwargs: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        ServerArgs(model_path=model, **kwargs)
+    return str(caught.value)
+
+
+def limit_of(table: str, name: str) -> support.FlagLimit:
+    (found,) = (limit for limit in LIMITS[table] if limit.name == name)
+    return found
+
+
+def test_no_limit_lacks_a_trigger() -> None:
+    assert set(LIMITS) == {*TABLES, "MODEL_LIMITS"}
+    for name, (_, _, triggers) in TABLES.items():
+        assert {limit.name for limit in LIMITS[name]} == {trigger.limit for trigger in triggers}, name
+    assert {limit.name for limit in limits.MODEL_LIMITS} == set(MODELS)
+    own = {limit for name in registry.DECODE_METHODS for limit in registry.load_decode_method(name).flag_limits}
+    assert own <= {limit for table in TABLES for limit in LIMITS[table]}
+
+
+class Asked:
+    """Default arguments that remember which of them were read."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.record = StockServerArgs(model_path="MODEL")
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self.record, name)
+
+
+def test_every_field_of_a_server_is_judged() -> None:
+    """No flag is served that nobody has looked at: it is refused by a limit, or stands in the list with a reason."""
+    asked = Asked()
+    for table in TABLES:
+        for limit in LIMITS[table]:
+            limit.got(asked)
+    fields = set(field_names(StockServerArgs))
+    groups = tomllib.loads(LISTED.read_text())["group"]
+    patterns = [pattern for group in groups for pattern in group["fields"]]
+    listed = {pattern: {name for name in fields if fnmatch(name, pattern)} for pattern in patterns}
+    assert not [pattern for pattern, names in listed.items() if not names], "no such fields"
+    assert fields - asked.names - set().union(*listed.values()) == set(), "unjudged"
+
+
+@pytest.mark.parametrize(
+    ("table", "trigger"), CASES, ids=[f"{table}-{case.variable or next(iter(case.flags))}" for table, case in CASES]
+)
+def test_a_flag_is_refused(table: str, trigger: Trigger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, beginning, _ = TABLES[table]
+    model = write_config(tmp_path, "own_sparse_attention" if table == "INDEXER_LIMITS" else "qwen3")
+    if trigger.variable:
+        monkeypatch.setenv(trigger.variable, trigger.value or "1")
+    message = refused(model, **asked, **trigger.flags)
+    assert message.startswith(beginning)
+    assert f"{trigger.limit} (got {trigger.got!r}): {limit_of(table, trigger.limit).reason}" in message
+
+
+@pytest.mark.parametrize(("limit", "name"), [(limit, name) for limit, names in MODELS.items() for name in names])
+def test_a_model_is_refused(limit: str, name: str, tmp_path: Path) -> None:
+    (found,) = (one for one in limits.MODEL_LIMITS if one.name == limit)
+    message = refused(write_config(tmp_path, name), sparse_method="resa")
+    assert message.startswith(f"--sparse-method resa does not fit {CONFIGS[name]['architectures'][0]}: ")
+    assert f"{limit}: {found.reason}" in message

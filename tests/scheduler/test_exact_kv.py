@@ -1,0 +1,156 @@
+"""Exact lengths: what moves them and what a finished request may insert."""
+
+import json
+from types import MethodType, SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+from sglang_sparse.attention.counters import RectifyCounts
+from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.config import settings as config
+from sglang_sparse.methods.resa import Resa
+from sglang_sparse.scheduler import exact_kv, request_state
+
+SPARSE = {"active_ratio": 0.1, "min_pages": 4, "min_seq_len": 0, "crossover_tokens": 0}
+
+
+def request(**options: object) -> SimpleNamespace:
+    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params=options), finished=lambda: True)
+
+
+def follow(
+    mode: str,
+    requests: list[SimpleNamespace],
+    lengths: list[int],
+    prefixes: list[int] | None = None,
+    fields: dict[str, object] = SPARSE,
+) -> None:
+    args = SimpleNamespace(sparse_method="resa", sparse_config=json.dumps(fields))
+    settings = config.settings_of(args)
+    backend = SimpleNamespace(
+        plan_rows=lambda *rows: plan_decode(settings.method, *rows),
+        counters=SimpleNamespace(rectify=RectifyCounts()),
+        rectifying=None,
+        prefill=None,
+        keeps=None,
+    )
+    runner = SimpleNamespace(server_args=args, is_draft_worker=False, attn_backend=backend)
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_decode=lambda: mode == "decode", is_extend=lambda: mode == "extend"),
+        reqs=requests,
+        seq_lens_cpu=torch.tensor(lengths),
+        prefix_lens=prefixes,
+        extend_lens=[n - p for n, p in zip(lengths, prefixes, strict=True)] if prefixes else None,
+    )
+    exact_kv.begin_pass(None, type(None), batch, runner)
+
+
+def exact(request: SimpleNamespace, committed: int) -> int:
+    return exact_kv.exact_committed_len(lambda _: committed, request)
+
+
+def test_prefill_chunks_are_exact() -> None:
+    one = request()
+    follow("extend", [one], [512], [192])
+    follow("extend", [one], [700], [512])
+    assert exact(one, 700) == 700
+
+
+def test_a_sparse_step_stops_the_exact_length_for_good() -> None:
+    one = request()
+    follow("extend", [one], [700], [0])
+    follow("decode", [one], [701])
+    follow("decode", [one], [702])
+    assert exact(one, 702) == 700
+
+
+def test_covered_steps_move_it_until_a_sparse_one() -> None:
+    one = request()
+    follow("extend", [one], [62], [0])
+    for length in range(63, 67):
+        follow("decode", [one], [length])
+    # Four pages are always attended to, so the step that opens the fifth page is the first sparse one.
+    assert exact(one, 66) == 64
+
+
+def test_what_a_model_was_trained_to_compute_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Resa, "exact", True)
+    one = request()
+    follow("extend", [one], [700], [0])
+    follow("decode", [one], [701])
+    assert exact(one, 701) == 701
+
+
+def test_rows_are_judged_one_by_one() -> None:
+    short, long = request(), request()
+    follow("extend", [short, long], [20, 500], [0, 0])
+    follow("decode", [short, long], [21, 501])
+    assert (exact(short, 21), exact(long, 501)) == (21, 500)
+
+
+def test_a_decode_row_in_a_mixed_batch_is_exact_only_behind_exact_kv() -> None:
+    clean, drifted = request(), request()
+    follow("extend", [clean, drifted], [30, 500], [0, 0])
+    follow("decode", [clean, drifted], [31, 501])
+    follow("extend", [clean, drifted], [32, 502], [31, 501])
+    assert (exact(clean, 32), exact(drifted, 502)) == (32, 500)
+
+
+def test_retraction_starts_over() -> None:
+    one = request()
+    follow("extend", [one], [500], [0])
+    follow("decode", [one], [501])
+    exact_kv.forget_exact_length(None, one)
+    follow("extend", [one], [501], [0])
+    assert exact(one, 501) == 501
+
+
+@pytest.mark.parametrize(("shareable_len", "freed"), [(35, (48, 70)), (32, (32, 70)), (64, (64, 70)), (70, None)])
+def test_the_inexact_tail_is_freed_by_whole_pages(shareable_len: int, freed: tuple[int, int] | None) -> None:
+    calls = []
+    tree = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=16, free_segments=calls.extend),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.arange(200).view(2, 100)),
+    )
+    tree.free_kv_row = MethodType(BasePrefixCache.free_kv_row, tree)
+    follow("extend", [one := request()], [shareable_len], [0])
+    one.kv = ReqKvInfo(req_pool_idx=1, kv_committed_len=70, kv_allocated_len=70)
+    exact_kv.release_inexact_tail(lambda *_: pytest.fail("SGLang's own function asserts"), one, shareable_len, 70, tree)
+    assert request_state.state_of(one).counts.tail_tokens_dropped == 70 - shareable_len
+    if freed is None:
+        assert calls == []
+    else:
+        ((slots, start),) = calls
+        assert start == freed[0] and slots.tolist() == list(range(100 + freed[0], 100 + freed[1]))
+
+
+def test_a_request_of_a_dense_server_is_left_to_sglang() -> None:
+    called = []
+    exact_kv.release_inexact_tail(lambda *arguments: called.append(arguments), SimpleNamespace(), 1, 2, None)
+    assert len(called) == 1
+    assert exact(SimpleNamespace(), 17) == 17
+
+
+def test_a_request_that_asked_for_dense_decode_stays_exact() -> None:
+    dense, sparse = request(sparse=False), request()
+    never = {**SPARSE, "dense_fallback": "never"}
+    follow("extend", [dense, sparse], [500, 500], [0, 0], never)
+    follow("decode", [dense, sparse], [501, 501], None, never)
+    assert (exact(dense, 501), exact(sparse, 501)) == (501, 500)
+
+
+def test_never_dense_is_never_exact_even_where_every_page_is_selected() -> None:
+    everything = {"active_ratio": 1.0, "dense_fallback": "never"}
+    follow("extend", [one := request()], [500], [0], everything)
+    follow("decode", [one], [501], None, everything)
+    assert exact(one, 501) == 500
+
+
+def test_below_the_crossover_decode_is_as_exact_as_prefill() -> None:
+    follow("extend", [one := request()], [2000], [0], {})
+    for length in range(2001, 2050):
+        follow("decode", [one], [length], None, {})
+    assert exact(one, 2049) == 2049

@@ -1,0 +1,97 @@
+"""Which rows a step rectifies: deadlines are kept, and few steps carry a second pass."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_sparse.scheduler import rectification
+from sglang_sparse.scheduler.partial_batch import Span
+from sglang_sparse.scheduler.rectification import due_rows, grouped
+
+
+def run(
+    joins: list[int], intervals: list[int], max_batch: int, steps: int, max_tokens: int = 8192
+) -> tuple[list[list[int]], int]:
+    """Decode ``steps`` steps of rows that join at ``joins``; return who was rectified, and the most pending tokens."""
+    length, exact = [0] * len(joins), [0] * len(joins)
+    chosen, most = [], 0
+    for step in range(steps):
+        rows = [row for row, join in enumerate(joins) if join <= step]
+        for row in rows:
+            length[row] += 1
+        pending = [length[row] - exact[row] for row in rows]
+        most = max([most, *(count for row, count in zip(rows, pending, strict=True) if intervals[row])])
+        due = [rows[i] for i in due_rows(pending, [intervals[row] for row in rows], max_batch, max_tokens)]
+        for row in due:
+            exact[row] = length[row]
+        chosen.append(due)
+    return chosen, most
+
+
+def test_a_lone_row_goes_every_f_tokens() -> None:
+    chosen, most = run([0], [32], 8, 320)
+    assert [step + 1 for step, due in enumerate(chosen) if due] == list(range(32, 321, 32))
+    assert most == 32
+
+
+def test_rows_that_start_together_are_spread_over_steps() -> None:
+    chosen, most = run([0] * 20, [32] * 20, 8, 65)
+    first = [due for due in chosen[:32] if due]
+    assert [len(due) for due in first] == [8, 8, 4]
+    assert most == 32
+
+
+def test_at_batch_16_at_most_a_quarter_of_the_steps_carry_a_pass() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        joins = [rng.randrange(64) for _ in range(16)]
+        chosen, most = run(joins, [32] * 16, 8, 1024)
+        assert sum(map(bool, chosen)) <= 1024 / 4
+        assert most <= 32
+
+
+def test_never_and_exact_rows_are_left_alone() -> None:
+    assert due_rows([500, 1, 40], [0, 2, 0], 8, 8192) == []
+    assert due_rows([500, 2, 40], [0, 2, 32], 8, 8192) == [1, 2]
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=200), st.integers(1, 16), st.integers(2, 40))
+@settings(max_examples=50)
+def test_no_row_waits_longer_than_its_turn(joins: list[int], max_batch: int, interval: int) -> None:
+    chosen, most = run(joins, [interval] * len(joins), max_batch, 200)
+    assert most <= interval + 1
+    assert all(len(due) <= max(max_batch, -(-len(joins) // interval)) for due in chosen)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(2, 64)), min_size=1, max_size=60), st.integers(1, 16))
+@settings(max_examples=50)
+def test_mixed_intervals(rows: list[tuple[int, int]], max_batch: int) -> None:
+    joins, intervals = [join for join, _ in rows], [interval for _, interval in rows]
+    chosen, _ = run(joins, intervals, max_batch, 200)
+    last = list(joins)
+    for step, due in enumerate(chosen):
+        for row in due:
+            assert step + 1 - last[row] <= intervals[row] + -(-len(rows) // max_batch)
+            last[row] = step + 1
+
+
+def test_a_pass_is_never_larger_than_a_chunk_of_prefill() -> None:
+    chosen, most = run([0] * 8, [1000] * 8, 8, 3000, max_tokens=2048)
+    assert max(map(len, chosen)) == 2
+    assert most <= 1003
+
+
+def test_tails_are_grouped_by_rows_and_tokens() -> None:
+    spans = [Span(None, 0, tokens) for tokens in (5, 5, 5, 90, 5, 200, 5)]
+    sizes = [[span.tokens for span in group] for group in grouped(spans, 3, 100)]
+    assert sizes == [[5, 5, 5], [90, 5], [200], [5]]
+
+
+def test_a_pass_without_a_graph_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    rectification._warn_eager.cache_clear()
+    for _ in range(2):
+        rectification._warn_eager()
+    (record,) = caplog.records
+    assert "ran without a CUDA graph" in record.message
