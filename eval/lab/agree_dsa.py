@@ -41,7 +41,7 @@ from eval.lab.agreement import dsa_checkpoint
 from eval.lab.agreement.agreement import COMMAND, NATIVE, PORTABLE, required, summarise
 from eval.lab.agreement.dsa_checkpoint import SIZES
 from eval.lab.agreement.dsa_servers import ask, distributions, make_asked, serve, watched_answers
-from eval.lab.kernels.measuring import measured
+from eval.lab.tables.files import measured
 from eval.live.counters import EvaluationError
 from eval.live.machine import this_machine
 from eval.live.record import Record, versions

@@ -42,11 +42,18 @@ from eval.lab.kernels.dsa import ATTEND, COMMAND, OPS
 from eval.lab.kernels.dsa_inputs import MOST_SLOTS, Shape, Step
 from eval.lab.kernels.dsa_quality import Judge, kept, samples
 from eval.lab.kernels.dsa_table import TABLE, failed, floor, identity, summarise, with_ratios
-from eval.lab.kernels.kernel_machine import Bench, Machine, gpu, parse_shape
+from eval.lab.kernels.kernel_machine import (
+    CEILING_FP8_TFLOPS,
+    CEILING_GBPS,
+    CEILING_TFLOPS,
+    Bench,
+    Machine,
+    gpu,
+    parse_shape,
+)
 from eval.lab.kernels.kernel_rows import Row
 from eval.lab.kernels.kernel_table import Implementation, chosen
-from eval.lab.kernels.measuring import measured
-from eval.lab.tables.ceilings import CEILING_FP8_TFLOPS, CEILING_GBPS, CEILING_TFLOPS
+from eval.lab.tables.files import measured
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions

@@ -29,14 +29,13 @@ import torch
 
 from eval.lab.kernels.framework_inputs import OPS, PREDICT, ROCKET, SKIP, FrameworkStep, Settings
 from eval.lab.kernels.kernel_inputs import Layer, Shape, num_layers
-from eval.lab.kernels.kernel_machine import Bench, Machine, gpu, parse_shape
+from eval.lab.kernels.kernel_machine import CEILING_GBPS, Bench, Machine, gpu, parse_shape
 from eval.lab.kernels.kernel_quality import logits_and_values, sampled_pairs
 from eval.lab.kernels.kernel_rows import Row, strongest
 from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen
-from eval.lab.kernels.measuring import measured
 from eval.lab.structured.generator import read_recipe
 from eval.lab.structured.structure import Recipe
-from eval.lab.tables.ceilings import CEILING_GBPS
+from eval.lab.tables.files import measured
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions

@@ -39,15 +39,14 @@ from typing import Any
 import torch
 
 from eval.lab.kernels.kernel_inputs import OPS, Shape, Step, num_layers
-from eval.lab.kernels.kernel_machine import Bench, Machine, gpu, parse_shape
+from eval.lab.kernels.kernel_machine import CEILING_GBPS, Bench, Machine, gpu, parse_shape
 from eval.lab.kernels.kernel_quality import quality, samples
 from eval.lab.kernels.kernel_rows import identity, summarise, with_ratios
 from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen, topk_table
-from eval.lab.kernels.measuring import measured
 from eval.lab.servers.decode_load import MAX_ANSWER
 from eval.lab.structured.generator import read_recipe
 from eval.lab.structured.structure import Recipe
-from eval.lab.tables.ceilings import CEILING_GBPS
+from eval.lab.tables.files import measured
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions

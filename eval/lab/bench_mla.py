@@ -49,10 +49,9 @@ from typing import Any
 
 import torch
 
-from eval.lab.kernels.kernel_machine import Bench, Machine, gpu, parse_shape
+from eval.lab.kernels.kernel_machine import CEILING_GBPS, CEILING_TFLOPS, Bench, Machine, gpu, parse_shape
 from eval.lab.kernels.kernel_rows import Row
 from eval.lab.kernels.kernel_table import Implementation, chosen
-from eval.lab.kernels.measuring import measured
 from eval.lab.kernels.mla import COMMAND, OPS, ROPE, SCORES
 from eval.lab.kernels.mla_inputs import Shape, Step
 from eval.lab.kernels.mla_quality import active, quality, samples
@@ -60,7 +59,7 @@ from eval.lab.kernels.mla_recipe import RECIPE, recipe_for, target_share
 from eval.lab.kernels.mla_table import identity, judged, judged_capture, table, with_ratios
 from eval.lab.structured.generator import read_recipe
 from eval.lab.structured.structure import Recipe
-from eval.lab.tables.ceilings import CEILING_GBPS, CEILING_TFLOPS
+from eval.lab.tables.files import measured
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions

@@ -31,13 +31,12 @@ import torch
 from tqdm import tqdm
 
 from eval.lab.kernels.kernel_table import UNAVAILABLE, report_unavailable
-from eval.lab.kernels.measuring import measured
 from eval.lab.kernels.prefill import COMMAND
 from eval.lab.kernels.prefill_arguments import parse
 from eval.lab.kernels.prefill_inputs import Prompt, Shape
 from eval.lab.kernels.prefill_table import DENSE, OWN, Implementation, Plan, plans
-from eval.lab.structured.generator import read_recipe
-from eval.lab.tables.targets import SPARSITY_TOLERANCE
+from eval.lab.structured.generator import SPARSITY_TOLERANCE, read_recipe
+from eval.lab.tables.files import measured
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.texts.lengths import share_at

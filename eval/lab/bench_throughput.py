@@ -29,9 +29,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from eval.lab.kernels.measuring import measured
 from eval.lab.servers import model_shapes
 from eval.lab.servers.throughput import COMMAND, DENSE, best_batches
+from eval.lab.tables.files import measured
 from eval.live.arms import MAX_DENSE_ROWS
 from eval.live.client import LiveServer, list_of
 from eval.live.counters import EvaluationError, kept, moved, read_shares

@@ -25,13 +25,12 @@ from pathlib import Path
 from eval import report
 from eval.lab.agreement import agreement
 from eval.lab.kernels import dsa, mla, prefill
-from eval.lab.selection import blind, recall_table, theta_summary
+from eval.lab.selection import recall_table, theta_summary
 from eval.lab.servers import decode, profile, throughput
 from eval.lab.servers.decode_peers import outdated_peers
 from eval.lab.tables import (
     batches,
     crossover,
-    depths,
     files,
     goals,
     identities,
@@ -39,7 +38,6 @@ from eval.lab.tables import (
     needles,
     quality,
     theta2,
-    tiny_mla,
     weights,
 )
 from eval.lab.toolchain import compiled, sanitizer
@@ -98,17 +96,6 @@ NEEDLES = (
     *("infinitebench-tiny-mla", "infinitebench-tiny-gqa-anchor"),
 )
 TAILS = "-tail-"
-# By block, the file of whose needles it says where they were found.
-DEPTHS = {
-    "window-depths-pages": "niah-tiny-mla-sink_window-pages",
-    "random_keys-depths": "niah-tiny-gqa-prefilled-random_keys",
-    "random_keys-depths-lookup": "niah-tiny-gqa-lookup-prefilled-random_keys",
-    "newest_stripes-depths-lookup": "niah-tiny-gqa-lookup-prefilled-newest_stripes",
-    "anchor-depths-tail-0": "niah-tiny-gqa-prefilled-tail-0-anchor",
-    "anchor-depths-fine": "niah-tiny-gqa-fine-prefilled-tail-0-anchor",
-    "fine-depths-anchor": "niah-tiny-gqa-fine-theta-10-prefilled-tail-0-anchor-cpu",
-    "fine-depths-random_keys": "niah-tiny-gqa-fine-theta-10-prefilled-tail-0-random_keys-cpu",
-}
 # Which goals are whose.
 GOALS = {
     "resa": ("K1", "K2", "K3", "K4", "E1", "E2", "E3", "R1", "R2"),
@@ -134,11 +121,6 @@ def _measured(name: str, made: Callable[[Path], str]) -> str:
     """The table of a file that may not be there yet."""
     path = result_files(RESULTS).get(name)
     return made(path) if path else f"Not measured yet: `eval/lab/results` has no `{name}.jsonl`."
-
-
-def _depths(name: str) -> str:
-    """At which depths a file's needles were found."""
-    return depths.depths([_file(name)])
 
 
 def _starting(*prefixes: str) -> list[Path]:
@@ -187,14 +169,11 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "page-statistics": lambda: recall_table.statistics(sorted((RESULTS / "real").glob("page-statistics-*"))),
     "page-answers": lambda: recall_table.answers(_file("page-answers-qwen2.5-coder-0.5b", RESULTS / "real")),
     "quality": lambda: "\n\n".join(quality.quality_tables(RESULTS / "real")),
-    "blind": lambda: blind.blind([_file(f"blind-tiny-{model}") for model in ("gqa", "mla")]),
+    "blind": lambda: recall_table.blind([_file(f"blind-tiny-{model}") for model in ("gqa", "mla")]),
     "needles": lambda: needles.needles([path for path in _starting(*NEEDLES) if TAILS not in path.name]),
     "needles-mixed": lambda: batches.batches(_starting("niah-mixed-")),
     "theta2": lambda: theta2.theta2(_starting(theta2.PREFIX)),
     "theta2-blocks": lambda: theta2.times_as_many(_starting(theta2.PREFIX)),
-    "window-depths": lambda: depths.depths([_file(f"niah-tiny-mla-sink_window{all_}") for all_ in ("", "-all")]),
-    **{block: partial(_depths, name) for block, name in DEPTHS.items()},
-    "hops": lambda: tiny_mla.hops(card.read(RESULTS / "tiny-mla-accuracy.jsonl")),
     "needles-tail": lambda: needles.needles([path for path in _starting("niah-tiny-gqa") if TAILS in path.name]),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
     "prefill-perplexity": lambda: prefill_ppl.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),

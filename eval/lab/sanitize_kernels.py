@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from eval.lab.kernels.measuring import measured
+from eval.lab.tables.files import measured
 from eval.lab.toolchain.sanitizer_inside import OPERATIONS
 from eval.lab.toolchain.sanitizer_output import FOUND_STATUS, read, verdict
 from eval.live.client import list_of

@@ -16,9 +16,9 @@ from eval.lab.kernels import mla_peers
 from eval.lab.kernels.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
 from eval.lab.kernels.mla_inputs import Step
 from eval.lab.kernels.mla_table import strongest, table, with_ratios
+from eval.lab.structured.generator import near_active
 from eval.lab.tables import files
 from eval.lab.tables.goals import goals_table
-from eval.lab.tables.targets import near_active
 from eval.live.record import read_rows
 from sglang_sparse_kernels.timing import Run
 

@@ -13,9 +13,8 @@ from eval.lab.kernels.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WH
 from eval.lab.kernels.mla_inputs import Shape, Step
 from eval.lab.kernels.mla_quality import active, quality, samples
 from eval.lab.kernels.mla_recipe import RECIPE, recipe_for, target_share
-from eval.lab.structured.generator import read_recipe
+from eval.lab.structured.generator import near_active, read_recipe
 from eval.lab.structured.structure import Recipe
-from eval.lab.tables.targets import near_active
 from eval.live.counters import EvaluationError
 from sglang_sparse_kernels.timing import Run
 

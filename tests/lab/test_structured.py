@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.lab.structured import generator
-from eval.lab.structured.codes import chirps
 from eval.lab.structured.generator import (
     gqa_structure,
     make_decode,
@@ -18,7 +17,7 @@ from eval.lab.structured.generator import (
     mla_structure,
     read_recipe,
 )
-from eval.lab.structured.structure import BACKGROUND, PARTS, SINK, STRIPE, Recipe, Structure, block_mass
+from eval.lab.structured.structure import BACKGROUND, PARTS, SINK, STRIPE, Recipe, Structure, block_mass, chirps
 
 Q_HEADS, KV_HEADS = 8, 2
 # Numbers of a prompt, from before there were levels.

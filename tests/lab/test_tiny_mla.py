@@ -1,4 +1,4 @@
-"""Sentences about tiny-mla and its controls, and the verdict on its perplexity, from hand-made rows."""
+"""What is said of tiny-mla's sparse layers, and the verdict on its perplexity, from hand-made rows."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from eval.lab.tables import depths, tiny_mla
 from eval.lab.tables.weights import sensitive
 from eval.scores.tables import rectification
 
@@ -15,35 +14,6 @@ def written(path: Path, *rows: dict[str, Any]) -> Path:
     header = {"kind": "header", "servers": {"base": {"model_path": "other"}}}
     path.write_text("".join(json.dumps(row) + "\n" for row in (header, *rows, {"kind": "summary"})))
     return path
-
-
-def test_where_a_window_has_the_needle(tmp_path: Path) -> None:
-    asked = [(depth, arm) for depth in (0.0, 0.5, 0.9, 1.0) for arm in ("base", "compare") for _ in range(2)]
-    rows = [
-        {"kind": "item", "arm": arm, "depth": depth, "scores": {"score": float(arm == "compare" or depth >= 0.9)}}
-        for depth, arm in asked
-    ]
-    # One of the four of depth 90 %.
-    rows[8]["scores"] = {"score": 0.0}
-    path = written(tmp_path / "a.jsonl", *rows)
-    said = depths.depths([path, path])
-    found = "90% (exact match 0.50), 100% (exact match 1.00)"
-    assert said == f"A needle is found at depths of {found}, of 4 depths that were asked."
-    assert "at depths of none, of 1" in depths.depths([written(tmp_path / "b.jsonl", rows[0])])
-
-
-def test_hops_are_those_of_dense_attention() -> None:
-    def line(selector: str, length: int, right: float, task: str = "var_2hop_2%") -> dict[str, Any]:
-        return {"selector": selector, "task": task, "length": length, "exact_match": right}
-
-    lines = [
-        line("dense", 256, 0.75),
-        line("dense", 8192, 0.5),
-        line("rope", 8192, 0.1),
-        line("dense", 99, 1.0, "json"),
-    ]
-    said = tiny_mla.hops([{"model": "tiny-mla"}, *lines])
-    assert "answers 0.500 to 0.750 of them at 256 to 8192 tokens" in said and "decides from 0.95 on" in said
 
 
 def test_perplexity_is_judged_at_one_interval_by_the_upper_end(tmp_path: Path) -> None:

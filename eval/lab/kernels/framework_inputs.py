@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from eval.lab.kernels.kernel_inputs import Layer, Shape, Step
+from eval.lab.structured.generator import SPARSITY_TOLERANCE
 from eval.lab.structured.structure import Recipe
-from eval.lab.tables.targets import SPARSITY_TOLERANCE
 from sglang_sparse_kernels.kt_select import kt_select
 from sglang_sparse_kernels.page_summary import update_page_summary
 from sglang_sparse_kernels.page_topk import page_topk

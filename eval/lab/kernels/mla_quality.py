@@ -20,8 +20,8 @@ from eval.lab.kernels.kernel_quality import require, require_near
 from eval.lab.kernels.kernel_table import Implementation
 from eval.lab.kernels.mla import DENSE, FULL, MASS, ROPE, SCORES, TOPP, WHOLE
 from eval.lab.kernels.mla_inputs import SM_SCALE, Selection, Step, by
+from eval.lab.structured.generator import ACTIVE_TOLERANCE, SPARSITY_TOLERANCE, near_active
 from eval.lab.structured.structure import block_mass
-from eval.lab.tables.targets import ACTIVE_TOLERANCE, SPARSITY_TOLERANCE, near_active
 
 SAMPLED = 4
 LARGEST_MASS_ERROR = 1e-3

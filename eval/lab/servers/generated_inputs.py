@@ -19,9 +19,8 @@ from eval.lab.kernels.mla import COMMAND as MLA_COMMAND
 from eval.lab.kernels.prefill import COMMAND as PREFILL_COMMAND
 from eval.lab.servers import model_shapes
 from eval.lab.servers.serving_recall import command_of, inputs_of, matching, recalls
-from eval.lab.structured.generator import read_recipe
+from eval.lab.structured.generator import SPARSITY_TOLERANCE, near_target, read_recipe
 from eval.lab.structured.prefill import ATTEND, SKIP, read_given
-from eval.lab.tables.targets import SPARSITY_TOLERANCE, near_target
 from eval.live.counters import EvaluationError
 from eval.serving.first_token import TASK
 from eval.serving.grid import ROBSA, Cell, dense_by_limits

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from eval.lab.servers import decode, latency_limit, profile, throughput
 from eval.lab.tables import crossover
 from eval.lab.tables.weights import weights
 from eval.lab.toolchain import sanitizer
+from eval.live.client import FAILURES
 from eval.live.record import read_finished, read_rows, result_files
 from eval.scores.tables import Column, Row, bounds, length, number, percent, table, text
 from eval.tasks.judge_rows import agreement
@@ -152,3 +155,24 @@ def any_table(path: Path) -> str:
 def draw(path: Path, stem: Path) -> None:
     """See `eval.report.draw`."""
     report.draw(path, stem, PICTURES)
+
+
+def measured(command: str, parse: Callable[[], argparse.Namespace], run: Callable[[argparse.Namespace], int]) -> int:
+    """Run a command that writes a file, and print the table of the file.
+
+    Args:
+        command: its name.
+        parse: reads its command line; ``out`` is the file.
+        run: writes the file.
+
+    Returns:
+        The exit status that `run` returns; 1 where there is nothing to measure on, and stderr says why.
+    """
+    try:
+        args = parse()
+        status = run(args)
+        print(any_table(args.out))
+    except FAILURES as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 1
+    return status

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.lab.kernels.prefill import with_search
-from eval.lab.tables.targets import near_target
+from eval.lab.structured.generator import near_target
 from eval.live.counters import EvaluationError
 from eval.live.record import command_name, read_rows, result_files, sglang_of
 from eval.scores.tables import Column, table, text

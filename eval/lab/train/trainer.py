@@ -16,9 +16,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from eval.lab.train.batches import Batch, BatchBuilder
+from eval.lab.train.batches import Batch, BatchBuilder, BatchPool
 from eval.lab.train.layers import TinyModel
-from eval.lab.train.pool import BatchPool
 from eval.lab.train.ragged import Vocabulary
 from eval.lab.train.schedule import EVERY, Stage, passed, progress, rate_at
 from eval.lab.train.sparse import Rows

@@ -1,1 +1,0 @@
-"""Trains the tiny models of the evaluation: tokenizer, model, accuracy, model card."""
