@@ -248,8 +248,8 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     return table, failed
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, checked."""
+def parser_of() -> argparse.ArgumentParser:
+    """The command line."""
     from eval.texts.lengths import length
 
     parser = argparse.ArgumentParser(
@@ -288,6 +288,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--label", help="kept in the file's header")
     parser.add_argument("--revision", help="of this code, where its git history is not at hand")
+    return parser
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The arguments, checked."""
+    parser = parser_of()
     args = parser.parse_args(arguments)
     for name, value in (QUICK if args.quick else USUAL).items():
         if getattr(args, name) is None:
