@@ -86,7 +86,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model-path", required=True, help="folder or name of a checkpoint that transformers loads")
     data = parser.add_argument("--prompts", "--data", type=Path, nargs="+", default=[], metavar="FILE")
-    data.help = f"{FORMS}; see README"
+    data.help = f"{FORMS}; see the method's page in docs"
     parser.add_argument(
         "--lengths", type=_lengths, help=f"tokens of the prompts, such as 8k,16k (default: {method.DEFAULT_LENGTHS})"
     )

@@ -6,7 +6,7 @@ and without either what each method says to this model and these flags.
 
 ``--sglang`` says what the installed SGLang, of whatever version, lacks or has changed of what the plugin needs.
 
-``--markdown README.md sglang_sparse/docs/*.md`` writes the tables of documents anew, between ``<!-- check: NAME -->``
+``--markdown README.md sglang_sparse/docs`` writes the tables of documents anew, between ``<!-- check: NAME -->``
 and ``<!-- check end -->``.
 """
 
@@ -91,8 +91,9 @@ def main(arguments: list[str]) -> int:
         for made in doc_tables.BLOCKS.values():
             print(f"\n{made()}")
     elif arguments[0] == MARKDOWN:
-        for path in map(Path, arguments[1:]):
-            path.write_text(doc_tables.fill(path.read_text()))
+        for asked in map(Path, arguments[1:]):
+            for path in asked.rglob("*.md") if asked.is_dir() else [asked]:
+                path.write_text(doc_tables.fill(path.read_text()))
     else:
         _judge(arguments)
     return 0

@@ -51,10 +51,12 @@ from eval.serving import report as serving
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "eval" / "lab" / "results"
 COMPARISON = RESULTS / "compare-tiny-gqa"
-CROSSOVERS = ROOT / "sglang_sparse" / "crossover.json"
+CROSSOVERS = ROOT / "sglang_sparse" / "attention" / "crossover.json"
 PAGES = ROOT / "sglang_sparse" / "docs"
 DOCS = ROOT / "eval" / "lab" / "docs"
-DOCUMENTS = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(PAGES.glob("*.md")))
+# Pictures that README and the pages of users show.
+IMAGES, SHOWN = PAGES / "images", ("serving-qwen3-8b", "bench_prefill_skip_softmax")
+DOCUMENTS = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(PAGES.rglob("*.md")))
 CARDS = tuple(
     ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-chains", "tiny-mla", "tiny-dsa")
 )
@@ -249,10 +251,10 @@ def documents(check: bool) -> int:
 def draw_pictures() -> None:
     """Draw the pictures that documents show."""
     for name, file in PICTURES.items():
-        files.draw(file(), DOCS / name)
+        files.draw(file(), (IMAGES if name in SHOWN else DOCS) / name)
     serving.plot(serving.cells_of([_file(name) for name in FIRST_TOKEN_FILES]), DOCS / FIRST_TOKEN)
     theta2.plot(_starting(theta2.PREFIX), DOCS / "theta2")
-    quality.plot(quality.read_folder(RESULTS / "real")[QUALITY], DOCS / f"quality-{QUALITY.lower()}")
+    quality.plot(quality.read_folder(RESULTS / "real")[QUALITY], IMAGES / f"quality-{QUALITY.lower()}")
 
 
 def main(arguments: list[str] | None = None) -> int:

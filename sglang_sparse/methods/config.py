@@ -119,7 +119,7 @@ class RectifyConfig(MethodConfig):
     layers: str | list[int] = Field(
         "all",
         description='Layers that run sparse: "all", a range "2-", or a list; a mapping has rules for layers, '
-        "see README.",
+        "see docs/layers.md.",
     )
     rectify_interval: int = Field(
         32, ge=0, description="A dense pass re-encodes a request's last tokens when they are this many; 0: never."

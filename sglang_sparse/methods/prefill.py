@@ -27,7 +27,7 @@ class PrefillConfig(SparseConfig):
     layers: str | list[int] = Field(
         "all",
         description='Layers that run sparse: "all", a range "2-", or a list; a mapping has rules for layers, '
-        "see README.",
+        "see docs/layers.md.",
     )
     crossover_tokens: Crossover = Field(
         "auto",

@@ -48,6 +48,17 @@ GPUS = {
 }
 # The one for which everything has been measured.
 MEASURED = (9, 0)
+# Features of SGLang that users ask about first.
+GLANCE: Mapping[str, Mapping[str, object]] = {
+    "tensor parallelism": {"tp_size": 2},
+    "pipeline parallelism": {"pp_size": 2},
+    "data parallelism": {"dp_size": 2},
+    "mixed chunks": {"enable_mixed_chunk": True},
+    "speculative decoding": {"speculative_algorithm": "EAGLE"},
+    "LoRA": {"enable_lora": True},
+    "prefill-decode disaggregation": {"disaggregation_mode": "prefill"},
+    "hierarchical cache": {"enable_hierarchical_cache": True},
+}
 # With scales and without.
 FLOAT8 = tuple(flag for flag in FLAGS if "kv_cache_dtype" in flag)
 
@@ -163,6 +174,23 @@ def gpus_table() -> str:
     return table(["compute capability", "seen", *(method.label for method in asked)], rows)
 
 
+def glance_table() -> str:
+    """Return a mark for each method and what users ask about first."""
+    asked = methods()
+    rows = [[f"{kind} models", *(_mark(answer(m, Place(kind, place_of(m).gpu))) for m in asked)] for kind in KINDS]
+    for capability, names in GPUS.items():
+        rows.append([names, *("✓" if on_gpu(m, capability).startswith("yes") else "-" for m in asked)])
+    for name, flag in GLANCE.items():
+        rows.append([name, *(_mark(flag_answer(m, flag)) for m in asked)])
+    return table(["", *(method.label for method in asked)], rows)
+
+
+def _mark(found: Answer) -> str:
+    if not found.served:
+        return "-"
+    return "(✓)" if found.fields else "✓"
+
+
 def _of_tables() -> Iterator[Refused]:
     asked = methods()
     for limit in limits.FLAG_LIMITS:
@@ -272,6 +300,7 @@ PARTS: Mapping[str, Callable[[Method], str]] = {
 
 BLOCK = re.compile(r"(<!-- check: ([\w-]+) -->\n)(.*?)(<!-- check end -->)", re.S)
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    "glance": glance_table,
     "methods": methods_table,
     "features": features_table,
     "gpus": gpus_table,

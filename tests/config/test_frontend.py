@@ -16,7 +16,7 @@ from sglang_sparse import frontend
 from sglang_sparse.config.request_options import FORCED_TOKENS, SPARSE
 from sglang_sparse.methods import registry
 
-README = Path(__file__).parent.parent.parent / "README.md"
+PAGE = Path(__file__).parents[2] / "sglang_sparse" / "docs" / "requests.md"
 
 
 class Recorder(ThreadingHTTPServer):
@@ -77,14 +77,13 @@ def test_imports_neither_torch_nor_sglang() -> None:
     assert done.stdout.strip() == ""
 
 
-def test_it_knows_what_a_request_may_ask_for_and_readme_says_it() -> None:
+def test_it_knows_what_a_request_may_ask_for_and_its_page_says_it() -> None:
     methods = (*registry.loaded_decode_methods().values(), *registry.loaded_prefill_methods().values())
     fields = {field for method in methods for field in method.config_class.request_fields}
     assert set(frontend.FIELDS) == fields | {SPARSE, FORCED_TOKENS} == set(get_type_hints(frontend.Options))
     phases = {field for method in methods for field in method.config_class.phase_fields}
     assert {field for field in frontend.FIELDS if frontend.FIELDS[field][0]({"decode": 1})} == phases
-    table = README.read_text().split("**Request by request.**")[1].split("```")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(frontend.FIELDS)
+    assert re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.M) == list(frontend.FIELDS)
 
 
 def test_only_what_is_given_is_sent() -> None:

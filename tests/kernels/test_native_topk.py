@@ -1,4 +1,4 @@
-"""What docs/dsa.md says of SGLang 0.5.17's own selection in prefill: it loses tokens, where this project's does not."""
+"""What DSA's page says of SGLang 0.5.17's own selection in prefill: it loses tokens, where this project's does not."""
 
 import pytest
 import torch

@@ -24,9 +24,9 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def contributed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The examples of CONTRIBUTING.md, installed as a third party would ship them: a folder for ``PYTHONPATH``."""
+    """The examples of develop/method.md, installed as a third party would ship them: a folder for ``PYTHONPATH``."""
     folder = tmp_path_factory.mktemp("third-party")
-    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    text = (Path(__file__).parents[2] / "sglang_sparse" / "docs" / "develop" / "method.md").read_text()
     (folder / "my_package.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", text, re.S)))
     ((group, entries),) = re.findall(r'```toml\n\[project\.entry-points\."([\w.]+)"\]\n(.*?)\n```', text, re.S)
     metadata = folder / "my_package-0.1.dist-info"

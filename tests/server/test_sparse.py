@@ -16,7 +16,7 @@ from launch.server import ServerProcess
 from sglang_sparse import frontend
 from sglang_sparse.hooks import prometheus
 
-README = Path(__file__).parent.parent.parent / "README.md"
+PAGE = Path(__file__).parents[2] / "sglang_sparse" / "docs" / "requests.md"
 PAGE = 16
 TENTH = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never"}
 METRICS = ("--enable-metrics", "--decode-log-interval", "4")
@@ -193,8 +193,8 @@ def test_frontend_program_forks_share_the_prefix(server, prompts) -> None:
     assert made <= 3 * 3, made
 
 
-def test_readme_asks_twice_and_one_fork_is_dense(server) -> None:
-    (program,) = re.findall(r"```python\n(import sglang\n.*?)```", README.read_text(), re.S)
+def test_the_pages_program_asks_twice_and_one_fork_is_dense(server) -> None:
+    (program,) = re.findall(r"```python\n(import sglang\n.*?)```", PAGE.read_text(), re.S)
     asked = sparse_state(server)
     space: dict[str, Any] = {"frontend": frontend}
     exec(program.replace("http://127.0.0.1:30000", server.url), space)

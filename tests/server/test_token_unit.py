@@ -1,4 +1,4 @@
-"""A third party's method that chooses tokens, not pages, as CONTRIBUTING.md has it: for GQA and for MLA."""
+"""A third party's method that chooses tokens, not pages, as docs/develop/method.md has it: for GQA and for MLA."""
 
 import json
 import random

@@ -37,7 +37,8 @@ It was trained on for `var_value`; needles and pass keys it still answers. tiny-
 that a decode step looks the second one up; here the prompt's last tokens follow the chain. That was learned with a
 second loss (see the module), and in the last stage answers attended to a sixteenth to an eighth of the text alone, to
 the blocks that the last tokens of their question choose. Before that stage dense answers were better, and RocketKV lost
-later digits ([measured](../../../sglang_sparse/docs/rocketkv.md#chains-before-the-last-stage-of-training), as random
+later digits ([measured](../../../sglang_sparse/docs/methods/rocketkv.md#chains-before-the-last-stage-of-training), as
+random
 sets were): this model, like the others, tests implementations. All steps, of two runs, follow those of tiny-gqa.""",
     },
     "tiny-mla": {

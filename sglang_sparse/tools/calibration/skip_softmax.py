@@ -11,7 +11,7 @@ the attention mass lies on the others,
 Then threshold_scale_factor = a * exp(b * share) is fitted for each phase, over all lengths together. What it says is
 good for the shares that were measured, up to the error that is printed; a formula that is off by more than 15
 hundredths is refused. Its form is that of NVIDIA Model Optimizer, whose own factors go by other rules (see
-docs/skip_softmax.md). The factor that skips a share differs by kind of text: with --data it is measured on yours.
+its page in docs). The factor that skips a share differs by kind of text: with --data it is measured on yours.
 
 Without --data it runs made-up prompts with something to be found in them, --n of each of --lengths; of the default
 lengths those that the model's context holds. With --data it runs beginnings of the lines of .jsonl and stretches of
