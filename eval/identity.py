@@ -5,7 +5,7 @@ Its decode method's budget covers the context (``active_ratio: 1``), its prefill
 that they ran sparse and left nothing out: every row of every sparse layer in decode, and in prefill every prompt token
 that was not cached, behind those for which the method has all keys in any case.
 
-Gate A of the evaluation: greedy text equal at concurrency 1, mean KL(dense, sparse) below .003. A different token is
+Passed is: greedy text equal at concurrency 1, mean KL(dense, sparse) below .003. A different token is
 excused only where the dense server's two best tokens lie closer than the noise. That is measured: the largest change
 of their distance between two dense servers with different kernels (``--noise-url``); without one nothing is excused.
 What two kernels make of float8 KV differs far more, and excuses nothing: there the noise is that of bfloat16, as

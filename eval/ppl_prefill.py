@@ -12,7 +12,7 @@ what a sparse query misses of them.
 
 Beside the perplexities, the difference of a token's log-probability stands by position of the query that predicts it.
 
-Gate E of the evaluation: the upper end of the 95 % interval of the relative change of perplexity is at most ``--bound``
+Passed is: the upper end of the 95 % interval of the relative change of perplexity is at most ``--bound``
 on each text, the rule by which `eval.compare` calls decode's perplexity the same.
 The command ends with status 1 where it does not, and where the server's counters do not show that one arm was dense and
 that the other left something out.

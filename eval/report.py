@@ -13,7 +13,7 @@ from pathlib import Path
 
 from eval.live.counters import EvaluationError
 from eval.live.record import command_name, read_rows, result_files
-from eval.scores import heatmap, long_summary, ppl_summary
+from eval.scores import heatmap, long_summary, ppl_summary, prefill_ppl
 from eval.scores.tables import comparison_table, drift, questions, rectification
 from eval.scores.verdicts import read_folder
 from eval.serving import report as serving
@@ -29,7 +29,13 @@ def _needles(path: Path, stem: Path) -> None:
 
 
 # By the name of the command that wrote the file; others have the table of a suite of questions, and no picture.
-TABLES: Tables = {"ppl_rectify": rectification, "long_generation": drift, "bench_serving": serving.serving}
+TABLES: Tables = {
+    "ppl_rectify": rectification,
+    "ppl_prefill": lambda path: prefill_ppl.perplexities([path]),
+    "long_generation": drift,
+    "bench_serving": serving.serving,
+}
+
 PICTURES: Pictures = {
     "ppl_rectify": lambda path, stem: ppl_summary.plot(ppl_summary.summarise(read_rows(path)), Path(f"{stem}.svg")),
     "long_generation": lambda path, stem: long_summary.plot(long_summary.summarise(read_rows(path)), stem),

@@ -46,7 +46,7 @@ def gap_change(one: TopTokens, other: TopTokens) -> float:
 
 
 def is_same(mean_kl: float, gaps: Sequence[float], noise: float) -> bool:
-    """Gate A of the evaluation: whether a server's greedy answers count as those of a dense one.
+    """Whether a server's greedy answers count as those of a dense one.
 
     Args:
         mean_kl: of the distributions of the next token, in nats.

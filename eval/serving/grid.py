@@ -194,7 +194,7 @@ def _figures(runs: Sequence[Row]) -> dict[str, Any]:
 
 
 def short_contexts(summary: Sequence[Row]) -> list[dict[str, Any]]:
-    """R2: the least ratio of dense to sparse time per output token at contexts of at most ``SHORT`` tokens.
+    """The least ratio of dense to sparse time per output token at contexts of at most ``SHORT`` tokens.
 
     Args:
         summary: see `summarise`.

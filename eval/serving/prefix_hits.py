@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace, side: Side) -> Iterator[dict[str, Any] | N
 
 
 def summarise(items: Sequence[Row], seed: int = 0) -> list[dict[str, Any]]:
-    """R1: time to the first token where a long prefix is in the cache, sparse over dense.
+    """Time to the first token where a long prefix is in the cache, sparse over dense.
 
     Args:
         items: rows of `measure`.

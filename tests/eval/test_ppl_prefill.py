@@ -6,27 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from suites import LENGTH, WINDOWS, perplexity_rows
 
 from eval import ppl_prefill
 from eval.live.counters import EvaluationError
-from eval.scores.prefill_ppl import against, edges, gate, summarise
+from eval.scores.prefill_ppl import edges, summarise
 from eval.texts.windows import BOOK, SCORED, Window
-
-LENGTH, BEGINS, WINDOWS = 301, 100, 40
 
 
 def facts(**config: int) -> dict[str, Any]:
     return {"sparse": {"method": None, "prefill": {"method": "anchor", "config": config}}}
-
-
-def rows(lost: float, text: str = "book", noise: float = 0.0) -> list[dict[str, Any]]:
-    """What a run writes where each token from ``BEGINS`` on costs `lost` nats more."""
-    rng = np.random.default_rng(0)
-    dense = rng.uniform(1.0, 3.0, (WINDOWS, LENGTH - 1))
-    sparse = dense + np.where(np.arange(LENGTH - 1) >= BEGINS, lost, 0.0) + noise * rng.normal(size=(WINDOWS, 1))
-    windows = [Window("a", i * LENGTH, tuple(range(LENGTH))) for i in range(WINDOWS)]
-    found = ppl_prefill.rows_of(text, windows, {"dense": dense, "sparse": sparse}, BEGINS)
-    return [*found, {"kind": "counters", "task": text, "arm": "sparse", "sparsity": 0.4}]
 
 
 def test_buckets_part_where_sparse_queries_begin() -> None:
@@ -37,7 +26,7 @@ def test_buckets_part_where_sparse_queries_begin() -> None:
 
 
 def test_a_loss_is_relative_and_of_the_judged_positions_alone() -> None:
-    judged, dense, sparse = summarise(rows(0.01))
+    judged, dense, sparse = summarise(perplexity_rows(0.01))
     assert judged["positions"] == "judged" and judged["windows"] == WINDOWS and judged["sparsity"] == 0.4
     assert judged["relative"] == pytest.approx(math.expm1(0.01), abs=1e-5)
     assert judged["sparse"] / judged["dense"] == pytest.approx(math.exp(0.01), abs=1e-5) and not judged["passed"]
@@ -51,57 +40,12 @@ def test_a_loss_is_relative_and_of_the_judged_positions_alone() -> None:
     [(0.0, 0.0, True), (0.0049, 0.0, True), (0.0051, 0.0, False), (-0.0051, 0.0, True), (0.0, 0.05, False)],
 )
 def test_the_interval_must_end_within_the_bound(lost: float, noise: float, passed: bool) -> None:
-    assert summarise(rows(lost, noise=noise))[0]["passed"] is passed
-    assert summarise(rows(lost, noise=noise), bound=0.1)[0]["passed"]
-
-
-def test_a_control_is_paired_with_the_method() -> None:
-    """What is common to both arms, and to both files, is not the control's."""
-    judged, dense, sparse = against(rows(0.01, noise=0.05), rows(0.03, noise=0.05))
-    assert (judged["positions"], dense["positions"], sparse["positions"]) == ("judged", "0-100", "100-300")
-    for line in (judged, sparse):
-        assert line["relative"] == pytest.approx(math.expm1(0.02), abs=1e-5)
-        assert line["relative_interval"] == pytest.approx([math.expm1(0.02)] * 2, abs=1e-5)
-    assert dense["relative"] == pytest.approx(0, abs=1e-6) and sparse["control_change"] > sparse["change"]
-    assert against(rows(0.01, "repeat"), rows(0.03, "repeat"))[0]["relative"] == pytest.approx(math.expm1(0.02), 1e-3)
-
-
-def test_a_control_of_other_windows_is_refused() -> None:
-    others = rows(0.03)
-    for row in others:
-        if row["kind"] == "item":
-            row["scores"] = {"nll": row["scores"]["nll"] + 0.1}
-    for control in (others, [row for row in rows(0.03) if row.get("window") != 3]):
-        with pytest.raises(EvaluationError, match="book: the control's windows are not those of the method"):
-            against(rows(0.01), control)
-
-
-@pytest.mark.parametrize(
-    ("lost", "control", "noise", "verdict"),
-    [
-        (0.001, 0.02, 0.0, (True, False, True)),
-        # A control that passes, too, tells nothing of which keys were found.
-        (0.001, 0.002, 0.0, (True, True, True)),
-        (0.001, 0.001, 0.0, (True, True, False)),
-        (0.02, 0.001, 0.0, (False, True, False)),
-        # Of few windows neither passes, though they tell the two apart.
-        (0.0, 0.002, 0.05, (False, False, True)),
-    ],
-)
-def test_a_gate_stands_beside_its_control(lost: float, control: float, noise: float, verdict: tuple[bool, ...]) -> None:
-    judged, *rest, sparse = gate(rows(lost, noise=noise), rows(control, noise=noise))
-    # Where nothing changed there is nothing to tell.
-    assert len(rest) == bool(noise)
-    assert (judged["positions"], sparse["positions"]) == ("judged", "100-300")
-    assert judged["over"] == pytest.approx(control - lost, abs=2e-6)
-    for line in (judged, sparse):
-        assert tuple(line[name] for name in ("passed", "control_passed", "apart")) == verdict
-        low, high = line["lost_interval"]
-        assert low <= line["lost"] <= high and (noise or line["lost"] == pytest.approx(lost, abs=2e-6))
+    assert summarise(perplexity_rows(lost, noise=noise))[0]["passed"] is passed
+    assert summarise(perplexity_rows(lost, noise=noise), bound=0.1)[0]["passed"]
 
 
 def test_of_a_repetition_its_end_is_judged() -> None:
-    found = rows(0.01, "repeat")
+    found = perplexity_rows(0.01, "repeat")
     assert not [row for row in found if row["kind"] == "buckets"]
     (line,) = summarise([*found])
     assert line["task"] == "repeat" and line["relative"] == pytest.approx(math.expm1(0.01), abs=1e-5)
@@ -134,7 +78,7 @@ def test_of_records_the_answer_is_judged() -> None:
 
 
 def test_windows_of_both_arms_must_be_the_same() -> None:
-    found = rows(0.0)
+    found = perplexity_rows(0.0)
     with pytest.raises(EvaluationError, match="book: 40 windows are sparse and 39 dense"):
         summarise(found[1:])
 
