@@ -132,7 +132,7 @@ def select(settings: Settings, captured: Captured, model: ModelFacts) -> Selecti
         plan = plan_decode(method, torch.tensor([position + 1]))
         view.n_pages.copy_(plan.n_pages)
         view.n_select.copy_(plan.n_select)
-        view.values.copy_(plan.values)
+        view.row_thresholds.copy_(plan.row_thresholds)
         found = method.select(
             replace(view, last_slots=written, logit_scale=captured.scaling), layer, rows.query(row, written), pools
         )

@@ -45,7 +45,7 @@ def allocate_view(
         page_table=torch.zeros(rows, columns["page_table"], dtype=torch.int32, device=device),
         n_pages=torch.zeros(rows, dtype=torch.int32, device=device),
         n_select=torch.zeros(rows, dtype=torch.int32, device=device),
-        values=torch.zeros(rows, dtype=torch.float32, device=device),
+        row_thresholds=torch.zeros(rows, dtype=torch.float32, device=device),
         usual_select=usual_select,
         scores=torch.zeros(rows, kv_heads, columns["scores"], dtype=torch.float32, device=device),
         selected=(
@@ -119,7 +119,7 @@ def with_parts(
         if block not in owners:
             used = VIEW_BUFFERS if buffers is None else buffers[block]
             owners[block] = allocate_view(rows, kv_heads, width, usual, block, stats, used)
-        small = {"n_select": torch.zeros_like(view.n_select), "values": torch.zeros_like(view.values)}
+        small = {"n_select": torch.zeros_like(view.n_select), "row_thresholds": torch.zeros_like(view.row_thresholds)}
         parts.append(replace(owners[block], **small, usual_select=usual, stats=stats))
     return replace(view, parts=tuple(parts))
 
@@ -139,7 +139,7 @@ def load_view(view: BatchView, plan: DecodePlan, forward_batch: Any, req_to_toke
         if owns:
             _load(part, req_to_token, requests, own)
         else:
-            _load_counts(part, (part.n_select, own.n_select), (part.values, own.values))
+            _load_counts(part, (part.n_select, own.n_select), (part.row_thresholds, own.row_thresholds))
 
 
 def clear_view(view: BatchView, req_to_token: torch.Tensor) -> None:
@@ -159,7 +159,9 @@ def _load_counts(view: BatchView, *loads: tuple[torch.Tensor, torch.Tensor]) -> 
 
 def _load(view: BatchView, req_to_token: torch.Tensor, requests: torch.Tensor, plan: DecodePlan) -> None:
     real = plan.n_pages.shape[0]
-    _load_counts(view, (view.n_pages, plan.n_pages), (view.n_select, plan.n_select), (view.values, plan.values))
+    _load_counts(
+        view, (view.n_pages, plan.n_pages), (view.n_select, plan.n_select), (view.row_thresholds, plan.row_thresholds)
+    )
     view.requests[:real].copy_(requests[:real])
     if view.page_table.shape[1] == 0:
         return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.attention.memory import allocator_counts
-from sglang_sparse.attention.selection_counts import SelectionCounts, added
+from sglang_sparse.attention.selection_counts import SelectionCounts, sum_counts
 from sglang_sparse.config.machine import gpu_name, package_versions
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.dsa.decode import Dsa
@@ -181,7 +181,7 @@ class Counters:
         }
 
     def _added(self, totals: Sequence[Mapping[str, int]]) -> dict[str, int]:
-        return added([counts.addable(own) for counts, own in zip(self._selections, totals, strict=True)])
+        return sum_counts([counts.addable(own) for counts, own in zip(self._selections, totals, strict=True)])
 
     def _of_parts(self, counted: Sequence[int]) -> list[dict[str, int]]:
         left = iter(counted)
@@ -193,7 +193,7 @@ class Counters:
         Waits for the device, so not for every step.
         """
         counted = [count for counts in self.device_stats for count in counts.tolist()]
-        totals = added([self.host_totals(), self.device_totals(counted)])
+        totals = sum_counts([self.host_totals(), self.device_totals(counted)])
         attended, held = totals["pages_attended"], totals["pages_held"]
         names = (*PREFILL_TOTALS, *self.prefill_more_counts) if self._prefill else ()
         prefill = {name: totals.pop(f"prefill_{name}") for name in names}
@@ -236,7 +236,7 @@ class Counters:
                 "method": name,
                 "layers": list(part.sparse_layers(self._model.num_layers)),
                 "config": part.config.model_dump(mode="json"),
-                **added([counts.host_totals(), own]),
+                **sum_counts([counts.host_totals(), own]),
                 "max_active_fraction": counts.max_active_fraction,
                 **kept.get(part, {}),
             }

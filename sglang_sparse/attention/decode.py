@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sglang_sparse.methods.roles import KernelMethod
+from sglang_sparse.methods.roles import AttendsItself
 from sglang_sparse.methods.views import LatentQuery
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
@@ -102,7 +102,7 @@ class DecodePath:
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         caches = self._k_caches[layer.layer_id], self._kv_pool.get_value_buffer(layer.layer_id)
         scales = layer.scaling, layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
-        if isinstance(self._method, KernelMethod):
+        if isinstance(self._method, AttendsItself):
             return self._method.attend(view, layer.layer_id, query, *caches, slots, *scales)
         asked = replace(view, logit_scale=layer.scaling * (layer.k_scale_float or 1.0), last_slots=slots)
         selected = self._method.select(asked, layer.layer_id, query, self._aux)
@@ -128,7 +128,7 @@ class DecodePath:
         cache = self._k_caches[layer.layer_id][:, 0]
         # Backends differ in whether they divide what they store by a checkpoint's scales, so those are refused.
         query = LatentQuery(heads, q_rope, cache, slots, layer.scaling, 1.0, _mean_over_ranks)
-        if isinstance(self._method, KernelMethod):
+        if isinstance(self._method, AttendsItself):
             return self._method.attend_latents(view, layer.layer_id, query)
         selected = self._method.select(replace(view, last_slots=slots), layer.layer_id, query, self._aux)
         size, usual = _unit(selected, view)

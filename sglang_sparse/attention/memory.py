@@ -19,7 +19,7 @@ from sglang_sparse.config.settings import prefill_chunk, settings_of
 from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.layers import parse_layers
-from sglang_sparse.methods.roles import KeepMethod, keep_methods
+from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
 
 if TYPE_CHECKING:
     from sglang_sparse.config.settings import Settings
@@ -70,7 +70,7 @@ def needs(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> 
         if settings.method.selects_in_model:
             found.append(of_selection(settings, kvc, table_width))
         yield from (need for need in found if need.nbytes)
-    if keeping := keep_methods(settings.method):
+    if keeping := prompt_selectors(settings.method):
         yield of_prompts(keeping, settings.flag, kvc, model)
 
 
@@ -142,7 +142,7 @@ def of_selection(settings: Settings, kvc: Any, table_width: int) -> Need:
     )
 
 
-def of_prompts(methods: Sequence[KeepMethod], flag: str, kvc: Any, model: ModelShape) -> Need:
+def of_prompts(methods: Sequence[PromptSelector], flag: str, kvc: Any, model: ModelShape) -> Need:
     """What requests keep of their prompts, all the time, and what choosing or copying it needs; see ``needs``.
 
     The layers of several methods choose one after the other.
@@ -153,7 +153,7 @@ def of_prompts(methods: Sequence[KeepMethod], flag: str, kvc: Any, model: ModelS
         (count, max(context if count == 1 else 0, TOKENS_AT_ONCE // count)) for count in range(1, PROMPTS_AT_ONCE + 1)
     ]
 
-    def moment(method: KeepMethod) -> int:
+    def moment(method: PromptSelector) -> int:
         query = method.window_tokens * model.num_q_heads * model.head_dim * kvc.model_dtype.itemsize
         choice = max(method.keep_scratch_bytes(model, count, tokens) + count * query for count, tokens in sizes)
         return max(choice, compaction_bytes(method, model))
@@ -210,7 +210,7 @@ def allocator_counts(device: torch.device) -> dict[str, int] | None:
 ATTRIBUTE = "sglang_sparse_pools"
 
 
-def compaction_bytes(method: KeepMethod, model: ModelShape) -> int:
+def compaction_bytes(method: PromptSelector, model: ModelShape) -> int:
     """Return an upper bound of the GPU memory that copying takes, in bytes; 0 where nothing is copied."""
     if not method.compacts:
         return 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_sparse.methods.roles import KernelMethod
+from sglang_sparse.methods.roles import AttendsItself
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,13 +24,13 @@ class DecodePlan:
     Attributes:
         sparse: whether the batch takes the sparse path; False means the dense backend for all rows.
         n_pages: ``[rows]`` int32 on the CPU, pages held (of the selection: the method's blocks). Empty, as are
-            ``n_select`` and ``values``, where no row is sparse: nothing is selected.
+            ``n_select`` and ``row_thresholds``, where no row is sparse: nothing is selected.
         n_select: ``[rows]`` int32 on the CPU, pages to attend to, or at most; equal to ``n_pages`` for a dense row.
         covered: ``[rows]`` bool on the CPU, rows that attend to all their tokens, so that their new KV is as exact
             as what it attended to. With ``dense_fallback: never`` only rows that asked for it: whatever else runs is
             to be tested as sparse, even where it selects every page.
-        values: ``[rows]`` float32 on the CPU, each row's ``DecodeMethod.row_value``; with a ``KernelMethod`` 0 for a
-            dense row.
+        row_thresholds: ``[rows]`` float32 on the CPU, each row's ``DecodeMethod.row_threshold``; with an
+            ``AttendsItself`` 0 for a dense row.
         parts: of a method with parts the plan of each, in its own blocks; the whole one is the first's but for
             ``covered``.
     """
@@ -39,7 +39,7 @@ class DecodePlan:
     n_pages: torch.Tensor
     n_select: torch.Tensor
     covered: torch.Tensor
-    values: torch.Tensor
+    row_thresholds: torch.Tensor
     parts: tuple[DecodePlan, ...] = ()
 
     @property
@@ -74,7 +74,9 @@ def plan_decode(
     dense = asked_dense | (seq_lens < config.min_seq_len)
     if method.parts:
         owns = zip(*(row.method.parts for row in rows), strict=True) if rows else [()] * len(method.parts)
-        plan = _whole([_of_rows(part, seq_lens, own, dense) for part, own in zip(method.parts, owns, strict=True)])
+        plan = _merge_plans(
+            [_of_rows(part, seq_lens, own, dense) for part, own in zip(method.parts, owns, strict=True)]
+        )
     else:
         plan = _of_rows(method, seq_lens, [row.method for row in rows], dense)
     if config.dense_fallback == "never":
@@ -90,7 +92,7 @@ def _of_rows(
 ) -> DecodePlan:
     """Decide how much rows attend to, each by the method of its request, in a batch that runs sparse."""
     n_pages = ((seq_lens + method.block_size - 1) // method.block_size).to(torch.int32)
-    values = torch.full(n_pages.shape, method.row_value, dtype=torch.float32)
+    thresholds = torch.full(n_pages.shape, method.row_threshold, dtype=torch.float32)
     n_select = method.n_select(n_pages)
     others: dict[DecodeMethod, list[int]] = {}
     for i, row in enumerate(rows):
@@ -98,15 +100,15 @@ def _of_rows(
             others.setdefault(row, []).append(i)
     for own, mine in others.items():
         n_select[mine] = own.n_select(n_pages[mine])
-        values[mine] = own.row_value
+        thresholds[mine] = own.row_threshold
     n_select = torch.where(dense, n_pages, torch.minimum(n_select, n_pages))
-    by_value = isinstance(method, KernelMethod)
+    by_value = isinstance(method, AttendsItself)
     if by_value:
-        values[dense] = 0.0
-    return DecodePlan(True, n_pages, n_select, values == 0 if by_value else n_select >= n_pages, values)
+        thresholds[dense] = 0.0
+    return DecodePlan(True, n_pages, n_select, thresholds == 0 if by_value else n_select >= n_pages, thresholds)
 
 
-def _whole(parts: Sequence[DecodePlan]) -> DecodePlan:
+def _merge_plans(parts: Sequence[DecodePlan]) -> DecodePlan:
     """One plan of those of a method's parts: a row is covered where it is in all of them."""
     return replace(parts[0], covered=torch.stack([part.covered for part in parts]).all(0), parts=tuple(parts))
 

@@ -1,4 +1,4 @@
-"""Select which tokens of its prompt a request keeps, from the queries of the prompt's last tokens: see ``KeepMethod``.
+"""Select which tokens of its prompt a request keeps, by the queries of its last tokens: see ``PromptSelector``.
 
 The layers of a pass that completes prompts hand their windows' queries to the method, and its choice is kept for
 each request.
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sglang_sparse.attention.selection_counts import added
-from sglang_sparse.methods.roles import KeepMethod, Kept, Prompts, keep_methods
+from sglang_sparse.attention.selection_counts import sum_counts
+from sglang_sparse.methods.roles import Kept, Prompts, PromptSelector, prompt_selectors
 from sglang_sparse_kernels.launch import to_device
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class PromptEnd:
     Attributes:
         row: of the batch.
         prompt: tokens of the prompt.
-        kept: see ``KeepMethod.kept``; (0, 0) too where the pass lacks a part of the window.
+        kept: see ``PromptSelector.kept``; (0, 0) too where the pass lacks a part of the window.
         query: which of the pass's query tokens is the window's first.
     """
 
@@ -76,7 +76,7 @@ class KeepPath:
 
     def __init__(
         self,
-        method: KeepMethod,
+        method: PromptSelector,
         pools: AuxBuffers,
         kv_pool: Any,
         req_to_token: torch.Tensor,
@@ -192,14 +192,14 @@ class PartsKeepPath:
 
     def totals(self) -> dict[str, int]:
         """Return what only grows, of all parts, added up."""
-        return added([path.totals() for path in self.paths])
+        return sum_counts([path.totals() for path in self.paths])
 
     def snapshot(self) -> dict[str, int]:
         """Return the counts of all parts, added up."""
-        return added([path.snapshot() for path in self.paths])
+        return sum_counts([path.snapshot() for path in self.paths])
 
 
-def kept_bytes(method: KeepMethod, model: ModelShape, requests: int) -> int:
+def kept_bytes(method: PromptSelector, model: ModelShape, requests: int) -> int:
     """Return the bytes of ``Kept`` for so many rows of SGLang's request pool, on this rank."""
     layers = len(method.sparse_layers(model.num_layers))
     return 4 * requests * (layers * model.num_kv_heads * method.max_kept + 2)
@@ -208,7 +208,7 @@ def kept_bytes(method: KeepMethod, model: ModelShape, requests: int) -> int:
 def make_path(
     method: DecodeMethod, pools: AuxBuffers, runner: Any, model: ModelShape
 ) -> KeepPath | PartsKeepPath | None:
-    """Allocate ``Kept``, in which nobody keeps anything yet, for each part that is a ``KeepMethod``; None without one.
+    """Allocate ``Kept``, where nobody keeps anything yet, for each part that is a ``PromptSelector``; None without one.
 
     Args:
         method: the server's.
@@ -216,7 +216,7 @@ def make_path(
         runner: SGLang's ``ModelRunner``.
         model: the attention layers of this rank.
     """
-    methods = keep_methods(method)
+    methods = prompt_selectors(method)
     if not methods:
         return None
     table = runner.req_to_token_pool.req_to_token
@@ -225,7 +225,7 @@ def make_path(
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=table.device)
 
-    def nothing(one: KeepMethod) -> Kept:
+    def nothing(one: PromptSelector) -> Kept:
         layers = one.sparse_layers(model.num_layers)
         blocks = {layer: zeros(requests, model.num_kv_heads, one.max_kept) for layer in layers}
         return Kept(blocks, zeros(requests), zeros(requests))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sglang_sparse.methods.roles import KernelMethod
+from sglang_sparse.methods.roles import AttendsItself
 from sglang_sparse.methods.views import SELECT_STATS
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class SelectionCounts:
     is the method's block. ``overflowed_layer_rows`` needed more than their method allows and got all; rows whose
     scores say nothing (NaN) get all too, and are not among them.
 
-    A ``KernelMethod`` looks at all keys of the rows of a sparse batch, so that all their pages count as attended to;
+    A ``AttendsItself`` looks at all keys of the rows of a sparse batch, so that all their pages count as attended to;
     what it skips of them are its own ``more_counts``.
 
     Args:
@@ -50,7 +50,7 @@ class SelectionCounts:
         self._kv_heads = kv_heads
         self._unit = method.block_size // smallest_block if smallest_block else 1
         # What a selection counts on the device, where there is none.
-        self._looked_at = [0] * SELECT_STATS if isinstance(method, KernelMethod) else None
+        self._looked_at = [0] * SELECT_STATS if isinstance(method, AttendsItself) else None
 
     def add(self, plan: DecodePlan, sparse: torch.Tensor) -> None:
         """Count a sparse decode pass.
@@ -92,7 +92,7 @@ class SelectionCounts:
         }
 
 
-def added(totals: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def sum_counts(totals: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Add up counts by their names."""
     found: dict[str, int] = {}
     for counts in totals:

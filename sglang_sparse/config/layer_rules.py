@@ -100,7 +100,7 @@ class RuleMethods:
         """A rule of each method, for errors."""
         return [specs[0] for specs in self.specs]
 
-    def said(self, methods: Sequence[Any], shared: Collection[str]) -> dict[str, Any]:
+    def as_dict(self, methods: Sequence[Any], shared: Collection[str]) -> dict[str, Any]:
         """The rules in full, without the fields that stand beside them."""
         found: dict[str, Any] = dict.fromkeys(self.given, DENSE)
         for name, method, specs in zip(self.names, methods, self.specs, strict=True):
@@ -244,8 +244,8 @@ def build_rules(
     found = methods_of_rules(DECODE_PHASE, name, fields, checkpoint)
     methods = found.methods
     if len(methods) > 1:
-        methods = _apart(f"--sparse-config of {name}: {LAYERS}", found.names, methods, found.first_specs)
-    said = found.said(methods, SHARED)
+        methods = _check_compatible(f"--sparse-config of {name}: {LAYERS}", found.names, methods, found.first_specs)
+    said = found.as_dict(methods, SHARED)
     if len(methods) == 1:
         return methods[0], said
     # To read a config takes no torch.
@@ -273,7 +273,7 @@ def build_prefill_rules(
         for spec, rule in found.given.items()
     }
     found = methods_of_rules(PREFILL_PHASE, name, {**fields, **shared, LAYERS: own}, checkpoint)
-    said = found.said(found.methods, SHARED_BY_PREFILL)
+    said = found.as_dict(found.methods, SHARED_BY_PREFILL)
     if len(found.methods) == 1:
         return found.methods[0], said
     layers = ",".join(str(method.config.layers) for method in found.methods)
@@ -296,7 +296,7 @@ def _shared_by_prefill(name: str, found: RuleMethods, fields: Sequence[str]) -> 
     return shared
 
 
-def _apart(
+def _check_compatible(
     origin: str, names: Sequence[str], methods: Sequence[DecodeMethod], specs: Sequence[str]
 ) -> list[DecodeMethod]:
     """Refuse what cannot stand in one model, and leave prefill to the method that is named for it."""

@@ -180,7 +180,7 @@ def _prefill_with(server: PrefillMethod, overrides: Overrides, sparse: bool) -> 
         return None, "" if server.config.exact_prefix else f"{NAMESPACE}exact_prefix"
     if not fields:
         return server, ""
-    return server.having(configs), NAMESPACE + json.dumps(fields, sort_keys=True)
+    return server.with_configs(configs), NAMESPACE + json.dumps(fields, sort_keys=True)
 
 
 def namespaced(extra_key: str | None, options: RequestOptions) -> str | None:

@@ -15,7 +15,7 @@ from sglang_sparse.config.settings import settings_of
 from sglang_sparse.debug.kv_compare import borrowed, checksums, compare, page_parts, page_slots, stale_summaries
 from sglang_sparse.scheduler.inserted_keys import InexactTreeError, remember_inserts
 from sglang_sparse.scheduler.prefill_chunks import split_prompt
-from sglang_sparse.scheduler.prefix_keys import plain, require_whole_groups
+from sglang_sparse.scheduler.prefix_keys import require_whole_groups, token_ids
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.prefill import PrefillPath
@@ -199,7 +199,7 @@ def _forward_stream(scheduler: Any) -> Iterator[None]:
 
 def _hashes(path: TreePath, size: int) -> Iterator[tuple[int, int]]:
     """Yield the pages of a path, each with a hash of the tokens up to its end."""
-    tokens, found = plain(path.key.raw_token_ids()), hash((path.key.extra_key, path.key.cache_salt))
+    tokens, found = token_ids(path.key.raw_token_ids()), hash((path.key.extra_key, path.key.cache_salt))
     for first, page in zip(range(0, len(tokens), size), (path.slots[::size] // size).tolist(), strict=True):
         found = hash((found, *tokens[first : first + size]))
         yield page, found
@@ -224,7 +224,7 @@ def _check_path(
     places = [place for place, page in enumerate(pages) if page in unproven]
     if not places:
         return 0.0, set()
-    tokens = plain(path.key.raw_token_ids())
+    tokens = token_ids(path.key.raw_token_ids())
     positions = page_slots(torch.tensor(places, device=slots.device), size)
     tail = prefill.config.dense_tail if prefill else 0  # beyond the crossover it is not in the tree
     worst = compare_with_recomputed(runner, tokens, slots, positions, tolerance, (prefill, len(tokens) + tail))

@@ -77,7 +77,7 @@ def require_stages(args: Arguments, settings: Settings, found: Mapping[str, str]
             )
 
 
-def take_slot(args: Any, settings: Settings) -> None:
+def replace_tilelang_backend(args: Any, settings: Settings) -> None:
     """Put the portable attention in the place of one of its backends.
 
     Args:
@@ -99,8 +99,8 @@ def take_slot(args: Any, settings: Settings) -> None:
         args.kv_cache_dtype = "bfloat16"
 
 
-def keep_slot(original: Callable[..., dict[str, Any]], args: Any) -> dict[str, Any]:
-    """Around ``_dsa_split_backend_resolution``: nothing where ``take_slot`` has put the attention there.
+def keep_replaced_backend(original: Callable[..., dict[str, Any]], args: Any) -> dict[str, Any]:
+    """Around ``_dsa_split_backend_resolution``: nothing where ``replace_tilelang_backend`` has put the attention there.
 
     SGLang would leave it there, but for float8 latents, which its own backend there reads on some GPUs alone.
 
@@ -117,7 +117,7 @@ def keep_slot(original: Callable[..., dict[str, Any]], args: Any) -> dict[str, A
     return {}
 
 
-def leave_graphs(args: Arguments, settings: Settings) -> None:
+def disable_prefill_graphs(args: Arguments, settings: Settings) -> None:
     """Switch off those CUDA graphs of prefill that the indexer cannot be in.
 
     A breakable one runs SGLang's own indexer eagerly, between its pieces; the portable indexer has no such place, and
@@ -125,7 +125,7 @@ def leave_graphs(args: Arguments, settings: Settings) -> None:
 
     Args:
         args: the server's, resolved.
-        settings: the methods, as ``kernel_choice.settle`` left them.
+        settings: the methods, as ``kernel_choice.choose_kernels`` left them.
     """
     graphs = args.cuda_graph_config
     if not isinstance(settings.method, Dsa) or graphs is None or graphs.prefill.backend == "disabled":
@@ -140,7 +140,7 @@ def leave_graphs(args: Arguments, settings: Settings) -> None:
     args.cuda_graph_config = with_phase(graphs, "prefill", backend="disabled")
 
 
-def settle(args: Arguments, settings: Settings, gpu: Gpu = None) -> Settings:
+def choose_kernels(args: Arguments, settings: Settings, gpu: Gpu = None) -> Settings:
     """Put the choice into a server's config, and into those arguments of SGLang's that follow from it.
 
     Args:
@@ -178,7 +178,7 @@ def settle(args: Arguments, settings: Settings, gpu: Gpu = None) -> Settings:
     args.sparse_config = chosen.model_dump_json()
     require_stages(args, settings, method.stages, on_gpu(gpu))
     if on_gpu(gpu) and not method.native("attention"):
-        take_slot(args, settings)
+        replace_tilelang_backend(args, settings)
     return replace(settings, method=method)
 
 

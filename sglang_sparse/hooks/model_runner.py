@@ -13,7 +13,7 @@ from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.hooks import apply, refusals
 from sglang_sparse.hooks.table import SEAMS
-from sglang_sparse.methods.roles import KeepMethod
+from sglang_sparse.methods.roles import PromptSelector
 from sglang_sparse.scheduler.compaction import Compaction
 from sglang_sparse.scheduler.fa3_packing import divider_of
 
@@ -36,7 +36,7 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, den
     buffers, model = getattr(kv_pool, memory.ATTRIBUTE), memory.model_shape(runner.model_config, kv_pool.dtype)
     prefill_backend = arguments.of(runner.server_args).get_attention_backends()[0]
     wrapped.divide = divider_of(prefill_backend, model, buffers.overflow.device)
-    if isinstance(settings.method, KeepMethod) and settings.method.compacts and isinstance(wrapped.keeps, KeepPath):
+    if isinstance(settings.method, PromptSelector) and settings.method.compacts and isinstance(wrapped.keeps, KeepPath):
         wrapped.keeps.compaction = Compaction(settings.method, buffers, kv_pool)
     offer(runner.model_config.hf_config, GraphVariants(wrapped, settings))
     return wrapped

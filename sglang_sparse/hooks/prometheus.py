@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.attention.selection_counts import added
+from sglang_sparse.attention.selection_counts import sum_counts
 from sglang_sparse.config.settings import settings_of
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class IntervalReport:
             return
         host, max_delay = self._pending
         self._pending = None
-        totals = added([host, self._counters.device_totals(self._copy.read())])
+        totals = sum_counts([host, self._counters.device_totals(self._copy.read())])
         interval = Interval({name: totals[name] - before for name, before in self._published.items()}, max_delay)
         self._published = {name: totals[name] for name in self._published}
         if self._metrics is not None:

@@ -27,7 +27,7 @@ from sglang_sparse.hooks.limits import (
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import PAGE_SIZES
 from sglang_sparse.methods.layers import parse_layers
-from sglang_sparse.methods.roles import KeepMethod, keep_methods
+from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
 from sglang_sparse.methods.support import FlagLimit
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def refusal(args: Arguments, settings: Settings, gpu: Gpu, stand_in: bool = Fals
         require_before(args, settings, gpu)
         settings = fit_prefill(args, settings)
         require_model(args, settings, stand_in)
-        require_after(args, dsa_flags.settle(args, settings, gpu), gpu)
+        require_after(args, dsa_flags.choose_kernels(args, settings, gpu), gpu)
     except SparseArgumentError as error:
         return str(error)
     return None
@@ -76,7 +76,7 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     found = settings.prefill and _found(args, PREFILL_LIMITS)
     if found:
         raise SparseArgumentError(f"{settings.prefill_flag} cannot run with {found}")
-    found = isinstance(settings.method, KeepMethod) and settings.method.compacts and _found(args, COMPACT_LIMITS)
+    found = isinstance(settings.method, PromptSelector) and settings.method.compacts and _found(args, COMPACT_LIMITS)
     if found:
         raise SparseArgumentError(
             f'{settings.flag} cannot compact with {found}; allowed without compaction: {{"eviction": "visibility"}}'
@@ -196,7 +196,7 @@ def _require_prefill(args: Arguments, settings: Settings) -> None:
 
 def _require_window(args: Arguments, settings: Settings) -> None:
     """Refuse chunks that a prompt's window may not fit: a prompt would wait for one that does, for ever."""
-    window = max((method.window_tokens for method in keep_methods(settings.method)), default=0)
+    window = max((method.window_tokens for method in prompt_selectors(settings.method)), default=0)
     page = settings.config.page_size
     if not window or (chunk := prefill_chunk(args)) is None:
         return

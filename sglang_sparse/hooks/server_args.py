@@ -55,7 +55,7 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         if settings.name:
             args.sparse_config = json.dumps(settings.resolved)
         if args.sparse_prefill_method:
-            _say_prefill(args, settings)
+            _publish_prefill_config(args, settings)
         if args.page_size is None:
             args.page_size = settings.config.page_size
         refusals.require_before(args, settings)
@@ -64,7 +64,7 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
             # What the model decides is in it by now.
             settings = settings_of(args) or settings
             refusals.require_after(args, settings)
-            dsa_flags.leave_graphs(args, settings)
+            dsa_flags.disable_prefill_graphs(args, settings)
         for text in (*settings.method.warnings(), *of_prefill):
             logger.warning("sglang_sparse: %s", text)
 
@@ -89,7 +89,7 @@ def add_fields() -> None:
         engine.Engine.server_args_class = SparseServerArgs
 
 
-def _say_prefill(server_args: Arguments, settings: Settings) -> None:
+def _publish_prefill_config(server_args: Arguments, settings: Settings) -> None:
     if settings.prefill:
         server_args.sparse_prefill_method = settings.prefill_name
         server_args.sparse_prefill_config = json.dumps(settings.prefill_resolved)
@@ -111,8 +111,8 @@ def refuse_model(record: Any, previous: Callable[[Any], None]) -> None:
         settings = fitted
         refusals.require_model(self, settings)
         # It may have come with the decode method.
-        _say_prefill(self, settings)
-        dsa_flags.settle(self, settings)
+        _publish_prefill_config(self, settings)
+        dsa_flags.choose_kernels(self, settings)
 
 
 def resolve(server_args: Arguments) -> Settings:

@@ -335,7 +335,7 @@ SEAMS = (
         "sglang.srt.arg_groups.overrides._dsa_split_backend_resolution",
         "view",
         "AROUND",
-        "hooks.dsa_flags:keep_slot",
+        "hooks.dsa_flags:keep_replaced_backend",
         "main",
         "DSA on a GPU: float8 latents go with the backend in whose place the portable attention stands",
         gpu=True,

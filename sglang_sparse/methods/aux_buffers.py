@@ -35,7 +35,7 @@ class AuxBuffers:
         accounted_bytes: what SGLang's sizing was charged for these buffers.
         measured_bytes: what the GPU's allocator really handed out for them; None on the CPU.
         kv_bytes_per_token: what a token takes in SGLang's pool on this rank, see ``kv_bytes_per_token``.
-        kept: what the requests keep of their prompts, for each ``KeepMethod``.
+        kept: what the requests keep of their prompts, for each ``PromptSelector``.
     """
 
     def __init__(

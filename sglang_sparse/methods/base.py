@@ -157,8 +157,8 @@ class DecodeMethod:
         return self.config.page_size
 
     @property
-    def row_value(self) -> float:
-        """A number of the config that `select` needs of every row, see ``BatchView.values``."""
+    def row_threshold(self) -> float:
+        """The threshold of the config that `select` needs of every row, see ``BatchView.row_thresholds``."""
         return 0.0
 
     @property

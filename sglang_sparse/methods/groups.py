@@ -135,7 +135,9 @@ class LayeredPrefill(PrefillMethod):
         self.names = tuple(names)
         group = math.lcm(*(part.group_tokens for part in parts))
         begin = -(-max(part.dense_below for part in parts) // group) * group
-        self.parts = tuple(part.having([part.config.model_copy(update={"crossover_tokens": begin})]) for part in parts)
+        self.parts = tuple(
+            part.with_configs([part.config.model_copy(update={"crossover_tokens": begin})]) for part in parts
+        )
         for name, part in zip(names, self.parts, strict=True):
             own = [
                 rule for rule in ("boundary", "dense_from") if getattr(type(part), rule) != getattr(PrefillMethod, rule)
@@ -155,9 +157,9 @@ class LayeredPrefill(PrefillMethod):
         """Those of the parts."""
         return tuple(dict.fromkeys(text for part in self.parts for text in part.warnings()))
 
-    def having(self, configs: Sequence[PrefillConfig]) -> LayeredPrefill:
-        """See ``PrefillMethod.having``; one for each part."""
-        parts = [part.having([config]) for part, config in zip(self.parts, configs, strict=True)]
+    def with_configs(self, configs: Sequence[PrefillConfig]) -> LayeredPrefill:
+        """See ``PrefillMethod.with_configs``; one for each part."""
+        parts = [part.with_configs([config]) for part, config in zip(self.parts, configs, strict=True)]
         return LayeredPrefill(self.config, self.names, parts)
 
     @property

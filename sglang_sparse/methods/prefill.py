@@ -167,7 +167,7 @@ class PrefillMethod(ABC):
         """Its own, or those of its parts."""
         return (self.config,)
 
-    def having(self, configs: Sequence[PrefillConfig]) -> PrefillMethod:
+    def with_configs(self, configs: Sequence[PrefillConfig]) -> PrefillMethod:
         """Return the method with others in the place of its ``configs``."""
         (config,) = configs
         return type(self)(config)

@@ -21,7 +21,7 @@ from pydantic import Field, field_validator
 
 from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
 from sglang_sparse.methods.config import RectifyConfig
-from sglang_sparse.methods.roles import KeepMethod, Prompts
+from sglang_sparse.methods.roles import Prompts, PromptSelector
 from sglang_sparse.methods.support import refuse_sizes
 from sglang_sparse_kernels import kt_select as kt
 from sglang_sparse_kernels import window_score as window
@@ -108,7 +108,7 @@ class RocketkvConfig(RectifyConfig):
         return value
 
 
-class Rocketkv(KeepMethod):
+class Rocketkv(PromptSelector):
     """Keep the blocks that the prompt's last queries attend to, and attend to the best of them in each step."""
 
     config_class = RocketkvConfig

@@ -56,12 +56,12 @@ class Kept:
     first_visible: torch.Tensor
 
 
-def keep_methods(method: DecodeMethod) -> tuple[KeepMethod, ...]:
+def prompt_selectors(method: DecodeMethod) -> tuple[PromptSelector, ...]:
     """Return those of a method's parts that have a first stage, in their order; of one without parts itself or none."""
-    return tuple(one for one in method.parts or (method,) if isinstance(one, KeepMethod))
+    return tuple(one for one in method.parts or (method,) if isinstance(one, PromptSelector))
 
 
-class KeepMethod(DecodeMethod, ABC):
+class PromptSelector(DecodeMethod, ABC):
     """A decode method with two stages: one where a prompt ends, whose choice is the request's own, and one a step.
 
     The first stage is what TensorRT-LLM calls ``sparse_kv_predict``, and what it returns its ``sparse_kv_indices``;
@@ -123,11 +123,11 @@ class KeepMethod(DecodeMethod, ABC):
         """
 
 
-class KernelMethod(DecodeMethod, ABC):
+class AttendsItself(DecodeMethod, ABC):
     """A decode method that chooses nothing beforehand: its kernel looks at every key.
 
     TensorRT-LLM calls it kernel-level sparse attention: prediction is bypassed, config and dispatch are shared. So
-    there are no indices; a row runs with its ``row_value``, and one of 0 attends densely. That is what makes a row
+    there are no indices; a row runs with its ``row_threshold``, and one of 0 attends densely. That is what makes a row
     dense here, as its pages tell nothing: those whose config says 0, and those that are dense in a sparse batch
     (asked for, or short), whose value is set to 0. All pages count as attended to.
     """
@@ -153,7 +153,7 @@ class KernelMethod(DecodeMethod, ABC):
         Runs inside CUDA graphs: no host synchronisation, no shape that depends on data.
 
         Args:
-            view: the batch; ``values`` has the value of each row, 0 for those that attend densely, and what lies in
+            view: the batch; ``row_thresholds`` has that of each row, 0 for those that attend densely, and what lies in
                 ``stats`` behind its own four counts is for ``more_counts``.
             layer_id: the layer.
             query: ``[rows, q_heads, head_dim]``, after RoPE.

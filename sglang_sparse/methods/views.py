@@ -50,7 +50,7 @@ class BatchView:
             an earlier batch, or page 0.
         n_pages: ``[rows]`` int32, pages held.
         n_select: ``[rows]`` int32, pages to attend to, or at most where the data decides.
-        values: ``[rows]`` float32, each row's ``DecodeMethod.row_value``.
+        row_thresholds: ``[rows]`` float32, each row's ``DecodeMethod.row_threshold``.
         usual_select: the largest ``n_select`` of a sparse row unless its request asks for more; what kernels are
             tuned for.
         scores: ``[rows, kv_heads, max_pages]`` float32 scratch.
@@ -67,13 +67,13 @@ class BatchView:
         last_slots: ``[rows]`` int64 while a layer selects, the slot of each row's newest token. What lies behind it in
             its page is not the row's, which a method whose unit is the token has to leave out.
         parts: of a method with parts the view of each, see ``attention/batch.py``. Those whose blocks have one size
-            share their buffers but for ``n_select``, ``values`` and ``stats``, also with the whole view.
+            share their buffers but for ``n_select``, ``row_thresholds`` and ``stats``, also with the whole view.
     """
 
     page_table: torch.Tensor
     n_pages: torch.Tensor
     n_select: torch.Tensor
-    values: torch.Tensor
+    row_thresholds: torch.Tensor
     usual_select: int
     scores: torch.Tensor
     selected: tuple[torch.Tensor, torch.Tensor]
@@ -93,7 +93,7 @@ class BatchView:
             page_table=self.page_table[:count],
             n_pages=self.n_pages[:count],
             n_select=self.n_select[:count],
-            values=self.values[:count],
+            row_thresholds=self.row_thresholds[:count],
             scores=self.scores[:count],
             selected=(self.selected[0][:count], self.selected[1][:count]),
             requests=self.requests[:count],
@@ -118,7 +118,7 @@ class BatchView:
         views = (self, *self.parts)
         owners = (self, *(part for part, owns in self.owners() if owns))
         shared = [(x.page_table, x.n_pages, x.requests, x.arrivals, x.scores, *x.selected, *x.visible) for x in owners]
-        own = [(x.n_select, x.values) for x in views]
+        own = [(x.n_select, x.row_thresholds) for x in views]
         return sum(buffer.nbytes for buffers in (*shared, *own) for buffer in buffers)
 
     def owners(self) -> Iterator[tuple[BatchView, bool]]:

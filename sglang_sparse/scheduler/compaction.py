@@ -29,7 +29,7 @@ import torch
 from sglang_sparse.attention import memory
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.settings import settings_of
-from sglang_sparse.methods.roles import KeepMethod
+from sglang_sparse.methods.roles import PromptSelector
 from sglang_sparse.scheduler.request_fields import (
     leave_tree,
     locked_node,
@@ -43,7 +43,7 @@ from sglang_sparse.scheduler.request_state import ensure_state, options_of, stat
 if TYPE_CHECKING:
     from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.aux_buffers import AuxBuffers
-    from sglang_sparse.methods.roles import KeepMethod
+    from sglang_sparse.methods.roles import PromptSelector
     from sglang_sparse.scheduler.request_state import RequestState
 
 
@@ -95,7 +95,7 @@ class Compaction:
         waits: decode steps at which a request had no room for its copy, summed over requests.
     """
 
-    def __init__(self, method: KeepMethod, aux: AuxBuffers, kv_pool: Any):
+    def __init__(self, method: PromptSelector, aux: AuxBuffers, kv_pool: Any):
         self.requests = 0
         self.freed_tokens = 0
         self.waits = 0
@@ -114,7 +114,7 @@ class Compaction:
         start = (boundary - kept) * self._block // self._page * self._page
         return Span(start, end, kept, boundary) if first_visible and start > 0 else None
 
-    def let_go(self, request: Any, span: Span, tree: Any, reserve: int) -> bool:
+    def release_prompt(self, request: Any, span: Span, tree: Any, reserve: int) -> bool:
         """Give a request private pages and its prompt back to the tree, or what of it was its own to the pool.
 
         On the scheduler's stream, which by now is behind what earlier passes read of ``req_to_token``.
@@ -203,7 +203,7 @@ def compact_running(running: Any, scheduler: Any, *_: Any) -> None:
     if running is None:
         # Where memory is short SGLang leaves a step out.
         return
-    if settings is None or not (isinstance(settings.method, KeepMethod) and settings.method.compacts):
+    if settings is None or not (isinstance(settings.method, PromptSelector) and settings.method.compacts):
         return
     backend, tree = scheduler.tp_worker.model_runner.attn_backend, scheduler.tree_cache
     compaction: Compaction = backend.keeps.compaction
@@ -225,9 +225,9 @@ def compact_running(running: Any, scheduler: Any, *_: Any) -> None:
         if plan.n_select[row] >= plan.n_pages[row]:
             continue
         holders = holders or _holders([*running.reqs, *filter(None, [scheduler.chunked_req])], tree)
-        if not _pays(running.reqs[row], span, holders, tree):
+        if not _frees_memory(running.reqs[row], span, holders, tree):
             continue
-        if compaction.let_go(running.reqs[row], span, tree, reserve):
+        if compaction.release_prompt(running.reqs[row], span, tree, reserve):
             states[row].compacted, holders = True, None
             # There may be room for who waits.
             running.batch_is_full = False
@@ -246,7 +246,7 @@ def _nodes(path: Any) -> list[tuple[int, int]]:
     return [(info.node_id, info.path_end - info.path_start) for info in path]
 
 
-def _pays(request: Any, span: Span, holders: Counter[tuple[int, int]], tree: Any) -> bool:
+def _frees_memory(request: Any, span: Span, holders: Counter[tuple[int, int]], tree: Any) -> bool:
     """Whether less KV is held where all who hold this prompt let go of it.
 
     Of what others hold too nothing is free until the last of them lets go, while each takes a copy.
@@ -278,10 +278,10 @@ def room_for_a_copy(settings: Settings | None, adder: Any, request: Any) -> Iter
         request: that would run beside those that are admitted already.
     """
     method = settings.method if settings else None
-    if settings is None or not (isinstance(method, KeepMethod) and method.compacts):
+    if settings is None or not (isinstance(method, PromptSelector) and method.compacts):
         yield
         return
-    room, sampling = _room(settings, method, adder, request), request.sampling_params
+    room, sampling = _reserved_tokens(settings, method, adder, request), request.sampling_params
     adder.memory_budget.total_offset += room
     adder.memory_budget.current_offset += room
     ignores_eos = sampling.ignore_eos
@@ -295,18 +295,20 @@ def room_for_a_copy(settings: Settings | None, adder: Any, request: Any) -> Iter
         adder.memory_budget.current_offset -= room
 
 
-def _room(settings: Settings, method: KeepMethod, adder: Any, request: Any) -> int:
+def _reserved_tokens(settings: Settings, method: PromptSelector, adder: Any, request: Any) -> int:
     page = adder.page_size
     others = [*adder.can_run_list, *(adder.running_batch.reqs if adder.running_batch is not None else ())]
     # To a request that takes the place of others SGLang has promised theirs, and forgets them where it does not fit.
     if not others or adder.preempt_list:
         return 0
     most = method.max_kept * method.block_size + method.window_tokens + 2 * page
-    copies = [most + len(other.output_ids) for other in (request, *others) if _will_let_go(settings, method, other)]
+    copies = [
+        most + len(other.output_ids) for other in (request, *others) if _will_release_prompt(settings, method, other)
+    ]
     return max(copies) + (len(others) + 1) * page if copies else 0
 
 
-def _will_let_go(settings: Settings, method: KeepMethod, request: Any) -> bool:
+def _will_release_prompt(settings: Settings, method: PromptSelector, request: Any) -> bool:
     state = state_of(request)
     if state is not None and state.compacted:
         return False

@@ -1,8 +1,8 @@
 """How much of a request's KV is exact, and the rule that only exact KV enters the radix tree.
 
-``exact_len`` of a request: KV of positions ``[0, exact_len)`` equals what dense attention over the same tokens would
-have written. A dense pass over tokens that follow exact KV writes exact KV; a sparse decode step does not, unless the
-method is ``exact``: then sparse attention is what the model was trained for. What a sparse prefill writes counts as
+``shareable_len`` of a request: KV of positions ``[0, shareable_len)`` equals what dense attention over the same tokens
+would have written. A dense pass over tokens that follow exact KV writes exact KV; a sparse decode step does not, unless
+the method is ``exact``: then sparse attention is what the model was trained for. What a sparse prefill writes counts as
 exact, see ``scheduler/prefill_chunks.py``.
 """
 
@@ -39,27 +39,27 @@ def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_
         plan = backend.plan_rows(batch.seq_lens_cpu, [state.options for state in states], compacted)
         covered = plan.covered.tolist()
         for state, length, dense in zip(states, batch.seq_lens_cpu.tolist(), covered, strict=True):
-            if (dense or settings.method.exact) and state.exact_len == length - 1:
-                state.exact_len = length
+            if (dense or settings.method.exact) and state.shareable_len == length - 1:
+                state.shareable_len = length
     elif mode.is_extend():
         for state, prefix, extended in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):
             # A prefix comes from the tree or an earlier chunk, both exact; the rows that decode within a mixed
             # batch may have an approximate tail.
-            if state.exact_len is None or state.exact_len >= prefix:
-                state.exact_len = prefix + extended
+            if state.shareable_len is None or state.shareable_len >= prefix:
+                state.shareable_len = prefix + extended
 
 
-def exact_len(request: Any) -> int | None:
+def shareable_len(request: Any) -> int | None:
     """Return how many tokens of SGLang's ``Req`` have exact KV, or None where nothing of it is computed."""
     state = state_of(request)
-    return None if state is None else state.exact_len
+    return None if state is None else state.shareable_len
 
 
 def forget_exact_length(_: None, request: Any) -> None:
     """After ``Req.reset_for_retract``: its KV is gone, and will be written again by a prefill."""
     state = state_of(request)
     if state is not None:
-        state.exact_len = None
+        state.shareable_len = None
         state.split_group = state.cut = None
         state.kept, state.compacted = (0, 0), False
 
@@ -73,7 +73,7 @@ def exact_committed_len(original: Callable[[Any], int], request: Any) -> int:
     if state is not None and state.compacted:
         return committed_len(request)
     committed = original(request)
-    exact = exact_len(request)
+    exact = shareable_len(request)
     if exact is None:
         return committed
     method = prefill_chunks.sharing_method(request)
@@ -97,7 +97,7 @@ def release_inexact_tail(original: Callable[..., None], request: Any, start: int
     if state is None:
         return original(request, start, end, tree_cache)
     if request.finished():
-        exact = start if state.exact_len is None else min(start, state.exact_len)
+        exact = start if state.shareable_len is None else min(start, state.shareable_len)
         state.counts.tail_tokens_dropped += max(0, committed_len(request) - exact)
     page_size = tree_cache.token_to_kv_pool_allocator.page_size
     start = -(-start // page_size) * page_size

@@ -1,6 +1,6 @@
 """Sparse prefill in the scheduler: which tokens of an extend batch are sparse, and what of their KV may be shared.
 
-Where matches and chunks end, the window of a ``KeepMethod`` has its say too, see ``attention/prompt_selection.py``.
+Where matches and chunks end, the window of a ``PromptSelector`` has its say too, see ``attention/prompt_selection.py``.
 
 The rule of sharing: KV of a sparsely prefilled prompt is a function of its prefix at the ends of complete groups only
 (see ``PrefillMethod``). So matches in the radix tree, chunks and what enters the tree are cut there, a group counts as
@@ -121,7 +121,7 @@ def follow_cuts(
 def limit_match(found: int, request: Any, *_: Any) -> int:
     """After ``Req._compute_max_prefix_len``: a prefix ends where its KV is a function of its tokens.
 
-    And before the tokens whose queries a method needs, see ``KeepMethod``.
+    And before the tokens whose queries a method needs, see ``PromptSelector``.
     """
     method, window = sharing_method(request), window_start(current_settings(), request)
     if window is not None:

@@ -32,7 +32,7 @@ _TOKEN = (1 << TOKEN_BITS) - 1
 ATTRIBUTE = "sglang_sparse_marked"
 
 
-def marked(tokens: Sequence[int], method: PrefillMethod, before: array[int] | None = None) -> array[int]:
+def with_group_digest(tokens: Sequence[int], method: PrefillMethod, before: array[int] | None = None) -> array[int]:
     """Return a copy of token ids, those of sparse groups with the digest of their group.
 
     Args:
@@ -59,7 +59,7 @@ def marked(tokens: Sequence[int], method: PrefillMethod, before: array[int] | No
     return found
 
 
-def plain(tokens: array[int]) -> list[int]:
+def token_ids(tokens: array[int]) -> list[int]:
     """Return the token ids of a key in the tree."""
     return [token & _TOKEN for token in tokens]
 
@@ -113,5 +113,5 @@ def tree_key(tree: Any, key: Any, before: array[int] | None = None) -> Any:
     method = prefill_of_namespace(settings, key.extra_key)
     if method is None or method.config.share_partial_groups:
         return key
-    tokens = marked(key.raw_token_ids(), method, before)
+    tokens = with_group_digest(key.raw_token_ids(), method, before)
     return RadixKey(tokens, key.extra_key, is_bigram=key.is_bigram, cache_salt=key.cache_salt)

@@ -1,4 +1,4 @@
-"""The windows at prompts' ends, for methods that choose there what of a prompt stays visible: see ``KeepMethod``.
+"""The windows at prompts' ends, for methods that choose there what of a prompt stays visible: see ``PromptSelector``.
 
 A cached prefix is used up to the window only, and no chunk ends within it.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.attention.prompt_selection import KeepPath, PartsKeepPath, PromptEnd
-from sglang_sparse.methods.roles import KeepMethod, keep_methods
+from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
 from sglang_sparse.scheduler.request_state import options_of, state_of
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from sglang_sparse.config.settings import Settings
 
 
-def choosing(options: RequestOptions) -> tuple[KeepMethod, ...]:
+def choosing(options: RequestOptions) -> tuple[PromptSelector, ...]:
     """Return the methods that choose for a request, each for its layers; none where it sees all of its prompt."""
-    return keep_methods(options.method) if options.sparse else ()
+    return prompt_selectors(options.method) if options.sparse else ()
 
 
 def window_start(settings: Settings | None, request: Any) -> int | None:
@@ -31,7 +31,7 @@ def window_start(settings: Settings | None, request: Any) -> int | None:
         settings: the server's.
         request: SGLang's ``Req``.
     """
-    if settings is None or not keep_methods(settings.method):
+    if settings is None or not prompt_selectors(settings.method):
         return None
     state = state_of(request)
     options = options_of(settings, request) if state is None else state.options

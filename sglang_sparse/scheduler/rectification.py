@@ -107,7 +107,7 @@ def plan_step(settings: Settings, batch: Any, max_tokens: int, divide: Divide | 
     lengths = batch.seq_lens_cpu.tolist()
     states = [state_of(request) for request in batch.reqs]
     exact = [
-        length if state is None or state.exact_len is None else state.exact_len
+        length if state is None or state.shareable_len is None else state.shareable_len
         for state, length in zip(states, lengths, strict=True)
     ]
     pending = [length - start for length, start in zip(lengths, exact, strict=True)]
@@ -175,7 +175,7 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
         runner.shared_read_done_event = None
         output = original(runner, inner, *args, **kwargs)
         if rows is not rest and device.type == "cuda" and not output.can_run_graph:
-            _say_eager()
+            _warn_eager()
         found = output.logits_output.next_token_logits
         if logits is None:
             logits = found.new_empty(len(batch.reqs), found.shape[1])
@@ -188,7 +188,7 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
 
 
 @functools.cache
-def _say_eager() -> None:
+def _warn_eager() -> None:
     """Once: SGLang leaves the graphs of prefill out where memory is short, and the host is then slower than the GPU."""
     logger.warning(
         "sglang_sparse: a rectifying pass ran without a CUDA graph, which takes longer; SGLang's lines at start say "
@@ -250,11 +250,17 @@ def hold_release(original: Callable[..., None], request: Any, tree_cache: Any, *
     held = getattr(tree_cache, HELD, None)
     state = state_of(request)
     checkpoint = checkpoint and not (state is not None and state.compacted)
-    if held is None or state is None or state.exact_len is None or not checkpoint or not state.options.rectify_interval:
+    if (
+        held is None
+        or state is None
+        or state.shareable_len is None
+        or not checkpoint
+        or not state.options.rectify_interval
+    ):
         return original(request, tree_cache, checkpoint=checkpoint)
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    span = Span(request, state.exact_len, committed_len(request))
+    span = Span(request, state.shareable_len, committed_len(request))
     if span.tokens <= 0 or isinstance(request.finished_reason, FINISH_ABORT):
         return original(request, tree_cache, checkpoint=checkpoint)
     held.append((span, lambda: original(request, tree_cache, checkpoint=checkpoint)))

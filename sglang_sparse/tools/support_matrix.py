@@ -198,7 +198,7 @@ def _asked(method: Method, place: Place, changes: Mapping[str, Any]) -> tuple[Ar
 def stages(method: Method, place: Place) -> Mapping[str, str]:
     """How each stage of a method runs where it is served, for one that has a choice; empty for others."""
     args, settings = _asked(method, place, {})
-    return getattr(dsa_flags.settle(args, settings, place.gpu).method, "stages", {})
+    return getattr(dsa_flags.choose_kernels(args, settings, place.gpu).method, "stages", {})
 
 
 def answer(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> Answer:

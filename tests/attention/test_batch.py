@@ -38,7 +38,7 @@ def test_load_finds_the_pages_of_the_requests(page_size: int) -> None:
     load(view, [pages, 1], [1, 1], [5, 2], table)
     assert view.n_pages.tolist() == [pages, 1, 0, 0]
     assert view.n_select.tolist() == [1, 1, 0, 0]
-    assert view.values.tolist() == [pages / 8, 1 / 8, 0, 0]
+    assert view.row_thresholds.tolist() == [pages / 8, 1 / 8, 0, 0]
     expected = torch.zeros_like(view.page_table)
     expected[0, :pages] = physical[5]
     expected[1, 0] = physical[2, 0]

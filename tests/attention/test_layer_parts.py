@@ -36,7 +36,7 @@ def test_two_parts_of_a_method_run_with_factors_of_their_own() -> None:
     table = torch.arange(2 * 1024, dtype=torch.int32).reshape(2, 1024)
     batch: Any = type("Batch", (), {"req_pool_indices": torch.tensor([1])})
     load_view(view, plan_decode(method, torch.tensor([640])), batch, table)
-    assert [part.values.tolist() for part in view.parts] == [[10, 0], [40, 0]]
+    assert [part.row_thresholds.tolist() for part in view.parts] == [[10, 0], [40, 0]]
     assert any("prefill is what --sparse-prefill-method says" in text for text in method.warnings())
 
 
@@ -123,7 +123,7 @@ def test_each_part_keeps_what_it_would_keep_alone() -> None:
     aux, path = run(settings.method, (0, 2, 3), settings)
     assert [one.snapshot()["prompts"] for one in path.paths] == [2, 1] and path.snapshot()["prompts"] == 3
     assert path.snapshot()["bytes"] == sum(
-        prompt_selection.kept_bytes(part, SHAPE, 4) for part in roles.keep_methods(settings.method)
+        prompt_selection.kept_bytes(part, SHAPE, 4) for part in roles.prompt_selectors(settings.method)
     )
     assert [sorted(kept.blocks) for kept in aux.kept] == [[0], [2, 3]]
     with pytest.raises(RuntimeError, match="in layer 1"):
@@ -150,7 +150,7 @@ def test_memory_of_what_parts_keep_is_added_up_and_a_choice_is_the_largest() -> 
         kept = sum(prompt_selection.kept_bytes(method, SHAPE, 6) for method in methods)
         return kept, memory.of_prompts(methods, "", kvc, SHAPE).nbytes - kept
 
-    first, second = roles.keep_methods(settings.method)
+    first, second = roles.prompt_selectors(settings.method)
     assert needed(first, second)[0] == needed(first)[0] + needed(second)[0] > 0
     assert needed(first, second)[1] == max(needed(first)[1], needed(second)[1]) > 0
     # Of one, two and one layers: bounds of blocks of four and eight tokens in float8, and centroids of pages.

@@ -173,7 +173,7 @@ def test_a_row_is_covered_where_all_parts_attend_to_everything() -> None:
     tenth, half, skip = plan.parts
     assert tenth.n_select.tolist() == [100, 1000, 1000, 1000, 7]
     assert half.n_select.tolist() == [500, 1000, 1000, 1000, 7]
-    assert skip.n_select.tolist() == [1000, 1000, 1000, 1000, 7] and skip.values.tolist() == [40, 0, 40, 0, 0]
+    assert skip.n_select.tolist() == [1000, 1000, 1000, 1000, 7] and skip.row_thresholds.tolist() == [40, 0, 40, 0, 0]
     own = plan_decode(settings.method, torch.tensor([16000]))
     assert [part.n_select.tolist() for part in own.parts] == [[100], [500], [1000]]
     assert not plan_decode(settings.method, torch.tensor([16000] * 2), rows[1:4:2]).sparse
@@ -195,7 +195,7 @@ def test_fields_go_to_the_parts_that_have_them_once() -> None:
 def test_a_factor_of_each_phase_beside_a_prefill_method() -> None:
     settings = build("resa", {"layers": RULES, **SHARED}, "skip_softmax", {"threshold_scale_factor": 90})
     both, prefill = (parse_options(settings, {"threshold_scale_factor": value}) for value in (3, {"prefill": 7}))
-    assert both.method.parts[2].row_value == 3 and both.prefill is not None
+    assert both.method.parts[2].row_threshold == 3 and both.prefill is not None
     assert both.prefill.config.model_dump()["threshold_scale_factor"] == 3
     assert prefill.method is settings.method and prefill.prefill is not None and prefill.namespace != both.namespace
     assert prefill.prefill.config.model_dump()["threshold_scale_factor"] == 7
@@ -250,9 +250,9 @@ def test_parts_of_a_view_share_all_but_what_is_their_own() -> None:
     load_view(view, plan, batch, table)
     assert view.n_pages.tolist() == [40, 20, 0]
     assert [part.n_select.tolist() for part in view.parts] == [[16, 16, 0], [20, 16, 0], [40, 20, 0]]
-    assert view.parts[2].values.tolist() == [40, 40, 0] and view.rows(1).parts[1].n_select.tolist() == [20]
+    assert view.parts[2].row_thresholds.tolist() == [40, 40, 0] and view.rows(1).parts[1].n_select.tolist() == [20]
     clear_view(view, table)
-    assert not any(part.n_select.any() or part.values.any() for part in view.parts)
+    assert not any(part.n_select.any() or part.row_thresholds.any() for part in view.parts)
 
 
 def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with(monkeypatch) -> None:
@@ -280,7 +280,7 @@ def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with(mo
     # What the graph reads is what was filled now.
     assert captured.n_pages.tolist() == [40, 0] and captured.page_table[0, :40].tolist() == list(range(128, 168))
     assert [part.n_select.tolist() for part in captured.parts] == [[16, 0], [20, 0], [40, 0]]
-    assert captured.parts[2].values.tolist() == [40, 0]
+    assert captured.parts[2].row_thresholds.tolist() == [40, 0]
     parts = backend.counters.snapshot()["parts"]
     assert [part["max_active_fraction"] for part in parts] == [pytest.approx(0.4), 0.5, None]
     assert [part["pages_held"] for part in parts] == [0, 0, 2 * 40]

@@ -104,13 +104,13 @@ def test_what_the_gpu_path_reads_of_sglang_is_there() -> None:
 
 
 def test_sglang_refuses_float8_latents_in_one_place_which_is_hooked() -> None:
-    """``dsa_flags.keep_slot`` stands around what calls the one function that refuses them."""
+    """``dsa_flags.keep_replaced_backend`` stands around what calls the one function that refuses them."""
     overrides = pkgutil.resolve_name("sglang.srt.arg_groups.overrides")
     name = "_check_dsa_backend_constraints("
     found = [inspect.getsource(source).count(name) for source in (overrides, overrides._dsa_split_backend_resolution)]
     # In the whole file its definition, and a function that nobody calls, besides.
     assert found == [4, 2]
-    (hooked,) = (seam for seam in hooks.SEAMS if seam.function == "hooks.dsa_flags:keep_slot")
+    (hooked,) = (seam for seam in hooks.SEAMS if seam.function == "hooks.dsa_flags:keep_replaced_backend")
     assert hooked.target == f"{overrides.__name__}._dsa_split_backend_resolution"
 
 

@@ -26,9 +26,9 @@ def test_prefill_graphs_that_the_indexer_cannot_be_in(
     choice: str, graphs: str, left: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     args: Any = SimpleNamespace(cuda_graph_config=CudaGraphConfig(prefill=PhaseConfig(backend=graphs)))
-    dsa_flags.leave_graphs(args, build("resa", {}))
+    dsa_flags.disable_prefill_graphs(args, build("resa", {}))
     assert args.cuda_graph_config.prefill.backend == graphs
-    dsa_flags.leave_graphs(args, build("dsa", {"implementation": choice}))
+    dsa_flags.disable_prefill_graphs(args, build("dsa", {"implementation": choice}))
     assert args.cuda_graph_config.prefill.backend == left
     assert ("prefill runs without CUDA graphs" in caplog.text) == (graphs != left)
 

@@ -84,7 +84,7 @@ def test_controls_of_robsa_read_the_share_that_a_request_asks_for(controls) -> N
     view = allocate_view(3, 1, 500, 250, 16, torch.zeros(4, dtype=torch.int64))
     view.n_pages.copy_(n_blocks)
     view.n_select.copy_(n_blocks // 2)
-    view.values.fill_(0.12)
+    view.row_thresholds.fill_(0.12)
     view.page_table.copy_(torch.arange(view.page_table.shape[1]))
     torch.manual_seed(0)
     found = {}

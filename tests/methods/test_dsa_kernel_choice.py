@@ -167,7 +167,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 
 def settled(args: Any) -> Any:
     settings = build("dsa", json.loads(args.sparse_config))
-    dsa_flags.settle(args, settings)
+    dsa_flags.choose_kernels(args, settings)
     return build("dsa", json.loads(args.sparse_config)).config
 
 
@@ -209,7 +209,9 @@ def test_sglang_does_not_refuse_float8_in_the_place_of_a_backend(attention: str,
     resa = SimpleNamespace(sparse_method="resa", sparse_config=build("resa", {}).config.model_dump_json())
     servers: tuple[Any, ...] = args, resa, SimpleNamespace(sparse_method=None)
     for one in servers:
-        found = dsa_flags.keep_slot(lambda given: asked.append(given) or {"dsa_decode_backend": "other"}, one)
+        found = dsa_flags.keep_replaced_backend(
+            lambda given: asked.append(given) or {"dsa_decode_backend": "other"}, one
+        )
         assert bool(found) == (one in asked)
     assert asked == [*(servers[1:] if left else servers)]
 

@@ -123,7 +123,7 @@ def test_a_request_has_a_theta_of_its_own() -> None:
     settings = build("robsa", {**UNCALIBRATED, "min_seq_len": 0, "crossover_tokens": 0})
     rows = [parse_options(settings, params) for params in ({}, {"theta1": 0.5}, {"theta1": 1.0}, {"sparse": False})]
     plan = plan_decode(settings.method, torch.tensor([1600] * 4), rows)
-    assert plan.values.tolist() == pytest.approx([0.9, 0.5, 1.0, 0.9])
+    assert plan.row_thresholds.tolist() == pytest.approx([0.9, 0.5, 1.0, 0.9])
     assert plan.n_pages.tolist() == [100] * 4 and plan.n_select.tolist() == [50, 50, 100, 100]
     with pytest.raises(ValueError, match=r"theta1: got 2\.0"):
         parse_options(settings, {"theta1": 2.0})
@@ -168,7 +168,7 @@ class Rows:
             self.view.n_pages[row] = n_blocks
             last.append(int(self.view.page_table[row, n_blocks - 1]) * BLOCK + (length - 1) % BLOCK)
         self.view.n_select.copy_(torch.minimum(method.n_select(self.view.n_pages), self.view.n_pages))
-        self.view.values.fill_(method.row_value)
+        self.view.row_thresholds.fill_(method.row_threshold)
         self.nope = torch.randn(len(self.lengths), HEADS, LATENT) * 2
         self.rope = torch.randn(len(self.lengths), HEADS, ROPE) * 8
         self.last_slots = torch.tensor(last)

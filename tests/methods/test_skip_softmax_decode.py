@@ -52,7 +52,7 @@ def factors(settings: Settings | None) -> tuple[float | None, float]:
     """Of prefill, None where it is dense, and of decode."""
     assert settings is not None and isinstance(settings.method, SkipSoftmaxDecode)
     prefill = settings.prefill and settings.prefill.config.model_dump()[FACTOR]
-    return prefill, settings.method.row_value
+    return prefill, settings.method.row_threshold
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_what_the_prefill_that_comes_along_needs_is_asked(qwen3: str) -> None:
 )
 def test_a_request_may_set_each_phase(asked: Any, prefill: float, decode: float, shared: bool) -> None:
     options = parse_options(build("skip_softmax", {}), {FACTOR: asked})
-    assert options.method.row_value == decode and options.prefill is not None
+    assert options.method.row_threshold == decode and options.prefill is not None
     assert options.prefill.config.model_dump()[FACTOR] == prefill
     assert (options.namespace == "") == shared
 
@@ -192,9 +192,9 @@ def test_bad_wishes(server: dict[str, Any], params: dict[str, Any], said: str) -
 
 def test_a_number_is_for_the_phases_that_there_are() -> None:
     exact = parse_options(build("skip_softmax", {}), {FACTOR: 5, "exact_prefix": True})
-    assert exact.method.row_value == 5 and exact.prefill is None
+    assert exact.method.row_threshold == 5 and exact.prefill is None
     alone = parse_options(build("skip_softmax", {FACTOR: {"decode": 9}}), {FACTOR: 5})
-    assert alone.method.row_value == 5 and (alone.prefill, alone.namespace) == (None, "")
+    assert alone.method.row_threshold == 5 and (alone.prefill, alone.namespace) == (None, "")
     beside = build("resa", {}, "skip_softmax", {})
     for asked in (5, {"prefill": 5}):
         options = parse_options(beside, {FACTOR: asked})
@@ -212,7 +212,7 @@ def test_a_row_is_dense_by_its_factor() -> None:
     rows = [parse_options(settings, params) for params in asked]
     lengths = torch.tensor([9000] * 5 + [4095])
     plan = plan_decode(settings.method, lengths, rows)
-    assert plan.sparse and plan.values.tolist() == [8.0, 3.0, 0.0, 0.0, 8.0, 0.0]
+    assert plan.sparse and plan.row_thresholds.tolist() == [8.0, 3.0, 0.0, 0.0, 8.0, 0.0]
     assert plan.covered.tolist() == [False, False, True, True, False, True]
     assert plan.n_select.tolist() == plan.n_pages.tolist()
     # Two sparse rows are below the crossover, whatever the others hold.
@@ -220,7 +220,7 @@ def test_a_row_is_dense_by_its_factor() -> None:
     assert not plan_decode(build("skip_softmax", {FACTOR: 0}).method, torch.tensor([10**6])).sparse
     never = build("skip_softmax", {FACTOR: 0, "dense_fallback": "never"})
     plan = plan_decode(never.method, torch.tensor([40, 50]), [parse_options(never, p) for p in ({}, {"sparse": False})])
-    assert plan.sparse and plan.covered.tolist() == [False, True] and plan.values.tolist() == [0.0, 0.0]
+    assert plan.sparse and plan.covered.tolist() == [False, True] and plan.row_thresholds.tolist() == [0.0, 0.0]
 
 
 def filled(settings: Settings, lengths: list[int], stats: torch.Tensor, rows: int) -> tuple[Any, BatchView]:

@@ -46,7 +46,7 @@ def test_mla_models_are_decoded_alone(tmp_path: Path) -> None:
     args = resolve(model, **backend, sparse_config=json.dumps({FACTOR: {"prefill": 7, "decode": 9}}))
     assert args.sparse_prefill_method is None and args.sparse_prefill_config is None
     settings = config.settings_of(args)
-    assert settings is not None and settings.prefill is None and settings.method.row_value == 9.0
+    assert settings is not None and settings.prefill is None and settings.method.row_threshold == 9.0
     message = refused(model, sparse_prefill_method="skip_softmax")
     assert "--sparse-prefill-method skip_softmax does not fit DeepseekV3ForCausalLM" in message
     assert "SGLang prefills with keys expanded for each head" in message

@@ -76,7 +76,7 @@ def test_a_step_sees_what_it_would_see(
     server.cached(request, other)
     before, others = server.attend(request), server.attend(other)
     pages = set((server.row(request) // PAGE).tolist())
-    assert server.let_go(request)
+    assert server.release_prompt(request)
     server.compaction.run()
     row = server.row(request)
     held = row[request.kv.cache_protected_len :]
@@ -104,7 +104,7 @@ def test_every_page_has_an_owner_until_all_are_free(tree: str) -> None:
     server.cached(*requests)
     server.require_all_pages_owned(*requests)
     free = server.allocator.available_size() + server.tree.evictable_size()
-    assert server.let_go(requests[0]) and server.let_go(requests[1])
+    assert server.release_prompt(requests[0]) and server.release_prompt(requests[1])
     server.compaction.run()
     server.require_all_pages_owned(*requests)
     now = server.allocator.available_size() + server.tree.evictable_size()
@@ -127,8 +127,8 @@ def test_a_finished_request_shares_nothing_of_what_it_kept(core: str, evicted: b
     # Its exact length would end before its own pages begin.
     state = state_of(request)
     assert state is not None
-    assert server.let_go(request)
-    state.exact_len = 100
+    assert server.release_prompt(request)
+    state.shareable_len = 100
     if evicted:
         # Else what it inserts is there already.
         server.tree.evict(EvictParams(num_tokens=10**6))
@@ -151,12 +151,12 @@ def test_what_others_hold_too_stays(core: str) -> None:
     server.cached(two)
     assert two.kv.cache_protected_len == 208 and server.tree.protected_size() == 208
     before = server.attend(two)
-    assert server.let_go(one)
+    assert server.release_prompt(one)
     assert server.tree.protected_size() == 208
     server.tree.evict(EvictParams(num_tokens=10**6))
     server.compaction.run()
     assert all(map(torch.equal, server.attend(two), before))
-    assert server.let_go(two)
+    assert server.release_prompt(two)
     assert server.tree.evictable_size() == 208
 
 
@@ -169,7 +169,7 @@ def test_one_request_gets_the_pages_that_another_let_go_of(tree: str) -> None:
     before = [*server.attend(one), *server.attend(two)]
     prompt = set((server.row(one)[:208] // PAGE).tolist())
     assert server.allocator.available_size() == 2 * PAGE
-    assert server.let_go(one) and server.let_go(two)
+    assert server.release_prompt(one) and server.release_prompt(two)
     server.require_all_pages_owned(one, two)
     assert prompt & set((server.row(two)[two.kv.cache_protected_len : 208] // PAGE).tolist())
     server.compaction.run()
@@ -182,11 +182,11 @@ def test_without_room_nothing_changes(core: str) -> None:
     request = server.prefill(208)
     server.cached(request)
     before, row = vars(request) | {"kv": replace(request.kv)}, server.row(request)
-    assert not server.let_go(request, reserve=1)
+    assert not server.release_prompt(request, reserve=1)
     assert vars(request) == before and torch.equal(server.row(request), row)
     assert server.compaction.snapshot() == {"compacted": 0, "freed_tokens": 0, "compact_waits": 0}
     # What nobody holds is evicted for it.
-    assert server.let_go(request)
+    assert server.release_prompt(request)
     small = Server(pages=13 + 2, tree=core)
     old = small.prefill(30, tokens=1)
     small.cached(old)
@@ -195,7 +195,7 @@ def test_without_room_nothing_changes(core: str) -> None:
     request = small.prefill(208)
     small.cached(request)
     assert small.allocator.available_size() == PAGE and small.tree.evictable_size() == PAGE
-    assert small.let_go(request)
+    assert small.release_prompt(request)
 
 
 @pytest.mark.parametrize("at_once", [16, 1024])
@@ -204,7 +204,7 @@ def test_copying_takes_no_more_than_it_says(at_once: int, monkeypatch: pytest.Mo
     server = Server(prompt_budget=216, pages=80)
     request = server.prefill(300, 200)
     server.cached(request)
-    assert server.let_go(request)
+    assert server.release_prompt(request)
     monkeypatch.setattr(server.aux, "refresh", lambda *_: None)
     with Peak() as peak:
         server.compaction.run()

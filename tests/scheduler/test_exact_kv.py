@@ -108,18 +108,18 @@ def test_retraction_starts_over() -> None:
     assert exact(one, 501) == 501
 
 
-@pytest.mark.parametrize(("exact_len", "freed"), [(35, (48, 70)), (32, (32, 70)), (64, (64, 70)), (70, None)])
-def test_the_inexact_tail_is_freed_by_whole_pages(exact_len: int, freed: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize(("shareable_len", "freed"), [(35, (48, 70)), (32, (32, 70)), (64, (64, 70)), (70, None)])
+def test_the_inexact_tail_is_freed_by_whole_pages(shareable_len: int, freed: tuple[int, int] | None) -> None:
     calls = []
     tree = SimpleNamespace(
         token_to_kv_pool_allocator=SimpleNamespace(page_size=16, free_segments=calls.extend),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.arange(200).view(2, 100)),
     )
     tree.free_kv_row = MethodType(BasePrefixCache.free_kv_row, tree)
-    follow("extend", [one := request()], [exact_len], [0])
+    follow("extend", [one := request()], [shareable_len], [0])
     one.kv = ReqKvInfo(req_pool_idx=1, kv_committed_len=70, kv_allocated_len=70)
-    exact_kv.release_inexact_tail(lambda *_: pytest.fail("SGLang's own function asserts"), one, exact_len, 70, tree)
-    assert request_state.state_of(one).counts.tail_tokens_dropped == 70 - exact_len
+    exact_kv.release_inexact_tail(lambda *_: pytest.fail("SGLang's own function asserts"), one, shareable_len, 70, tree)
+    assert request_state.state_of(one).counts.tail_tokens_dropped == 70 - shareable_len
     if freed is None:
         assert calls == []
     else:

@@ -10,7 +10,14 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_sparse.config.settings import build
 from sglang_sparse.scheduler import prefix_keys
 from sglang_sparse.scheduler.inserted_keys import InexactTreeError
-from sglang_sparse.scheduler.prefix_keys import TOKEN_BITS, mark_lookup, marked, plain, require_whole_groups, tree_key
+from sglang_sparse.scheduler.prefix_keys import (
+    TOKEN_BITS,
+    mark_lookup,
+    require_whole_groups,
+    token_ids,
+    tree_key,
+    with_group_digest,
+)
 
 FIELDS = {"block_size": 16, "step": 2, "crossover_tokens": 64}
 PROMPT = array("q", range(5, 5 + 200))
@@ -29,13 +36,13 @@ def common(one: array, other: array) -> int:
 def test_keys_part_at_the_edge_of_the_group_in_which_prompts_do(method, place: int, shared: int) -> None:
     other = array("q", PROMPT)
     other[place] = 3
-    assert common(marked(PROMPT, method), marked(other, method)) == shared
+    assert common(with_group_digest(PROMPT, method), with_group_digest(other, method)) == shared
 
 
 def test_complete_groups_are_the_same_in_a_longer_prompt(method) -> None:
     longer = PROMPT + array("q", [7] * 50)
-    assert common(marked(PROMPT, method), marked(longer, method)) == 192
-    assert common(marked(PROMPT[:128], method), marked(longer, method)) == 128
+    assert common(with_group_digest(PROMPT, method), with_group_digest(longer, method)) == 192
+    assert common(with_group_digest(PROMPT[:128], method), with_group_digest(longer, method)) == 128
 
 
 def test_a_node_that_cuts_a_group_is_no_proof(method) -> None:
@@ -53,7 +60,7 @@ def test_marks_leave_all_else_of_a_key_as_it_was(method, whole_tree: bool, monke
     key = RadixKey(PROMPT, "tenant", is_bigram=True, cache_salt="salt")
     found = tree_key(SimpleNamespace(req_to_token_pool=object() if whole_tree else None), key)
     assert (found.extra_key, found.is_bigram, found.cache_salt) == ("tenant", True, "salt")
-    assert found.raw_token_ids() == (marked(PROMPT, method) if whole_tree else PROMPT)
+    assert found.raw_token_ids() == (with_group_digest(PROMPT, method) if whole_tree else PROMPT)
 
 
 def test_a_request_that_waits_is_hashed_once(method, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,12 +85,12 @@ def test_a_request_that_waits_is_hashed_once(method, monkeypatch: pytest.MonkeyP
     ):
         sizes.clear()
         got = look(tokens)
-        assert sizes == hashed and got == marked(tokens, method)
+        assert sizes == hashed and got == with_group_digest(tokens, method)
 
 
 def test_the_tokens_come_back(method) -> None:
     before = array("q", PROMPT)
     largest = array("q", [(1 << TOKEN_BITS) - 1] * 200)
     for tokens in (PROMPT, PROMPT[:40], largest, array("q")):
-        assert plain(marked(tokens, method)) == list(tokens)
-    assert before == PROMPT and min(marked(largest, method)) > 0
+        assert token_ids(with_group_digest(tokens, method)) == list(tokens)
+    assert before == PROMPT and min(with_group_digest(largest, method)) > 0

@@ -90,8 +90,8 @@ def test_tails_are_grouped_by_rows_and_tokens() -> None:
 
 
 def test_a_pass_without_a_graph_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    rectification._say_eager.cache_clear()
+    rectification._warn_eager.cache_clear()
     for _ in range(2):
-        rectification._say_eager()
+        rectification._warn_eager()
     (record,) = caplog.records
     assert "ran without a CUDA graph" in record.message

@@ -94,7 +94,7 @@ def check_summaries(engine: Engine) -> None:
 def check_exact_lengths(engine: Engine) -> None:
     """protected <= exact <= committed for every request that ran."""
     for request in holders(engine.scheduler):
-        exact = exact_kv.exact_len(request)
+        exact = exact_kv.shareable_len(request)
         if exact is None:
             raise BrokenInvariantError(f"{request.rid} holds KV and has no exact length")
         if not protected_len(request) <= exact <= committed_len(request):
@@ -110,7 +110,7 @@ def check_running_kv(engine: Engine) -> float:
         if is_compacted(request):
             # There is no room for the rest of it; ``compaction.py`` compares what it holds.
             continue
-        end = exact_kv.exact_len(request)
+        end = exact_kv.shareable_len(request)
         tokens = [*request.origin_input_ids, *request.output_ids][:end]
         # The newest token of an overlapped step is only on the device; the step that wrote its KV ends with it.
         end = len(tokens)

@@ -38,7 +38,7 @@ class Compactions:
         self.prompts_evicted = 0
         # By request: its prompt's key in the tree, from when it let go until some of it is evicted.
         self._prompts: dict[str, Any] = {}
-        self._let_go, self._path.let_go = self._path.let_go, self._note
+        self._let_go, self._path.release_prompt = self._path.release_prompt, self._note
 
     @classmethod
     def of(cls, runner: Any) -> Compactions | None:

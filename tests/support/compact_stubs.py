@@ -110,7 +110,7 @@ class Server:
         request.kv.kv_committed_len = request.kv.kv_allocated_len = end
         counts = self.scheduler.tp_worker.model_runner.attn_backend.counters.rectify
         state = ensure_state(self.settings, counts, request)
-        state.exact_len = end
+        state.shareable_len = end
         self._keep(request, state)
         return request
 
@@ -140,13 +140,13 @@ class Server:
         """The slots of its tokens."""
         return self.table.req_to_token[request.kv.req_pool_idx, : request.kv.kv_committed_len].long()
 
-    def let_go(self, request: Any, reserve: int = 0) -> bool:
+    def release_prompt(self, request: Any, reserve: int = 0) -> bool:
         """Let go of its prompt, without a word to ``compact_running``."""
         state = state_of(request)
         assert state is not None
         span = self.compaction.span(request, state)
         assert span is not None
-        state.compacted = self.compaction.let_go(request, span, self.tree, reserve)
+        state.compacted = self.compaction.release_prompt(request, span, self.tree, reserve)
         return state.compacted
 
     def attend(self, request: Any) -> list[torch.Tensor]:

@@ -82,7 +82,10 @@ class Rows:
         torch.manual_seed(2)
         self.method, n_pages = method, 80
         self.aux = AuxBuffers(method.aux_specs(MODEL), (0,), n_pages, PAGE, "cpu")
-        self.cache, self.values = exact_keys(n_pages * PAGE, HEADS, DIM), torch.randn(n_pages * PAGE, HEADS, DIM)
+        self.cache, self.values = (
+            exact_keys(n_pages * PAGE, HEADS, DIM),
+            torch.randn(n_pages * PAGE, HEADS, DIM),
+        )
         zeros = torch.zeros(8, dtype=torch.int32)
         blocks = torch.full((8, HEADS, 5), -(2**31), dtype=torch.int32)
         self.aux.kept = (Kept({0: blocks}, zeros, zeros.clone()),)

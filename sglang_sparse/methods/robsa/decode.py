@@ -152,7 +152,7 @@ class Robsa(DecodeMethod):
         return self.config.block_size
 
     @property
-    def row_value(self) -> float:
+    def row_threshold(self) -> float:
         """Theta1."""
         return self.config.theta1
 
@@ -239,7 +239,9 @@ class Robsa(DecodeMethod):
         """One selection for all heads, by the mean of their masses."""
         mass = self.mass(view, layer_id, query, pools)
         return SparseIndices(
-            *block_topp(mass, view.page_table, view.n_pages, view.n_select, view.values, view.selected, view.stats)
+            *block_topp(
+                mass, view.page_table, view.n_pages, view.n_select, view.row_thresholds, view.selected, view.stats
+            )
         )
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:

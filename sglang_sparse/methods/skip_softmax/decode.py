@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from sglang_sparse.methods.config import RectifyConfig, SparseConfig
-from sglang_sparse.methods.roles import KernelMethod
+from sglang_sparse.methods.roles import AttendsItself
 from sglang_sparse.methods.skip_softmax.calibration_file import (
     FACTOR_RANGE,
     PHASES,
@@ -80,7 +80,7 @@ class SkipSoftmaxDecodeConfig(RectifyConfig):
         return resolved_fields(fields, read)
 
 
-class SkipSoftmaxDecode(KernelMethod):
+class SkipSoftmaxDecode(AttendsItself):
     """Attend to the blocks of keys in which a query's maximum comes near that of the first and the newest blocks."""
 
     config_class = SkipSoftmaxDecodeConfig
@@ -90,7 +90,7 @@ class SkipSoftmaxDecode(KernelMethod):
     more_counts = ("blocks_visited", "blocks_skipped")
 
     @property
-    def row_value(self) -> float:
+    def row_threshold(self) -> float:
         """The factor of decode."""
         return self.config.threshold_scale_factor["decode"]
 
@@ -119,7 +119,7 @@ class SkipSoftmaxDecode(KernelMethod):
         dense = (
             "skip_softmax: threshold_scale_factor is 0 in decode, where rows attend densely unless a request says more"
         )
-        return () if self.row_value else (dense,)
+        return () if self.row_threshold else (dense,)
 
     def attend(
         self,
@@ -141,7 +141,7 @@ class SkipSoftmaxDecode(KernelMethod):
             view.page_table,
             view.n_pages,
             last_slots,
-            view.values,
+            view.row_thresholds,
             view.page_size,
             scaling,
             k_scale,
@@ -160,7 +160,7 @@ class SkipSoftmaxDecode(KernelMethod):
             view.page_table,
             view.n_pages,
             query.last_slots,
-            view.values,
+            view.row_thresholds,
             view.page_size,
             query.scaling,
             query.kv_scale,
