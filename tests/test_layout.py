@@ -123,6 +123,11 @@ def test_imports_go_one_way(path: Path) -> None:
     assert own - {"__version__"} <= allowed
 
 
+def test_no_file_is_a_splinter() -> None:
+    entries = {*COMMANDS, "__init__.py"}
+    assert not [relative(path) for path in PRODUCT if path.name not in entries and path.read_text().count("\n") < 40]
+
+
 def test_sglang_is_imported_by_the_rooms_beside_it_alone() -> None:
     """Methods never import it, nor for types; what reads its arguments, and commands, only once it is asked."""
     for path in PRODUCT:

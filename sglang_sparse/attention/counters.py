@@ -1,4 +1,4 @@
-"""What the method did, counted for the server info, and the proof that a scheduler runs sparse."""
+"""What the method did, counted for the server info."""
 
 from __future__ import annotations
 

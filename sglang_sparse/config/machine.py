@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+# What a measured figure depends on.
+PACKAGES = ("sglang-sparse", "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 # A server's GPU: whether there is one, or its compute capability; None: this machine says.
 Gpu = bool | tuple[int, int] | None
 
@@ -31,11 +33,9 @@ def capability(asked: Gpu = None) -> tuple[int, int] | None:
 
 def gpu_name(device: torch.device) -> str:
     """What the driver calls a device; "cpu" for the CPU."""
+    import torch
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-# What a measured figure depends on.
-PACKAGES = ("sglang-sparse", "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 
 
 @cache

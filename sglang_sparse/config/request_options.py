@@ -1,4 +1,4 @@
-"""What a single request may ask for through ``custom_params``, and what the scheduler keeps about it."""
+"""What a single request may ask for through ``custom_params``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations: the fields that all methods have, and those of methods that rectification can make exact."""
+"""Configurations: the fields that all methods have, their validation, and the messages where they are wrong."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class LayeredPrefill(PrefillMethod):
         return tuple(dict.fromkeys(text for part in self.parts for text in part.warnings()))
 
     def with_configs(self, configs: Sequence[PrefillConfig]) -> LayeredPrefill:
-        """See ``PrefillMethod.having``; one for each part."""
+        """See ``PrefillMethod.with_configs``; one for each part."""
         parts = [part.with_configs([config]) for part, config in zip(self.parts, configs, strict=True)]
         return LayeredPrefill(self.config, self.names, parts)
 

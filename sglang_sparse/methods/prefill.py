@@ -225,7 +225,7 @@ class PrefillMethod(ABC):
     def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
         """Return an upper bound of the GPU memory that a layer's ``attend`` takes beside its inputs, in bytes.
 
-        SGLang's KV pool is made smaller by it, see ``pools.charge_scratch``.
+        SGLang's KV pool is made smaller by it, see ``attention/memory.py``.
 
         Args:
             model: the model; values have at most its ``head_dim``.

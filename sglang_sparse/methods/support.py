@@ -1,4 +1,4 @@
-"""Models that stand for a kind of attention where methods are asked about one that is not at hand."""
+"""What methods refuse of a server and a model, and typical models to ask them about."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LATENT = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
-# One config.json a kind of attention that some method may serve; the other kinds are in ``limits.MODEL_LIMITS``.
+# One config.json a kind of attention that some method may serve; the other kinds are in ``hooks/limits.py``.
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "MHA/GQA": {
         **_SIZES,

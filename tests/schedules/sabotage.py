@@ -84,7 +84,7 @@ def match_within_groups(engine: Engine) -> None:
 
 def forget_what_a_group_is(engine: Engine) -> None:
     """Let prompts that part within a group share its first pages."""
-    prefix_keys.marked = lambda tokens, *_: tokens
+    prefix_keys.with_group_digest = lambda tokens, *_: tokens
 
 
 def share_dense_tails(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Which layers of an MLA model select by their RoPE part, as calibrated.
+"""Which layers of an MLA model select by their RoPE part, as calibrated or as a paper prints them.
 
 It needs neither torch nor transformers, so that a server can read a calibration before it starts anything.
 """

@@ -1,4 +1,4 @@
-"""Results of a run that takes long, kept prompt by prompt until all are there."""
+"""A calibration that takes long: its results, kept prompt by prompt until all are there, and its pictures."""
 
 from __future__ import annotations
 
