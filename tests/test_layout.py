@@ -209,12 +209,17 @@ def test_sizes(path: Path) -> None:
             assert lines <= limit, f"{node.name} has {lines} lines"
 
 
+# Where others' code runs, which may raise anything.
+BORDERS = ("sglang_sparse/methods/registry.py", "sglang_sparse/tools/calibration/capture.py")
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_no_net_too_wide(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"bare except at line {node.lineno}"
-            assert not (isinstance(node.type, ast.Name) and node.type.id == "Exception"), f"line {node.lineno}"
+            wide = isinstance(node.type, ast.Name) and node.type.id == "Exception"
+            assert not wide or relative(path) in BORDERS, f"line {node.lineno}"
 
 
 def test_one_environment_variable() -> None:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "sglang_sparse.methods"
 PREFILL_ENTRY_POINT_GROUP = "sglang_sparse.prefill_methods"
-# What the module of a third party may raise while it is imported.
-BROKEN = (ImportError, AttributeError, NameError, SyntaxError, TypeError, ValueError, RuntimeError, OSError)
 
 T = TypeVar("T")
 
@@ -137,7 +135,8 @@ def _load(flag: str, name: str, known: dict[str, str], base: type[T]) -> type[T]
     module, _, attribute = known[name].partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except BROKEN as error:
+    # The module of a third party may raise anything while it is imported.
+    except Exception as error:
         raise ValueError(f"{flag} {name}: cannot load {known[name]!r}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{flag} {name}: cannot load {known[name]!r}: it is no subclass of {base.__name__}")

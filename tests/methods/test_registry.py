@@ -30,6 +30,8 @@ def test_a_third_party_prefill_method_that_leads_nowhere(monkeypatch: pytest.Mon
         ("import no_such_package", "No module named 'no_such_package'"),
         ("class Method", "expected ':'"),
         ("raise RuntimeError('its library is missing')", "its library is missing"),
+        ("{}['its key']", "its key"),
+        ("assert False, 'its claim'", "its claim"),
         ("Other = 1", "has no attribute 'Method'"),
         ("Method = 1", "it is no subclass of DecodeMethod"),
         ("class Method: pass", "it is no subclass of DecodeMethod"),

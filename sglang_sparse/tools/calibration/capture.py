@@ -92,8 +92,8 @@ def loading(path: str, what: str = "") -> Iterator[None]:
     """Make what transformers raises while it loads something of a checkpoint a CalibrationError: see `load_model`."""
     try:
         yield
-    # A package that a form of weights needs is missing: ImportError; a device: RuntimeError.
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    # The checkpoint's own code, and the libraries that it needs, may raise anything.
+    except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(" .")
         hint = "; --trust-remote-code allows it to run" if "custom code" in reason else ""
         raise CalibrationError(f"--model-path {path}: {what}{reason}{hint}") from error
