@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.config import arguments
@@ -223,7 +223,8 @@ def page_size_fields(server_args: Arguments) -> dict[str, Any]:
     return {"page_size": server_args.page_size} if server_args.page_size in PAGE_SIZES else {}
 
 
-@lru_cache(maxsize=1)
+# Of every server that this process has heard of: methods keep what they are told of the model.
+@cache
 def _settings(name: str | None, resolved: str, prefill_name: str | None, prefill_resolved: str) -> Settings:
     prefill_fields = json.loads(prefill_resolved) if prefill_name else None
     return build(name, json.loads(resolved), prefill_name, prefill_fields)

@@ -234,3 +234,15 @@ def test_flags_in_sglangs_own_config_file(qwen3: str, tmp_path: Path) -> None:
     path.write_text(f"model-path: {qwen3}\nsparse-method: resa\nsparse-config: '{{\"active_ratio\": 0.2}}'\n")
     args = prepare_server_args(["--config", str(path)])
     assert json.loads(args.sparse_config)["active_ratio"] == 0.2
+
+
+def test_what_a_server_has_told_its_method_outlives_another_server(tmp_path: Path) -> None:
+    """A process may hold the arguments of several servers: the method of one is not made anew by the next."""
+    model = write_config(tmp_path, "qwen3")
+    first, second = (
+        ServerArgs(model_path=model, sparse_method="resa", sparse_config={"active_ratio": ratio})
+        for ratio in (0.3, 0.4)
+    )
+    method = config.settings_of(first).method
+    assert config.settings_of(second).method is not method
+    assert config.settings_of(first).method is method

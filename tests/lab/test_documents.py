@@ -38,7 +38,8 @@ def test_the_pictures_that_there_are_are_those_that_documents_show() -> None:
         for document in documents.DOCUMENTS
         for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", document.read_text())
     }
-    assert shown == {path for path in documents.DOCS.resolve().iterdir() if path.suffix != ".md"}
+    folders = (documents.DOCS, documents.IMAGES)
+    assert shown == {path for folder in folders for path in folder.resolve().iterdir() if path.suffix != ".md"}
 
 
 def test_unknown_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
