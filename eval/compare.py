@@ -43,14 +43,23 @@ from eval.texts.text import read_book
 from eval.texts.windows import BOOK
 
 DEPTHS = 5
+# The exit status of a part, and of this command, that was stopped from the keyboard.
+INTERRUPTED = 130
 # What ``--quick`` asks, and what is asked without it.
 QUICK: Mapping[str, Any] = {
     "set": ["niah", "ruler"],
     "lengths": [4096],
     "n": 5,
     "server_args": "--mem-fraction-static 0.4",
+    "out": Path("compare-quick"),
 }
-USUAL: Mapping[str, Any] = {"set": None, "lengths": [2048, 8192], "n": 20, "server_args": ""}
+USUAL: Mapping[str, Any] = {
+    "set": None,
+    "lengths": [2048, 8192],
+    "n": 20,
+    "server_args": "",
+    "out": Path("compare-results"),
+}
 # The least number of equal pairs whose 95 % interval is within one point, see `eval.scores.stats.paired_interval`.
 DECIDED_BY = 276
 
@@ -167,6 +176,8 @@ def call(module: str, arguments: Sequence[object]) -> None:
     except SystemExit as refused:
         # How argparse ends a program must not end the other parts.
         status = refused.code
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
     if status:
         raise EvaluationError(f"{module} failed")
 
@@ -179,7 +190,7 @@ def progress(folder: Path, names: Sequence[str]) -> str:
         if summarised(path):
             state = "done"
         elif path.exists():
-            state = f"begun, {sum(row['kind'] not in ('header', 'resumed') for row in read_rows(path))} rows"
+            state = f"begun, {sum(row.get('kind') not in ('header', 'resumed') for row in read_rows(path))} rows"
         else:
             state = "left"
         lines.append(f"  {name}: {state}")
@@ -265,8 +276,10 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--sparse-config", default="{}", help="of the server to start: inline JSON or a file")
     parser.add_argument("--sparse-prefill-method", help="of the server to start (default: dense prefill)")
     parser.add_argument("--sparse-prefill-config", default="{}", help="of the server to start, likewise")
-    parser.add_argument("--server-args", help="further arguments of both servers, as one string")
-    parser.add_argument("--out", type=Path, default=Path("compare-results"), help="folder (default: %(default)s)")
+    parser.add_argument(
+        "--server-args", help="further arguments of both servers, as one string; with --quick half of the memory each"
+    )
+    parser.add_argument("--out", type=Path, help="folder (default: compare-results, or compare-quick)")
     parser.add_argument(
         "--quick", action="store_true", help="few questions of 4k tokens, of niah and ruler unless you say otherwise"
     )
@@ -278,7 +291,9 @@ def parser_of() -> argparse.ArgumentParser:
     )
     parser.add_argument("--lengths", type=list_of(length), help="tokens of the questions (default: 2k,8k)")
     parser.add_argument("--text-length", type=length, help="tokens of forced texts (default: the first of --lengths)")
-    parser.add_argument("--n", type=int, help="questions of a task and length; 500 decide one point (default: 20)")
+    parser.add_argument(
+        "--n", type=int, help="questions of a task and length; 276 equal ones decide one point (default: 20)"
+    )
     parser.add_argument("--book", type=Path, action="append", default=[], help="text file; repeat for more")
     parser.add_argument("--tokenizer", help="folder or name; the server's own model path by default")
     parser.add_argument("--concurrency", type=int, default=8, help="questions in flight")
@@ -333,10 +348,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         done = progress(args.out, args.set or list(PARTS))
         print(f"\neval.compare: interrupted; the same command continues. In {args.out}:\n{done}", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     print(comparison_table(table))
-    if any(line["verdict"] == "unclear" for line in table):
-        print(f"\n{DECIDED_BY} questions that are answered alike decide a point; so many or more need --n.")
+    if any(line["verdict"] == "unclear" and line["unit"] == "score" for line in table):
+        print(f"\n{DECIDED_BY} questions with equal answers decide one point: give --n {DECIDED_BY} or more.")
     return 1 if failed or (args.strict and not passes(table)) else 0
 
 

@@ -145,6 +145,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "compiled": lambda: compiled.compiled(_file("compiled-kernels")),
     "sanitizer": lambda: _measured("sanitizer", sanitizer.sanitizer),
     "goals": lambda: goals.goals_table(RESULTS),
+    "goals-of-all": lambda: goals.goals_table(RESULTS, ids=sum(GOALS.values(), ()), left_out=("id", "result file")),
     "goals-short": lambda: goals.goals_table(RESULTS, ids=SHORT, left_out=goals.FEWEST),
     **{f"goals-{method}": partial(goals.goals_table, RESULTS, ids=ids) for method, ids in GOALS.items()},
     "prefill": lambda: prefill.prefill(RESULTS / "bench_prefill.jsonl"),

@@ -57,7 +57,7 @@ def require_sparse(state: Mapping[str, Any], lengths: Sequence[int], text_length
     """
     config, prefill = state["config"] or {}, state.get("prefill")
     least, shortest = config.get("min_seq_len", 0), min([*lengths, text_length])
-    if config.get("dense_fallback") != "never" and least > shortest:
+    if config.get("dense_fallback") != "never" and least >= shortest:
         raise EvaluationError(
             f"the server decodes texts of {shortest} tokens dense: its min_seq_len is {least}; start it with "
             'dense_fallback "never", or give longer --lengths'

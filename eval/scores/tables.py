@@ -74,7 +74,7 @@ def judged(name: str) -> Callable[[Row], str]:
     def write(row: Row) -> str:
         if row.get(name) != "same":
             return str(row.get(name) or "")
-        return f"within {NLL_MARGIN:.1%}" if row["unit"] == "nats" else "within 1 pt"
+        return f"within {100 * NLL_MARGIN:.1f} %" if row["unit"] == "nats" else "within 1 pt"
 
     return write
 

@@ -1,5 +1,5 @@
-// What kernels here use of PTX of Ampere and later beside products, for which each says what it multiplies; tests on a CPU
-// bring their own.
+// PTX of Ampere and later (`of_e4m3`: of Ada) that several kernels use; products of numbers of 16 bits are in
+// products.cuh. Tests on a CPU bring their own.
 
 #ifdef __CUDACC__
 __device__ float exp2_of(float number) {
@@ -51,7 +51,7 @@ __device__ void copy(Place target, const unsigned char* source, bool held) {
 
 __device__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all copies of this thread have arrived but those before the last `LATER` ends.
+// Waits until all copies of this thread have arrived but those of the last `LATER` groups.
 template <int LATER> __device__ void await_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(LATER) : "memory"); }
 
 // Four matrices of 8 rows of 16 bytes, each lane knowing the place of a row; it gets 4 bytes of each matrix.

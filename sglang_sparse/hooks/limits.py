@@ -56,6 +56,7 @@ _OTHER_WRITER = "KV arrives without a forward pass on this server, so its pages 
 _OTHER_LOOP = "it runs another event loop or splits forward passes, which the sparse path does not follow"
 
 _PER_TOKEN = "a rectifying pass computes them for every token that it re-encodes"
+_COUNTED_BEFORE = "SGLang counts the tokens of a pass before it is divided"
 _UNSEEN = "the options of its requests would not be validated"
 TREE_CORES = ("rust", "python")
 _OWN_TREE = f"the rule that only exact KV is shared is proven for SGLang's own tree; its cores: {', '.join(TREE_CORES)}"
@@ -92,7 +93,7 @@ FLAG_LIMITS = (
     FlagLimit(
         "the KV canary",
         _other_than("kv_canary", "none"),
-        "it takes KV that a rectifying pass rewrites or a request lets go of for damage; not proven yet",
+        "it reports KV that a rectifying pass rewrites or compaction frees as damaged; not proven yet",
     ),
     FlagLimit("LMCache", _set("enable_lmcache"), _OTHER_WRITER),
     FlagLimit("FlexKV", _set("enable_flexkv"), _OTHER_WRITER),
@@ -101,7 +102,7 @@ FLAG_LIMITS = (
     FlagLimit("external cache linker", _set("enable_unified_cache_external_linker"), _OTHER_WRITER),
     FlagLimit(
         "data-parallel attention",
-        lambda args: args.enable_dp_attention or _above_one("attn_dp_size")(args),
+        lambda args: args.enable_dp_attention or _above_one("attn_dp_size")(args) or _above_one("dwdp_size")(args),
         "ranks must agree on the forward mode",
     ),
     FlagLimit(
@@ -146,6 +147,7 @@ FLAG_LIMITS = (
     ),
     FlagLimit("embedding serving", _set("is_embedding", "prefill_only_disable_kv_cache"), "nothing is decoded"),
     FlagLimit("gRPC serving", _set("smg_grpc_mode", "grpc_mode", "grpc_port", "sidecar"), _UNSEEN),
+    FlagLimit("gRPC serving by the environment", _environment("SGLANG_GRPC_PORT"), _UNSEEN),
     FlagLimit("several tokenizer workers", _above_one("tokenizer_worker_num"), _UNSEEN),
     FlagLimit("the Rust server", _environment("SGLANG_RUST_SERVER"), _UNSEEN),
     FlagLimit("radix cache backend", _set("radix_cache_backend"), _OWN_TREE),
@@ -159,6 +161,8 @@ FLAG_LIMITS = (
 
 RECTIFY_LIMITS = (
     FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would wait while prompts are prefilled"),
+    FlagLimit("expert-parallel all-to-all", _other_than("moe_a2a_backend", "none"), _COUNTED_BEFORE),
+    FlagLimit("dense layers of another parallelism", _set("moe_dense_tp_size"), _COUNTED_BEFORE),
     FlagLimit("returned hidden states", _set("enable_return_hidden_states", "return_hidden_states_mode"), _PER_TOKEN),
     FlagLimit("returned auxiliary hidden states", _set("enable_return_aux_hidden_states"), _PER_TOKEN),
     FlagLimit("returned routed experts", _set("enable_return_routed_experts"), _PER_TOKEN),
@@ -166,7 +170,11 @@ RECTIFY_LIMITS = (
 )
 
 COMPACT_LIMITS = (
-    FlagLimit("mixed chunk", _set("enable_mixed_chunk"), "its decode rows would attend to what is gone"),
+    FlagLimit(
+        "mixed chunk",
+        _set("enable_mixed_chunk"),
+        "decode rows in a mixed chunk would read pages that compaction has freed",
+    ),
     FlagLimit(
         "returned routed experts",
         _set("enable_return_routed_experts"),
@@ -177,7 +185,7 @@ COMPACT_LIMITS = (
 
 PREFILL_LIMITS = (
     FlagLimit("KV cache events", _set("kv_events_config"), "groups have keys of their own in the radix tree"),
-    FlagLimit("multi-item scoring", _set("enable_mis"), "an item must not attend to another, and would"),
+    FlagLimit("multi-item scoring", _set("enable_mis"), "sparse prefill would let an item attend to other items"),
 )
 
 

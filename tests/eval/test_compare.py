@@ -116,11 +116,13 @@ def test_a_part_that_fails_does_not_hide_the_others(
 def test_quick_asks_little_unless_more_is_asked_for() -> None:
     quick = compare.parse(["--quick", "--model-path", "m"])
     assert quick.set == ["niah", "ruler"] and quick.lengths == [4096] and quick.n == 5
-    assert quick.server_args == "--mem-fraction-static 0.4" and quick.out == Path("compare-results")
+    assert quick.server_args == "--mem-fraction-static 0.4" and quick.out == Path("compare-quick")
     given = compare.parse(["--quick", "--model-path", "m", "--n", "9", "--set", "ppl", "--set", "niah,ruler"])
     assert given.n == 9 and given.set == ["ppl", "niah", "ruler"]
     usual = compare.parse(["--model-path", "m"])
-    assert usual.set is None and usual.lengths == [2048, 8192] and usual.n == 20 and usual.server_args == ""
+    assert (
+        usual.set is None and usual.lengths == [2048, 8192] and usual.n == 20 and usual.out == Path("compare-results")
+    )
 
 
 def test_an_interrupted_run_says_what_is_left(
@@ -128,13 +130,17 @@ def test_an_interrupted_run_says_what_is_left(
 ) -> None:
     """One part is done, one has begun, one is left."""
 
-    def call(module: str, arguments: Sequence[object]) -> None:
-        if module == "eval.ruler":
-            (tmp_path / "ruler.jsonl").write_text('{"kind": "header"}\n{"kind": "answer"}\n')
-            raise KeyboardInterrupt
+    def niah(_: list[str]) -> int:
         (tmp_path / "niah.jsonl").write_text('{"kind": "header"}\n{"kind": "summary"}\n')
+        return 0
 
-    monkeypatch.setattr(compare, "call", call)
+    def ruler(_: list[str]) -> int:
+        """As a suite ends that is stopped: it has said so."""
+        (tmp_path / "ruler.jsonl").write_text('{"kind": "header"}\n{"kind": "answer"}\n')
+        return 130
+
+    monkeypatch.setattr("eval.niah.main", niah)
+    monkeypatch.setattr("eval.ruler.main", ruler)
     parts = "niah,ruler,infinitebench"
     assert compare.main(["--base-url", sparse.url, "--out", str(tmp_path), "--set", parts, "--lengths", "8k"]) == 130
     shown = capsys.readouterr().err

@@ -52,7 +52,7 @@ def test_goals_are_well_formed() -> None:
 
 def test_nothing_but_files_is_in_the_table(tmp_path: Path) -> None:
     table = goals_table(tmp_path)
-    assert table.splitlines()[0] == "| id | goal | must | stretch | limit | verdict |"
+    assert table.splitlines()[0] == "| id | goal | must | stretch | limit | reached |"
     assert len(table.splitlines()) == 2 + len(read_goals())
     assert all(line.endswith("| not measured |") for line in table.splitlines()[2:])
 

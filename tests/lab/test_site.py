@@ -13,8 +13,9 @@ DOCS = ROOT / "sglang_sparse" / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 # What stands before a block of commands that no test runs, and why not.
 NEEDS = re.compile(r"<!-- needs: (a GPU|a large model) -->\n$")
-BLOCK = re.compile(r"```\n(.*?)```", re.S)
-# Tests that run commands as the pages have them, by what they run.
+# Its language, and what is in it.
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
+# Tests of the modules that the pages' commands start.
 RUN = {
     "launch.demo": "tests/test_demo.py",
     "eval.compare": "tests/server/test_compare.py",
@@ -31,7 +32,8 @@ RUN = {
 def blocks(page: Path) -> list[tuple[str, bool]]:
     """Blocks of commands, each with whether it says what it needs."""
     text = page.read_text()
-    return [(found[1], bool(NEEDS.search(text[: found.start()]))) for found in BLOCK.finditer(text)]
+    found = [match for match in BLOCK.finditer(text) if not match[1]]
+    return [(match[2], bool(NEEDS.search(text[: match.start()]))) for match in found]
 
 
 def modules(commands: str) -> list[str]:
@@ -47,7 +49,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_exist_and_are_run_or_say_what_they_need(page: Path) -> None:
+def test_commands_exist_and_have_a_test_or_say_what_they_need(page: Path) -> None:
     for commands, marked in blocks(page):
         for module in modules(commands):
             assert importlib.util.find_spec(module), f"{module} does not exist"

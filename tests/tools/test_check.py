@@ -225,7 +225,7 @@ def test_documents_are_filled(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert check.main(["--markdown", str(path)]) == 0
     block = f"<!-- check: methods -->\n{doc_tables.methods_table()}\n<!-- check end -->"
     assert path.read_text() == f"before\n{block}\nafter\n"
-    with pytest.raises(ValueError, match="'kernels'; allowed: methods, features, gpus, refusals"):
+    with pytest.raises(ValueError, match="'kernels'; allowed: glance, methods, features, gpus, refusals"):
         doc_tables.fill("<!-- check: kernels -->\n<!-- check end -->")
     assert check.main([]) == 0
     printed = capsys.readouterr().out

@@ -291,7 +291,7 @@ def goals_table(
         ("must", text("must")),
         ("stretch", text("stretch")),
         ("limit", text("limit")),
-        ("verdict", text("verdict")),
+        ("reached", text("verdict")),
         ("quality", text("quality")),
         ("revision", text("revision")),
         ("SGLang", text("sglang")),

@@ -38,8 +38,8 @@ struct Shared {
 };
 
 // What a lane multiplies by, of the head that is its column: for each word of the first centroid and of the others.
-// And of the two heads whose sums it has: the number that 1 is of its integers, the inverse, and what the sums of levels
-// begin with.
+// And of the two heads whose sums it has: the number that one step of their integers stands for, its inverse, and what
+// the sums of levels begin with.
 struct Query {
     uint2 halves[2 * WORDS], upper[WORDS], lower[WORDS];
     float unit[2], inverse[2];
@@ -184,7 +184,7 @@ __device__ void multiply_other(const unsigned char* one, const unsigned char* ot
 }
 
 // The masses of 16 pages, to the base 2: a lane has those of two pages, and of each for two heads. The last byte of the
-// steps is the exponent of the page's scale. Until they are powers, logits are in units of the queries' integers.
+// steps is the exponent of the page's scale. Logits stay in steps of the queries' integers until `unit` scales them.
 __device__ void masses_of(const unsigned char (&records)[PAGES][RECORD], const Query& query, float factor,
                           float (&masses)[4]) {
     int row = threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
@@ -257,7 +257,7 @@ page_vote(const unsigned short* q, const unsigned char* records, const int* page
     page_table += row * table_stride;
     records += head * RECORD;
     q += row * q_stride_row + (long long)head * GROUP * q_stride_head;
-    // What is read beyond the row's last page is of any page, and goes nowhere.
+    // Beyond the row's last page, page 0 is read and its mass dropped.
     auto page_of = [&](int piece) {
         int logical = piece + lane % PAGES;
         return logical < n_pages ? page_table[logical] : 0;

@@ -23,7 +23,8 @@ SOURCE = Path(__file__).with_name("cuda.cu")
 PAGES = 16
 # Query heads of a KV head: the columns of a product.
 MOST_HEADS = 8
-# Blocks of a multiprocessor, and pieces of `PAGES` records that are on their way to each warp of one.
+# Blocks of a multiprocessor (one where it has but 100 KB of shared memory), and pieces of `PAGES` records that are on
+# their way to each warp of one.
 RESIDENT, DEPTH = 3, 2
 
 
