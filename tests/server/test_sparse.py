@@ -16,7 +16,7 @@ from launch.server import ServerProcess
 from sglang_sparse import frontend
 from sglang_sparse.hooks import prometheus
 
-PAGE = Path(__file__).parents[2] / "sglang_sparse" / "docs" / "requests.md"
+REQUESTS = Path(__file__).parents[2] / "sglang_sparse" / "docs" / "requests.md"
 PAGE = 16
 TENTH = {"active_ratio": 0.1, "min_pages": 4, "dense_fallback": "never"}
 METRICS = ("--enable-metrics", "--decode-log-interval", "4")
@@ -194,7 +194,7 @@ def test_frontend_program_forks_share_the_prefix(server, prompts) -> None:
 
 
 def test_the_pages_program_asks_twice_and_one_fork_is_dense(server) -> None:
-    (program,) = re.findall(r"```python\n(import sglang\n.*?)```", PAGE.read_text(), re.S)
+    (program,) = re.findall(r"```python\n(import sglang\n.*?)```", REQUESTS.read_text(), re.S)
     asked = sparse_state(server)
     space: dict[str, Any] = {"frontend": frontend}
     exec(program.replace("http://127.0.0.1:30000", server.url), space)
