@@ -51,8 +51,8 @@ def goals_of(folder: Path, goal: str) -> dict[str, list[str]]:
         [cell.strip() for cell in line.strip("|").split("|")] for line in goals_table(folder).splitlines()
     ]
     found = [dict(zip(names, line, strict=True)) for line in lines]
-    found = [line for line in found if line["id"] == goal and line["verdict"] != "not measured"]
+    found = [line for line in found if line["id"] == goal and line["reached"] != "not measured"]
     return {
-        line["goal"].split(": ")[1]: [line.get(name, "") for name in ("measured", "verdict", "quality")]
+        line["goal"].split(": ")[1]: [line.get(name, "") for name in ("measured", "reached", "quality")]
         for line in found
     }
