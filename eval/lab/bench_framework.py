@@ -29,7 +29,7 @@ import torch
 
 from eval.lab.kernels.framework_inputs import OPS, PREDICT, ROCKET, SKIP, FrameworkStep, Settings
 from eval.lab.kernels.kernel_inputs import Layer, Shape, num_layers
-from eval.lab.kernels.kernel_machine import CEILING_GBPS, Bench, Machine, gpu, parse_shape
+from eval.lab.kernels.kernel_machine import CEILING_GBPS, Bench, Machine, gpu, making_inputs, parse_shape
 from eval.lab.kernels.kernel_quality import logits_and_values, sampled_pairs
 from eval.lab.kernels.kernel_rows import Row, strongest
 from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen
@@ -125,14 +125,8 @@ def measure(
         EvaluationError: the inputs cannot be made, or an implementation broke the machine.
     """
     layers = num_layers(shape, machine.l2_bytes)
-    try:
+    with making_inputs(shape.name, layers, machine):
         step = FrameworkStep(shape, machine.device, layers, recipe, settings, seed)
-    except torch.OutOfMemoryError as error:
-        raise EvaluationError(
-            f"{layers} layers of {shape.name} do not fit into the memory of {machine.name}"
-        ) from error
-    except ValueError as error:
-        raise EvaluationError(f"{shape.name}: {error}") from error
     rows = Bench(COMMAND, shape.name, machine, rounds).measure(
         plan,
         step,

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from eval.lab.kernels.kernel_inputs import OPS, Shape, Step, num_layers
-from eval.lab.kernels.kernel_machine import CEILING_GBPS, Bench, Machine, gpu, parse_shape
+from eval.lab.kernels.kernel_machine import CEILING_GBPS, Bench, Machine, gpu, making_inputs, parse_shape
 from eval.lab.kernels.kernel_quality import quality, samples
 from eval.lab.kernels.kernel_rows import identity, summarise, with_ratios
 from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen, topk_table
@@ -113,15 +113,9 @@ def measure(
         EvaluationError: the inputs cannot be made, or an implementation broke the machine.
     """
     layers = num_layers(shape, machine.l2_bytes)
-    try:
+    with making_inputs(shape.name, layers, machine):
         step = Step(shape, machine.device, layers, recipe)
         over = samples(step)
-    except torch.OutOfMemoryError as error:
-        raise EvaluationError(
-            f"{layers} layers of {shape.name} do not fit into the memory of {machine.name}"
-        ) from error
-    except ValueError as error:
-        raise EvaluationError(f"{shape.name}: {error}") from error
     rows = Bench("eval.lab.bench_kernels", shape.name, machine, rounds).measure(
         plan,
         step,

@@ -49,7 +49,15 @@ from typing import Any
 
 import torch
 
-from eval.lab.kernels.kernel_machine import CEILING_GBPS, CEILING_TFLOPS, Bench, Machine, gpu, parse_shape
+from eval.lab.kernels.kernel_machine import (
+    CEILING_GBPS,
+    CEILING_TFLOPS,
+    Bench,
+    Machine,
+    gpu,
+    making_inputs,
+    parse_shape,
+)
 from eval.lab.kernels.kernel_rows import Row
 from eval.lab.kernels.kernel_table import Implementation, chosen
 from eval.lab.kernels.mla import COMMAND, OPS, ROPE, SCORES
@@ -131,16 +139,10 @@ def measure(
         EvaluationError: the inputs cannot be made, or an implementation broke the machine.
     """
     layers = shape.num_layers(machine.l2_bytes)
-    try:
+    with making_inputs(shape.name, layers, machine):
         recipe = recipe_for(made_for or shape, base, seed, machine.device)
         step = Step(shape, recipe, machine.device, layers, seed)
         over = samples(step)
-    except torch.OutOfMemoryError as error:
-        raise EvaluationError(
-            f"{layers} layers of {shape.name} do not fit into the memory of {machine.name}"
-        ) from error
-    except ValueError as error:
-        raise EvaluationError(f"{shape.name}: {error}") from error
     blocks = {score: active(step, score)["active_blocks"] for score in SCORES}
 
     def work(one: Implementation[Step]) -> tuple[str, str, float]:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,21 @@ def gpu() -> Machine:
         raise EvaluationError("the kernels are measured on a CUDA device, and torch finds none")
     properties = torch.cuda.get_device_properties("cuda")
     return Machine(properties.name, "cuda", properties.L2_cache_size, capture, usable)
+
+
+@contextmanager
+def making_inputs(shape: str, layers: int, machine: Machine) -> Iterator[None]:
+    """Name the shape of inputs that cannot be made.
+
+    Raises:
+        EvaluationError: they do not fit into the machine's memory, or there are none of this shape.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EvaluationError(f"{layers} layers of {shape} do not fit into the memory of {machine.name}") from error
+    except ValueError as error:
+        raise EvaluationError(f"{shape}: {error}") from error
 
 
 def parse_shape(text: str) -> tuple[int, int]:
