@@ -15,14 +15,10 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from sglang_sparse.tools import recipes
 from sglang_sparse.tools.dry_run import refusal
 from sglang_sparse.tools.recipes import Recipe
-
-if TYPE_CHECKING:
-    pass
 
 LAUNCH = ("-m", "sglang.launch_server")
 

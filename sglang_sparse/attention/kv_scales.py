@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import SparseArgumentError, settings_of
-
-if TYPE_CHECKING:
-    pass
 
 
 def is_float8(algo: Any) -> bool:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -17,9 +17,6 @@ from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import SparseConfig, explain_value
 from sglang_sparse.methods.groups import Composite
 from sglang_sparse.methods.prefill import PrefillMethod
-
-if TYPE_CHECKING:
-    pass
 
 SPARSE = "sparse"
 FORCED_TOKENS = "forced_tokens"

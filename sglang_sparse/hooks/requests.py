@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_sparse.config import arguments
 from sglang_sparse.config.request_options import FORCED_TOKENS, NAMESPACE, RequestOptions, namespaced, parse_options
 from sglang_sparse.config.settings import Settings, settings_of
 from sglang_sparse.hooks import refusals
-
-if TYPE_CHECKING:
-    pass
 
 
 def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_sparse.attention.counters import KEY
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sglang
-
-if TYPE_CHECKING:
-    pass
 
 
 def report_active(info: dict[str, Any], scheduler: Any, *_: Any) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_sparse.methods.base import AuxSpec
 from sglang_sparse.methods.roles import Kept
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

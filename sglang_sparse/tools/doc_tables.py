@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from sglang_sparse.hooks import limits, refusals
 from sglang_sparse.methods import registry
@@ -33,9 +32,6 @@ from sglang_sparse.tools.support_matrix import (
     rule_partners,
     stages,
 )
-
-if TYPE_CHECKING:
-    pass
 
 # Compute capabilities, and GPUs that have them.
 GPUS = {

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sglang_sparse.methods.dsa.decode import AUTO, NATIVE, PORTABLE
-
-if TYPE_CHECKING:
-    pass
 
 # Major compute capabilities that SGLang's kernels were written for: Hopper, and Blackwell for data centers.
 NATIVE_MAJORS = (9, 10)
