@@ -22,7 +22,7 @@ def test_every_constraint_is_a_name_and_a_version() -> None:
         assert re.fullmatch(r"[a-z0-9][a-z0-9-]*==[\w.+!]+( ; .+)?", line), line
 
 
-def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
+def test_a_wheel_has_the_recipes_and_the_cuda_sources(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for name in ("sglang_sparse", "kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -35,4 +35,6 @@ def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
         recipes = {Path(name).name: packed.read(name) for name in packed.namelist() if name.endswith(".toml")}
         assert all(name.split("/")[0].startswith("sglang_sparse") for name in packed.namelist())
         assert "sglang_sparse/recipes/qwen3-8b-long.toml" in packed.namelist()
+        sources = {str(path.relative_to(ROOT / "kernels")) for path in (ROOT / "kernels").rglob("*.cu*")}
+        assert "sglang_sparse_kernels/common/cuda/hopper.cuh" in sources and sources <= set(packed.namelist())
     assert recipes == {path.name: path.read_bytes() for path in (ROOT / "sglang_sparse" / "recipes").iterdir()}

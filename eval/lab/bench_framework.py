@@ -39,7 +39,7 @@ from eval.lab.tables.files import measured
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
-from sglang_sparse_kernels.timing import Run
+from sglang_sparse_kernels.common.timing import Run
 
 COMMAND = "eval.lab.bench_framework"
 DENSE = "dense_decode"

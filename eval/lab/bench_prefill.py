@@ -40,7 +40,7 @@ from eval.lab.tables.files import measured
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
 from eval.texts.lengths import share_at
-from sglang_sparse_kernels.timing import Replay, in_turn, timed, usable
+from sglang_sparse_kernels.common.timing import Replay, in_turn, timed, usable
 
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "minference")
 BISECTIONS = 12

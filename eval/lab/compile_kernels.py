@@ -37,7 +37,7 @@ from eval.lab.toolchain import cuda_sources
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
-from sglang_sparse_kernels import dispatch, launch, nvrtc
+from sglang_sparse_kernels.common import checks, launch, nvrtc
 
 COMMAND = "eval.lab.compile_kernels"
 LONGEST = 1000
@@ -120,7 +120,7 @@ def compiling(name: str) -> Iterator[list[Any]]:
     with (
         mock.patch.object(driver, "_active", Target(TARGETS[name].capability)),
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(dispatch, "use_reference", return_value=False),
+        mock.patch.object(checks, "use_reference", return_value=False),
         mock.patch.object(launch, "stand_in", TARGETS[name]),
     ):
         yield found

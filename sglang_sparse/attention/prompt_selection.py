@@ -15,7 +15,7 @@ import torch
 
 from sglang_sparse.attention.selection_counts import sum_counts
 from sglang_sparse.methods.roles import Kept, Prompts, PromptSelector, prompt_selectors
-from sglang_sparse_kernels.launch import to_device
+from sglang_sparse_kernels.common.launch import to_device
 
 if TYPE_CHECKING:
     from sglang_sparse.methods.aux_buffers import AuxBuffers

@@ -28,7 +28,7 @@ from sglang_sparse_kernels.anchor_prefill import (
     means_bytes,
     scratch_bound,
 )
-from sglang_sparse_kernels.launch import to_device
+from sglang_sparse_kernels.common.launch import to_device
 
 # A threshold at which all keys count.
 ALL_KEYS = 1e9

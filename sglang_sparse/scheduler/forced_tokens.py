@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse.config.settings import settings_of
-from sglang_sparse_kernels.launch import to_device
+from sglang_sparse_kernels.common.launch import to_device
 
 if TYPE_CHECKING:
     from sglang_sparse.scheduler.request_state import RequestState

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_sparse.scheduler.request_fields import pool_row
-from sglang_sparse_kernels.launch import to_device
+from sglang_sparse_kernels.common.launch import to_device
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from sglang_sparse.config.settings import prefill_chunk, settings_of
 from sglang_sparse.scheduler.partial_batch import Span, decode_view, extend_view
 from sglang_sparse.scheduler.request_fields import committed_len
 from sglang_sparse.scheduler.request_state import state_of
-from sglang_sparse_kernels.launch import to_device
+from sglang_sparse_kernels.common.launch import to_device
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.counters import RectifyCounts

@@ -22,9 +22,9 @@ from sglang_sparse.config.machine import package_versions
 from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.resa import Resa
+from sglang_sparse_kernels.common.testing import paged_batch, random_cache, seeded
+from sglang_sparse_kernels.common.timing import capture, in_turn
 from sglang_sparse_kernels.sparse_decode import sparse_decode
-from sglang_sparse_kernels.testing import paged_batch, random_cache, seeded
-from sglang_sparse_kernels.timing import capture, in_turn
 
 L2_MULTIPLE = 3
 

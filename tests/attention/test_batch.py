@@ -11,7 +11,7 @@ from sglang_sparse.attention.batch import allocate_view, clear_view, load_view
 from sglang_sparse.attention.plan import DecodePlan
 from sglang_sparse.methods.base import VIEW_BUFFERS, ModelShape, ViewBuffer
 from sglang_sparse.methods.views import BatchView
-from sglang_sparse_kernels import nvrtc
+from sglang_sparse_kernels.common import nvrtc
 
 REQUESTS, CONTEXT = 6, 70
 

@@ -27,7 +27,8 @@ from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.attention.plan import usual_selection
 from sglang_sparse.config.settings import build
 from sglang_sparse.methods.base import ModelShape
-from sglang_sparse_kernels import launch, sparse_decode, sparse_mla_decode
+from sglang_sparse_kernels import sparse_decode, sparse_mla_decode
+from sglang_sparse_kernels.common import launch
 
 TINY_MLA = "eval/models/tiny-mla"
 GIB = 2**30

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels import launch as device_launch
 from sglang_sparse_kernels.anchor_prefill import AnchorPlan, anchor_prefill, make_plan, plan, scratch_bound
 from sglang_sparse_kernels.anchor_prefill.cases import CASES, make
 from sglang_sparse_kernels.anchor_prefill.launch import default_config
 from sglang_sparse_kernels.anchor_prefill.plan import Scratch
+from sglang_sparse_kernels.common import launch as device_launch
 
 BLOCK, STEP = 16, 2
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from cuda_library import resources
 
-from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.block_mass import cuda
 from sglang_sparse_kernels.block_mass.cases import BF16, FP8, FP16, FP32
-from sglang_sparse_kernels.launch import LOG2_E
+from sglang_sparse_kernels.common import nvrtc
+from sglang_sparse_kernels.common.launch import LOG2_E
 
 
 def test_splits() -> None:

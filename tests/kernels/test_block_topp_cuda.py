@@ -10,9 +10,9 @@ import pytest
 import torch
 from cuda_library import build, resources
 
-from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.block_topp import cuda, reference
 from sglang_sparse_kernels.block_topp.cases import CASES, Case, make, random_rows
+from sglang_sparse_kernels.common import nvrtc
 
 # Threads and what each holds; all hold rows of 2,048 blocks.
 SHAPES = [(64, 32), (256, 8)]

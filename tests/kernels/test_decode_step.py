@@ -7,13 +7,13 @@ import pytest
 import torch
 from exact_decode import exact, worst_error
 
+from sglang_sparse_kernels.common.testing import paged_batch, random_cache, seeded
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_score import reference as score_reference
 from sglang_sparse_kernels.page_summary import update_page_summaries
 from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.page_topk import reference as topk_reference
 from sglang_sparse_kernels.sparse_decode import sparse_decode
-from sglang_sparse_kernels.testing import paged_batch, random_cache, seeded
 
 PAGE, LOCAL = 16, 2
 NO_PAGE = 2**31 - 1

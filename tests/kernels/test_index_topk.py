@@ -8,11 +8,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels import dispatch
+from sglang_sparse_kernels.common import checks
+from sglang_sparse_kernels.common.launch import dependent_launch, num_processors
 from sglang_sparse_kernels.index_topk import cuda, index_topk, portable, reference
 from sglang_sparse_kernels.index_topk.cases import CASES, Case, make
 from sglang_sparse_kernels.index_topk.cuda import Shape
-from sglang_sparse_kernels.launch import dependent_launch, num_processors
 
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1.0, -1.0, 1e-40, -1e-40, 3e38, -3e38]
 SMALL = [case for case in CASES if not case.gpu_only]
@@ -136,7 +136,7 @@ def test_what_is_not_wanted_is_not_made(device: str) -> None:
 
 
 def taken(arguments: dict[str, Any]) -> bool:
-    return cuda.takes(arguments["logits"], arguments["topk"]) and not dispatch.use_reference(arguments["logits"])
+    return cuda.takes(arguments["logits"], arguments["topk"]) and not checks.use_reference(arguments["logits"])
 
 
 @pytest.mark.gpu

@@ -12,11 +12,11 @@ from cuda_library import build
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels import nvrtc
+from sglang_sparse_kernels.common import nvrtc
+from sglang_sparse_kernels.common.testing import seeded
 from sglang_sparse_kernels.index_topk import cuda, reference
 from sglang_sparse_kernels.index_topk.cases import CASES, KINDS, Case, make
 from sglang_sparse_kernels.index_topk.cuda import Shape
-from sglang_sparse_kernels.testing import seeded
 
 # Few candidates, so that rows are sampled and overflow that are short enough for a CPU.
 SHAPES = [Shape(*shape) for shape in ((1, 64, 96), (2, 64, 96), (4, 32, 64), (8, 32, 48), (1, 256, 4992))]

@@ -8,10 +8,11 @@ import pytest
 import torch
 from kt_selections import TABLES, check
 
-from sglang_sparse_kernels import kt_score, nvrtc
+from sglang_sparse_kernels import kt_score
+from sglang_sparse_kernels.common import nvrtc
+from sglang_sparse_kernels.common.launch import dependent_launch
 from sglang_sparse_kernels.kt_select import cuda, kt_select, scratch_bytes
 from sglang_sparse_kernels.kt_select.cases import BF16, CASES, E5M2, Case, Row, make
-from sglang_sparse_kernels.launch import dependent_launch
 
 STEP = Row(8192, 64, 8184, 504)
 

@@ -11,10 +11,10 @@ import torch
 from cuda_library import build, resources
 from kt_selections import TABLES, check, selected
 
-from sglang_sparse_kernels import nvrtc
+from sglang_sparse_kernels.common import nvrtc
+from sglang_sparse_kernels.common.launch import dependent_launch
 from sglang_sparse_kernels.kt_select import cuda
 from sglang_sparse_kernels.kt_select.cases import BF16, CASES, E5M2, FP16, Case, Row, make
-from sglang_sparse_kernels.launch import dependent_launch
 
 NAN, INF = math.nan, math.inf
 # Dimension, group, type of the queries, dimensions that count, threads of a block, blocks of a cluster.

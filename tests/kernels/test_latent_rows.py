@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse_kernels.float8 import converts_float8
+from sglang_sparse_kernels.common.float8 import converts_float8
 from sglang_sparse_kernels.latent_rows import reference, row_bytes, write_latents
 from sglang_sparse_kernels.latent_rows.cases import BF16, CASES, FP16, FP32, Case, make
 from sglang_sparse_kernels.latent_rows.reference import parts, read_latents

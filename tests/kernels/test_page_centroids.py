@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_sparse_kernels.common.testing import seeded
 from sglang_sparse_kernels.page_centroids import SCALE, count_of, record_bytes, reference, update_page_centroids
 from sglang_sparse_kernels.page_centroids.cases import BF16, CASES, Case, make
-from sglang_sparse_kernels.testing import seeded
 
 
 def run_reference(arguments: dict[str, Any]) -> torch.Tensor:

@@ -11,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_sparse_kernels.common.testing import random_cache, seeded
 from sglang_sparse_kernels.page_score import cuda, page_score, reference
 from sglang_sparse_kernels.page_score.cases import BF16, CASES, Case, make
 from sglang_sparse_kernels.page_summary import update_page_summary
-from sglang_sparse_kernels.testing import random_cache, seeded
 
 
 def run_reference(arguments: dict[str, Any]) -> torch.Tensor:

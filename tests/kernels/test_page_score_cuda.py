@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda_library import build_kinds
 
-from sglang_sparse_kernels import nvrtc
+from sglang_sparse_kernels.common import nvrtc
 from sglang_sparse_kernels.page_score import cuda, reference
 from sglang_sparse_kernels.page_score.cases import BF16, FP8, FP16, Case, make
 

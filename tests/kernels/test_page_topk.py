@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels.launch import dependent_launch
+from sglang_sparse_kernels.common.launch import dependent_launch
 from sglang_sparse_kernels.page_topk import cuda, page_topk, reference
 from sglang_sparse_kernels.page_topk.cases import CASES, Case, make
 

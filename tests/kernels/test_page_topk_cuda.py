@@ -13,11 +13,11 @@ from cuda_library import build
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels import nvrtc
+from sglang_sparse_kernels.common import nvrtc
+from sglang_sparse_kernels.common.testing import seeded
 from sglang_sparse_kernels.page_topk import cuda, reference
 from sglang_sparse_kernels.page_topk.cases import CASES, Case, make
 from sglang_sparse_kernels.page_topk.cuda import Shape
-from sglang_sparse_kernels.testing import seeded
 
 # All hold rows of 2,048 pages, but the last one. Short rows leave most blocks of a large cluster with nothing.
 SHAPES = [Shape(*shape) for shape in ((1, 64, 32), (2, 64, 16), (4, 64, 8), (8, 32, 8), (16, 32, 4), (1, 512, 4))]

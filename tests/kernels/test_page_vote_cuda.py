@@ -8,9 +8,9 @@ import pytest
 import torch
 from cuda_library import build_kinds
 
-from sglang_sparse_kernels import nvrtc
 from sglang_sparse_kernels.block_mass.cuda import float_bits
-from sglang_sparse_kernels.launch import LOG2_E
+from sglang_sparse_kernels.common import nvrtc
+from sglang_sparse_kernels.common.launch import LOG2_E
 from sglang_sparse_kernels.page_centroids import HEADER
 from sglang_sparse_kernels.page_centroids.reference import unpack
 from sglang_sparse_kernels.page_vote import cuda

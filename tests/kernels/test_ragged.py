@@ -7,6 +7,7 @@ from exact_decode import exact
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_sparse_kernels.common.testing import paged_batch, random_cache, seeded
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_score import reference as score_reference
 from sglang_sparse_kernels.page_score.cases import Case as ScoreCase
@@ -16,7 +17,6 @@ from sglang_sparse_kernels.page_summary import update_page_summaries
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_decode.cases import Case as DecodeCase
 from sglang_sparse_kernels.sparse_decode.cases import make as make_decode
-from sglang_sparse_kernels.testing import paged_batch, random_cache, seeded
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 NAN, NO_PAGE = float("nan"), 2**31 - 1

@@ -12,7 +12,7 @@ from anchor_runs import relative_error, row_slots
 from cuda_library import OnCpu, build_kinds, resources
 from skip_softmax_runs import INF, NAN, TOLERANCE, with_factor
 
-from sglang_sparse_kernels import launch, nvrtc
+from sglang_sparse_kernels.common import launch, nvrtc
 from sglang_sparse_kernels.skip_softmax_decode import cuda, reference, scratch_bytes, skip_softmax_decode
 from sglang_sparse_kernels.skip_softmax_decode.cases import BF16, CASES, FP8, FP16, FP32, Case, make
 from sglang_sparse_kernels.skip_softmax_decode.cuda import Config

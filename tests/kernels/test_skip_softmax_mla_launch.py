@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_sparse_kernels.launch import Properties
+from sglang_sparse_kernels.common.launch import Properties
 from sglang_sparse_kernels.skip_softmax_mla_decode import triton as kernels
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from cuda_library import OnCpu, build_kinds, resources
 
-from sglang_sparse_kernels import nvrtc
-from sglang_sparse_kernels.launch import dependent_launch
+from sglang_sparse_kernels.common import nvrtc
+from sglang_sparse_kernels.common.launch import dependent_launch
 from sglang_sparse_kernels.sparse_decode import cuda, reference, sparse_decode
 from sglang_sparse_kernels.sparse_decode.cases import BF16, CASES, FP8, FP16, FP32, Case, make
 from sglang_sparse_kernels.sparse_decode.cuda import Config

@@ -8,7 +8,7 @@ import pytest
 import torch
 from exact_decode import exact, worst_error
 
-from sglang_sparse_kernels import launch
+from sglang_sparse_kernels.common import launch
 from sglang_sparse_kernels.sparse_decode import plan as plans
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_decode.cases import Case, make

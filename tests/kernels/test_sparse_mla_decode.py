@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mla_decode import TOLERANCE, poisoned, relative_error, run_reference, stored
 
+from sglang_sparse_kernels.common.launch import Properties, properties
 from sglang_sparse_kernels.latent_rows.reference import read_latents
-from sglang_sparse_kernels.launch import Properties, properties
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import triton as kernels

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mla_decode import TOLERANCE, poisoned, relative_error, run_reference
 
-from sglang_sparse_kernels import launch
+from sglang_sparse_kernels.common import launch
 from sglang_sparse_kernels.sparse_mla_decode import fa3, scratch_bytes, sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import triton as kernels
 from sglang_sparse_kernels.sparse_mla_decode.cases import CASES, Case, make

@@ -16,7 +16,7 @@ from eval.lab.kernels.kernel_table import Implementation
 from eval.lab.structured.generator import read_recipe
 from eval.lab.tables import files
 from eval.live.record import read_rows
-from sglang_sparse_kernels.timing import Replay, Run
+from sglang_sparse_kernels.common.timing import Replay, Run
 
 # The newest page, and the newest block of four tokens, are partly filled.
 SHAPE = Shape(2, 2027, q_heads=4, kv_heads=2, dim=64)

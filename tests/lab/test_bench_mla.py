@@ -20,7 +20,7 @@ from eval.lab.structured.generator import near_active
 from eval.lab.tables import files
 from eval.lab.tables.goals import goals_table
 from eval.live.record import read_rows
-from sglang_sparse_kernels.timing import Run
+from sglang_sparse_kernels.common.timing import Run
 
 
 def test_a_graph_that_is_wrong_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

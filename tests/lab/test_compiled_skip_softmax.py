@@ -10,7 +10,7 @@ HOPPER = """
 import dataclasses, json, sys, torch
 from unittest import mock
 from eval.lab import compile_kernels
-from sglang_sparse_kernels import launch
+from sglang_sparse_kernels.common import launch
 from sglang_sparse_kernels.skip_softmax_prefill import hopper, skip_softmax_prefill
 from sglang_sparse_kernels.skip_softmax_prefill import launch as chosen
 from sglang_sparse_kernels.skip_softmax_prefill.cases import Case, make

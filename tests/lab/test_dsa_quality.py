@@ -15,7 +15,7 @@ from eval.lab.kernels.dsa_inputs import Layer, Shape, Step
 from eval.lab.kernels.dsa_quality import Judge, kept, samples
 from eval.lab.kernels.dsa_table import TABLE, failed
 from eval.lab.kernels.kernel_machine import Machine, gpu
-from sglang_sparse_kernels.timing import Run
+from sglang_sparse_kernels.common.timing import Run
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.attention.plan import usual_selection
 from sglang_sparse.methods.resa import Resa, ResaConfig
 from sglang_sparse.methods.views import SELECT_STATS
+from sglang_sparse_kernels.common.testing import paged_batch, seeded
 from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.sparse_decode import sparse_decode
-from sglang_sparse_kernels.testing import paged_batch, seeded
 
 BY = {one.op: one for one in OWN}
 

@@ -16,7 +16,7 @@ from eval.lab.kernels.mla_recipe import RECIPE, recipe_for, target_share
 from eval.lab.structured.generator import near_active, read_recipe
 from eval.lab.structured.structure import Recipe
 from eval.live.counters import EvaluationError
-from sglang_sparse_kernels.timing import Run
+from sglang_sparse_kernels.common.timing import Run
 
 
 @pytest.fixture(scope="module")

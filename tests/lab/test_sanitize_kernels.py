@@ -17,7 +17,7 @@ from eval.lab.toolchain import sanitizer_inside
 from eval.lab.toolchain.sanitizer import sanitizer
 from eval.lab.toolchain.sanitizer_inside import OPERATIONS
 from eval.live.record import read_rows
-from sglang_sparse_kernels import launch, nvrtc
+from sglang_sparse_kernels.common import launch, nvrtc
 from sglang_sparse_kernels.skip_softmax_prefill import launch as skip_softmax_launch
 from sglang_sparse_kernels.sparse_decode.plan import combines, plan
 

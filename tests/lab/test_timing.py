@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sglang_sparse_kernels.timing import MIN_CALLS, MIN_REPLAY, capture, in_turn, replays_for
+from sglang_sparse_kernels.common.timing import MIN_CALLS, MIN_REPLAY, capture, in_turn, replays_for
 
 
 def test_graphs_are_replayed_in_turn() -> None:

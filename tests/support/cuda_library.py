@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 
-from sglang_sparse_kernels import nvrtc
+from sglang_sparse_kernels.common import nvrtc
 
 # What sources with ``products.cuh`` are given in its place, each in a namespace of its own.
 PRODUCTS = """

@@ -18,14 +18,14 @@ from eval.lab.kernels.dsa import ATTEND, DECODE, DECODE_TOPK, PREFILL, PREFILL_T
 from eval.lab.kernels.kernel_inputs import layers_beyond
 from eval.lab.kernels.mla_inputs import QUERY_BYTES, SM_SCALE
 from eval.texts.lengths import short_length
-from sglang_sparse_kernels.index_choice import choose, select
+from sglang_sparse_kernels.common.testing import paged_batch, seeded
 from sglang_sparse_kernels.index_keys import PAGE_SIZE
 from sglang_sparse_kernels.index_keys import reference as index_keys
 from sglang_sparse_kernels.index_logits import index_logits
-from sglang_sparse_kernels.index_parts import queries_at_once
+from sglang_sparse_kernels.index_topk.choose import choose_in_parts, select
+from sglang_sparse_kernels.index_topk.parts import queries_at_once
 from sglang_sparse_kernels.latent_rows import row_bytes
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
-from sglang_sparse_kernels.testing import paged_batch, seeded
 
 INDEX_DIM = 128
 # A token of the indexer's cache: its key in float8, and a float32 scale.
@@ -222,7 +222,7 @@ class Step:
             return index_logits(layer.q[mine], layer.weights[mine], layer.buffer, *rows)
 
         names, out = (self.page_table, self.rows, None), (layer.chosen, layer.counts.view(-1), layer.slots)
-        choose(scores, self.at_once, self.lengths, self.wanted, names, out, self.stats, nothing=0)
+        choose_in_parts(scores, self.at_once, self.lengths, self.wanted, names, out, self.stats, nothing=0)
         return layer.slots
 
     def behind(self, logits: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ import torch
 from eval.lab.kernels.dsa_inputs import FP8, INDEX_DIM, LOGITS, Layer, Step
 from eval.lab.kernels.mla_inputs import SM_SCALE
 from eval.lab.kernels.mla_peers import FLASHMLA, QUANTISED, SPARSE_HEADS
+from sglang_sparse_kernels.common.timing import Run
 from sglang_sparse_kernels.index_keys import PAGE_SIZE
-from sglang_sparse_kernels.timing import Run
 
 DSA = "sglang.kernels.ops.attention.dsa"
 KEYS = "sglang.kernels.ops.kvcache.dsa_index_k_cache"

@@ -20,8 +20,8 @@ from eval.lab.kernels.kernel_quality import require_near
 from eval.lab.kernels.kernel_table import Implementation
 from eval.lab.kernels.mla_inputs import SM_SCALE
 from eval.lab.kernels.mla_quality import SAMPLED
+from sglang_sparse_kernels.common.timing import Replay, Run
 from sglang_sparse_kernels.index_logits import reference
-from sglang_sparse_kernels.timing import Replay, Run
 
 # Less is another computation, not another rounding: float8 products of tensor cores keep fewer bits than float64.
 LEAST_OVERLAP = 0.99

@@ -14,8 +14,8 @@ from eval.lab.kernels.dsa import ATTEND, AUTO, DECODE, DECODE_TOPK, NATIVE, PORT
 from eval.lab.kernels.dsa_inputs import FP8, LOGITS, Layer, Shape, Step
 from eval.lab.kernels.kernel_rows import Row
 from eval.lab.kernels.kernel_table import Implementation
+from sglang_sparse_kernels.common.timing import Run
 from sglang_sparse_kernels.latent_rows import LATENT_DIMS, row_bytes, write_latents
-from sglang_sparse_kernels.timing import Run
 
 # How the reason of a row begins whose library is not installed.
 ABSENT = (ImportError.__name__, ModuleNotFoundError.__name__)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from eval.lab.kernels.kernel_inputs import Layer, Step
-from sglang_sparse_kernels.timing import Run
+from sglang_sparse_kernels.common.timing import Run
 
 WORKSPACE_BYTES = 256 * 2**20
 PLAN_BYTES = 8 * 2**20

@@ -13,6 +13,7 @@ import torch
 from eval.lab.structured.generator import make_decode
 from eval.lab.structured.structure import Recipe
 from eval.texts.lengths import short_length
+from sglang_sparse_kernels.common.testing import PagedBatch, paged_batch, random_cache, seeded
 from sglang_sparse_kernels.page_centroids import record_bytes, update_page_centroids
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_score import reference as score_reference
@@ -20,7 +21,6 @@ from sglang_sparse_kernels.page_summary import update_page_summaries, update_pag
 from sglang_sparse_kernels.page_topk import page_topk
 from sglang_sparse_kernels.page_topk import reference as topk_reference
 from sglang_sparse_kernels.sparse_decode import sparse_decode
-from sglang_sparse_kernels.testing import PagedBatch, paged_batch, random_cache, seeded
 
 WHOLE = "score+topk+decode"
 PARTS = ("page_score", "page_topk", "sparse_decode")

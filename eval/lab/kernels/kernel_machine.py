@@ -14,7 +14,7 @@ from tqdm import tqdm
 from eval.lab.kernels.kernel_rows import Row, timing
 from eval.lab.kernels.kernel_table import UNAVAILABLE, Implementation, StepT, report_unavailable
 from eval.live.counters import EvaluationError
-from sglang_sparse_kernels.timing import Replay, Run, capture, in_turn, repeated, usable
+from sglang_sparse_kernels.common.timing import Replay, Run, capture, in_turn, repeated, usable
 
 # GB (10^9 bytes) a second, as the vendor says, by what the driver calls the device.
 CEILING_GBPS = {"NVIDIA H200": 4800}

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from eval.lab.kernels.kernel_inputs import Step
-from sglang_sparse_kernels.timing import Run
+from sglang_sparse_kernels.common.timing import Run
 
 DEEPSEEK_V4 = "sglang.kernels.ops.attention.dsv4.topk"
 

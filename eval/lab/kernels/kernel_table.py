@@ -26,12 +26,12 @@ from triton.errors import TritonError
 from eval.lab.kernels import kernel_attention, kernel_selection, kernel_votes
 from eval.lab.kernels.kernel_inputs import OPS, WHOLE, Layer, Scoring, Step
 from eval.live.counters import EvaluationError
-from sglang_sparse_kernels.dispatch import use_reference
-from sglang_sparse_kernels.launch import dependent_launch
+from sglang_sparse_kernels.common.checks import use_reference
+from sglang_sparse_kernels.common.launch import dependent_launch
+from sglang_sparse_kernels.common.timing import Run
 from sglang_sparse_kernels.page_score import cuda as score_cuda
 from sglang_sparse_kernels.page_score import triton as score_triton
 from sglang_sparse_kernels.page_topk import cuda as topk_cuda
-from sglang_sparse_kernels.timing import Run
 
 StepT = TypeVar("StepT")
 # What a server of this project runs: the public entry of an operation, which picks the kernel.

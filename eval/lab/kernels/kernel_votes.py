@@ -12,9 +12,9 @@ from functools import partial
 import torch
 
 from eval.lab.kernels.kernel_inputs import NUM_CENTROIDS, Layer, Step
+from sglang_sparse_kernels.common.timing import Run
 from sglang_sparse_kernels.page_centroids import update_page_centroids
 from sglang_sparse_kernels.page_vote import page_vote, reference
-from sglang_sparse_kernels.timing import Run
 
 # Names of implementations: ReSA with ``group: vote``, and with ``summary: centroids`` as well.
 VOTES, CENTROIDS = "vote", f"{NUM_CENTROIDS} centroids+vote"

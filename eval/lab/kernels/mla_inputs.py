@@ -21,8 +21,8 @@ from sglang_sparse_kernels import block_mass as mass_kernels
 from sglang_sparse_kernels import block_topp as topp_kernels
 from sglang_sparse_kernels.block_mass import block_mass
 from sglang_sparse_kernels.block_topp import block_topp
+from sglang_sparse_kernels.common.testing import paged_batch, seeded
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
-from sglang_sparse_kernels.testing import paged_batch, seeded
 
 # DeepSeek-V3's softmax scale, with YaRN's factor for a context 40 times as long. The queries are made for it, so that
 # another model's would change nothing but roundings.

@@ -17,8 +17,8 @@ import torch
 from eval.lab.kernels.kernel_attention import WORKSPACE_BYTES
 from eval.lab.kernels.mla import ROPE
 from eval.lab.kernels.mla_inputs import SM_SCALE, Layer, Shape, Step
-from sglang_sparse_kernels.launch import dependent_launch
-from sglang_sparse_kernels.timing import Run
+from sglang_sparse_kernels.common.launch import dependent_launch
+from sglang_sparse_kernels.common.timing import Run
 
 TRITON = "sglang.kernels.ops.attention"
 FP8 = torch.float8_e4m3fn

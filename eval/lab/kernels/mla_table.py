@@ -14,7 +14,7 @@ from eval.lab.kernels.kernel_rows import Row
 from eval.lab.kernels.kernel_table import Implementation
 from eval.lab.kernels.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
 from eval.lab.kernels.mla_inputs import Shape, Step
-from sglang_sparse_kernels.timing import Replay, Run
+from sglang_sparse_kernels.common.timing import Replay, Run
 
 FLASHMLA = "flashmla"
 # SGLang's Triton decode stands beside: a ratio to it says nothing.

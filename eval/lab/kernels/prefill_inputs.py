@@ -12,7 +12,7 @@ import torch
 from eval.lab.structured.generator import make_qkv
 from eval.lab.structured.structure import Recipe, block_mass
 from eval.texts.lengths import short_length
-from sglang_sparse_kernels.testing import paged_batch, seeded
+from sglang_sparse_kernels.common.testing import paged_batch, seeded
 
 SAMPLED = 64
 # First keys that every method attends to: Skip-Softmax has the smallest blocks.

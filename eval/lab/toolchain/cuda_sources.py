@@ -10,9 +10,9 @@ import torch
 
 from sglang_sparse_kernels.block_mass import cuda as block_mass
 from sglang_sparse_kernels.block_topp import cuda as block_topp
+from sglang_sparse_kernels.common.launch import Properties
 from sglang_sparse_kernels.index_topk import cuda as index_topk
 from sglang_sparse_kernels.kt_select import cuda as kt_select
-from sglang_sparse_kernels.launch import Properties
 from sglang_sparse_kernels.page_score import cuda as page_score
 from sglang_sparse_kernels.page_topk import cuda as page_topk
 from sglang_sparse_kernels.page_vote import cuda as page_vote

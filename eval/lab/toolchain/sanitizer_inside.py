@@ -22,8 +22,8 @@ from triton.runtime.jit import JITFunction
 
 from eval.lab.compile_kernels import OPERATIONS as IN_TRITON
 from eval.lab.compile_kernels import cases_of
-from sglang_sparse_kernels import nvrtc
-from sglang_sparse_kernels.float8 import converts_float8
+from sglang_sparse_kernels.common import nvrtc
+from sglang_sparse_kernels.common.float8 import converts_float8
 from sglang_sparse_kernels.skip_softmax_prefill import launch as skip_softmax_launch
 
 DONE = "sanitizer_inside: done "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 from .means import GroupMeans, check_means, means_bytes
 from .plan import AnchorPlan, make_plan, scratch_bound
@@ -84,16 +84,16 @@ def anchor_prefill(
         >>> out.shape, out.unique().tolist()
         (torch.Size([64, 2, 64]), [1.0])
     """
-    out = dispatch.check_paged_prefill(q, k_cache, v_cache, page_table, ("theta", theta), out, (stats, 2))
-    dispatch.check_page_size(page_size)
+    out = checks.check_paged_prefill(q, k_cache, v_cache, page_table, ("theta", theta), out, (stats, 2))
+    checks.check_page_size(page_size)
     if plan.block_size % page_size:
         raise ValueError(f"block_size must be a multiple of page_size, got {plan.block_size} and {page_size}")
-    dispatch.check_plan(q, page_table, plan, page_size)
-    dispatch.check_logit_scale(sm_scale, k_scale)
+    checks.check_plan(q, page_table, plan, page_size)
+    checks.check_logit_scale(sm_scale, k_scale)
     means = means or {}
     check_means(q, plan, means)
     arguments = (q, k_cache, v_cache, page_table, plan, theta, page_size, sm_scale, k_scale, v_scale, out, stats, means)
-    if dispatch.use_reference(q):
+    if checks.use_reference(q):
         return reference.anchor_prefill(*arguments)
     from . import triton
 

@@ -6,7 +6,7 @@ import torch
 import triton
 from triton import knobs
 
-from ..launch import properties
+from ..common.launch import properties
 from .plan import AnchorPlan, Slice
 
 # Bytes that a program takes with a head dimension of 256 and more than one stage.

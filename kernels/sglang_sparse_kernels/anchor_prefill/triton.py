@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import LOG2_E, MIN_DOT
-from ..paged_prefill import load_rows, load_slots, softmax_step
+from ..common.launch import LOG2_E, MIN_DOT
+from ..common.paged_prefill import load_rows, load_slots, softmax_step
 from .launch import Config, Launch, default_config
 from .means import GroupMeans, carried_means, hands_on
 from .plan import CHUNK_TILES, AnchorPlan, GroupPart, QueryBlock, Scratch

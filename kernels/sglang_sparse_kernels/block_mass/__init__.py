@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 
 _MAX_DIM = 576
@@ -77,7 +77,7 @@ def block_mass(
         out = torch.empty(block_table.shape, dtype=torch.float32, device=q.device)
     _check_arguments(q, k_cache, block_table, n_blocks, last_slots, block_size, sm_scale, k_scale, out)
     arguments = (q, k_cache, block_table, n_blocks, last_slots, block_size, sm_scale, k_scale, out)
-    if dispatch.use_reference(q):
+    if checks.use_reference(q):
         return reference.block_mass(*arguments)
     from . import cuda, triton
 
@@ -120,29 +120,29 @@ def _check_arguments(
     k_scale: float,
     out: torch.Tensor,
 ) -> None:
-    dispatch.check_query("q", q, 3)
-    dispatch.check_tensor("k_cache", k_cache, 2, (q.dtype, torch.float8_e4m3fn))
-    dispatch.check_tensor("block_table", block_table, 2, (torch.int32,))
-    dispatch.check_tensor("n_blocks", n_blocks, 1, (torch.int32,))
-    dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
-    dispatch.check_tensor("out", out, 2, (torch.float32,))
+    checks.check_query("q", q, 3)
+    checks.check_tensor("k_cache", k_cache, 2, (q.dtype, torch.float8_e4m3fn))
+    checks.check_tensor("block_table", block_table, 2, (torch.int32,))
+    checks.check_tensor("n_blocks", n_blocks, 1, (torch.int32,))
+    checks.check_tensor("last_slots", last_slots, 1, (torch.int64,))
+    checks.check_tensor("out", out, 2, (torch.float32,))
     batch, heads, dim = q.shape
     if heads < 1:
         raise ValueError(f"q must have at least one head, got the shape {tuple(q.shape)}")
     if not 1 <= dim <= _MAX_DIM or dim % _DIM_STEP:
         raise ValueError(f"the last dimension of q must be a multiple of {_DIM_STEP} up to {_MAX_DIM}, got {dim}")
-    dispatch.check_shape("k_cache", k_cache, (k_cache.shape[0], dim))
-    dispatch.check_shape("block_table", block_table, (batch, block_table.shape[1]))
-    dispatch.check_shape("n_blocks", n_blocks, (batch,))
-    dispatch.check_shape("last_slots", last_slots, (batch,))
-    dispatch.check_shape("out", out, tuple(block_table.shape))
+    checks.check_shape("k_cache", k_cache, (k_cache.shape[0], dim))
+    checks.check_shape("block_table", block_table, (batch, block_table.shape[1]))
+    checks.check_shape("n_blocks", n_blocks, (batch,))
+    checks.check_shape("last_slots", last_slots, (batch,))
+    checks.check_shape("out", out, tuple(block_table.shape))
     if not 1 <= block_size <= _MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two from 1 to {_MAX_BLOCK_SIZE}, got {block_size}")
     for name, scale in (("sm_scale", sm_scale), ("k_scale", k_scale)):
         if not 0 < scale < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {scale}")
-    dispatch.check_last(q=q, k_cache=k_cache, block_table=block_table)
+    checks.check_last(q=q, k_cache=k_cache, block_table=block_table)
     by_row = {"n_blocks": n_blocks, "last_slots": last_slots, "out": out}
-    dispatch.check_device(q.device, k_cache=k_cache, block_table=block_table, **by_row)
+    checks.check_device(q.device, k_cache=k_cache, block_table=block_table, **by_row)
     for name, tensor in (("n_blocks", n_blocks), ("last_slots", last_slots), ("out", out)):
-        dispatch.check_contiguous(name, tensor)
+        checks.check_contiguous(name, tensor)

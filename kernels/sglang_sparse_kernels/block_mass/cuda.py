@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from .. import nvrtc
-from ..launch import LOG2_E, dependent_launch, num_processors
-from ..scratch import LIMIT, rows_at_once
+from ..common import nvrtc
+from ..common.launch import LOG2_E, dependent_launch, num_processors
+from ..common.scratch import LIMIT, rows_at_once
 
 SOURCE, MERGE = (Path(__file__).with_name(name) for name in ("cuda.cu", "merge.cu"))
 KINDS = {torch.bfloat16: 0, torch.float16: 1}

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
-from ..scratch import LIMIT, rows_at_once
+from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
+from ..common.scratch import LIMIT, rows_at_once
 
 _MAX_HEADS = 128
 # Dimensions up to which a tile of keys is loaded as a whole, and how many at a time beyond.

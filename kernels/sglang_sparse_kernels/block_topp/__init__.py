@@ -8,7 +8,7 @@ them; and a row that would need more blocks than it may attend to attends to all
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 
 
@@ -70,7 +70,7 @@ def block_topp(
             torch.empty(batch, 1, dtype=torch.int32, device=mass.device),
         )
     _check_arguments(mass, block_table, n_blocks, capacity, top_p, out, stats)
-    if dispatch.use_reference(mass):
+    if checks.use_reference(mass):
         return reference.block_topp(mass, block_table, n_blocks, capacity, top_p, out, stats)
     from . import cuda, triton
 
@@ -87,11 +87,11 @@ def _check_arguments(
     out: tuple[torch.Tensor, torch.Tensor],
     stats: torch.Tensor | None,
 ) -> None:
-    dispatch.check_tensor("mass", mass, 2, (torch.float32,))
-    dispatch.check_tensor("block_table", block_table, 2, (torch.int32,))
+    checks.check_tensor("mass", mass, 2, (torch.float32,))
+    checks.check_tensor("block_table", block_table, 2, (torch.int32,))
     batch, width = mass.shape
-    dispatch.check_shape("block_table", block_table, (batch, width))
-    dispatch.check_last(mass=mass, block_table=block_table)
+    checks.check_shape("block_table", block_table, (batch, width))
+    checks.check_last(mass=mass, block_table=block_table)
     indices, counts = out
     expected = {
         "n_blocks": (n_blocks, torch.int32, (batch,)),
@@ -102,6 +102,6 @@ def _check_arguments(
     }
     expected |= {"stats": (stats, torch.int64, (4,))} if stats is not None else {}
     for name, (tensor, dtype, shape) in expected.items():
-        dispatch.check_exactly(name, tensor, shape, dtype)
+        checks.check_exactly(name, tensor, shape, dtype)
     tensors = {name: tensor for name, (tensor, *_) in expected.items()}
-    dispatch.check_device(mass.device, block_table=block_table, **tensors)
+    checks.check_device(mass.device, block_table=block_table, **tensors)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from .. import nvrtc
+from ..common import nvrtc
 
 SOURCE = Path(__file__).with_name("cuda.cu")
 _ITEMS = (4, 8, 16, 32)

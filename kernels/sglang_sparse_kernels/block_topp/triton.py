@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import await_inputs, dependent_launch
+from ..common.launch import await_inputs, dependent_launch
 from ..page_topk.triton import block_positions
 from . import reference
 

@@ -7,7 +7,7 @@ as on CUDA, a key's scale is ``amax / 448`` itself (``powers`` of False). The lo
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 from .reference import PAGE_SIZE
 
@@ -55,10 +55,10 @@ def quantize(
     """
     if x.dim() < 2:
         raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
-    dispatch.check_query("x", x, x.dim())
+    checks.check_query("x", x, x.dim())
     if x.shape[-1] not in _DIMS:
         raise ValueError(f"the last dimension of x must be one of {', '.join(map(str, _DIMS))}, got {x.shape[-1]}")
-    dispatch.check_last(x=x)
+    checks.check_last(x=x)
     if out is None:
         values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
         out = (values, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device))
@@ -66,9 +66,9 @@ def quantize(
         ("values", out[0], torch.float8_e4m3fn, x.shape),
         ("scales", out[1], torch.float32, x.shape[:-1]),
     ):
-        dispatch.check_exactly(name, tensor, tuple(shape), dtype)
-    dispatch.check_device(x.device, values=out[0], scales=out[1])
-    if dispatch.use_reference(x):
+        checks.check_exactly(name, tensor, tuple(shape), dtype)
+    checks.check_device(x.device, values=out[0], scales=out[1])
+    if checks.use_reference(x):
         return reference.quantize(x, rotate, out, powers)
     from . import triton
 
@@ -98,19 +98,19 @@ def store(values: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor, buffe
         >>> buffer.count_nonzero(dim=1).tolist(), buffer[1, 64:66].tolist()
         ([0, 65], [124, 124])
     """
-    dispatch.check_tensor("values", values, 2, (torch.float8_e4m3fn,))
-    dispatch.check_tensor("scales", scales, 1, (torch.float32,))
-    dispatch.check_tensor("slots", slots, 1, (torch.int64,))
+    checks.check_tensor("values", values, 2, (torch.float8_e4m3fn,))
+    checks.check_tensor("scales", scales, 1, (torch.float32,))
+    checks.check_tensor("slots", slots, 1, (torch.int64,))
     entries, dim = values.shape
     if dim not in _DIMS:
         raise ValueError(f"the last dimension of values must be one of {', '.join(map(str, _DIMS))}, got {dim}")
-    dispatch.check_shape("scales", scales, (entries,))
-    dispatch.check_shape("slots", slots, (entries,))
+    checks.check_shape("scales", scales, (entries,))
+    checks.check_shape("slots", slots, (entries,))
     check_buffer(buffer, dim)
-    dispatch.check_device(values.device, scales=scales, slots=slots, buffer=buffer)
+    checks.check_device(values.device, scales=scales, slots=slots, buffer=buffer)
     for name, tensor in (("values", values), ("scales", scales), ("slots", slots)):
-        dispatch.check_contiguous(name, tensor)
-    if dispatch.use_reference(values):
+        checks.check_contiguous(name, tensor)
+    if checks.use_reference(values):
         reference.store(values, scales, slots, buffer)
         return
     from . import triton
@@ -120,8 +120,8 @@ def store(values: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor, buffe
 
 def check_buffer(buffer: torch.Tensor, dim: int) -> None:
     """Raise ValueError unless ``buffer`` is an index cache of keys of ``dim`` values."""
-    dispatch.check_tensor("buffer", buffer, 2, (torch.uint8,))
-    dispatch.check_shape("buffer", buffer, (buffer.shape[0], PAGE_SIZE * (dim + 4)))
-    dispatch.check_contiguous("buffer", buffer)
+    checks.check_tensor("buffer", buffer, 2, (torch.uint8,))
+    checks.check_shape("buffer", buffer, (buffer.shape[0], PAGE_SIZE * (dim + 4)))
+    checks.check_contiguous("buffer", buffer)
     if buffer.data_ptr() % 16:
         raise ValueError(f"buffer must begin at a multiple of 16 bytes, got the address {buffer.data_ptr()}")

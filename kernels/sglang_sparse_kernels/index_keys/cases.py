@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..testing import seeded
+from ..common.testing import seeded
 from .reference import PAGE_SIZE
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

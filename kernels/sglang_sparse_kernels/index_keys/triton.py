@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..float8 import float8_bits
-from ..launch import await_inputs, dependent_launch
+from ..common.float8 import float8_bits
+from ..common.launch import await_inputs, dependent_launch
 from .reference import LEAST_AMAX, PAGE_SIZE
 
 _INF_BITS = tl.constexpr(0x7F800000)

@@ -6,7 +6,7 @@ queries and keys, of which the scale of a query is in ``w``. The selection that 
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from ..index_keys import PAGE_SIZE, check_buffer
 from . import reference
 
@@ -70,10 +70,10 @@ def index_logits(
     _check_arguments(q, weights, buffer, page_table, rows, lengths)
     most = page_table.shape[1] * PAGE_SIZE
     columns = out.shape[-1] if out is not None and out.dim() else most
-    out = dispatch.result("out", out, (q.shape[0], columns), torch.float32, q.device)
+    out = checks.result("out", out, (q.shape[0], columns), torch.float32, q.device)
     if columns > most:
         raise ValueError(f"out must have at most {most} columns, got {columns}")
-    if dispatch.use_reference(q):
+    if checks.use_reference(q):
         return reference.index_logits(q, weights, buffer, page_table, rows, lengths, out)
     from . import triton
 
@@ -88,20 +88,20 @@ def _check_arguments(
     rows: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
-    dispatch.check_tensor("q", q, 3, (torch.float8_e4m3fn,))
-    dispatch.check_tensor("weights", weights, 2, (torch.float32,))
-    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
-    dispatch.check_tensor("rows", rows, 1, (torch.int32, torch.int64))
+    checks.check_tensor("q", q, 3, (torch.float8_e4m3fn,))
+    checks.check_tensor("weights", weights, 2, (torch.float32,))
+    checks.check_tensor("page_table", page_table, 2, (torch.int32,))
+    checks.check_tensor("rows", rows, 1, (torch.int32, torch.int64))
     queries, heads, dim = q.shape
     if dim != _DIM:
         raise ValueError(f"the last dimension of q must be {_DIM}, got {dim}")
     if not 1 <= heads <= _MAX_HEADS:
         raise ValueError(f"q must have 1 to {_MAX_HEADS} heads, got {heads}")
     check_buffer(buffer, dim)
-    dispatch.check_shape("weights", weights, (queries, heads))
-    dispatch.check_shape("rows", rows, (queries,))
-    dispatch.check_last(q=q, weights=weights, page_table=page_table)
+    checks.check_shape("weights", weights, (queries, heads))
+    checks.check_shape("rows", rows, (queries,))
+    checks.check_last(q=q, weights=weights, page_table=page_table)
     by_query = {"weights": weights, "rows": rows, "lengths": lengths}
-    dispatch.check_device(q.device, buffer=buffer, page_table=page_table, **by_query)
-    dispatch.check_contiguous("rows", rows)
-    dispatch.check_exactly("lengths", lengths, (queries,), torch.int32)
+    checks.check_device(q.device, buffer=buffer, page_table=page_table, **by_query)
+    checks.check_contiguous("rows", rows)
+    checks.check_exactly("lengths", lengths, (queries,), torch.int32)

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from ..common.testing import paged_batch, seeded
 from ..index_keys import PAGE_SIZE
 from ..index_keys.reference import quantize, store
-from ..testing import paged_batch, seeded
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..float8 import as_half, converts_float8
+from ..common.float8 import as_half, converts_float8
+from ..common.launch import MIN_DOT, await_inputs, capability, dependent_launch, num_processors
 from ..index_keys import PAGE_SIZE
-from ..launch import MIN_DOT, await_inputs, capability, dependent_launch, num_processors
 
 # Queries for each row of the page table from which on queries are taken to share rows.
 _SHARED = 4

@@ -6,7 +6,7 @@ lowest position, so that every implementation selects the same tokens.
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 from .reference import Names, Results
 
@@ -68,7 +68,7 @@ def index_topk(
     names = (page_table, rows, offsets)
     _check_arguments(logits, lengths, topk, first, wanted, names, stats)
     out = _results(logits, topk, names, out)
-    if dispatch.use_reference(logits):
+    if checks.use_reference(logits):
         reference.index_topk(logits, lengths, topk, first, wanted, names, out, stats, nothing)
         return out
     from . import cuda
@@ -92,23 +92,23 @@ def _check_arguments(
     stats: torch.Tensor | None,
 ) -> None:
     page_table, rows, offsets = names
-    dispatch.check_tensor("logits", logits, 2, (torch.float32,))
-    dispatch.check_last(logits=logits)
+    checks.check_tensor("logits", logits, 2, (torch.float32,))
+    checks.check_last(logits=logits)
     queries = len(logits)
     by_query = {"lengths": lengths, "first": first, "wanted": wanted, "rows": rows, "offsets": offsets}
-    dispatch.check_device(logits.device, **by_query, page_table=page_table, stats=stats)
+    checks.check_device(logits.device, **by_query, page_table=page_table, stats=stats)
     for name, tensor in by_query.items():
         if tensor is not None:
-            dispatch.check_exactly(name, tensor, (queries,), torch.int32)
+            checks.check_exactly(name, tensor, (queries,), torch.int32)
     if page_table is not None:
-        dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
-        dispatch.check_last(page_table=page_table)
+        checks.check_tensor("page_table", page_table, 2, (torch.int32,))
+        checks.check_last(page_table=page_table)
         if rows is None and len(page_table) < queries:
             raise ValueError(f"page_table must have a row for each of {queries} queries, got {len(page_table)}")
     if topk < 1:
         raise ValueError(f"topk must be at least 1, got {topk}")
     if stats is not None:
-        dispatch.check_stats(stats)
+        checks.check_stats(stats)
 
 
 def _results(
@@ -127,5 +127,5 @@ def _results(
     for i, (name, shape) in enumerate(shapes.items()):
         meant = out[i] is not None if out is not None else named or name != "slots"
         given = out[i] if out is not None else None
-        found.append(dispatch.result(name, given, shape, torch.int32, logits.device) if meant else None)
+        found.append(checks.result(name, given, shape, torch.int32, logits.device) if meant else None)
     return found[0], found[1], found[2]

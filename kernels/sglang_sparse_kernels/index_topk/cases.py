@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from ..common.testing import paged_batch, seeded
 from ..index_keys import PAGE_SIZE
-from ..testing import paged_batch, seeded
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from .. import nvrtc
+from ..common import nvrtc
+from ..common.launch import dependent_launch, num_processors
 from ..index_keys import PAGE_SIZE
-from ..launch import dependent_launch, num_processors
 from .reference import Names, Results
 
 SOURCE = Path(__file__).with_name("cuda.cu")

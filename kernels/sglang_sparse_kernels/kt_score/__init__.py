@@ -6,10 +6,10 @@ Source: the second stage of RocketKV (arXiv:2502.14051), hybrid sparse attention
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 
-_SUMMARY_DTYPES = (*dispatch.KV_DTYPES, torch.float8_e5m2)
+_SUMMARY_DTYPES = (*checks.KV_DTYPES, torch.float8_e5m2)
 _MIN_DIM, _MAX_DIM = 16, 128
 
 
@@ -86,9 +86,9 @@ def kt_score(
     if out is None:
         out = torch.empty(candidates.shape, dtype=torch.float32, device=q.device)
     _check_arguments(q, summary, candidates, n_candidates, topr, out, local_pages)
-    dispatch.check_logit_scale(sm_scale, k_scale)
+    checks.check_logit_scale(sm_scale, k_scale)
     arguments = (q, summary, candidates, n_candidates, topr, sm_scale, k_scale, out, local_pages)
-    if dispatch.use_reference(q):
+    if checks.use_reference(q):
         return reference.kt_score(*arguments)
     from . import triton
 
@@ -111,19 +111,19 @@ def scratch_bytes(batch: int, num_q_heads: int, num_kv_heads: int, max_candidate
 
 def check_bounds(q: torch.Tensor, summary: torch.Tensor, topr: int) -> None:
     """Raise ValueError unless these are queries and bounds on keys, and a number of their dimensions."""
-    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
-    dispatch.check_tensor("summary", summary, 4, _SUMMARY_DTYPES)
+    checks.check_tensor("q", q, 3, checks.QUERY_DTYPES)
+    checks.check_tensor("summary", summary, 4, _SUMMARY_DTYPES)
     _, num_q_heads, head_dim = q.shape
     num_pages, num_kv_heads = summary.shape[:2]
-    dispatch.check_heads(num_q_heads, num_kv_heads)
+    checks.check_heads(num_q_heads, num_kv_heads)
     if not _MIN_DIM <= head_dim <= _MAX_DIM or head_dim & (head_dim - 1):
         raise ValueError(
             f"the last dimension of q must be a power of two from {_MIN_DIM} to {_MAX_DIM}, got {head_dim}"
         )
-    dispatch.check_shape("summary", summary, (num_pages, num_kv_heads, 2, head_dim))
-    dispatch.check_last(q=q)
-    dispatch.check_contiguous("summary", summary)
-    dispatch.check_device(q.device, summary=summary)
+    checks.check_shape("summary", summary, (num_pages, num_kv_heads, 2, head_dim))
+    checks.check_last(q=q)
+    checks.check_contiguous("summary", summary)
+    checks.check_device(q.device, summary=summary)
     if not 1 <= topr <= head_dim:
         raise ValueError(f"topr must be 1 to {head_dim}, the last dimension of q, got {topr}")
 
@@ -138,16 +138,16 @@ def _check_arguments(
     local_pages: int,
 ) -> None:
     check_bounds(q, summary, topr)
-    dispatch.check_tensor("candidates", candidates, 3, (torch.int32,))
-    dispatch.check_tensor("n_candidates", n_candidates, 2, (torch.int32,))
-    dispatch.check_tensor("out", out, 3, (torch.float32,))
+    checks.check_tensor("candidates", candidates, 3, (torch.int32,))
+    checks.check_tensor("n_candidates", n_candidates, 2, (torch.int32,))
+    checks.check_tensor("out", out, 3, (torch.float32,))
     batch, num_kv_heads = q.shape[0], summary.shape[1]
-    dispatch.check_shape("candidates", candidates, (batch, num_kv_heads, candidates.shape[2]))
-    dispatch.check_shape("n_candidates", n_candidates, (batch, num_kv_heads))
-    dispatch.check_shape("out", out, tuple(candidates.shape))
+    checks.check_shape("candidates", candidates, (batch, num_kv_heads, candidates.shape[2]))
+    checks.check_shape("n_candidates", n_candidates, (batch, num_kv_heads))
+    checks.check_shape("out", out, tuple(candidates.shape))
     tensors = {"candidates": candidates, "n_candidates": n_candidates, "out": out}
     for name, tensor in tensors.items():
-        dispatch.check_contiguous(name, tensor)
-    dispatch.check_device(q.device, **tensors)
+        checks.check_contiguous(name, tensor)
+    checks.check_device(q.device, **tensors)
     if local_pages < 0:
         raise ValueError(f"local_pages must be at least 0, got {local_pages}")

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..testing import random_cache, seeded
+from ..common.testing import random_cache, seeded
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

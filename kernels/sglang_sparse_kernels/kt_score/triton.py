@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..float8 import as_half
-from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
+from ..common.float8 import as_half
+from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
+from ..common.scratch import LIMIT, rows_at_once
 from ..page_score.reference import UNBOUNDED
-from ..scratch import LIMIT, rows_at_once
 from ..window_score.triton import merged_lse
 
 # Candidates whose logits share a maximum and a sum: fixed, so that a row's scores do not depend on the batch.

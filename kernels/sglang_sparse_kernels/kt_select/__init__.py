@@ -5,7 +5,7 @@ Source: the second stage of RocketKV (arXiv:2502.14051). ``visible_blocks``, ``k
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from ..kt_score import check_bounds
 from ..visible_blocks import check_inputs
 from . import portable
@@ -80,20 +80,20 @@ def kt_select(
     """
     tables = (kept, n_kept, first_visible, requests, block_table, n_blocks, n_select)
     check_bounds(q, summary, topr)
-    dispatch.check_device(q.device, block_table=block_table, stats=stats)
+    checks.check_device(q.device, block_table=block_table, stats=stats)
     check_inputs(*tables)
-    dispatch.check_logit_scale(sm_scale, 1.0)
+    checks.check_logit_scale(sm_scale, 1.0)
     (batch, heads), width = (q.shape[0], summary.shape[1]), block_table.shape[1]
-    dispatch.check_shape("block_table", block_table, (batch, width))
-    dispatch.check_shape("kept", kept, (kept.shape[0], heads, kept.shape[2]))
+    checks.check_shape("block_table", block_table, (batch, width))
+    checks.check_shape("kept", kept, (kept.shape[0], heads, kept.shape[2]))
     if stats is not None:
-        dispatch.check_stats(stats)
+        checks.check_stats(stats)
     indices, counts = out or (None, None)
     out = (
-        dispatch.result("indices", indices, (batch, heads, width), torch.int32, q.device),
-        dispatch.result("counts", counts, (batch, heads), torch.int32, q.device),
+        checks.result("indices", indices, (batch, heads, width), torch.int32, q.device),
+        checks.result("counts", counts, (batch, heads), torch.int32, q.device),
     )
-    if not dispatch.use_reference(q):
+    if not checks.use_reference(q):
         from . import cuda
 
         if cuda.takes(q, summary, width):
@@ -142,5 +142,5 @@ def uses_scratch(
     from . import cuda
 
     heads = num_q_heads, num_kv_heads
-    forced = dispatch.use_reference(torch.empty(0, device=device))
+    forced = checks.use_reference(torch.empty(0, device=device))
     return forced or not cuda.takes_sizes(heads, head_dim, width, dtype, summary_dtype, device)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..testing import random_cache, seeded
+from ..common.testing import random_cache, seeded
 from ..visible_blocks import cases as visible
 from ..visible_blocks.cases import Row
 

@@ -2,9 +2,9 @@
 
 import torch
 
+from ..common.scratch import LIMIT, most_bytes
 from ..kt_score import kt_score
 from ..page_topk import page_topk
-from ..scratch import LIMIT, most_bytes
 from ..visible_blocks import visible_blocks
 
 

@@ -7,7 +7,7 @@ A row of bytes has ``R`` values in float8_e4m3fn, a float32 scale for each 128 o
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 from .reference import row_bytes as row_bytes
 
@@ -43,17 +43,17 @@ def write_latents(latent: torch.Tensor, rotated: torch.Tensor, slots: torch.Tens
         >>> rows.count_nonzero(dim=1).tolist(), rows[1, :2].tolist(), rows[1, -2:].tolist()
         ([0, 164], [126, 126], [128, 63])
     """
-    dispatch.check_query("latent", latent, 2)
-    dispatch.check_tensor("rotated", rotated, 2, (latent.dtype,))
-    dispatch.check_tensor("slots", slots, 1, (torch.int64,))
+    checks.check_query("latent", latent, 2)
+    checks.check_tensor("rotated", rotated, 2, (latent.dtype,))
+    checks.check_tensor("slots", slots, 1, (torch.int64,))
     entries, latent_dim = latent.shape
-    dispatch.check_shape("rotated", rotated, (entries, rotated.shape[1]))
-    dispatch.check_shape("slots", slots, (entries,))
-    dispatch.check_last(latent=latent, rotated=rotated)
-    dispatch.check_contiguous("slots", slots)
+    checks.check_shape("rotated", rotated, (entries, rotated.shape[1]))
+    checks.check_shape("slots", slots, (entries,))
+    checks.check_last(latent=latent, rotated=rotated)
+    checks.check_contiguous("slots", slots)
     check_rows("rows", rows, latent_dim, rotated.shape[1])
-    dispatch.check_device(latent.device, rotated=rotated, slots=slots, rows=rows)
-    if dispatch.use_reference(latent):
+    checks.check_device(latent.device, rotated=rotated, slots=slots, rows=rows)
+    if checks.use_reference(latent):
         reference.write_latents(latent, rotated, slots, rows)
         return
     from . import triton
@@ -65,14 +65,14 @@ def check_rows(name: str, rows: torch.Tensor, latent_dim: int, rope_dim: int) ->
     """Raise ValueError unless ``rows`` are ``[S, row_bytes]`` uint8, each contiguous and at a multiple of 4 bytes, of
     a latent and a rotated key of sizes in ``LATENT_DIMS`` and ``ROPE_DIMS``.
     """
-    dispatch.check_tensor(name, rows, 2, (torch.uint8,))
+    checks.check_tensor(name, rows, 2, (torch.uint8,))
     for part, dim, dims in (("latent", latent_dim, LATENT_DIMS), ("rotated key", rope_dim, ROPE_DIMS)):
         if dim not in dims:
             raise ValueError(
                 f"{name}: the {part} of float8 rows must have a dimension of {', '.join(map(str, dims))}, got {dim}"
             )
-    dispatch.check_shape(name, rows, (rows.shape[0], row_bytes(latent_dim, rope_dim)))
-    dispatch.check_last(**{name: rows})
+    checks.check_shape(name, rows, (rows.shape[0], row_bytes(latent_dim, rope_dim)))
+    checks.check_last(**{name: rows})
     if rows.data_ptr() % 4 or rows.stride(0) % 4:
         raise ValueError(
             f"{name} must have its rows at multiples of 4 bytes, got the address {rows.data_ptr()} and rows of "

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from ..page_summary import check_layers
 
 MAX_CENTROIDS = 8
@@ -45,7 +45,7 @@ def holds(dim: int) -> bool:
 
 def check_records(name: str, records: torch.Tensor, dim: int) -> None:
     """Raise ValueError unless these are records of 1 to ``MAX_CENTROIDS`` centroids."""
-    dispatch.check_tensor(name, records, 3, (torch.uint8,))
+    checks.check_tensor(name, records, 3, (torch.uint8,))
     if not holds(dim):
         raise ValueError(f"{name}: head_dim must be even and at least {LEAST_DIM}, got {dim}")
     # Every layer of a step asks: the list of what is allowed is for the message.
@@ -53,7 +53,7 @@ def check_records(name: str, records: torch.Tensor, dim: int) -> None:
     if not 1 <= count <= MAX_CENTROIDS or record_bytes(count, dim) != records.shape[2]:
         allowed = [record_bytes(count, dim) for count in range(1, MAX_CENTROIDS + 1)]
         raise ValueError(f"{name} must have one of {allowed} bytes a page and head, got {records.shape[2]}")
-    dispatch.check_contiguous(name, records)
+    checks.check_contiguous(name, records)
 
 
 def update_page_centroids(
@@ -98,8 +98,8 @@ def update_page_centroids(
     check_layers(k_caches, records, last_slots, page_size, overflow)
     heads, dim = k_caches[0].shape[1:]
     check_records("records", records[0], dim)
-    dispatch.check_shape("records", records[0], (records[0].shape[0], heads, records[0].shape[2]))
-    if dispatch.use_reference(k_caches[0]):
+    checks.check_shape("records", records[0], (records[0].shape[0], heads, records[0].shape[2]))
+    if checks.use_reference(k_caches[0]):
         from . import reference
 
         reference.update_page_centroids(k_caches, records, last_slots, page_size)

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..float8 import as_half, float8_bits
-from ..launch import await_inputs
+from ..common.float8 import as_half, float8_bits
+from ..common.launch import await_inputs
 from ..page_summary.triton import launch
 from . import HEADER, SCALE, count_of
 from .reference import LARGEST_LEVEL, ZERO_LEVEL

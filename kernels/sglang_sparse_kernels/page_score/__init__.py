@@ -5,7 +5,7 @@ Source: Quest (arXiv:2406.10774, section 3.3), with the group query of ReSA (arX
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 
 
@@ -57,12 +57,12 @@ def page_score(
         >>> page_score(q, summary, page_table, torch.tensor([2], dtype=torch.int32)).tolist()
         [[[128.0, inf]]]
     """
-    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    checks.check_tensor("q", q, 3, checks.QUERY_DTYPES)
     check_bounds(q, summary)
     check_rows(q, summary, page_table, n_pages, local_pages)
     shape = q.shape[0], summary.shape[1], page_table.shape[1]
-    out = dispatch.result("out", out, shape, torch.float32, q.device)
-    if dispatch.use_reference(q):
+    out = checks.result("out", out, shape, torch.float32, q.device)
+    if checks.use_reference(q):
         return reference.page_score(q, summary, page_table, n_pages, out, local_pages)
     from . import cuda, triton
 
@@ -72,21 +72,21 @@ def page_score(
 
 def check_bounds(q: torch.Tensor, summary: torch.Tensor) -> None:
     """Raise ValueError unless a summary holds a maximum and a minimum for these queries."""
-    dispatch.check_tensor("summary", summary, 4, dispatch.KV_DTYPES)
-    dispatch.check_shape("summary", summary, (*summary.shape[:2], 2, q.shape[2]))
-    dispatch.check_contiguous("summary", summary)
+    checks.check_tensor("summary", summary, 4, checks.KV_DTYPES)
+    checks.check_shape("summary", summary, (*summary.shape[:2], 2, q.shape[2]))
+    checks.check_contiguous("summary", summary)
 
 
 def check_rows(
     q: torch.Tensor, summary: torch.Tensor, page_table: torch.Tensor, n_pages: torch.Tensor, local_pages: int
 ) -> None:
     """Raise ValueError unless these are pages to score for ``[B, Hq, d]`` by a summary ``[num_pages, Hkv, ...]``."""
-    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
+    checks.check_tensor("page_table", page_table, 2, (torch.int32,))
     batch = q.shape[0]
-    dispatch.check_heads(q.shape[1], summary.shape[1])
-    dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
-    dispatch.check_last(q=q, page_table=page_table)
-    dispatch.check_device(q.device, summary=summary, page_table=page_table, n_pages=n_pages)
-    dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
+    checks.check_heads(q.shape[1], summary.shape[1])
+    checks.check_shape("page_table", page_table, (batch, page_table.shape[1]))
+    checks.check_last(q=q, page_table=page_table)
+    checks.check_device(q.device, summary=summary, page_table=page_table, n_pages=n_pages)
+    checks.check_exactly("n_pages", n_pages, (batch,), torch.int32)
     if local_pages < 0:
         raise ValueError(f"local_pages must be at least 0, got {local_pages}")

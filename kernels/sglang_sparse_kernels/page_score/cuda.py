@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from .. import nvrtc
-from ..launch import capability, num_processors
+from ..common import nvrtc
+from ..common.launch import capability, num_processors
 
 SOURCE = Path(__file__).with_name("cuda.cu")
 DIMS = (64, 128)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..float8 import converts_float8, four_numbers
-from ..launch import await_inputs, dependent_launch, num_processors
+from ..common.float8 import converts_float8, four_numbers
+from ..common.launch import await_inputs, dependent_launch, num_processors
 from .reference import UNBOUNDED
 
 _NUM_WARPS = 4

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 
 
@@ -57,9 +57,9 @@ def update_page_summaries(
     dtypes = (*(cache.dtype for cache in k_caches[:1]), torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
     check_layers(k_caches, summaries, last_slots, page_size, overflow)
     summary = summaries[0]
-    dispatch.check_tensor("summary", summary, 4, dtypes)
-    dispatch.check_shape("summary", summary, (summary.shape[0], k_caches[0].shape[1], 2, k_caches[0].shape[2]))
-    if dispatch.use_reference(k_caches[0]):
+    checks.check_tensor("summary", summary, 4, dtypes)
+    checks.check_shape("summary", summary, (summary.shape[0], k_caches[0].shape[1], 2, k_caches[0].shape[2]))
+    if checks.use_reference(k_caches[0]):
         for k_cache, summary in zip(k_caches, summaries, strict=True):
             reference.update_page_summary(k_cache, summary, last_slots, page_size, overflow)
         return
@@ -98,17 +98,17 @@ def check_layers(
     if len(k_caches) != len(summaries) or not k_caches:
         raise ValueError(f"k_caches and summaries must be as many, got {len(k_caches)} and {len(summaries)}")
     k_cache, summary = k_caches[0], summaries[0]
-    dispatch.check_tensor("k_cache", k_cache, 3, dispatch.KV_DTYPES)
-    dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
-    dispatch.check_page_size(page_size)
-    dispatch.check_last(k_cache=k_cache)
-    dispatch.check_device(k_cache.device, summary=summary, last_slots=last_slots, overflow=overflow)
-    dispatch.check_contiguous("summary", summary)
-    dispatch.check_contiguous("last_slots", last_slots)
+    checks.check_tensor("k_cache", k_cache, 3, checks.KV_DTYPES)
+    checks.check_tensor("last_slots", last_slots, 1, (torch.int64,))
+    checks.check_page_size(page_size)
+    checks.check_last(k_cache=k_cache)
+    checks.check_device(k_cache.device, summary=summary, last_slots=last_slots, overflow=overflow)
+    checks.check_contiguous("summary", summary)
+    checks.check_contiguous("last_slots", last_slots)
     if overflow is not None:
-        dispatch.check_exactly("overflow", overflow, (1,), torch.int32)
+        checks.check_exactly("overflow", overflow, (1,), torch.int32)
     for name, tensors in (("k_caches", k_caches), ("summaries", summaries)):
         if len({(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors}) > 1:
             raise ValueError(f"{name} must have the same dtype, shape and strides in all layers")
         for tensor in tensors:
-            dispatch.check_device(k_cache.device, **{name: tensor})
+            checks.check_device(k_cache.device, **{name: tensor})

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import await_inputs, dependent_launch
+from ..common.launch import await_inputs, dependent_launch
 
 # Above this many entries (an extend batch, where most entries are -1) a program takes all heads of its entry.
 _MANY_ENTRIES = 1024

@@ -5,7 +5,7 @@ No source: the KV pool says where each token of a request lies, and the other op
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 
 
@@ -45,7 +45,7 @@ def load_page_table(
     """
     arguments = req_to_token, req_pool_indices, n_pages, widest, page_size, page_table
     _check_arguments(*arguments)
-    if dispatch.use_reference(page_table):
+    if checks.use_reference(page_table):
         reference.load_page_table(*arguments)
     else:
         from . import triton
@@ -61,18 +61,18 @@ def _check_arguments(
     page_size: int,
     page_table: torch.Tensor,
 ) -> None:
-    dispatch.check_tensor("req_to_token", req_to_token, 2, (torch.int32,))
-    dispatch.check_tensor("req_pool_indices", req_pool_indices, 1, (torch.int64, torch.int32))
-    dispatch.check_tensor("n_pages", n_pages, 1, (torch.int32,))
-    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
-    dispatch.check_page_size(page_size)
+    checks.check_tensor("req_to_token", req_to_token, 2, (torch.int32,))
+    checks.check_tensor("req_pool_indices", req_pool_indices, 1, (torch.int64, torch.int32))
+    checks.check_tensor("n_pages", n_pages, 1, (torch.int32,))
+    checks.check_tensor("page_table", page_table, 2, (torch.int32,))
+    checks.check_page_size(page_size)
     rows, width = page_table.shape
-    dispatch.check_shape("n_pages", n_pages, (rows,))
-    dispatch.check_last(req_to_token=req_to_token, page_table=page_table)
+    checks.check_shape("n_pages", n_pages, (rows,))
+    checks.check_last(req_to_token=req_to_token, page_table=page_table)
     inputs = {"req_to_token": req_to_token, "req_pool_indices": req_pool_indices, "n_pages": n_pages}
-    dispatch.check_device(page_table.device, **inputs)
-    dispatch.check_contiguous("n_pages", n_pages)
-    dispatch.check_contiguous("req_pool_indices", req_pool_indices)
+    checks.check_device(page_table.device, **inputs)
+    checks.check_contiguous("n_pages", n_pages)
+    checks.check_contiguous("req_pool_indices", req_pool_indices)
     if req_pool_indices.shape[0] > rows:
         raise ValueError(f"req_pool_indices must have at most {rows} entries, got {req_pool_indices.shape[0]}")
     most = min(width, -(-req_to_token.shape[1] // page_size))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..testing import paged_batch, seeded
+from ..common.testing import paged_batch, seeded
 
 # Stands wherever nothing may be read, or nothing written.
 POISON = -(2**31)

@@ -6,7 +6,7 @@ implementation selects the same pages.
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 
 
@@ -66,10 +66,10 @@ def page_topk(
     shape = (*scores.shape[:2], max_select)
     indices, counts = out or (None, None)
     out = (
-        dispatch.result("indices", indices, shape, torch.int32, scores.device),
-        dispatch.result("counts", counts, shape[:2], torch.int32, scores.device),
+        checks.result("indices", indices, shape, torch.int32, scores.device),
+        checks.result("counts", counts, shape[:2], torch.int32, scores.device),
     )
-    if dispatch.use_reference(scores):
+    if checks.use_reference(scores):
         return reference.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats)
     from . import cuda, triton
 
@@ -86,17 +86,17 @@ def _check_arguments(
     max_select: int,
     stats: torch.Tensor | None,
 ) -> None:
-    dispatch.check_tensor("scores", scores, 3, (torch.float32,))
-    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
+    checks.check_tensor("scores", scores, 3, (torch.float32,))
+    checks.check_tensor("page_table", page_table, 2, (torch.int32,))
     batch, _, width = scores.shape
-    dispatch.check_shape("page_table", page_table, (batch, width))
-    dispatch.check_contiguous("scores", scores)
-    dispatch.check_last(page_table=page_table)
+    checks.check_shape("page_table", page_table, (batch, width))
+    checks.check_contiguous("scores", scores)
+    checks.check_last(page_table=page_table)
     tables = {"page_table": page_table, "n_pages": n_pages, "n_select": n_select}
-    dispatch.check_device(scores.device, **tables, stats=stats)
-    dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
-    dispatch.check_exactly("n_select", n_select, (batch,), torch.int32)
+    checks.check_device(scores.device, **tables, stats=stats)
+    checks.check_exactly("n_pages", n_pages, (batch,), torch.int32)
+    checks.check_exactly("n_select", n_select, (batch,), torch.int32)
     if max_select < 1:
         raise ValueError(f"max_select must be at least 1, got {max_select}")
     if stats is not None:
-        dispatch.check_stats(stats)
+        checks.check_stats(stats)

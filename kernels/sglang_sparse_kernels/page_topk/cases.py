@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..testing import paged_batch, seeded
+from ..common.testing import paged_batch, seeded
 
 
 @dataclass(frozen=True)

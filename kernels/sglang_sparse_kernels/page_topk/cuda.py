@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from .. import nvrtc
-from ..launch import dependent_launch, num_processors
+from ..common import nvrtc
+from ..common.launch import dependent_launch, num_processors
 
 SOURCE = Path(__file__).with_name("cuda.cu")
 _ITEMS = (4, 8, 16, 32)

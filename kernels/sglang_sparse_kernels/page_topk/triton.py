@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import await_inputs, dependent_launch
+from ..common.launch import await_inputs, dependent_launch
 
 _INF_KEY = tl.constexpr(0x7F800000)
 _LOWEST_KEY = tl.constexpr(-0x80000000)

@@ -8,7 +8,7 @@ see ``page_score``. The bound is Quest's (arXiv:2406.10774, section 3.3).
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from ..page_centroids import check_records
 from ..page_score import check_bounds, check_rows
 from . import reference
@@ -70,7 +70,7 @@ def page_vote(
         >>> page_vote(q, bounds, page_table, n_pages, 1.0).exp().round(decimals=2)
         tensor([[[1.0100, 0.9900,    inf]]])
     """
-    dispatch.check_tensor("q", q, 3, dispatch.QUERY_DTYPES)
+    checks.check_tensor("q", q, 3, checks.QUERY_DTYPES)
     if summary.dtype == torch.uint8:
         check_records("summary", summary, q.shape[2])
     else:
@@ -79,8 +79,8 @@ def page_vote(
     if sm_scale <= 0:
         raise ValueError(f"sm_scale must be above 0, got {sm_scale}")
     shape = q.shape[0], summary.shape[1], page_table.shape[1]
-    out = dispatch.result("out", out, shape, torch.float32, q.device)
-    if dispatch.use_reference(q):
+    out = checks.result("out", out, shape, torch.float32, q.device)
+    if checks.use_reference(q):
         return reference.page_vote(q, summary, page_table, n_pages, sm_scale, out, local_pages)
     from . import triton
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from ..common.testing import seeded
 from ..page_centroids.reference import pack
 from ..page_score import cases
 from ..page_score.cases import BF16, FP8, FP16, FP32
-from ..testing import seeded
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from .. import nvrtc
 from ..block_mass.cuda import float_bits
-from ..launch import LOG2_E, capability, num_processors
+from ..common import nvrtc
+from ..common.launch import LOG2_E, capability, num_processors
 from ..page_centroids import HEADER, count_of
 from ..page_score.cuda import DIMS, KINDS, WARPS, blocks_of
 

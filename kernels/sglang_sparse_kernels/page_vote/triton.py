@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..float8 import as_half
-from ..launch import LOG2_E, await_inputs, dependent_launch
+from ..common.float8 import as_half
+from ..common.launch import LOG2_E, await_inputs, dependent_launch
 from ..page_centroids import HEADER, SCALE, count_of
 from ..page_centroids.reference import ZERO_LEVEL
 from ..page_score.reference import UNBOUNDED

@@ -6,7 +6,7 @@ blocks as in Flash-Decoding.
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 from .reference import BLOCK_KEYS, LOCAL_BLOCKS
 
@@ -94,15 +94,15 @@ def skip_softmax_decode(
         [5, 2]
     """
     by_row = "threshold_scale_factor", threshold_scale_factor
-    out = dispatch.check_paged_prefill(q, k_cache, v_cache, page_table, by_row, out, (stats, 2))
+    out = checks.check_paged_prefill(q, k_cache, v_cache, page_table, by_row, out, (stats, 2))
     check_rows(q, page_table, n_pages, last_slots)
     if arrivals is not None:
-        dispatch.check_exactly("arrivals", arrivals, (q.shape[0], k_cache.shape[1]), torch.int32)
-        dispatch.check_device(q.device, arrivals=arrivals)
-    dispatch.check_page_size(page_size)
-    dispatch.check_logit_scale(sm_scale, k_scale)
+        checks.check_exactly("arrivals", arrivals, (q.shape[0], k_cache.shape[1]), torch.int32)
+        checks.check_device(q.device, arrivals=arrivals)
+    checks.check_page_size(page_size)
+    checks.check_logit_scale(sm_scale, k_scale)
     arguments = (q, k_cache, v_cache, page_table, n_pages, last_slots, threshold_scale_factor, page_size, sm_scale)
-    if dispatch.use_reference(q):
+    if checks.use_reference(q):
         return reference.skip_softmax_decode(*arguments, k_scale, v_scale, out, stats)
     from . import cuda, triton
 
@@ -157,7 +157,7 @@ def check_rows(
 ) -> None:
     """Raise ValueError unless a page table, pages and newest slots are those of the rows of ``q``, ``[B, …]``."""
     batch = q.shape[0]
-    dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
-    dispatch.check_exactly("n_pages", n_pages, (batch,), torch.int32)
-    dispatch.check_exactly("last_slots", last_slots, (batch,), torch.int64)
-    dispatch.check_device(q.device, n_pages=n_pages, last_slots=last_slots)
+    checks.check_shape("page_table", page_table, (batch, page_table.shape[1]))
+    checks.check_exactly("n_pages", n_pages, (batch,), torch.int32)
+    checks.check_exactly("last_slots", last_slots, (batch,), torch.int64)
+    checks.check_device(q.device, n_pages=n_pages, last_slots=last_slots)

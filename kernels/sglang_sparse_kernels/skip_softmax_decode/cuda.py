@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from .. import nvrtc
 from ..block_mass.cuda import float_bits
-from ..launch import LOG2_E, capability, dependent_launch, num_processors, properties
+from ..common import nvrtc
+from ..common.launch import LOG2_E, capability, dependent_launch, num_processors, properties
 from ..sparse_decode.triton import combine
 from .reference import BLOCK_KEYS, LOCAL_BLOCKS
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
-from ..paged_prefill import load_rows
+from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
+from ..common.paged_prefill import load_rows
 from ..sparse_decode.plan import num_splits, split_results
 from ..sparse_decode.triton import combine
 from .reference import BLOCK_KEYS, LOCAL_BLOCKS

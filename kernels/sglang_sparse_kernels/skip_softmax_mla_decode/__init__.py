@@ -7,7 +7,7 @@ Flash-Decoding.
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from ..skip_softmax_decode import BLOCK_KEYS, LOCAL_BLOCKS, check_rows
 from ..sparse_mla_decode import LATENT_DIMS, ROPE_DIMS, check_latents
 from . import reference
@@ -100,12 +100,12 @@ def skip_softmax_mla_decode(
         [5, 2]
     """
     _check_arguments(q_nope, q_rope, kv_cache, page_table, n_pages, last_slots, threshold_scale_factor, stats)
-    out = dispatch.result("out", out, tuple(q_nope.shape), q_nope.dtype, q_nope.device)
-    dispatch.check_page_size(page_size)
-    dispatch.check_logit_scale(sm_scale, kv_scale)
+    out = checks.result("out", out, tuple(q_nope.shape), q_nope.dtype, q_nope.device)
+    checks.check_page_size(page_size)
+    checks.check_logit_scale(sm_scale, kv_scale)
     rows = (page_table, n_pages, last_slots, threshold_scale_factor)
     arguments = (q_nope, q_rope, kv_cache, *rows, page_size, sm_scale, kv_scale, out, stats)
-    if dispatch.use_reference(q_nope):
+    if checks.use_reference(q_nope):
         return reference.skip_softmax_mla_decode(*arguments)
     from . import triton
 
@@ -151,14 +151,14 @@ def _check_arguments(
     threshold_scale_factor: torch.Tensor,
     stats: torch.Tensor | None,
 ) -> None:
-    dispatch.check_query("q_nope", q_nope, 3)
-    dispatch.check_tensor("kv_cache", kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn))
+    checks.check_query("q_nope", q_nope, 3)
+    checks.check_tensor("kv_cache", kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn))
     check_latents(q_nope, q_rope, kv_cache)
-    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
-    dispatch.check_last(page_table=page_table)
+    checks.check_tensor("page_table", page_table, 2, (torch.int32,))
+    checks.check_last(page_table=page_table)
     check_rows(q_nope, page_table, n_pages, last_slots)
     by_row = {"page_table": page_table, "threshold_scale_factor": threshold_scale_factor}
-    dispatch.check_device(q_nope.device, **by_row, stats=stats)
-    dispatch.check_exactly("threshold_scale_factor", threshold_scale_factor, (q_nope.shape[0],), torch.float32)
+    checks.check_device(q_nope.device, **by_row, stats=stats)
+    checks.check_exactly("threshold_scale_factor", threshold_scale_factor, (q_nope.shape[0],), torch.float32)
     if stats is not None:
-        dispatch.check_exactly("stats", stats, (2,), torch.int64)
+        checks.check_exactly("stats", stats, (2,), torch.int64)

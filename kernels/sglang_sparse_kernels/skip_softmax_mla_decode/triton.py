@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..launch import LOG2_E, Properties, await_inputs, dependent_launch, most_latent_rows, num_processors, properties
+from ..common.launch import (
+    LOG2_E,
+    Properties,
+    await_inputs,
+    dependent_launch,
+    most_latent_rows,
+    num_processors,
+    properties,
+)
 from ..skip_softmax_decode.reference import BLOCK_KEYS, LOCAL_BLOCKS
 from ..skip_softmax_decode.triton import load_pages, threshold_of
 from ..sparse_decode.plan import num_splits, split_results

@@ -5,7 +5,7 @@ Source: BLASST (arXiv:2512.12087) and the Skip Softmax Attention of TensorRT-LLM
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 from .plan import BLOCK_KEYS, TILE_QUERIES, SkipSoftmaxPlan, Span, make_plan
 
@@ -80,12 +80,12 @@ def skip_softmax_prefill(
         [4160, 4160, 0, 2]
     """
     by_row = "threshold_scale_factor", threshold_scale_factor
-    out = dispatch.check_paged_prefill(q, k_cache, v_cache, page_table, by_row, out, (stats, 4))
-    dispatch.check_page_size(page_size)
-    dispatch.check_plan(q, page_table, plan, page_size)
-    dispatch.check_logit_scale(sm_scale, k_scale)
+    out = checks.check_paged_prefill(q, k_cache, v_cache, page_table, by_row, out, (stats, 4))
+    checks.check_page_size(page_size)
+    checks.check_plan(q, page_table, plan, page_size)
+    checks.check_logit_scale(sm_scale, k_scale)
     arguments = (q, k_cache, v_cache, page_table, plan, threshold_scale_factor, page_size, sm_scale, k_scale, v_scale)
-    if dispatch.use_reference(q):
+    if checks.use_reference(q):
         return reference.skip_softmax_prefill(*arguments, out, stats)
     from . import launch
 

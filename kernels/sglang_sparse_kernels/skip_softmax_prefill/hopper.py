@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..dispatch import HALF_DTYPES
-from ..launch import LOG2_E
+from ..common.checks import HALF_DTYPES
+from ..common.launch import LOG2_E
 from .hopper_loads import SLAB, SMEM, next_stage, produce
 from .hopper_softmax import (
     HALF,

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from triton import knobs
 
-from ..launch import capability
+from ..common.launch import capability
 from .plan import SkipSoftmaxPlan
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..launch import LOG2_E
-from ..paged_prefill import load_rows, load_slots, softmax_step
+from ..common.launch import LOG2_E
+from ..common.paged_prefill import load_rows, load_slots, softmax_step
 from .plan import QueryTile, SkipSoftmaxPlan
 
 _TILE_FIELDS = tl.constexpr(len(QueryTile._fields))

@@ -6,7 +6,7 @@ Flash-Decoding.
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 
 
@@ -69,9 +69,9 @@ def sparse_decode(
         [5.0, 5.0]
     """
     _check_arguments(q, k_cache, v_cache, indices, counts, last_slots, page_size, arrivals)
-    out = dispatch.result("out", out, (*q.shape[:2], v_cache.shape[2]), q.dtype, q.device)
+    out = checks.result("out", out, (*q.shape[:2], v_cache.shape[2]), q.dtype, q.device)
     arguments = (q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale, out)
-    if dispatch.use_reference(q):
+    if checks.use_reference(q):
         return reference.sparse_decode(*arguments)
     from . import cuda, triton
 
@@ -128,21 +128,21 @@ def _check_arguments(
     page_size: int,
     arrivals: torch.Tensor | None,
 ) -> None:
-    dispatch.check_query("q", q, 3)
-    dispatch.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
-    dispatch.check_tensor("v_cache", v_cache, 3, (k_cache.dtype,))
-    dispatch.check_tensor("indices", indices, 3, (torch.int32,))
-    dispatch.check_page_size(page_size)
+    checks.check_query("q", q, 3)
+    checks.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
+    checks.check_tensor("v_cache", v_cache, 3, (k_cache.dtype,))
+    checks.check_tensor("indices", indices, 3, (torch.int32,))
+    checks.check_page_size(page_size)
     batch, num_q_heads, head_dim = q.shape
     num_slots, num_kv_heads, _ = v_cache.shape
-    dispatch.check_heads(num_q_heads, num_kv_heads)
-    dispatch.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
-    dispatch.check_shape("indices", indices, (batch, num_kv_heads, indices.shape[2]))
-    dispatch.check_last(q=q, k_cache=k_cache, v_cache=v_cache)
+    checks.check_heads(num_q_heads, num_kv_heads)
+    checks.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
+    checks.check_shape("indices", indices, (batch, num_kv_heads, indices.shape[2]))
+    checks.check_last(q=q, k_cache=k_cache, v_cache=v_cache)
     by_row = {"counts": counts, "last_slots": last_slots, "arrivals": arrivals}
-    dispatch.check_device(q.device, k_cache=k_cache, v_cache=v_cache, indices=indices, **by_row)
-    dispatch.check_contiguous("indices", indices)
-    dispatch.check_exactly("counts", counts, (batch, num_kv_heads), torch.int32)
-    dispatch.check_exactly("last_slots", last_slots, (batch,), torch.int64)
+    checks.check_device(q.device, k_cache=k_cache, v_cache=v_cache, indices=indices, **by_row)
+    checks.check_contiguous("indices", indices)
+    checks.check_exactly("counts", counts, (batch, num_kv_heads), torch.int32)
+    checks.check_exactly("last_slots", last_slots, (batch,), torch.int64)
     if arrivals is not None:
-        dispatch.check_exactly("arrivals", arrivals, (batch, num_kv_heads), torch.int32)
+        checks.check_exactly("arrivals", arrivals, (batch, num_kv_heads), torch.int32)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..testing import PagedBatch, paged_batch, random_cache, seeded
+from ..common.testing import PagedBatch, paged_batch, random_cache, seeded
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from .. import nvrtc
 from ..block_mass.cuda import float_bits
-from ..launch import LOG2_E, dependent_launch, num_processors
+from ..common import nvrtc
+from ..common.launch import LOG2_E, dependent_launch, num_processors
 
 SOURCE = Path(__file__).with_name("cuda.cu")
 KINDS = {torch.bfloat16: 0, torch.float16: 1}

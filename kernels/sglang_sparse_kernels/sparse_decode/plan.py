@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..launch import num_processors, properties
+from ..common.launch import num_processors, properties
 
 # Numbers that a warp can hold when it combines splits.
 _FUSED_WARP = 2048

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch
+from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch
 from .plan import Config, combines, plan, split_results
 
 # Partial results that one program of the combination holds, and that a warp of it has at least.

@@ -7,7 +7,8 @@ attends to the blocks of many rows (``fa3``).
 
 import torch
 
-from .. import dispatch, latent_rows
+from .. import latent_rows
+from ..common import checks
 from . import reference
 
 LATENT_DIMS = (64, *latent_rows.LATENT_DIMS)
@@ -78,7 +79,7 @@ def sparse_mla_decode(
         out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
     _check_arguments(q_nope, q_rope, kv_cache, indices, counts, last_slots, block_size, out)
     arguments = (q_nope, q_rope, kv_cache, indices, counts, last_slots, block_size, sm_scale, kv_scale, out)
-    if dispatch.use_reference(q_nope):
+    if checks.use_reference(q_nope):
         return reference.sparse_mla_decode(*arguments)
     from . import fa3, triton
 
@@ -132,24 +133,24 @@ def _check_arguments(
     block_size: int,
     out: torch.Tensor,
 ) -> None:
-    dispatch.check_query("q_nope", q_nope, 3)
-    dispatch.check_tensor("kv_cache", kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn, torch.uint8))
+    checks.check_query("q_nope", q_nope, 3)
+    checks.check_tensor("kv_cache", kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn, torch.uint8))
     check_latents(q_nope, q_rope, kv_cache)
-    dispatch.check_tensor("indices", indices, 3, (torch.int32,))
-    dispatch.check_tensor("counts", counts, 2, (torch.int32,))
-    dispatch.check_tensor("last_slots", last_slots, 1, (torch.int64,))
-    dispatch.check_tensor("out", out, 3, (q_nope.dtype,))
+    checks.check_tensor("indices", indices, 3, (torch.int32,))
+    checks.check_tensor("counts", counts, 2, (torch.int32,))
+    checks.check_tensor("last_slots", last_slots, 1, (torch.int64,))
+    checks.check_tensor("out", out, 3, (q_nope.dtype,))
     if block_size not in (allowed := [2**power for power in range(7)]):
         raise ValueError(f"block_size must be one of {', '.join(map(str, allowed))}, got {block_size}")
     batch = q_nope.shape[0]
-    dispatch.check_shape("indices", indices, (batch, 1, indices.shape[2]))
-    dispatch.check_shape("counts", counts, (batch, 1))
-    dispatch.check_shape("last_slots", last_slots, (batch,))
-    dispatch.check_shape("out", out, tuple(q_nope.shape))
+    checks.check_shape("indices", indices, (batch, 1, indices.shape[2]))
+    checks.check_shape("counts", counts, (batch, 1))
+    checks.check_shape("last_slots", last_slots, (batch,))
+    checks.check_shape("out", out, tuple(q_nope.shape))
     contiguous = {"indices": indices, "counts": counts, "last_slots": last_slots, "out": out}
     for name, tensor in contiguous.items():
-        dispatch.check_contiguous(name, tensor)
-    dispatch.check_device(q_nope.device, **contiguous)
+        checks.check_contiguous(name, tensor)
+    checks.check_device(q_nope.device, **contiguous)
 
 
 def check_latents(q_nope: torch.Tensor, q_rope: torch.Tensor, kv_cache: torch.Tensor) -> None:
@@ -160,16 +161,16 @@ def check_latents(q_nope: torch.Tensor, q_rope: torch.Tensor, kv_cache: torch.Te
         q_rope: ``[B, H, r]``.
         kv_cache: ``[S, R + r]``, or rows of float8 latents; its dtype is allowed.
     """
-    dispatch.check_tensor("q_rope", q_rope, 3, (q_nope.dtype,))
+    checks.check_tensor("q_rope", q_rope, 3, (q_nope.dtype,))
     batch, num_heads, latent_dim = q_nope.shape
     rope_dim = q_rope.shape[2]
     for name, dim, dims in (("q_nope", latent_dim, LATENT_DIMS), ("q_rope", rope_dim, ROPE_DIMS)):
         if dim not in dims:
             raise ValueError(f"the last dimension of {name} must be one of {', '.join(map(str, dims))}, got {dim}")
-    dispatch.check_shape("q_rope", q_rope, (batch, num_heads, rope_dim))
+    checks.check_shape("q_rope", q_rope, (batch, num_heads, rope_dim))
     if kv_cache.dtype == torch.uint8:
         latent_rows.check_rows("kv_cache", kv_cache, latent_dim, rope_dim)
     else:
-        dispatch.check_shape("kv_cache", kv_cache, (kv_cache.shape[0], latent_dim + rope_dim))
-    dispatch.check_last(q_nope=q_nope, q_rope=q_rope, kv_cache=kv_cache)
-    dispatch.check_device(q_nope.device, q_rope=q_rope, kv_cache=kv_cache)
+        checks.check_shape("kv_cache", kv_cache, (kv_cache.shape[0], latent_dim + rope_dim))
+    checks.check_last(q_nope=q_nope, q_rope=q_rope, kv_cache=kv_cache)
+    checks.check_device(q_nope.device, q_rope=q_rope, kv_cache=kv_cache)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..launch import capability, num_processors
+from ..common.launch import capability, num_processors
 from .triton import selected_tokens
 
 logger = logging.getLogger(__name__)

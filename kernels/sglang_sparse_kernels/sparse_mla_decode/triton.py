@@ -14,10 +14,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..float8 import converts_float8
-from ..latent_rows.reference import TILE
-from ..latent_rows.triton import read_latents
-from ..launch import (
+from ..common.float8 import converts_float8
+from ..common.launch import (
     LOG2_E,
     MIN_DOT,
     Properties,
@@ -27,6 +25,8 @@ from ..launch import (
     num_processors,
     properties,
 )
+from ..latent_rows.reference import TILE
+from ..latent_rows.triton import read_latents
 from ..sparse_decode.plan import num_splits, split_results
 from ..sparse_decode.triton import combine, load_ids, token_slots
 

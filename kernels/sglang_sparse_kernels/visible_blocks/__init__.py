@@ -6,7 +6,7 @@ what was not kept stays in the cache, where other requests share it, and is left
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 
 
@@ -76,7 +76,7 @@ def visible_blocks(
         out = blocks, counts, wanted
     _check_outputs(out, stats, (batch, num_kv_heads, width), block_table.device)
     arguments = (kept, n_kept, first_visible, requests, block_table, n_blocks, n_select, out, stats)
-    if dispatch.use_reference(block_table):
+    if checks.use_reference(block_table):
         return reference.visible_blocks(*arguments)
     from . import triton
 
@@ -93,11 +93,11 @@ def check_inputs(
     n_select: torch.Tensor,
 ) -> None:
     """Raise ValueError unless these say what is visible, and how much of it is wanted."""
-    dispatch.check_tensor("kept", kept, 3, (torch.int32,))
-    dispatch.check_tensor("block_table", block_table, 2, (torch.int32,))
-    dispatch.check_contiguous("kept", kept)
+    checks.check_tensor("kept", kept, 3, (torch.int32,))
+    checks.check_tensor("block_table", block_table, 2, (torch.int32,))
+    checks.check_contiguous("kept", kept)
     batch = block_table.shape[0]
-    dispatch.check_last(block_table=block_table)
+    checks.check_last(block_table=block_table)
     for name, tensor, dtype, size in (
         ("n_kept", n_kept, torch.int32, kept.shape[0]),
         ("first_visible", first_visible, torch.int32, kept.shape[0]),
@@ -105,10 +105,10 @@ def check_inputs(
         ("n_blocks", n_blocks, torch.int32, batch),
         ("n_select", n_select, torch.int32, batch),
     ):
-        dispatch.check_exactly(name, tensor, (size,), dtype)
+        checks.check_exactly(name, tensor, (size,), dtype)
     by_request = {"kept": kept, "n_kept": n_kept, "first_visible": first_visible}
     by_row = {"requests": requests, "n_blocks": n_blocks, "n_select": n_select}
-    dispatch.check_device(block_table.device, **by_request, **by_row)
+    checks.check_device(block_table.device, **by_request, **by_row)
 
 
 def _check_outputs(
@@ -118,8 +118,8 @@ def _check_outputs(
     device: torch.device,
 ) -> None:
     for name, tensor, expected in zip(("blocks", "counts", "wanted"), out, (shape, shape[:2], shape[:2]), strict=True):
-        dispatch.check_exactly(name, tensor, expected, torch.int32)
+        checks.check_exactly(name, tensor, expected, torch.int32)
     blocks, counts, wanted = out
-    dispatch.check_device(device, blocks=blocks, counts=counts, wanted=wanted, stats=stats)
+    checks.check_device(device, blocks=blocks, counts=counts, wanted=wanted, stats=stats)
     if stats is not None:
-        dispatch.check_stats(stats)
+        checks.check_stats(stats)

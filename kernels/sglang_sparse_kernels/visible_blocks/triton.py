@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import await_inputs, dependent_launch, num_processors
+from ..common.launch import await_inputs, dependent_launch, num_processors
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ fused path differs: its softmax runs over the tokens before the window alone.
 
 import torch
 
-from .. import dispatch
+from ..common import checks
 from . import reference
 
 _MAX_DIM = 256
@@ -79,14 +79,14 @@ def window_score(
     _check_arguments(q, n_window, k_cache, page_table, lengths, page_size)
     most = page_table.shape[1] * page_size
     tokens = out.shape[-1] if out is not None and out.dim() else most
-    out = dispatch.result("out", out, (q.shape[0], k_cache.shape[1], tokens), torch.float32, q.device)
+    out = checks.result("out", out, (q.shape[0], k_cache.shape[1], tokens), torch.float32, q.device)
     if tokens > most:
         raise ValueError(f"out must have at most the {most} tokens of page_table, got {tokens}")
-    dispatch.check_logit_scale(sm_scale, k_scale)
+    checks.check_logit_scale(sm_scale, k_scale)
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size must be odd and at least 1, got {kernel_size}")
     arguments = (q, n_window, k_cache, page_table, lengths, page_size, sm_scale, k_scale, kernel_size, out)
-    if dispatch.use_reference(q):
+    if checks.use_reference(q):
         return reference.window_score(*arguments)
     from . import triton
 
@@ -116,21 +116,21 @@ def _check_arguments(
     lengths: torch.Tensor,
     page_size: int,
 ) -> None:
-    dispatch.check_query("q", q, 4)
-    dispatch.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
-    dispatch.check_tensor("page_table", page_table, 2, (torch.int32,))
+    checks.check_query("q", q, 4)
+    checks.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
+    checks.check_tensor("page_table", page_table, 2, (torch.int32,))
     batch, window, num_q_heads, head_dim = q.shape
     num_slots, num_kv_heads, _ = k_cache.shape
     if window < 1:
         raise ValueError(f"q must have at least one query, got the shape {tuple(q.shape)}")
     if not 1 <= head_dim <= _MAX_DIM:
         raise ValueError(f"the last dimension of q must be 1 to {_MAX_DIM}, got {head_dim}")
-    dispatch.check_heads(num_q_heads, num_kv_heads)
-    dispatch.check_page_size(page_size)
-    dispatch.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
-    dispatch.check_shape("page_table", page_table, (batch, page_table.shape[1]))
-    dispatch.check_last(q=q, k_cache=k_cache, page_table=page_table)
+    checks.check_heads(num_q_heads, num_kv_heads)
+    checks.check_page_size(page_size)
+    checks.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
+    checks.check_shape("page_table", page_table, (batch, page_table.shape[1]))
+    checks.check_last(q=q, k_cache=k_cache, page_table=page_table)
     for name, tensor in (("n_window", n_window), ("lengths", lengths)):
-        dispatch.check_exactly(name, tensor, (batch,), torch.int32)
+        checks.check_exactly(name, tensor, (batch,), torch.int32)
     tensors = {"k_cache": k_cache, "page_table": page_table, "n_window": n_window, "lengths": lengths}
-    dispatch.check_device(q.device, **tensors)
+    checks.check_device(q.device, **tensors)

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ..launch import LOG2_E, MIN_DOT
-from ..paged_prefill import load_rows, load_slots
-from ..scratch import LIMIT, rows_at_once
+from ..common.launch import LOG2_E, MIN_DOT
+from ..common.paged_prefill import load_rows, load_slots
+from ..common.scratch import LIMIT, rows_at_once
 from .reference import UNBOUNDED
 
 _MAX_ROWS = 128

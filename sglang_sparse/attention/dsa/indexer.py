@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import pad
 
-from sglang_sparse_kernels import index_choice, index_keys
+from sglang_sparse_kernels import index_keys
 from sglang_sparse_kernels.index_logits import index_logits
-from sglang_sparse_kernels.index_parts import queries_at_once, slots_of
+from sglang_sparse_kernels.index_topk.choose import choose_in_parts
+from sglang_sparse_kernels.index_topk.parts import queries_at_once, slots_of
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.backend import SparseAttentionBackend
@@ -218,7 +219,7 @@ def _select(batch: IndexerBatch, values: torch.Tensor, gates: torch.Tensor, buff
 
     names = batch.page_table, batch.rows, batch.offsets
     out = batch.chosen, batch.counts.view(-1), batch.slots
-    index_choice.choose(scores, batch.at_once, batch.lengths, batch.wanted, names, out, batch.stats, NO_TOKEN)
+    choose_in_parts(scores, batch.at_once, batch.lengths, batch.wanted, names, out, batch.stats, NO_TOKEN)
 
 
 def served_backend() -> Any | None:

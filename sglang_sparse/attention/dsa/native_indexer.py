@@ -10,7 +10,7 @@ import torch
 from sglang_sparse.attention.dsa.indexer import served_backend
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.methods.dsa.decode import Dsa
-from sglang_sparse_kernels.index_choice import select
+from sglang_sparse_kernels.index_topk.choose import select
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,8 @@ from sglang_sparse.methods.config import Crossover, MethodConfig
 from sglang_sparse.methods.dsa import weights
 from sglang_sparse.methods.fingerprint import tensors
 from sglang_sparse.methods.support import FlagLimit, refuse_sizes
-from sglang_sparse_kernels import index_choice, sparse_mla_decode
+from sglang_sparse_kernels import sparse_mla_decode
+from sglang_sparse_kernels.index_topk import choose
 from sglang_sparse_kernels.sparse_mla_decode import LATENT_DIMS, ROPE_DIMS
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class Dsa(DecodeMethod):
         """
         if self.native("topk"):
             return 0
-        return index_choice.scratch_bytes(queries, self._columns(width), device, self.native("indexer"))
+        return choose.scratch_bytes(queries, self._columns(width), device, self.native("indexer"))
 
     def _columns(self, tokens: int) -> int:
         """Logits of a query that may see so many tokens: whole pages of them."""

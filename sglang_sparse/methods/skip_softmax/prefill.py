@@ -30,7 +30,7 @@ from sglang_sparse.methods.skip_softmax.calibration_file import (
     refuse_other_model,
     resolved_fields,
 )
-from sglang_sparse_kernels.launch import to_device
+from sglang_sparse_kernels.common.launch import to_device
 from sglang_sparse_kernels.skip_softmax_prefill import (
     TILE_QUERIES,
     SkipSoftmaxPlan,

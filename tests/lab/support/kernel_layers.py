@@ -8,7 +8,7 @@ import torch
 from eval.lab.kernels.kernel_inputs import Shape, Step
 from eval.lab.kernels.kernel_machine import Machine
 from eval.lab.kernels.kernel_table import OURS, TABLE
-from sglang_sparse_kernels.timing import Replay, Run
+from sglang_sparse_kernels.common.timing import Replay, Run
 
 # The newest page is partly filled, and no two sizes are equal.
 SHAPE = Shape(2, 118, q_heads=6, kv_heads=3, dim=16, page_size=8, active_ratio=0.4, n_min=2, context_length=400)

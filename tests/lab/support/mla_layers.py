@@ -12,7 +12,7 @@ from eval.lab.kernels.mla_inputs import SM_SCALE, Shape, Step
 from eval.lab.kernels.mla_recipe import RECIPE
 from eval.lab.kernels.mla_table import table
 from eval.lab.structured.generator import read_recipe
-from sglang_sparse_kernels.timing import Replay, Run
+from sglang_sparse_kernels.common.timing import Replay, Run
 
 # The newest page and block are partly filled, and no two sizes are equal.
 SHAPE = Shape(2, 1500, heads=6, latent=64, rope=32, page_size=32, block_size=16, target_share=0.2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton_interpreter import OPERATIONS
 
-from sglang_sparse_kernels import dispatch
+from sglang_sparse_kernels.common import checks
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import update_page_summary
 from sglang_sparse_kernels.page_topk import page_topk
@@ -29,21 +29,21 @@ def test_docstring_example_runs(operation: str) -> None:
 def test_cpu_tensors_run_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("SGLANG_SPARSE_REFERENCE", raising=False)
-    assert dispatch.use_reference(torch.zeros(1))
+    assert checks.use_reference(torch.zeros(1))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert not dispatch.use_reference(torch.zeros(1))
+    assert not checks.use_reference(torch.zeros(1))
 
 
 def test_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not dispatch.use_reference(torch.zeros(1, device="meta"))
+    assert not checks.use_reference(torch.zeros(1, device="meta"))
     monkeypatch.setenv("SGLANG_SPARSE_REFERENCE", "1")
-    assert dispatch.use_reference(torch.zeros(1, device="meta"))
+    assert checks.use_reference(torch.zeros(1, device="meta"))
 
 
 @pytest.mark.parametrize("page_size", [0, 3, 48, 128, -16])
 def test_page_size_must_be_a_power_of_two_up_to_64(page_size: int) -> None:
     with pytest.raises(ValueError, match=f"power of two from 1 to 64, got {page_size}"):
-        dispatch.check_page_size(page_size)
+        checks.check_page_size(page_size)
 
 
 def test_update_page_summary_refuses_a_finer_summary_than_the_cache() -> None:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_longlong
 # Of the headers that sources may include, by name.
-HEADERS = Path(__file__).parent
+HEADERS = Path(__file__).parent / "cuda"
 # Ampere.
 LEAST_CAPABILITY = (8, 0)
 

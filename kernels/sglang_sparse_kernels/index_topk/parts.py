@@ -2,7 +2,7 @@
 
 import torch
 
-from .index_keys import PAGE_SIZE
+from ..index_keys import PAGE_SIZE
 
 # Of the logits of a prefill that are chosen from at a time, for as many queries as fit; choosing from them takes
 # several times as much on a CPU. Logits that SGLang makes may be larger.

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from .index_parts import most_logits, queries_at_once
-from .index_topk import index_topk
-from .index_topk.reference import Names
+from . import index_topk
+from .parts import most_logits, queries_at_once
+from .reference import Names
 
 
 def scratch_bytes(queries: int, width: int, device: torch.device, given: bool) -> int:
@@ -28,7 +28,7 @@ def scratch_bytes(queries: int, width: int, device: torch.device, given: bool) -
     return 4 * width * min(queries, queries_at_once(width, device))
 
 
-def choose(
+def choose_in_parts(
     scores: Callable[[slice], torch.Tensor],
     at_once: int,
     lengths: torch.Tensor,
