@@ -19,7 +19,7 @@ from dsa_passes import (
 )
 
 from sglang_sparse.attention.dsa import indexer, latents
-from sglang_sparse_kernels.index_topk import parts
+from sglang_sparse_kernels.index_topk import choose
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def named(rows: Rows, chosen: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", PASSES)
 def test_slots_are_given_where_the_backend_takes_them(kind: str, run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "LOGITS_BYTES", 4 * 3 * PAGE * 7)
-    monkeypatch.setattr(parts, "LOOKED_UP", 3)
+    monkeypatch.setattr(choose, "LOGITS_BYTES", 4 * 3 * PAGE * 7)
+    monkeypatch.setattr(choose, "LOOKED_UP", 3)
     rows = Rows(**PASSES[kind])
     backend, model = rows.backend(fused=True), Model(rows)
     for layer in LAYERS:

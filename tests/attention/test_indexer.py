@@ -21,7 +21,7 @@ from dsa_passes import (
 )
 
 from sglang_sparse.attention.dsa import indexer, latents
-from sglang_sparse_kernels.index_topk import parts
+from sglang_sparse_kernels.index_topk import choose
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_each_layer_chooses_by_its_own_logits(
     kind: str, logits_bytes: int, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the layer before it has chosen in the same place."""
-    monkeypatch.setattr(parts, "LOGITS_BYTES", logits_bytes)
+    monkeypatch.setattr(choose, "LOGITS_BYTES", logits_bytes)
     rows = Rows(**PASSES[kind])
     backend, model = rows.backend(), Model(rows)
     found = []

@@ -5,9 +5,8 @@ import torch
 from peak_memory import Peak, collect_after
 from triton_interpreter import INTERPRETED
 
-from sglang_sparse_kernels.index_topk import parts, portable
-from sglang_sparse_kernels.index_topk.choose import scratch_bytes, select
-from sglang_sparse_kernels.index_topk.parts import queries_at_once, slots_of
+from sglang_sparse_kernels.index_topk import choose, portable
+from sglang_sparse_kernels.index_topk.choose import queries_at_once, scratch_bytes, select, slots_of
 
 QUERIES, WIDTH, TOPK, AT_ONCE = 20, 256, 24, 3
 CPU = torch.device("cpu")
@@ -15,8 +14,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "LOGITS_BYTES", 4 * WIDTH * AT_ONCE + 4)
-    monkeypatch.setattr(parts, "LOOKED_UP", 7)
+    monkeypatch.setattr(choose, "LOGITS_BYTES", 4 * WIDTH * AT_ONCE + 4)
+    monkeypatch.setattr(choose, "LOOKED_UP", 7)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

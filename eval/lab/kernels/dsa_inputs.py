@@ -22,8 +22,7 @@ from sglang_sparse_kernels.common.testing import paged_batch, seeded
 from sglang_sparse_kernels.index_keys import PAGE_SIZE
 from sglang_sparse_kernels.index_keys import reference as index_keys
 from sglang_sparse_kernels.index_logits import index_logits
-from sglang_sparse_kernels.index_topk.choose import choose_in_parts, select
-from sglang_sparse_kernels.index_topk.parts import queries_at_once
+from sglang_sparse_kernels.index_topk.choose import choose_in_parts, queries_at_once, select
 from sglang_sparse_kernels.latent_rows import row_bytes
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 

@@ -1,12 +1,12 @@
 """The token selection by ``page_topk`` and plain torch, where its CUDA kernel does not run.
 
-What it allocates beside its results is bounded, whatever the prompt and the chunk: see ``parts``.
+What it allocates beside its results is bounded, whatever the prompt and the chunk: see ``choose``.
 """
 
 import torch
 
 from ..page_topk import page_topk
-from .parts import queries_at_once, slots_of
+from .choose import queries_at_once, slots_of
 from .reference import Names, Results
 
 

@@ -18,8 +18,7 @@ from torch.nn.functional import pad
 
 from sglang_sparse_kernels import index_keys
 from sglang_sparse_kernels.index_logits import index_logits
-from sglang_sparse_kernels.index_topk.choose import choose_in_parts
-from sglang_sparse_kernels.index_topk.parts import queries_at_once, slots_of
+from sglang_sparse_kernels.index_topk.choose import choose_in_parts, queries_at_once, slots_of
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.backend import SparseAttentionBackend
