@@ -60,7 +60,7 @@ OPERATIONS = {
     "block_topp": "block_topp",
     "index_keys": "quantize",
     "index_logits": "index_logits",
-    "kt_score": "kt_score",
+    "kt_select": "kt_select",
     "latent_rows": "write_latents",
     "page_centroids": "update_page_centroids",
     "page_score": "page_score",
@@ -73,7 +73,6 @@ OPERATIONS = {
     "skip_softmax_prefill": "skip_softmax_prefill",
     "sparse_decode": "sparse_decode",
     "sparse_mla_decode": "sparse_mla_decode",
-    "visible_blocks": "visible_blocks",
     "window_score": "window_score",
 }
 ALL = tuple(sorted({*OPERATIONS, *cuda_sources.BUILDS}))

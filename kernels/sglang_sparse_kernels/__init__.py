@@ -19,7 +19,5 @@ One folder per operation, each usable without SGLang:
 - ``skip_softmax_prefill``, ``skip_softmax_decode``, ``skip_softmax_mla_decode``: attention that leaves out blocks of
   keys of little weight.
 - ``window_score``: how much the last queries of a prompt attend to each of its tokens.
-- ``kt_score``: how much a group of query heads may attend to each page of the KT cache.
-- ``visible_blocks``: the blocks that each row and KV head may attend to, where a part of the prompt is left out.
-- ``kt_select``: ``visible_blocks``, ``kt_score`` and ``page_topk`` in one.
+- ``kt_select``: the highest pages of the KT cache for a group of query heads, of those that a row may attend to.
 """

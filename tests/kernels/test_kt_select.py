@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from kt_selections import TABLES, check
+from kt_selections import check
 
-from sglang_sparse_kernels import kt_score
 from sglang_sparse_kernels.common import nvrtc
 from sglang_sparse_kernels.common.launch import dependent_launch
-from sglang_sparse_kernels.kt_select import cuda, kt_select, scratch_bytes
+from sglang_sparse_kernels.kt_select import TABLES, cuda, kt_select, scratch_bytes, triton
 from sglang_sparse_kernels.kt_select.cases import BF16, CASES, E5M2, Case, Row, make
 
 STEP = Row(8192, 64, 8184, 504)
@@ -85,7 +84,7 @@ def test_what_a_call_allocates_is_reserved(heads: tuple[int, int], monkeypatch: 
         (3, 8192 // group + 1),
     ):
         reserved = scratch_bytes(rows, *heads, widest)
-        assert reserved >= kt_score.scratch_bytes(rows, *heads, widest)
+        assert reserved >= triton.scratch_bytes(rows, heads[0], widest)
         for width in (widest, widest - 1, widest * 3 // 4, widest // 2):
             q, tables = empty(rows, heads[0], 128, dtype=BF16), (empty(rows, heads[1], 4), *[empty(rows, 9)] * 6)
             out, taken = (empty(rows, heads[1], width), empty(rows, heads[1])), []
@@ -100,15 +99,43 @@ def test_what_a_call_allocates_is_reserved(heads: tuple[int, int], monkeypatch: 
 
 def test_wrong_arguments_are_refused() -> None:
     arguments = make(CASES[0], "cpu")
+    q, summary, kept, table = (arguments[name] for name in ("q", "summary", "kept", "block_table"))
+    for name in ("n_kept", "first_visible", "requests", "n_blocks", "n_select"):
+        tensor, size = arguments[name], len(arguments[name])
+        for wrong, message in [
+            (tensor[None], f"{name} must have 1 dimensions"),
+            (tensor.float(), f"{name} must have one of the dtypes {tensor.dtype}, got torch.float32"),
+            (tensor[:-1], rf"{name} must have the shape \({size},\), got \({size - 1},\)"),
+            (tensor.repeat_interleave(2)[::2], f"{name} must be contiguous"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                kt_select(**{**arguments, name: wrong})
     for change, message in [
-        ({"q": arguments["q"][0]}, "q must have 3 dimensions"),
-        ({"q": arguments["q"][:, :7]}, "query heads must be a multiple of KV heads, got 7 and 2"),
-        ({"q": arguments["q"][:3]}, r"block_table must have the shape \(3, 110\)"),
-        ({"kept": arguments["kept"][:, :1].contiguous()}, r"kept must have the shape \(\d+, 2, 30\)"),
-        ({"n_select": arguments["n_select"].long()}, "n_select must have one of the dtypes torch.int32"),
+        ({"q": q[0]}, "q must have 3 dimensions"),
+        ({"q": q[:, :7]}, "query heads must be a multiple of KV heads, got 7 and 2"),
+        ({"q": q[:3]}, r"block_table must have the shape \(3, 110\)"),
+        ({"q": q[..., :48], "summary": summary[..., :48]}, "must be a power of two from 16 to 128, got 48"),
+        ({"q": q.transpose(1, 2).contiguous().transpose(1, 2)}, "q must be contiguous along its last dimension"),
+        ({"summary": summary.double()}, "summary must have one of the dtypes .*torch.float8_e5m2, got torch.float64"),
+        ({"summary": summary[:, :, :1]}, r"summary must have the shape \(\d+, 2, 2, 128\)"),
+        ({"kept": kept[0]}, "kept must have 3 dimensions"),
+        ({"kept": kept.long()}, "kept must have one of the dtypes torch.int32, got torch.int64"),
+        ({"kept": kept.transpose(1, 2).contiguous().transpose(1, 2)}, "kept must be contiguous"),
+        ({"kept": kept[:, :1].contiguous()}, r"kept must have the shape \(\d+, 2, 30\)"),
+        ({"block_table": table[0]}, "block_table must have 2 dimensions"),
+        ({"block_table": table.long()}, "block_table must have one of the dtypes torch.int32"),
+        ({"block_table": table[:3]}, r"block_table must have the shape \(7, 110\), got \(3, 110\)"),
+        ({"block_table": table[:, ::2]}, "block_table must be contiguous along its last dimension"),
         ({"topr": 0}, "topr must be 1 to 128"),
+        ({"topr": 129}, "topr must be 1 to 128, the last dimension of q, got 129"),
         ({"sm_scale": 0.0}, r"sm_scale \* k_scale must be positive"),
-        ({"stats": torch.zeros(2, dtype=torch.int64)}, "stats must have at least 3 counters"),
+        (
+            {"scratch": (table[:, None], *[table[:, :2].contiguous()] * 2, table)},
+            r"blocks must have the shape \(7, 2, 110\)",
+        ),
+        ({"stats": torch.zeros(3, dtype=torch.int32)}, "stats must have one of the dtypes torch.int64"),
+        ({"stats": torch.zeros(2, dtype=torch.int64)}, "stats must have at least 3 counters, got 2"),
+        ({"stats": torch.zeros(6, dtype=torch.int64)[::2]}, "stats must be contiguous"),
     ]:
         with pytest.raises(ValueError, match=message):
             kt_select(**{**arguments, **change})

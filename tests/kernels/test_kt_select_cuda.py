@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from cuda_library import build, resources
-from kt_selections import TABLES, check, selected
+from kt_selections import check, selected
 
 from sglang_sparse_kernels.common import nvrtc
 from sglang_sparse_kernels.common.launch import dependent_launch
-from sglang_sparse_kernels.kt_select import cuda
+from sglang_sparse_kernels.kt_select import TABLES, cuda
 from sglang_sparse_kernels.kt_select.cases import BF16, CASES, E5M2, FP16, Case, Row, make
 
 NAN, INF = math.nan, math.inf

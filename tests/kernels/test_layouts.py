@@ -42,7 +42,6 @@ OPERATIONS = (
     Operation("block_topp", results=("indices", "counts"), stats=4),
     Operation("index_logits"),
     Operation("index_topk", results=("positions", "counts", "slots"), stats=3),
-    Operation("kt_score"),
     Operation("kt_select", results=("indices", "counts"), stats=3),
     Operation("load_page_table", "page_table", ()),
     Operation("page_score"),
@@ -56,7 +55,6 @@ OPERATIONS = (
     Operation("sparse_mla_decode", query="q_nope"),
     Operation("store", "index_keys", ()),
     Operation("update_page_summary", "page_summary", ()),
-    Operation("visible_blocks", results=("blocks", "counts", "wanted"), stats=3),
     Operation("window_score", query="q"),
     Operation("write_latents", "latent_rows", (), query="latent"),
 )

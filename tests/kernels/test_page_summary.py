@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels.kt_score import kt_score
+from sglang_sparse_kernels.kt_select import reference as kt_reference
+from sglang_sparse_kernels.kt_select import triton as kt_triton
 from sglang_sparse_kernels.page_score import page_score
 from sglang_sparse_kernels.page_summary import reference, update_page_summaries, update_page_summary
 from sglang_sparse_kernels.page_summary.cases import BF16, CASES, E5M2, FP8, FP16, FP32, Case, make
@@ -185,7 +186,9 @@ def test_a_page_beyond_float8_e5m2_is_counted_and_always_selected(
     q[..., 3], q[..., 5] = 0.01, -0.01
     pages = torch.arange(6, dtype=torch.int32, device=device)
     count = torch.full((1, 1), 6, dtype=torch.int32, device=device)
-    scores = kt_score(q, summary, pages[None, None], count, topr=64, sm_scale=0.125, local_pages=0)[0, 0]
+    kernels = kt_reference if implementation == "reference" else kt_triton
+    kernels.kt_score(q, summary, pages[None, None], count, 64, 0.125, scores := torch.zeros(1, 1, 6, device=device), 0)
+    scores = scores[0, 0]
     assert (scores == torch.finfo(FP32).max).tolist() == [False, False, True, True, False, False]
     assert scores[[0, 1, 4, 5]].isfinite().all()
     with pytest.raises(ValueError, match=r"summary must have one of the dtypes .*, got torch\.float8_e5m2"):

@@ -35,7 +35,7 @@ from sglang_sparse.methods import rocketkv as methods
 from sglang_sparse.methods.aux_buffers import AuxBuffers, page_ends
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.rocketkv import KT_CACHE, Rocketkv
-from sglang_sparse_kernels.kt_select import portable
+from sglang_sparse_kernels.kt_select import triton as kt_select_triton
 from sglang_sparse_kernels.sparse_decode import sparse_decode
 
 
@@ -263,7 +263,7 @@ def test_a_step_takes_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refreshing, selecting and attending in one layer, by the kernels."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     rows = Rows(rocketkv(**SMALL))
-    collect_after(monkeypatch, portable, "kt_score")
+    collect_after(monkeypatch, kt_select_triton, "kt_score")
     with Peak() as peak:
         rows.aux.refresh({0: rows.cache}, rows.last_slots, before_select=True)
         found = rows.method.select(rows.view, 0, rows.query, rows.aux)

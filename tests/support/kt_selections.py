@@ -4,12 +4,11 @@ from typing import Any
 
 import torch
 
-from sglang_sparse_kernels.kt_score.reference import kt_score
-from sglang_sparse_kernels.visible_blocks.reference import visible_blocks
+from sglang_sparse_kernels.kt_select import TABLES
+from sglang_sparse_kernels.kt_select.reference import kt_score, visible_blocks
 
 # By which rounding may change a score.
 TOLERANCE = 1e-3
-TABLES = ("kept", "n_kept", "first_visible", "requests", "block_table", "n_blocks", "n_select")
 
 
 def selected(found: Any, arguments: dict[str, Any]) -> list[list[list[int]]]:
@@ -35,7 +34,7 @@ def check(found: Any, arguments: dict[str, Any]) -> None:
     assert torch.equal(counts, wanted) and torch.equal(stats, expected)
     scores = torch.empty(shape)
     if scores.numel():
-        kt_score(given["q"], given["summary"], visible, held, given["topr"], given["sm_scale"], 1.0, scores)
+        kt_score(given["q"], given["summary"], visible, held, given["topr"], given["sm_scale"], scores)
     for row in range(shape[0]):
         for head in range(shape[1]):
             blocks = visible[row, head, : held[row, head]].tolist()

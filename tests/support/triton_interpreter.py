@@ -24,9 +24,8 @@ OPERATIONS = (
     "index_keys",
     "index_logits",
     "latent_rows",
+    "kt_select",
     "window_score",
-    "kt_score",
-    "visible_blocks",
     "skip_softmax_decode",
     "skip_softmax_mla_decode",
 )

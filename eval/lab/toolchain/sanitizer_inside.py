@@ -27,8 +27,8 @@ from sglang_sparse_kernels.common.float8 import converts_float8
 from sglang_sparse_kernels.skip_softmax_prefill import launch as skip_softmax_launch
 
 DONE = "sanitizer_inside: done "
-# By operation: the function that its cases are the arguments of; with those that have no Triton kernel.
-OPERATIONS = {**IN_TRITON, "index_topk": "index_topk", "kt_select": "kt_select"}
+# By operation: the function that its cases are the arguments of; with the one that has no Triton kernel.
+OPERATIONS = {**IN_TRITON, "index_topk": "index_topk"}
 # Those that have a kernel in CUDA C++ and another one for devices that do not take it.
 IN_CUDA = ("block_mass", "block_topp", "index_topk", "kt_select", "page_score", "page_topk", "page_vote")
 # And the one with a kernel in Gluon.

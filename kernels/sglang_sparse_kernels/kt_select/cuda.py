@@ -11,8 +11,8 @@ blocks of threads.
 A pair of a row and a KV head has one block of threads. That of a long row, in a small batch, has a cluster of them
 (Hopper and later), which divide it: whether it is long is known on the device alone, and what is not needed ends.
 
-Scores are those of ``kt_score``, by other means: products of float16, which holds float8_e5m2, and queries multiplied
-by a power of two; sums of weights in whole numbers. So they are a function of the row alone, too.
+Scores are those of ``reference.kt_score``, by other means: products of float16, which holds float8_e5m2, and queries
+multiplied by a power of two; sums of weights in whole numbers. So they are a function of the row alone, too.
 """
 
 import functools

@@ -30,13 +30,13 @@ def update_page_summaries(
 
     A summary dtype coarser than the KV dtype keeps the bound: maxima are rounded up and minima down. In float8 a value
     outside +-448 (``float8_e4m3fn``) or +-57,344 (``float8_e5m2``, whose infinities are never stored) is stored as NaN.
-    ``page_score`` and ``kt_score`` read that as "always select", the latter where the bound counts.
+    ``page_score`` and ``kt_select`` read that as "always select", the latter where the bound counts.
 
     Args:
         k_caches: for each layer ``[S, Hkv, d]``, float32, float16, bfloat16 or float8_e4m3fn (stored values,
             unscaled); finite. ``d`` is contiguous, the other strides are free; all layers have the same.
         summaries: for each layer ``[num_pages, Hkv, 2, d]``, contiguous; the KV dtype, bfloat16, float8_e4m3fn, or
-            float8_e5m2, which ``kt_score`` reads and ``page_score`` refuses. Overwritten in the touched pages.
+            float8_e5m2, which ``kt_select`` reads and ``page_score`` refuses. Overwritten in the touched pages.
         last_slots: ``[N]`` int64, contiguous: the last written slot of a touched page, or -1.
         page_size: slots per page, a power of two from 1 to 64.
         overflow: optional ``[1]`` int32 counter, incremented by the number of values stored as NaN.

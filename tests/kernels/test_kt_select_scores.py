@@ -1,4 +1,4 @@
-"""KT scores: reference against loops, Triton against the reference, and what the scores promise."""
+"""The scores of a KT selection: reference against loops, Triton against the reference, and what they promise."""
 
 import math
 import subprocess
@@ -12,16 +12,33 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_sparse_kernels.kt_score import kt_score, reference, scratch_bytes
-from sglang_sparse_kernels.kt_score import triton as kernels
-from sglang_sparse_kernels.kt_score.cases import BF16, CASES, E4M3, E5M2, FP16, FP32, Case, make
+from sglang_sparse_kernels.kt_select import TABLES, cases, reference
+from sglang_sparse_kernels.kt_select import triton as kernels
+from sglang_sparse_kernels.kt_select.cases import BF16, CASES, E4M3, E5M2, FP16, FP32, Case, Row
 from sglang_sparse_kernels.page_score.reference import page_score
 
 NAN, INF, MOST = float("nan"), float("inf"), torch.finfo(torch.float32).max
 # What no kernel writes.
 UNWRITTEN = 7.0
 
-SMALL = Case((100, 0, 33, 1), 2, 4, 64, 16, FP16, FP16, width=110, local_pages=2)
+SMALL = Case((Row(100), Row(0), Row(33), Row(1)), 2, 4, 64, 16, FP16, FP16, width=110)
+
+
+def make(case: Case, device: str, seed: int = 0, local_pages: int = 1) -> dict[str, Any]:
+    """Arguments of ``kt_score``: what is visible to the first KV head of a row, and to each other some blocks fewer."""
+    given = cases.make(case, device, seed)
+    shape = len(case.rows), case.heads, given["block_table"].shape[1]
+    lists = (torch.empty(size, dtype=torch.int32, device=device) for size in (shape, shape[:2], shape[:2]))
+    blocks, counts, _ = reference.visible_blocks(*(given.pop(name) for name in TABLES), tuple(lists))
+    fewer = torch.arange(case.heads, dtype=torch.int32, device=device)
+    counts = (counts - 3 * fewer).clamp(min=0)
+    beyond = torch.arange(shape[2], device=device) >= counts[..., None]
+    return {
+        **given,
+        "candidates": blocks.masked_fill(beyond, 2**31 - 1),
+        "n_candidates": counts,
+        "local_pages": local_pages,
+    }
 
 
 def unwritten(arguments: dict[str, Any]) -> torch.Tensor:
@@ -33,8 +50,7 @@ def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
 
 
 def run_kernels(arguments: dict[str, Any], **options: Any) -> torch.Tensor:
-    run = kernels.kt_score if options else kt_score
-    return run(**arguments, out=unwritten(arguments), **options)
+    return kernels.kt_score(**arguments, out=unwritten(arguments), **options)
 
 
 def held(arguments: dict[str, Any]) -> torch.Tensor:
@@ -64,7 +80,7 @@ def naive(arguments: dict[str, Any], row: int, head: int, without: tuple[int, ..
         for page in pages:
             bounds = arguments["summary"][page, head].double().cpu()
             logits.append(sum(member[j] * bounds[0 if total[j] > 0 else 1, j] for j in chosen))
-        scale = arguments["sm_scale"] * arguments["k_scale"] * (member.abs().sum() / member[chosen].abs().sum()).sqrt()
+        scale = arguments["sm_scale"] * (member.abs().sum() / member[chosen].abs().sum()).sqrt()
         shares.append((torch.tensor(logits, dtype=torch.float64) * scale).log_softmax(dim=0))
     return (torch.stack(shares).logsumexp(dim=0) - math.log(group)).tolist()
 
@@ -73,9 +89,9 @@ def naive(arguments: dict[str, Any], row: int, head: int, without: tuple[int, ..
 def test_reference_is_the_mean_of_the_heads_softmax(case: Case) -> None:
     arguments = make(case, "cpu")
     got = run_reference(arguments)
-    for row in range(len(case.candidates)):
+    for row in range(len(case.rows)):
         for head, count in enumerate(arguments["n_candidates"][row].tolist()):
-            local = max(0, count - case.local_pages)
+            local = max(0, count - 1)
             assert (got[row, head, count:] == -INF).all() and (got[row, head, local:count] == INF).all()
             expected = naive(arguments, row, head)[:local]
             assert got[row, head, :local].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
@@ -91,18 +107,18 @@ def test_triton_equals_the_reference(case: Case, device: str) -> None:
 
 def test_one_head_on_all_dimensions_is_the_page_score(device: str) -> None:
     """Up to its scale and one number for all pages."""
-    arguments = make(Case((80,), 1, 1, 64, 64, BF16, BF16, local_pages=0, k_scale=0.5), device)
+    arguments = make(Case((Row(80),), 1, 1, 64, 64, BF16, BF16), device, local_pages=0)
     got, bounds = run_kernels(arguments)[0, 0], unwritten(arguments)
     pages = arguments["candidates"][0], arguments["n_candidates"][0]
     page_score(arguments["q"], arguments["summary"], *pages, bounds, local_pages=0)
-    difference = got - bounds[0, 0] * 0.5 / 8
+    difference = got - bounds[0, 0] / 8
     torch.testing.assert_close(difference, difference[:1].expand(80), rtol=0, atol=1e-4)
     assert got.exp().sum().item() == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize("implementation", [run_reference, run_kernels])
 def test_ties_go_to_the_lower_dimensions(implementation: Any, device: str) -> None:
-    arguments = make(replace(SMALL, candidates=(40,), group=2, topr=6, local_pages=0, width=0), device)
+    arguments = make(replace(SMALL, rows=(Row(40),), group=2, topr=6, width=0), device, local_pages=0)
     # Larger than the others at 50; equal at all others.
     arguments["q"].sign_()[0, :, 50] *= 3
     expected = implementation(arguments)
@@ -116,7 +132,7 @@ def test_ties_go_to_the_lower_dimensions(implementation: Any, device: str) -> No
 @pytest.mark.parametrize("implementation", [run_reference, run_kernels])
 @pytest.mark.parametrize("dtype", [FP16, BF16, E4M3, E5M2], ids=str)
 def test_a_broken_page_comes_before_all_but_local_ones(dtype: torch.dtype, implementation: Any, device: str) -> None:
-    arguments = make(Case((40,), 2, 2, 64, 16, BF16, dtype, local_pages=2), device)
+    arguments = make(Case((Row(40),), 2, 2, 64, 16, BF16, dtype), device, local_pages=2)
     # The group's largest dimension, which counts with its maximum. The second head has three candidates fewer.
     arguments["q"][0, 2:, 7] = 40.0
     bounds = arguments["summary"].float()
@@ -135,7 +151,7 @@ def test_a_broken_page_comes_before_all_but_local_ones(dtype: torch.dtype, imple
 
 @pytest.mark.parametrize("implementation", [run_reference, run_kernels])
 def test_queries_of_zero_and_of_nan(implementation: Any, device: str) -> None:
-    arguments = make(replace(SMALL, candidates=(40, 40), local_pages=1, width=0), device)
+    arguments = make(replace(SMALL, rows=(Row(40), Row(40)), width=0), device)
     arguments["q"][0, :4] = 0.0
     arguments["q"][1, 0, 9] = NAN
     got = implementation(arguments)
@@ -147,7 +163,7 @@ def test_queries_of_zero_and_of_nan(implementation: Any, device: str) -> None:
 @pytest.mark.parametrize("implementation", [run_reference, run_kernels])
 def test_logits_far_apart_keep_their_order(implementation: Any, device: str) -> None:
     """Where most probabilities are 0 in float32."""
-    arguments = make(Case((30,), 1, 1, 64, 16, FP16, FP16, local_pages=0), device)
+    arguments = make(Case((Row(30),), 1, 1, 64, 16, FP16, FP16), device, local_pages=0)
     arguments["sm_scale"] = 20.0
     got = implementation(arguments)[0, 0].cpu()
     assert (got.exp() == 0).sum() > 20
@@ -166,13 +182,13 @@ def test_every_number_of_float8(dtype: torch.dtype, implementation: Any, device:
     q[..., 5] = 1.0
     arguments = {"q": q, "summary": summary.view(dtype), "candidates": pages.contiguous(), "topr": 3}
     arguments |= {"n_candidates": torch.full((256, 1), 2, dtype=torch.int32, device=device), "local_pages": 0}
-    got = implementation({**arguments, "sm_scale": 16.0, "k_scale": 1.0})[:, 0]
+    got = implementation({**arguments, "sm_scale": 16.0})[:, 0]
     expected = (numbers.view(dtype).float() * 16).nan_to_num(MOST, MOST, MOST)
     torch.testing.assert_close(got[:, 1] - got[:, 0], expected, rtol=1e-3, atol=2e-7)
 
 
 def test_a_row_has_the_same_bits_in_any_batch(device: str) -> None:
-    arguments = make(SMALL, device)
+    arguments = make(SMALL, device, local_pages=2)
     together = run_kernels(arguments)
     for row, count in ((0, 100), (2, 33), (3, 1)):
         alone = {name: arguments[name][row : row + 1] for name in ("q", "candidates", "n_candidates")}
@@ -185,10 +201,13 @@ def test_any_number_of_programs_in_scratch_that_holds_anything(
     programs: int, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The order in which a GPU sums up goes by the size of the block.
-    arguments, config = make(SMALL, device), kernels.Config(programs_per_processor=programs, score_block=64)
-    expected = run_kernels(arguments, config=kernels.Config(score_block=64))
+    arguments, config = (
+        make(SMALL, device, local_pages=2),
+        kernels.ScoreConfig(programs_per_processor=programs, score_block=64),
+    )
+    expected = run_kernels(arguments, config=kernels.ScoreConfig(score_block=64))
     assert_scores(expected, arguments)
-    empty, sizes, one_row = torch.empty, [], scratch_bytes(1, 8, 2, 110)
+    empty, sizes, one_row = torch.empty, [], kernels.row_bytes(8, 110)
 
     def allocate(*shape: int, **options: Any) -> torch.Tensor:
         sizes.append(empty(*shape, **options).nbytes)
@@ -196,64 +215,42 @@ def test_any_number_of_programs_in_scratch_that_holds_anything(
 
     monkeypatch.setattr(torch, "empty", allocate)
     assert torch.equal(run_kernels(arguments, config=config, limit=rows * one_row), expected)
-    assert sum(sizes) == rows * one_row == kernels.scratch_bytes(4, 8, 2, 110, limit=rows * one_row)
+    assert sum(sizes) == rows * one_row == kernels.scratch_bytes(4, 8, 110, limit=rows * one_row)
 
 
 def test_strided_queries_and_none(device: str) -> None:
-    arguments = make(SMALL, device)
+    arguments = make(SMALL, device, local_pages=2)
     q = arguments["q"].repeat(1, 2, 1)[:, :8]
     assert not q.is_contiguous() and torch.equal(run_kernels({**arguments, "q": q}), run_kernels(arguments))
     none = {name: arguments[name][:0] for name in ("q", "candidates", "n_candidates")}
-    assert kt_score(**{**arguments, **none}).shape == (0, 2, 110)
+    assert run_kernels({**arguments, **none}).shape == (0, 2, 110)
 
 
 @given(
     case=st.builds(
         Case,
-        candidates=st.lists(st.integers(0, 100), min_size=1, max_size=3).map(tuple),
+        rows=st.lists(st.integers(0, 100).map(Row), min_size=1, max_size=3).map(tuple),
         heads=st.integers(1, 3),
         group=st.sampled_from([1, 2, 4, 8]),
         dim=st.sampled_from([64, 128]),
         topr=st.integers(1, 64),
         dtype=st.sampled_from([FP32, FP16, BF16]),
         summary_dtype=st.sampled_from([FP32, FP16, BF16, E4M3, E5M2]),
-        local_pages=st.integers(0, 3),
     ),
+    local_pages=st.integers(0, 3),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_shape(device: str, case: Case, seed: int) -> None:
-    arguments = make(case, device, seed)
+def test_any_shape(device: str, case: Case, local_pages: int, seed: int) -> None:
+    arguments = make(case, device, seed, local_pages)
     assert_scores(run_kernels(arguments), arguments)
-
-
-def test_wrong_arguments_are_refused() -> None:
-    arguments = make(SMALL, "cpu")
-    q, summary, candidates = (arguments[name] for name in ("q", "summary", "candidates"))
-    for change, message in [
-        ({"q": q[0]}, "q must have 3 dimensions"),
-        ({"q": q[:, :7]}, "query heads must be a multiple of KV heads, got 7 and 2"),
-        ({"q": q[..., :48], "summary": summary[..., :48]}, "must be a power of two from 16 to 128, got 48"),
-        ({"q": q.transpose(1, 2).contiguous().transpose(1, 2)}, "q must be contiguous along its last dimension"),
-        ({"summary": summary.double()}, "summary must have one of the dtypes .*torch.float8_e5m2, got torch.float64"),
-        ({"summary": summary[:, :, :1]}, r"summary must have the shape \(\d+, 2, 2, 64\)"),
-        ({"candidates": candidates.long()}, "candidates must have one of the dtypes torch.int32"),
-        ({"candidates": candidates[:, :1]}, r"candidates must have the shape \(4, 2, 110\)"),
-        ({"n_candidates": arguments["n_candidates"][0]}, "n_candidates must have 2 dimensions"),
-        ({"topr": 65}, "topr must be 1 to 64, the last dimension of q, got 65"),
-        ({"sm_scale": 0.0}, r"sm_scale \* k_scale must be positive"),
-        ({"local_pages": -1}, "local_pages must be at least 0, got -1"),
-        ({"out": torch.zeros(4, 2, 111)}, r"out must have the shape \(4, 2, 110\)"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            kt_score(**{**arguments, **change})
 
 
 COMPILE = """
 import os, re, subprocess, tempfile, triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from sglang_sparse_kernels.kt_score.triton import _TILE, _logit_kernel as kernel
+from sglang_sparse_kernels.kt_select.triton import _TILE, _logit_kernel as kernel
 
 tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "nvdisasm")
 constants = {"HEADS": 8, "GROUP": 4, "BLOCK_GROUP": 16, "DIM": 128, "TILE": _TILE, "CHOOSE": True}
@@ -289,12 +286,12 @@ def test_the_logit_kernel_compiles_for_gpus_without_spills(tmp_path: Path, monke
 
 @pytest.mark.gpu
 def test_replays_as_a_cuda_graph_with_other_counts(device: str) -> None:
-    arguments = make(Case((600, 64, 0, 1), 8, 4, 128, 32, BF16, E5M2, width=1024), device)
+    arguments = make(Case((Row(600), Row(64), Row(0), Row(1)), 8, 4, 128, 32, width=1024), device)
     out = run_kernels(arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kt_score(**arguments, out=out)
-    other = make(Case((17, 0, 1000, 283), 8, 4, 128, 32, BF16, E5M2, width=1024), device)
+        kernels.kt_score(**arguments, out=out)
+    other = make(Case((Row(17), Row(0), Row(1000), Row(283)), 8, 4, 128, 32, width=1024), device)
     for name in ("q", "summary", "candidates", "n_candidates"):
         arguments[name].view(torch.uint8).copy_(other[name].view(torch.uint8))
     out.fill_(UNWRITTEN)

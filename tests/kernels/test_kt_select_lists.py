@@ -1,4 +1,4 @@
-"""Visible blocks: reference against plain lists, Triton against the reference, and what neither may touch."""
+"""The lists of a KT selection: reference against plain lists, Triton against the reference, what neither may touch."""
 
 import subprocess
 import sys
@@ -10,10 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_sparse_kernels.kt_select import reference
+from sglang_sparse_kernels.kt_select import triton as kernel
+from sglang_sparse_kernels.kt_select.cases import CASES, Case, Row
+from sglang_sparse_kernels.kt_select.cases import make_tables as make
+from sglang_sparse_kernels.kt_select.triton import visible_blocks
 from sglang_sparse_kernels.page_topk import page_topk
-from sglang_sparse_kernels.visible_blocks import reference, visible_blocks
-from sglang_sparse_kernels.visible_blocks import triton as kernel
-from sglang_sparse_kernels.visible_blocks.cases import CASES, Case, Row, make
 
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # What no kernel writes.
@@ -21,11 +23,14 @@ UNWRITTEN = -7
 GUARD = 64
 
 RAGGED = Case((Row(100, 10, 80, 30), Row(37, 5, 30, 0), Row(0), Row(50, 50, 40, 10)), width=110)
+# Lists of more than a program takes at once.
+LONG = [
+    Case((Row(3000, 64, 2990, 1100), Row(2100, 64, 3, 1), Row(1024, 64, 1000, 1000), Row(0)), width=5000),
+    Case((Row(1400, 20, 1390, 1200), Row(1030)) * 5, heads=8),
+]
 # More than int32 counts.
 HUGE = 5 * 2**29
-BOTH = pytest.mark.parametrize(
-    "implementation", [reference.visible_blocks, visible_blocks], ids=["reference", "kernel"]
-)
+BOTH = pytest.mark.parametrize("implementation", [reference.visible_blocks, visible_blocks], ids=["torch", "triton"])
 
 
 def run(implementation: Any, arguments: dict[str, Any], **options: Any) -> Output:
@@ -52,7 +57,7 @@ def assert_equals_the_reference(got: Output, arguments: dict[str, Any]) -> None:
     assert (blocks[beyond] == UNWRITTEN).all()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.gpu_only], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.gpu_only] + LONG, ids=str)
 def test_reference_lists_kept_blocks_and_then_all(case: Case) -> None:
     arguments = make(case, "cpu")
     blocks, counts, wanted = run(reference.visible_blocks, arguments)
@@ -67,7 +72,7 @@ def test_reference_lists_kept_blocks_and_then_all(case: Case) -> None:
             assert counts[b, head] == len(visible) and wanted[b, head] == min(row.select, len(visible))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + LONG, ids=str)
 def test_triton_equals_the_reference(case: Case, device: str) -> None:
     arguments = make(case, device)
     got = run(visible_blocks, arguments)
@@ -79,7 +84,7 @@ def test_triton_equals_the_reference(case: Case, device: str) -> None:
 def test_any_number_of_programs(block: int, programs: int, device: str) -> None:
     arguments = make(RAGGED, device)
     arguments["stats"] = torch.zeros(3, dtype=torch.int64, device=device)
-    config = kernel.Config(block=block, programs_per_processor=programs)
+    config = kernel.ListConfig(block=block, programs_per_processor=programs)
     got = run(kernel.visible_blocks, arguments, config=config)
     stats = arguments.pop("stats").tolist()
     assert_equals_the_reference(got, arguments)
@@ -119,7 +124,7 @@ def test_stats_count_what_is_wanted_of_few_visible_blocks(implementation: Any, d
 
 def test_results_are_what_the_page_selection_takes(device: str) -> None:
     arguments = make(RAGGED, device)
-    blocks, counts, wanted = visible_blocks(**arguments)
+    blocks, counts, wanted = run(visible_blocks, arguments)
     scores = torch.arange(8 * 110.0, device=device).view(8, 1, 110)
     indices, taken = page_topk(scores, blocks.view(8, 110), counts.view(8), wanted.view(8), max_select=50)
     assert torch.equal(taken.view(4, 2), wanted)
@@ -154,7 +159,7 @@ def test_numbers_that_contradict_one_another_stay_within_bounds(implementation: 
 def test_strided_tables_and_none(device: str) -> None:
     arguments = make(RAGGED, device)
     table = arguments["block_table"]
-    expected = visible_blocks(**arguments)
+    expected = run(visible_blocks, arguments)
     strided = {**arguments, "block_table": torch.cat([torch.full_like(table[:, :9], -3), table], dim=1)[:, 9:]}
     assert not strided["block_table"].is_contiguous()
     assert torch.equal(run(visible_blocks, strided)[0][0, 0, :50], expected[0][0, 0, :50])
@@ -194,7 +199,7 @@ def test_kept_blocks_beyond_int32(device: str, tmp_path: Path) -> None:
 
 def test_results_beyond_int32(device: str, tmp_path: Path) -> None:
     arguments = make(Case((Row(100, 10, 80, 30), Row(100, 10, 60, 7)), heads=4), device)
-    expected, counts, wanted = visible_blocks(**arguments)
+    expected, counts, wanted = run(visible_blocks, arguments)
     blocks = huge_tensor(tmp_path, device).view(2, 4, -1)
     width = blocks.shape[2]
     table = huge_tensor(tmp_path, device, 2 * width).view(2, width)
@@ -203,41 +208,6 @@ def test_results_beyond_int32(device: str, tmp_path: Path) -> None:
     for row, count in enumerate((50, 47)):
         assert torch.equal(blocks[row, :, :count], expected[row, :, :count])
         assert (counts[row] == count).all() and (wanted[row] == 10).all()
-
-
-def test_wrong_arguments_are_refused() -> None:
-    arguments = make(RAGGED, "cpu")
-    kept, table = arguments["kept"], arguments["block_table"]
-    blocks, counts, wanted = visible_blocks(**arguments)
-    for name, size in (("n_kept", 7), ("first_visible", 7), ("n_blocks", 4), ("n_select", 4), ("requests", 4)):
-        tensor = arguments[name]
-        for wrong, message in [
-            (tensor[None], f"{name} must have 1 dimensions"),
-            (tensor.float(), f"{name} must have one of the dtypes {tensor.dtype}, got torch.float32"),
-            (tensor[:-1], rf"{name} must have the shape \({size},\), got \({size - 1},\)"),
-            (tensor.repeat_interleave(2)[::2], f"{name} must be contiguous"),
-        ]:
-            with pytest.raises(ValueError, match=message):
-                visible_blocks(**{**arguments, name: wrong})
-    for change, message in [
-        ({"kept": kept[0]}, "kept must have 3 dimensions"),
-        ({"kept": kept.long()}, "kept must have one of the dtypes torch.int32, got torch.int64"),
-        ({"kept": kept.transpose(0, 1)}, "kept must be contiguous"),
-        ({"block_table": table[0]}, "block_table must have 2 dimensions"),
-        ({"block_table": table.long()}, "block_table must have one of the dtypes torch.int32"),
-        ({"block_table": table[:3]}, r"requests must have the shape \(3,\), got \(4,\)"),
-        ({"block_table": table[:, ::2]}, "block_table must be contiguous along its last dimension"),
-        ({"out": (blocks.long(), counts, wanted)}, "blocks must have one of the dtypes torch.int32"),
-        ({"out": (blocks[..., 1:], counts, wanted)}, r"blocks must have the shape \(4, 2, 110\)"),
-        ({"out": (blocks.mT.contiguous().mT, counts, wanted)}, "blocks must be contiguous"),
-        ({"out": (blocks, counts[:, 0], wanted)}, "counts must have 2 dimensions"),
-        ({"out": (blocks, counts, wanted[:, :1])}, r"wanted must have the shape \(4, 2\)"),
-        ({"stats": torch.zeros(3, dtype=torch.int32)}, "stats must have one of the dtypes torch.int64"),
-        ({"stats": torch.zeros(2, dtype=torch.int64)}, "stats must have at least 3 counters, got 2"),
-        ({"stats": torch.zeros(6, dtype=torch.int64)[::2]}, "stats must be contiguous"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            visible_blocks(**{**arguments, **change})
 
 
 @given(data=st.data(), heads=st.integers(1, 3), spare=st.integers(0, 40), seed=st.integers(0, 1000))
@@ -251,17 +221,17 @@ def test_ragged_rows(device: str, data: st.DataObject, heads: int, spare: int, s
     rows = tuple(row() for _ in range(data.draw(st.integers(1, 4))))
     width = max(1, *(row.blocks for row in rows), 0) + spare
     arguments = make(Case(rows, heads, width=width), device, seed)
-    assert_equals_the_reference(run(kernel.visible_blocks, arguments, config=kernel.Config(block=32)), arguments)
+    assert_equals_the_reference(run(kernel.visible_blocks, arguments, config=kernel.ListConfig(block=32)), arguments)
 
 
 COMPILE = """
 import os, re, subprocess, tempfile, triton
 from triton.backends.compiler import GPUTarget
-from sglang_sparse_kernels.visible_blocks.triton import Config, _visible_blocks_kernel as kernel
+from sglang_sparse_kernels.kt_select.triton import ListConfig, _visible_blocks_kernel as kernel
 
 dump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 for capability in (80, 89, 90, 120):
-    constants = {"HEADS": 8, "BLOCK": Config().block, "STATS": True, "DEPENDENT": capability >= 90}
+    constants = {"HEADS": 8, "BLOCK": ListConfig().block, "STATS": True, "DEPENDENT": capability >= 90}
     kinds = {name: "*i32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
     kinds |= {"requests_ptr": "*i64", "stats_ptr": "*i64"} | dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(kernel, kinds, constexprs=constants)

@@ -1,4 +1,7 @@
-"""Triton kernels of the KT score: the logits of all heads, then their softmax over the candidates and its mean."""
+"""Triton kernels of the KT selection: a list of what is visible, the logits of all heads, their softmax's mean.
+
+They serve where the kernel in CUDA C++ does not; ``page_topk`` chooses by the scores.
+"""
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportReturnType=false
@@ -17,6 +20,7 @@ from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num
 from ..common.scratch import LIMIT, rows_at_once
 from ..page_score.reference import UNBOUNDED
 from ..window_score.triton import merged_lse
+from . import reference
 
 # Candidates whose logits share a maximum and a sum: fixed, so that a row's scores do not depend on the batch.
 _TILE = 32
@@ -32,7 +36,7 @@ _OPERANDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat1
 
 
 @dataclass(frozen=True)
-class Config:
+class ScoreConfig:
     """Launch parameters: programs aimed for per multiprocessor, and candidates that one of the scores takes at once.
 
     Not measured yet. Not a program for each part of a wide row, most of which has no candidates: it would keep others
@@ -41,6 +45,83 @@ class Config:
 
     programs_per_processor: int = 8
     score_block: int = 128
+
+
+@dataclass(frozen=True)
+class ListConfig:
+    """Launch parameters: blocks that a program lists at once, and programs aimed for per multiprocessor.
+
+    Not measured yet. At most as many programs as fit at once: most of a wide table has nothing to list, and a program
+    for each part of it would keep others waiting.
+    """
+
+    block: int = 1024
+    programs_per_processor: int = 16
+
+
+@triton.jit
+def _count_row(stats_ptr, head, wanted, n_blocks, HEADS: tl.constexpr):
+    """Counters of all heads of a row, by the program of its first head."""
+    if (head == 0) & (wanted > 0):
+        tl.atomic_add(stats_ptr, HEADS, sem="relaxed")
+        tl.atomic_add(stats_ptr + 1, wanted.to(tl.int64) * HEADS, sem="relaxed")
+        tl.atomic_add(stats_ptr + 2, n_blocks.to(tl.int64) * HEADS, sem="relaxed")
+
+
+# Without specialisation one binary serves every width.
+@triton.jit(do_not_specialize=["table_stride", "max_kept", "width"])
+def _visible_blocks_kernel(
+    kept_ptr,
+    n_kept_ptr,
+    first_visible_ptr,
+    requests_ptr,
+    block_table_ptr,
+    n_blocks_ptr,
+    n_select_ptr,
+    blocks_ptr,
+    counts_ptr,
+    wanted_ptr,
+    stats_ptr,
+    table_stride,
+    max_kept,
+    width,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    await_inputs(DEPENDENT)
+    head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    first, stride = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
+    pair = row * HEADS + head
+    n_blocks = tl.maximum(tl.minimum(tl.load(n_blocks_ptr + row), width), 0)
+    n_select = tl.maximum(tl.load(n_select_ptr + row), 0)
+    # Loaded beside the numbers that say whether it is a request at all, so as not to wait for them.
+    request = tl.load(requests_ptr + row)
+    sparse = n_select < n_blocks
+    first_visible = tl.load(first_visible_ptr + request, mask=sparse, other=0)
+    n_kept = tl.load(n_kept_ptr + request, mask=sparse, other=0)
+    first_visible = tl.maximum(tl.minimum(first_visible, n_blocks), 0)
+    n_kept = tl.maximum(tl.minimum(tl.minimum(n_kept, first_visible), max_kept), 0)
+    left_out = first_visible - n_kept
+    count = n_blocks - left_out
+    if first == 0:
+        wanted = tl.minimum(n_select, count)
+        tl.store(counts_ptr + pair, count)
+        tl.store(wanted_ptr + pair, wanted)
+        if STATS:
+            _count_row(stats_ptr, head, wanted, n_blocks, HEADS)
+    kept_ptr += (request * HEADS + head) * max_kept
+    block_table_ptr += row * table_stride
+    blocks_ptr += pair * width
+    for start in range(first, count, stride):
+        position = start + tl.arange(0, BLOCK)
+        listed, is_kept = position < count, position < n_kept
+        logical = tl.load(kept_ptr + position, mask=is_kept, other=0)
+        logical = tl.maximum(tl.minimum(logical, n_blocks - 1), 0)
+        logical = tl.where(is_kept, logical, position + left_out)
+        physical = tl.load(block_table_ptr + logical, mask=listed, other=0)
+        tl.store(blocks_ptr + position, physical, mask=listed)
 
 
 @triton.jit
@@ -204,8 +285,8 @@ def row_bytes(num_q_heads: int, max_candidates: int) -> int:
     return num_q_heads * (max_candidates + 2 * triton.cdiv(max_candidates, _TILE)) * torch.float32.itemsize
 
 
-def scratch_bytes(batch: int, num_q_heads: int, num_kv_heads: int, max_candidates: int, limit: int = LIMIT) -> int:
-    """See ``kt_score.scratch_bytes``; ``limit`` is that of the call."""
+def scratch_bytes(batch: int, num_q_heads: int, max_candidates: int, limit: int = LIMIT) -> int:
+    """Bytes that ``kt_score`` allocates at once; ``limit`` is that of the call."""
     of_row = row_bytes(num_q_heads, max_candidates)
     return rows_at_once(batch, of_row, limit) * of_row
 
@@ -217,13 +298,12 @@ def kt_score(
     n_candidates: torch.Tensor,
     topr: int,
     sm_scale: float,
-    k_scale: float,
     out: torch.Tensor,
     local_pages: int = 1,
-    config: Config | None = None,
+    config: ScoreConfig | None = None,
     limit: int = LIMIT,
 ) -> torch.Tensor:
-    """See ``kt_score.kt_score``; entries at or beyond ``n_candidates`` are left unwritten.
+    """See ``reference.kt_score``; entries at or beyond ``n_candidates`` are left unwritten.
 
     ``limit`` bounds the scratch in bytes wherever that of a single row fits.
     """
@@ -237,7 +317,7 @@ def kt_score(
     for first in range(0, batch, rows):
         part = slice(first, first + rows)
         inputs = (q[part], summary, candidates[part], n_candidates[part])
-        _launch(inputs, (logits, *tiles), out[part], topr, sm_scale * k_scale, local_pages, config or Config())
+        _launch(inputs, (logits, *tiles), out[part], topr, sm_scale, local_pages, config or ScoreConfig())
     return out
 
 
@@ -248,7 +328,7 @@ def _launch(
     topr: int,
     scale: float,
     local_pages: int,
-    config: Config,
+    config: ScoreConfig,
 ) -> None:
     q, summary, candidates, n_candidates = inputs
     batch, heads, width = out.shape
@@ -282,3 +362,54 @@ def _launch(
         LN_2=math.log(2),
         **common,
     )
+
+
+def visible_blocks(
+    kept: torch.Tensor,
+    n_kept: torch.Tensor,
+    first_visible: torch.Tensor,
+    requests: torch.Tensor,
+    block_table: torch.Tensor,
+    n_blocks: torch.Tensor,
+    n_select: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    stats: torch.Tensor | None = None,
+    config: ListConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``reference.visible_blocks``; what lies beyond the counts is left unwritten."""
+    config = config or ListConfig()
+    batch, heads, width = out[0].shape
+    if batch * heads == 0:
+        return out
+    programs = config.programs_per_processor * num_processors(block_table.device)
+    # A table of no blocks has counts all the same.
+    per_pair = max(1, min(triton.cdiv(width, config.block), programs // (batch * heads)))
+    dependent = dependent_launch(block_table.device)
+    _visible_blocks_kernel[(heads, per_pair, batch)](
+        *(kept, n_kept, first_visible, requests, block_table, n_blocks, n_select),
+        *out,
+        stats if stats is not None else out[1],
+        block_table.stride(0),
+        kept.shape[2],
+        width,
+        HEADS=heads,
+        BLOCK=config.block,
+        STATS=stats is not None,
+        DEPENDENT=dependent,
+        launch_pdl=dependent,
+    )
+    return out
+
+
+def kt_select(
+    q: torch.Tensor,
+    summary: torch.Tensor,
+    tables: tuple[torch.Tensor, ...],
+    topr: int,
+    scale: float,
+    out: tuple[torch.Tensor, torch.Tensor],
+    stats: torch.Tensor | None = None,
+    scratch: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``kt_select.kt_select``, whose tables these are, in its order."""
+    return reference.kt_select(q, summary, tables, topr, scale, out, stats, scratch, (visible_blocks, kt_score))
