@@ -9,7 +9,6 @@ import torch
 from sglang_sparse_kernels import (
     block_mass,
     block_topp,
-    launch,
     skip_softmax_decode,
     skip_softmax_mla_decode,
     sparse_decode,
@@ -19,6 +18,7 @@ from sglang_sparse_kernels.block_mass import cases as mass_cases
 from sglang_sparse_kernels.block_mass import cuda as mass_cuda
 from sglang_sparse_kernels.block_mass import triton as mass_kernels
 from sglang_sparse_kernels.block_topp import cases as topp_cases
+from sglang_sparse_kernels.common import launch
 from sglang_sparse_kernels.skip_softmax_decode import cases as skip_cases
 from sglang_sparse_kernels.skip_softmax_decode import cuda as skip_cuda
 from sglang_sparse_kernels.skip_softmax_mla_decode import cases as skip_mla_cases
