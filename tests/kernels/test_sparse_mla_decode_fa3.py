@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mla_decode import TOLERANCE, poisoned, relative_error, run_reference
 
 from sglang_sparse_kernels.common import launch
+from sglang_sparse_kernels.common.flash_decode import split_bytes
 from sglang_sparse_kernels.sparse_mla_decode import fa3, scratch_bytes, sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import triton as kernels
 from sglang_sparse_kernels.sparse_mla_decode.cases import CASES, Case, make
@@ -223,8 +224,7 @@ def test_the_memory_of_a_call_is_the_most_of_both(chosen: FA3, monkeypatch: pyte
 
     def both(rows: int, heads: int) -> tuple[int, int]:
         config, *_, splits = kernels.plan(rows, heads, 4096, 16, cpu)
-        results = kernels.split_results(rows * heads, splits, 512, BF16, config.narrow)
-        by_triton = sum(size * kind.itemsize for size, kind in results)
+        by_triton = split_bytes(rows * heads, splits, 512, BF16, config.narrow)
         return scratch_bytes(rows, heads, 512, 4096, 16, BF16, cpu), by_triton
 
     assert both(1, 128)[0] == both(1, 128)[1] > 0 and both(8, 16)[0] == both(8, 16)[1]

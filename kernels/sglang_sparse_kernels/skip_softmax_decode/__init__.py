@@ -138,11 +138,11 @@ def scratch_bytes(
         dtype: of the queries.
         device: where the call runs.
     """
+    from ..common.flash_decode import split_bytes
     from . import cuda, triton
 
     config, splits = triton.plan(batch, num_q_heads, num_kv_heads, head_dim, v_head_dim, pages, page_size, device)
-    results = triton.split_results(batch * num_q_heads, splits, v_head_dim, dtype, config.narrow)
-    most = sum(size * kind.itemsize for size, kind in results)
+    most = split_bytes(batch * num_q_heads, splits, v_head_dim, dtype, config.narrow)
     heads = num_q_heads, num_kv_heads
     if cuda.faster(device) and cuda.takes_sizes(heads, head_dim, v_head_dim, dtype, device):
         most = max(most, cuda.scratch_bytes(batch, heads, head_dim, pages, page_size, device))

@@ -16,8 +16,8 @@ import torch
 
 from ..block_mass.cuda import float_bits
 from ..common import nvrtc
+from ..common.flash_decode import combine, split_bytes, split_tensors
 from ..common.launch import LOG2_E, capability, dependent_launch, num_processors, properties
-from ..sparse_decode.triton import combine
 from .reference import BLOCK_KEYS, LOCAL_BLOCKS
 
 SOURCE = Path(__file__).with_name("cuda.cu")
@@ -124,7 +124,7 @@ def scratch_bytes(
     """See ``skip_softmax_decode.scratch_bytes``; for what ``takes_sizes`` allows."""
     config = config_of(dim, device) or CONFIGS[-1]
     splits = splits_of(batch * heads[1], pages, page_size, config, device)
-    return batch * heads[0] * splits * (dim + 1) * 4 if splits > 1 else 0
+    return split_bytes(batch * heads[0], splits, dim, torch.float32, narrow=False)
 
 
 @functools.cache
@@ -157,9 +157,7 @@ def skip_softmax_decode(
         return out
     config = config or config_of(dim, q.device) or CONFIGS[-1]
     splits = splits_of(batch * heads, usual_pages or page_table.shape[1], page_size, config, q.device)
-    rows = batch * num_q_heads * splits if splits > 1 else 0
-    partial = torch.empty(rows * dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    partial, lse = split_tensors(batch * num_q_heads, splits, dim, torch.float32, False, q.device)
     kernel = _kernel(q.device, dim, num_q_heads // heads, q.dtype, config)
     inputs = (q, k_cache, v_cache, page_table, n_pages, last_slots, threshold_scale_factor)
     strides = [stride * cache.itemsize for cache in (k_cache, v_cache) for stride in cache.stride()[:2]]

@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from ..common.flash_decode import combine, hand_on, num_splits, split_tensors
 from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
 from ..common.paged_prefill import load_rows
-from ..sparse_decode.plan import num_splits, split_results
-from ..sparse_decode.triton import combine
 from .reference import BLOCK_KEYS, LOCAL_BLOCKS
 
 # Beyond these a program's queries and values fill the registers of more warps.
@@ -194,7 +193,6 @@ def _split_kernel(
     row = tl.program_id(2).to(tl.int64)
     members = tl.arange(0, BLOCK_GROUP)
     dims = tl.arange(0, BLOCK_DIM)
-    v_dims = tl.arange(0, BLOCK_V_DIM)
     in_group = members < GROUP
     n_pages = tl.load(n_pages_ptr + row)
     last_slot = tl.load(last_slots_ptr + row)
@@ -230,17 +228,19 @@ def _split_kernel(
             SPLITS,
         )
         output *= (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-        in_out = in_group[:, None] & (v_dims < V_DIM)[None, :]
-        q_heads = head * GROUP + members
-        offsets = q_heads[:, None] * V_DIM + v_dims[None, :]
-        if SPLITS == 1:
-            out_ptr += row * (HEADS * GROUP * V_DIM)
-            tl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=in_out)
-        else:
-            first = (row * SPLITS + split) * (HEADS * GROUP)
-            tl.store(lse_ptr + first + q_heads, maximum * scale + tl.log2(total), mask=in_group)
-            pointers = partial_ptr + first * V_DIM + offsets
-            tl.store(pointers, output.to(partial_ptr.dtype.element_ty), mask=in_out)
+        hand_on(
+            output,
+            maximum * scale + tl.log2(total),
+            head * GROUP + members,
+            in_group,
+            split,
+            out_ptr + row * (HEADS * GROUP * V_DIM),
+            partial_ptr + row * (SPLITS * HEADS * GROUP * V_DIM),
+            lse_ptr + row * (SPLITS * HEADS * GROUP),
+            HEADS * GROUP,
+            V_DIM,
+            SPLITS,
+        )
         if stats_ptr is not None:
             visited = tl.where(sparse, tl.cdiv(blocks - split, SPLITS), 0)
             tl.atomic_add(stats_ptr, visited.to(tl.int64), sem="relaxed")
@@ -292,8 +292,7 @@ def skip_softmax_decode(
         return out
     sizes = (batch, num_q_heads, heads, dim, v_dim, usual_pages or page_table.shape[1], page_size)
     config, splits = plan(*sizes, q.device, config)
-    results = split_results(batch * num_q_heads, splits, v_dim, q.dtype, config.narrow)
-    partial, lse = (torch.empty(size, dtype=dtype, device=q.device) for size, dtype in results)
+    partial, lse = split_tensors(batch * num_q_heads, splits, v_dim, q.dtype, config.narrow, q.device)
     dependent = dependent_launch(q.device)
     group = num_q_heads // heads
     _split_kernel[(splits, heads, batch)](

@@ -134,11 +134,11 @@ def scratch_bytes(
         dtype: of the queries.
         device: where the call runs.
     """
+    from ..common.flash_decode import split_bytes
     from . import triton
 
     config, _, splits = triton.plan(batch, num_heads, pages, page_size, device)
-    results = triton.split_results(batch * num_heads, splits, latent_dim, dtype, config.narrow)
-    return sum(size * kind.itemsize for size, kind in results)
+    return split_bytes(batch * num_heads, splits, latent_dim, dtype, config.narrow)
 
 
 def _check_arguments(

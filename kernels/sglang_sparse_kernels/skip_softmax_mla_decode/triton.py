@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from ..common.flash_decode import combine, hand_on, num_splits, split_tensors
 from ..common.launch import (
     LOG2_E,
     Properties,
@@ -23,8 +24,6 @@ from ..common.launch import (
 )
 from ..skip_softmax_decode.reference import BLOCK_KEYS, LOCAL_BLOCKS
 from ..skip_softmax_decode.triton import load_pages, threshold_of
-from ..sparse_decode.plan import num_splits, split_results
-from ..sparse_decode.triton import combine
 from .reference import HEAD_GROUP
 
 # Rows of the smallest product that Hopper's warpgroup instructions compute.
@@ -228,15 +227,19 @@ def _split_kernel(
             BLOCK_HEADS >= _WGMMA_ROWS,
         )
         output *= (kv_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-        offsets = heads[:, None] * LATENT + latent_dims[None, :]
-        if SPLITS == 1:
-            out_ptr += row * HEADS * LATENT
-            tl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=in_heads[:, None])
-        else:
-            first = (row * SPLITS + split) * HEADS
-            tl.store(lse_ptr + first + heads, maximum * scale + tl.log2(total), mask=in_heads)
-            pointers = partial_ptr + first * LATENT + offsets
-            tl.store(pointers, output.to(partial_ptr.dtype.element_ty), mask=in_heads[:, None])
+        hand_on(
+            output,
+            maximum * scale + tl.log2(total),
+            heads,
+            in_heads,
+            split,
+            out_ptr + row * HEADS * LATENT,
+            partial_ptr + row * SPLITS * HEADS * LATENT,
+            lse_ptr + row * SPLITS * HEADS,
+            HEADS,
+            LATENT,
+            SPLITS,
+        )
         if stats_ptr is not None:
             groups = tl.cdiv(tl.minimum(HEADS - first_head, BLOCK_HEADS), HEAD_GROUP)
             visited = tl.where(sparse, tl.cdiv(blocks - split, SPLITS) * groups, 0)
@@ -288,8 +291,7 @@ def skip_softmax_mla_decode(
         return out
     sizes = (batch, num_heads, usual_pages or page_table.shape[1], page_size)
     config, tiles, splits = plan(*sizes, q_nope.device, config)
-    results = split_results(batch * num_heads, splits, latent_dim, out.dtype, config.narrow)
-    partial, lse = (torch.empty(size, dtype=dtype, device=out.device) for size, dtype in results)
+    partial, lse = split_tensors(batch * num_heads, splits, latent_dim, out.dtype, config.narrow, out.device)
     dependent = dependent_launch(q_nope.device)
     _split_kernel[(tiles, splits, batch)](
         *(q_nope, q_rope, kv_cache, page_table, n_pages, last_slots, threshold_scale_factor),

@@ -110,12 +110,12 @@ def scratch_bytes(
         kv_dtype: of the caches.
         device: where the call runs.
     """
-    from .plan import plan, split_results
+    from ..common.flash_decode import split_bytes
+    from .plan import plan
 
     sizes = (batch, num_q_heads // num_kv_heads, num_kv_heads, head_dim, v_head_dim, pages, page_size)
     config, _, splits = plan(*sizes, kv_dtype, device)
-    results = split_results(batch * num_q_heads, splits, v_head_dim, dtype, config.narrow)
-    return sum(size * kind.itemsize for size, kind in results)
+    return split_bytes(batch * num_q_heads, splits, v_head_dim, dtype, config.narrow)
 
 
 def _check_arguments(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from ..common.flash_decode import num_splits
 from ..common.launch import num_processors, properties
 
 # Numbers that a warp can hold when it combines splits.
@@ -42,35 +43,6 @@ _DEEP_BYTES = 136 * 1024
 # Selected tokens per multiprocessor from and below which it is used, and share of them that have a program, at least.
 _DEEP_TOKENS, _DEEP_BELOW = 256, 8192
 _DEEP_SHARE = 0.95
-
-
-def num_splits(pairs: int, max_pages: int, tile_pages: int, programs: int) -> int:
-    """Splits per row and KV head: at most ``programs`` in all, and the same number of tiles for each.
-
-    Rounded down: a few programs too many would run alone after all others.
-    """
-    tiles = max(1, triton.cdiv(max_pages, tile_pages))
-    tiles_per_split = triton.cdiv(tiles, max(1, programs // pairs))
-    return triton.cdiv(tiles, tiles_per_split)
-
-
-def split_results(
-    rows: int, splits: int, v_dim: int, dtype: torch.dtype, narrow: bool
-) -> tuple[tuple[int, torch.dtype], tuple[int, torch.dtype]]:
-    """Elements and dtypes of what the splits hand on; nothing where there is one alone, which writes the output.
-
-    Args:
-        rows: pairs of a row and a query head.
-        splits: of each pair.
-        v_dim: dimension of a result.
-        dtype: of the output.
-        narrow: see ``Config``.
-
-    Returns:
-        Those of the results, and of the logarithms of their sums of weights.
-    """
-    kept = rows * splits if splits > 1 else 0
-    return (kept * v_dim, dtype if narrow else torch.float32), (kept, torch.float32)
 
 
 def plan(

@@ -1,8 +1,4 @@
-"""Triton kernels of sparse decode attention: split over the selected pages, then combine.
-
-The split of a row that ends last combines all of them where that is little work; a launch of its own, in which the
-heads of a row are combined side by side, costs about 4 us.
-"""
+"""Triton kernel of sparse decode attention: split over the selected pages, then combined."""
 
 # Type checkers know neither the launch options of a kernel nor its compile-time values.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportArgumentType=false
@@ -12,12 +8,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from ..common.flash_decode import combine, hand_on, split_tensors
 from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch
-from .plan import Config, combines, plan, split_results
-
-# Partial results that one program of the combination holds, and that a warp of it has at least.
-_COMBINE_TILE = 4096
-_COMBINE_WARP = 1024
+from .plan import Config, combines, plan
 
 
 @triton.jit
@@ -92,76 +85,6 @@ def _attend(
         output = tl.dot(weights.to(query.dtype), values.to(query.dtype), output, input_precision="ieee")
         maximum = new_maximum
     return output, total, maximum
-
-
-@triton.jit
-def _combine(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    used,
-    GROUP: tl.constexpr,
-    BLOCK_MEMBERS: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V_DIM: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """Combine the first ``used`` splits of a row's KV head, in their order."""
-    members = tl.arange(0, BLOCK_MEMBERS)[:, None]
-    splits = tl.arange(0, BLOCK_SPLITS)[None, :]
-    v_dims = tl.arange(0, BLOCK_V_DIM)[None, None, :]
-    valid = (splits < used) & (members < GROUP)
-    rows = splits * GROUP + members
-    # Other programs have just written these: not from a cache that they do not share.
-    lse = tl.load(lse_ptr + rows, mask=valid, other=float("-inf"), cache_modifier=".cg")
-    in_partial = valid[:, :, None] & (v_dims < V_DIM)
-    pointers = partial_ptr + rows[:, :, None] * V_DIM + v_dims
-    partial = tl.load(pointers, mask=in_partial, other=0.0, cache_modifier=".cg").to(tl.float32)
-    maximum = tl.max(lse, axis=1)
-    weights = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum)[:, None])
-    total = tl.sum(weights, axis=1)
-    output = tl.sum(partial * weights[:, :, None], axis=1) / tl.where(total == 0.0, 1.0, total)[:, None]
-    v_dims = tl.arange(0, BLOCK_V_DIM)[None, :]
-    in_out = (members < GROUP) & (v_dims < V_DIM)
-    tl.store(out_ptr + members * V_DIM + v_dims, output.to(out_ptr.dtype.element_ty), mask=in_out)
-
-
-@triton.jit
-def _hand_on(
-    output,
-    lse,
-    split,
-    used,
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    arrivals_ptr,
-    GROUP: tl.constexpr,
-    BLOCK_MEMBERS: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    FUSED: tl.constexpr,
-):
-    """Store what one of the ``used`` splits of a row's KV head has found; with ``FUSED`` the last one combines all."""
-    members = tl.arange(0, output.shape[0])
-    v_dims = tl.arange(0, BLOCK_V_DIM)
-    in_group = members < GROUP
-    in_out = in_group[:, None] & (v_dims < V_DIM)[None, :]
-    offsets = members[:, None] * V_DIM + v_dims[None, :]
-    if SPLITS == 1 or (FUSED and used <= 1):
-        tl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=in_out)
-    else:
-        tl.store(lse_ptr + split * GROUP + members, lse, mask=in_group)
-        pointers = partial_ptr + split * GROUP * V_DIM + offsets
-        tl.store(pointers, output.to(partial_ptr.dtype.element_ty), mask=in_out)
-        if FUSED:
-            # One thread counts its program in, after all threads of it have written.
-            tl.debug_barrier()
-            if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == used - 1:
-                tl.store(arrivals_ptr, 0)
-                _combine(partial_ptr, lse_ptr, out_ptr, used, GROUP, BLOCK_MEMBERS, V_DIM, BLOCK_V_DIM, BLOCK_SPLITS)
 
 
 @triton.jit
@@ -247,59 +170,24 @@ def _split_kernel(
             BLOCK_TOKENS,
         )
         output *= (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-        _hand_on(
+        hand_on(
             output,
             maximum + tl.log2(total),
+            members,
+            members < GROUP,
             split,
-            tl.minimum(SPLITS, tl.cdiv(count, BLOCK_TOKENS // PAGE)),
             out_ptr + pair * GROUP * V_DIM,
             partial_ptr + pair * SPLITS * GROUP * V_DIM,
             lse_ptr + pair * SPLITS * GROUP,
-            arrivals_ptr + pair,
             GROUP,
-            BLOCK_MEMBERS,
             V_DIM,
-            BLOCK_V_DIM,
             SPLITS,
+            tl.minimum(SPLITS, tl.cdiv(count, BLOCK_TOKENS // PAGE)),
+            arrivals_ptr + pair,
+            BLOCK_MEMBERS,
             BLOCK_SPLITS,
             FUSED,
         )
-
-
-@triton.jit
-def _combine_kernel(
-    partial_ptr,
-    lse_ptr,
-    counts_ptr,
-    out_ptr,
-    GROUP: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    TILE_PAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    await_inputs(DEPENDENT)
-    q_head = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, BLOCK_SPLITS)
-    v_dims = tl.program_id(1) * BLOCK_V_DIM + tl.arange(0, BLOCK_V_DIM)
-    in_partial = (splits < SPLITS)[:, None] & (v_dims < V_DIM)[None, :]
-    # Splits without pages wrote nothing, so their entries may hold anything. They are loaded all the same: the loads
-    # of the count, the sums and the partial results then run at once instead of one after the other.
-    pair = q_head // GROUP
-    count = tl.load(counts_ptr + pair)
-    rows = (pair * SPLITS + splits) * GROUP + q_head % GROUP
-    lse = tl.load(lse_ptr + rows, mask=splits < SPLITS, other=float("-inf"))
-    partial = tl.load(partial_ptr + rows[:, None] * V_DIM + v_dims[None, :], mask=in_partial, other=0.0).to(tl.float32)
-    used = (splits < SPLITS) & (splits * TILE_PAGES < count)
-    lse = tl.where(used, lse, float("-inf"))
-    partial = tl.where(used[:, None], partial, 0.0)
-    maximum = tl.max(lse, axis=0)
-    weights = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
-    total = tl.sum(weights, axis=0)
-    output = tl.sum(partial * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + q_head * V_DIM + v_dims, output.to(out_ptr.dtype.element_ty), mask=v_dims < V_DIM)
 
 
 def sparse_decode(
@@ -327,8 +215,7 @@ def sparse_decode(
     group = num_q_heads // heads
     sizes = (batch, group, heads, dim, v_dim, usual_pages or max_pages, page_size)
     config, tile_pages, splits = plan(*sizes, k_cache.dtype, q.device, config)
-    results = split_results(batch * num_q_heads, splits, v_dim, q.dtype, config.narrow)
-    partial, lse = (torch.empty(size, dtype=dtype, device=q.device) for size, dtype in results)
+    partial, lse = split_tensors(batch * num_q_heads, splits, v_dim, q.dtype, config.narrow, q.device)
     dependent = dependent_launch(q.device)
     fused = arrivals is not None and combines(splits, group, v_dim, config.num_warps)
     tensors = (q, k_cache, v_cache, indices, counts, last_slots, out, partial, lse, arrivals if fused else counts)
@@ -368,43 +255,3 @@ def _shape_constants(heads: int, group: int, dim: int, v_dim: int) -> dict[str, 
         "V_DIM": v_dim,
         "BLOCK_V_DIM": triton.next_power_of_2(v_dim),
     }
-
-
-def combine(
-    partial: torch.Tensor,
-    lse: torch.Tensor,
-    counts: torch.Tensor,
-    out: torch.Tensor,
-    splits: int,
-    tile_pages: int,
-    dependent: bool,
-) -> None:
-    """Combine the splits of each row and query head in a fixed order.
-
-    Args:
-        partial: ``[B * Hq * splits * dv]``, the result of each split, in the dtype of ``out`` or float32.
-        lse: ``[B * Hq * splits]`` float32, its logarithm of the sum of weights, to base 2.
-        counts: ``[B, Hkv]`` int32, selected pages; splits without any have written nothing.
-        out: ``[B, Hq, dv]``, written.
-        splits: splits of each KV head.
-        tile_pages: pages of a tile, which a split has whole numbers of.
-        dependent: launched before the splits have ended.
-    """
-    batch, num_q_heads, v_dim = out.shape
-    block_splits = triton.next_power_of_2(splits)
-    block_v_dim = min(triton.next_power_of_2(v_dim), max(16, _COMBINE_TILE // block_splits))
-    _combine_kernel[(batch * num_q_heads, triton.cdiv(v_dim, block_v_dim))](
-        partial,
-        lse,
-        counts,
-        out,
-        GROUP=num_q_heads // counts.shape[1],
-        V_DIM=v_dim,
-        BLOCK_V_DIM=block_v_dim,
-        SPLITS=splits,
-        BLOCK_SPLITS=block_splits,
-        TILE_PAGES=tile_pages,
-        DEPENDENT=dependent,
-        num_warps=min(4, max(1, block_splits * block_v_dim // _COMBINE_WARP)),
-        launch_pdl=dependent,
-    )

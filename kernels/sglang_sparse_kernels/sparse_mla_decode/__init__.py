@@ -113,11 +113,11 @@ def scratch_bytes(
         dtype: of the queries.
         device: where the call runs.
     """
+    from ..common.flash_decode import split_bytes
     from . import fa3, triton
 
     config, *_, splits = triton.plan(batch, num_heads, blocks, block_size, device)
-    results = triton.split_results(batch * num_heads, splits, latent_dim, dtype, config.narrow)
-    taken = sum(size * kind.itemsize for size, kind in results)
+    taken = split_bytes(batch * num_heads, splits, latent_dim, dtype, config.narrow)
     if fa3.serves(batch, num_heads, latent_dim, block_size, dtype, device):
         return max(taken, fa3.scratch_bytes(batch, num_heads, device))
     return taken

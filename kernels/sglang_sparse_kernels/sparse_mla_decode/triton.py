@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from ..common.flash_decode import combine, hand_on, num_splits, split_tensors
 from ..common.float8 import converts_float8
 from ..common.launch import (
     LOG2_E,
@@ -27,8 +28,7 @@ from ..common.launch import (
 )
 from ..latent_rows.reference import TILE
 from ..latent_rows.triton import read_latents
-from ..sparse_decode.plan import num_splits, split_results
-from ..sparse_decode.triton import combine, load_ids, token_slots
+from ..sparse_decode.triton import load_ids, token_slots
 
 # Rows of the smallest product that Hopper's warpgroup instructions compute.
 _WGMMA_ROWS = tl.constexpr(64)
@@ -225,15 +225,19 @@ def _split_kernel(
             BLOCK_HEADS >= _WGMMA_ROWS,
         )
         output *= (kv_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-        offsets = heads[:, None] * LATENT + latent_dims[None, :]
-        if SPLITS == 1:
-            out_ptr += row * HEADS * LATENT
-            tl.store(out_ptr + offsets, output.to(out_ptr.dtype.element_ty), mask=in_heads[:, None])
-        else:
-            first = (row * SPLITS + split) * HEADS
-            tl.store(lse_ptr + first + heads, maximum + tl.log2(total), mask=in_heads)
-            pointers = partial_ptr + first * LATENT + offsets
-            tl.store(pointers, output.to(partial_ptr.dtype.element_ty), mask=in_heads[:, None])
+        hand_on(
+            output,
+            maximum + tl.log2(total),
+            heads,
+            in_heads,
+            split,
+            out_ptr + row * HEADS * LATENT,
+            partial_ptr + row * SPLITS * HEADS * LATENT,
+            lse_ptr + row * SPLITS * HEADS,
+            HEADS,
+            LATENT,
+            SPLITS,
+        )
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
@@ -324,8 +328,7 @@ def sparse_mla_decode(
     max_blocks = indices.shape[2]
     sizes = (batch, num_heads, usual_blocks or max_blocks, block_size)
     config, block_heads, tile_blocks, splits = plan(*sizes, q_nope.device, config)
-    results = split_results(batch * num_heads, splits, latent_dim, out.dtype, config.narrow)
-    partial, lse = (torch.empty(size, dtype=dtype, device=out.device) for size, dtype in results)
+    partial, lse = split_tensors(batch * num_heads, splits, latent_dim, out.dtype, config.narrow, out.device)
     dependent = dependent_launch(q_nope.device)
     _split_kernel[(triton.cdiv(num_heads, block_heads), splits, batch)](
         *(q_nope, q_rope, kv_cache, indices, counts, last_slots, out, partial, lse),
