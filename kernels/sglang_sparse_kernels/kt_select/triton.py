@@ -9,6 +9,7 @@ They serve where the kernel in CUDA C++ does not; ``page_topk`` chooses by the s
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -401,15 +402,6 @@ def visible_blocks(
     return out
 
 
-def kt_select(
-    q: torch.Tensor,
-    summary: torch.Tensor,
-    tables: tuple[torch.Tensor, ...],
-    topr: int,
-    scale: float,
-    out: tuple[torch.Tensor, torch.Tensor],
-    stats: torch.Tensor | None = None,
-    scratch: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``kt_select.kt_select``, whose tables these are, in its order."""
-    return reference.kt_select(q, summary, tables, topr, scale, out, stats, scratch, (visible_blocks, kt_score))
+def kt_select(*arguments: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``reference.kt_select``, by these kernels."""
+    return reference.kt_select(*arguments, **more, parts=(visible_blocks, kt_score))
