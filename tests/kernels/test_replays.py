@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -257,7 +257,10 @@ def test_the_same_bits_each_time(operation: Operation, case: Any, device: str, m
     arguments = operation.arguments(operation, case, device)
     require(operation, arguments)
     module = importlib.import_module(f"{PACKAGE}.{operation.folder}.{operation.implementation}")
-    kernel = partial(getattr(module, operation.function), **arguments)
+    given = dict(arguments)
+    if inputs := getattr(importlib.import_module(f"{PACKAGE}.{operation.folder}.reference"), "Inputs", None):
+        given["inputs"] = inputs(**{field.name: given.pop(field.name) for field in fields(inputs)})
+    kernel = partial(getattr(module, operation.function), **given)
     counters = tuple(name for name in operation.counted if name in arguments)
     written, counted = tensors(arguments, operation.written), tensors(arguments, counters)
 

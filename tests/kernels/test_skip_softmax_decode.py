@@ -36,7 +36,7 @@ def poisoned(arguments: dict[str, Any]) -> torch.Tensor:
 def run_reference(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
     """The reference in float32, so that only the kernel under test rounds."""
     arguments = {**arguments, "q": arguments["q"].float()}
-    return reference.skip_softmax_decode(**arguments, out=poisoned(arguments), stats=stats)
+    return reference.skip_softmax_decode(reference.Inputs(**arguments), out=poisoned(arguments), stats=stats)
 
 
 def run_triton(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
@@ -45,7 +45,9 @@ def run_triton(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> 
 
 def run_split(arguments: dict[str, Any], programs: int, narrow: bool, stats: torch.Tensor) -> torch.Tensor:
     config = kernels.Config(programs_per_processor=programs, narrow=narrow)
-    return kernels.skip_softmax_decode(**arguments, out=poisoned(arguments), stats=stats, config=config)
+    return kernels.skip_softmax_decode(
+        reference.Inputs(**arguments), out=poisoned(arguments), stats=stats, config=config
+    )
 
 
 RUNS = pytest.mark.parametrize("run", [run_reference, run_triton])

@@ -81,7 +81,9 @@ def run(library: ctypes.CDLL, device: str, monkeypatch: pytest.MonkeyPatch) -> C
             if device == "cpu":
                 patch.setattr(cuda, "_kernel", kernel)
             patch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
-            return cuda.skip_softmax_decode(**arguments, out=torch.full_like(q, NAN), config=config, **more)
+            return cuda.skip_softmax_decode(
+                reference.Inputs(**arguments), torch.full_like(q, NAN), config=config, **more
+            )
 
     return call
 
@@ -102,7 +104,7 @@ def no_arrivals(arguments: dict[str, Any]) -> torch.Tensor:
 
 def expected_of(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
     q = arguments["q"].float()
-    return reference.skip_softmax_decode(**{**arguments, "q": q}, out=torch.empty_like(q), stats=stats)
+    return reference.skip_softmax_decode(reference.Inputs(**{**arguments, "q": q}), torch.empty_like(q), stats)
 
 
 def names(kind: Any) -> str:
@@ -259,7 +261,7 @@ def test_large_cases_on_a_gpu(case: Case, config: Config, device: str) -> None:
     out, stats, expected = torch.full_like(arguments["q"], NAN), counts(device), counts(device)
     if not cuda.takes(arguments["q"], arguments["k_cache"], arguments["v_cache"], out):
         pytest.skip("needs a GPU for which NVRTC compiles the CUDA kernels")
-    given = {**arguments, "out": out, "config": config, "arrivals": no_arrivals(arguments)}
+    given = {"inputs": reference.Inputs(**arguments), "out": out, "config": config, "arrivals": no_arrivals(arguments)}
     wanted = expected_of(arguments, expected)
     cuda.skip_softmax_decode(**given, stats=stats)
     got = out.clone()

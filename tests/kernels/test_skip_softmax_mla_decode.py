@@ -33,7 +33,7 @@ def poisoned(arguments: dict[str, Any]) -> torch.Tensor:
 def run_reference(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
     """The reference in float32, so that only the kernel under test rounds."""
     arguments = {**arguments, **{name: arguments[name].float() for name in ("q_nope", "q_rope")}}
-    return reference.skip_softmax_mla_decode(**arguments, out=poisoned(arguments), stats=stats)
+    return reference.skip_softmax_mla_decode(reference.Inputs(**arguments), out=poisoned(arguments), stats=stats)
 
 
 def run_triton(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
@@ -41,7 +41,9 @@ def run_triton(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> 
 
 
 def run_config(arguments: dict[str, Any], config: kernels.Config, stats: torch.Tensor) -> torch.Tensor:
-    return kernels.skip_softmax_mla_decode(**arguments, out=poisoned(arguments), stats=stats, config=config)
+    return kernels.skip_softmax_mla_decode(
+        reference.Inputs(**arguments), out=poisoned(arguments), stats=stats, config=config
+    )
 
 
 RUNS = pytest.mark.parametrize("run", [run_reference, run_triton])

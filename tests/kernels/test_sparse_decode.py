@@ -32,7 +32,7 @@ def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
     """The reference in float32, so that only the kernel under test rounds."""
     q = arguments["q"].float()
     out = torch.empty(*q.shape[:2], arguments["v_cache"].shape[2], device=q.device)
-    return reference.sparse_decode(**{**arguments, "q": q}, out=out)
+    return reference.sparse_decode(reference.Inputs(**{**arguments, "q": q}), out)
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -141,7 +141,7 @@ def run_config(
 ) -> torch.Tensor:
     q = arguments["q"]
     out = torch.full((*q.shape[:2], arguments["v_cache"].shape[2]), float("nan"), dtype=q.dtype, device=q.device)
-    return kernels.sparse_decode(**arguments, out=out, config=config, usual_pages=usual_pages, arrivals=arrivals)
+    return kernels.sparse_decode(reference.Inputs(**arguments), out, config, usual_pages, arrivals)
 
 
 def no_arrivals(arguments: dict[str, Any]) -> torch.Tensor:

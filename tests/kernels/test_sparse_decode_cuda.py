@@ -78,7 +78,7 @@ def run(library: ctypes.CDLL, device: str, monkeypatch: pytest.MonkeyPatch) -> C
         config = {kind[:3]: kind[3] for kind in KINDS}[q.shape[2], q.shape[1] // arguments["k_cache"].shape[1], q.dtype]
         if config.cluster > 1 and device == "cuda" and not dependent_launch(q.device):
             pytest.skip("needs clusters of blocks")
-        return cuda.sparse_decode(**arguments, out=torch.full_like(q, NAN), config=config)
+        return cuda.sparse_decode(reference.Inputs(**arguments), torch.full_like(q, NAN), config)
 
     return call
 
@@ -90,7 +90,7 @@ def case_of(kind: tuple[int, int, torch.dtype, Config], lengths: tuple[int, ...]
 
 def expected_of(arguments: dict[str, Any]) -> torch.Tensor:
     q = arguments["q"].float()
-    return reference.sparse_decode(**{**arguments, "q": q}, out=torch.empty_like(q))
+    return reference.sparse_decode(reference.Inputs(**{**arguments, "q": q}), torch.empty_like(q))
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -197,14 +197,14 @@ def test_large_cases_on_a_gpu(case: Case, config: Config, device: str) -> None:
         pytest.skip("needs a GPU for which NVRTC compiles the CUDA kernels")
     if config.cluster > 1 and not dependent_launch(out.device):
         pytest.skip("needs clusters of blocks")
-    cuda.sparse_decode(**arguments, out=out, config=config)
+    cuda.sparse_decode(reference.Inputs(**arguments), out, config)
     got, graph = out.clone(), torch.cuda.CUDAGraph()
     assert_close(got, expected_of(arguments))
     pages, copied = arguments["indices"].clone(), arguments["indices"]
     with torch.cuda.graph(graph):
         copied.copy_(pages)
         for _ in range(2):
-            cuda.sparse_decode(**arguments, out=out, config=config)
+            cuda.sparse_decode(reference.Inputs(**arguments), out, config)
     for _ in range(100):
         copied.zero_()
         out.fill_(NAN)

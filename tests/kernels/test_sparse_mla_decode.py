@@ -15,6 +15,7 @@ from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import triton as kernels
 from sglang_sparse_kernels.sparse_mla_decode.cases import CASES, ROWS, Case, make
+from sglang_sparse_kernels.sparse_mla_decode.reference import Inputs
 from sglang_sparse_kernels.sparse_mla_decode.triton import Config
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -44,7 +45,7 @@ def expect(arguments: dict[str, Any]) -> torch.Tensor:
 
 def run_config(arguments: dict[str, Any], config: Config, usual_blocks: int | None = None) -> torch.Tensor:
     out = torch.full_like(arguments["q_nope"], float("nan"), memory_format=torch.contiguous_format)
-    return kernels.sparse_mla_decode(**arguments, out=out, config=config, usual_blocks=usual_blocks)
+    return kernels.sparse_mla_decode(Inputs(**arguments), out=out, config=config, usual_blocks=usual_blocks)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.gpu_only], ids=str)

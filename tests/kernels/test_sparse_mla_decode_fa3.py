@@ -17,6 +17,7 @@ from sglang_sparse_kernels.common.flash_decode import split_bytes
 from sglang_sparse_kernels.sparse_mla_decode import fa3, scratch_bytes, sparse_mla_decode
 from sglang_sparse_kernels.sparse_mla_decode import triton as kernels
 from sglang_sparse_kernels.sparse_mla_decode.cases import CASES, Case, make
+from sglang_sparse_kernels.sparse_mla_decode.reference import Inputs
 from sglang_sparse_kernels.sparse_mla_decode.triton import selected_tokens
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -47,7 +48,7 @@ def no_fa3() -> Iterator[None]:
 def run(implementation: str, arguments: dict[str, Any]) -> torch.Tensor:
     """One implementation, whatever would be chosen."""
     out = torch.full_like(arguments["q_nope"], float("nan"), memory_format=torch.contiguous_format)
-    return IMPLEMENTATIONS[implementation](**arguments, out=out)
+    return IMPLEMENTATIONS[implementation](Inputs(**arguments), out)
 
 
 def takes(arguments: dict[str, Any]) -> bool:
@@ -258,11 +259,11 @@ def test_a_graph_serves_any_counts(implementation: str, splits: int | None, devi
     arguments["counts"].zero_()
     out = torch.empty_like(arguments["q_nope"])
     attend = IMPLEMENTATIONS[implementation]
-    attend(**arguments, out=out, **options)
+    attend(Inputs(**arguments), out, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        attend(**arguments, out=out, **options)
+        attend(Inputs(**arguments), out, **options)
     replays = [(one, one["counts"]) for one in (all_of, few, half)]
     replays += [(all_of, none), (all_of, every_other), (few, none)]
     for step, (selection, counts) in enumerate([*replays, replays[1]]):

@@ -13,9 +13,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
     """The reference in float32, so that only the kernel under test rounds."""
     q_nope, q_rope = arguments["q_nope"].float(), arguments["q_rope"].float()
-    return reference.sparse_mla_decode(
-        **{**arguments, "q_nope": q_nope, "q_rope": q_rope}, out=torch.empty(q_nope.shape, device=q_nope.device)
-    )
+    inputs = reference.Inputs(**{**arguments, "q_nope": q_nope, "q_rope": q_rope})
+    return reference.sparse_mla_decode(inputs, torch.empty(q_nope.shape, device=q_nope.device))
 
 
 def stored(arguments: dict[str, Any], slots: list[int]) -> torch.Tensor:

@@ -101,15 +101,15 @@ def skip_softmax_decode(
         checks.check_device(q.device, arrivals=arrivals)
     checks.check_page_size(page_size)
     checks.check_logit_scale(sm_scale, k_scale)
-    arguments = (q, k_cache, v_cache, page_table, n_pages, last_slots, threshold_scale_factor, page_size, sm_scale)
+    rows = (page_table, n_pages, last_slots, threshold_scale_factor)
+    inputs = reference.Inputs(q, k_cache, v_cache, *rows, page_size, sm_scale, k_scale, v_scale)
     if checks.use_reference(q):
-        return reference.skip_softmax_decode(*arguments, k_scale, v_scale, out, stats)
+        return reference.skip_softmax_decode(inputs, out, stats)
     from . import cuda, triton
 
     if cuda.faster(q.device) and cuda.takes(q, k_cache, v_cache, out):
-        more = {"usual_pages": usual_pages, "arrivals": arrivals}
-        return cuda.skip_softmax_decode(*arguments, k_scale, v_scale, out, stats, **more)
-    return triton.skip_softmax_decode(*arguments, k_scale, v_scale, out, stats, usual_pages=usual_pages)
+        return cuda.skip_softmax_decode(inputs, out, stats, usual_pages=usual_pages, arrivals=arrivals)
+    return triton.skip_softmax_decode(inputs, out, stats, usual_pages=usual_pages)
 
 
 def scratch_bytes(

@@ -18,7 +18,7 @@ from ..block_mass.cuda import float_bits
 from ..common import nvrtc
 from ..common.flash_decode import combine, split_bytes, split_tensors
 from ..common.launch import LOG2_E, capability, dependent_launch, num_processors, properties
-from .reference import BLOCK_KEYS, LOCAL_BLOCKS
+from .reference import BLOCK_KEYS, LOCAL_BLOCKS, Inputs
 
 SOURCE = Path(__file__).with_name("cuda.cu")
 KINDS = {torch.bfloat16: 0, torch.float16: 1}
@@ -134,17 +134,7 @@ def _kernel(device: torch.device, dim: int, group: int, dtype: torch.dtype, conf
 
 
 def skip_softmax_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    n_pages: torch.Tensor,
-    last_slots: torch.Tensor,
-    threshold_scale_factor: torch.Tensor,
-    page_size: int,
-    sm_scale: float,
-    k_scale: float,
-    v_scale: float,
+    inputs: Inputs,
     out: torch.Tensor,
     stats: torch.Tensor | None = None,
     config: Config | None = None,
@@ -152,6 +142,8 @@ def skip_softmax_decode(
     arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``skip_softmax_decode.skip_softmax_decode``; for what ``takes`` allows."""
+    q, k_cache, v_cache = inputs.q, inputs.k_cache, inputs.v_cache
+    page_size, page_table = inputs.page_size, inputs.page_table
     (batch, num_q_heads, dim), heads = q.shape, k_cache.shape[1]
     if batch == 0:
         return out
@@ -159,13 +151,13 @@ def skip_softmax_decode(
     splits = splits_of(batch * heads, usual_pages or page_table.shape[1], page_size, config, q.device)
     partial, lse = split_tensors(batch * num_q_heads, splits, dim, torch.float32, False, q.device)
     kernel = _kernel(q.device, dim, num_q_heads // heads, q.dtype, config)
-    inputs = (q, k_cache, v_cache, page_table, n_pages, last_slots, threshold_scale_factor)
+    rows = (page_table, inputs.n_pages, inputs.last_slots, inputs.threshold_scale_factor)
     strides = [stride * cache.itemsize for cache in (k_cache, v_cache) for stride in cache.stride()[:2]]
-    numbers = (page_size.bit_length() - 1, splits, float_bits(sm_scale * k_scale * LOG2_E), float_bits(v_scale))
+    scales = float_bits(inputs.sm_scale * inputs.k_scale * LOG2_E), float_bits(inputs.v_scale)
     results = (out, partial, lse, arrivals, stats)
-    sizes = (q.stride(0), q.stride(1), *strides, page_table.stride(0), *numbers)
-    kernel((splits * heads, batch), 32 * config.warps, *inputs, *results, *sizes)
+    sizes = (q.stride(0), q.stride(1), *strides, page_table.stride(0), page_size.bit_length() - 1, splits, *scales)
+    kernel((splits * heads, batch), 32 * config.warps, q, k_cache, v_cache, *rows, *results, *sizes)
     if splits > 1 and arrivals is None:
         # One count for all heads of a row, whose results lie side by side in each split.
-        combine(partial, lse, n_pages[:, None], out, splits, BLOCK_KEYS // page_size, dependent_launch(q.device))
+        combine(partial, lse, inputs.n_pages[:, None], out, splits, BLOCK_KEYS // page_size, dependent_launch(q.device))
     return out

@@ -1,6 +1,7 @@
 """The definition of Skip-Softmax decode in plain torch."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -10,40 +11,48 @@ LOCAL_BLOCKS = 2
 INF = float("inf")
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What ``skip_softmax_decode.skip_softmax_decode`` attends to, by its names."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+    n_pages: torch.Tensor
+    last_slots: torch.Tensor
+    threshold_scale_factor: torch.Tensor
+    page_size: int
+    sm_scale: float
+    k_scale: float
+    v_scale: float
+
+
 def skip_softmax_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    n_pages: torch.Tensor,
-    last_slots: torch.Tensor,
-    threshold_scale_factor: torch.Tensor,
-    page_size: int,
-    sm_scale: float,
-    k_scale: float,
-    v_scale: float,
+    inputs: Inputs,
     out: torch.Tensor,
     stats: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``skip_softmax_decode.skip_softmax_decode``."""
+    q, k_cache, v_cache, page_size = inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_size
     out.zero_()
     queries = q.float().unflatten(1, (k_cache.shape[1], -1))
     visited = skipped = 0
-    for row, pages in enumerate(n_pages.tolist()):
+    for row, pages in enumerate(inputs.n_pages.tolist()):
         if pages <= 0:
             continue
-        length = (pages - 1) * page_size + int(last_slots[row]) % page_size + 1
+        length = (pages - 1) * page_size + int(inputs.last_slots[row]) % page_size + 1
         positions = torch.arange(length, device=q.device)
-        slots = page_table[row, positions // page_size].long() * page_size + positions % page_size
-        logits = queries[row] @ k_cache[slots].float().permute(1, 2, 0) * (sm_scale * k_scale)
-        log_lambda = log_threshold(float(threshold_scale_factor[row]), length)
+        slots = inputs.page_table[row, positions // page_size].long() * page_size + positions % page_size
+        logits = queries[row] @ k_cache[slots].float().permute(1, 2, 0) * (inputs.sm_scale * inputs.k_scale)
+        log_lambda = log_threshold(float(inputs.threshold_scale_factor[row]), length)
         kept = kept_blocks(block_maxima(logits), log_lambda)
         read = kept.repeat_interleave(BLOCK_KEYS, dim=-1)[..., :length]
         logits = logits.masked_fill(~read[:, None], -INF)
         weights = logits.softmax(-1).masked_fill(logits.amax(-1, keepdim=True) == -INF, 0.0)
         # What is not read is not there: a broken value of a skipped block would make zero times NaN.
         values = v_cache[slots].float().transpose(0, 1).masked_fill(~read[..., None], 0.0)
-        out[row] = (weights @ values * v_scale).flatten(0, 1)
+        out[row] = (weights @ values * inputs.v_scale).flatten(0, 1)
         if log_lambda > -INF:
             visited += kept.numel()
             skipped += int((~kept).sum())

@@ -14,7 +14,7 @@ from triton import knobs
 from ..common.flash_decode import combine, hand_on, num_splits, split_tensors
 from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch, num_processors
 from ..common.paged_prefill import load_rows
-from .reference import BLOCK_KEYS, LOCAL_BLOCKS
+from .reference import BLOCK_KEYS, LOCAL_BLOCKS, Inputs
 
 # Beyond these a program's queries and values fill the registers of more warps.
 _WIDE_DIM = 128
@@ -269,36 +269,29 @@ def plan(
 
 
 def skip_softmax_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    n_pages: torch.Tensor,
-    last_slots: torch.Tensor,
-    threshold_scale_factor: torch.Tensor,
-    page_size: int,
-    sm_scale: float,
-    k_scale: float,
-    v_scale: float,
+    inputs: Inputs,
     out: torch.Tensor,
     stats: torch.Tensor | None = None,
     config: Config | None = None,
     usual_pages: int | None = None,
 ) -> torch.Tensor:
     """See ``skip_softmax_decode.skip_softmax_decode``."""
+    q, k_cache, v_cache = inputs.q, inputs.k_cache, inputs.v_cache
+    page_table, n_pages = inputs.page_table, inputs.n_pages
     batch, num_q_heads, dim = q.shape
     heads, v_dim = v_cache.shape[1:]
     if batch == 0:
         return out
-    sizes = (batch, num_q_heads, heads, dim, v_dim, usual_pages or page_table.shape[1], page_size)
+    sizes = (batch, num_q_heads, heads, dim, v_dim, usual_pages or page_table.shape[1], inputs.page_size)
     config, splits = plan(*sizes, q.device, config)
     partial, lse = split_tensors(batch * num_q_heads, splits, v_dim, q.dtype, config.narrow, q.device)
     dependent = dependent_launch(q.device)
     group = num_q_heads // heads
     _split_kernel[(splits, heads, batch)](
-        *(q, k_cache, v_cache, page_table, n_pages, last_slots, threshold_scale_factor, out, partial, lse, stats),
+        *(q, k_cache, v_cache, page_table, n_pages, inputs.last_slots, inputs.threshold_scale_factor),
+        *(out, partial, lse, stats),
         *(stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]),
-        *(page_table.stride(0), sm_scale * k_scale * LOG2_E, v_scale),
+        *(page_table.stride(0), inputs.sm_scale * inputs.k_scale * LOG2_E, inputs.v_scale),
         HEADS=heads,
         GROUP=group,
         BLOCK_GROUP=max(MIN_DOT, triton.next_power_of_2(group)),
@@ -306,7 +299,7 @@ def skip_softmax_decode(
         BLOCK_DIM=triton.next_power_of_2(dim),
         V_DIM=v_dim,
         BLOCK_V_DIM=triton.next_power_of_2(v_dim),
-        PAGE=page_size,
+        PAGE=inputs.page_size,
         BLOCK_KEYS=BLOCK_KEYS,
         LOCAL_BLOCKS=LOCAL_BLOCKS,
         SPLITS=splits,
@@ -320,5 +313,5 @@ def skip_softmax_decode(
     )
     if splits > 1:
         # One count for all heads of a row, whose results lie side by side in each split.
-        combine(partial, lse, n_pages[:, None], out, splits, BLOCK_KEYS // page_size, dependent)
+        combine(partial, lse, n_pages[:, None], out, splits, BLOCK_KEYS // inputs.page_size, dependent)
     return out

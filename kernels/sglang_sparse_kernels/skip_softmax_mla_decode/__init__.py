@@ -99,17 +99,17 @@ def skip_softmax_mla_decode(
         >>> stats.tolist()
         [5, 2]
     """
-    _check_arguments(q_nope, q_rope, kv_cache, page_table, n_pages, last_slots, threshold_scale_factor, stats)
+    rows = (page_table, n_pages, last_slots, threshold_scale_factor)
+    inputs = reference.Inputs(q_nope, q_rope, kv_cache, *rows, page_size, sm_scale, kv_scale)
+    _check_arguments(inputs, stats)
     out = checks.result("out", out, tuple(q_nope.shape), q_nope.dtype, q_nope.device)
     checks.check_page_size(page_size)
     checks.check_logit_scale(sm_scale, kv_scale)
-    rows = (page_table, n_pages, last_slots, threshold_scale_factor)
-    arguments = (q_nope, q_rope, kv_cache, *rows, page_size, sm_scale, kv_scale, out, stats)
     if checks.use_reference(q_nope):
-        return reference.skip_softmax_mla_decode(*arguments)
+        return reference.skip_softmax_mla_decode(inputs, out, stats)
     from . import triton
 
-    return triton.skip_softmax_mla_decode(*arguments, usual_pages=usual_pages)
+    return triton.skip_softmax_mla_decode(inputs, out, stats, usual_pages=usual_pages)
 
 
 def scratch_bytes(
@@ -141,24 +141,16 @@ def scratch_bytes(
     return split_bytes(batch * num_heads, splits, latent_dim, dtype, config.narrow)
 
 
-def _check_arguments(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    n_pages: torch.Tensor,
-    last_slots: torch.Tensor,
-    threshold_scale_factor: torch.Tensor,
-    stats: torch.Tensor | None,
-) -> None:
+def _check_arguments(inputs: reference.Inputs, stats: torch.Tensor | None) -> None:
+    q_nope, page_table, factor = inputs.q_nope, inputs.page_table, inputs.threshold_scale_factor
     checks.check_query("q_nope", q_nope, 3)
-    checks.check_tensor("kv_cache", kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn))
-    check_latents(q_nope, q_rope, kv_cache)
+    checks.check_tensor("kv_cache", inputs.kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn))
+    check_latents(q_nope, inputs.q_rope, inputs.kv_cache)
     checks.check_tensor("page_table", page_table, 2, (torch.int32,))
     checks.check_last(page_table=page_table)
-    check_rows(q_nope, page_table, n_pages, last_slots)
-    by_row = {"page_table": page_table, "threshold_scale_factor": threshold_scale_factor}
+    check_rows(q_nope, page_table, inputs.n_pages, inputs.last_slots)
+    by_row = {"page_table": page_table, "threshold_scale_factor": factor}
     checks.check_device(q_nope.device, **by_row, stats=stats)
-    checks.check_exactly("threshold_scale_factor", threshold_scale_factor, (q_nope.shape[0],), torch.float32)
+    checks.check_exactly("threshold_scale_factor", factor, (q_nope.shape[0],), torch.float32)
     if stats is not None:
         checks.check_exactly("stats", stats, (2,), torch.int64)

@@ -1,5 +1,7 @@
 """The definition of Skip-Softmax decode over latents in plain torch."""
 
+from dataclasses import dataclass
+
 import torch
 
 from ..skip_softmax_decode import reference
@@ -8,25 +10,33 @@ from ..skip_softmax_decode import reference
 HEAD_GROUP = 16
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What ``skip_softmax_mla_decode.skip_softmax_mla_decode`` attends to, by its names."""
+
+    q_nope: torch.Tensor
+    q_rope: torch.Tensor
+    kv_cache: torch.Tensor
+    page_table: torch.Tensor
+    n_pages: torch.Tensor
+    last_slots: torch.Tensor
+    threshold_scale_factor: torch.Tensor
+    page_size: int
+    sm_scale: float
+    kv_scale: float
+
+
 def skip_softmax_mla_decode(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    n_pages: torch.Tensor,
-    last_slots: torch.Tensor,
-    threshold_scale_factor: torch.Tensor,
-    page_size: int,
-    sm_scale: float,
-    kv_scale: float,
+    inputs: Inputs,
     out: torch.Tensor,
     stats: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``skip_softmax_mla_decode.skip_softmax_mla_decode``: each group of heads is one that shares a KV head."""
-    queries = torch.cat([q_nope, q_rope], dim=-1)
-    keys = kv_cache[:, None]
-    values = keys[..., : q_nope.shape[2]]
-    rows = (page_table, n_pages, last_slots, threshold_scale_factor, page_size, sm_scale, kv_scale, kv_scale)
-    for query, result in zip(queries.split(HEAD_GROUP, dim=1), out.split(HEAD_GROUP, dim=1), strict=True):
-        reference.skip_softmax_decode(query, keys, values, *rows, out=result, stats=stats)
+    keys = inputs.kv_cache[:, None]
+    values = keys[..., : inputs.q_nope.shape[2]]
+    rows = (inputs.page_table, inputs.n_pages, inputs.last_slots, inputs.threshold_scale_factor, inputs.page_size)
+    scales = (inputs.sm_scale, inputs.kv_scale, inputs.kv_scale)
+    queries = torch.cat([inputs.q_nope, inputs.q_rope], dim=-1).split(HEAD_GROUP, dim=1)
+    for query, result in zip(queries, out.split(HEAD_GROUP, dim=1), strict=True):
+        reference.skip_softmax_decode(reference.Inputs(query, keys, values, *rows, *scales), result, stats)
     return out

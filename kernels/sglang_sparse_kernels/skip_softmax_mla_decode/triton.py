@@ -24,7 +24,7 @@ from ..common.launch import (
 )
 from ..skip_softmax_decode.reference import BLOCK_KEYS, LOCAL_BLOCKS
 from ..skip_softmax_decode.triton import load_pages, threshold_of
-from .reference import HEAD_GROUP
+from .reference import HEAD_GROUP, Inputs
 
 # Rows of the smallest product that Hopper's warpgroup instructions compute.
 _WGMMA_ROWS = tl.constexpr(64)
@@ -270,41 +270,34 @@ def plan(
 
 
 def skip_softmax_mla_decode(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    n_pages: torch.Tensor,
-    last_slots: torch.Tensor,
-    threshold_scale_factor: torch.Tensor,
-    page_size: int,
-    sm_scale: float,
-    kv_scale: float,
+    inputs: Inputs,
     out: torch.Tensor,
     stats: torch.Tensor | None = None,
     config: Config | None = None,
     usual_pages: int | None = None,
 ) -> torch.Tensor:
     """See ``skip_softmax_mla_decode.skip_softmax_mla_decode``."""
+    q_nope, q_rope, kv_cache = inputs.q_nope, inputs.q_rope, inputs.kv_cache
+    page_table, n_pages = inputs.page_table, inputs.n_pages
     batch, num_heads, latent_dim = q_nope.shape
     if out.numel() == 0:
         return out
-    sizes = (batch, num_heads, usual_pages or page_table.shape[1], page_size)
+    sizes = (batch, num_heads, usual_pages or page_table.shape[1], inputs.page_size)
     config, tiles, splits = plan(*sizes, q_nope.device, config)
     partial, lse = split_tensors(batch * num_heads, splits, latent_dim, out.dtype, config.narrow, out.device)
     dependent = dependent_launch(q_nope.device)
     _split_kernel[(tiles, splits, batch)](
-        *(q_nope, q_rope, kv_cache, page_table, n_pages, last_slots, threshold_scale_factor),
+        *(q_nope, q_rope, kv_cache, page_table, n_pages, inputs.last_slots, inputs.threshold_scale_factor),
         *(out, partial, lse, stats),
         *q_nope.stride()[:2],
         *q_rope.stride()[:2],
-        *(kv_cache.stride(0), page_table.stride(0), sm_scale * kv_scale * LOG2_E, kv_scale),
+        *(kv_cache.stride(0), page_table.stride(0), inputs.sm_scale * inputs.kv_scale * LOG2_E, inputs.kv_scale),
         HEADS=num_heads,
         BLOCK_HEADS=config.block_heads,
         HEAD_GROUP=HEAD_GROUP,
         LATENT=latent_dim,
         ROPE=q_rope.shape[2],
-        PAGE=page_size,
+        PAGE=inputs.page_size,
         BLOCK_KEYS=BLOCK_KEYS,
         LOCAL_BLOCKS=LOCAL_BLOCKS,
         SPLITS=splits,
@@ -317,5 +310,5 @@ def skip_softmax_mla_decode(
     )
     if splits > 1:
         # One count for all heads of a row, whose results lie side by side in each split.
-        combine(partial, lse, n_pages[:, None], out, splits, BLOCK_KEYS // page_size, dependent)
+        combine(partial, lse, n_pages[:, None], out, splits, BLOCK_KEYS // inputs.page_size, dependent)
     return out

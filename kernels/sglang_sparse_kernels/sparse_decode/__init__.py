@@ -68,18 +68,18 @@ def sparse_decode(
         >>> out[0, :, 0].tolist()
         [5.0, 5.0]
     """
-    _check_arguments(q, k_cache, v_cache, indices, counts, last_slots, page_size, arrivals)
+    inputs = reference.Inputs(q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale)
+    _check_arguments(inputs, arrivals)
     out = checks.result("out", out, (*q.shape[:2], v_cache.shape[2]), q.dtype, q.device)
-    arguments = (q, k_cache, v_cache, indices, counts, last_slots, page_size, sm_scale, k_scale, v_scale, out)
     if checks.use_reference(q):
-        return reference.sparse_decode(*arguments)
+        return reference.sparse_decode(inputs, out)
     from . import cuda, triton
 
     tokens = (usual_pages or indices.shape[2]) * page_size
     config = cuda.config_of(counts.numel(), tokens, q.device)
     if config is not None and cuda.takes(q, k_cache, v_cache, out):
-        return cuda.sparse_decode(*arguments, config)
-    return triton.sparse_decode(*arguments, usual_pages=usual_pages, arrivals=arrivals)
+        return cuda.sparse_decode(inputs, out, config)
+    return triton.sparse_decode(inputs, out, usual_pages=usual_pages, arrivals=arrivals)
 
 
 def scratch_bytes(
@@ -118,31 +118,23 @@ def scratch_bytes(
     return split_bytes(batch * num_q_heads, splits, v_head_dim, dtype, config.narrow)
 
 
-def _check_arguments(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    last_slots: torch.Tensor,
-    page_size: int,
-    arrivals: torch.Tensor | None,
-) -> None:
+def _check_arguments(inputs: reference.Inputs, arrivals: torch.Tensor | None) -> None:
+    q, k_cache, v_cache, indices = inputs.q, inputs.k_cache, inputs.v_cache, inputs.indices
     checks.check_query("q", q, 3)
     checks.check_tensor("k_cache", k_cache, 3, (q.dtype, torch.float8_e4m3fn))
     checks.check_tensor("v_cache", v_cache, 3, (k_cache.dtype,))
     checks.check_tensor("indices", indices, 3, (torch.int32,))
-    checks.check_page_size(page_size)
+    checks.check_page_size(inputs.page_size)
     batch, num_q_heads, head_dim = q.shape
     num_slots, num_kv_heads, _ = v_cache.shape
     checks.check_heads(num_q_heads, num_kv_heads)
     checks.check_shape("k_cache", k_cache, (num_slots, num_kv_heads, head_dim))
     checks.check_shape("indices", indices, (batch, num_kv_heads, indices.shape[2]))
     checks.check_last(q=q, k_cache=k_cache, v_cache=v_cache)
-    by_row = {"counts": counts, "last_slots": last_slots, "arrivals": arrivals}
+    by_row = {"counts": inputs.counts, "last_slots": inputs.last_slots, "arrivals": arrivals}
     checks.check_device(q.device, k_cache=k_cache, v_cache=v_cache, indices=indices, **by_row)
     checks.check_contiguous("indices", indices)
-    checks.check_exactly("counts", counts, (batch, num_kv_heads), torch.int32)
-    checks.check_exactly("last_slots", last_slots, (batch,), torch.int64)
+    checks.check_exactly("counts", inputs.counts, (batch, num_kv_heads), torch.int32)
+    checks.check_exactly("last_slots", inputs.last_slots, (batch,), torch.int64)
     if arrivals is not None:
         checks.check_exactly("arrivals", arrivals, (batch, num_kv_heads), torch.int32)

@@ -14,6 +14,7 @@ import torch
 from ..block_mass.cuda import float_bits
 from ..common import nvrtc
 from ..common.launch import LOG2_E, dependent_launch, num_processors
+from .reference import Inputs
 
 SOURCE = Path(__file__).with_name("cuda.cu")
 KINDS = {torch.bfloat16: 0, torch.float16: 1}
@@ -86,27 +87,19 @@ def _kernel(device: torch.device, dim: int, group: int, dtype: torch.dtype, conf
 
 
 def sparse_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    last_slots: torch.Tensor,
-    page_size: int,
-    sm_scale: float,
-    k_scale: float,
-    v_scale: float,
+    inputs: Inputs,
     out: torch.Tensor,
     config: Config,
 ) -> torch.Tensor:
     """See ``sparse_decode.sparse_decode``; for what ``takes`` allows."""
+    q, k_cache, v_cache = inputs.q, inputs.k_cache, inputs.v_cache
     (batch, num_q_heads, dim), heads = q.shape, k_cache.shape[1]
     if batch == 0:
         return out
     kernel = _kernel(q.device, dim, num_q_heads // heads, q.dtype, config)
     strides = [stride * cache.itemsize for cache in (k_cache, v_cache) for stride in cache.stride()[:2]]
-    numbers = (page_size.bit_length() - 1, float_bits(sm_scale * k_scale * LOG2_E), float_bits(v_scale))
-    sizes = (q.stride(0), q.stride(1), *strides, indices.shape[2], *numbers)
+    scales = float_bits(inputs.sm_scale * inputs.k_scale * LOG2_E), float_bits(inputs.v_scale)
+    sizes = (q.stride(0), q.stride(1), *strides, inputs.indices.shape[2], inputs.page_size.bit_length() - 1, *scales)
     grid = (config.cluster * heads, batch)
-    kernel(grid, 32 * config.warps, q, k_cache, v_cache, indices, counts, last_slots, out, *sizes)
+    kernel(grid, 32 * config.warps, q, k_cache, v_cache, inputs.indices, inputs.counts, inputs.last_slots, out, *sizes)
     return out

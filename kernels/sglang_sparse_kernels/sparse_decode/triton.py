@@ -11,6 +11,7 @@ from triton import knobs
 from ..common.flash_decode import combine, hand_on, split_tensors
 from ..common.launch import LOG2_E, MIN_DOT, await_inputs, dependent_launch
 from .plan import Config, combines, plan
+from .reference import Inputs
 
 
 @triton.jit
@@ -191,44 +192,34 @@ def _split_kernel(
 
 
 def sparse_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    last_slots: torch.Tensor,
-    page_size: int,
-    sm_scale: float,
-    k_scale: float,
-    v_scale: float,
+    inputs: Inputs,
     out: torch.Tensor,
     config: Config | None = None,
     usual_pages: int | None = None,
     arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``sparse_decode.sparse_decode``."""
+    q, k_cache, v_cache = inputs.q, inputs.k_cache, inputs.v_cache
     batch, num_q_heads, dim = q.shape
     heads, v_dim = v_cache.shape[1:]
-    max_pages = indices.shape[2]
+    counts, max_pages = inputs.counts, inputs.indices.shape[2]
     if batch == 0:
         return out
     group = num_q_heads // heads
-    sizes = (batch, group, heads, dim, v_dim, usual_pages or max_pages, page_size)
+    sizes = (batch, group, heads, dim, v_dim, usual_pages or max_pages, inputs.page_size)
     config, tile_pages, splits = plan(*sizes, k_cache.dtype, q.device, config)
     partial, lse = split_tensors(batch * num_q_heads, splits, v_dim, q.dtype, config.narrow, q.device)
     dependent = dependent_launch(q.device)
     fused = arrivals is not None and combines(splits, group, v_dim, config.num_warps)
-    tensors = (q, k_cache, v_cache, indices, counts, last_slots, out, partial, lse, arrivals if fused else counts)
+    tensors = (q, k_cache, v_cache, inputs.indices, counts, inputs.last_slots, out, partial, lse)
     strides = [stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]]
     _split_kernel[(splits, heads, batch)](
-        *tensors,
-        *strides,
-        max_pages,
-        sm_scale * k_scale * LOG2_E,
-        v_scale,
+        *(*tensors, arrivals if fused else counts, *strides, max_pages),
+        inputs.sm_scale * inputs.k_scale * LOG2_E,
+        inputs.v_scale,
         **_shape_constants(heads, group, dim, v_dim),
-        PAGE=page_size,
-        BLOCK_TOKENS=tile_pages * page_size,
+        PAGE=inputs.page_size,
+        BLOCK_TOKENS=tile_pages * inputs.page_size,
         SPLITS=splits,
         BLOCK_MEMBERS=triton.next_power_of_2(group),
         BLOCK_SPLITS=triton.next_power_of_2(splits),

@@ -75,19 +75,18 @@ def sparse_mla_decode(
         >>> out[0, :, 0].tolist()
         [5.0, 5.0]
     """
-    if out is None:
-        out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
-    _check_arguments(q_nope, q_rope, kv_cache, indices, counts, last_slots, block_size, out)
-    arguments = (q_nope, q_rope, kv_cache, indices, counts, last_slots, block_size, sm_scale, kv_scale, out)
+    inputs = reference.Inputs(q_nope, q_rope, kv_cache, indices, counts, last_slots, block_size, sm_scale, kv_scale)
+    _check_arguments(inputs)
+    out = checks.result("out", out, tuple(q_nope.shape), q_nope.dtype, q_nope.device)
     if checks.use_reference(q_nope):
-        return reference.sparse_mla_decode(*arguments)
+        return reference.sparse_mla_decode(inputs, out)
     from . import fa3, triton
 
     batch, num_heads, latent_dim = q_nope.shape
     known = newest_last and fa3.serves(batch, num_heads, latent_dim, block_size, q_nope.dtype, q_nope.device)
     if known and fa3.takes(q_nope, q_rope, kv_cache, indices, block_size, kv_scale, out):
-        return fa3.sparse_mla_decode(*arguments)
-    return triton.sparse_mla_decode(*arguments, usual_blocks=usual_blocks)
+        return fa3.sparse_mla_decode(inputs, out)
+    return triton.sparse_mla_decode(inputs, out, usual_blocks=usual_blocks)
 
 
 def scratch_bytes(
@@ -123,34 +122,19 @@ def scratch_bytes(
     return taken
 
 
-def _check_arguments(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    last_slots: torch.Tensor,
-    block_size: int,
-    out: torch.Tensor,
-) -> None:
+def _check_arguments(inputs: reference.Inputs) -> None:
+    q_nope, indices, block_size = inputs.q_nope, inputs.indices, inputs.block_size
     checks.check_query("q_nope", q_nope, 3)
-    checks.check_tensor("kv_cache", kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn, torch.uint8))
-    check_latents(q_nope, q_rope, kv_cache)
+    checks.check_tensor("kv_cache", inputs.kv_cache, 2, (q_nope.dtype, torch.float8_e4m3fn, torch.uint8))
+    check_latents(q_nope, inputs.q_rope, inputs.kv_cache)
     checks.check_tensor("indices", indices, 3, (torch.int32,))
-    checks.check_tensor("counts", counts, 2, (torch.int32,))
-    checks.check_tensor("last_slots", last_slots, 1, (torch.int64,))
-    checks.check_tensor("out", out, 3, (q_nope.dtype,))
     if block_size not in (allowed := [2**power for power in range(7)]):
         raise ValueError(f"block_size must be one of {', '.join(map(str, allowed))}, got {block_size}")
     batch = q_nope.shape[0]
-    checks.check_shape("indices", indices, (batch, 1, indices.shape[2]))
-    checks.check_shape("counts", counts, (batch, 1))
-    checks.check_shape("last_slots", last_slots, (batch,))
-    checks.check_shape("out", out, tuple(q_nope.shape))
-    contiguous = {"indices": indices, "counts": counts, "last_slots": last_slots, "out": out}
-    for name, tensor in contiguous.items():
-        checks.check_contiguous(name, tensor)
-    checks.check_device(q_nope.device, **contiguous)
+    checks.check_exactly("indices", indices, (batch, 1, indices.shape[2]), torch.int32)
+    checks.check_exactly("counts", inputs.counts, (batch, 1), torch.int32)
+    checks.check_exactly("last_slots", inputs.last_slots, (batch,), torch.int64)
+    checks.check_device(q_nope.device, indices=indices, counts=inputs.counts, last_slots=inputs.last_slots)
 
 
 def check_latents(q_nope: torch.Tensor, q_rope: torch.Tensor, kv_cache: torch.Tensor) -> None:

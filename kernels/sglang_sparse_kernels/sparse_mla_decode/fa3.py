@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 
 from ..common.launch import capability, num_processors
+from .reference import Inputs
 from .triton import selected_tokens
 
 logger = logging.getLogger(__name__)
@@ -134,15 +135,7 @@ def scratch_bytes(batch: int, num_heads: int, device: torch.device) -> int:
 
 
 def sparse_mla_decode(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    last_slots: torch.Tensor,
-    block_size: int,
-    sm_scale: float,
-    kv_scale: float,
+    inputs: Inputs,
     out: torch.Tensor,
     splits: int | None = None,
 ) -> torch.Tensor:
@@ -150,20 +143,21 @@ def sparse_mla_decode(
 
     ``splits`` are the most of a row; 0 leaves them to FA3. ``kv_scale`` is 1.
     """
+    q_nope, q_rope, kv_cache = inputs.q_nope, inputs.q_rope, inputs.kv_cache
     attend = attention()
     assert attend is not None
     batch, num_heads, latent_dim = q_nope.shape
     if splits is None:
         splits = most_splits(batch, num_heads, num_processors(q_nope.device))
-    blocks = kv_cache.unflatten(0, (-1, block_size))[:, :, None]
+    blocks = kv_cache.unflatten(0, (-1, inputs.block_size))[:, :, None]
     attend(
         q_rope[:, None],
         blocks[..., latent_dim:],
         blocks[..., :latent_dim],
         qv=q_nope[:, None],
-        cache_seqlens=selected_tokens(indices, counts, last_slots, block_size),
-        page_table=indices[:, 0],
-        softmax_scale=sm_scale,
+        cache_seqlens=selected_tokens(inputs.indices, inputs.counts, inputs.last_slots, inputs.block_size),
+        page_table=inputs.indices[:, 0],
+        softmax_scale=inputs.sm_scale,
         causal=False,
         num_splits=splits,
         out=out[:, None],

@@ -29,6 +29,7 @@ from ..common.launch import (
 from ..latent_rows.reference import TILE
 from ..latent_rows.triton import read_latents
 from ..sparse_decode.triton import load_ids, token_slots
+from .reference import Inputs
 
 # Rows of the smallest product that Hopper's warpgroup instructions compute.
 _WGMMA_ROWS = tl.constexpr(64)
@@ -308,42 +309,35 @@ def plan(
 
 
 def sparse_mla_decode(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    last_slots: torch.Tensor,
-    block_size: int,
-    sm_scale: float,
-    kv_scale: float,
+    inputs: Inputs,
     out: torch.Tensor,
     config: Config | None = None,
     usual_blocks: int | None = None,
 ) -> torch.Tensor:
     """See ``sparse_mla_decode.sparse_mla_decode``."""
+    q_nope, q_rope, kv_cache = inputs.q_nope, inputs.q_rope, inputs.kv_cache
     batch, num_heads, latent_dim = q_nope.shape
     if out.numel() == 0:
         return out
-    max_blocks = indices.shape[2]
-    sizes = (batch, num_heads, usual_blocks or max_blocks, block_size)
+    max_blocks = inputs.indices.shape[2]
+    sizes = (batch, num_heads, usual_blocks or max_blocks, inputs.block_size)
     config, block_heads, tile_blocks, splits = plan(*sizes, q_nope.device, config)
     partial, lse = split_tensors(batch * num_heads, splits, latent_dim, out.dtype, config.narrow, out.device)
     dependent = dependent_launch(q_nope.device)
     _split_kernel[(triton.cdiv(num_heads, block_heads), splits, batch)](
-        *(q_nope, q_rope, kv_cache, indices, counts, last_slots, out, partial, lse),
+        *(q_nope, q_rope, kv_cache, inputs.indices, inputs.counts, inputs.last_slots, out, partial, lse),
         *q_nope.stride()[:2],
         *q_rope.stride()[:2],
         kv_cache.stride(0),
         max_blocks,
-        sm_scale * kv_scale * LOG2_E,
-        kv_scale,
+        inputs.sm_scale * inputs.kv_scale * LOG2_E,
+        inputs.kv_scale,
         HEADS=num_heads,
         BLOCK_HEADS=block_heads,
         LATENT=latent_dim,
         ROPE=q_rope.shape[2],
-        BLOCK=block_size,
-        BLOCK_TOKENS=tile_blocks * block_size,
+        BLOCK=inputs.block_size,
+        BLOCK_TOKENS=tile_blocks * inputs.block_size,
         SPLITS=splits,
         TILE=TILE,
         NATIVE=converts_float8(q_nope.device),
@@ -355,7 +349,7 @@ def sparse_mla_decode(
         launch_pdl=dependent,
     )
     if splits > 1:
-        combine(partial, lse, counts, out, splits, tile_blocks, dependent)
+        combine(partial, lse, inputs.counts, out, splits, tile_blocks, dependent)
     return out
 
 
