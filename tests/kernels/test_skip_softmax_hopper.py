@@ -99,7 +99,7 @@ def test_chunks_of_whole_tiles_equal_one_piece() -> None:
 @pytest.mark.gpu
 @hopper_only
 def test_results_are_equal_from_run_to_run_and_for_other_launch_parameters() -> None:
-    from sglang_sparse_kernels.skip_softmax_prefill import hopper
+    from sglang_sparse_kernels.skip_softmax_prefill import hopper, reference
 
     arguments = make(ROWS, "cuda")
     expected = run_hopper(arguments)
@@ -107,7 +107,7 @@ def test_results_are_equal_from_run_to_run_and_for_other_launch_parameters() -> 
         assert torch.equal(run_hopper(arguments), expected)
     for config in (hopper.Config(num_stages=2), hopper.Config(4, 232, 40)):
         out = torch.empty_like(expected)
-        assert torch.equal(hopper.skip_softmax_prefill(**arguments, out=out, config=config), expected)
+        assert torch.equal(hopper.skip_softmax_prefill(reference.Inputs(**arguments), out, config=config), expected)
 
 
 @pytest.mark.gpu

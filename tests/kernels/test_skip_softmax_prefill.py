@@ -26,7 +26,7 @@ from skip_softmax_runs import (
     with_factor,
 )
 
-from sglang_sparse_kernels.skip_softmax_prefill import Span, make_plan, skip_softmax_prefill
+from sglang_sparse_kernels.skip_softmax_prefill import Span, make_plan, reference, skip_softmax_prefill
 from sglang_sparse_kernels.skip_softmax_prefill import triton as kernels
 from sglang_sparse_kernels.skip_softmax_prefill.cases import CASES, Case, make
 
@@ -181,7 +181,7 @@ def test_results_are_equal_from_run_to_run_and_for_other_launch_parameters(devic
     expected = run_triton(arguments)
     assert torch.equal(run_triton(arguments), expected)
     out = torch.empty_like(expected)
-    kernels.skip_softmax_prefill(**arguments, out=out, config=kernels.Config(num_warps=8, num_stages=1))
+    kernels.skip_softmax_prefill(reference.Inputs(**arguments), out, config=kernels.Config(num_warps=8, num_stages=1))
     assert relative_error(out, expected) < TOLERANCE[FP16]
 
 

@@ -23,14 +23,14 @@ def run_reference(arguments: dict[str, Any], stats: torch.Tensor | None = None) 
     """The reference in float32, so that only the kernel under test rounds."""
     q = arguments["q"].float()
     out = torch.full((*q.shape[:2], arguments["v_cache"].shape[2]), NAN, device=q.device)
-    return reference.skip_softmax_prefill(**{"stats": stats, **arguments, "q": q}, out=out)
+    return reference.skip_softmax_prefill(reference.Inputs(**{**arguments, "q": q}), out, stats)
 
 
 def run_triton(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> torch.Tensor:
     """Triton's kernel, on GPUs that have another one too."""
     q, dim = arguments["q"], arguments["v_cache"].shape[2]
     out = torch.full((*q.shape[:2], dim), NAN, dtype=q.dtype, device=q.device)
-    return triton.skip_softmax_prefill(**arguments, out=out, stats=stats)
+    return triton.skip_softmax_prefill(reference.Inputs(**arguments), out, stats)
 
 
 def with_factor(arguments: dict[str, Any], *factors: float) -> dict[str, Any]:

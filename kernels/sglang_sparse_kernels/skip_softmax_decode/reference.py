@@ -28,11 +28,7 @@ class Inputs:
     v_scale: float
 
 
-def skip_softmax_decode(
-    inputs: Inputs,
-    out: torch.Tensor,
-    stats: torch.Tensor | None = None,
-) -> torch.Tensor:
+def skip_softmax_decode(inputs: Inputs, out: torch.Tensor, stats: torch.Tensor | None = None) -> torch.Tensor:
     """See ``skip_softmax_decode.skip_softmax_decode``."""
     q, k_cache, v_cache, page_size = inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_size
     out.zero_()

@@ -26,11 +26,7 @@ class Inputs:
     kv_scale: float
 
 
-def skip_softmax_mla_decode(
-    inputs: Inputs,
-    out: torch.Tensor,
-    stats: torch.Tensor | None = None,
-) -> torch.Tensor:
+def skip_softmax_mla_decode(inputs: Inputs, out: torch.Tensor, stats: torch.Tensor | None = None) -> torch.Tensor:
     """See ``skip_softmax_mla_decode.skip_softmax_mla_decode``: each group of heads is one that shares a KV head."""
     keys = inputs.kv_cache[:, None]
     values = keys[..., : inputs.q_nope.shape[2]]

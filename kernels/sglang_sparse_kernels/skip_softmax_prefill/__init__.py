@@ -84,9 +84,10 @@ def skip_softmax_prefill(
     checks.check_page_size(page_size)
     checks.check_plan(q, page_table, plan, page_size)
     checks.check_logit_scale(sm_scale, k_scale)
-    arguments = (q, k_cache, v_cache, page_table, plan, threshold_scale_factor, page_size, sm_scale, k_scale, v_scale)
+    scales = (sm_scale, k_scale, v_scale)
+    inputs = reference.Inputs(q, k_cache, v_cache, page_table, plan, threshold_scale_factor, page_size, *scales)
     if checks.use_reference(q):
-        return reference.skip_softmax_prefill(*arguments, out, stats)
+        return reference.skip_softmax_prefill(inputs, out, stats)
     from . import launch
 
-    return launch.kernels(q, k_cache, v_cache, plan, page_size).skip_softmax_prefill(*arguments, out, stats)
+    return launch.kernels(q, k_cache, v_cache, plan, page_size).skip_softmax_prefill(inputs, out, stats)

@@ -42,6 +42,7 @@ from .hopper_softmax import (
     weigh,
 )
 from .plan import BLOCK_KEYS, TILE_QUERIES, QueryTile, SkipSoftmaxPlan
+from .reference import Inputs
 
 DIMS = (64, 128)
 MIN_PAGE = 16
@@ -302,21 +303,14 @@ def takes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: S
 
 
 def skip_softmax_prefill(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    plan: SkipSoftmaxPlan,
-    threshold_scale_factor: torch.Tensor,
-    page_size: int,
-    sm_scale: float,
-    k_scale: float,
-    v_scale: float,
+    inputs: Inputs,
     out: torch.Tensor,
     stats: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
     """See ``skip_softmax_prefill.skip_softmax_prefill``; what ``takes`` accepts."""
+    q, k_cache, v_cache, plan = inputs.q, inputs.k_cache, inputs.v_cache, inputs.plan
+    page_table, page_size = inputs.page_table, inputs.page_size
     heads, dim, v_dim = q.shape[1], q.shape[2], v_cache.shape[2]
     config = config or Config()
     if stats is not None:
@@ -325,9 +319,9 @@ def skip_softmax_prefill(
         return out
     _skip_softmax_hopper_kernel[(len(plan.tiles), heads // 2)](
         *(_box(q, TILE_QUERIES // 2), _box(k_cache, page_size), _box(v_cache, page_size)),
-        *(page_table, plan.table, threshold_scale_factor, out, stats),
+        *(page_table, plan.table, inputs.threshold_scale_factor, out, stats),
         *(q.stride(1), k_cache.stride(1), v_cache.stride(1), page_table.stride(0)),
-        *(sm_scale * k_scale * LOG2_E, v_scale),
+        *(inputs.sm_scale * inputs.k_scale * LOG2_E, inputs.v_scale),
         HEADS=heads,
         GROUP=heads // k_cache.shape[1],
         DIM=dim,

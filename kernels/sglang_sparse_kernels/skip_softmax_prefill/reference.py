@@ -1,6 +1,7 @@
 """The definition of Skip-Softmax in plain torch."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -9,37 +10,42 @@ from .plan import QueryTile, SkipSoftmaxPlan
 INF = float("inf")
 
 
-def skip_softmax_prefill(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    plan: SkipSoftmaxPlan,
-    threshold_scale_factor: torch.Tensor,
-    page_size: int,
-    sm_scale: float,
-    k_scale: float,
-    v_scale: float,
-    out: torch.Tensor,
-    stats: torch.Tensor | None = None,
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class Inputs:
+    """What ``skip_softmax_prefill.skip_softmax_prefill`` attends to, by its names."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+    plan: SkipSoftmaxPlan
+    threshold_scale_factor: torch.Tensor
+    page_size: int
+    sm_scale: float
+    k_scale: float
+    v_scale: float
+
+
+def skip_softmax_prefill(inputs: Inputs, out: torch.Tensor, stats: torch.Tensor | None = None) -> torch.Tensor:
     """See ``skip_softmax_prefill.skip_softmax_prefill``."""
+    q, k_cache, v_cache, plan = inputs.q, inputs.k_cache, inputs.v_cache, inputs.plan
+    page_size = inputs.page_size
     queries = q.float().transpose(0, 1).unflatten(0, (k_cache.shape[1], -1))
     skipped_pairs = skipped_blocks = 0
     for tile in plan.tiles:
         positions = torch.arange(tile.first_position + tile.num_queries, device=q.device)
-        slots = page_table[tile.row, positions // page_size].long() * page_size + positions % page_size
+        slots = inputs.page_table[tile.row, positions // page_size].long() * page_size + positions % page_size
         window = slice(tile.first_query, tile.first_query + tile.num_queries)
         visible = positions <= positions[tile.first_position :, None]
         keys = k_cache[slots].float().permute(1, 2, 0)[:, None]
-        logits = (queries[:, :, window] @ keys).mul_(sm_scale * k_scale).masked_fill_(~visible, -INF)
-        threshold = log_threshold(tile, float(threshold_scale_factor[tile.row]))
+        logits = (queries[:, :, window] @ keys).mul_(inputs.sm_scale * inputs.k_scale).masked_fill_(~visible, -INF)
+        threshold = log_threshold(tile, float(inputs.threshold_scale_factor[tile.row]))
         kept = kept_blocks(block_maxima(logits, plan.block_keys), threshold)
         read = kept.repeat_interleave(plan.block_keys, dim=-1)[..., : len(positions)]
         weights = logits.masked_fill_(~read[:, :, None], -INF).softmax(-1)
         # What is not read is not there: a broken value of a skipped block would make zero times NaN.
         values = v_cache[slots].float().transpose(0, 1)[:, None].masked_fill(~read[..., None], 0.0)
-        out[window] = (weights @ values * v_scale).flatten(0, 1).transpose(0, 1)
+        out[window] = (weights @ values * inputs.v_scale).flatten(0, 1).transpose(0, 1)
         skipped_pairs += int((~read * visible.sum(0)).sum())
         skipped_blocks += int((~kept).sum())
     if stats is not None:

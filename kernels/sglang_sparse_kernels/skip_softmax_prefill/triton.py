@@ -12,7 +12,8 @@ from triton import knobs
 
 from ..common.launch import LOG2_E
 from ..common.paged_prefill import load_rows, load_slots, softmax_step
-from .plan import QueryTile, SkipSoftmaxPlan
+from .plan import QueryTile
+from .reference import Inputs
 
 _TILE_FIELDS = tl.constexpr(len(QueryTile._fields))
 
@@ -167,21 +168,14 @@ def _skip_softmax_kernel(
 
 
 def skip_softmax_prefill(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    plan: SkipSoftmaxPlan,
-    threshold_scale_factor: torch.Tensor,
-    page_size: int,
-    sm_scale: float,
-    k_scale: float,
-    v_scale: float,
+    inputs: Inputs,
     out: torch.Tensor,
     stats: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
     """See ``skip_softmax_prefill.skip_softmax_prefill``."""
+    q, k_cache, v_cache, plan = inputs.q, inputs.k_cache, inputs.v_cache, inputs.plan
+    page_table = inputs.page_table
     heads, dim, v_dim = q.shape[1], q.shape[2], v_cache.shape[2]
     config = config or default_config(plan.tile_queries)
     if stats is not None:
@@ -189,16 +183,16 @@ def skip_softmax_prefill(
     if not plan.tiles:
         return out
     _skip_softmax_kernel[(len(plan.tiles), heads)](
-        *(q, k_cache, v_cache, page_table, plan.table, threshold_scale_factor, out, stats),
+        *(q, k_cache, v_cache, page_table, plan.table, inputs.threshold_scale_factor, out, stats),
         *(stride for tensor in (q, k_cache, v_cache) for stride in tensor.stride()[:2]),
-        *(page_table.stride(0), sm_scale * k_scale * LOG2_E, v_scale),
+        *(page_table.stride(0), inputs.sm_scale * inputs.k_scale * LOG2_E, inputs.v_scale),
         HEADS=heads,
         GROUP=heads // k_cache.shape[1],
         DIM=dim,
         V_DIM=v_dim,
         BLOCK_DIM=triton.next_power_of_2(dim),
         BLOCK_V_DIM=triton.next_power_of_2(v_dim),
-        PAGE=page_size,
+        PAGE=inputs.page_size,
         TILE_QUERIES=plan.tile_queries,
         BLOCK_KEYS=plan.block_keys,
         # The interpreter multiplies the bit patterns of bfloat16.

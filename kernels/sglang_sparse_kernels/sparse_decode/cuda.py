@@ -86,11 +86,7 @@ def _kernel(device: torch.device, dim: int, group: int, dtype: torch.dtype, conf
     return nvrtc.Kernel(SOURCE, "sparse_decode", device, values, config.cluster, size)
 
 
-def sparse_decode(
-    inputs: Inputs,
-    out: torch.Tensor,
-    config: Config,
-) -> torch.Tensor:
+def sparse_decode(inputs: Inputs, out: torch.Tensor, config: Config) -> torch.Tensor:
     """See ``sparse_decode.sparse_decode``; for what ``takes`` allows."""
     q, k_cache, v_cache = inputs.q, inputs.k_cache, inputs.v_cache
     (batch, num_q_heads, dim), heads = q.shape, k_cache.shape[1]

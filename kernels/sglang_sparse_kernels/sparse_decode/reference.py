@@ -21,10 +21,7 @@ class Inputs:
     v_scale: float
 
 
-def sparse_decode(
-    inputs: Inputs,
-    out: torch.Tensor,
-) -> torch.Tensor:
+def sparse_decode(inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
     """See ``sparse_decode.sparse_decode``."""
     q, k_cache, v_cache = inputs.q, inputs.k_cache, inputs.v_cache
     batch, num_q_heads, head_dim = q.shape

@@ -26,10 +26,7 @@ class Inputs:
     kv_scale: float
 
 
-def sparse_mla_decode(
-    inputs: Inputs,
-    out: torch.Tensor,
-) -> torch.Tensor:
+def sparse_mla_decode(inputs: Inputs, out: torch.Tensor) -> torch.Tensor:
     """See ``sparse_mla_decode.sparse_mla_decode``: all query heads share one key, which holds its value."""
     q_nope, q_rope, counts = inputs.q_nope, inputs.q_rope, inputs.counts
     for first in range(0, len(out), _ROWS):
