@@ -1,13 +1,12 @@
 """Index logits: reference against loops in float64, Triton against the reference, and the selection that follows."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import printed
 
 from sglang_sparse_kernels.index_keys import PAGE_SIZE
 from sglang_sparse_kernels.index_keys.reference import parts
@@ -252,35 +251,26 @@ def test_wrong_arguments_are_refused() -> None:
 
 COMPILE = """
 import re
-import triton
-from triton.backends.compiler import GPUTarget
 from sglang_sparse_kernels.index_logits.triton import _index_logits_kernel as kernel, default_config
 
-tables = dict.fromkeys(("page_table_ptr", "rows_ptr", "lengths_ptr"), "*i32")
+kinds = dict.fromkeys(("page_table_ptr", "rows_ptr", "lengths_ptr"), "*i32")
 for capability in (80, 89, 90, 120):
     config, fp8 = default_config(divmod(capability, 10)), capability >= 89
-    pointers = tables | dict.fromkeys(("q_ptr", "keys_ptr"), "*fp8e4nv" if fp8 else "*u8")
+    kinds |= dict.fromkeys(("q_ptr", "keys_ptr"), "*fp8e4nv" if fp8 else "*u8")
     constants = {"QUERIES": config.queries, "HEADS": 64, "BLOCK_HEADS": config.block_heads, "TILE": config.tile_tokens}
     constants |= {"DIM": 128, "PAGE": 64, "FP8": fp8, "DEPENDENT": capability >= 90}
-    kinds = {name: pointers.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
-    signature = kinds | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in pointers}
-    source = triton.compiler.ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compiled = compile_for(capability, kernel, kinds, constants, "*fp32", kinds.__contains__, **options)
     layouts = re.findall(r"#mma.*warpsPerCTA = (\\[.*?\\])", compiled.asm["ttgir"])
     print(capability, config.num_warps, set(layouts), "max.NaN.f32" in compiled.asm["ptx"])
 """
 
 
-def test_products_are_divided_by_tokens_and_pass_nan_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_divided_by_tokens_and_pass_nan_on(tmp_path: Path) -> None:
     """The order of the sum over the heads hangs on it: for queries that share keys, and for one alone."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
     # The interpreter's maximum passes NaN on whatever it is told.
     expected = [f"{capability} 4 {{'[4, 1]'}} True" for capability in (80, 89, 90, 120)]
-    assert done.stdout.splitlines() == expected, done.stderr[-2000:]
+    assert printed(COMPILE, tmp_path) == expected
 
 
 @pytest.mark.gpu

@@ -1,12 +1,11 @@
 """The lists of a KT selection: reference against plain lists, Triton against the reference, what neither may touch."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import printed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -225,31 +224,21 @@ def test_ragged_rows(device: str, data: st.DataObject, heads: int, spare: int, s
 
 
 COMPILE = """
-import os, re, subprocess, tempfile, triton
-from triton.backends.compiler import GPUTarget
+import re
 from sglang_sparse_kernels.kt_select.triton import ListConfig, _visible_blocks_kernel as kernel
 
-dump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 for capability in (80, 89, 90, 120):
     constants = {"HEADS": 8, "BLOCK": ListConfig().block, "STATS": True, "DEPENDENT": capability >= 90}
-    kinds = {name: "*i32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    kinds |= {"requests_ptr": "*i64", "stats_ptr": "*i64"} | dict.fromkeys(constants, "constexpr")
-    source = triton.compiler.ASTSource(kernel, kinds, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        used = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-    print(capability, *re.findall(r"(?:STACK|SHARED):(\\d+)", used), "griddepcontrol" in compiled.asm["ptx"])
+    kinds = {"requests_ptr": "*i64", "stats_ptr": "*i64"}
+    compiled = compile_for(capability, kernel, kinds, constants, aligned=lambda _: False, num_warps=4)
+    used = re.findall(r"(?:STACK|SHARED):(\\d+)", dump(compiled))
+    print(capability, *used, "griddepcontrol" in compiled.asm["ptx"])
 """
 
 
-def test_the_kernel_compiles_for_gpus_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+def test_the_kernel_compiles_for_gpus_without_spills(tmp_path: Path) -> None:
     expected = [f"{capability} 0 0 {capability >= 90}" for capability in (80, 89, 90, 120)]
-    assert done.stdout.splitlines() == expected, done.stderr[-2000:]
+    assert printed(COMPILE, tmp_path) == expected
 
 
 @pytest.mark.gpu

@@ -1,14 +1,13 @@
 """The scores of a KT selection: reference against loops, Triton against the reference, and what they promise."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import printed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -247,41 +246,27 @@ def test_any_shape(device: str, case: Case, local_pages: int, seed: int) -> None
 
 
 COMPILE = """
-import os, re, subprocess, tempfile, triton
+import re
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from sglang_sparse_kernels.kt_select.triton import _TILE, _logit_kernel as kernel
 
-tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "nvdisasm")
 constants = {"HEADS": 8, "GROUP": 4, "BLOCK_GROUP": 16, "DIM": 128, "TILE": _TILE, "CHOOSE": True}
+kinds = {"q_ptr": "*bf16"} | dict.fromkeys(("logits_ptr", "maxima_ptr", "totals_ptr"), "*fp32")
 for capability in (80, 89, 90, 120):
     for encoding, summary in enumerate(("*bf16", "*u8", "*u8")):
         constants |= {"OPERAND": tl.bfloat16, "ENCODING": encoding, "DEPENDENT": capability >= 90}
-        pointers = {"q_ptr": "*bf16", "summary_ptr": summary, "candidates_ptr": "*i32", "n_candidates_ptr": "*i32"}
-        pointers |= dict.fromkeys(("logits_ptr", "maxima_ptr", "totals_ptr"), "*fp32")
-        kinds = dict.fromkeys(kernel.arg_names, "i32") | pointers | {"scale": "fp32"}
-        signature = kinds | dict.fromkeys(constants, "constexpr")
-        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in pointers}
-        source = triton.compiler.ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            code = subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
+        compiled = compile_for(capability, kernel, kinds | {"summary_ptr": summary}, constants, num_warps=4)
         # The first bounds are on their way before threads wait for one another.
         early, ptx = compiled.asm["ptx"].split("bar.sync")[0], compiled.asm["ptx"]
         # A stack frame alone is no spill: what is spilled is stored to local memory.
-        spills = len(re.findall(r"\\bSTL\\b", code))
+        spills = len(re.findall(r"\\bSTL\\b", dump(compiled, "nvdisasm")))
         print(capability, spills, early.count("ld.global.v4.b32") >= 4, "mma.sync" in ptx)
 """
 
 
-def test_the_logit_kernel_compiles_for_gpus_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+def test_the_logit_kernel_compiles_for_gpus_without_spills(tmp_path: Path) -> None:
     expected = [f"{capability} 0 True True" for capability in (80, 89, 90, 120) for _ in range(3)]
-    assert done.stdout.splitlines() == expected, done.stderr[-2000:]
+    assert printed(COMPILE, tmp_path) == expected
 
 
 @pytest.mark.gpu

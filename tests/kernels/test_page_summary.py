@@ -1,12 +1,11 @@
 """Page summaries: reference against an exhaustive rounding table, Triton against the reference."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import printed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -242,37 +241,23 @@ def test_layers_that_differ_are_refused() -> None:
 
 
 COMPILE = """
-import os, re, subprocess, tempfile, triton
-from triton.backends.compiler import GPUTarget
+import re
 from sglang_sparse_kernels.page_summary import triton as module
 
 kernel = module._page_summary_kernel
-dump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-pointers = {"offsets_ptr": "*i64", "last_slots_ptr": "*i64", "overflow_ptr": "*i32", "summary_ptr": "*u8"}
+kinds = {"offsets_ptr": "*i64", "last_slots_ptr": "*i64", "overflow_ptr": "*i32", "summary_ptr": "*u8"}
 constants = {"LAYERS": 32, "HEADS": 8, "DIM": 128, "BLOCK_DIM": 128, "PAGE": 4, "COUNT_OVERFLOW": True}
 for capability in (80, 89, 90, 120):
     # On Ampere the compiler does not know float8_e4m3fn, the one float8 of the keys.
     for keys in ("*bf16", "*fp8e4nv") if capability >= 89 else ("*bf16",):
         for rounding in (module._E5M2,) if keys == "*fp8e4nv" else (module._E4M3, module._E5M2):
             constants |= {"ROUNDING": rounding, "DEPENDENT": capability >= 90}
-            pointers["k_ptr"] = keys
-            kinds = {name: pointers.get(name, "i32") for name in kernel.arg_names}
-            signature = kinds | dict.fromkeys(constants, "constexpr")
-            aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in pointers}
-            source = triton.compiler.ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(compiled.asm["cubin"])
-                file.flush()
-                used = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+            compiled = compile_for(capability, kernel, kinds | {"k_ptr": keys}, constants, num_warps=4)
             # Numbers that float32 holds as subnormal ones must not be flushed to zero, which would be no bound.
-            print(capability, *re.findall(r"STACK:(\\d+)", used), "ftz" in compiled.asm["ptx"])
+            print(capability, *re.findall(r"STACK:(\\d+)", dump(compiled)), "ftz" in compiled.asm["ptx"])
 """
 
 
-def test_float8_compiles_for_gpus_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+def test_float8_compiles_for_gpus_without_spills(tmp_path: Path) -> None:
     expected = ["80 0 False"] * 2 + [f"{capability} 0 False" for capability in (89, 90, 120) for _ in range(3)]
-    assert done.stdout.splitlines() == expected, done.stderr[-2000:]
+    assert printed(COMPILE, tmp_path) == expected

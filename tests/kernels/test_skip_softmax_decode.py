@@ -2,8 +2,6 @@
 
 import math
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from anchor_runs import relative_error, row_slots
+from compiled_kernels import printed
 from skip_softmax_runs import FP16, FP32, INF, NAN, TOLERANCE, with_factor
 
 from sglang_sparse_kernels.skip_softmax_decode import reference, skip_softmax_decode
@@ -266,34 +265,25 @@ def test_replays_as_a_cuda_graph_with_other_lengths(device: str) -> None:
 
 
 COMPILE = """
-import os, re, subprocess, triton
-from triton.backends.compiler import GPUTarget
+import re
 from sglang_sparse_kernels.skip_softmax_decode import triton as op
 
-kernel, dump = op._split_kernel, os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
-kinds = {name: "*bf16" if "ptr" in name else "fp32" if "scale" in name else "i32" for name in kernel.arg_names}
-kinds |= {"table_ptr": "*i32", "n_pages_ptr": "*i32", "last_slots_ptr": "*i64", "stats_ptr": "*i64"}
+kinds = {"table_ptr": "*i32", "n_pages_ptr": "*i32", "last_slots_ptr": "*i64", "stats_ptr": "*i64"}
 kinds |= {"factor_ptr": "*fp32", "lse_ptr": "*fp32"}
-multiples = [(i,) for i, name in enumerate(kernel.arg_names) if "ptr" in name or "stride" in name and name[0] != "t"]
-aligned = dict.fromkeys(multiples, [["tt.divisibility", 16]])
+aligned = lambda name: "ptr" in name or "stride" in name and name[0] != "t"
 for target, dim, kv in (80, 128, 16), (89, 128, 16), (90, 64, 16), (90, 256, 16), (90, 128, 8), (120, 128, 16):
     config = op.default_config(dim, dim, 4)
     constants = {"HEADS": 8, "GROUP": 4, "BLOCK_GROUP": 16, "PAGE": 16, "BLOCK_KEYS": 64, "LOCAL_BLOCKS": 2}
     constants |= {"SPLITS": 64, "UPCAST": False, "DEPENDENT": target >= 90}
     constants |= dict.fromkeys(("DIM", "BLOCK_DIM", "V_DIM", "BLOCK_V_DIM"), dim)
     kinds |= dict.fromkeys(("k_ptr", "v_ptr"), "*bf16" if kv == 16 else "*fp8e4nv")
-    source = triton.compiler.ASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), constants, aligned)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
-    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    open("cubin", "wb").write(made.asm["cubin"])
-    used = subprocess.run([dump, "--dump-resource-usage", "cubin"], capture_output=True, text=True).stdout
-    print(re.findall("STACK:[0-9]+", used), made.metadata.shared <= 99 * 1024, "async_copy" in made.asm["ttgir"])
+    made = compile_for(target, op._split_kernel, kinds, constants, "*bf16", aligned, **options)
+    fits = made.metadata.shared <= 99 * 1024
+    print(re.findall("STACK:[0-9]+", dump(made)), fits, "async_copy" in made.asm["ttgir"])
 """
 
 
-def test_the_kernel_compiles_for_gpus_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_compiles_for_gpus_without_spills(tmp_path: Path) -> None:
     """It fits the shared memory of all, and loads the keys of later blocks while one is judged."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "['STACK:0'] True True\n" * 6, done.stdout + done.stderr
+    assert printed(COMPILE, tmp_path) == ["['STACK:0'] True True"] * 6

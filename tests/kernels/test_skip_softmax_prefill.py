@@ -3,14 +3,13 @@
 import itertools
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from anchor_runs import relative_error, row_slots
+from compiled_kernels import printed
 from skip_softmax_runs import (
     BF16,
     FP16,
@@ -223,41 +222,25 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 COMPILE = """
-import os, re, subprocess, tempfile, triton
-from triton.backends.compiler import GPUTarget
+import re
 from sglang_sparse_kernels.skip_softmax_prefill import BLOCK_KEYS, TILE_QUERIES
 from sglang_sparse_kernels.skip_softmax_prefill.triton import _skip_softmax_kernel as kernel, default_config
 
-dump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 config = default_config(TILE_QUERIES)
+options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+aligned = lambda name: name.endswith("_ptr") or "stride" in name and name != "table_stride"
 for capability, kind in ((80, "*bf16"), (90, "*bf16"), (90, "*fp8e4nv"), (120, "*bf16")):
-    pointers = {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_ptr": kind, "v_ptr": kind, "factor_ptr": "*fp32"}
-    pointers |= {"table_ptr": "*i32", "tiles_ptr": "*i32", "stats_ptr": "*i64"}
+    kinds = {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_ptr": kind, "v_ptr": kind}
+    kinds |= {"factor_ptr": "*fp32", "stats_ptr": "*i64"}
     constants = {"HEADS": 32, "GROUP": 4, "DIM": 128, "V_DIM": 128, "BLOCK_DIM": 128, "BLOCK_V_DIM": 128, "PAGE": 16}
     constants |= {"TILE_QUERIES": TILE_QUERIES, "BLOCK_KEYS": BLOCK_KEYS, "UPCAST": False}
-    kinds = {name: pointers.get(name, "fp32" if name.endswith("scale") else "i32") for name in kernel.arg_names}
-    aligned = [name in pointers or "stride" in name and name != "table_stride" for name in kernel.arg_names]
-    source = triton.compiler.ASTSource(
-        kernel,
-        kinds | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i, yes in enumerate(aligned) if yes},
-    )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        used = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-    (stack,), fits = re.findall(r"STACK:(\\d+)", used), compiled.metadata.shared <= 99 * 1024
+    compiled = compile_for(capability, kernel, kinds, constants, aligned=aligned, **options)
+    (stack,), fits = re.findall(r"STACK:(\\d+)", dump(compiled)), compiled.metadata.shared <= 99 * 1024
     print(capability, kind, "stack", stack, "fits", fits, "wgmma" in compiled.asm["ptx"])
 """
 
 
-def test_the_kernel_compiles_for_gpus_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+def test_the_kernel_compiles_for_gpus_without_spills(tmp_path: Path) -> None:
     kinds = ((80, "*bf16", False), (90, "*bf16", True), (90, "*fp8e4nv", True), (120, "*bf16", False))
     expected = [f"{capability} {kind} stack 0 fits True {wgmma}" for capability, kind, wgmma in kinds]
-    assert done.stdout.splitlines() == expected, done.stderr[-2000:]
+    assert printed(COMPILE, tmp_path) == expected
