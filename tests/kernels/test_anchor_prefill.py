@@ -10,10 +10,12 @@ from anchor_runs import (
     STEP,
     TOLERANCE,
     chunked,
+    garbled,
     relative_error,
     row_slots,
     run_reference,
     run_triton,
+    strided,
     triton_active,
 )
 
@@ -146,24 +148,13 @@ def test_chunks_of_whole_groups_equal_one_piece(run: Any, device: str) -> None:
 @pytest.mark.parametrize("run", [run_reference, run_triton])
 def test_page_table_entries_past_a_row_are_not_read(run: Any, device: str) -> None:
     arguments = make(SMALL[1], device)
-    expected = run(arguments)
-    wide = torch.full((4, 40), 2**31 - 1, dtype=torch.int32, device=device)
-    wide[:, 1::2] = -(2**31)
-    for row, (prefix, extend) in enumerate(zip(SMALL[1].prefixes, SMALL[1].extends, strict=True)):
-        pages = -(-(prefix + extend) // 16)
-        wide[row, :pages] = arguments["page_table"][row, :pages]
-    assert torch.equal(run({**arguments, "page_table": wide[:, :20]}), expected)
+    assert torch.equal(run(garbled(arguments, SMALL[1])), run(arguments))
 
 
 def test_strided_queries_and_caches(device: str) -> None:
     arguments = make(SMALL[4], device)
     expected = run_reference(arguments)
-    both = torch.cat([arguments["k_cache"], arguments["v_cache"]], dim=1)
-    heads = arguments["k_cache"].shape[1]
-    arguments.update(k_cache=both[:, :heads], v_cache=both[:, heads:])
-    q = arguments["q"]
-    arguments["q"] = torch.cat([q, torch.randn_like(q)], dim=1)[:, : q.shape[1]]
-    assert relative_error(anchor_prefill(**arguments), expected) < TOLERANCE[BF16]
+    assert relative_error(anchor_prefill(**strided(arguments)), expected) < TOLERANCE[BF16]
 
 
 def test_other_launch_parameters_give_the_same_active_keys(device: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from anchor_runs import relative_error, row_slots
 from compiled_kernels import printed
-from skip_softmax_runs import FP16, FP32, INF, NAN, TOLERANCE, with_factor
+from skip_softmax_runs import FP16, FP32, INF, NAN, TOLERANCE, garbled_table, kept_keys, with_factor
 
 from sglang_sparse_kernels.skip_softmax_decode import reference, skip_softmax_decode
 from sglang_sparse_kernels.skip_softmax_decode import triton as kernels
@@ -66,23 +66,6 @@ def dense(arguments: dict[str, Any], length: int) -> torch.Tensor:
     return attention(query, keys, values, scale=scale, enable_gqa=True).transpose(0, 1)
 
 
-def naive_group(logits: torch.Tensor, values: torch.Tensor, factor: float) -> tuple[torch.Tensor, int]:
-    """The query heads of one KV head, block by block; their output and the number of blocks skipped."""
-    length = logits.shape[1]
-    blocks = [list(range(a, min(a + 64, length))) for a in range(0, length, 64)]
-    always = {0, len(blocks) - 1, max(len(blocks) - 2, 0)}
-    reach = [max(float(head[i]) for block in always for i in blocks[block]) for head in logits]
-    log_lambda = math.log(min(1.0, factor / length)) if factor > 0 else -INF
-    skipped, kept = 0, []
-    for block, keys in enumerate(blocks):
-        below = [float(head[keys].max()) < most + log_lambda for head, most in zip(logits, reach, strict=True)]
-        if block not in always and all(below):
-            skipped += 1
-        else:
-            kept += keys
-    return logits[:, kept].softmax(-1) @ values[kept], skipped
-
-
 def assert_definition(arguments: dict[str, Any], lengths: tuple[int, ...]) -> None:
     """The reference is what the loop gives, head by head, with the counts of the loop."""
     stats, expected = counts(), [0, 0]
@@ -93,7 +76,8 @@ def assert_definition(arguments: dict[str, Any], lengths: tuple[int, ...]) -> No
         assert length or not outputs.any()
         for head in range(keys.shape[1] if length else 0):
             logits = queries[head] @ keys[:, head].T * arguments["sm_scale"]
-            output, skipped = naive_group(logits, values[:, head], factor)
+            kept, skipped = kept_keys(logits, factor)
+            output = logits[:, kept].softmax(-1) @ values[kept, head]
             torch.testing.assert_close(outputs[head], output, rtol=1e-4, atol=1e-5)
             if factor > 0:
                 expected = [expected[0] + math.ceil(length / 64), expected[1] + skipped]
@@ -214,13 +198,9 @@ def test_strides_and_nothing_past_a_row_is_read(run: Any, device: str) -> None:
     """Slots behind the newest token are NaN in all cases; here page table entries behind it name no page."""
     arguments = make(SMALL[0], device)
     expected = run(arguments)
-    table = torch.nn.functional.pad(arguments["page_table"], (0, 9))
-    entries = torch.arange(table.shape[1], device=device)
-    garbage = torch.where(entries % 2 > 0, 2**31 - 1, -(2**31)).int()
-    table = torch.where(entries < arguments["n_pages"][:, None], table, garbage)[:, :-1]
     for name in ("q", "k_cache", "v_cache"):
         arguments[name] = torch.cat([arguments[name], arguments[name]], dim=1)[:, : arguments[name].shape[1]]
-    assert torch.equal(run({**arguments, "page_table": table}), expected)
+    assert torch.equal(run({**arguments, "page_table": garbled_table(arguments)}), expected)
 
 
 def test_a_batch_without_rows(device: str) -> None:

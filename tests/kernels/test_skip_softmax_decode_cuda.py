@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from anchor_runs import relative_error, row_slots
-from cuda_library import OnCpu, build_kinds, resources
-from skip_softmax_runs import INF, NAN, TOLERANCE, with_factor
+from cuda_library import OnCpu, assert_takes, build_kinds, names, resources
+from skip_softmax_runs import INF, NAN, TOLERANCE, garbled_table, with_factor
 
 from sglang_sparse_kernels.common import launch, nvrtc
 from sglang_sparse_kernels.skip_softmax_decode import cuda, reference, scratch_bytes, skip_softmax_decode
-from sglang_sparse_kernels.skip_softmax_decode.cases import BF16, CASES, FP8, FP16, FP32, Case, make
+from sglang_sparse_kernels.skip_softmax_decode.cases import BF16, CASES, FP16, Case, make
 from sglang_sparse_kernels.skip_softmax_decode.cuda import Config
 
 # Dimension, query heads of a KV head, type, and launch parameters: the ring of one piece more than a block has at most,
@@ -107,10 +107,6 @@ def expected_of(arguments: dict[str, Any], stats: torch.Tensor | None = None) ->
     return reference.skip_softmax_decode(reference.Inputs(**{**arguments, "q": q}), torch.empty_like(q), stats)
 
 
-def names(kind: Any) -> str:
-    return "-".join(map(str, kind)) if isinstance(kind, tuple) else str(kind)
-
-
 @pytest.mark.parametrize("processors", [1, 7, 100])
 @pytest.mark.parametrize("kind", KINDS, ids=names)
 def test_it_equals_the_reference(kind: Any, processors: int, run: Any, device: str) -> None:
@@ -132,10 +128,7 @@ def test_any_page_size_and_strides(page_size: int, run: Any, device: str) -> Non
     """What lies past a row in the page table names no page; caches and queries lie among others."""
     arguments = make(replace(case_of(KINDS[0], (500, 130)), page_size=page_size, k_scale=0.5, v_scale=2.0), device)
     expected = expected_of(arguments)
-    table = torch.nn.functional.pad(arguments["page_table"], (0, 9))
-    entries = torch.arange(table.shape[1], device=device)
-    garbage = torch.where(entries % 2 > 0, 2**31 - 1, -(2**31)).int()
-    arguments["page_table"] = torch.where(entries < arguments["n_pages"][:, None], table, garbage)[:, :-1]
+    arguments["page_table"] = garbled_table(arguments)
     for name in ("q", "k_cache", "v_cache"):
         arguments[name] = torch.cat([arguments[name], arguments[name]], dim=1)[:, : arguments[name].shape[1]]
     assert relative_error(run(arguments, 8), expected) < TOLERANCE[BF16]
@@ -221,19 +214,7 @@ def test_splits() -> None:
 
 
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "available", lambda _: True)
-
-    def takes(dim: int, group: int, dtype: torch.dtype, kv: torch.dtype, first: int = 0, v_dim: int = 0) -> bool:
-        q, keys = torch.zeros(1, 2 * group, dim, dtype=dtype), torch.zeros(16 * 2 * dim + first, dtype=kv)
-        values = torch.zeros(16, 2, v_dim or dim, dtype=kv)
-        return cuda.takes(q, keys[first:].view(16, 2, dim), values, torch.empty_like(q))
-
-    assert takes(128, 4, BF16, BF16) and takes(64, 8, FP16, FP16)
-    assert not takes(128, 9, BF16, BF16) and not takes(96, 4, BF16, BF16) and not takes(128, 4, BF16, FP8)
-    assert not takes(128, 4, FP32, FP32) and not takes(128, 4, BF16, BF16, v_dim=64)
-    assert not takes(128, 4, BF16, BF16, first=4)
-    monkeypatch.setattr(nvrtc, "available", lambda _: False)
-    assert not takes(128, 4, BF16, BF16)
+    assert_takes(cuda.takes, monkeypatch)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(128, BF16), (64, FP16)], ids=str)

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from anchor_runs import relative_error, row_slots
-from mla_decode import TOLERANCE
+from skip_softmax_runs import FP16, FP32, INF, NAN, TOLERANCE, garbled_table, kept_keys, with_factor
 
+from sglang_sparse_kernels.common.launch import Properties
 from sglang_sparse_kernels.skip_softmax_mla_decode import reference, scratch_bytes, skip_softmax_mla_decode
 from sglang_sparse_kernels.skip_softmax_mla_decode import triton as kernels
 from sglang_sparse_kernels.skip_softmax_mla_decode.cases import CASES, Case, make
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-INF, NAN = float("inf"), float("nan")
 PLAIN = Case((500,), 16, 20, 64, FP16, FP16, rope_dim=16, stripes=0.02)
 BY_ROW = ("q_nope", "q_rope", "page_table", "n_pages", "last_slots", "threshold_scale_factor")
 
@@ -49,32 +48,11 @@ def run_config(arguments: dict[str, Any], config: kernels.Config, stats: torch.T
 RUNS = pytest.mark.parametrize("run", [run_reference, run_triton])
 
 
-def with_factor(arguments: dict[str, Any], factor: float) -> dict[str, Any]:
-    return {**arguments, "threshold_scale_factor": torch.full_like(arguments["threshold_scale_factor"], factor)}
-
-
 def logits_of(arguments: dict[str, Any], row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``[H, length]`` of one row and its latents ``[length, R]``, in float64."""
     stored = arguments["kv_cache"][row_slots(arguments, row, length)].double() * arguments["kv_scale"]
     query = torch.cat([arguments["q_nope"][row], arguments["q_rope"][row]], -1).double()
     return query @ stored.T * arguments["sm_scale"], stored[:, : arguments["q_nope"].shape[2]]
-
-
-def naive_group(logits: torch.Tensor, factor: float) -> tuple[list[int], int]:
-    """The keys that one group of heads attends to, block by block, and the number of blocks that it skips."""
-    length = logits.shape[1]
-    blocks = [list(range(a, min(a + 64, length))) for a in range(0, length, 64)]
-    always = {0, len(blocks) - 1, max(len(blocks) - 2, 0)}
-    reach = [max(float(head[i]) for block in always for i in blocks[block]) for head in logits]
-    log_lambda = math.log(min(1.0, factor / length)) if factor > 0 else -INF
-    skipped, kept = 0, []
-    for block, keys in enumerate(blocks):
-        below = [float(head[keys].max()) < most + log_lambda for head, most in zip(logits, reach, strict=True)]
-        if block not in always and all(below):
-            skipped += 1
-        else:
-            kept += keys
-    return kept, skipped
 
 
 def assert_definition(arguments: dict[str, Any], lengths: tuple[int, ...]) -> None:
@@ -86,7 +64,7 @@ def assert_definition(arguments: dict[str, Any], lengths: tuple[int, ...]) -> No
         logits, latents = logits_of(arguments, row, length)
         for first in range(0, len(logits) if length else 0, 16):
             group = logits[first : first + 16]
-            kept, skipped = naive_group(group, factor)
+            kept, skipped = kept_keys(group, factor)
             output = group[:, kept].softmax(-1) @ latents[kept]
             torch.testing.assert_close(got[row, first : first + 16].double(), output, rtol=1e-4, atol=1e-5)
             if factor > 0:
@@ -224,14 +202,10 @@ def test_strides_and_nothing_past_a_row_is_read(run: Any, device: str) -> None:
     """Slots behind the newest token are NaN in all cases; here page table entries behind it name no page."""
     arguments = make(CASES[0], device)
     expected = run(arguments)
-    table = torch.nn.functional.pad(arguments["page_table"], (0, 9))
-    entries = torch.arange(table.shape[1], device=device)
-    garbage = torch.where(entries % 2 > 0, 2**31 - 1, -(2**31)).int()
-    table = torch.where(entries < arguments["n_pages"][:, None], table, garbage)[:, :-1]
     cache = arguments["kv_cache"]
     arguments["kv_cache"] = torch.cat([cache, cache], dim=1)[:, : cache.shape[1]]
     arguments["q_nope"] = arguments["q_nope"].transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(run({**arguments, "page_table": table}), expected)
+    assert torch.equal(run({**arguments, "page_table": garbled_table(arguments)}), expected)
 
 
 @pytest.mark.parametrize("usual", [None, 1, 7])
@@ -266,6 +240,16 @@ def test_what_is_allocated_is_in_scratch_bytes(usual: int | None, device: str, m
 def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         skip_softmax_mla_decode(**{**make(PLAIN, "cpu"), **change})
+
+
+@pytest.mark.parametrize(
+    ("heads", "kibibytes", "tile"),
+    [(128, 227, 64), (40, 227, 64), (20, 227, 32), (8, 227, 16), (128, 163, 32), (128, 99, 16)],
+)
+def test_default_tiles_fit_the_heads_and_the_device(heads: int, kibibytes: int, tile: int) -> None:
+    assert kernels.default_config(heads, Properties((9, 0), 132, kibibytes * 1024)).block_heads == tile
+    # Tiles of 64 do not compile for Blackwell.
+    assert kernels.default_config(heads, Properties((10, 0), 148, kibibytes * 1024)).block_heads == min(tile, 32)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from anchor_runs import relative_error, row_slots
+from anchor_runs import garbled, relative_error, row_slots, strided
 from compiled_kernels import printed
 from skip_softmax_runs import (
     BF16,
@@ -156,23 +156,13 @@ def test_without_a_threshold_it_is_dense_attention(case: Case, factor: float, de
 @pytest.mark.parametrize("run", [run_reference, run_triton])
 def test_page_table_entries_past_a_row_are_not_read(run: Any, device: str) -> None:
     arguments = make(SMALL[1], device)
-    expected = run(arguments)
-    wide = torch.full((4, 40), 2**31 - 1, dtype=torch.int32, device=device)
-    wide[:, 1::2] = -(2**31)
-    for row, (prefix, extend) in enumerate(zip(SMALL[1].prefixes, SMALL[1].extends, strict=True)):
-        pages = -(-(prefix + extend) // 16)
-        wide[row, :pages] = arguments["page_table"][row, :pages]
-    assert torch.equal(run({**arguments, "page_table": wide[:, :20]}), expected)
+    assert torch.equal(run(garbled(arguments, SMALL[1])), run(arguments))
 
 
 def test_strided_queries_and_caches(device: str) -> None:
     arguments = make(SMALL[4], device)
     expected = run_reference(arguments)
-    heads, q = arguments["k_cache"].shape[1], arguments["q"]
-    both = torch.cat([arguments["k_cache"], arguments["v_cache"]], dim=1)
-    arguments.update(k_cache=both[:, :heads], v_cache=both[:, heads:])
-    arguments["q"] = torch.cat([q, torch.randn_like(q)], dim=1)[:, : q.shape[1]]
-    assert relative_error(run_triton(arguments), expected) < TOLERANCE[BF16]
+    assert relative_error(run_triton(strided(arguments)), expected) < TOLERANCE[BF16]
 
 
 def test_results_are_equal_from_run_to_run_and_for_other_launch_parameters(device: str) -> None:

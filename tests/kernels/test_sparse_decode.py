@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from anchor_runs import relative_error, strided
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,10 +34,6 @@ def run_reference(arguments: dict[str, Any]) -> torch.Tensor:
     q = arguments["q"].float()
     out = torch.empty(*q.shape[:2], arguments["v_cache"].shape[2], device=q.device)
     return reference.sparse_decode(reference.Inputs(**{**arguments, "q": q}), out)
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.float() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
 def naive(arguments: dict[str, Any], row: int, q_head: int) -> torch.Tensor:
@@ -109,12 +106,7 @@ def test_pages_as_token_slots_give_the_same_result(device: str, seed: int, lengt
 def test_strided_queries_and_caches(device: str) -> None:
     arguments = make(CASES[0], device)
     expected = run_reference(arguments)
-    both = torch.cat([arguments["k_cache"], arguments["v_cache"]], dim=1)
-    heads = arguments["k_cache"].shape[1]
-    arguments.update(k_cache=both[:, :heads], v_cache=both[:, heads:])
-    q = arguments["q"]
-    arguments["q"] = torch.cat([q, torch.randn_like(q)], dim=1)[:, : q.shape[1]]
-    assert relative_error(sparse_decode(**arguments), expected) < TOLERANCE[torch.bfloat16]
+    assert relative_error(sparse_decode(**strided(arguments)), expected) < TOLERANCE[torch.bfloat16]
 
 
 def test_large_logits_do_not_overflow(device: str) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_library import OnCpu, build_kinds, resources
+from cuda_library import OnCpu, assert_takes, build_kinds, names, resources
 
 from sglang_sparse_kernels.common import nvrtc
 from sglang_sparse_kernels.common.launch import dependent_launch
 from sglang_sparse_kernels.sparse_decode import cuda, reference, sparse_decode
-from sglang_sparse_kernels.sparse_decode.cases import BF16, CASES, FP8, FP16, FP32, Case, make
+from sglang_sparse_kernels.sparse_decode.cases import BF16, CASES, FP16, Case, make
 from sglang_sparse_kernels.sparse_decode.cuda import Config
 
 NAN, INF = math.nan, math.inf
@@ -98,10 +98,6 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert difference <= TOLERANCE[got.dtype] * size + 1e-30
 
 
-def names(kind: Any) -> str:
-    return "-".join(map(str, kind)) if isinstance(kind, tuple) else str(kind)
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=names)
 def test_it_equals_the_reference(kind: Any, run: Any, device: str) -> None:
     """Rows of none, of one token, of a piece and one more, and of more pieces than are on their way at once."""
@@ -153,19 +149,7 @@ def test_the_launch_asks_for_the_shared_memory_of_the_source(library: ctypes.CDL
 
 
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "available", lambda _: True)
-
-    def takes(dim: int, group: int, dtype: torch.dtype, kv: torch.dtype, first: int = 0, v_dim: int = 0) -> bool:
-        q, keys = torch.zeros(1, 2 * group, dim, dtype=dtype), torch.zeros(16 * 2 * dim + first, dtype=kv)
-        values = torch.zeros(16, 2, v_dim or dim, dtype=kv)
-        return cuda.takes(q, keys[first:].view(16, 2, dim), values, torch.empty_like(q))
-
-    assert takes(128, 4, BF16, BF16) and takes(64, 8, FP16, FP16)
-    assert not takes(128, 9, BF16, BF16) and not takes(96, 4, BF16, BF16) and not takes(128, 4, BF16, FP8)
-    assert not takes(128, 4, FP32, FP32) and not takes(128, 4, BF16, BF16, v_dim=64)
-    assert not takes(128, 4, BF16, BF16, first=4)
-    monkeypatch.setattr(nvrtc, "available", lambda _: False)
-    assert not takes(128, 4, BF16, BF16)
+    assert_takes(cuda.takes, monkeypatch)
 
 
 @pytest.mark.parametrize("dim", cuda.DIMS)

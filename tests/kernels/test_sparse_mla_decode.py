@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from anchor_runs import relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mla_decode import TOLERANCE, poisoned, relative_error, run_reference, stored
+from mla_decode import TOLERANCE, poisoned, run_reference, stored
 
 from sglang_sparse_kernels.common.launch import Properties, properties
 from sglang_sparse_kernels.latent_rows.reference import read_latents

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from anchor_runs import relative_error
 from fa3_stand_in import FA3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mla_decode import TOLERANCE, poisoned, relative_error, run_reference
+from mla_decode import TOLERANCE, poisoned, run_reference
 
 from sglang_sparse_kernels.common import launch
 from sglang_sparse_kernels.common.flash_decode import split_bytes

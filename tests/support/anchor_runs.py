@@ -34,6 +34,25 @@ def row_slots(arguments: dict[str, Any], row: int, length: int) -> torch.Tensor:
     return cases.row_slots(arguments["page_table"], row, length, arguments["page_size"])
 
 
+def strided(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same queries and caches, each among others."""
+    q, heads = arguments["q"], arguments["k_cache"].shape[1]
+    both = torch.cat([arguments["k_cache"], arguments["v_cache"]], dim=1)
+    q = torch.cat([q, torch.randn_like(q)], dim=1)[:, : q.shape[1]]
+    return {**arguments, "q": q, "k_cache": both[:, :heads], "v_cache": both[:, heads:]}
+
+
+def garbled(arguments: dict[str, Any], case: Any) -> dict[str, Any]:
+    """The same rows in a page table, not contiguous, whose entries past a row name no page."""
+    table = arguments["page_table"]
+    wide = torch.full((len(table), 40), 2**31 - 1, dtype=torch.int32, device=table.device)
+    wide[:, 1::2] = -(2**31)
+    for row, (prefix, extend) in enumerate(zip(case.prefixes, case.extends, strict=True)):
+        pages = -(-(prefix + extend) // case.page_size)
+        wide[row, :pages] = table[row, :pages]
+    return {**arguments, "page_table": wide[:, :20]}
+
+
 def empty_means(arguments: dict[str, Any], step: int, run: Any) -> GroupMeans:
     """For one row, in the dtype that an implementation runs in."""
     q = arguments["q"]

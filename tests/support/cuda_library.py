@@ -4,7 +4,7 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -84,3 +84,26 @@ def resources(image: bytes, folder: Path) -> tuple[int, int, int]:
     text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
     registers, stack, shared = (int(re.findall(rf"{name}:(\d+)", text)[0]) for name in ("REG", "STACK", "SHARED"))
     return registers, stack, shared
+
+
+def names(kind: Any) -> str:
+    """What tests call a kind."""
+    return "-".join(map(str, kind)) if isinstance(kind, tuple) else str(kind)
+
+
+def assert_takes(served: Callable[..., bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a kernel of decode attention serves 16-bit caches of the type of the queries, and no others."""
+    bf16, fp16, fp8, fp32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32
+
+    def takes(dim: int, group: int, dtype: torch.dtype, kv: torch.dtype, first: int = 0, v_dim: int = 0) -> bool:
+        q, keys = torch.zeros(1, 2 * group, dim, dtype=dtype), torch.zeros(16 * 2 * dim + first, dtype=kv)
+        values = torch.zeros(16, 2, v_dim or dim, dtype=kv)
+        return served(q, keys[first:].view(16, 2, dim), values, torch.empty_like(q))
+
+    monkeypatch.setattr(nvrtc, "available", lambda _: True)
+    assert takes(128, 4, bf16, bf16) and takes(64, 8, fp16, fp16)
+    assert not takes(128, 9, bf16, bf16) and not takes(96, 4, bf16, bf16) and not takes(128, 4, bf16, fp8)
+    assert not takes(128, 4, fp32, fp32) and not takes(128, 4, bf16, bf16, v_dim=64)
+    assert not takes(128, 4, bf16, bf16, first=4)
+    monkeypatch.setattr(nvrtc, "available", lambda _: False)
+    assert not takes(128, 4, bf16, bf16)

@@ -29,10 +29,6 @@ def stored(arguments: dict[str, Any], slots: list[int]) -> torch.Tensor:
     return torch.cat([latent, rotated.contiguous().view(torch.bfloat16).double()], -1)
 
 
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.float() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
-
-
 def poisoned(arguments: dict[str, Any], extra: int = 9) -> dict[str, Any]:
     """The same selection in wider rows that hold anything beyond the count, as memory that was never written does."""
     indices, counts = arguments["indices"], arguments["counts"]

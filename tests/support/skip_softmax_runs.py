@@ -1,5 +1,6 @@
 """What the tests of Skip-Softmax share: its two implementations, and dense attention."""
 
+import math
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def run_triton(arguments: dict[str, Any], stats: torch.Tensor | None = None) -> 
 
 
 def with_factor(arguments: dict[str, Any], *factors: float) -> dict[str, Any]:
-    given = torch.tensor(factors, dtype=FP32, device=arguments["q"].device)
+    given = torch.tensor(factors, dtype=FP32, device=arguments["page_table"].device)
     return {**arguments, "threshold_scale_factor": given.expand(len(arguments["page_table"])).contiguous()}
 
 
@@ -52,3 +53,28 @@ def dense(arguments: dict[str, Any], case: Case) -> torch.Tensor:
         results.append(torch.einsum("hqk,khd->qhd", weights, values) * case.v_scale)
         first += extend
     return torch.cat(results)
+
+
+def kept_keys(logits: torch.Tensor, factor: float) -> tuple[list[int], int]:
+    """The keys that a group of heads attends to in decode, by a loop over blocks, and the number of those skipped."""
+    length = logits.shape[1]
+    blocks = [list(range(a, min(a + 64, length))) for a in range(0, length, 64)]
+    always = {0, len(blocks) - 1, max(len(blocks) - 2, 0)}
+    reach = [max(float(head[i]) for block in always for i in blocks[block]) for head in logits]
+    log_lambda = math.log(min(1.0, factor / length)) if factor > 0 else -INF
+    skipped, kept = 0, []
+    for block, keys in enumerate(blocks):
+        below = [float(head[keys].max()) < most + log_lambda for head, most in zip(logits, reach, strict=True)]
+        if block not in always and all(below):
+            skipped += 1
+        else:
+            kept += keys
+    return kept, skipped
+
+
+def garbled_table(arguments: dict[str, Any]) -> torch.Tensor:
+    """A page table, not contiguous, whose entries past a row name no page."""
+    table = torch.nn.functional.pad(arguments["page_table"], (0, 9))
+    entries = torch.arange(table.shape[1], device=table.device)
+    garbage = torch.where(entries % 2 > 0, 2**31 - 1, -(2**31)).int()
+    return torch.where(entries < arguments["n_pages"][:, None], table, garbage)[:, :-1]
