@@ -17,9 +17,13 @@ struct Scores {
 #endif
 };
 
-// Logarithms, to the base 2, of the sums of each head's votes.
+#define VOTED (VOTERS ? VOTERS : 1)
+#define SLICES (WARPS > VOTED ? WARPS / VOTED : 1)  // of a head's parts, each summed up by a warp
+
+// Logarithms, to the base 2, of the sums of each head's votes; and of each slice the largest and the sum.
 struct Wholes {
-    float of[VOTERS ? VOTERS : 1];
+    float of[VOTED];
+    float2 slices[VOTED][SLICES];
 };
 
 #if VOTERS
@@ -27,18 +31,30 @@ __device__ float of_other(float number, int mask) {
     return __uint_as_float(__shfl_xor_sync(ALL, __float_as_uint(number), mask));
 }
 
-// Sums up the parts of every head, in each block of a cluster to the same bits.
+// What two sums are together, each relative to its largest.
+__device__ float2 together(float2 one, float2 other) {
+    float most = fmaxf(one.x, other.x), base = most == -INFINITE ? 0.0f : most;
+    return {most, one.y * exp2_of(one.x - base) + other.y * exp2_of(other.x - base)};
+}
+
+// Sums up the parts of every head, in each block of a cluster to the same bits. Their loads wait for nothing but one
+// another, and so are spread over all warps.
 __device__ void sum_votes(const Scores& scores, Wholes& wholes) {
     int lane = threadIdx.x % 32;
-    for (int voter = threadIdx.x / 32; voter < VOTERS; voter += WARPS) {
-        const float2* parts = scores.parts + voter * scores.num_parts;
-        float most = -INFINITE, total = 0.0f;
-        for (int i = lane; i < scores.num_parts; i += 32) most = fmaxf(most, parts[i].x);
-        for (int mask = 1; mask < 32; mask *= 2) most = fmaxf(most, of_other(most, mask));
-        float base = most == -INFINITE ? 0.0f : most;
-        for (int i = lane; i < scores.num_parts; i += 32) total += parts[i].y * exp2_of(parts[i].x - base);
-        for (int mask = 1; mask < 32; mask *= 2) total += of_other(total, mask);
-        if (lane == 0) wholes.of[voter] = total > 0.0f ? base + log2_of(total) : 0.0f;
+    for (int slice = threadIdx.x / 32; slice < VOTERS * SLICES; slice += WARPS) {
+        const float2* parts = scores.parts + slice / SLICES * scores.num_parts;
+        float2 sum = {-INFINITE, 0.0f};
+#pragma unroll 4
+        for (int i = slice % SLICES * 32 + lane; i < scores.num_parts; i += 32 * SLICES) sum = together(sum, parts[i]);
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) sum = together(sum, {of_other(sum.x, mask), of_other(sum.y, mask)});
+        if (lane == 0) wholes.slices[slice / SLICES][slice % SLICES] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x < VOTERS) {
+        float2 sum = wholes.slices[threadIdx.x][0];
+        for (int i = 1; i < SLICES; i++) sum = together(sum, wholes.slices[threadIdx.x][i]);
+        wholes.of[threadIdx.x] = sum.y > 0.0f ? sum.x + log2_of(sum.y) : 0.0f;
     }
     __syncthreads();
 }

@@ -52,7 +52,7 @@ class ResaConfig(RectifyConfig):
         ge=1,
         le=MAX_CENTROIDS,
         description="With summary centroids, means of a page, at most page_size; by default 6, or 2 with an fp8 KV "
-        "cache, which takes fewer bytes than minmax in the KV cache's dtype.",
+        "cache, which takes no more bytes than minmax in the KV cache's dtype.",
     )
     group: Literal["mean_query", "vote"] = Field(
         "vote",

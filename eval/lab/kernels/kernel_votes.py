@@ -1,7 +1,6 @@
 """Pages chosen by votes for ``bench_kernels``, beside those of the paper's scores: by bounds, and by centroids.
 
-Records of centroids take a tenth fewer bytes than two bfloat16 bounds; the bandwidth of their rows is by the bytes of
-bounds.
+Records of centroids take as many bytes as two bfloat16 bounds.
 """
 
 from __future__ import annotations

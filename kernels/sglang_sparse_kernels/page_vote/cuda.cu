@@ -27,8 +27,6 @@
 #define QUARTER (DIM / 8)                // numbers of a lane in each half of a vector
 #define WORDS (DIM / 32)                 // bytes of as many, by fours
 #define CHUNKS (RECORD / 16)             // of a record
-// So far apart in shared memory lie records whose quarters are in other banks.
-#define APART (RECORD % 128 == 64 ? 1 : 2 * RECORD % 128 == 64 ? 2 : 4)
 #define ZERO_LEVEL 8
 #define LARGEST 32512.0f                 // integer of a query: both of its bytes are then within -128 and 127
 #define SHIFT 12582912.0f                // added to a small number it leaves the nearest integer in the lowest bits
@@ -57,13 +55,6 @@ __device__ unsigned bytes_of(const unsigned* integers, int shift) {
 #pragma unroll
     for (int i = 0; i < 4; i++) word |= (integers[i] >> shift & 0xFF) << 8 * i;
     return word;
-}
-
-// The first of the two pages that a lane multiplies, which has four lanes; the other one is 8 later. Eight lanes read
-// shared memory at a time, of two pages that are APART.
-__device__ int page_of_lane() {
-    int row = threadIdx.x % 32 / 4;
-    return row % 2 * APART + row / 2 % APART + row / 2 / APART * (2 * APART);
 }
 
 // Reads a head's numbers; columns without a head have zeros.
@@ -195,7 +186,7 @@ __device__ void multiply_other(const unsigned char* one, const unsigned char* ot
 // steps is the exponent of the page's scale. Logits stay in steps of the queries' integers until `unit` scales them.
 __device__ void masses_of(const unsigned char (&records)[PAGES][RECORD], const Query& query, float factor,
                           float (&masses)[4]) {
-    int row = page_of_lane(), lane = threadIdx.x % 4;
+    int row = threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
     const unsigned char *one = records[row], *other = records[row + 8];
     const uint2 steps[2] = {*(const uint2*)one, *(const uint2*)other};
     one += HEADER + lane * QUARTER;
@@ -272,7 +263,7 @@ page_vote(const unsigned short* q, const unsigned char* records, const int* page
     DYNAMIC_SHARED(Shared, shared);
     // Heads vary fastest: the blocks that read neighbouring memory run together.
     int head = blockIdx.x % (int)heads, row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int place = page_of_lane(), stride = gridDim.x / (int)heads * (WARPS * PAGES);
+    int place = lane / 4, stride = gridDim.x / (int)heads * (WARPS * PAGES);
     int first = (blockIdx.x / (int)heads * WARPS + warp) * PAGES;
     long long stride_page = heads * RECORD, at = (row * heads + head) * GROUP;
     int n_pages = n_pages_ptr[row];
@@ -330,7 +321,7 @@ page_vote(const unsigned short* q, const unsigned char* records, const int* page
     for (int column = 0; column < 2; column++) {
         int member = lane % 4 * 2 + column;
         add_lanes(votes[column]);
-        if (lane >= 4 || member >= GROUP) continue;
+        if (place != 0 || member >= GROUP) continue;
         float* part = parts + ((at + member) * warps + blockIdx.x / (int)heads * WARPS + warp) * 2;
         part[0] = votes[column].most;
         part[1] = votes[column].total;

@@ -25,9 +25,10 @@ SOURCE = Path(__file__).with_name("cuda.cu")
 PAGES = 16
 # Query heads of a KV head: the columns of a product.
 MOST_HEADS = 8
-# Blocks of a multiprocessor (one where it has but 100 KB of shared memory), and pieces of `PAGES` records that are on
-# their way to each warp of one.
-RESIDENT, DEPTH = 3, 2
+# Blocks of a multiprocessor; one where it has but 100 KB of shared memory.
+RESIDENT = 2
+# Of such a block, in bytes: two fit a multiprocessor of Hopper, and one of Ada.
+_SHARED_BYTES = 98304
 
 
 def takes(q: torch.Tensor, summary: torch.Tensor) -> bool:
@@ -48,7 +49,12 @@ def selects(q: torch.Tensor, summary: torch.Tensor, scores: torch.Tensor) -> boo
 def defines(dim: int, group: int, count: int, query: torch.dtype) -> dict[str, int]:
     """What the source is compiled with."""
     sizes = {"DIM": dim, "GROUP": group, "COUNT": count, "RECORD": record_bytes(count, dim)}
-    return {**sizes, "QUERY": KINDS[query], "RESIDENT": RESIDENT, "DEPTH": DEPTH}
+    return {**sizes, "QUERY": KINDS[query], "RESIDENT": RESIDENT, "DEPTH": _depth(dim, count)}
+
+
+def _depth(dim: int, count: int) -> int:
+    """Pieces of `PAGES` records that are on their way to each warp, up to three."""
+    return min(3, _SHARED_BYTES // (WARPS * PAGES * record_bytes(count, dim)))
 
 
 def parts_of(device: torch.device, width: int, rows: int) -> int:
@@ -58,7 +64,7 @@ def parts_of(device: torch.device, width: int, rows: int) -> int:
 
 def shared_bytes(dim: int, count: int) -> int:
     """Shared memory of a block of threads, in bytes: the records of each warp."""
-    return WARPS * DEPTH * PAGES * record_bytes(count, dim)
+    return WARPS * _depth(dim, count) * PAGES * record_bytes(count, dim)
 
 
 @functools.cache
