@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sglang_sparse.attention.selection_counts import sum_counts
 from sglang_sparse.methods.roles import Kept, Prompts, PromptSelector, prompt_selectors
 from sglang_sparse_kernels.launch import to_device
 
@@ -58,7 +57,7 @@ class KeepPath:
     """The first stage of a method at work, in its layers.
 
     Args:
-        method: the server's method, or a part of it.
+        method: one of the server's.
         pools: holds what the requests keep.
         kv_pool: SGLang's KV pool.
         req_to_token: ``[requests, positions]``, SGLang's table of slots.
@@ -67,7 +66,6 @@ class KeepPath:
 
     Attributes:
         method: see above, as for ``place``.
-        paths: itself.
         prompts: whose KV was cut.
         whole_prompts: that would have been cut, but whose window came in two passes for want of memory: they are
             visible throughout.
@@ -83,7 +81,6 @@ class KeepPath:
         kept: Kept,
         place: int = 0,
     ):
-        self.paths = (self,)
         self.place = place
         self.prompts = 0
         self.whole_prompts = 0
@@ -169,56 +166,23 @@ class KeepPath:
         return {**self.totals(), "bytes": sum(tensor.nbytes for tensor in held)}
 
 
-class PartsKeepPath:
-    """The first stages of several parts at work, each in its layers. None of them compacts: that takes all layers.
-
-    Args:
-        paths: of the parts.
-
-    Attributes:
-        paths: those.
-        compaction: None.
-    """
-
-    compaction = None
-
-    def __init__(self, paths: Sequence[KeepPath]):
-        self.paths = tuple(paths)
-
-    def keep(self, query: torch.Tensor, layer: Any) -> None:
-        """Let the part choose that has a layer; see ``KeepPath``."""
-        for path in self.paths:
-            path.keep(query, layer)
-
-    def totals(self) -> dict[str, int]:
-        """Return what only grows, of all parts, added up."""
-        return sum_counts([path.totals() for path in self.paths])
-
-    def snapshot(self) -> dict[str, int]:
-        """Return the counts of all parts, added up."""
-        return sum_counts([path.snapshot() for path in self.paths])
-
-
 def kept_bytes(method: PromptSelector, model: ModelShape, requests: int) -> int:
     """Return the bytes of ``Kept`` for so many rows of SGLang's request pool, on this rank."""
     layers = len(method.sparse_layers(model.num_layers))
     return 4 * requests * (layers * model.num_kv_heads * method.max_kept + 2)
 
 
-def make_path(
-    method: DecodeMethod, pools: AuxBuffers, runner: Any, model: ModelShape
-) -> KeepPath | PartsKeepPath | None:
-    """Allocate ``Kept``, where nobody keeps anything yet, for each part that is a ``PromptSelector``; None without one.
+def make_paths(
+    methods: Sequence[DecodeMethod], pools: AuxBuffers, runner: Any, model: ModelShape
+) -> tuple[KeepPath, ...]:
+    """Allocate ``Kept``, where nobody keeps anything yet, for each method that is a ``PromptSelector``.
 
     Args:
-        method: the server's.
+        methods: the server's.
         pools: where ``Kept`` goes.
         runner: SGLang's ``ModelRunner``.
         model: the attention layers of this rank.
     """
-    methods = prompt_selectors(method)
-    if not methods:
-        return None
     table = runner.req_to_token_pool.req_to_token
     requests = table.shape[0]
 
@@ -230,9 +194,9 @@ def make_path(
         blocks = {layer: zeros(requests, model.num_kv_heads, one.max_kept) for layer in layers}
         return Kept(blocks, zeros(requests), zeros(requests))
 
-    pools.kept = tuple(map(nothing, methods))
-    paths = [
+    selectors = prompt_selectors(methods)
+    pools.kept = tuple(map(nothing, selectors))
+    return tuple(
         KeepPath(one, pools, runner.token_to_kv_pool, table, kept, place)
-        for place, (one, kept) in enumerate(zip(methods, pools.kept, strict=True))
-    ]
-    return PartsKeepPath(paths) if method.parts else paths[0]
+        for place, (one, kept) in enumerate(zip(selectors, pools.kept, strict=True))
+    )

@@ -38,8 +38,9 @@ def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_
         compacted = any(state.compacted for state in states)
         plan = backend.plan_rows(batch.seq_lens_cpu, [state.options for state in states], compacted)
         covered = plan.covered.tolist()
+        exact = all(method.exact for method in settings.decode.methods)
         for state, length, dense in zip(states, batch.seq_lens_cpu.tolist(), covered, strict=True):
-            if (dense or settings.method.exact) and state.shareable_len == length - 1:
+            if (dense or exact) and state.shareable_len == length - 1:
                 state.shareable_len = length
     elif mode.is_extend():
         for state, prefix, extended in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):

@@ -31,11 +31,11 @@ def follow(
     args = SimpleNamespace(sparse_method="resa", sparse_config=json.dumps(fields))
     settings = config.settings_of(args)
     backend = SimpleNamespace(
-        plan_rows=lambda *rows: plan_decode(settings.method, *rows),
+        plan_rows=lambda *rows: plan_decode(settings.decode, *rows),
         counters=SimpleNamespace(rectify=RectifyCounts()),
         rectifying=None,
         prefill=None,
-        keeps=None,
+        keeps=(),
     )
     runner = SimpleNamespace(server_args=args, is_draft_worker=False, attn_backend=backend)
     batch = SimpleNamespace(

@@ -100,7 +100,7 @@ def prefill_decoding_rows(engine: Engine) -> None:
     original = path.begin
 
     def begin(spans: list[PrefillSpan], *args: Any, **kwargs: Any) -> None:
-        routed = [replace(span, method=path.method) if span.decodes else span for span in spans]
+        routed = [replace(span, method=path.groups) if span.decodes else span for span in spans]
         original(routed, *args, **kwargs)
 
     path.begin = begin
@@ -108,13 +108,13 @@ def prefill_decoding_rows(engine: Engine) -> None:
 
 def forget_a_copy(engine: Engine) -> None:
     """Leave the values of one layer where they were, though a request has let go of them."""
-    path = engine.runner.attn_backend.keeps.compaction
+    path = engine.runner.attn_backend.keeps[0].compaction
     path._values[1] = path._keys[1]
 
 
 def hide_a_kept_block(engine: Engine) -> None:
     """Make requests that have let go of their prompts overlook the last block of what they kept, which they hold."""
-    path = engine.runner.attn_backend.keeps.compaction
+    path = engine.runner.attn_backend.keeps[0].compaction
     original = path.run
 
     def run() -> None:
