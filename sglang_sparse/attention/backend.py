@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class DelegatingBackend(AttentionBackend):
-    """Pass everything on, reading and writing, to the wrapped backend.
+    """Pass everything on, reading and writing, to the wrapped backend, but for what a subclass sets until it is sealed.
 
     The delegates for names that SGLang's base class defines are made below the class, because such names never reach
     ``__getattr__``.
@@ -49,22 +49,25 @@ class DelegatingBackend(AttentionBackend):
         dense: the wrapped backend.
     """
 
-    # The attributes of a subclass; all others are the wrapped backend's.
-    _OWN: ClassVar[frozenset[str]] = frozenset()
+    _sealed: ClassVar[bool] = False
 
     def __init__(self, dense: Any):
-        object.__setattr__(self, "dense", dense)
+        self.dense = dense
+
+    def seal(self) -> None:
+        """Leave further attributes, which SGLang sets, to the wrapped backend; the last line of a constructor."""
+        object.__setattr__(self, "_sealed", True)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dense" or name in self._OWN:
+        if name == "dense":
             raise AttributeError(name)
         return getattr(self.dense, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            object.__setattr__(self, name, value)
-        else:
+        if self._sealed and name not in vars(self):
             setattr(self.dense, name, value)
+        else:
+            object.__setattr__(self, name, value)
 
 
 def _delegate(name: str, value: Any) -> Any:
@@ -97,32 +100,6 @@ class SparseAttentionBackend(DelegatingBackend):
         divide: given by the scheduler, divides rows among rectifying passes; None where one pass is as good.
     """
 
-    _OWN = frozenset(
-        {
-            "method",
-            "groups",
-            "counters",
-            "rectifying",
-            "prefill",
-            "keeps",
-            "first_layer",
-            "indexed",
-            "divide",
-            "_pools",
-            "_decoding",
-            "_config",
-            "_kv_heads",
-            "_tokens",
-            "_latent",
-            "_buffers",
-            "_views",
-            "_graph_views",
-            "_eager_views",
-            "_last_slots",
-            "_planned",
-            "_captured_rows",
-        }
-    )
     # Dense or sparse is decided on the host.
     needs_cpu_seq_lens: bool = True
 
@@ -163,12 +140,13 @@ class SparseAttentionBackend(DelegatingBackend):
         self._graph_views: Views | None = None
         self._eager_views: Views | None = None
         self._last_slots: dict[int, torch.Tensor] | None = None
-        # The lengths that a plan was made for, and the plan.
-        self._planned: tuple[list[int], DecodePlan] | None = None
+        # Of the pass that runs, or ran last.
+        self._planned: DecodePlan | None = None
         # The batch size that the dense backend is prepared to capture.
         self._captured_rows: int | None = None
         # The scheduler's, while a step that rectifies is launched.
         self.rectifying: object | None = None
+        self.seal()
 
     @property
     def view(self) -> BatchView | None:
@@ -176,25 +154,25 @@ class SparseAttentionBackend(DelegatingBackend):
         return self._views[0] if self._views else None
 
     def plan_rows(self, seq_lens: torch.Tensor, rows: Sequence[RequestOptions], compacted: bool = False) -> DecodePlan:
-        """Decide the decode batch that runs next.
+        """Decide a decode batch.
 
         Args:
             seq_lens: ``[rows]`` on the CPU, KV lengths with the new token.
             rows: what each row's request asked for.
             compacted: see ``plan_decode``.
         """
-        plan = plan_decode(self.groups, seq_lens, rows, compacted)
-        self._planned = seq_lens.tolist(), plan
-        return plan
+        return plan_decode(self.groups, seq_lens, rows, compacted)
+
+    def begin(self, forward_batch: Any) -> None:
+        """Take the plan of the batch that runs next, which the scheduler has left on it as ``sparse_plan``."""
+        self._planned = getattr(forward_batch, "sparse_plan", None)
 
     def plan(self, seq_lens: torch.Tensor) -> DecodePlan:
-        """Return what was decided for the batch of these KV lengths, ``[rows]`` on the CPU.
+        """Return what was decided for the batch that runs, of these KV lengths, ``[rows]`` on the CPU.
 
         A batch that SGLang makes up for itself, to warm up, has no requests and is decided here.
         """
-        if self._planned is None or self._planned[0] != seq_lens.tolist():
-            return self.plan_rows(seq_lens, ())
-        return self._planned[1]
+        return self._planned or self.plan_rows(seq_lens, ())
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static buffers of the decode graphs, the dense backend's and ours."""

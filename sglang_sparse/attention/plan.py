@@ -81,8 +81,12 @@ def plan_decode(
         torch.tensor([not row.sparse for row in rows]) if rows else torch.zeros_like(seq_lens, dtype=torch.bool)
     )
     dense = asked_dense | (seq_lens < config.min_seq_len)
+    others: dict[DecodeGroups, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.decode is not groups:
+            others.setdefault(row.decode, []).append(i)
     plans = tuple(
-        _of_rows(method, seq_lens, [row.decode.methods[place] for row in rows], dense)
+        _of_method(method, seq_lens, [(own.methods[place], mine) for own, mine in others.items()], dense)
         for place, method in enumerate(groups.methods)
     )
     covered = reduce(torch.logical_and, (plan.covered for plan in plans))
@@ -95,18 +99,14 @@ def plan_decode(
     return DecodePlan(covered, selective, plans)
 
 
-def _of_rows(
-    method: DecodeMethod, seq_lens: torch.Tensor, rows: Sequence[DecodeMethod], dense: torch.Tensor
+def _of_method(
+    method: DecodeMethod, seq_lens: torch.Tensor, others: Sequence[tuple[DecodeMethod, list[int]]], dense: torch.Tensor
 ) -> GroupPlan:
-    """Decide how much rows attend to, each by the method of its request, in a batch that runs sparse."""
+    """Decide how much rows attend to by a method, or by those of ``others``, in a batch that runs sparse."""
     n_pages = ((seq_lens + method.block_size - 1) // method.block_size).to(torch.int32)
     thresholds = torch.full(n_pages.shape, method.row_threshold, dtype=torch.float32)
     n_select = method.n_select(n_pages)
-    others: dict[DecodeMethod, list[int]] = {}
-    for i, row in enumerate(rows):
-        if row is not method:
-            others.setdefault(row, []).append(i)
-    for own, mine in others.items():
+    for own, mine in others:
         n_select[mine] = own.n_select(n_pages[mine])
         thresholds[mine] = own.row_threshold
     n_select = torch.where(dense, n_pages, torch.minimum(n_select, n_pages))

@@ -36,8 +36,10 @@ def begin_pass(forward_batch: Any, cls: type, batch: Any, model_runner: Any, **_
         return
     if mode.is_decode():
         compacted = any(state.compacted for state in states)
-        plan = backend.plan_rows(batch.seq_lens_cpu, [state.options for state in states], compacted)
-        covered = plan.covered.tolist()
+        forward_batch.sparse_plan = backend.plan_rows(
+            batch.seq_lens_cpu, [state.options for state in states], compacted
+        )
+        covered = forward_batch.sparse_plan.covered.tolist()
         exact = all(method.exact for method in settings.decode.methods)
         for state, length, dense in zip(states, batch.seq_lens_cpu.tolist(), covered, strict=True):
             if (dense or exact) and state.shareable_len == length - 1:

@@ -8,9 +8,11 @@ import torch
 from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
 
 from sglang_sparse.attention import cuda_graphs
-from sglang_sparse.attention.backend import SparseAttentionBackend
+from sglang_sparse.attention.backend import DelegatingBackend, SparseAttentionBackend
 from sglang_sparse.attention.batch import allocate_view, views_nbytes
 from sglang_sparse.attention.decode import DecodePath
+from sglang_sparse.config.request_options import parse_options
+from sglang_sparse.config.settings import build
 from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
 
@@ -263,3 +265,32 @@ def test_variants_are_those_of_the_model_that_they_were_offered_for() -> None:
     cuda_graphs.offer(model, variants)
     assert cuda_graphs.add_variants(None, model) is variants
     assert cuda_graphs.add_variants(None, draft) is None
+
+
+def test_a_pass_runs_by_the_plan_of_its_own_batch() -> None:
+    """Two batches may have equal lengths and ask for other things."""
+    settings = build("resa", {"crossover_tokens": 0, "min_seq_len": 0})
+    backend, lengths = make_backend(), torch.tensor([4000])
+    backend.groups = settings.decode
+    first, second, made_up = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
+    for batch, sparse in ((first, False), (second, True)):
+        batch.sparse_plan = backend.plan_rows(lengths, [parse_options(settings, {"sparse": sparse})])
+    for batch, sparse in ((first, False), (second, True), (first, False), (made_up, True)):
+        backend.begin(batch)
+        assert backend.plan(lengths).sparse is sparse
+    assert backend.plan(lengths) is not second.sparse_plan
+
+
+def test_what_a_wrapper_sets_while_it_is_made_is_its_own() -> None:
+    class Wrapper(SparseAttentionBackend):
+        def __init__(self, dense: Any):
+            DelegatingBackend.__init__(self, dense)
+            self.added = 1
+            self.seal()
+
+    dense: Any = SimpleNamespace(added=0, tables=None)
+    wrapper: Any = Wrapper(dense)
+    wrapper.added, wrapper.tables, wrapper.fresh = 2, 3, 4
+    assert vars(dense) == {"added": 0, "tables": 3, "fresh": 4} and (wrapper.added, wrapper.tables) == (2, 3)
+    with pytest.raises(AttributeError):
+        _ = object.__new__(Wrapper).added

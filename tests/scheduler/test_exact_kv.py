@@ -45,7 +45,7 @@ def follow(
         prefix_lens=prefixes,
         extend_lens=[n - p for n, p in zip(lengths, prefixes, strict=True)] if prefixes else None,
     )
-    exact_kv.begin_pass(None, type(None), batch, runner)
+    exact_kv.begin_pass(SimpleNamespace(), type(None), batch, runner)
 
 
 def exact(request: SimpleNamespace, committed: int) -> int:
