@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from sglang_sparse.attention.dsa.indexer import IndexerBatch
-    from sglang_sparse.config.request_options import RequestOptions
     from sglang_sparse.config.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -153,16 +152,6 @@ class SparseAttentionBackend(DelegatingBackend):
         """The decode batch that runs sparse, as its first method sees it; None for a dense one, and in prefill."""
         return self._views[0] if self._views else None
 
-    def plan_rows(self, seq_lens: torch.Tensor, rows: Sequence[RequestOptions], compacted: bool = False) -> DecodePlan:
-        """Decide a decode batch.
-
-        Args:
-            seq_lens: ``[rows]`` on the CPU, KV lengths with the new token.
-            rows: what each row's request asked for.
-            compacted: see ``plan_decode``.
-        """
-        return plan_decode(self.groups, seq_lens, rows, compacted)
-
     def begin(self, forward_batch: Any) -> None:
         """Take the plan of the batch that runs next, which the scheduler has left on it as ``sparse_plan``."""
         self._planned = getattr(forward_batch, "sparse_plan", None)
@@ -172,7 +161,7 @@ class SparseAttentionBackend(DelegatingBackend):
 
         A batch that SGLang makes up for itself, to warm up, has no requests and is decided here.
         """
-        return self._planned or self.plan_rows(seq_lens, ())
+        return self._planned or plan_decode(self.groups, seq_lens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static buffers of the decode graphs, the dense backend's and ours."""

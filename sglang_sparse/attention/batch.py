@@ -13,7 +13,7 @@ from sglang_sparse.methods.views import SELECT_STATS, BatchView
 from sglang_sparse_kernels.page_table import load_page_table
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 # Of a batch, one for each method.
 Views = tuple[BatchView, ...]
@@ -129,17 +129,9 @@ def allocate_views(
     return tuple(views)
 
 
-def _with_owners(views: Views) -> Iterator[tuple[BatchView, bool]]:
-    """Yield the views, and of each whether it is the first with blocks of its size."""
-    sizes = [view.page_size for view in views]
-    return ((view, view.page_size not in sizes[:place]) for place, view in enumerate(views))
-
-
 def views_nbytes(views: Views) -> int:
-    """Return the bytes of all buffers."""
-    return sum(
-        view.nbytes if owns else view.n_select.nbytes + view.row_thresholds.nbytes for view, owns in _with_owners(views)
-    )
+    """Return the bytes of all buffers, those that views share once."""
+    return sum({id(buffer): buffer.nbytes for view in views for buffer in view.buffers}.values())
 
 
 def load_views(views: Views, plan: DecodePlan, forward_batch: Any, req_to_token: torch.Tensor) -> None:
@@ -151,11 +143,13 @@ def load_views(views: Views, plan: DecodePlan, forward_batch: Any, req_to_token:
         forward_batch: SGLang's batch or replay view.
         req_to_token: ``[requests, max_context]``, SGLang's token table.
     """
-    for (view, owns), own in zip(_with_owners(views), plan.groups, strict=True):
-        if owns:
-            _load(view, req_to_token, forward_batch.req_pool_indices, own)
-        else:
+    loaded: set[int] = set()
+    for view, own in zip(views, plan.groups, strict=True):
+        if view.page_size in loaded:
             _load_counts(view, (view.n_select, own.n_select), (view.row_thresholds, own.row_thresholds))
+        else:
+            _load(view, req_to_token, forward_batch.req_pool_indices, own)
+            loaded.add(view.page_size)
 
 
 def clear_views(views: Views, req_to_token: torch.Tensor) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from sglang_sparse.methods.groups import DecodeGroups
 
 
-@dataclass(frozen=True)
-class GroupPlan:
+class GroupPlan(NamedTuple):
     """How much the rows of a batch that runs sparse attend to in the layers of one method, in its blocks.
 
     Attributes:
@@ -36,8 +34,7 @@ class GroupPlan:
     row_thresholds: torch.Tensor
 
 
-@dataclass(frozen=True)
-class DecodePlan:
+class DecodePlan(NamedTuple):
     """How a decode batch runs.
 
     Attributes:

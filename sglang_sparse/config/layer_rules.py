@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.config import SHARED, SparseArgumentError, validated
@@ -246,7 +246,7 @@ def build_rules(
     found = methods_of_rules(DECODE_PHASE, name, fields, checkpoint)
     methods = found.methods
     if len(methods) > 1:
-        methods = _check_compatible(f"--sparse-config of {name}: {LAYERS}", found.names, methods, found.first_specs)
+        methods = _check_compatible(f"--sparse-config of {name}: {LAYERS}", found)
     return DecodeGroups(found.names, methods), found.as_dict(methods, SHARED)
 
 
@@ -263,7 +263,7 @@ def build_prefill_rules(
 
     fields_of_all = [field for field in PrefillConfig.model_fields if field != LAYERS]
     found = methods_of_rules(PREFILL_PHASE, name, fields, checkpoint)
-    shared = _shared_by_prefill(name, found, fields_of_all)
+    shared = _shared_fields(f"--sparse-prefill-config of {name}: {LAYERS}", found, fields_of_all)
     # Rules that differ in nothing else are of one method.
     own = {
         spec: rule if rule == DENSE else {field: rule[field] for field in rule if field not in shared}
@@ -276,22 +276,24 @@ def build_prefill_rules(
         raise SparseArgumentError(f"--sparse-prefill-config of {name}: {LAYERS}: {error}") from error
 
 
-def _shared_by_prefill(name: str, found: RuleMethods, fields: Sequence[str]) -> dict[str, Any]:
-    """What the configs say of these fields, of which each is one for all."""
+def _shared_fields(origin: str, found: RuleMethods, fields: Sequence[str]) -> dict[str, Any]:
+    """What the configs say of these fields, of which each is one for all; refuses what differs."""
     configs, shared = [method.config for method in found.methods], {}
     for field in fields:
         values = {getattr(config, field): spec for spec, config in zip(found.first_specs, configs, strict=True)}
         asked = any(field in config.model_fields_set for config in configs)
         if len(values) > 1 and (asked or field != "dense_tail"):
-            _refuse_apart(f"--sparse-prefill-config of {name}: {LAYERS}", field, values)
+            said = ", ".join(f'{json.dumps(value)} for "{spec}"' for value, spec in values.items())
+            raise SparseArgumentError(
+                f'{origin}: {field} is {said}; allowed: one for all rules: set it beside "{LAYERS}"'
+            )
         shared[field] = max(values) if field == "dense_tail" else next(iter(values))
     return shared
 
 
-def _check_compatible(
-    origin: str, names: Sequence[str], methods: Sequence[DecodeMethod], specs: Sequence[str]
-) -> list[DecodeMethod]:
+def _check_compatible(origin: str, found: RuleMethods) -> list[DecodeMethod]:
     """Refuse what cannot stand in one model, and leave prefill to the method that is named for it."""
+    names, methods, specs = found.names, found.methods, found.first_specs
     for place, (name, method, spec) in enumerate(zip(names, methods, specs, strict=True)):
         if not method.combines:
             raise SparseArgumentError(
@@ -309,16 +311,8 @@ def _check_compatible(
                     f'{origin}: rule "{spec}": {name} serves {KINDS[method.attention]} models, and {first} of rule '
                     f'"{where}" {KINDS[other.attention]} models; allowed beside {first}: {_combining(_kinds(other))}'
                 )
-    for field in SHARED:
-        said = {getattr(method.config, field): spec for method, spec in zip(methods, specs, strict=True)}
-        if len(said) > 1:
-            _refuse_apart(origin, field, said)
+    _shared_fields(origin, found, SHARED)
     return [_of_decode_alone(f'{origin}: rule "{spec}"', method) for method, spec in zip(methods, specs, strict=True)]
-
-
-def _refuse_apart(origin: str, field: str, said: Mapping[Any, str]) -> NoReturn:
-    found = ", ".join(f'{json.dumps(value)} for "{spec}"' for value, spec in said.items())
-    raise SparseArgumentError(f'{origin}: {field} is {found}; allowed: one for all rules: set it beside "{LAYERS}"')
 
 
 def _kinds(method: DecodeMethod | type[DecodeMethod]) -> set[str]:
@@ -331,7 +325,7 @@ def _combining(kinds: Collection[str]) -> str:
 
 
 def _of_decode_alone(origin: str, method: DecodeMethod) -> DecodeMethod:
-    config, nothing = method.config, {}
+    config = method.config
     for field in config.phase_fields:
         value = getattr(config, field)
         if value["prefill"] and field in config.model_fields_set:
@@ -339,5 +333,4 @@ def _of_decode_alone(origin: str, method: DecodeMethod) -> DecodeMethod:
                 f"{origin}: {field} has {value['prefill']:g} for prefill, and beside rules of other methods prefill is "
                 f'what --sparse-prefill-method says; allowed: {{"{field}": {{"decode": …}}}}'
             )
-        nothing[field] = {**value, "prefill": 0.0}
-    return type(method)(config.model_copy(update=nothing)) if nothing else method
+    return method.decode_alone() if config.phase_fields else method

@@ -202,8 +202,9 @@ class DecodeMethod:
         return None
 
     def decode_alone(self) -> DecodeMethod:
-        """Return the method for a model that its own prefill method does not serve: one without `prefill_fields`."""
-        return self
+        """Return the method without `prefill_fields`: in its `phase_fields` prefill has 0."""
+        fields = {name: {**getattr(self.config, name), "prefill": 0.0} for name in self.config.phase_fields}
+        return type(self)(self.config.model_copy(update=fields))
 
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
         """Return the buffers to keep beside the KV pool; none where nothing but the KV itself is read."""

@@ -109,7 +109,7 @@ class BatchView:
         return self.stats[SELECT_STATS:]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """All that it takes memory for."""
         small = (self.n_pages, self.n_select, self.row_thresholds, self.requests, self.arrivals)
-        return sum(buffer.nbytes for buffer in (self.page_table, self.scores, *self.selected, *self.visible, *small))
+        return (self.page_table, self.scores, *self.selected, *self.visible, *small)

@@ -11,6 +11,7 @@ from sglang_sparse.attention import cuda_graphs
 from sglang_sparse.attention.backend import DelegatingBackend, SparseAttentionBackend
 from sglang_sparse.attention.batch import allocate_view, views_nbytes
 from sglang_sparse.attention.decode import DecodePath
+from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import build
 from sglang_sparse.methods.aux_buffers import AuxBuffers
@@ -274,7 +275,7 @@ def test_a_pass_runs_by_the_plan_of_its_own_batch() -> None:
     backend.groups = settings.decode
     first, second, made_up = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
     for batch, sparse in ((first, False), (second, True)):
-        batch.sparse_plan = backend.plan_rows(lengths, [parse_options(settings, {"sparse": sparse})])
+        batch.sparse_plan = plan_decode(settings.decode, lengths, [parse_options(settings, {"sparse": sparse})])
     for batch, sparse in ((first, False), (second, True), (first, False), (made_up, True)):
         backend.begin(batch)
         assert backend.plan(lengths).sparse is sparse

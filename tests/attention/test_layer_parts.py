@@ -197,8 +197,9 @@ def test_a_view_has_a_page_table_for_each_size_of_blocks() -> None:
     used = view_buffers(method.methods, SHAPE, 1024, torch.bfloat16, device)
     assert used.keys() == {4, 8, 16} and used[16] == ("page_table", "scores", "selected")
     views = allocate_views(method.methods, 3, 2, 1024, counts, used)
-    apart = [allocate_view(3, 2, 1024 // size, 1, size, counts, used[size]).nbytes for size in (4, 16, 8)]
-    assert views_nbytes(views) == sum(apart)
+    assert views_nbytes(views) == views_nbytes(
+        tuple(allocate_view(3, 2, 1024 // size, 1, size, counts, used[size]) for size in (4, 16, 8))
+    )
     first, resa, wider = views
     assert (first.page_size, resa.page_size, wider.page_size) == (4, 16, 8)
     table = torch.arange(3 * 1024, dtype=torch.int32).reshape(3, 1024)

@@ -13,7 +13,7 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse.attention.batch import allocate_view, load_views
+from sglang_sparse.attention.batch import allocate_view, load_views, views_nbytes
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.decode import DecodePath
 from sglang_sparse.attention.plan import plan_decode, usual_selection
@@ -284,7 +284,7 @@ def test_a_layer_is_the_op_and_is_counted() -> None:
 def test_only_the_page_table_is_allocated_and_the_op_is_charged() -> None:
     method = build("skip_softmax", {}).method
     view = allocate_view(6, KV_HEADS, 4096, 4000, PAGE, torch.zeros(6, dtype=torch.int64), method.view_buffers)
-    assert view.page_table.shape == (6, 4096) and view.nbytes < 6 * (4 * 4096 + 64)
+    assert view.page_table.shape == (6, 4096) and views_nbytes((view,)) < 6 * (4 * 4096 + 64)
     shape = ModelShape(4, 4, 1, 128, torch.bfloat16)
     expected = scratch_bytes(1, 4, 1, 128, 128, 4000, PAGE, torch.bfloat16, CPU)
     assert method.scratch_bytes(shape, view.rows(1), torch.bfloat16, CPU) == expected > 0

@@ -9,7 +9,6 @@ from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 from sglang_sparse.attention.counters import RectifyCounts
-from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config import settings as config
 from sglang_sparse.methods.resa import Resa
 from sglang_sparse.scheduler import exact_kv, request_state
@@ -31,7 +30,7 @@ def follow(
     args = SimpleNamespace(sparse_method="resa", sparse_config=json.dumps(fields))
     settings = config.settings_of(args)
     backend = SimpleNamespace(
-        plan_rows=lambda *rows: plan_decode(settings.decode, *rows),
+        groups=settings.decode,
         counters=SimpleNamespace(rectify=RectifyCounts()),
         rectifying=None,
         prefill=None,

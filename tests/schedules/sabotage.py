@@ -11,9 +11,8 @@ from engine import Engine
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_sparse.attention import memory
-from sglang_sparse.attention.backend import SparseAttentionBackend
 from sglang_sparse.methods.prefill import PrefillMethod, PrefillSpan
-from sglang_sparse.scheduler import prefill_chunks, prefix_keys, rectification
+from sglang_sparse.scheduler import exact_kv, prefill_chunks, prefix_keys, rectification
 
 
 def let_approximate_kv_in(engine: Engine) -> None:
@@ -132,8 +131,8 @@ def share_compacted_rows(engine: Engine) -> None:
 
 def let_compacted_rows_run_dense(engine: Engine) -> None:
     """Forget that a batch below the crossover has rows that hold a part of their KV only."""
-    original = SparseAttentionBackend.plan_rows
-    SparseAttentionBackend.plan_rows = lambda self, seq_lens, rows, compacted=False: original(self, seq_lens, rows)
+    original = exact_kv.plan_decode
+    exact_kv.plan_decode = lambda groups, seq_lens, rows, compacted: original(groups, seq_lens, rows)
 
 
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
