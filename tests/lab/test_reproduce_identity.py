@@ -15,8 +15,8 @@ def _leaves_nothing_out(option: str, name: str, text: str) -> None:
     if option == "--sparse-prefill-method":
         prefill = build(None, {}, name, config).prefill
         assert prefill is not None and prefill.config.dense_fallback == "never" and prefill.config.layers == "all"
-        if isinstance(prefill, Anchor):
-            assert prefill.config.theta == ALL_KEYS
+        if isinstance(prefill.methods[0], Anchor):
+            assert prefill.config.model_dump()["theta"] == ALL_KEYS
             return
         given = prefill.config.model_dump()["threshold_scale_factor"]
     else:
