@@ -58,9 +58,7 @@ DOCS = ROOT / "eval" / "lab" / "docs"
 # Pictures that README and the pages of users show.
 IMAGES, SHOWN = PAGES / "images", ("serving-qwen3-8b", "bench_prefill_skip_softmax")
 DOCUMENTS = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(PAGES.rglob("*.md")))
-CARDS = tuple(
-    ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-chains", "tiny-mla", "tiny-dsa")
-)
+CARDS = tuple(ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-mla", "tiny-dsa"))
 BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
 
 PROFILE = "profile-qwen3-1.7b-1x256k"
@@ -77,7 +75,7 @@ SKIP_FIRST_TOKEN = "first-token-skip-softmax-qwen3-8b"
 FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 SUITES = ("niah", "infinitebench", "variables")
-KEPT = tuple(f"{suite}-tiny-{name}" for suite in SUITES for name in ("gqa-rocketkv", "gqa-random_kept", "chains"))
+KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in SUITES for name in ("rocketkv", "random_kept"))
 NEEDLES = (
     *(
         f"niah-tiny-gqa-{name}"
@@ -167,7 +165,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "agreement": lambda: files.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: files.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "kept": lambda: kept.kept(_starting(*KEPT)),
-    "kept-before": lambda: kept.kept(_starting("variables-before-tiny-chains")),
     "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
     "recall-mla-pages": lambda: recall_table.recall(_file("recall-tiny-mla-pages")),
     "page-statistics": lambda: recall_table.statistics(sorted((RESULTS / "real").glob("page-statistics-*"))),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -70,9 +69,8 @@ def _leg(
     leg: str = "",
     backend: str = "fa3",
     more: tuple[str, ...] = (),
-    model: str = "tiny-gqa",
 ) -> Leg:
-    """Questions to a tiny model, sparse against dense on one server.
+    """Questions to tiny-gqa, sparse against dense on one server.
 
     Args:
         name: of the method, or of a control.
@@ -85,20 +83,19 @@ def _leg(
         leg: ends the leg's name.
         backend: of the dense attention.
         more: flags of the server.
-        model: one of ``eval/models``.
     """
     flags = ("--sparse-method", name, "--sparse-config", json.dumps({"page_size": 16, **config}))
     flags += ("--page-size", "16", "--attention-backend", backend, *more, *GRAPHS)
     named, said = "-".join(filter(None, (name, label))), "-".join(_words(fields))
     commands = []
     for form, one in product(forms, asked):
-        parts = (one.suite, model, named, one.label, said, "" if form == "chat" else form)
+        parts = (one.suite, "tiny-gqa", named, one.label, said, "" if form == "chat" else form)
         line = (*BESIDE_DENSE, "--tasks", one.tasks, "--n", str(one.n), "--depths", one.depths, "--lengths", length)
         line += ("--concurrency", AT_ONCE, "--custom-params", json.dumps(fields), "--form", form, *one.more)
         module = f"eval.{'lab.' * (one.suite == 'variables')}{one.suite}"
         commands.append(Command(module, f"{'-'.join(filter(None, parts))}.jsonl", line))
     environment = CONTROLS if name == "random_kept" else ()
-    server = Server(f"eval/models/{model}", flags, environment)
+    server = Server("eval/models/tiny-gqa", flags, environment)
     return Leg("-".join(filter(None, ("needles", named, leg))), tuple(commands), server)
 
 
@@ -111,7 +108,6 @@ def _words(fields: Mapping[str, Any]) -> list[str]:
 
 
 _VARIABLES = Asked("variables", "variables_known", 40)
-_chains = partial(_leg, leg="chains", model="tiny-chains")
 
 
 def _rocketkv(**more: Any) -> tuple[Leg, ...]:
@@ -119,8 +115,6 @@ def _rocketkv(**more: Any) -> tuple[Leg, ...]:
     return (
         _leg("rocketkv", config, "8k", _TOPK, (_needles(100),), label=label),
         _leg("rocketkv", config, "8k", _TOPK, _tasks(40), label=label, leg="tasks"),
-        # Where the prompt's last tokens follow the chain themselves.
-        _chains("rocketkv", config, "8k", _TOPK, (Asked("variables", "variables_value", 100),), label=label),
     )
 
 
@@ -136,7 +130,6 @@ FRAMEWORK: tuple[Leg, ...] = (
     ),
     # One needle in eleven stands at the end, which every prompt keeps.
     _leg("random_kept", _ROCKETKV, "8k", _TOPK, (_needles(10, EVERY_TENTH), *_tasks(10, EVERY_TENTH))),
-    _chains("random_kept", _ROCKETKV, "8k", _TOPK, (Asked("variables", "variables_value", 10, EVERY_TENTH),)),
     _leg("skip_softmax", {}, "32k", _SKIP_FIELDS, (_needles(100, more=_SKIP_HALF),), ("chat",)),
     _leg("skip_softmax", {}, "32k", _SKIP_FIELDS, _tasks(40), ("chat",), leg="tasks"),
     # Over float8 KV single answers differ by more than bfloat16's noise: these say whether any is worse for it.

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eval.lab.train.card_texts import ANSWERS, HEAD, PARTITION, SHAPES, SPARSE
+from eval.lab.train.card_texts import HEAD, PARTITION, SHAPES, SPARSE
 from eval.lab.train.mixes import FULL
 
 Line = dict[str, Any]
@@ -137,17 +137,16 @@ def card(accuracy: list[Line], training: list[Line], calibration: dict[str, Any]
     if own != "dense":
         compared = {(line["task"], line["length"]) for line in sparse}
         sparse = [line for line in dense if (line["task"], line["length"]) in compared] + sparse
-    said = {"answers": ANSWERS, "mix": FULL, **SHAPES[model]}
     return HEAD.format(
         model=model,
-        **said,
+        **SHAPES[model],
         millions=settings["parameters"] / 1e6,
         steps=sum(s["steps"] for s in stages),
         tokens=settings["tokens_per_step"],
         seed=settings["seed"],
         seconds=sum(s["seconds"] for s in stages),
         device=settings["device"],
-        forms=forms_table(said["mix"].forms),
+        forms=forms_table(FULL.forms),
         n=max(line["n"] for line in dense),
         n_long=min(line["n"] for line in dense),
         dense=dense_table(dense),

@@ -1,12 +1,7 @@
 """What the cards of the tiny models say: texts with room for figures of `card`."""
 
-from eval.lab.train.mixes import VALUES
-
 BLOCKS = """\
 The prompt is read densely, the answer is decoded with block-sparse attention: blocks of 16, at least 16 blocks."""
-ANSWERS = """\
-The answer to a variable names every variable on the way. Values are 5, 7 or 8 digits, keys one to three lower-case
-words joined by hyphens (JSON: 5-8 digits)."""
 SHAPES = {
     "tiny-gqa": {
         "kind": "A Qwen3 model",
@@ -21,25 +16,6 @@ attention mass.""",
         "remark": """\
 Where nearly all of the text is records, the bound itself misses blocks while the true mass does not: those rows are
 for reporting, not for gates.""",
-    },
-    "tiny-chains": {
-        "kind": "tiny-gqa, trained on: a Qwen3 model",
-        "architecture": "Qwen3ForCausalLM",
-        "shape": "hidden 256, MLP 640, 8 query and 2 KV heads of 64",
-        "modules": "`eval.lab.train.gqa`, `eval.lab.train.chains`",
-        "attention": "dense attention",
-        "mix": VALUES,
-        "answers": """\
-Values of variables and pass keys are 5 digits, others 5, 7 or 8; keys are one to three lower-case words joined by
-hyphens.""",
-        "remark": """\
-It was trained on for `var_value`; needles and pass keys it still answers. tiny-gqa names every variable on the way, so
-that a decode step looks the second one up; here the prompt's last tokens follow the chain. That was learned with a
-second loss (see the module), and in the last stage answers attended to a sixteenth to an eighth of the text alone, to
-the blocks that the last tokens of their question choose. Before that stage dense answers were better, and RocketKV lost
-later digits ([measured](../../../sglang_sparse/docs/methods/rocketkv.md#chains-before-the-last-stage-of-training), as
-random
-sets were): this model, like the others, tests implementations. All steps, of two runs, follow those of tiny-gqa.""",
     },
     "tiny-mla": {
         "kind": "A DeepSeek-V3 model with plain MLPs",
@@ -104,7 +80,8 @@ the answer alone in the assistant's; later questions are further turns.
 | --- | --- | --- | --- |
 {forms}
 
-{answers} Greedy decoding.
+The answer to a variable names every variable on the way. Values are 5, 7 or 8 digits, keys one to three lower-case
+words joined by hyphens (JSON: 5-8 digits). Greedy decoding.
 
 ## Exact match, {attention}
 

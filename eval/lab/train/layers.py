@@ -66,7 +66,6 @@ class TinyModel(nn.Module, ABC):
         neox: whether the halves are rotated against each other rather than neighbours.
         selectors: what `Rows.selector` may be besides `native`, which is what all rows do without `Rows`.
         name, architecture: of the checkpoint.
-        kept_layer: the layer whose output (B * T, HIDDEN) the last pass left in ``kept``; none by default.
     """
 
     shapes: ClassVar[dict[str, tuple[int, ...]]]
@@ -76,8 +75,6 @@ class TinyModel(nn.Module, ABC):
     native: ClassVar[str] = "dense"
     name: ClassVar[str]
     architecture: ClassVar[str]
-    kept_layer: ClassVar[int | None] = None
-    kept: Tensor | None = None
 
     def __init__(self, project: Project, compute: torch.dtype = torch.float32, compiled: bool = False) -> None:
         """Random weights in float32.
@@ -147,8 +144,6 @@ class TinyModel(nn.Module, ABC):
             w = list(self.layer_weights(i).values())
             q, k, v = (y.view(b, t, *y.shape[1:]) for y in project(x, w[:split], cos, sin, self.compute))
             x = finish(x, self.attend(q, k, v, rows).reshape(b * t, -1), w[split:], self.compute)
-            if i == self.kept_layer:
-                self.kept = x
         return x
 
     def loss(

@@ -61,13 +61,3 @@ FULL = Mix(
     book_share=0.15,
     text_weight=0.5,
 )
-# Chains whose answer is the number alone: both records have to be found before the answer begins.
-VALUES = replace(
-    FULL,
-    forms={"var_value": 0.75, "needle": 0.1, "records": 0.05, "passkey": 0.05, "var_completion": 0.05},
-    book_share=0.05,
-    text_weight=0.1,
-    short_digits=(5,),
-    hops=(1, 2, 2, 2),
-)
-SHORT_VALUES = replace(VALUES, forms={"var_value": 0.8, "needle": 0.1, "records": 0.1}, short_digits=(3,))

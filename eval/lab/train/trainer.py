@@ -25,7 +25,7 @@ from eval.texts.text import read_books
 
 GATE_FORMS = ("needle", "needle_ruler", "var", "records")
 REPORT_FORMS = (
-    *(*GATE_FORMS, "var_value", "needle_boxed", "needle_sentence", "passkey", "json", "json_completion"),
+    *(*GATE_FORMS, "needle_boxed", "needle_sentence", "passkey", "json", "json_completion"),
     "var_completion",
 )
 WARM_UP = 100
@@ -111,11 +111,7 @@ class Trainer(ABC):
         stream = token_stream(self.tokenizer, read_books(self.books(split)).values(), self.device)
         print(f"{split}: {len(stream):,} tokens of books")
         seed = self.args.seed + (split == "eval")
-        return self.new_builder(Vocabulary(encode, split, self.device), stream, seed)
-
-    def new_builder(self, vocabulary: Vocabulary, stream: Tensor, seed: int) -> BatchBuilder:
-        """What builds the batches out of books (n,) int64."""
-        return BatchBuilder(vocabulary, stream, seed, self.groups)
+        return BatchBuilder(Vocabulary(encode, split, self.device), stream, seed, self.groups)
 
     def books(self, split: str) -> Path:
         """Folder of the books of a split, "train" or "eval"."""
