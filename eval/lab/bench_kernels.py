@@ -43,7 +43,6 @@ from eval.lab.kernels.kernel_machine import CEILING_GBPS, Bench, Machine, gpu, m
 from eval.lab.kernels.kernel_quality import quality, samples
 from eval.lab.kernels.kernel_rows import identity, summarise, with_ratios
 from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen, topk_table
-from eval.lab.servers.decode_load import MAX_ANSWER
 from eval.lab.structured.generator import read_recipe
 from eval.lab.structured.structure import Recipe
 from eval.lab.tables.files import measured
@@ -53,6 +52,8 @@ from eval.live.record import Record, versions
 from eval.texts.lengths import length
 
 PACKAGES = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer-python")
+# Tokens of a request beyond its prompt that servers of `eval.lab.bench_decode` allow.
+MAX_ANSWER = 2048
 SUMMARY_DTYPES = ("bfloat16", "float8_e4m3fn")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from feature_cells import FLOAT8, ON_GPU, PROOFS, SCALED, Cell, of_leg
 
 from eval.lab.documents import RESULTS
-from eval.lab.legs.reproduce_legs import LEGS
+from eval.lab.legs.leg import LEGS
 from eval.live.record import read_rows, result_files
 from eval.scores.stats import verdict
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.lab.legs.reproduce_legs import LEGS
+from eval.lab.legs.leg import LEGS
 from sglang_sparse.config.files import read_config
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from eval.lab.legs.reproduce_legs import LEGS
+from eval.lab.legs.leg import LEGS
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import build
 from sglang_sparse.methods.anchor import ALL_KEYS, Anchor

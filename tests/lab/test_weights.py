@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.lab.legs.reproduce_robsa import MODEL, NAME
+from eval.lab.legs.leg import LEGS
 from eval.lab.tables import weights
 from eval.live.record import read_rows, result_files
 from sglang_sparse.methods.fingerprint import fingerprint
@@ -15,7 +15,15 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_the_calibration_is_of_the_shipped_weights() -> None:
-    assert weights.shipped(NAME) == fingerprint(str(ROOT / MODEL))
+    assert weights.shipped("tiny-mla") == fingerprint(str(ROOT / "eval" / "models" / "tiny-mla"))
+
+
+def test_legs_name_the_shipped_weights_and_thresholds() -> None:
+    stock = [one for leg in LEGS if leg.name.startswith("stock-mla-") for one in leg.commands]
+    assert stock and all(f"{weights.LABEL}{weights.shipped('tiny-mla')}" in one.arguments for one in stock)
+    (prefilled,) = [leg.servers[0] for leg in LEGS if leg.name == "needles-anchor-prefilled"]
+    calibrated = json.loads((ROOT / "eval" / "models" / "tiny-gqa" / "anchor.json").read_text())
+    assert json.loads(prefilled.flags[3]) == {"theta": calibrated["theta"]}
 
 
 def test_results_with_a_calibration_are_of_the_shipped_weights() -> None:
@@ -49,4 +57,3 @@ def test_what_a_header_says(
     server = {"model_path": "eval/models/tiny"} | served
     assert weights.weights({"servers": {"base": server}, "label": label}) == said
     assert weights.weights({"servers": {"sparse": server, "dense": {}}, "label": label}) == said
-    assert weights.label("tiny") == "weights shipped"

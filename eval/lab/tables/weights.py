@@ -19,11 +19,6 @@ def shipped(model: str) -> str | None:
     return json.loads(path.read_text())["calibration"]["fingerprint"] if path.exists() else None
 
 
-def label(model: str) -> str:
-    """What a file of a stock server, which knows no fingerprint, is labelled with."""
-    return f"{LABEL}{shipped(model)}"
-
-
 def weights(header: Mapping[str, Any]) -> str | None:
     """What a file says of its weights, of a model that ships with a calibration; None of others.
 
