@@ -16,7 +16,8 @@ from eval.lab import bench_dsa
 from eval.lab.bench_dsa import measure, parse
 from eval.lab.kernels.dsa import ATTEND, AUTO, DECODE, DECODE_TOPK, NATIVE, OPS, PORTABLE, PREFILL, PREFILL_TOPK
 from eval.lab.kernels.dsa_inputs import FP8, Shape, Step
-from eval.lab.kernels.dsa_table import failed, floor, summarise, with_ratios
+from eval.lab.kernels.dsa_table import failed, floor, with_ratios
+from eval.lab.kernels.harness import ours
 from eval.lab.tables import files, goals
 from eval.live.record import read_rows
 from sglang_sparse.attention.dsa import native_indexer
@@ -116,7 +117,7 @@ def test_floors_and_ratios() -> None:
     found = with_ratios(rows)
     beside = {"native": NATIVE, "native_us": 30, "native_over_floor": 1.2, "native_repeatable": False}
     assert found[3] == {**rows[3], **beside, "native_ratio": 1.5} and found[0] == rows[0] and found[5] == rows[5]
-    assert [row["implementation"] for row in summarise(found)] == [AUTO, PORTABLE, PORTABLE]
+    assert [row["implementation"] for row in ours(found)] == [AUTO, PORTABLE, PORTABLE]
     # Without SGLang's logits there is nothing to choose behind.
     gone = [{**row, "unavailable": "ModuleNotFoundError: No module named 'deep_gemm'"} for row in rows[:3]]
     gone = [{name: value for name, value in row.items() if name != "us"} for row in gone]

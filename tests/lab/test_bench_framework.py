@@ -10,9 +10,8 @@ import torch
 from eval.lab import bench_framework
 from eval.lab.bench_framework import COMMAND, OWN, RECIPE, measure, parse, quality
 from eval.lab.kernels.framework_inputs import OPS, PREDICT, ROCKET, SKIP, FrameworkStep, Settings
+from eval.lab.kernels.harness import Implementation, Machine
 from eval.lab.kernels.kernel_inputs import Shape
-from eval.lab.kernels.kernel_machine import Machine
-from eval.lab.kernels.kernel_table import Implementation
 from eval.lab.structured.generator import read_recipe
 from eval.lab.tables import files
 from eval.live.record import read_rows

@@ -11,9 +11,9 @@ from kernel_layers import OWN, SHAPE, exact, machine, missing, refusing
 from eval.lab import bench_kernels
 from eval.lab.bench_kernels import measure, parse, parse_shape
 from eval.lab.kernels import kernel_selection
+from eval.lab.kernels.harness import OURS, Implementation, chosen, reason, timing
 from eval.lab.kernels.kernel_inputs import OPS, WHOLE, Shape, num_layers
-from eval.lab.kernels.kernel_rows import summarise, timing
-from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen, reason
+from eval.lab.kernels.kernel_table import TABLE, summarise
 from eval.lab.tables import files
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
@@ -132,14 +132,14 @@ def test_inputs_with_a_structure(tmp_path: Path) -> None:
 
 def test_what_is_measured() -> None:
     everyone = [one.name for one in TABLE]
-    assert [one.op for one in chosen(OPS, [], TABLE)] == [
+    assert [one.op for one in chosen(OPS, [], TABLE, OPS)] == [
         *["page_summary"] * 2,
         *["page_score"] * 5,
         "page_topk",
         "sparse_decode",
         *[WHOLE] * 4,
     ]
-    assert {one.name for one in chosen(["sparse_decode"], ["fa3", "torch"])} == {OURS, "fa3"}
+    assert {one.name for one in chosen(["sparse_decode"], ["fa3", "torch"], TABLE, OPS)} == {OURS, "fa3"}
     assert len({(one.op, one.name) for one in TABLE}) == len(everyone)
     for ops, peers, message in (
         (["dense"], [], "--ops: there is no 'dense', there are dense_decode, page_summary"),
@@ -147,7 +147,7 @@ def test_what_is_measured() -> None:
         (["dense_decode"], ["torch"], "none of the peers torch does dense_decode"),
     ):
         with pytest.raises(EvaluationError, match=message):
-            chosen(ops, peers)
+            chosen(ops, peers, TABLE, OPS)
 
 
 @pytest.mark.parametrize(

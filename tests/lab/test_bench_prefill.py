@@ -21,6 +21,7 @@ from eval.lab.tables import files
 from eval.lab.tables.goals import goals_table
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
+from sglang_sparse_kernels.timing import capture
 
 # A group of 2,048 tokens, and chunks that end within the next one.
 SHAPE = Shape(2700, 2304, q_heads=2, kv_heads=1, dim=64)
@@ -52,7 +53,8 @@ def machine(*micros: float) -> Machine:
     def time(call: Callable[[], torch.Tensor]) -> float:
         return next(times, 5.0)
 
-    return Machine("a test", "cpu", time, lambda call: {"_identify_kernel": 1.0, "_sparse_kernel": 3.0}, lambda: True)
+    parts = {"_identify_kernel": 1.0, "_sparse_kernel": 3.0}
+    return Machine("a test", "cpu", 0, capture, lambda: True, time=time, profile=lambda call: parts)
 
 
 def test_the_first_value_tells_the_mass_kept(prompt: Prompt) -> None:

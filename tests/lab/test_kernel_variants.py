@@ -12,9 +12,9 @@ from kernel_layers import OWN, SHAPE, exact, machine
 from eval.lab import bench_kernels
 from eval.lab.bench_kernels import measure, parse
 from eval.lab.kernels import kernel_table, kernel_votes
-from eval.lab.kernels.kernel_inputs import WHOLE
-from eval.lab.kernels.kernel_rows import summarise
-from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen
+from eval.lab.kernels.harness import OURS, Implementation, chosen
+from eval.lab.kernels.kernel_inputs import OPS, WHOLE
+from eval.lab.kernels.kernel_table import TABLE, summarise
 from eval.lab.kernels.kernel_votes import CENTROIDS, VOTES
 from eval.live.record import read_rows
 from sglang_sparse_kernels.page_score import reference as score_reference
@@ -35,7 +35,7 @@ def idle(q: torch.Tensor, summary: torch.Tensor, *rest: Any, summaries_ready: bo
 def test_each_kernel_of_the_scores_has_a_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = [one for one in chosen(["page_score", WHOLE], []) if one.name not in (VOTES, CENTROIDS)]
+    own = [one for one in chosen(["page_score", WHOLE], [], TABLE, OPS) if one.name not in (VOTES, CENTROIDS)]
     plan = [Implementation("dense_decode", "exact", exact), *own]
     rows = measure(SHAPE, plan, machine(60, 2, 6), 2)
     assert [row["us"] for row in rows if "us" in row] == [60, 2, 6]

@@ -178,12 +178,6 @@ class Layer:
             return torch.cat([self.q[..., : self._latent], self.q[..., self._latent :]], dim=-1), self.cache
         return self.q[..., self._latent :], self.copy if score == COPY else self.cache[:, self._latent :]
 
-    def clear(self) -> None:
-        """Forget what operations wrote."""
-        self.out.fill_(torch.nan)
-        for made in self.made.values():
-            made.clear()
-
 
 class Step:
     """The layers of one shape, and this project's operations on them.
@@ -228,6 +222,13 @@ class Step:
             one = slice(row, row + 1)
             blocks = (self.block_table[one], self.n_blocks[one], self.batch.last_slots[one], self.shape.block_size)
             mass_kernels.reference.block_mass(q[one], keys, *blocks, SM_SCALE, 1.0, out[one])
+
+    def clear(self) -> None:
+        """Forget what operations wrote."""
+        for layer in self.layers:
+            layer.out.fill_(torch.nan)
+            for made in layer.made.values():
+                made.clear()
 
     def slots(self, row: int) -> torch.Tensor:
         """The slots of a row's tokens, ``[length]`` int64."""

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from eval.lab.kernels.harness import OURS, Machine
 from eval.lab.kernels.kernel_inputs import Shape, Step
-from eval.lab.kernels.kernel_machine import Machine
-from eval.lab.kernels.kernel_table import OURS, TABLE
+from eval.lab.kernels.kernel_table import TABLE
 from sglang_sparse_kernels.timing import Replay, Run
 
 # The newest page is partly filled, and no two sizes are equal.

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from eval.lab.kernels.kernel_machine import Machine
-from eval.lab.kernels.kernel_table import Implementation
+from eval.lab.kernels.harness import Implementation, Machine
 from eval.lab.kernels.mla import DENSE
 from eval.lab.kernels.mla_inputs import SM_SCALE, Shape, Step
 from eval.lab.kernels.mla_recipe import RECIPE
