@@ -59,9 +59,8 @@ from eval.lab.kernels.harness import (
     peers_of,
 )
 from eval.lab.kernels.mla import COMMAND, OPS, ROPE, SCORES
-from eval.lab.kernels.mla_inputs import Shape, Step
+from eval.lab.kernels.mla_inputs import RECIPE, Shape, Step, recipe_for, target_share
 from eval.lab.kernels.mla_quality import active, judged_capture, quality, samples
-from eval.lab.kernels.mla_recipe import RECIPE, recipe_for, target_share
 from eval.lab.kernels.mla_table import identity, table, with_ratios
 from eval.lab.structured.structure import Recipe
 from eval.lab.tables.files import measured

@@ -10,9 +10,8 @@ from eval.lab.bench_mla import measure
 from eval.lab.kernels import harness
 from eval.lab.kernels.harness import Implementation, kept
 from eval.lab.kernels.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
-from eval.lab.kernels.mla_inputs import Shape, Step
+from eval.lab.kernels.mla_inputs import RECIPE, Shape, Step, recipe_for, target_share
 from eval.lab.kernels.mla_quality import active, quality, samples
-from eval.lab.kernels.mla_recipe import RECIPE, recipe_for, target_share
 from eval.lab.structured.generator import near_active, read_recipe
 from eval.lab.structured.structure import Recipe
 from eval.live.counters import EvaluationError

@@ -29,7 +29,6 @@ from eval.lab import (
 )
 from eval.lab.kernels.kernel_inputs import Shape
 from eval.lab.legs.leg import LEGS, URL, URLS_BESIDE, Command, Leg
-from eval.lab.servers import decode_arguments
 from eval.lab.servers.model_shapes import SHAPES
 from eval.lab.tables.goals import Goal, read_goals
 from eval.live.record import command_name
@@ -46,7 +45,7 @@ from sglang_sparse.config.settings import build
 OUTCOMES = {"command", "task", "arm", "implementation", "sparse_layers", "dense_decode_graphs", "dense_prefill_graphs"}
 PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.lab.agree_dsa": agree_dsa.parse,
-    "eval.lab.bench_decode": decode_arguments.parse,
+    "eval.lab.bench_decode": bench_decode.parse,
     "eval.lab.bench_dsa": bench_dsa.parse,
     "eval.lab.bench_framework": bench_framework.parse,
     "eval.lab.bench_kernels": bench_kernels.parse,

@@ -21,7 +21,8 @@ MLP_SHAPES = {
     "mlp.up_proj": (MLP, HIDDEN),
     "mlp.down_proj": (HIDDEN, MLP),
 }
-Project = Callable[[Tensor, list[Tensor], Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor, Tensor]]
+Heads = tuple[Tensor, Tensor, Tensor]
+Project = Callable[[Tensor, list[Tensor], Tensor, Tensor, torch.dtype], Heads]
 
 
 def initial(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -135,6 +136,18 @@ class TinyModel(nn.Module, ABC):
             rows: queries that attend to chosen blocks only; all others attend densely.
             plain: with the functions as they are rather than compiled.
         """
+        return self.through(tokens, lambda i, x, w, qkv: self.attend(*qkv, rows), plain)
+
+    def through(
+        self, tokens: Tensor, attend: Callable[[int, Tensor, list[Tensor], Heads], Tensor], plain: bool
+    ) -> Tensor:
+        """`forward` with an attention of each layer's own.
+
+        Args:
+            tokens: (B, T).
+            attend: layer, its input (B * T, HIDDEN), its weights, and q, k, v (B, T, heads, d) -> (B, T, heads, d_v).
+            plain: see `forward`.
+        """
         b, t = tokens.shape
         cos, sin = self._rope(b, t)
         project, finish, _ = self.plain if plain else self.functions
@@ -143,7 +156,7 @@ class TinyModel(nn.Module, ABC):
         for i in range(LAYERS):
             w = list(self.layer_weights(i).values())
             q, k, v = (y.view(b, t, *y.shape[1:]) for y in project(x, w[:split], cos, sin, self.compute))
-            x = finish(x, self.attend(q, k, v, rows).reshape(b * t, -1), w[split:], self.compute)
+            x = finish(x, attend(i, x, w, (q, k, v)).reshape(b * t, -1), w[split:], self.compute)
         return x
 
     def loss(

@@ -7,8 +7,7 @@ import torch
 
 from eval.lab.kernels.harness import Implementation, Machine
 from eval.lab.kernels.mla import DENSE
-from eval.lab.kernels.mla_inputs import SM_SCALE, Shape, Step
-from eval.lab.kernels.mla_recipe import RECIPE
+from eval.lab.kernels.mla_inputs import RECIPE, SM_SCALE, Shape, Step
 from eval.lab.kernels.mla_table import table
 from eval.lab.structured.generator import read_recipe
 from sglang_sparse_kernels.timing import Replay, Run
