@@ -176,36 +176,6 @@ def test_the_file_its_table_and_the_goals(tmp_path: Path, capsys: pytest.Capture
     assert "| not measured |" in goal("K13", DECODE_TOPK, "32x128k", 0, native_ratio=2.1, implementation=PORTABLE)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--shapes 8y64k", "--shapes: a shape is batch x tokens"),
-        ("--shapes 1024x8k", "--shapes: 1024x8k attends to 2097152 tokens with --topk 2048, and the cache has 2097088"),
-        ("--prefill 2x32k", "--prefill must be one row of at least the 8192 tokens of --chunk, got 2x32k"),
-        ("--prefill 1x4k", "--prefill must be one row of at least the 8192 tokens of --chunk, got 1x4k"),
-        ("--shapes= --prefill=", "--shapes and --prefill are both empty; allowed: one shape at least"),
-        ("--peers trtllm", "--peers: there is no 'trtllm', there are native, native-v1, native-flashmla-sparse"),
-        ("--ops topk", "--ops: there is no 'topk', there are dsa_decode_selection, dsa_prefill_selection"),
-        ("--topk 0", "--topk must be 1 or more, got 0"),
-        ("--latent 100", "--latent must be 64, 128, 256 or 512, got 100"),
-        ("--rope 20", "--rope must be 16, 32 or 64, got 20"),
-        ("--heads 0", "--heads must be 1 or more, got 0"),
-        ("--index-heads 65", "--index-heads must be 1 to 64, got 65"),
-        ("--rounds 1", "--rounds must be 2 or more, got 1"),
-        ("--replays 1", "--replays must be 2 or more, got 1"),
-        ("--seed 1", "measured on a CUDA device, and torch finds none"),
-    ],
-)
-def test_bad_input(
-    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "dsa.jsonl"
-    assert bench_dsa.main(["--out", str(out), *options.split()]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("eval.lab.bench_dsa: ") and message in line and not out.exists()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu(tmp_path: Path) -> None:

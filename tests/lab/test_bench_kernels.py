@@ -150,36 +150,6 @@ def test_what_is_measured() -> None:
             chosen(ops, peers, TABLE, OPS)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--shapes 8y64k", "--shapes: a shape is batch x tokens, such as 8x64k or 1x100, got '8y64k'"),
-        ("--shapes ,", "--shapes must be one at least, got []"),
-        ("--ops page_top", "--ops: there is no 'page_top'"),
-        ("--peers fa2", "--peers: there is no 'fa2'"),
-        ("--page-size 12", "--page-size must be one of 1, 2, 4, 8, 16, 32, 64, got 12"),
-        ("--active-ratio 0", "--active-ratio must be more than 0 and at most 1, got 0.0"),
-        ("--n-min 0", "--n-min must be 1 or more, got 0"),
-        ("--rounds 1", "--rounds must be 2 or more, got 1"),
-        ("--context-length 64k", "--context-length must be 131072 or more, got 65536"),
-        ("--topk-shapes 2x500", "--topk-shapes: a shape is blocks of a cluster (1, 2, 4, 8) x threads of a block"),
-        (
-            '--recipe {"sinks":1}',
-            "--recipe: recipe: sinks: Extra inputs are not permitted, got 1; its fields are sink,",
-        ),
-        ("", "measured on a CUDA device, and torch finds none"),
-    ],
-)
-def test_bad_input(
-    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "kernels.jsonl"
-    assert bench_kernels.main(["--out", str(out), *options.split()]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("eval.lab.bench_kernels: ") and message in line and not out.exists()
-
-
 def test_the_file_and_its_table(tmp_path: Path) -> None:
     args = parse(["--out", str(tmp_path / "k.jsonl"), "--shapes", "1x40,1x40,2x24", "--n-min", "1", "--rounds", "2"])
     table = [Implementation("dense_decode", "absent", missing), *OWN]

@@ -182,23 +182,6 @@ def test_peers_that_are_not_installed(prompt: Prompt) -> None:
     assert len(rows) == 15 and all("Error" in row["unavailable"] for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--peers", "fa9"], "--peers: there is no 'fa9', there are fa3, fa3-contiguous, flashinfer, flexprefill"),
-        (["--dense-below", "4k"], "--dense-below must be a multiple of --chunk, which is 8192, got 4096"),
-        (["--lengths", "4k,8k", "--positions", "4k"], "--positions must be as many as a prompt has, got 4096"),
-        (["--heads", "32,8"], "--heads must be three numbers"),
-        (["--lengths", "100"], "--lengths must be lengths above 128"),
-        (["--rounds", "1"], "--rounds must be 2 or more, got 1"),
-        (["--method", "skip_softmax", "--values", "0,1"], "--values must be one at least, above 0, got [0.0, 1.0]"),
-    ],
-)
-def test_bad_arguments(tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_prefill.main(["--out", str(tmp_path / "out.jsonl"), *arguments]) == 1
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu(tmp_path: Path) -> None:

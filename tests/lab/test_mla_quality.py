@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mla_layers import BASE, OWN, SHAPE, dense, exact, machine, wrong
+from kernel_layers import machine
+from mla_layers import BASE, OWN, SHAPE, dense, exact, wrong
 
 from eval.lab.bench_mla import measure
 from eval.lab.kernels import harness

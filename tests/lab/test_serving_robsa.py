@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from generated_stubs import goals_of, install_client, parse
-from mla_layers import machine
+from kernel_layers import machine
 from serving_stubs import FakeServer, after
 
 from eval.lab import bench_mla, bench_serving, documents

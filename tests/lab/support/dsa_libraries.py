@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mla_layers import machine as fake
+from kernel_layers import machine as fake
 
 from eval.lab.kernels.dsa_inputs import FP8, Shape, Step
 from eval.lab.kernels.dsa_table import TABLE
