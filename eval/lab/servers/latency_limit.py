@@ -1,7 +1,7 @@
 """Time per output token of dummy weights over the context, beside the least it could be.
 
 The limit is what is left when the attention of a sparse step costs nothing but its bytes, read once each at the rate
-``W`` of the chip's memory (`eval.lab.kernels.kernel_machine`). For a batch of ``rows`` rows of ``context`` tokens:
+``W`` of the chip's memory (`eval.lab.kernels.harness`). For a batch of ``rows`` rows of ``context`` tokens:
 
     limit = T0 - B0 / W  +  share * B / W
     B     = rows * context * layers * KV heads * 2 * head dimension * bytes of an element of the KV cache
