@@ -191,7 +191,7 @@ def test_eval_and_launch_talk_to_servers_over_http() -> None:
         if name.startswith(("eval/", "launch/")) and not name.startswith(plugins):
             assert "sglang" not in imported(path), name
             # They judge selections in process, are methods themselves, or ask a method which layers it would serve.
-            if not name.startswith(("eval/lab/selection/", "eval/lab/controls/", "eval/lab/train/card.py")):
+            if not name.startswith(("eval/lab/selection/", "eval/lab/controls/", "eval/lab/tables/cards.py")):
                 assert "sglang_sparse" not in imported(path), name
 
 

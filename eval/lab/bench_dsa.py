@@ -30,37 +30,32 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import torch
-
+from eval.lab.kernels import harness
 from eval.lab.kernels.dsa import ATTEND, COMMAND, OPS
 from eval.lab.kernels.dsa_inputs import MOST_SLOTS, Shape, Step
-from eval.lab.kernels.dsa_quality import Judge, kept, samples
-from eval.lab.kernels.dsa_table import TABLE, failed, floor, identity, summarise, with_ratios
-from eval.lab.kernels.kernel_machine import (
-    CEILING_FP8_TFLOPS,
-    CEILING_GBPS,
-    CEILING_TFLOPS,
-    Bench,
+from eval.lab.kernels.dsa_quality import Judge, clear, samples
+from eval.lab.kernels.dsa_table import TABLE, failed, floor, identity, with_ratios
+from eval.lab.kernels.harness import (
+    Implementation,
     Machine,
+    Row,
+    chosen,
     gpu,
+    kept,
+    making_inputs,
     parse_shape,
+    peers_of,
 )
-from eval.lab.kernels.kernel_rows import Row
-from eval.lab.kernels.kernel_table import Implementation, chosen
 from eval.lab.tables.files import measured
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
-from eval.live.record import Record, versions
 from eval.texts.lengths import length
 from sglang_sparse_kernels.index_keys import PAGE_SIZE
 
-PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
 SIZES = ("heads", "latent", "rope", "index_heads", "topk")
 
 
@@ -70,7 +65,7 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
     Raises:
         EvaluationError: names the argument and what is allowed.
     """
-    for name, good, allowed in (
+    rules = (
         ("heads", args.heads >= 1, "1 or more"),
         ("latent", args.latent in (64, 128, 256, 512), "64, 128, 256 or 512"),
         ("rope", args.rope in (16, 32, 64), "16, 32 or 64"),
@@ -79,9 +74,8 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
         ("rounds", args.rounds >= 2, "2 or more"),
         ("replays", args.replays >= 2, "2 or more"),
         ("chunk", args.chunk >= 1, "1 or more"),
-    ):
-        if not good:
-            raise EvaluationError(f"--{name.replace('_', '-')} must be {allowed}, got {getattr(args, name)}")
+    )
+    harness.check(args, rules)
     sizes = {name: getattr(args, name) for name in SIZES}
     decode = [Shape(*parse_shape(text), **sizes) for text in dict.fromkeys(args.shapes)]
     prefill = [Shape(*parse_shape(text), chunk=args.chunk, **sizes) for text in dict.fromkeys(args.prefill)]
@@ -118,19 +112,14 @@ def measure(
         EvaluationError: the inputs do not fit into the machine's memory, or an implementation broke the machine.
     """
     layers = shape.num_layers(op, machine.l2_bytes)
-    try:
+    with making_inputs(f"{shape.name}, {op}", layers, machine):
         step = Step(shape, op, machine.device, layers, seed)
         judge = Judge(step, samples(step), replays)
-    except torch.OutOfMemoryError as error:
-        raise EvaluationError(
-            f"{layers} layers of {shape.name}, {op}, do not fit into the memory of {machine.name}"
-        ) from error
     # A server has no graph of a prompt's selection either, whose kernels take longer than their launches.
     timed = machine.repeat if shape.chunk else machine.capture
     machine = replace(machine, capture=partial(judge.capture, timed))
-    rows = Bench(COMMAND, shape.name, machine, rounds).measure(
-        [kept(one) for one in plan],
-        step,
+    rows = harness.measure(
+        *(COMMAND, shape.name, machine, rounds, [kept(one, clear) for one in plan], step),
         lambda one: identity(shape, one) | {"layers": layers},
         judge.quality,
         lambda one: shape.num_bytes(one.op, one.kv_dtype),
@@ -160,45 +149,28 @@ def run(
         EvaluationError: see the functions that this one calls.
     """
     wanted = shapes(args)
-    peers = list(dict.fromkeys(one.name for one in known if one.peer)) if args.peers is None else args.peers
+    peers = peers_of(known) if args.peers is None else args.peers
     plan = chosen(args.ops, peers, known, OPS)
     found = machine()
-    names = (*SIZES, "chunk", "rounds", "replays", "seed", "ops")
-    header: dict[str, Any] = {
-        "device": found.name,
-        "ceiling_gbps": CEILING_GBPS.get(found.name),
-        "ceiling_tflops": CEILING_TFLOPS.get(found.name),
-        "ceiling_fp8_tflops": CEILING_FP8_TFLOPS.get(found.name),
-        "versions": versions(PACKAGES),
-        "arguments": {name: getattr(args, name) for name in names},
-    }
-    header["arguments"] |= {"shapes": [shape.name for shape in wanted], "peers": peers, "inputs": "normal"}
-    status = False
-    with Record(args.out, COMMAND, args.revision, **header) as record, torch.inference_mode():
-        summary: list[Row] = []
+    asked = {"shapes": [shape.name for shape in wanted], "peers": peers, "inputs": "normal"}
+    header = harness.header_of(found, args, (*SIZES, "chunk", "rounds", "replays", "seed", "ops"), **asked)
+
+    def made() -> Iterator[list[Row]]:
         for shape in wanted:
             for op in (op for op in shape.ops if op in args.ops):
                 mine = [one for one in plan if one.op == op]
                 rows = measure(shape, op, mine, found, args.rounds, args.replays, args.seed)
                 for row, one in zip(rows, mine, strict=True):
                     row |= floor(shape, one, row, header)
-                rows = with_ratios(rows)
-                for row in rows:
-                    record.add("item", **row)
-                summary += summarise(rows)
-                status = status or failed(rows)
-        for row in summary:
-            record.add("summary", **row)
-    return int(status)
+                yield with_ratios(rows)
+
+    return harness.write(COMMAND, args, header, made(), failed=failed)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; `shapes` and `chosen` judge it."""
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    peers = ", ".join(dict.fromkeys(one.name for one in TABLE if one.peer))
-    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
+    parser = harness.parser_of(COMMAND, __doc__, TABLE)
+    harness.add_ops(parser, OPS)
     parser.add_argument("--shapes", type=list_of(str), default="1x128k,32x128k", help="of decode: batch x tokens")
     parser.add_argument("--prefill", type=list_of(str), default="1x32k,1x128k", help="of prompts: 1 x tokens")
     parser.add_argument("--chunk", type=length, default="8k", help="last tokens of a prompt, which choose")
@@ -207,12 +179,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rope", type=int, default=64, help="rotated dimensions; SGLang's kernels: 64")
     parser.add_argument("--index-heads", type=int, default=64, help="heads of the indexer")
     parser.add_argument("--topk", type=int, default=2048, help="tokens chosen; SGLang's kernels take 2048")
-    parser.add_argument("--ops", type=list_of(str), default=",".join(OPS), help=f"of {', '.join(OPS)} (default: all)")
-    parser.add_argument("--peers", type=list_of(str), help=f"of {peers} (default: all; '' for none)")
-    parser.add_argument("--rounds", type=int, default=20, help="times that each graph is replayed for its time")
     parser.add_argument("--replays", type=int, default=100, help="times that each selection is made again")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     return parser.parse_args(arguments)
 
 

@@ -17,33 +17,37 @@ and heads.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from eval.lab.kernels import harness
+from eval.lab.kernels.framework import COMMAND, DENSE
 from eval.lab.kernels.framework_inputs import OPS, PREDICT, ROCKET, SKIP, FrameworkStep, Settings
+from eval.lab.kernels.harness import (
+    OURS,
+    Implementation,
+    Machine,
+    Row,
+    chosen,
+    gpu,
+    making_inputs,
+    parse_shape,
+    peers_of,
+    strongest,
+)
 from eval.lab.kernels.kernel_inputs import Layer, Shape, num_layers
-from eval.lab.kernels.kernel_machine import CEILING_GBPS, Bench, Machine, gpu, making_inputs, parse_shape
 from eval.lab.kernels.kernel_quality import logits_and_values, sampled_pairs
-from eval.lab.kernels.kernel_rows import Row, strongest
-from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen
-from eval.lab.structured.generator import read_recipe
+from eval.lab.kernels.kernel_table import TABLE
 from eval.lab.structured.structure import Recipe
 from eval.lab.tables.files import measured
 from eval.live.client import list_of
-from eval.live.counters import EvaluationError
-from eval.live.record import Record, versions
 from sglang_sparse_kernels.common.timing import Run
 
-COMMAND = "eval.lab.bench_framework"
-DENSE = "dense_decode"
-PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 # Of 64 keys each, about a quarter of the blocks have a stripe then.
 RECIPE = {"stripe_ratio": 0.0048}
 
@@ -99,10 +103,7 @@ def identity(step: FrameworkStep, one: Implementation[Any]) -> Row:
     own |= settings if one.op in (PREDICT, ROCKET) else {}
     return {
         "id": f"framework/{step.shape.name}/p{step.shape.page_size}/{one.op}/{one.name}",
-        "op": one.op,
-        "implementation": one.name,
-        "peer": one.peer,
-        "kv_dtype": str(one.kv_dtype).removeprefix("torch."),
+        **one.facts(),
         "shape": step.shape.name,
         **facts,
         **own,
@@ -127,9 +128,8 @@ def measure(
     layers = num_layers(shape, machine.l2_bytes)
     with making_inputs(shape.name, layers, machine):
         step = FrameworkStep(shape, machine.device, layers, recipe, settings, seed)
-    rows = Bench(COMMAND, shape.name, machine, rounds).measure(
-        plan,
-        step,
+    rows = harness.measure(
+        *(COMMAND, shape.name, machine, rounds, plan, step),
         partial(identity, step),
         lambda one, output: quality(step, one.op, output),
         lambda one: step.num_bytes(one.op, one.kv_dtype.itemsize),
@@ -159,32 +159,16 @@ def run(
     Raises:
         EvaluationError: see the functions that this one calls.
     """
-    peers = list(dict.fromkeys(one.name for one in table if one.peer)) if args.peers is None else args.peers
+    peers = peers_of(table) if args.peers is None else args.peers
     plan = chosen(args.ops, peers, table, OPS)
     shapes = [Shape(*parse_shape(text), page_size=args.page_size) for text in dict.fromkeys(args.shapes)]
-    try:
-        recipe = read_recipe({**RECIPE, **args.recipe})
-    except ValueError as error:
-        raise EvaluationError(f"--recipe: {error}") from error
+    recipe = harness.recipe_of({**RECIPE, **args.recipe})
     found = machine()
     settings = Settings(skipped=args.skipped, topk=args.topk, topr=args.topr, prompt_budget=args.prompt_budget)
-    header: dict[str, Any] = {
-        "device": found.name,
-        "ceiling_gbps": CEILING_GBPS.get(found.name),
-        "versions": versions(PACKAGES),
-        "base_recipe": recipe.model_dump(),
-        "arguments": {"shapes": [shape.name for shape in shapes], "peers": peers, **asdict(settings)},
-    }
-    header["arguments"] |= {name: getattr(args, name) for name in ("ops", "page_size", "recipe", "rounds", "seed")}
-    failed = False
-    with Record(args.out, COMMAND, args.revision, **header) as record, torch.inference_mode():
-        for shape in shapes:
-            rows = measure(shape, recipe, settings, plan, found, args.rounds, args.seed)
-            for kind, kept in (("item", rows), ("summary", [row for row in rows if "us" in row and not row["peer"]])):
-                for row in kept:
-                    record.add(kind, **row)
-            failed |= any("unavailable" in row and not row["peer"] for row in rows)
-    return int(failed)
+    asked = {"shapes": [shape.name for shape in shapes], "peers": peers, **asdict(settings)}
+    header = harness.header_of(found, args, ("ops", "page_size", "recipe", "rounds", "seed"), **asked)
+    made = (measure(shape, recipe, settings, plan, found, args.rounds, args.seed) for shape in shapes)
+    return harness.write(COMMAND, args, header | {"base_recipe": recipe.model_dump()}, made)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -193,28 +177,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     Raises:
         EvaluationError: names the argument and what is allowed.
     """
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    peers, own = ", ".join(one.name for one in PEERS), Settings()
-    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
+    parser, own = harness.parser_of(COMMAND, __doc__, PEERS), Settings()
+    harness.add_ops(parser, OPS)
+    harness.add_recipe(parser, {})
     parser.add_argument("--shapes", type=list_of(str), default="1x32k,32x32k,1x128k", help="batch x tokens of a row")
-    parser.add_argument("--ops", type=list_of(str), default=",".join(OPS), help=f"of {', '.join(OPS)} (default: all)")
-    parser.add_argument("--peers", type=list_of(str), help=f"of {peers} (default: all; '' for none)")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--prompt-budget", type=int, default=own.prompt_budget, help="tokens that a KV head keeps")
     parser.add_argument("--topk", type=int, default=own.topk, help="blocks of four tokens that a step attends to")
     parser.add_argument("--topr", type=int, help="dimensions that score a block (default: all)")
     parser.add_argument("--skipped", type=float, default=own.skipped, help="share of the blocks that is skipped")
-    parser.add_argument(
-        "--recipe", type=json.loads, default={}, help="changes to the structure, as JSON (eval/lab/structured)"
-    )
-    parser.add_argument("--rounds", type=int, default=20, help="times that each graph is replayed")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     args = parser.parse_args(arguments)
     least = own.window_size + own.kt_page_size
-    for name, good, allowed in (
+    rules = (
         ("shapes", bool(args.shapes), "one at least"),
         ("page_size", args.page_size in (4, 8, 16, 32, 64), "4, 8, 16, 32 or 64"),
         ("prompt_budget", args.prompt_budget >= least, f"{least} or more"),
@@ -222,9 +197,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         ("topr", args.topr is None or 1 <= args.topr <= Shape(1, 1).dim, f"1 to {Shape(1, 1).dim}"),
         ("skipped", 0 < args.skipped < 1, "between 0 and 1"),
         ("rounds", args.rounds >= 2, "2 or more"),
-    ):
-        if not good:
-            raise EvaluationError(f"--{name.replace('_', '-')} must be {allowed}, got {getattr(args, name)}")
+    )
+    harness.check(args, rules)
     return args
 
 

@@ -29,30 +29,36 @@ where that happens to `sglang_sparse`. FlashInfer compiles its kernels at their 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
+from eval.lab.kernels import harness
+from eval.lab.kernels.harness import (
+    OURS,
+    Implementation,
+    Machine,
+    Row,
+    chosen,
+    gpu,
+    making_inputs,
+    parse_shape,
+    peers_of,
+)
 from eval.lab.kernels.kernel_inputs import OPS, Shape, Step, num_layers
-from eval.lab.kernels.kernel_machine import CEILING_GBPS, Bench, Machine, gpu, making_inputs, parse_shape
 from eval.lab.kernels.kernel_quality import quality, samples
-from eval.lab.kernels.kernel_rows import identity, summarise, with_ratios
-from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen, topk_table
-from eval.lab.servers.decode_load import MAX_ANSWER
-from eval.lab.structured.generator import read_recipe
+from eval.lab.kernels.kernel_table import TABLE, identity, summarise, topk_table, with_ratios
 from eval.lab.structured.structure import Recipe
 from eval.lab.tables.files import measured
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
-from eval.live.record import Record, versions
 from eval.texts.lengths import length
 
-PACKAGES = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer-python")
+COMMAND = "eval.lab.bench_kernels"
+# Tokens of a request beyond its prompt that servers of `eval.lab.bench_decode` allow.
+MAX_ANSWER = 2048
 SUMMARY_DTYPES = ("bfloat16", "float8_e4m3fn")
 
 
@@ -63,15 +69,14 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
         EvaluationError: names the argument and what is allowed.
     """
     pages = [2**power for power in range(7)]
-    for name, good, allowed in (
+    rules = (
         ("shapes", bool(args.shapes), "one at least"),
         ("page_size", args.page_size in pages, f"one of {', '.join(map(str, pages))}"),
         ("active_ratio", 0 < args.active_ratio <= 1, "more than 0 and at most 1"),
         ("n_min", args.n_min >= 1, "1 or more"),
         ("rounds", args.rounds >= 2, "2 or more"),
-    ):
-        if not good:
-            raise EvaluationError(f"--{name.replace('_', '-')} must be {allowed}, got {getattr(args, name)}")
+    )
+    harness.check(args, rules)
     sizes = [parse_shape(text) for text in dict.fromkeys(args.shapes)]
     longest = max(tokens for _, tokens in sizes)
     if args.context_length is not None and args.context_length < longest:
@@ -106,7 +111,7 @@ def measure(
     machine: Machine,
     rounds: int,
     recipe: Recipe | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """A row for each implementation, in the order of the plan; what is unavailable has the reason instead of figures.
 
     Raises:
@@ -116,9 +121,8 @@ def measure(
     with making_inputs(shape.name, layers, machine):
         step = Step(shape, machine.device, layers, recipe)
         over = samples(step)
-    rows = Bench("eval.lab.bench_kernels", shape.name, machine, rounds).measure(
-        plan,
-        step,
+    rows = harness.measure(
+        *(COMMAND, shape.name, machine, rounds, plan, step),
         lambda one: identity(shape, one) | {"layers": layers},
         partial(quality, step, over),
         lambda one: shape.num_bytes(one.op, one.kv_dtype.itemsize),
@@ -141,46 +145,30 @@ def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu, table: S
         EvaluationError: see the functions that this one calls.
     """
     wanted = shapes(args)
-    peers = list(dict.fromkeys(one.name for one in table if one.peer)) if args.peers is None else args.peers
-    plan = chosen(args.ops, peers, [*table, *topk_table(args.topk_shapes)])
-    try:
-        recipe = None if args.recipe is None else read_recipe(args.recipe)
-    except ValueError as error:
-        raise EvaluationError(f"--recipe: {error}") from error
+    peers = peers_of(table) if args.peers is None else args.peers
+    plan = chosen(args.ops, peers, [*table, *topk_table(args.topk_shapes)], OPS)
+    recipe = None if args.recipe is None else harness.recipe_of(args.recipe)
     found = machine()
     names = ("page_size", "active_ratio", "n_min", "summary_dtype", "context_length", "topk_shapes", "recipe")
-    names = (*names, "rounds", "ops")
-    header: dict[str, Any] = {
-        "device": found.name,
-        "ceiling_gbps": CEILING_GBPS.get(found.name),
-        "versions": versions(PACKAGES),
-        "arguments": {name: getattr(args, name) for name in names},
-    }
-    inputs = "normal" if recipe is None else "structured"
-    header["arguments"] |= {"shapes": [shape.name for shape in wanted], "peers": peers, "inputs": inputs}
+    inputs = {"inputs": "normal" if recipe is None else "structured"}
+    asked = {"shapes": [shape.name for shape in wanted], "peers": peers, **inputs}
+    header = harness.header_of(found, args, (*names, "rounds", "ops"), **asked)
     header |= {} if recipe is None else {"recipe": recipe.model_dump()}
-    items: list[dict[str, Any]] = []
-    with Record(args.out, "eval.lab.bench_kernels", args.revision, **header) as record:
-        for shape in wanted:
-            rows = measure(shape, plan, found, args.rounds, recipe)
-            for row in rows:
-                record.add("item", **row)
-            items += rows
-        for row in summarise(items):
-            record.add("summary", **row)
-    return int(any("unavailable" in row and row["implementation"] == OURS for row in items))
+    made = (measure(shape, plan, found, args.rounds, recipe) for shape in wanted)
+    return harness.write(COMMAND, args, header, made, summarise, failed)
+
+
+def failed(rows: Sequence[Row]) -> bool:
+    """Whether what a server of this project runs was not measured."""
+    return any("unavailable" in row and row["implementation"] == OURS for row in rows)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; `shapes` and `chosen` judge it."""
-    parser = argparse.ArgumentParser(
-        prog="eval.lab.bench_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    peers = ", ".join(dict.fromkeys(one.name for one in TABLE if one.peer))
-    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
+    parser = harness.parser_of(COMMAND, __doc__, TABLE)
+    harness.add_ops(parser, OPS)
+    harness.add_recipe(parser, None)
     parser.add_argument("--shapes", type=list_of(str), default="8x64k,1x128k,1x32k", help="batch x tokens of a row")
-    parser.add_argument("--ops", type=list_of(str), default=",".join(OPS), help=f"of {', '.join(OPS)} (default: all)")
-    parser.add_argument("--peers", type=list_of(str), help=f"of {peers} (default: all; '' for none)")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--active-ratio", type=float, default=0.1, help="share of a row's pages")
     parser.add_argument("--n-min", type=int, default=16, help="pages that are selected at least")
@@ -191,19 +179,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help=f"tokens of the server's longest request (default: {MAX_ANSWER} more than a row)",
     )
     parser.add_argument(
-        "--recipe", type=json.loads, help="of the structure of the inputs, as JSON (eval/lab/structured)"
-    )
-    parser.add_argument(
         "--topk-shapes", type=list_of(topk_shape), default="", help="of page_topk, such as 1x512,2x512,4x1024"
     )
-    parser.add_argument("--rounds", type=int, default=20, help="times that each graph is replayed")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 when there is nothing to measure on, or an operation of this project failed."""
-    return measured("eval.lab.bench_kernels", lambda: parse(arguments), run)
+    return measured(COMMAND, lambda: parse(arguments), run)
 
 
 if __name__ == "__main__":

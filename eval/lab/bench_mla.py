@@ -39,41 +39,35 @@ that happens to one of this project's own operations.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from eval.lab.kernels.kernel_machine import (
-    CEILING_GBPS,
-    CEILING_TFLOPS,
-    Bench,
+from eval.lab.kernels import harness
+from eval.lab.kernels.harness import (
+    Implementation,
     Machine,
+    Row,
+    chosen,
     gpu,
+    kept,
     making_inputs,
     parse_shape,
+    peers_of,
 )
-from eval.lab.kernels.kernel_rows import Row
-from eval.lab.kernels.kernel_table import Implementation, chosen
 from eval.lab.kernels.mla import COMMAND, OPS, ROPE, SCORES
-from eval.lab.kernels.mla_inputs import Shape, Step
-from eval.lab.kernels.mla_quality import active, quality, samples
-from eval.lab.kernels.mla_recipe import RECIPE, recipe_for, target_share
-from eval.lab.kernels.mla_table import identity, judged, judged_capture, table, with_ratios
-from eval.lab.structured.generator import read_recipe
+from eval.lab.kernels.mla_inputs import RECIPE, Shape, Step, recipe_for, target_share
+from eval.lab.kernels.mla_quality import active, judged_capture, quality, samples
+from eval.lab.kernels.mla_table import identity, table, with_ratios
 from eval.lab.structured.structure import Recipe
 from eval.lab.tables.files import measured
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
-from eval.live.record import Record, versions
 from eval.texts.lengths import length
 
-PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 KV_DTYPES = ("bfloat16", "float8_e4m3fn")
 ACTIVE = ("paper", "any")
 SIZES = ("heads", "latent", "rope", "page_size", "block_size", "theta1", "max_active_ratio", "positions")
@@ -101,7 +95,7 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
         EvaluationError: names the argument and what is allowed.
     """
     sizes = [16, 32, 64]
-    for name, good, allowed in (
+    rules = (
         ("shapes", bool(args.shapes), "one at least"),
         ("heads", args.heads >= 1, "1 or more"),
         ("latent", args.latent in (64, 128, 256, 512), "64, 128, 256 or 512"),
@@ -111,9 +105,8 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
         ("theta1", 0 < args.theta1 <= 1, "more than 0 and at most 1"),
         ("max_active_ratio", 0 < args.max_active_ratio < 1, "between 0 and 1"),
         ("rounds", args.rounds >= 2, "2 or more"),
-    ):
-        if not good:
-            raise EvaluationError(f"--{name.replace('_', '-')} must be {allowed}, got {getattr(args, name)}")
+    )
+    harness.check(args, rules)
     options = {name: getattr(args, name) for name in SIZES} | {"kv_dtype": getattr(torch, args.kv_dtype)}
     made = [Shape(*parse_shape(text), **options) for text in dict.fromkeys(args.shapes)]
     longest = max(shape.length for shape in made)
@@ -149,13 +142,13 @@ def measure(
         score = one.name if one.name in SCORES else ROPE
         return one.op, score, blocks[score]
 
+    judge = partial(quality, step, over)
     # A graph can be wrong where a call was right, when it reads what only the call was given.
-    machine = replace(machine, capture=partial(judged_capture, step, machine.capture))
-    rows = Bench(COMMAND, shape.name, machine, rounds).measure(
-        [judged(one, partial(quality, step, over, one)) for one in plan],
-        step,
+    machine = replace(machine, capture=partial(judged_capture, step, judge, machine.capture))
+    rows = harness.measure(
+        *(COMMAND, shape.name, machine, rounds, [kept(one, Step.clear) for one in plan], step),
         lambda one: identity(shape, one) | {"layers": layers, "stripe_ratio": recipe.stripe_ratio},
-        lambda one, output: quality(step, over, one, output),
+        judge,
         lambda one: shape.num_bytes(*work(one), one.kv_dtype.itemsize),
     )
     for row, one in zip(rows, plan, strict=True):
@@ -184,44 +177,22 @@ def run(
     """
     wanted = shapes(args)
     everybody = known(getattr(torch, args.kv_dtype))
-    peers = list(dict.fromkeys(one.name for one in everybody if one.peer)) if args.peers is None else args.peers
+    peers = peers_of(everybody) if args.peers is None else args.peers
     plan = chosen(args.ops, peers, everybody, OPS)
-    try:
-        base = read_recipe({**RECIPE, **args.recipe})
-    except ValueError as error:
-        raise EvaluationError(f"--recipe: {error}") from error
+    base = harness.recipe_of({**RECIPE, **args.recipe})
     found = machine()
     names = (*SIZES, "kv_dtype", "active", "recipe", "rounds", "seed", "ops")
-    header: dict[str, Any] = {
-        "device": found.name,
-        "ceiling_gbps": CEILING_GBPS.get(found.name),
-        "ceiling_tflops": CEILING_TFLOPS.get(found.name),
-        "versions": versions(PACKAGES),
-        "base_recipe": base.model_dump(),
-        "arguments": {name: getattr(args, name) for name in names},
-    }
-    header["arguments"] |= {"shapes": [shape.name for shape in wanted], "peers": peers}
-    items: list[Row] = []
+    header = harness.header_of(found, args, names, shapes=[shape.name for shape in wanted], peers=peers)
     made_for = max(wanted, key=lambda shape: shape.length) if args.positions else None
-    with Record(args.out, COMMAND, args.revision, **header) as record, torch.inference_mode():
-        for shape in wanted:
-            rows = measure(shape, base, plan, found, args.rounds, args.seed, made_for)
-            for row in rows:
-                record.add("item", **row)
-            items += rows
-        for row in items:
-            if "us" in row and not row["peer"]:
-                record.add("summary", **row)
-    return int(any("unavailable" in row and not row["peer"] for row in items))
+    made = (measure(shape, base, plan, found, args.rounds, args.seed, made_for) for shape in wanted)
+    return harness.write(COMMAND, args, header | {"base_recipe": base.model_dump()}, made)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; `shapes` and `chosen` judge it."""
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    peers = ", ".join(dict.fromkeys(one.name for one in table() if one.peer))
-    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
+    parser = harness.parser_of(COMMAND, __doc__, table())
+    harness.add_ops(parser, OPS)
+    harness.add_recipe(parser, {})
     parser.add_argument("--shapes", type=list_of(str), default="8x64k,24x128k,1x128k", help="batch x tokens of a row")
     parser.add_argument("--heads", type=int, default=128, help="query heads; 128 is DeepSeek-V3, 16 V2-Lite")
     parser.add_argument("--latent", type=int, default=512, help="dimensions of the latent")
@@ -233,14 +204,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16")
     parser.add_argument("--active", type=active_share, default="paper", help="paper, any, or a share of the blocks")
     parser.add_argument("--positions", type=length, help="tokens of which a row is the first, as on a server")
-    parser.add_argument(
-        "--recipe", type=json.loads, default={}, help="changes to the structure, as JSON (eval/lab/structured)"
-    )
-    parser.add_argument("--ops", type=list_of(str), default=",".join(OPS), help=f"of {', '.join(OPS)} (default: all)")
-    parser.add_argument("--peers", type=list_of(str), help=f"of {peers} (default: all; '' for none)")
-    parser.add_argument("--rounds", type=int, default=20, help="times that each graph is replayed")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs")
-    parser.add_argument("--revision", help="of this code, where its git history is not at hand")
     return parser.parse_args(arguments)
 
 

@@ -22,49 +22,49 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from eval.lab.kernels.kernel_table import UNAVAILABLE, report_unavailable
+from eval.lab.kernels import harness
+from eval.lab.kernels.harness import UNAVAILABLE, Row, report_unavailable
 from eval.lab.kernels.prefill import COMMAND
-from eval.lab.kernels.prefill_arguments import parse
 from eval.lab.kernels.prefill_inputs import Prompt, Shape
-from eval.lab.kernels.prefill_table import DENSE, OWN, Implementation, Plan, plans
+from eval.lab.kernels.prefill_table import DENSE, OWN, TABLE, Implementation, Plan, plans
 from eval.lab.structured.generator import SPARSITY_TOLERANCE, read_recipe
 from eval.lab.tables.files import measured
+from eval.live.client import list_of
 from eval.live.counters import EvaluationError
-from eval.live.record import Record, versions
-from eval.texts.lengths import share_at
-from sglang_sparse_kernels.common.timing import Replay, in_turn, timed, usable
+from eval.texts.lengths import length, share_at, shares
+from sglang_sparse_kernels.common.timing import Replay, in_turn, timed
 
-PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "minference")
 BISECTIONS = 12
 
 Call = Callable[[], torch.Tensor]
 
 
+def profiled(call: Call) -> dict[str, float]:
+    """Microseconds of one call by kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    return {event.key: event.device_time_total for event in found.key_averages() if event.device_time_total}
+
+
 @dataclass(frozen=True)
-class Machine:
+class Machine(harness.Machine):
     """What the prefills run on.
 
     Attributes:
-        name: of the device.
-        device: torch's name of it.
         time: microseconds of one call.
         profile: microseconds of one call by kernel.
-        usable: whether it can go on after an error.
     """
 
-    name: str
-    device: str
-    time: Callable[[Call], float]
-    profile: Callable[[Call], dict[str, float]]
-    usable: Callable[[], bool]
+    time: Callable[[Call], float] = timed
+    profile: Callable[[Call], dict[str, float]] = profiled
 
 
 def gpu() -> Machine:
@@ -76,13 +76,7 @@ def gpu() -> Machine:
     if not torch.cuda.is_available():
         raise EvaluationError("prefill is measured on a CUDA device, and torch finds none")
 
-    def profile(call: Call) -> dict[str, float]:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            call()
-            torch.cuda.synchronize()
-        return {event.key: event.device_time_total for event in found.key_averages() if event.device_time_total}
-
-    return Machine(torch.cuda.get_device_name(), "cuda", timed, profile, usable)
+    return Machine(**vars(harness.gpu("prefill is")))
 
 
 def sparsity_of(prompt: Prompt, plan: Plan, dense_below: int = 0) -> float:
@@ -127,13 +121,13 @@ def value_for(
     return round(high, 4)
 
 
-def measure(prompt: Prompt, todo: Sequence[Plan], machine: Machine, rounds: int) -> list[dict[str, Any]]:
+def measure(prompt: Prompt, todo: Sequence[Plan], machine: Machine, rounds: int) -> list[Row]:
     """A row for each plan; what is unavailable has the reason instead of figures.
 
     Raises:
         EvaluationError: an implementation broke the machine.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     replays: dict[int, Replay] = {}
     facts = prompt.shape.facts()
     for place, plan in enumerate(tqdm(todo, desc=prompt.shape.name)):
@@ -162,7 +156,7 @@ def measure(prompt: Prompt, todo: Sequence[Plan], machine: Machine, rounds: int)
     return with_ratios(rows)
 
 
-def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
     """The rows of one shape with ``dense_ratio``: the time of the fastest dense peer over theirs."""
     dense = min((row for row in rows if row["op"] == DENSE and "us" in row), key=lambda row: row["us"], default=None)
     if dense is None:
@@ -183,24 +177,21 @@ def run(args: argparse.Namespace, machine: Callable[[], Machine] = gpu) -> int:
     found, recipe = machine(), read_recipe(args.recipe)
     names = ("method", "lengths", "positions", "chunk", "values", "sparsity", "dense_below", "peers")
     names = (*names, "heads", "page_size", "recipe", "rounds", "seed")
-    header = {"device": found.name, "versions": versions(PACKAGES), "recipe": recipe.model_dump()}
-    header["arguments"] = {name: getattr(args, name) for name in names}
-    failed = False
-    with Record(args.out, COMMAND, args.revision, **header) as record, torch.inference_mode():
+    header = harness.header_of(found, args, names) | {"recipe": recipe.model_dump()}
+
+    def made() -> Iterator[list[Row]]:
         for tokens in args.lengths:
             shape = Shape(tokens, args.chunk, *args.heads, page_size=args.page_size)
-            try:
+            with harness.making_inputs(shape.name, 1, found):
                 prompt = Prompt(shape, recipe, found.device, args.seed, args.positions)
-            except ValueError as error:
-                raise EvaluationError(f"{shape.name}: {error}") from error
-            rows = measure(prompt, plans(args.peers, own_plans(prompt, args)), found, args.rounds)
-            for row in rows:
-                record.add("item", **row)
-                failed |= "unavailable" in row and not row["peer"]
-            for row in rows:
-                if "us" in row and not row["peer"]:
-                    record.add("summary", **{key: value for key, value in row.items() if key != "parts"})
-    return int(failed)
+            yield measure(prompt, plans(args.peers, own_plans(prompt, args)), found, args.rounds)
+
+    return harness.write(COMMAND, args, header, made(), without_parts)
+
+
+def without_parts(rows: Sequence[Row]) -> list[Row]:
+    """This project's rows without what each kernel took."""
+    return [{name: value for name, value in row.items() if name != "parts"} for row in harness.ours(rows)]
 
 
 def own_plans(prompt: Prompt, args: argparse.Namespace) -> list[Plan]:
@@ -218,9 +209,69 @@ def own_plans(prompt: Prompt, args: argparse.Namespace) -> list[Plan]:
     return found
 
 
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, checked.
+
+    Raises:
+        EvaluationError: names the argument and what is allowed.
+    """
+    parser = harness.parser_of(COMMAND, __doc__, TABLE, rounds=7)
+    harness.add_recipe(parser, {})
+    parser.add_argument("--lengths", type=list_of(length), default="32k,64k,128k", help="tokens of the prompt")
+    parser.add_argument("--chunk", type=length, default="8k", help="tokens that are prefilled at once")
+    methods = [one.name for one in OWN]
+    parser.add_argument("--method", choices=methods, default=methods[0], help="this project's op that is measured")
+    values = "; ".join(f"{one.setting} of {one.name} {_listed(one)}" for one in OWN)
+    parser.add_argument("--values", type=list_of(float), help=f"of its setting (default: {values})")
+    parser.add_argument(
+        "--sparsity",
+        type=shares,
+        default={},
+        help="also the value that leaves out this share, such as 0.89,32k=0.78",
+    )
+    parser.add_argument(
+        "--dense-below", type=length, default=0, help="for --sparsity: a server's crossover_tokens, dense there"
+    )
+    parser.add_argument("--heads", type=list_of(int), default="32,8,128", help="query heads, KV heads, head dimension")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--positions", type=length, help="tokens of which a prompt is the first, as on a server")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    args = parser.parse_args(arguments)
+    _check(args)
+    return args
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.values is None:
+        args.values = list(next(one for one in OWN if one.name == args.method).values)
+    known = harness.peers_of(TABLE)
+    args.peers = known if args.peers is None else args.peers
+    for name in args.peers:
+        if name not in known:
+            raise EvaluationError(f"--peers: there is no {name!r}, there are {', '.join(known)}")
+    rules = (
+        ("lengths", bool(args.lengths) and min(args.lengths) > 128, "lengths above 128"),
+        ("values", bool(args.values) and min(args.values) > 0, "one at least, above 0"),
+        ("dense_below", args.dense_below % args.chunk == 0, f"a multiple of --chunk, which is {args.chunk}"),
+        (
+            "positions",
+            args.positions is None or args.positions >= max(args.lengths, default=0),
+            "as many as a prompt has",
+        ),
+        ("heads", len(args.heads) == 3 and min(args.heads) > 0, "three numbers, such as 32,8,128"),
+        ("page_size", args.page_size in (1, 2, 4, 8, 16, 32, 64), "a power of two up to 64"),
+        ("rounds", args.rounds >= 2, "2 or more"),
+    )
+    harness.check(args, rules)
+
+
+def _listed(one: Implementation) -> str:
+    return ",".join(f"{value:g}" for value in one.values)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 when there is nothing to measure on, or this project's op failed."""
-    return measured(COMMAND, lambda: parse(arguments, __doc__), run)
+    return measured(COMMAND, lambda: parse(arguments), run)
 
 
 if __name__ == "__main__":

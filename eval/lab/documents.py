@@ -30,6 +30,7 @@ from eval.lab.servers import decode, profile, throughput
 from eval.lab.servers.decode_peers import outdated_peers
 from eval.lab.tables import (
     batches,
+    cards,
     crossover,
     files,
     goals,
@@ -42,7 +43,6 @@ from eval.lab.tables import (
     weights,
 )
 from eval.lab.toolchain import compiled, sanitizer
-from eval.lab.train import card
 from eval.live.counters import EvaluationError
 from eval.live.record import result_files
 from eval.scores import prefill_ppl, tables
@@ -57,10 +57,9 @@ PAGES = ROOT / "sglang_sparse" / "docs"
 DOCS = ROOT / "eval" / "lab" / "docs"
 # Pictures that README and the pages of users show.
 IMAGES, SHOWN = PAGES / "images", ("serving-qwen3-8b", "bench_prefill_skip_softmax")
-DOCUMENTS = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(PAGES.rglob("*.md")))
-CARDS = tuple(
-    ROOT / "eval" / "models" / model / "README.md" for model in ("tiny-gqa", "tiny-chains", "tiny-mla", "tiny-dsa")
-)
+TINY = {"tiny-gqa": "dense", "tiny-mla": "dense", "tiny-dsa": "indexer"}
+CARDS = tuple(ROOT / "eval" / "models" / model / "README.md" for model in TINY)
+DOCUMENTS = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(PAGES.rglob("*.md")), *CARDS)
 BLOCK = re.compile(r"(<!-- report: ([\w-]+) -->\n)(.*?)(<!-- report end -->)", re.S)
 
 PROFILE = "profile-qwen3-1.7b-1x256k"
@@ -77,7 +76,7 @@ SKIP_FIRST_TOKEN = "first-token-skip-softmax-qwen3-8b"
 FIRST_TOKEN_FILES = tuple(f"{FIRST_TOKEN}-{part}" for part in ("8k", "16k", "short"))
 PREFILL_CONTROL = ("anchor-tail-0", "random_stripes-tail-0")
 SUITES = ("niah", "infinitebench", "variables")
-KEPT = tuple(f"{suite}-tiny-{name}" for suite in SUITES for name in ("gqa-rocketkv", "gqa-random_kept", "chains"))
+KEPT = tuple(f"{suite}-tiny-gqa-{name}" for suite in SUITES for name in ("rocketkv", "random_kept"))
 NEEDLES = (
     *(
         f"niah-tiny-gqa-{name}"
@@ -131,6 +130,16 @@ def _starting(*prefixes: str) -> list[Path]:
     return [path for name, path in result_files(RESULTS).items() if name.startswith(prefixes)]
 
 
+def _of_card(model: str, own: str) -> dict[str, Callable[[], str]]:
+    """The tables of a tiny model's card."""
+    accuracy, training = (RESULTS / f"{model}-{kind}.jsonl" for kind in ("accuracy", "training"))
+    return {
+        f"{model}-accuracy": partial(cards.as_served, accuracy, own),
+        f"{model}-chosen": partial(cards.chosen, accuracy, own),
+        f"{model}-training": partial(cards.training, training),
+    }
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "decode": lambda: decode.decode(
         *sorted(RESULTS.glob("bench-decode-*.jsonl")), beside=sorted(RESULTS.glob("dense-*-fp8-*.jsonl"))
@@ -167,7 +176,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "agreement": lambda: files.agreements(RESULTS / "agreement-tiny-gqa"),
     "tiny-mla": lambda: files.backends(sorted(RESULTS.glob("niah-tiny-mla-*"))),
     "kept": lambda: kept.kept(_starting(*KEPT)),
-    "kept-before": lambda: kept.kept(_starting("variables-before-tiny-chains")),
     "recall-mla": lambda: recall_table.recall(_file("recall-tiny-mla")),
     "recall-mla-pages": lambda: recall_table.recall(_file("recall-tiny-mla-pages")),
     "page-statistics": lambda: recall_table.statistics(sorted((RESULTS / "real").glob("page-statistics-*"))),
@@ -177,7 +185,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "needles": lambda: needles.needles([path for path in _starting(*NEEDLES) if TAILS not in path.name]),
     "needles-mixed": lambda: batches.batches(_starting("niah-mixed-")),
     "theta2": lambda: theta2.theta2(_starting(theta2.PREFIX)),
-    "theta2-blocks": lambda: theta2.times_as_many(_starting(theta2.PREFIX)),
     "needles-tail": lambda: needles.needles([path for path in _starting("niah-tiny-gqa") if TAILS in path.name]),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
     "prefill-perplexity": lambda: prefill_ppl.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
@@ -190,6 +197,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "theta-selectors": lambda: theta_summary.selectors([_file(SELECTORS)]),
     "theta-planted": lambda: theta_summary.planted_keys([_file(SELECTORS)]),
     "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),
+    **{name: made for model, own in TINY.items() for name, made in _of_card(model, own).items()},
+    "tiny-mla-layers": lambda: cards.layers(weights.calibration("tiny-mla")),
     "rectification": lambda: tables.rectification(_file("ppl-rectify-records"), said=weights.said),
     "rectification-mla": lambda: tables.rectification(*_starting("ppl-rectify-mla"), judged=32, said=weights.said),
     "rectification-books": lambda: tables.rectification(_file("ppl-rectify-book"), said=weights.said),
@@ -219,12 +228,6 @@ def fill(document: str) -> str:
     return BLOCK.sub(made, document)
 
 
-def model_card(model: str) -> str:
-    """The card of a tiny model, from its accuracy and its training."""
-    accuracy, training = (card.read(RESULTS / f"{model}-{kind}.jsonl") for kind in ("accuracy", "training"))
-    return card.card(accuracy, training, card.read_calibration(ROOT / "eval" / "models" / model))
-
-
 def documents(check: bool) -> int:
     """Write the documents and pictures, or only look whether the documents are right.
 
@@ -232,9 +235,9 @@ def documents(check: bool) -> int:
         The exit status.
     """
     status = 0
-    for path in (*DOCUMENTS, *CARDS):
-        old = path.read_text() if path.exists() else ""
-        new = fill(old) if path in DOCUMENTS else model_card(path.parent.name)
+    for path in DOCUMENTS:
+        old = path.read_text()
+        new = fill(old)
         if check and new != old:
             name = path.relative_to(ROOT).as_posix()
             sys.stderr.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, "results"))

@@ -22,18 +22,15 @@ import json
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.lab.legs.reproduce_leg import URL, Command, Leg, Server
-from eval.lab.legs.reproduce_needles import BESIDE_DENSE, CONTROLS
-from eval.lab.legs.reproduce_run import Runner, open_record, refuse_folder
+from eval.lab.legs.leg import URL, Command, Leg, Server
+from eval.lab.legs.runner import ended, refuse_folder, run_legs
 from eval.lab.tables.quality import quality_tables
 from eval.live.client import list_of
-from eval.live.counters import EvaluationError
 from eval.live.record import git_revision
 from eval.niah import TASKS as NEEDLES
 from eval.tasks.infinitebench_tasks import TASKS as GENERATED
@@ -49,6 +46,8 @@ LENGTHS = ("4k", "8k", "16k", "31k")
 SUITES = ("ruler", "niah", "infinitebench", "ppl", "drift")
 # Tasks and depths of the suites of questions: a cell of each has so many questions as ``--n`` says.
 TASKS = {"ruler": (11, 1), "niah": (len(NEEDLES), 5), "infinitebench": (len(GENERATED), 5)}
+COMMAND = "eval.lab.quality"
+BESIDE_DENSE = ("--base-url", URL, "--compare-url", URL, "--compare-custom-params", '{"sparse": false}')
 AT_ONCE = "32"
 FORCED = 8192
 # Every length is decoded sparse, whatever else is in the batch.
@@ -86,7 +85,7 @@ class Way:
         if self.prefill:
             config = str(calibration) if self.prefill[0] == "anchor" else json.dumps(self.prefill[1])
             flags += ["--sparse-prefill-method", self.prefill[0], "--sparse-prefill-config", config]
-        return Server(model, (*flags, *more), CONTROLS if self.control else ())
+        return Server(model, (*flags, *more), (("PYTHONPATH", "eval/lab/controls"),) if self.control else ())
 
     @property
     def methods(self) -> str:
@@ -182,31 +181,18 @@ def run(args: argparse.Namespace) -> int:
         EvaluationError: the folder is none, or a file in it is none of results.
     """
     refuse_folder(args.out)
-    revision = args.revision or git_revision()
-    legs, failed = legs_of(args), []
-    with open_record(args.out, revision) as record:
-        runner = Runner(args.out, revision, record, True, legs)
-        plan = [(leg, [command for command in leg.commands if not runner.finished(command)]) for leg in legs]
-        left = sum(tokens_of(command) for _, todo in plan for command in todo)
-        print(f"{len(plan)} arms, {left / 1e6:.1f} M tokens of prompts to read", flush=True)
-        began, done = time.monotonic(), 0
-        for leg, todo in plan:
-            if not runner.run(leg, todo):
-                failed.append(leg.name)
-            done += sum(tokens_of(command) for command in todo)
-            if 0 < done < left:
-                rest = (time.monotonic() - began) / done * (left - done) / 60
-                print(f"{done / left:.0%} read, about {rest:.0f} minutes to go", flush=True)
-    print("\n\n".join(quality_tables(args.out)))
-    if failed:
-        print(f"eval.lab.quality: failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    legs = legs_of(args)
+
+    def tables(folder: Path) -> str:
+        return "\n\n".join(quality_tables(folder))
+
+    return run_legs(COMMAND, args.out, args.revision or git_revision(), legs, legs, tables, tokens=tokens_of)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(
-        prog="eval.lab.quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = {way.name: way for way in WAYS}
     parser.add_argument("--out", type=Path, metavar="FOLDER", required=True, help="where results and logs go")
@@ -240,14 +226,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; exit status 1 where an arm failed."""
     args = parse(arguments)
-    try:
-        return run(args)
-    except (EvaluationError, OSError) as error:
-        print(f"eval.lab.quality: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"eval.lab.quality: interrupted; the same command goes on with {args.out}", file=sys.stderr)
-        return 130
+    return ended(COMMAND, args.out, lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
     python -m eval.lab.reproduce --out measured
     python -m eval.lab.reproduce --out measured e1 e2 --budget-seconds 1200
 
-What is measured together is a leg: one server, if it needs one, and commands of ``eval``, each with one file in the
-folder. ``--list`` says which goals (`eval/lab/goals.json`) a leg measures, ``--dry-run`` how its server and its
-commands are started, so that each can be run by hand. Without names all legs run, one after the other. Output goes to
-``LEG.log`` and ``LEG.server.log`` in the folder; at the end stands the table of the goals.
-A command that reads the file of another leg is left out where that is missing, which counts as failed.
+What is measured together is a leg of ``eval/lab/legs/legs.toml``: one server, if it needs one, and commands of
+``eval``, each with one file in the folder. ``--list`` says which goals (`eval/lab/goals.json`) a leg measures,
+``--dry-run`` how its server and its commands are started, so that each can be run by hand. Without names all legs run,
+one after the other. Output goes to ``LEG.log`` and ``LEG.server.log`` in the folder; at the end stands the table of the
+goals. A command that reads the file of another leg is left out where that is missing, which counts as failed.
 
 The same command goes on where it was interrupted: a file that is complete and of the same revision is not measured
 again, unless the run that wrote it failed. ``--only 1x256k`` measures a leg of many minutes in parts: the commands with
@@ -24,20 +24,19 @@ import json
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from eval.lab.legs.reproduce_leg import MODELS, Leg
-from eval.lab.legs.reproduce_legs import LEGS
-from eval.lab.legs.reproduce_run import Runner, open_record, refuse_folder
+from eval.lab.legs.leg import LEGS, MODELS, Leg
+from eval.lab.legs.runner import ended, refuse_folder, run_legs
 from eval.lab.servers import model_shapes
 from eval.lab.tables.goals import goals_table, read_goals
 from eval.live.counters import EvaluationError
 from eval.live.record import git_revision
 from eval.scores.tables import table, text
 
+COMMAND = "eval.lab.reproduce"
 # Of the lines of a dry run.
 PORT = 30000
 
@@ -129,33 +128,17 @@ def run(args: argparse.Namespace, wanted: Sequence[Leg], legs: Sequence[Leg]) ->
     """
     refuse_folder(args.out)
     refuse_no_gpu()
-    began = time.monotonic()
     revision = args.revision or git_revision()
     resume = bool(args.revision) or not (revision.endswith("+") or revision == "unknown")
     if not resume:
         print(f"revision {revision!r} says not which code this is: nothing counts as measured; see --revision")
-    failed, left = [], []
-    with open_record(args.out, revision) as record:
-        runner = Runner(args.out, revision, record, resume, legs)
-        # All at once: a file that cannot be read is found before hours are spent.
-        plan = [(leg, [command for command in leg.commands if not runner.finished(command)]) for leg in wanted]
-        for leg, todo in plan:
-            if todo and args.budget_seconds is not None and time.monotonic() - began >= args.budget_seconds:
-                left.append(leg.name)
-            elif not runner.run(leg, todo):
-                failed.append(leg.name)
-    if left:
-        print(f"the budget of {args.budget_seconds:g} s is spent, left are: {', '.join(left)}")
-    print(f"\n{goals_table(args.out)}")
-    if failed:
-        print(f"eval.lab.reproduce: failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    return run_legs(COMMAND, args.out, revision, wanted, legs, goals_table, resume, args.budget_seconds)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(
-        prog="eval.lab.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("legs", nargs="*", metavar="LEG", help="of --list (default: all, in its order)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where results, logs and models go")
@@ -176,22 +159,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None, legs: Sequence[Leg] = LEGS) -> int:
     """Run the command; exit status 1 where a leg failed or nothing can be measured."""
     args = parse(arguments)
-    try:
+
+    def action() -> int:
         wanted = chosen(args.legs, legs)
         wanted = narrowed(wanted, args.only) if args.only else wanted
         if args.list:
             print(legs_table(wanted))
-            return 0
-        if args.dry_run:
+        elif args.dry_run:
             print("\n\n".join(dry_run(leg, args.out or Path("FOLDER"), args.revision) for leg in wanted))
-            return 0
-        return run(args, wanted, legs)
-    except (EvaluationError, OSError) as error:
-        print(f"eval.lab.reproduce: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"eval.lab.reproduce: interrupted; the same command goes on with {args.out}", file=sys.stderr)
-        return 130
+        else:
+            return run(args, wanted, legs)
+        return 0
+
+    return ended(COMMAND, args.out, action)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,10 @@ A variable is assigned another one, ``VAR lantern-hill = VAR copper-meadow``, an
 elsewhere in the text; the question asks for the first one's value, so that both lines have to be found. Four such
 chains stand in the text, one of them asked for. Tasks:
 
-==============  ==================================================================
+==============  ================================================================
 variables       keys are two words that the tiny models of ``eval/models`` never saw
 variables_known keys are two words of their training, which they copy more surely
-variables_value keys are two words that they never saw, the number alone is asked for; of tiny-chains,
-                and only where ``--tasks`` says so
-==============  ==================================================================
+==============  ================================================================
 
 The depth is that of the line asked for; all others stand anywhere. RULER's own task, ``vt`` of `eval.ruler`, asks for
 all names of a chain of four assignments after a worked example. Lengths, depths, forms and texts are those of
@@ -18,14 +16,12 @@ all names of a chain of four assignments after a worked example. Lengths, depths
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import sys
 from collections.abc import Sequence
 
 from eval.live import runner
-from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
 from eval.live.tokens import fit
 from eval.niah import PREFILLED, NeedleSuite
@@ -34,9 +30,7 @@ from eval.texts.haystacks import ExactHaystack
 from eval.texts.text import FORMS, hide, random_key, random_number, unique_keys
 
 # The words of the keys, of `eval.texts.text.words`.
-SPLITS = {"variables": "eval", "variables_known": "train", "variables_value": "eval"}
-# The form of the records and of the question, of `eval.texts.text.FORMS`.
-ASKS = {"variables_value": "var_value"}
+SPLITS = {"variables": "eval", "variables_known": "train"}
 CHAINS, HOPS, DIGITS, ROOM = 4, 2, 5, 64
 VALUE = re.compile(rf"(?<!\d)\d{{{DIGITS}}}(?!\d)")
 
@@ -47,19 +41,6 @@ class VariableSuite(NeedleSuite):
     command = "eval.lab.variables"
     names = tuple(SPLITS)
     forms = tuple(form for form in NeedleSuite.forms if form != PREFILLED)
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """See `Suite.add_arguments`; by default the tasks that all tiny models were trained for."""
-        super().add_arguments(parser)
-        parser.set_defaults(tasks=",".join(task for task in cls.names if task not in ASKS))
-
-    def cases(self) -> list[Case]:
-        """See `NeedleSuite.cases`."""
-        direct = [task for task in self.args.tasks if task in ASKS]
-        if direct and self.args.form == "ruler":
-            raise EvaluationError(f"--form ruler: --tasks {','.join(direct)} are asked in chat or in a second_turn")
-        return super().cases()
 
     def build(self, case: Case) -> Prompt:
         """See `Suite.build`; ``facts["needle_token"]`` is the place of the line asked for in the prompt."""
@@ -76,7 +57,7 @@ class VariableSuite(NeedleSuite):
         def make(filling: int) -> list[int]:
             taken = parts.draw(random.Random(start), filling)
             text = hide(taken, records, [haystacks.share(taken, depth) for depth in depths], "\n")
-            prompt = self._track(case.task, text, key)
+            prompt = self._track(text, key)
             texts.setdefault(len(prompt), text)
             return prompt
 
@@ -91,10 +72,9 @@ class VariableSuite(NeedleSuite):
         (value,) = prompt.answers
         return {"score": float(VALUE.findall(output)[:1] == [value]), "contains": float(value in output)}
 
-    def _track(self, task: str, text: str, key: str) -> list[int]:
+    def _track(self, text: str, key: str) -> list[int]:
         """The whole prompt: the text, and what is asked after it."""
-        asked = ASKS.get(task, "var")
-        question = FORMS["var_completion" if self.args.form == "ruler" else asked].question(key)
+        question = FORMS["var_completion" if self.args.form == "ruler" else "var"].question(key)
         if self.args.form == "second_turn":
             return self.tokens.second_turn(text, question)
         return self._encode(f"{text}\n{question}")

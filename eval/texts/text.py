@@ -105,7 +105,6 @@ _ALL = (
     Form("passkey_completion", _PASS_KEY, "What is the pass key? The pass key is", " {value}.", False, keys="none"),
     Form("var", _VAR, "What is the value of VAR {key0}?", "VAR {key0}" + _VAR_PATH, link=_VAR_LINK),
     Form("var_completion", _VAR, "VAR {key0}", _VAR_PATH, chat=False, link=_VAR_LINK),
-    Form("var_value", _VAR, "Which number does VAR {key0} stand for in the end?", "{value}", link=_VAR_LINK),
     Form("json", '"{key0}": "{value}",', 'What is the value of the key "{key0}"?', "{value}", keys="digits"),
     Form("json_completion", '"{key0}": "{value}",', '"{key0}":', ' "{value}",', chat=False, keys="digits"),
     Form("records", "{key0} = {value};", "{key0} =", " {value};", chat=False),

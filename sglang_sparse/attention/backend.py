@@ -10,13 +10,21 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
 from sglang_sparse.attention import crossover, memory
-from sglang_sparse.attention.batch import allocate_view, clear_view, count_sizes, load_view, view_buffers, with_parts
+from sglang_sparse.attention.batch import (
+    Views,
+    allocate_views,
+    clear_views,
+    count_sizes,
+    load_views,
+    view_buffers,
+    views_nbytes,
+)
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.cuda_graphs import SPARSE
-from sglang_sparse.attention.decode import DecodePath, PartsPath, require_plain
-from sglang_sparse.attention.plan import DecodePlan, plan_decode, usual_selection
+from sglang_sparse.attention.decode import DecodePath, require_plain
+from sglang_sparse.attention.plan import DecodePlan, plan_decode
 from sglang_sparse.attention.prefill import PrefillPath
-from sglang_sparse.attention.prompt_selection import make_path
+from sglang_sparse.attention.prompt_selection import make_paths
 from sglang_sparse.methods import aux_buffers
 from sglang_sparse.methods.layers import parse_layers
 from sglang_sparse.methods.views import BatchView
@@ -25,14 +33,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from sglang_sparse.attention.dsa.indexer import IndexerBatch
-    from sglang_sparse.config.request_options import RequestOptions
     from sglang_sparse.config.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 
 class DelegatingBackend(AttentionBackend):
-    """Pass everything on, reading and writing, to the wrapped backend.
+    """Pass everything on, reading and writing, to the wrapped backend, but for what a subclass sets until it is sealed.
 
     The delegates for names that SGLang's base class defines are made below the class, because such names never reach
     ``__getattr__``.
@@ -41,22 +48,25 @@ class DelegatingBackend(AttentionBackend):
         dense: the wrapped backend.
     """
 
-    # The attributes of a subclass; all others are the wrapped backend's.
-    _OWN: ClassVar[frozenset[str]] = frozenset()
+    _sealed: ClassVar[bool] = False
 
     def __init__(self, dense: Any):
-        object.__setattr__(self, "dense", dense)
+        self.dense = dense
+
+    def seal(self) -> None:
+        """Leave further attributes, which SGLang sets, to the wrapped backend; the last line of a constructor."""
+        object.__setattr__(self, "_sealed", True)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dense" or name in self._OWN:
+        if name == "dense":
             raise AttributeError(name)
         return getattr(self.dense, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            object.__setattr__(self, name, value)
-        else:
+        if self._sealed and name not in vars(self):
             setattr(self.dense, name, value)
+        else:
+            object.__setattr__(self, name, value)
 
 
 def _delegate(name: str, value: Any) -> Any:
@@ -89,54 +99,28 @@ class SparseAttentionBackend(DelegatingBackend):
         divide: given by the scheduler, divides rows among rectifying passes; None where one pass is as good.
     """
 
-    _OWN = frozenset(
-        {
-            "method",
-            "counters",
-            "rectifying",
-            "prefill",
-            "keeps",
-            "first_layer",
-            "indexed",
-            "divide",
-            "_pools",
-            "_decoding",
-            "_config",
-            "_limits",
-            "_latent",
-            "_buffers",
-            "_view",
-            "_graph_view",
-            "_eager_view",
-            "_last_slots",
-            "_planned",
-            "_captured_rows",
-        }
-    )
     # Dense or sparse is decided on the host.
     needs_cpu_seq_lens: bool = True
 
     def __init__(self, dense: Any, runner: Any, settings: Settings):
         super().__init__(dense)
-        self.method = settings.method
-        self.method.adopt(runner.model_config)
+        self.groups, self.method = settings.decode, settings.method
+        for method in self.groups.methods:
+            method.adopt(runner.model_config)
         self._config = settings.config
         self.indexed: IndexerBatch | None = None
         self._pools: aux_buffers.AuxBuffers = getattr(runner.token_to_kv_pool, memory.ATTRIBUTE)
         self.first_layer = min(self._pools.layers, default=-1)
         model = memory.model_shape(runner.model_config, runner.token_to_kv_pool.dtype)
         self._latent = self.method.kind_of(runner.model_config) == "MLA"
-        path = PartsPath if self.method.parts else DecodePath
-        self._decoding = path(self.method, self._pools, runner.token_to_kv_pool, model)
-        max_blocks = -(-runner.req_to_token_pool.req_to_token.shape[1] // self.method.block_size)
-        usual = usual_selection(self.method, max_blocks)
-        self._limits = (model.num_kv_heads, max_blocks, usual, self.method.block_size)
+        self._decoding = DecodePath(self.groups.methods, self._pools, runner.token_to_kv_pool, model)
+        self._kv_heads, self._tokens = model.num_kv_heads, runner.req_to_token_pool.req_to_token.shape[1]
         device = self._pools.overflow.device
-        self._buffers = view_buffers(self.method, model, max_blocks, runner.dtype, device)
+        self._buffers = view_buffers(self.groups.methods, model, self._tokens, runner.dtype, device)
         self.divide: Callable[[Sequence[tuple[int, int]]], list[list[int]]] | None = None
-        if settings.name and self.method.has_crossover:
+        if settings.name and "crossover_tokens" in self._config.limits:
             found = crossover.find(settings, model, device)
-            self.method.crossover_tokens = found.tokens
+            self.groups.crossover_tokens = found.tokens
             logger.info(
                 "sglang_sparse: batches of fewer than %d sparse KV tokens run dense (%s)", found.tokens, found.source
             )
@@ -147,55 +131,46 @@ class SparseAttentionBackend(DelegatingBackend):
             self.prefill = PrefillPath(settings.prefill, layers, pool, table, page, model.num_q_heads)
             if device.type == "cuda":
                 self.prefill.warm_up(runner.dtype)
-            logger.info("sglang_sparse: %s", self.prefill.describe(settings.prefill_described, model.num_layers))
-        self.keeps = make_path(self.method, self._pools, runner, model)
-        select_stats = torch.zeros(sum(count_sizes(self.method)), dtype=torch.int64, device=device)
+            logger.info("sglang_sparse: %s", self.prefill.describe(model.num_layers))
+        self.keeps = make_paths(self.groups.methods, self._pools, runner, model)
+        select_stats = torch.zeros(sum(count_sizes(self.groups.methods)), dtype=torch.int64, device=device)
         self.counters = Counters(settings, self._pools, model, select_stats, self.prefill, self.keeps)
-        self._view: BatchView | None = None
-        self._graph_view: BatchView | None = None
-        self._eager_view: BatchView | None = None
+        self._views: Views | None = None
+        self._graph_views: Views | None = None
+        self._eager_views: Views | None = None
         self._last_slots: dict[int, torch.Tensor] | None = None
-        # The lengths that a plan was made for, and the plan.
-        self._planned: tuple[list[int], DecodePlan] | None = None
+        # Of the pass that runs, or ran last.
+        self._planned: DecodePlan | None = None
         # The batch size that the dense backend is prepared to capture.
         self._captured_rows: int | None = None
         # The scheduler's, while a step that rectifies is launched.
         self.rectifying: object | None = None
+        self.seal()
 
     @property
     def view(self) -> BatchView | None:
-        """The decode batch that runs sparse; None for a dense one, and in prefill."""
-        return self._view
+        """The decode batch that runs sparse, as its first method sees it; None for a dense one, and in prefill."""
+        return self._views[0] if self._views else None
 
-    def plan_rows(self, seq_lens: torch.Tensor, rows: Sequence[RequestOptions], compacted: bool = False) -> DecodePlan:
-        """Decide the decode batch that runs next.
-
-        Args:
-            seq_lens: ``[rows]`` on the CPU, KV lengths with the new token.
-            rows: what each row's request asked for.
-            compacted: see ``plan_decode``.
-        """
-        plan = plan_decode(self.method, seq_lens, rows, compacted)
-        self._planned = seq_lens.tolist(), plan
-        return plan
+    def begin(self, forward_batch: Any) -> None:
+        """Take the plan of the batch that runs next, which the scheduler has left on it as ``sparse_plan``."""
+        self._planned = getattr(forward_batch, "sparse_plan", None)
 
     def plan(self, seq_lens: torch.Tensor) -> DecodePlan:
-        """Return what was decided for the batch of these KV lengths, ``[rows]`` on the CPU.
+        """Return what was decided for the batch that runs, of these KV lengths, ``[rows]`` on the CPU.
 
         A batch that SGLang makes up for itself, to warm up, has no requests and is decided here.
         """
-        if self._planned is None or self._planned[0] != seq_lens.tolist():
-            return self.plan_rows(seq_lens, ())
-        return self._planned[1]
+        return self._planned or plan_decode(self.groups, seq_lens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the static buffers of the decode graphs, the dense backend's and ours."""
         self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
         if not self._pools.layers:
             return
-        self._graph_view = self._allocate(max_bs)
+        self._graph_views = self._allocate(max_bs)
         said = "sglang_sparse: %.1f MiB of static buffers for decode graphs up to batch size %d, beside the KV pool"
-        logger.info(said, self._graph_view.nbytes / 2**20, max_bs)
+        logger.info(said, views_nbytes(self._graph_views) / 2**20, max_bs)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare an eager forward pass."""
@@ -220,31 +195,31 @@ class SparseAttentionBackend(DelegatingBackend):
         self.dense.prepare_forward_metadata_for_breakable_cuda_graph_replay(*args, **kwargs)
         self._last_slots = None
 
-    def _rows(self, rows: int) -> BatchView:
-        """Return a view of ``rows`` rows, of static buffers if a graph can have that many."""
-        if self._graph_view is not None and rows <= self._graph_view.page_table.shape[0]:
-            return self._graph_view.rows(rows)
-        if self._eager_view is None or rows > self._eager_view.page_table.shape[0]:
-            # Never two at once.
-            self._eager_view = None
-            self._eager_view = self._allocate(rows)
-        return self._eager_view.rows(rows)
+    def _rows(self, rows: int) -> Views:
+        """Return views of ``rows`` rows, of static buffers if a graph can have that many."""
+        found = self._graph_views
+        if found is None or rows > len(found[0].n_pages):
+            if self._eager_views is None or rows > len(self._eager_views[0].n_pages):
+                # Never two at once.
+                self._eager_views = None
+                self._eager_views = self._allocate(rows)
+            found = self._eager_views
+        return tuple(view.rows(rows) for view in found)
 
-    def _allocate(self, rows: int) -> BatchView:
-        _, width, _, block = self._limits
-        view = allocate_view(rows, *self._limits, self.counters.select_stats, self._buffers[block])
-        return with_parts(view, self.method, width, self._buffers)
+    def _allocate(self, rows: int) -> Views:
+        stats = self.counters.select_stats
+        return allocate_views(self.groups.methods, rows, self._kv_heads, self._tokens, stats, self._buffers)
 
     def _begin_capture(self, rows: int) -> None:
         """Choose the path that the next captured decode graph records, the sparse one over padding rows only."""
-        self._view = self.indexed = None
+        self._views = self.indexed = None
         if get_capture_attention_variant() == SPARSE:
-            self._view = self._rows(rows)
-            clear_view(self._view, self.dense.req_to_token_pool.req_to_token)
+            self._views = self._rows(rows)
+            clear_views(self._views, self.dense.req_to_token_pool.req_to_token)
 
     def _prepare(self, forward_batch: Any) -> None:
         self._pools.warn_of_overflow()
-        self._view = None
+        self._views = None
         self._last_slots = None
         # Of a long prefill it is large.
         self.indexed = None
@@ -256,9 +231,9 @@ class SparseAttentionBackend(DelegatingBackend):
         self.counters.add_decode(plan)
         if not plan.sparse:
             return
-        view = self._rows(rows)
-        load_view(view, plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
-        self._view = view
+        views = self._rows(rows)
+        load_views(views, plan, forward_batch, self.dense.req_to_token_pool.req_to_token)
+        self._views = views
 
     def forward(
         self,
@@ -290,20 +265,21 @@ class SparseAttentionBackend(DelegatingBackend):
             RuntimeError: a sparse layer needs attention that is not plain causal GQA or MLA.
         """
         mode, prefill = forward_batch.forward_mode, self.prefill
-        decodes_sparse = layer.layer_id in self._pools.layers and not self.method.selects_in_model
+        decodes_sparse = layer.layer_id in self._decoding.layers
         if mode.is_idle() or not (decodes_sparse or (prefill and layer.layer_id in prefill.layers)):
             return self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         require_plain(layer, k, kwargs, latent=self._latent)
         if prefill and mode.is_extend() and prefill.takes(layer.layer_id):
             output = prefill.attend(q, k, v, layer, forward_batch.out_cache_loc, save_kv_cache)
-        elif decodes_sparse and mode.is_decode() and self._view is not None:
+        elif decodes_sparse and mode.is_decode() and self._views is not None:
             output = self._decoding.attend(
-                q, k, v, layer, forward_batch.out_cache_loc, self._view, save_kv_cache, kwargs
+                q, k, v, layer, forward_batch.out_cache_loc, self._views, save_kv_cache, kwargs
             )
         else:
             output = self.dense.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        if self.keeps and decodes_sparse and mode.is_extend():
-            self.keeps.keep(q, layer)
+        if self.keeps and mode.is_extend():
+            for path in self.keeps:
+                path.keep(q, layer)
         if layer.layer_id == self._decoding.last_layer:
             self._decoding.refresh(self._written(forward_batch))
         return output

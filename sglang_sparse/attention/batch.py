@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.attention.plan import DecodePlan, dense_plan, usual_selection
+from sglang_sparse.attention.plan import DecodePlan, GroupPlan, usual_selection
 from sglang_sparse.methods.base import VIEW_BUFFERS, DecodeMethod, ModelShape, ViewBuffer
 from sglang_sparse.methods.views import SELECT_STATS, BatchView
 from sglang_sparse_kernels.page_table import load_page_table
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
+
+# Of a batch, one for each method.
+Views = tuple[BatchView, ...]
 
 
 def allocate_view(
@@ -65,88 +68,96 @@ def allocate_view(
 
 
 def view_buffers(
-    method: DecodeMethod, model: ModelShape, width: int, dtype: torch.dtype, device: torch.device
+    methods: Sequence[DecodeMethod], model: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> dict[int, tuple[ViewBuffer, ...]]:
-    """Return which of a view's large buffers a method uses, or its parts, by the size of their blocks.
+    """Return which of the large buffers methods use, by the size of their blocks: those of one size share them.
 
     Args:
-        method: of the server.
-        model: see ``DecodeMethod.buffers``, as are the others.
-        width: blocks of the longest row, of the method's size.
+        methods: of the server.
+        model: see ``DecodeMethod.buffers``, as are dtype and device.
+        tokens: of the longest row.
         dtype: of the query.
         device: where batches run.
     """
     found: dict[int, tuple[ViewBuffer, ...]] = {}
-    for part in method.parts or (method,):
-        blocks = _blocks(width, method.block_size, part.block_size)
-        used = (*found.get(part.block_size, ()), *part.buffers(model, blocks, dtype, device))
-        found[part.block_size] = tuple(dict.fromkeys(used))
+    for method in methods:
+        block = method.block_size
+        used = (*found.get(block, ()), *method.buffers(model, -(-tokens // block), dtype, device))
+        found[block] = tuple(dict.fromkeys(used))
     return found
 
 
-def _blocks(count: int, size: int, other: int) -> int:
-    """How many blocks of another size hold what so many of this size do."""
-    return -(-count * size // other)
+def count_sizes(methods: Sequence[DecodeMethod]) -> list[int]:
+    """Return how many numbers each method counts on the device."""
+    return [SELECT_STATS + len(method.more_counts) for method in methods]
 
 
-def count_sizes(method: DecodeMethod) -> list[int]:
-    """Return how many numbers each part of a method counts on the device, or the method itself."""
-    return [SELECT_STATS + len(part.more_counts) for part in method.parts or (method,)]
-
-
-def with_parts(
-    view: BatchView,
-    method: DecodeMethod,
-    max_pages: int,
+def allocate_views(
+    methods: Sequence[DecodeMethod],
+    rows: int,
+    kv_heads: int,
+    tokens: int,
+    stats: torch.Tensor,
     buffers: Mapping[int, Collection[ViewBuffer]] | None = None,
-) -> BatchView:
-    """Return a view with a part for each part of a method; see ``BatchView.parts``.
+) -> Views:
+    """Allocate a view for each method, on the device of ``stats``, as empty batches.
+
+    Layers take turns, so views whose blocks have one size share their buffers but for ``n_select``, ``row_thresholds``
+    and ``stats``.
 
     Args:
-        view: of the whole batch, with the counts of all parts one behind the other.
-        method: of the server; a view of one without parts is returned as it is.
-        max_pages: pages of the longest context, which are blocks of the whole view.
-        buffers: the large buffers that parts with other blocks use, see ``view_buffers``; all if not given.
+        methods: of the server.
+        rows: most rows of a batch.
+        kv_heads: KV heads of this rank.
+        tokens: of the longest row.
+        stats: see ``BatchView.stats``, of all methods one behind the other.
+        buffers: see ``view_buffers``; all if not given.
     """
-    if not method.parts:
-        return view
-    rows, kv_heads = view.arrivals.shape
-    owners, parts = {view.page_size: view}, []
-    for part, stats in zip(method.parts, view.stats.split(count_sizes(method)), strict=True):
-        block = part.block_size
-        width = _blocks(max_pages, view.page_size, block)
-        usual = usual_selection(part, width)
-        if block not in owners:
+    owners: dict[int, BatchView] = {}
+    views = []
+    for method, own in zip(methods, stats.split(count_sizes(methods)), strict=True):
+        block = method.block_size
+        width = -(-tokens // block)
+        usual = usual_selection(method, width)
+        if first := owners.get(block):
+            small = {name: torch.zeros_like(getattr(first, name)) for name in ("n_select", "row_thresholds")}
+            views.append(replace(first, **small, usual_select=usual, stats=own))
+        else:
             used = VIEW_BUFFERS if buffers is None else buffers[block]
-            owners[block] = allocate_view(rows, kv_heads, width, usual, block, stats, used)
-        small = {"n_select": torch.zeros_like(view.n_select), "row_thresholds": torch.zeros_like(view.row_thresholds)}
-        parts.append(replace(owners[block], **small, usual_select=usual, stats=stats))
-    return replace(view, parts=tuple(parts))
+            owners[block] = allocate_view(rows, kv_heads, width, usual, block, own, used)
+            views.append(owners[block])
+    return tuple(views)
 
 
-def load_view(view: BatchView, plan: DecodePlan, forward_batch: Any, req_to_token: torch.Tensor) -> None:
-    """Fill a view for a step, before the graph is replayed: inside it ``req_to_token`` may already be ahead.
+def views_nbytes(views: Views) -> int:
+    """Return the bytes of all buffers, those that views share once."""
+    return sum({id(buffer): buffer.nbytes for view in views for buffer in view.buffers}.values())
+
+
+def load_views(views: Views, plan: DecodePlan, forward_batch: Any, req_to_token: torch.Tensor) -> None:
+    """Fill views for a step, before the graph is replayed: inside it ``req_to_token`` may already be ahead.
 
     Args:
-        view: to fill.
+        views: to fill.
         plan: the decision for the real rows, which come first; the others pad a graph.
         forward_batch: SGLang's batch or replay view.
         req_to_token: ``[requests, max_context]``, SGLang's token table.
     """
-    requests = forward_batch.req_pool_indices
-    _load(view, req_to_token, requests, plan)
-    for (part, owns), own in zip(view.owners(), plan.parts, strict=True):
-        if owns:
-            _load(part, req_to_token, requests, own)
+    loaded: set[int] = set()
+    for view, own in zip(views, plan.groups, strict=True):
+        if view.page_size in loaded:
+            _load_counts(view, (view.n_select, own.n_select), (view.row_thresholds, own.row_thresholds))
         else:
-            _load_counts(part, (part.n_select, own.n_select), (part.row_thresholds, own.row_thresholds))
+            _load(view, req_to_token, forward_batch.req_pool_indices, own)
+            loaded.add(view.page_size)
 
 
-def clear_view(view: BatchView, req_to_token: torch.Tensor) -> None:
+def clear_views(views: Views, req_to_token: torch.Tensor) -> None:
     """Make all rows padding; by the same kernel, so that a server with CUDA graphs compiles it before it serves."""
+    nothing = torch.empty(0, dtype=torch.int32)
     requests = torch.empty(0, dtype=torch.int64, device=req_to_token.device)
-    for each in (view, *view.parts):
-        _load(each, req_to_token, requests, dense_plan(0))
+    for view in views:
+        _load(view, req_to_token, requests, GroupPlan(nothing, nothing, nothing, nothing.float()))
 
 
 def _load_counts(view: BatchView, *loads: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -157,7 +168,7 @@ def _load_counts(view: BatchView, *loads: tuple[torch.Tensor, torch.Tensor]) -> 
         target.copy_(torch.nn.functional.pad(counts, (0, rows - counts.shape[0])), non_blocking=True)
 
 
-def _load(view: BatchView, req_to_token: torch.Tensor, requests: torch.Tensor, plan: DecodePlan) -> None:
+def _load(view: BatchView, req_to_token: torch.Tensor, requests: torch.Tensor, plan: GroupPlan) -> None:
     real = plan.n_pages.shape[0]
     _load_counts(
         view, (view.n_pages, plan.n_pages), (view.n_select, plan.n_select), (view.row_thresholds, plan.row_thresholds)

@@ -18,7 +18,7 @@ from sglang_sparse.methods.dsa.decode import Dsa
 if TYPE_CHECKING:
     from sglang_sparse.attention.plan import DecodePlan
     from sglang_sparse.attention.prefill import PrefillPath
-    from sglang_sparse.attention.prompt_selection import KeepPath, PartsKeepPath
+    from sglang_sparse.attention.prompt_selection import KeepPath
     from sglang_sparse.config.settings import Settings
     from sglang_sparse.methods.aux_buffers import AuxBuffers
 
@@ -57,16 +57,16 @@ class RectifyCounts:
 class Counters:
     """Counts since the server started. A *row* is one request in one decode pass; a *layer row* that in one layer.
 
-    What the selection did is counted by each part of a method with parts, and added up, in blocks of the smallest size
-    where they differ; see ``SelectionCounts``.
+    What the selection did is counted by each method, and added up in blocks of the smallest size; see
+    ``SelectionCounts``.
 
     Args:
-        settings: the method and its config.
+        settings: the methods and their configs.
         aux_pools: the page summaries.
         model: the model on this rank.
         select_stats: int64 on the device, which the selection itself increments: see ``BatchView.stats``.
-        prefill: the prefill method at work, if any.
-        keeps: the stage at a prompt's end, if the decode method has one.
+        prefill: the prefill methods at work, if any.
+        keeps: the stages at a prompt's end, of the decode methods that have one.
 
     Attributes:
         rectify: what rectification did.
@@ -76,8 +76,8 @@ class Counters:
         decodes: whether a decode method is at work.
         prefills: whether a prefill method is.
         keeps: see above.
-        more_counts: names of what the decode method counts itself.
-        prefill_more_counts: those of the prefill method.
+        more_counts: names of what the decode methods count themselves.
+        prefill_more_counts: those of the prefill methods.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Counters:
         model: ModelShape,
         select_stats: torch.Tensor,
         prefill: PrefillPath | None = None,
-        keeps: KeepPath | PartsKeepPath | None = None,
+        keeps: Sequence[KeepPath] = (),
     ):
         self.select_stats = select_stats
         self.rectify = RectifyCounts()
@@ -102,16 +102,17 @@ class Counters:
         self.sparse_layers = len(aux_pools.layers)
         self.decodes = settings.name is not None
         self.prefills = prefill is not None
-        self.more_counts = settings.method.more_counts
-        self.prefill_more_counts = prefill.method.more_counts if prefill else ()
+        self.more_counts = settings.decode.more_counts
+        self.prefill_more_counts = prefill.groups.more_counts if prefill else ()
         self._decode_steps = 0
         self._decode_rows = 0
         self._dense_rows = 0
-        methods = {part: len(part.sparse_layers(model.num_layers)) for part in settings.method.parts}
-        smallest = min((part.block_size for part in methods), default=None)
+        methods = settings.decode.methods
+        smallest = min(method.block_size for method in methods)
+        layers = [len(aux_pools.layers.intersection(one.sparse_layers(model.num_layers))) for one in methods]
         self._selections = [
-            SelectionCounts(method, layers, model.num_kv_heads, smallest)
-            for method, layers in (methods or {settings.method: self.sparse_layers}).items()
+            SelectionCounts(method, own, model.num_kv_heads, smallest)
+            for method, own in zip(methods, layers, strict=True)
         ]
         self._max_delay_steps = 0
         self._extend_pages = torch.zeros(1, dtype=torch.int64, device=select_stats.device)
@@ -128,7 +129,7 @@ class Counters:
             self._dense_rows += plan.covered.shape[0]
             return
         self._dense_rows += int(plan.covered.sum())
-        for counts, own in zip(self._selections, plan.parts or (plan,), strict=True):
+        for counts, own in zip(self._selections, plan.groups, strict=True):
             counts.add(own, plan.selective)
 
     def take_max_delay(self) -> int:
@@ -174,16 +175,16 @@ class Counters:
             counted: a copy of all of ``device_stats`` on the host, one behind the other.
         """
         own = len(self.select_stats)
-        names = (*PREFILL_TOTALS[2:], *self.prefill_more_counts) if self._prefill else ()
+        prefill = self._prefill.device_totals(counted[own:]) if self._prefill else {}
         return {
-            **self._added(self._of_parts(counted[:own])),
-            **{f"prefill_{name}": count for name, count in zip(names, counted[own:], strict=True)},
+            **self._added(self._of_groups(counted[:own])),
+            **{f"prefill_{name}": count for name, count in prefill.items()},
         }
 
     def _added(self, totals: Sequence[Mapping[str, int]]) -> dict[str, int]:
         return sum_counts([counts.addable(own) for counts, own in zip(self._selections, totals, strict=True)])
 
-    def _of_parts(self, counted: Sequence[int]) -> list[dict[str, int]]:
+    def _of_groups(self, counted: Sequence[int]) -> list[dict[str, int]]:
         left = iter(counted)
         return [counts.device_totals(list(islice(left, counts.size))) for counts in self._selections]
 
@@ -204,7 +205,7 @@ class Counters:
             "method": self._settings.name,
             "config": {
                 **self._settings.config.model_dump(),
-                "crossover_tokens": self._settings.method.crossover_tokens,
+                "crossover_tokens": self._settings.decode.crossover_tokens,
             }
             if self._settings.name
             else None,
@@ -221,35 +222,34 @@ class Counters:
             "aux_bytes_measured": self._pools.measured_bytes,
             "allocator": allocator_counts(self.select_stats.device),
             **({"index_keys_prefilled": self.index_keys} if self._dsa and not self._dsa.native("indexer") else {}),
-            **({"parts": self._parts_snapshot(counted)} if self._settings.method.parts else {}),
-            **({"kept": self.keeps.snapshot()} if self.keeps else {}),
+            **({"parts": self._groups_snapshot(counted)} if len(self._selections) > 1 else {}),
+            **({"kept": sum_counts([path.snapshot() for path in self.keeps])} if self.keeps else {}),
             **({"prefill": self._prefill_snapshot(self._prefill, prefill)} if self._prefill else {}),
         }
 
-    def _parts_snapshot(self, counted: Sequence[int]) -> list[dict[str, Any]]:
-        method = self._settings.method
-        on_device = self._of_parts(counted[: len(self.select_stats)])
-        paths = self.keeps.paths if self.keeps else ()
-        kept: dict[object, dict[str, Any]] = {path.method: {"kept": path.snapshot()} for path in paths}
+    def _groups_snapshot(self, counted: Sequence[int]) -> list[dict[str, Any]]:
+        groups = self._settings.decode
+        on_device = self._of_groups(counted[: len(self.select_stats)])
+        kept: dict[object, dict[str, Any]] = {path.method: {"kept": path.snapshot()} for path in self.keeps}
         return [
             {
                 "method": name,
-                "layers": list(part.sparse_layers(self._model.num_layers)),
-                "config": part.config.model_dump(mode="json"),
+                "layers": list(method.sparse_layers(self._model.num_layers)),
+                "config": method.config.model_dump(mode="json"),
                 **sum_counts([counts.host_totals(), own]),
                 "max_active_fraction": counts.max_active_fraction,
-                **kept.get(part, {}),
+                **kept.get(method, {}),
             }
-            for name, part, counts, own in zip(method.names, method.parts, self._selections, on_device, strict=True)
+            for name, method, counts, own in zip(groups.names, groups.methods, self._selections, on_device, strict=True)
         ]
 
     def _prefill_snapshot(self, path: PrefillPath, totals: Mapping[str, int]) -> dict[str, Any]:
         causal = totals["pairs_causal"]
         return {
             "method": self._settings.prefill_name,
-            "config": {**self._settings.prefill_resolved, "crossover_tokens": path.method.dense_below},
+            "config": {**self._settings.prefill_resolved, "crossover_tokens": path.groups.dense_below},
             "sparse_layers": len(path.layers),
-            **({"parts": path.parts()} if path.method.parts else {}),
+            **({"parts": path.parts()} if len(path.groups.methods) > 1 else {}),
             **totals,
             "sparsity": 1 - totals["pairs_attended"] / causal if causal else 0.0,
         }

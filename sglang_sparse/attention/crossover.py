@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,37 +75,37 @@ def packaged_table() -> tuple[Mapping[str, Any], ...]:
 def find(
     settings: Settings, model: ModelShape, device: torch.device, table: Sequence[Mapping[str, Any]] | None = None
 ) -> Crossover:
-    """Decide the crossover of a server.
+    """Decide the crossover of a server: of several methods that of the one that pays last.
 
     A number that the user set wins. Of the entries for this GPU and shape the one counts whose share of the pages is
     the smallest that is not below the server's: attending to fewer pages pays from fewer tokens on.
 
     Args:
-        settings: the method and its config.
+        settings: the methods and their configs.
         model: the attention layers of this rank.
         device: of the KV pool.
         table: entries to look in; the packaged ones by default.
     """
-    if settings.method.parts:
-        # As late as the part that pays last.
-        each = zip(settings.method.names, settings.method.parts, strict=True)
-        found = [find(replace(settings, name=name, method=part), model, device, table) for name, part in each]
-        return max(found, key=lambda one: one.tokens)
-    config = settings.config
+    gpu, entries = gpu_name(device), packaged_table() if table is None else table
+    pairs = zip(settings.decode.names, settings.decode.configs, strict=True)
+    return max((_of_method(name, config, model, gpu, entries) for name, config in pairs), key=lambda one: one.tokens)
+
+
+def _of_method(
+    name: str, config: MethodConfig, model: ModelShape, gpu: str, entries: Sequence[Mapping[str, Any]]
+) -> Crossover:
     if config.dense_fallback == "never":
         return Crossover(0, "dense_fallback is never")
     if config.crossover_tokens != "auto":
         return Crossover(config.crossover_tokens, "set by the user")
-    gpu = gpu_name(device)
-    wanted = setup(str(settings.name), config, model, gpu)
+    wanted = setup(name, config, model, gpu)
     ratio = getattr(config, "active_ratio", float("inf"))
-    entries = packaged_table() if table is None else table
     measured = [entry for entry in entries if all(entry[name] == value for name, value in wanted.items())]
     found = [entry for entry in measured if entry["active_ratio"] >= ratio]
     if not found:
         # Attending to more pages than was measured pays later, if at all.
         tokens = max([DEFAULT_CROSSOVER, *(entry["crossover_tokens"] for entry in measured)])
-        hint = ", see python -m sglang_sparse.tune" if settings.name == TUNED else ""
+        hint = ", see python -m sglang_sparse.tune" if name == TUNED else ""
         return Crossover(tokens, f"the default; not measured for this shape on {gpu}{hint}")
     best = min(found, key=lambda entry: entry["active_ratio"])
     return Crossover(best["crossover_tokens"], f"measured on {gpu} at an active ratio of {best['active_ratio']}")

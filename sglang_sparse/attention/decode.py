@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from sglang_sparse_kernels.sparse_decode import sparse_decode
 from sglang_sparse_kernels.sparse_mla_decode import sparse_mla_decode
 
 if TYPE_CHECKING:
+    from sglang_sparse.attention.batch import Views
     from sglang_sparse.methods.aux_buffers import AuxBuffers
     from sglang_sparse.methods.base import DecodeMethod, ModelShape, SparseIndices
     from sglang_sparse.methods.views import BatchView
@@ -27,17 +28,23 @@ class DecodePath:
     """The sparse layers of a decode step.
 
     Args:
-        method: the decode method.
-        aux: its buffers beside the KV pool.
+        methods: the decode methods.
+        aux: their buffers beside the KV pool.
         kv_pool: SGLang's.
         model: the attention layers of this rank.
 
     Attributes:
+        layers: those that attend here; a model that selects by itself leaves that to the dense backend.
         last_layer: the last layer whose pages have entries in ``aux``; -1 where none have.
     """
 
-    def __init__(self, method: DecodeMethod, aux: AuxBuffers, kv_pool: Any, model: ModelShape):
-        self._method = method
+    def __init__(self, methods: Sequence[DecodeMethod], aux: AuxBuffers, kv_pool: Any, model: ModelShape):
+        self._by_layer = {
+            layer: (place, method)
+            for place, method in enumerate(methods)
+            for layer in method.sparse_layers(model.num_layers)
+        }
+        self.layers = frozenset(layer for layer in aux.layers if not self._by_layer[layer][1].selects_in_model)
         self._aux = aux
         self._kv_pool = kv_pool
         self._rope_dim = model.rope_dim
@@ -60,7 +67,7 @@ class DecodePath:
         v: torch.Tensor,
         layer: Any,
         slots: torch.Tensor,
-        view: BatchView,
+        views: Views,
         save_kv_cache: bool,
         rotated: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
@@ -72,7 +79,7 @@ class DecodePath:
             v: ``[rows, kv_heads, v_head_dim]``.
             layer: SGLang's ``RadixAttention``.
             slots: ``[rows]`` int64, where k and v belong.
-            view: the batch.
+            views: the batch, for each method.
             save_kv_cache: whether they still have to be written there.
             rotated: ``q_rope`` ``[rows, q_heads, rope_dim]`` and ``k_rope`` ``[rows, 1, rope_dim]``, or nothing.
 
@@ -82,10 +89,11 @@ class DecodePath:
         if save_kv_cache:
             self._write(k, v, layer, slots, rotated.get("k_rope"))
         self._aux.refresh({layer.layer_id: self._k_caches[layer.layer_id]}, slots, before_select=True)
+        place, method = self._by_layer[layer.layer_id]
         if self._rope_dim:
-            output = self._attend_latent(q, rotated.get("q_rope"), layer, slots, view)
+            output = self._attend_latent(method, q, rotated.get("q_rope"), layer, slots, views[place])
         else:
-            output = self._attend_heads(q, layer, slots, view)
+            output = self._attend_heads(method, q, layer, slots, views[place])
         return output.reshape(q.shape[0], -1)
 
     def _write(
@@ -98,14 +106,16 @@ class DecodePath:
         else:
             self._kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, layer.k_scale, layer.v_scale)
 
-    def _attend_heads(self, q: torch.Tensor, layer: Any, slots: torch.Tensor, view: BatchView) -> torch.Tensor:
+    def _attend_heads(
+        self, method: DecodeMethod, q: torch.Tensor, layer: Any, slots: torch.Tensor, view: BatchView
+    ) -> torch.Tensor:
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         caches = self._k_caches[layer.layer_id], self._kv_pool.get_value_buffer(layer.layer_id)
         scales = layer.scaling, layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
-        if isinstance(self._method, AttendsItself):
-            return self._method.attend(view, layer.layer_id, query, *caches, slots, *scales)
+        if isinstance(method, AttendsItself):
+            return method.attend(view, layer.layer_id, query, *caches, slots, *scales)
         asked = replace(view, logit_scale=layer.scaling * (layer.k_scale_float or 1.0), last_slots=slots)
-        selected = self._method.select(asked, layer.layer_id, query, self._aux)
+        selected = method.select(asked, layer.layer_id, query, self._aux)
         size, usual = _unit(selected, view)
         return sparse_decode(
             query,
@@ -120,7 +130,13 @@ class DecodePath:
         )
 
     def _attend_latent(
-        self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: Any, slots: torch.Tensor, view: BatchView
+        self,
+        method: DecodeMethod,
+        q: torch.Tensor,
+        q_rope: torch.Tensor | None,
+        layer: Any,
+        slots: torch.Tensor,
+        view: BatchView,
     ) -> torch.Tensor:
         heads = q.reshape(q.shape[0], layer.tp_q_head_num, -1)
         if q_rope is None:
@@ -128,9 +144,9 @@ class DecodePath:
         cache = self._k_caches[layer.layer_id][:, 0]
         # Backends differ in whether they divide what they store by a checkpoint's scales, so those are refused.
         query = LatentQuery(heads, q_rope, cache, slots, layer.scaling, 1.0, _mean_over_ranks)
-        if isinstance(self._method, AttendsItself):
-            return self._method.attend_latents(view, layer.layer_id, query)
-        selected = self._method.select(replace(view, last_slots=slots), layer.layer_id, query, self._aux)
+        if isinstance(method, AttendsItself):
+            return method.attend_latents(view, layer.layer_id, query)
+        selected = method.select(replace(view, last_slots=slots), layer.layer_id, query, self._aux)
         size, usual = _unit(selected, view)
         return sparse_mla_decode(
             heads,
@@ -146,39 +162,6 @@ class DecodePath:
             # Selections are in ascending order of position.
             newest_last=True,
         )
-
-
-class PartsPath(DecodePath):
-    """The sparse layers of a method with parts: each layer takes the path of its part.
-
-    Args:
-        method: the decode method.
-        aux: the buffers of all parts beside the KV pool.
-        kv_pool: SGLang's.
-        model: the attention layers of this rank.
-    """
-
-    def __init__(self, method: DecodeMethod, aux: AuxBuffers, kv_pool: Any, model: ModelShape):
-        super().__init__(method, aux, kv_pool, model)
-        self._by_layer: dict[int, tuple[int, DecodePath]] = {}
-        for place, part in enumerate(method.parts):
-            path = DecodePath(part, aux, kv_pool, model)
-            self._by_layer |= dict.fromkeys(part.sparse_layers(model.num_layers), (place, path))
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        slots: torch.Tensor,
-        view: BatchView,
-        save_kv_cache: bool,
-        rotated: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Attend in one layer by the part that has it, with that part's view of the batch; see ``DecodePath``."""
-        place, path = self._by_layer[layer.layer_id]
-        return path.attend(q, k, v, layer, slots, view.parts[place], save_kv_cache, rotated)
 
 
 def _unit(selected: SparseIndices, view: BatchView) -> tuple[int, int]:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sparse.attention.batch import allocate_view, count_sizes, view_buffers, with_parts
+from sglang_sparse.attention.batch import allocate_views, count_sizes, view_buffers, views_nbytes
 from sglang_sparse.attention.kv_scales import kv_bytes_per_token
-from sglang_sparse.attention.plan import usual_selection
 from sglang_sparse.attention.prompt_selection import PROMPTS_AT_ONCE, TOKENS_AT_ONCE, kept_bytes
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import prefill_chunk, settings_of
@@ -66,16 +65,14 @@ def needs(settings: Settings, kvc: Any, model: ModelShape, table_width: int) -> 
     if settings.prefill:
         yield of_prefill(settings, kvc, model)
     if settings.name:
-        found = [of_decode(settings, kvc, model, table_width)]
-        if settings.method.selects_in_model:
-            found.append(of_selection(settings, kvc, table_width))
+        found = [of_decode(settings, kvc, model, table_width), of_selection(settings, kvc, table_width)]
         yield from (need for need in found if need.nbytes)
-    if keeping := prompt_selectors(settings.method):
+    if keeping := prompt_selectors(settings.decode.methods):
         yield of_prompts(keeping, settings.flag, kvc, model)
 
 
 def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
-    """What a pass of the prefill method needs, with what is kept of cut prompts; see ``needs``.
+    """What a pass of the prefill methods needs, with what is kept of cut prompts; see ``needs``. Layers take turns.
 
     SGLang has one prompt at a time that goes on in a later pass, and in one pass it may end and another begin.
 
@@ -86,10 +83,11 @@ def of_prefill(settings: Settings, kvc: Any, model: ModelShape) -> Need:
     assert settings.prefill is not None
     context = kvc.model_config.context_len
     tokens = most_query_tokens(kvc.server_args, context)
-    layers = len(parse_layers(settings.prefill.config.layers, model.num_layers))
-    kept = 2 * settings.prefill.kept_bytes(model, layers, kvc.model_dtype)
+    methods = settings.prefill.methods
+    layers = [len(parse_layers(method.config.layers, model.num_layers)) for method in methods]
+    kept = sum(one.kept_bytes(model, own, kvc.model_dtype) for one, own in zip(methods, layers, strict=True))
     return Need(
-        settings.prefill.scratch_bytes(model, tokens, context) + kept,
+        max(method.scratch_bytes(model, tokens, context) for method in methods) + 2 * kept,
         "prefill",
         settings.prefill_flag,
         f"passes of up to {tokens} tokens",
@@ -104,18 +102,16 @@ def of_decode(settings: Settings, kvc: Any, model: ModelShape, table_width: int)
     without one. The view of these is not charged: half a MB a row (8 KV heads, 128k tokens in pages of 16; up to
     3 MB in RocketKV's blocks of 4) is left to --mem-fraction-static.
     """
-    method, device = settings.method, torch.device(kvc.device)
-    max_blocks = -(-table_width // method.block_size)
-    limits = (model.num_kv_heads, max_blocks, usual_selection(method, max_blocks), method.block_size)
+    methods, device, dtype = settings.decode.methods, torch.device(kvc.device), kvc.model_dtype
     captured, eager = decode_batches(kvc.server_args)
-    counters = torch.zeros(sum(count_sizes(method)), dtype=torch.int64, device="meta")
-    buffers = view_buffers(method, model, max_blocks, kvc.model_dtype, device)
-    static = allocate_view(max(captured, default=0), *limits, counters, buffers[method.block_size])
-    nbytes = with_parts(static, method, max_blocks, buffers).nbytes
+    counters = torch.zeros(sum(count_sizes(methods)), dtype=torch.int64, device="meta")
+    buffers = view_buffers(methods, model, table_width, dtype, device)
+    most, limits = max(captured, default=0), (model.num_kv_heads, table_width, counters)
+    nbytes = views_nbytes(allocate_views(methods, most, *limits, buffers))
     for batches in (captured, eager):
-        view = with_parts(allocate_view(max(batches, default=0), *limits, counters), method, max_blocks)
-        sizes = (method.scratch_bytes(model, view.rows(rows), kvc.model_dtype, device) for rows in batches)
-        nbytes += max(sizes, default=0)
+        views = allocate_views(methods, max(batches, default=0), *limits)
+        each = [(method, view, rows) for method, view in zip(methods, views, strict=True) for rows in batches]
+        nbytes += max((one.scratch_bytes(model, view.rows(rows), dtype, device) for one, view, rows in each), default=0)
     graphs = f"CUDA graphs of up to {captured[-1]} rows" if captured else ""
     others = f"{'other ' if graphs else ''}batches of up to {eager[-1]} rows" if eager else ""
     return Need(
@@ -134,7 +130,7 @@ def of_selection(settings: Settings, kvc: Any, table_width: int) -> Need:
     """
     tokens = most_query_tokens(kvc.server_args, kvc.model_config.context_len)
     return Need(
-        settings.method.selection_bytes(tokens, table_width, torch.device(kvc.device)),
+        sum(one.selection_bytes(tokens, table_width, torch.device(kvc.device)) for one in settings.decode.methods),
         "prefill",
         settings.flag,
         f"passes of up to {tokens} tokens",
@@ -248,9 +244,7 @@ def model_shape(model_config: Any, kv_dtype: torch.dtype) -> ModelShape:
 
 def aux_bytes_per_token(settings: Settings, model: ModelShape) -> int:
     """Bytes that the method's buffers take per token of KV cache, over all layers, rounded up."""
-    layers = settings.method.sparse_layers(model.num_layers)
-    specs = settings.method.aux_specs(model)
-    per_page = sum(spec.bytes_per_page * len(layers if spec.layers is None else spec.layers) for spec in specs)
+    per_page = sum(spec.bytes_per_page * len(spec.layers or ()) for spec in settings.decode.aux_specs(model))
     return -(-per_page // settings.config.page_size)
 
 
@@ -283,7 +277,8 @@ def charge_scratch(available: int, kvc: Any, *_: Any, **__: Any) -> int:
     # The values of MLA are its latents.
     if not model.rope_dim:
         model = dataclasses.replace(model, head_dim=max(model.head_dim, kvc.model_config.v_head_dim))
-    settings.method.adopt(kvc.model_config)
+    for method in settings.decode.methods:
+        method.adopt(kvc.model_config)
     width = kvc.model_config.context_len + get_req_to_token_extra_context_len()
     for need in needs(settings, kvc, model, width):
         if need.nbytes >= available:
@@ -319,13 +314,13 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
         needed = (MLATokenToKVPool if latent else MHATokenToKVPool).__name__
         raise RuntimeError(f"{settings.flag} needs {needed}, got {type(kv_pool).__name__}")
     model = model_shape(configurator.model_config, kv_pool.dtype)
-    specs = settings.method.aux_specs(model)
-    layers = settings.method.sparse_layers(model.num_layers) if settings.name else ()
+    specs = settings.decode.aux_specs(model)
+    layers = settings.decode.sparse_layers(model.num_layers) if settings.name else ()
     page_size = settings.config.page_size
     num_pages = kv_pool.get_key_buffer(next(iter(layers), 0)).shape[0] // page_size
     on_gpu = torch.device(configurator.device).type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    pools = AuxBuffers(specs, layers, num_pages, page_size, configurator.device, settings.method.entry_tokens)
+    pools = AuxBuffers(specs, layers, num_pages, page_size, configurator.device)
     pools.accounted_bytes = aux_bytes_per_token(settings, model) * kv_pool.size
     pools.kv_bytes_per_token = kv_bytes_per_token(kv_pool)
     if on_gpu:
@@ -333,15 +328,16 @@ def attach_aux_pools(kv_pool: Any, configurator: Any, **_: Any) -> None:
     setattr(kv_pool, ATTRIBUTE, pools)
     if settings.name is None:
         return
+    kernels = "reference" if pools.overflow.device.type == "cpu" else "triton"
     logger.info(
         "sglang_sparse: method %s, %d of %d layers, page size %d, %s; aux memory %d bytes per token, %.1f MiB in all; "
         "kernels %s",
-        settings.described,
+        settings.decode.described,
         len(layers),
         model.num_layers,
         page_size,
         ", ".join(f"{spec.name} {str(spec.dtype).removeprefix('torch.')}" for spec in specs) or "no summaries",
         aux_bytes_per_token(settings, model),
         pools.nbytes / 2**20,
-        settings.method.kernels("reference" if pools.overflow.device.type == "cpu" else "triton"),
+        ", ".join(dict.fromkeys(method.kernels(kernels) for method in settings.decode.methods)),
     )

@@ -1,27 +1,32 @@
-"""Prefill in the attention backend: the passes that the method takes over from the dense backend."""
+"""Prefill in the attention backend: the passes that the methods take over from the dense backend."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sglang_sparse.attention.selection_counts import sum_counts
 from sglang_sparse.methods.layers import names_layer
 from sglang_sparse.methods.prefill import PrefillInputs, PrefillSpan
 
 if TYPE_CHECKING:
-    from sglang_sparse.methods.prefill import PrefillMethod
+    from sglang_sparse.methods.groups import PrefillGroups
+
+# What every prefill method counts on the device.
+PAIRS = ("pairs_attended", "pairs_causal")
 
 
 class PrefillPath:
-    """A prefill method at work.
+    """The prefill methods at work.
 
     Args:
-        method: the server's method.
+        groups: the server's methods.
         layers: the layers whose prefill is sparse.
         kv_pool: SGLang's KV pool.
         req_to_token: ``[requests, positions]``, SGLang's table of slots.
@@ -29,69 +34,80 @@ class PrefillPath:
         q_heads: query heads on this rank.
 
     Attributes:
-        method: the server's method.
+        groups: the server's methods.
         layers: the layers whose prefill is sparse.
         sparse_tokens: query tokens of sparse groups since the server started.
         dense_tokens: query tokens of prefill that attended densely.
         pairs: int64 on the device: query-key pairs attended to, and those that dense attention would have, over the
             query heads of ``layers``. Of all tokens that are counted above, so also of passes that were dense
             throughout. What serves no prompt is left out: rows that decode within a mixed batch, and rectification.
-            Behind these two, the method's ``more_counts``.
+            Behind these two, the method's ``more_counts``; all of one method after the other.
     """
 
     def __init__(
         self,
-        method: PrefillMethod,
+        groups: PrefillGroups,
         layers: Sequence[int],
         kv_pool: Any,
         req_to_token: torch.Tensor,
         page_size: int,
         q_heads: int,
     ):
-        self.method = method
+        self.groups = groups
         self.layers = frozenset(layers)
+        self._places = {
+            layer: next(place for place, config in enumerate(groups.configs) if names_layer(config.layers, layer))
+            for layer in sorted(layers)
+        }
         self.sparse_tokens = 0
         self.dense_tokens = 0
-        self.pairs = torch.zeros(2 + len(method.more_counts), dtype=torch.int64, device=req_to_token.device)
-        self._pairs = self.pairs
+        self._counted = [(*PAIRS, *method.more_counts) for method in groups.methods]
+        self.pairs = torch.zeros(sum(map(len, self._counted)), dtype=torch.int64, device=req_to_token.device)
+        self._pairs = (self.pairs,)
         self._kv_pool = kv_pool
         self._req_to_token = req_to_token
         self._page_size = page_size
         self._q_heads = q_heads
-        self._plan: Any = None
+        self._plans: list[Any] = []
         self._tokens = 0
         self._page_table = torch.zeros(0, 0, dtype=torch.int32)
 
-    def describe(self, name: str, num_layers: int) -> str:
-        """Say in a line what runs, by its name, of a model of ``num_layers``."""
+    def describe(self, num_layers: int) -> str:
+        """Say in a line what runs of a model of ``num_layers``."""
         kernels = "reference" if self._req_to_token.device.type == "cpu" else "triton"
+        groups, layers = self.groups, f"{len(self.layers)} of {num_layers} layers"
         return (
-            f"prefill {name}, {len(self.layers)} of {num_layers} layers, groups of {self.method.group_tokens} tokens, "
-            f"dense below position {self.method.dense_below}; kernels {kernels}"
+            f"prefill {groups.described}, {layers}, groups of {groups.group_tokens} tokens, "
+            f"dense below position {groups.dense_below}; kernels {kernels}"
         )
 
     def parts(self) -> list[dict[str, Any]]:
-        """Which layers each part of the method has, for the server info."""
+        """Which layers each method has, for the server info."""
         return [
             {
                 "method": name,
-                "layers": [layer for layer in sorted(self.layers) if names_layer(part.config.layers, layer)],
-                "config": part.config.model_dump(mode="json"),
+                "layers": [layer for layer, own in self._places.items() if own == place],
+                "config": config.model_dump(mode="json"),
             }
-            for name, part in zip(self.method.names, self.method.parts, strict=True)
+            for place, (name, config) in enumerate(zip(self.groups.names, self.groups.configs, strict=True))
         ]
 
+    def device_totals(self, counted: Sequence[int]) -> dict[str, int]:
+        """Name what is counted in ``pairs``, of which ``counted`` is a copy, and add it up over the methods."""
+        left = iter(counted)
+        return sum_counts([dict(zip(names, islice(left, len(names)), strict=True)) for names in self._counted])
+
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Run the method over a group of zeros of ``dtype``, so that no request waits for its kernels' compiler."""
-        start = self.method.dense_below
-        end = min(start + self.method.group_tokens, self._req_to_token.shape[1])
+        """Run the methods over a group of zeros of ``dtype``, so that no request waits for its kernels' compiler."""
+        start = self.groups.dense_below
+        end = min(start + self.groups.group_tokens, self._req_to_token.shape[1])
         if end <= start:
             return
         # The first row of SGLang's table is nobody's yet: all of it is the pool's dummy page.
         slots = torch.zeros(end - start, dtype=torch.int64, device=self._req_to_token.device)
-        self.begin([PrefillSpan(0, start, end, self.method)], slots[:1], counted=False)
-        for part in self.method.parts or (self.method,):
-            self._attend_to_zeros(min(filter(partial(names_layer, part.config.layers), self.layers)), slots, dtype)
+        self.begin([PrefillSpan(0, start, end, self.groups)], slots[:1], counted=False)
+        for place in range(len(self.groups.methods)):
+            self._attend_to_zeros(min(layer for layer, own in self._places.items() if own == place), slots, dtype)
         self.begin((), slots[:0], counted=False)
 
     def _attend_to_zeros(self, layer_id: int, slots: torch.Tensor, dtype: torch.dtype) -> None:
@@ -118,14 +134,18 @@ class PrefillPath:
         """
         sparse = sum(_sparse_tokens(span) for span in spans)
         self._tokens = sum(span.tokens for span in spans)
-        self._plan = None
-        self._pairs = self.pairs if counted else torch.zeros_like(self.pairs)
+        self._plans = []
+        pairs = self.pairs if counted else torch.zeros_like(self.pairs)
+        self._pairs = pairs.split([len(names) for names in self._counted])
         if counted:
             self._count(spans, sparse)
         if not sparse:
             return
         device = self._req_to_token.device
-        self._plan = self.method.plan(spans, device)
+        self._plans = [
+            method.plan([replace(span, method=span.method and span.method.methods[place]) for span in spans], device)
+            for place, method in enumerate(self.groups.methods)
+        ]
         ends = self._req_to_token[req_pool_indices, : max(span.end for span in spans) : self._page_size]
         self._page_table = (ends // self._page_size).to(torch.int32).contiguous()
 
@@ -143,7 +163,7 @@ class PrefillPath:
 
     def takes(self, layer_id: int) -> bool:
         """Whether the pass is sparse in this layer."""
-        return self._plan is not None and layer_id in self.layers
+        return bool(self._plans) and layer_id in self.layers
 
     def attend(
         self,
@@ -171,6 +191,7 @@ class PrefillPath:
             self._kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), key, value, layer.k_scale, layer.v_scale)
         heads = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = heads.new_zeros(heads.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        place = self._places[layer.layer_id]
         inputs = PrefillInputs(
             query=heads[: self._tokens],
             key_cache=self._kv_pool.get_key_buffer(layer.layer_id),
@@ -181,9 +202,9 @@ class PrefillPath:
             k_scale=layer.k_scale_float or 1.0,
             v_scale=layer.v_scale_float or 1.0,
             out=out[: self._tokens],
-            pairs=self._pairs,
+            pairs=self._pairs[place],
         )
-        self.method.attend(self._plan, layer.layer_id, inputs)
+        self.groups.methods[place].attend(self._plans[place], layer.layer_id, inputs)
         return out.reshape(out.shape[0], -1)
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sglang_sparse.attention.selection_counts import sum_counts
 from sglang_sparse.methods.roles import Kept, Prompts, PromptSelector, prompt_selectors
 from sglang_sparse_kernels.common.launch import to_device
 
@@ -58,16 +57,15 @@ class KeepPath:
     """The first stage of a method at work, in its layers.
 
     Args:
-        method: the server's method, or a part of it.
-        pools: holds what the requests keep.
-        kv_pool: SGLang's KV pool.
-        req_to_token: ``[requests, positions]``, SGLang's table of slots.
-        kept: what they keep in the layers of this method.
+        method: one of the server's.
+        runner: SGLang's ``ModelRunner``.
+        model: the attention layers of this rank.
+        page_size: tokens per page.
         place: of the method among those of the server's that choose.
 
     Attributes:
         method: see above, as for ``place``.
-        paths: itself.
+        kept: what the requests keep in the layers of this method, to begin with nothing.
         prompts: whose KV was cut.
         whole_prompts: that would have been cut, but whose window came in two passes for want of memory: they are
             visible throughout.
@@ -77,23 +75,24 @@ class KeepPath:
     def __init__(
         self,
         method: PromptSelector,
-        pools: AuxBuffers,
-        kv_pool: Any,
-        req_to_token: torch.Tensor,
-        kept: Kept,
-        place: int = 0,
+        runner: Any,
+        model: ModelShape,
+        page_size: int,
+        place: int,
     ):
-        self.paths = (self,)
         self.place = place
         self.prompts = 0
         self.whole_prompts = 0
         self.compaction: Compacting | None = None
         self.method = method
-        self._last_layer = max(kept.blocks, default=-1)
-        self._kept = kept
-        self._kv_pool = kv_pool
-        self._req_to_token = req_to_token
-        self._page_size = pools.page_size
+        self._kv_pool = runner.token_to_kv_pool
+        self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
+        self._page_size = page_size
+        numbers = torch.zeros(len(self._req_to_token), dtype=torch.int32, device=self._req_to_token.device)
+        layers = method.sparse_layers(model.num_layers)
+        sizes = (len(numbers), model.num_kv_heads, method.max_kept)
+        self.kept = Kept({layer: numbers.new_zeros(sizes) for layer in layers}, numbers, numbers.clone())
+        self._last_layer = max(layers, default=-1)
         self._groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def begin(self, ends: Sequence[PromptEnd], req_pool_indices: torch.Tensor) -> None:
@@ -108,8 +107,8 @@ class KeepPath:
             return
         device = self._req_to_token.device
         slots = req_pool_indices[to_device([end.row for end in ends], torch.int64, device)]
-        self._kept.counts[slots] = to_device([end.kept[0] for end in ends], torch.int32, device)
-        self._kept.first_visible[slots] = to_device([end.kept[1] for end in ends], torch.int32, device)
+        self.kept.counts[slots] = to_device([end.kept[0] for end in ends], torch.int32, device)
+        self.kept.first_visible[slots] = to_device([end.kept[1] for end in ends], torch.int32, device)
         cut = sorted((end for end in ends if end.kept[1]), key=lambda end: end.prompt)
         self.prompts += len(cut)
         window = torch.arange(self.method.window_tokens, device=device)
@@ -130,7 +129,7 @@ class KeepPath:
             query: ``[tokens, q_heads * head_dim]`` of the whole pass; a graph pads it.
             layer: SGLang's ``RadixAttention``.
         """
-        if layer.layer_id not in self._kept.blocks:
+        if layer.layer_id not in self.kept.blocks:
             return
         for slots, lengths, queries, page_table in self._groups:
             heads = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -143,7 +142,7 @@ class KeepPath:
                 scaling=layer.scaling,
                 k_scale=layer.k_scale_float or 1.0,
             )
-            self._kept.blocks[layer.layer_id][slots] = self.method.keep(prompts)
+            self.kept.blocks[layer.layer_id][slots] = self.method.keep(prompts)
         if layer.layer_id == self._last_layer:
             # What runs without a batch of the scheduler's would take them for its own.
             self._groups = []
@@ -165,38 +164,8 @@ class KeepPath:
 
     def snapshot(self) -> dict[str, int]:
         """Return the counts, and the bytes of what is kept."""
-        held = (*self._kept.blocks.values(), self._kept.counts, self._kept.first_visible)
+        held = (*self.kept.blocks.values(), self.kept.counts, self.kept.first_visible)
         return {**self.totals(), "bytes": sum(tensor.nbytes for tensor in held)}
-
-
-class PartsKeepPath:
-    """The first stages of several parts at work, each in its layers. None of them compacts: that takes all layers.
-
-    Args:
-        paths: of the parts.
-
-    Attributes:
-        paths: those.
-        compaction: None.
-    """
-
-    compaction = None
-
-    def __init__(self, paths: Sequence[KeepPath]):
-        self.paths = tuple(paths)
-
-    def keep(self, query: torch.Tensor, layer: Any) -> None:
-        """Let the part choose that has a layer; see ``KeepPath``."""
-        for path in self.paths:
-            path.keep(query, layer)
-
-    def totals(self) -> dict[str, int]:
-        """Return what only grows, of all parts, added up."""
-        return sum_counts([path.totals() for path in self.paths])
-
-    def snapshot(self) -> dict[str, int]:
-        """Return the counts of all parts, added up."""
-        return sum_counts([path.snapshot() for path in self.paths])
 
 
 def kept_bytes(method: PromptSelector, model: ModelShape, requests: int) -> int:
@@ -205,34 +174,18 @@ def kept_bytes(method: PromptSelector, model: ModelShape, requests: int) -> int:
     return 4 * requests * (layers * model.num_kv_heads * method.max_kept + 2)
 
 
-def make_path(
-    method: DecodeMethod, pools: AuxBuffers, runner: Any, model: ModelShape
-) -> KeepPath | PartsKeepPath | None:
-    """Allocate ``Kept``, where nobody keeps anything yet, for each part that is a ``PromptSelector``; None without one.
+def make_paths(
+    methods: Sequence[DecodeMethod], pools: AuxBuffers, runner: Any, model: ModelShape
+) -> tuple[KeepPath, ...]:
+    """Allocate ``Kept``, where nobody keeps anything yet, for each method that is a ``PromptSelector``.
 
     Args:
-        method: the server's.
+        methods: the server's.
         pools: where ``Kept`` goes.
         runner: SGLang's ``ModelRunner``.
         model: the attention layers of this rank.
     """
-    methods = prompt_selectors(method)
-    if not methods:
-        return None
-    table = runner.req_to_token_pool.req_to_token
-    requests = table.shape[0]
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=table.device)
-
-    def nothing(one: PromptSelector) -> Kept:
-        layers = one.sparse_layers(model.num_layers)
-        blocks = {layer: zeros(requests, model.num_kv_heads, one.max_kept) for layer in layers}
-        return Kept(blocks, zeros(requests), zeros(requests))
-
-    pools.kept = tuple(map(nothing, methods))
-    paths = [
-        KeepPath(one, pools, runner.token_to_kv_pool, table, kept, place)
-        for place, (one, kept) in enumerate(zip(methods, pools.kept, strict=True))
-    ]
-    return PartsKeepPath(paths) if method.parts else paths[0]
+    selectors = enumerate(prompt_selectors(methods))
+    paths = tuple(KeepPath(method, runner, model, pools.page_size, place) for place, method in selectors)
+    pools.kept = tuple(path.kept for path in paths)
+    return paths

@@ -11,7 +11,7 @@ from sglang_sparse.methods.views import SELECT_STATS
 if TYPE_CHECKING:
     import torch
 
-    from sglang_sparse.attention.plan import DecodePlan
+    from sglang_sparse.attention.plan import GroupPlan
     from sglang_sparse.methods.base import DecodeMethod
 
 
@@ -34,7 +34,7 @@ class SelectionCounts:
         method: the method.
         layers: how many it has.
         kv_heads: of this rank.
-        smallest_block: tokens of the smallest block of any method of the server; its own where there is no other.
+        smallest_block: tokens of the smallest block of any method of the server.
 
     Attributes:
         size: how many numbers it counts on the device.
@@ -42,17 +42,17 @@ class SelectionCounts:
             layers or in others; None where the device decides.
     """
 
-    def __init__(self, method: DecodeMethod, layers: int, kv_heads: int, smallest_block: int | None = None):
+    def __init__(self, method: DecodeMethod, layers: int, kv_heads: int, smallest_block: int):
         self.size = SELECT_STATS + len(method.more_counts)
         self.max_active_fraction = None if method.decides_on_device else 0.0
         self._more_counts = method.more_counts
         self._layers = layers
         self._kv_heads = kv_heads
-        self._unit = method.block_size // smallest_block if smallest_block else 1
+        self._unit = method.block_size // smallest_block
         # What a selection counts on the device, where there is none.
         self._looked_at = [0] * SELECT_STATS if isinstance(method, AttendsItself) else None
 
-    def add(self, plan: DecodePlan, sparse: torch.Tensor) -> None:
+    def add(self, plan: GroupPlan, sparse: torch.Tensor) -> None:
         """Count a sparse decode pass.
 
         Args:

@@ -1,7 +1,6 @@
 """The mapping form of the config field ``layers``: each rule says which layers run dense, or by which method.
 
-Rules of one method and one config are that method on those layers, as the text form would say it; rules of several are
-a ``Composite``, and for prefill a ``LayeredPrefill``.
+Rules of one method and one config are that method on those layers, as the text form would say it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.config import SHARED, SparseArgumentError, validated
@@ -19,7 +18,7 @@ from sglang_sparse.methods.layers import LayerSpan, parse_layers, parse_spans
 if TYPE_CHECKING:
     from sglang_sparse.methods.base import DecodeMethod
     from sglang_sparse.methods.config import SparseConfig
-    from sglang_sparse.methods.prefill import PrefillMethod
+    from sglang_sparse.methods.groups import DecodeGroups, PrefillGroups
 
 DENSE, METHOD, LAYERS = "dense", "method", "layers"
 Checkpoint = Callable[[], Mapping[str, Any]] | None
@@ -227,8 +226,8 @@ KINDS = {"MHA": "MHA and GQA", "MLA": "MLA", "DSA": "DSA"}
 
 def build_rules(
     name: str, fields: Mapping[str, Any], checkpoint: Checkpoint = None
-) -> tuple[DecodeMethod, dict[str, Any]]:
-    """Build the decode method of a config whose ``layers`` is a mapping.
+) -> tuple[DecodeGroups, dict[str, Any]]:
+    """Build the decode methods of a config whose ``layers`` is a mapping.
 
     Args:
         name: of ``--sparse-method``, which some rule must run.
@@ -236,70 +235,65 @@ def build_rules(
         checkpoint: reads the model's config.json; None where no model is at hand.
 
     Returns:
-        The method, and the rules in full: by their layers "dense" or the fields of a method.
+        The methods, and the rules in full: by their layers "dense" or the fields of a method.
 
     Raises:
         SparseArgumentError: rules are malformed, overlap or cannot be combined, or their fields are wrong.
     """
+    # To read a config takes no torch.
+    from sglang_sparse.methods.groups import DecodeGroups
+
     found = methods_of_rules(DECODE_PHASE, name, fields, checkpoint)
     methods = found.methods
     if len(methods) > 1:
-        methods = _check_compatible(f"--sparse-config of {name}: {LAYERS}", found.names, methods, found.first_specs)
-    said = found.as_dict(methods, SHARED)
-    if len(methods) == 1:
-        return methods[0], said
-    # To read a config takes no torch.
-    from sglang_sparse.methods.groups import Composite
-
-    return Composite(found.names, methods), said
+        methods = _check_compatible(f"--sparse-config of {name}: {LAYERS}", found)
+    return DecodeGroups(found.names, methods), found.as_dict(methods, SHARED)
 
 
 def build_prefill_rules(
     name: str, fields: Mapping[str, Any], checkpoint: Checkpoint = None
-) -> tuple[PrefillMethod, dict[str, Any]]:
-    """Build the prefill method of a config whose ``layers`` is a mapping; see ``build_rules``.
+) -> tuple[PrefillGroups, dict[str, Any]]:
+    """Build the prefill methods of a config whose ``layers`` is a mapping; see ``build_rules``.
 
     What all layers share is said once, beside the rules; where nobody says how long the dense tail is, it is the
     longest that one of the methods has by default.
     """
-    from sglang_sparse.methods.groups import SHARED_BY_PREFILL, LayeredPrefill
+    from sglang_sparse.methods.groups import PrefillGroups
     from sglang_sparse.methods.prefill import PrefillConfig
 
+    fields_of_all = [field for field in PrefillConfig.model_fields if field != LAYERS]
     found = methods_of_rules(PREFILL_PHASE, name, fields, checkpoint)
-    shared = _shared_by_prefill(name, found, SHARED_BY_PREFILL)
+    shared = _shared_fields(f"--sparse-prefill-config of {name}: {LAYERS}", found, fields_of_all)
     # Rules that differ in nothing else are of one method.
     own = {
         spec: rule if rule == DENSE else {field: rule[field] for field in rule if field not in shared}
         for spec, rule in found.given.items()
     }
     found = methods_of_rules(PREFILL_PHASE, name, {**fields, **shared, LAYERS: own}, checkpoint)
-    said = found.as_dict(found.methods, SHARED_BY_PREFILL)
-    if len(found.methods) == 1:
-        return found.methods[0], said
-    layers = ",".join(str(method.config.layers) for method in found.methods)
-    config = PrefillConfig.model_validate({**shared, LAYERS: layers})
     try:
-        return LayeredPrefill(config, found.names, found.methods), said
+        return PrefillGroups(found.names, found.methods), found.as_dict(found.methods, fields_of_all)
     except ValueError as error:
         raise SparseArgumentError(f"--sparse-prefill-config of {name}: {LAYERS}: {error}") from error
 
 
-def _shared_by_prefill(name: str, found: RuleMethods, fields: Sequence[str]) -> dict[str, Any]:
-    """What the configs say of these fields, of which each is one for all."""
+def _shared_fields(origin: str, found: RuleMethods, fields: Sequence[str]) -> dict[str, Any]:
+    """What the configs say of these fields, of which each is one for all; refuses what differs."""
     configs, shared = [method.config for method in found.methods], {}
     for field in fields:
         values = {getattr(config, field): spec for spec, config in zip(found.first_specs, configs, strict=True)}
         asked = any(field in config.model_fields_set for config in configs)
         if len(values) > 1 and (asked or field != "dense_tail"):
-            _refuse_apart(f"--sparse-prefill-config of {name}: {LAYERS}", field, values)
+            said = ", ".join(f'{json.dumps(value)} for "{spec}"' for value, spec in values.items())
+            raise SparseArgumentError(
+                f'{origin}: {field} is {said}; allowed: one for all rules: set it beside "{LAYERS}"'
+            )
         shared[field] = max(values) if field == "dense_tail" else next(iter(values))
     return shared
 
 
-def _check_compatible(
-    origin: str, names: Sequence[str], methods: Sequence[DecodeMethod], specs: Sequence[str]
-) -> list[DecodeMethod]:
+def _check_compatible(origin: str, found: RuleMethods) -> list[DecodeMethod]:
     """Refuse what cannot stand in one model, and leave prefill to the method that is named for it."""
+    names, methods, specs = found.names, found.methods, found.first_specs
     for place, (name, method, spec) in enumerate(zip(names, methods, specs, strict=True)):
         if not method.combines:
             raise SparseArgumentError(
@@ -317,16 +311,8 @@ def _check_compatible(
                     f'{origin}: rule "{spec}": {name} serves {KINDS[method.attention]} models, and {first} of rule '
                     f'"{where}" {KINDS[other.attention]} models; allowed beside {first}: {_combining(_kinds(other))}'
                 )
-    for field in SHARED:
-        said = {getattr(method.config, field): spec for method, spec in zip(methods, specs, strict=True)}
-        if len(said) > 1:
-            _refuse_apart(origin, field, said)
+    _shared_fields(origin, found, SHARED)
     return [_of_decode_alone(f'{origin}: rule "{spec}"', method) for method, spec in zip(methods, specs, strict=True)]
-
-
-def _refuse_apart(origin: str, field: str, said: Mapping[Any, str]) -> NoReturn:
-    found = ", ".join(f'{json.dumps(value)} for "{spec}"' for value, spec in said.items())
-    raise SparseArgumentError(f'{origin}: {field} is {found}; allowed: one for all rules: set it beside "{LAYERS}"')
 
 
 def _kinds(method: DecodeMethod | type[DecodeMethod]) -> set[str]:
@@ -339,7 +325,7 @@ def _combining(kinds: Collection[str]) -> str:
 
 
 def _of_decode_alone(origin: str, method: DecodeMethod) -> DecodeMethod:
-    config, nothing = method.config, {}
+    config = method.config
     for field in config.phase_fields:
         value = getattr(config, field)
         if value["prefill"] and field in config.model_fields_set:
@@ -347,5 +333,4 @@ def _of_decode_alone(origin: str, method: DecodeMethod) -> DecodeMethod:
                 f"{origin}: {field} has {value['prefill']:g} for prefill, and beside rules of other methods prefill is "
                 f'what --sparse-prefill-method says; allowed: {{"{field}": {{"decode": …}}}}'
             )
-        nothing[field] = {**value, "prefill": 0.0}
-    return type(method)(config.model_copy(update=nothing)) if nothing else method
+    return method.decode_alone() if config.phase_fields else method

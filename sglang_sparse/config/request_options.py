@@ -13,10 +13,8 @@ from pydantic import ValidationError
 
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.methods import registry
-from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import SparseConfig, explain_value
-from sglang_sparse.methods.groups import Composite
-from sglang_sparse.methods.prefill import PrefillMethod
+from sglang_sparse.methods.groups import DecodeGroups, PrefillGroups
 
 SPARSE = "sparse"
 FORCED_TOKENS = "forced_tokens"
@@ -30,19 +28,19 @@ class RequestOptions:
     """How one request runs.
 
     Attributes:
-        method: the server's method, with the fields that the request overrides in its config.
+        decode: the server's decode methods, with the fields that the request overrides in their configs.
         sparse: False asks for dense decode.
         rectify_interval: generated tokens between dense rectifications; 0 means never.
         forced_tokens: the output, decided beforehand; see ``scheduler/forced_tokens.py``.
-        prefill: the server's prefill method, with the fields that the request overrides; None for dense prefill.
+        prefill: the server's prefill methods, with the fields that the request overrides; None for dense prefill.
         namespace: names these overrides; empty without any. KV is shared among equals only.
     """
 
-    method: DecodeMethod
+    decode: DecodeGroups
     sparse: bool
     rectify_interval: int
     forced_tokens: tuple[int, ...]
-    prefill: PrefillMethod | None = None
+    prefill: PrefillGroups | None = None
     namespace: str = ""
 
 
@@ -86,20 +84,20 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
     forced = params.get(FORCED_TOKENS, [])
     if not isinstance(forced, list) or not all(type(token) is int and token >= 0 for token in forced):
         raise ValueError(f"{FORCED_TOKENS}: got {str(forced)[:80]}, allowed: a list of token ids")
-    method = _method_with(settings.method, overrides)
-    interval = getattr(method.config, "rectify_interval", 0) if sparse else 0
+    decode = _decode_with(settings.decode, overrides)
+    interval = getattr(decode.config, "rectify_interval", 0) if sparse else 0
     if params.get("exact_prefix") is True:
         for name, *_ in of_prompt:
             # What is said for both phases at once has one in decode.
             if name != "exact_prefix" and (name not in of_decode or isinstance(params[name], dict)):
                 raise ValueError(f"{name}: has no meaning for a request with exact_prefix: true")
     prefill, namespace = _prefill_with(settings.prefill, of_prompt, sparse) if settings.prefill else (None, "")
-    return RequestOptions(method, sparse, interval, tuple(forced), prefill, namespace)
+    return RequestOptions(decode, sparse, interval, tuple(forced), prefill, namespace)
 
 
 def _configs(settings: Settings) -> dict[str, Sequence[SparseConfig]]:
-    """The configs of each phase: of decode one, or that of each part."""
-    return {DECODE: settings.method.configs, PREFILL: settings.prefill.configs if settings.prefill else ()}
+    """The configs of the methods of each phase."""
+    return {DECODE: settings.decode.configs, PREFILL: settings.prefill.configs if settings.prefill else ()}
 
 
 def _by_phase(settings: Settings, params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -127,7 +125,7 @@ def _asks_sparse(settings: Settings, params: Mapping[str, Any]) -> bool:
     sparse = params.get(SPARSE, True)
     if not isinstance(sparse, bool):
         raise ValueError(f"{SPARSE}: got {sparse!r}, allowed: true or false")
-    if not sparse and settings.method.selects_in_model:
+    if not sparse and any(method.selects_in_model for method in settings.decode.methods):
         raise ValueError(f"{SPARSE}: got false, allowed on this server: true; its model is trained to attend sparsely")
     return sparse
 
@@ -142,6 +140,10 @@ def _overrides(params: Mapping[str, Any], names: Sequence[str]) -> Overrides:
 
 
 def _config_with(config: C, overrides: Overrides) -> C:
+    # A field is for the methods that have it.
+    overrides = tuple(one for one in overrides if one[0] in config.request_fields)
+    if not overrides:
+        return config
     fields = config.model_dump() | {name: value for name, _, value in overrides}
     if fields.get("rectify_interval") == 0 and "rectify_on_finish" in fields:
         fields["rectify_on_finish"] = False
@@ -152,23 +154,16 @@ def _config_with(config: C, overrides: Overrides) -> C:
 
 
 @lru_cache(maxsize=256)
-def _method_with(method: DecodeMethod, overrides: Overrides) -> DecodeMethod:
-    if not overrides:
-        return method
-    if method.parts:
-        # A field is for the parts that have it.
-        asked = {part: tuple(one for one in overrides if one[0] in part.config.request_fields) for part in method.parts}
-        return Composite(method.names, [_method_with(part, own) for part, own in asked.items()])
-    return type(method)(_config_with(method.config, overrides))
+def _decode_with(server: DecodeGroups, overrides: Overrides) -> DecodeGroups:
+    return server.with_configs([_config_with(config, overrides) for config in server.configs]) if overrides else server
 
 
 @lru_cache(maxsize=256)
-def _prefill_with(server: PrefillMethod, overrides: Overrides, sparse: bool) -> tuple[PrefillMethod | None, str]:
-    """The prefill method of a request, and the namespace of what differs from the server's."""
+def _prefill_with(server: PrefillGroups, overrides: Overrides, sparse: bool) -> tuple[PrefillGroups | None, str]:
+    """The prefill methods of a request, and the namespace of what differs from the server's."""
     configs, fields = [], {}
     for own in server.configs:
-        # A field is for the parts that have it.
-        config = _config_with(own, tuple(one for one in overrides if one[0] in own.request_fields))
+        config = _config_with(own, overrides)
         configs.append(config)
         # Nothing else: what a server alone may be given, such as a list, is no key of a cache.
         asked = {name: getattr(config, name) for name in config.request_fields}
@@ -185,8 +180,8 @@ def namespaced(extra_key: str | None, options: RequestOptions) -> str | None:
     return f"{extra_key or ''}|{options.namespace}" if options.namespace else extra_key
 
 
-def prefill_of_namespace(settings: Settings, extra_key: str | None) -> PrefillMethod | None:
-    """Return the prefill method whose KV a radix namespace holds; None for dense prefill."""
+def prefill_of_namespace(settings: Settings, extra_key: str | None) -> PrefillGroups | None:
+    """Return the prefill methods whose KV a radix namespace holds; None for dense prefill."""
     _, found, rest = (extra_key or "").rpartition(NAMESPACE)
     # SGLang may add to a namespace.
     fields = rest.partition("|")[0]

@@ -21,7 +21,7 @@ from sglang_sparse.methods.config import (
     SparseConfig,
     validated,
 )
-from sglang_sparse.methods.prefill import PrefillMethod
+from sglang_sparse.methods.groups import DecodeGroups, PrefillGroups
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
@@ -33,17 +33,17 @@ class Settings:
 
     Attributes:
         name: the decode method's; None for dense decode.
-        method: the decode method; a plain ``DecodeMethod`` for dense decode.
+        decode: the decode methods; a plain ``DecodeMethod`` for dense decode.
         prefill_name: the prefill method's; None for dense prefill.
-        prefill: the prefill method.
+        prefill: the prefill methods.
         rules: the config's ``layers`` in full where it is a mapping, see ``config/layer_rules.py``.
         prefill_rules: the same of the prefill method's.
     """
 
     name: str | None
-    method: DecodeMethod
+    decode: DecodeGroups
     prefill_name: str | None = None
-    prefill: PrefillMethod | None = None
+    prefill: PrefillGroups | None = None
     rules: Mapping[str, Any] | None = None
     prefill_rules: Mapping[str, Any] | None = None
 
@@ -57,7 +57,7 @@ class Settings:
     @property
     def comes_along(self) -> bool:
         """Whether the prefill method is the one that the decode method brings, which no flag of its own asked for."""
-        own = self.method.prefill_fields() if self.name == self.prefill_name else None
+        own = self.decode.prefill_fields() if self.name == self.prefill_name else None
         if own is None or self.prefill is None or self.prefill_rules:
             return False
         return self.prefill.config == type(self.prefill.config).model_validate(own)
@@ -69,18 +69,13 @@ class Settings:
 
     @property
     def config(self) -> MethodConfig:
-        """The method's configuration."""
-        return self.method.config
+        """The decode method's configuration, or what several share."""
+        return self.decode.config
 
     @property
-    def described(self) -> str:
-        """The decode method's name, or where each of several has its layers."""
-        return _by_layers(self.method) or str(self.name)
-
-    @property
-    def prefill_described(self) -> str:
-        """The same of the prefill method."""
-        return (self.prefill and _by_layers(self.prefill)) or str(self.prefill_name)
+    def method(self) -> DecodeMethod:
+        """The first decode method: the only one but for rules by layer."""
+        return self.decode.methods[0]
 
     @property
     def resolved(self) -> dict[str, Any]:
@@ -100,13 +95,8 @@ class Settings:
     @property
     def rectify(self) -> RectifyConfig | None:
         """The same, of a method that rectification can make exact; None for others."""
-        config = self.method.config
+        config = self.decode.config
         return config if isinstance(config, RectifyConfig) else None
-
-
-def _by_layers(method: DecodeMethod | PrefillMethod) -> str:
-    parts = zip(method.names, method.parts, strict=True)
-    return ", ".join(f"{name} in layers {part.config.layers}" for name, part in parts)
 
 
 def _resolved(config: SparseConfig, rules: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -144,22 +134,24 @@ def build(
     )
     rules = None
     if name and isinstance(fields.get("layers"), dict):
-        method, rules = build_rules(name, fields, checkpoint)
+        decode, rules = build_rules(name, fields, checkpoint)
     else:
-        method = method_class(validated(f"--sparse-config of {name}", method_class.config_class, fields, checkpoint))
+        config = validated(f"--sparse-config of {name}", method_class.config_class, fields, checkpoint)
+        decode = DecodeGroups([str(name)], [method_class(config)])
     # Asked for by its name and without a config of its own, it is the one that comes along all the same.
     comes_along = name and (prefill_name is None or (prefill_name == name and not prefill_fields))
-    if name and comes_along and (own := method.prefill_fields()) is not None:
+    if name and comes_along and (own := decode.prefill_fields()) is not None:
         prefill_name, prefill_fields, prefill_class = name, own, registry.load_prefill_method(name)
     origin = f"--sparse-prefill-config of {prefill_name}"
     prefill, prefill_rules = None, None
     if prefill_name and prefill_fields and isinstance(prefill_fields.get("layers"), dict):
         prefill, prefill_rules = build_prefill_rules(prefill_name, prefill_fields, checkpoint)
     elif prefill_class:
-        prefill = prefill_class(validated(origin, prefill_class.config_class, prefill_fields or {}, checkpoint))
+        config = validated(origin, prefill_class.config_class, prefill_fields or {}, checkpoint)
+        prefill = PrefillGroups([str(prefill_name)], [prefill_class(config)])
     if name == prefill_name and prefill and prefill_fields and not comes_along:
-        _require_own(origin, prefill_fields, method.config, prefill)
-    return Settings(name, method, prefill_name, prefill, rules, prefill_rules)
+        _require_own(origin, prefill_fields, decode.config, prefill)
+    return Settings(name, decode, prefill_name, prefill, rules, prefill_rules)
 
 
 def _as_ours(origin: str, name: str | None, fields: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +161,7 @@ def _as_ours(origin: str, name: str | None, fields: dict[str, Any]) -> dict[str,
         raise SparseArgumentError(f"{origin}: {error}") from error
 
 
-def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, prefill: PrefillMethod) -> None:
+def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, prefill: PrefillGroups) -> None:
     """Refuse a config that does not repeat what the decode method's says of prefill: nothing is taken over."""
     for field in decode.phase_fields:
         said = getattr(decode, field).get("prefill")

@@ -19,7 +19,7 @@ from sglang_sparse.scheduler.prefix_keys import require_whole_groups, token_ids
 
 if TYPE_CHECKING:
     from sglang_sparse.attention.prefill import PrefillPath
-    from sglang_sparse.methods.prefill import PrefillMethod
+    from sglang_sparse.methods.groups import PrefillGroups
     from sglang_sparse.scheduler.inserted_keys import TreePath
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def compare_with_recomputed(
     slots: torch.Tensor,
     positions: torch.Tensor,
     tolerance: float | None = None,
-    prefill: tuple[PrefillMethod | None, int] | None = None,
+    prefill: tuple[PrefillGroups | None, int] | None = None,
 ) -> float:
     """Compare stored KV with that of another run over the same tokens, dense or by a prefill method.
 
@@ -157,7 +157,7 @@ def compare_with_recomputed(
         return compare(kv_pool, tokens, positions, slots, stored, tolerance)
 
 
-def _recompute(runner: Any, tokens: list[int], slots: torch.Tensor, prefill: PrefillMethod | None, prompt: int) -> None:
+def _recompute(runner: Any, tokens: list[int], slots: torch.Tensor, prefill: PrefillGroups | None, prompt: int) -> None:
     path: PrefillPath | None = runner.attn_backend.prefill
     # A sparse prefill in one piece, or in chunks of whole groups, writes the same.
     group = prefill.group_tokens if prefill else 1
@@ -216,7 +216,7 @@ def _require_fresh_summaries(kv_pool: Any, pages: list[int]) -> None:
 
 
 def _check_path(
-    runner: Any, path: TreePath, size: int, unproven: set[int], tolerance: float | None, prefill: PrefillMethod | None
+    runner: Any, path: TreePath, size: int, unproven: set[int], tolerance: float | None, prefill: PrefillGroups | None
 ) -> tuple[float, set[int]]:
     """Prove the unproven pages of a path; returns the worst difference and these pages."""
     slots = path.slots

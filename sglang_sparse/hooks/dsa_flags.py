@@ -12,6 +12,7 @@ from sglang_sparse.config.machine import Gpu, on_gpu
 from sglang_sparse.config.settings import SparseArgumentError, settings_of
 from sglang_sparse.methods.dsa import kernel_choice
 from sglang_sparse.methods.dsa.decode import NATIVE, PORTABLE, Dsa, DsaConfig
+from sglang_sparse.methods.groups import DecodeGroups
 
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
@@ -179,7 +180,7 @@ def choose_kernels(args: Arguments, settings: Settings, gpu: Gpu = None) -> Sett
     require_stages(args, settings, method.stages, on_gpu(gpu))
     if on_gpu(gpu) and not method.native("attention"):
         replace_tilelang_backend(args, settings)
-    return replace(settings, method=method)
+    return replace(settings, decode=DecodeGroups(settings.decode.names, [method]))
 
 
 def _facts(args: Any, asked: Gpu) -> kernel_choice.Facts:

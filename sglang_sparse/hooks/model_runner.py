@@ -8,12 +8,10 @@ from typing import Any
 from sglang_sparse.attention import memory
 from sglang_sparse.attention.backend import SparseAttentionBackend
 from sglang_sparse.attention.cuda_graphs import GraphVariants, offer
-from sglang_sparse.attention.prompt_selection import KeepPath
 from sglang_sparse.config import arguments
 from sglang_sparse.config.settings import settings_of
 from sglang_sparse.hooks import apply, refusals
 from sglang_sparse.hooks.table import SEAMS
-from sglang_sparse.methods.roles import PromptSelector
 from sglang_sparse.scheduler.compaction import Compaction
 from sglang_sparse.scheduler.fa3_packing import divider_of
 
@@ -36,8 +34,9 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, den
     buffers, model = getattr(kv_pool, memory.ATTRIBUTE), memory.model_shape(runner.model_config, kv_pool.dtype)
     prefill_backend = arguments.of(runner.server_args).get_attention_backends()[0]
     wrapped.divide = divider_of(prefill_backend, model, buffers.overflow.device)
-    if isinstance(settings.method, PromptSelector) and settings.method.compacts and isinstance(wrapped.keeps, KeepPath):
-        wrapped.keeps.compaction = Compaction(settings.method, buffers, kv_pool)
+    for path in wrapped.keeps:
+        if path.method.compacts:
+            path.compaction = Compaction(path.method, buffers, kv_pool)
     offer(runner.model_config.hf_config, GraphVariants(wrapped, settings))
     return wrapped
 

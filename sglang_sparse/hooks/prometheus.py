@@ -327,4 +327,4 @@ def method_counters(counters: Counters) -> dict[str, str]:
 
 def kept_totals(counters: Counters) -> dict[str, int]:
     """Return what a server's stage at a prompt's end has counted, by the names of ``KEPT_COUNTERS``."""
-    return {f"kept_{name}": count for name, count in counters.keeps.totals().items()} if counters.keeps else {}
+    return {f"kept_{name}": count for name, count in sum_counts([path.totals() for path in counters.keeps]).items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,9 @@ from sglang_sparse.hooks.limits import (
 )
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import PAGE_SIZES
+from sglang_sparse.methods.groups import DecodeGroups
 from sglang_sparse.methods.layers import parse_layers
-from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
+from sglang_sparse.methods.roles import prompt_selectors
 from sglang_sparse.methods.support import FlagLimit
 
 if TYPE_CHECKING:
@@ -65,18 +66,20 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
         SparseArgumentError: names every refused flag, what was got and why not.
     """
     has_gpu = on_gpu(gpu)
-    found = _found(args, (*FLAG_LIMITS, *settings.method.flag_limits))
+    methods = settings.decode.methods
+    found = _found(args, dict.fromkeys((*FLAG_LIMITS, *(limit for one in methods for limit in one.flag_limits))))
     if found:
         raise SparseArgumentError(f"{settings.flag} cannot run with {found}")
-    if settings.config.page_size % settings.method.block_size:
-        raise SparseArgumentError(
-            f"{settings.flag}: the page size is {settings.config.page_size} and the method's blocks have "
-            f"{settings.method.block_size} tokens; allowed: pages of whole blocks"
-        )
+    for method in methods:
+        if settings.config.page_size % method.block_size:
+            raise SparseArgumentError(
+                f"{settings.flag}: the page size is {settings.config.page_size} and the method's blocks have "
+                f"{method.block_size} tokens; allowed: pages of whole blocks"
+            )
     found = settings.prefill and _found(args, PREFILL_LIMITS)
     if found:
         raise SparseArgumentError(f"{settings.prefill_flag} cannot run with {found}")
-    found = isinstance(settings.method, PromptSelector) and settings.method.compacts and _found(args, COMPACT_LIMITS)
+    found = any(one.compacts for one in prompt_selectors(methods)) and _found(args, COMPACT_LIMITS)
     if found:
         raise SparseArgumentError(
             f'{settings.flag} cannot compact with {found}; allowed without compaction: {{"eviction": "visibility"}}'
@@ -96,7 +99,7 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
             f"{settings.flag}: check_exactness has nothing to prove with --disable-radix-cache; leave one of them out"
         )
     if not has_gpu:
-        allowed = ", ".join(dense_backends(settings.method.attention, gpu=False))
+        allowed = ", ".join(dense_backends(settings.decode.attention, gpu=False))
         for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
             name = getattr(args, flag)
             if name in GPU_ONLY_BACKENDS:
@@ -126,7 +129,7 @@ def require_interval(interval: int, args: Arguments, model: Any) -> None:
         raise ValueError(f"rectify_interval: got {interval}, allowed on this server: 0; it has {found}")
 
 
-def _found(args: Arguments, limits: tuple[FlagLimit, ...]) -> str:
+def _found(args: Arguments, limits: Iterable[FlagLimit]) -> str:
     got = [(limit, limit.got(args)) for limit in limits]
     return "; ".join(f"{limit.name} (got {value!r}): {limit.reason}" for limit, value in got if value is not None)
 
@@ -174,8 +177,8 @@ def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
 def _require_prefill(args: Arguments, settings: Settings) -> None:
     if settings.prefill is None:
         return
-    reason = settings.prefill.refuse_page_size(settings.config.page_size)
-    if reason:
+    page, methods = settings.config.page_size, settings.prefill.methods
+    if reason := next((reason for method in methods if (reason := method.refuse_page_size(page))), None):
         raise SparseArgumentError(f"--sparse-prefill-config of {settings.prefill_name}: {reason}")
     config, group = settings.prefill.config, settings.prefill.group_tokens
     chunk = prefill_chunk(args)
@@ -196,7 +199,7 @@ def _require_prefill(args: Arguments, settings: Settings) -> None:
 
 def _require_window(args: Arguments, settings: Settings) -> None:
     """Refuse chunks that a prompt's window may not fit: a prompt would wait for one that does, for ever."""
-    window = max((method.window_tokens for method in prompt_selectors(settings.method)), default=0)
+    window = max((method.window_tokens for method in prompt_selectors(settings.decode.methods)), default=0)
     page = settings.config.page_size
     if not window or (chunk := prefill_chunk(args)) is None:
         return
@@ -226,7 +229,8 @@ def fit_prefill(args: Arguments, settings: Settings) -> Settings:
         return settings
     if settings.prefill.refuse(args.new_model_config()) is None:
         return settings
-    fitted = replace(settings, method=settings.method.decode_alone(), prefill_name=None, prefill=None)
+    decode = DecodeGroups(settings.decode.names, [settings.method.decode_alone()])
+    fitted = replace(settings, decode=decode, prefill_name=None, prefill=None)
     args.sparse_config = json.dumps(fitted.resolved)
     return fitted
 
@@ -248,7 +252,7 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     origin = f"--sparse-config of {settings.name}"
     try:
         require_range(settings.rules or {}, model.num_hidden_layers)
-        settings.method.sparse_layers(model.num_hidden_layers)
+        settings.decode.sparse_layers(model.num_hidden_layers)
         if settings.prefill:
             origin = f"--sparse-prefill-config of {settings.prefill_name}"
             require_range(settings.prefill_rules or {}, model.num_hidden_layers)
@@ -256,7 +260,7 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     except ValueError as error:
         raise SparseArgumentError(f"{origin}: {error}") from error
     weightless = stand_in or args.load_format == "dummy"
-    if reason := settings.method.refuse(model):
+    if reason := settings.decode.refuse(model):
         raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
     if not stand_in:
         require_weights(args, settings, model)
@@ -282,7 +286,7 @@ def require_weights(args: Arguments, settings: Settings, model: Any) -> None:
         SparseArgumentError: names the architecture, and why not.
     """
     # Of a model that gets others at random its own say nothing.
-    if args.load_format != "dummy" and (reason := settings.method.refuse_weights(model)):
+    if args.load_format != "dummy" and (reason := settings.decode.refuse_weights(model)):
         architecture = (model.hf_config.architectures or ["unknown"])[0]
         raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
 
@@ -306,11 +310,12 @@ def require_dtypes(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
     quantized = args.kv_cache_dtype == "auto" and any(map(_makes_float8, _quantizations(args)))
     plain, auto = ("bf16", "fp8_e4m3") if quantized else ("auto", dtype)
     cache = {"auto": auto, "bf16": "bfloat16"}.get(args.kv_cache_dtype, args.kv_cache_dtype)
-    if cache not in (dtype, *(("fp8_e4m3",) if settings.method.fp8_kv else ())):
+    fp8_kv = all(method.fp8_kv for method in settings.decode.methods)
+    if cache not in (dtype, *(("fp8_e4m3",) if fp8_kv else ())):
         given = f"{args.kv_cache_dtype}{', which this checkpoint makes fp8_e4m3,' if quantized else ''}"
         raise SparseArgumentError(
             f"{settings.flag}: the KV cache dtype is {given} and the model's is {dtype}; "
-            f"allowed: {f'{plain}, fp8_e4m3' if settings.method.fp8_kv else plain}"
+            f"allowed: {f'{plain}, fp8_e4m3' if fp8_kv else plain}"
         )
     kind = settings.method.kind_of(args.get_model_config())
     if cache == "fp8_e4m3" and "torch_native" in args.get_attention_backends():
@@ -329,7 +334,7 @@ def require_dtypes(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
             f"none; allowed with --sparse-prefill-method: --kv-cache-dtype {plain}, a checkpoint with scales of its KV "
             "(kv_cache_scheme or kv_cache_quant_algo of its quantization), or --quantization-param-path FILE"
         )
-    if cache == "fp8_e4m3" and settings.method.needs_float8:
+    if cache == "fp8_e4m3" and any(method.needs_float8 for method in settings.decode.methods):
         _require_float8(settings, capability(gpu), plain)
     if dtype == "float32" and on_gpu(gpu):
         raise SparseArgumentError(

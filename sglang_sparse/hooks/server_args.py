@@ -65,7 +65,7 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
             settings = settings_of(args) or settings
             refusals.require_after(args, settings)
             dsa_flags.disable_prefill_graphs(args, settings)
-        for text in (*settings.method.warnings(), *of_prefill):
+        for text in (*settings.decode.warnings(), *of_prefill):
             logger.warning("sglang_sparse: %s", text)
 
 

@@ -25,7 +25,6 @@ class AuxBuffers:
         num_pages: pages of the KV pool with its dummy page 0.
         page_size: tokens per page.
         device: device of the KV pool.
-        entry_tokens: tokens that an entry summarises; those of a page if not given.
 
     Attributes:
         accounted_bytes: what SGLang's sizing was charged for these buffers.
@@ -41,12 +40,10 @@ class AuxBuffers:
         num_pages: int,
         page_size: int,
         device: str,
-        entry_tokens: int | None = None,
     ):
         self.specs = specs
         self.layers = frozenset(layers)
         self.page_size = page_size
-        self.entry_tokens = entry_tokens or page_size
         self._buffers: dict[str, dict[int, torch.Tensor]] = {spec.name: {} for spec in specs}
         for spec in specs:
             for layer in layers if spec.layers is None else spec.layers:
@@ -82,7 +79,7 @@ class AuxBuffers:
 
     def entry_tokens_of(self, spec: AuxSpec) -> int:
         """Return how many tokens an entry of a buffer summarises."""
-        return spec.entry_tokens or self.entry_tokens
+        return spec.entry_tokens or self.page_size
 
     @property
     def entry_sizes(self) -> tuple[int, ...]:
@@ -113,7 +110,7 @@ class AuxBuffers:
                 continue
             if entry_tokens not in (None, self.entry_tokens_of(spec)):
                 continue
-            own = k_caches if spec.layers is None else {i: k_caches[i] for i in spec.layers if i in k_caches}
+            own = {i: cache for i, cache in k_caches.items() if spec.layers is None or i in spec.layers}
             if not own:
                 continue
             buffers = [self._buffers[spec.name][layer] for layer in own]

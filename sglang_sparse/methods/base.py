@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from sglang_sparse.methods.config import DEFAULT_CROSSOVER, MethodConfig
+from sglang_sparse.methods.config import MethodConfig
 from sglang_sparse.methods.layers import parse_layers
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class AuxSpec:
             it, which is one more launch a layer.
         remedy: the config that helps where ``dtype`` cannot hold a key.
         layers: the layers that have it; None: all sparse ones.
-        entry_tokens: tokens whose keys one of its entries summarises; None: the method's.
+        entry_tokens: tokens whose keys an entry summarises: the unit of ``refresh``'s ``last_slots``; None: a page's.
     """
 
     name: str
@@ -69,7 +69,7 @@ class AuxSpec:
     refresh: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor, int, torch.Tensor], None]
     before_select: bool = False
     remedy: str = '{"summary_dtype": "bf16"}'
-    layers: tuple[int, ...] | None = None
+    layers: Collection[int] | None = None
     entry_tokens: int | None = None
 
     @property
@@ -105,12 +105,8 @@ class DecodeMethod:
         flag_limits: server flags that it refuses beside those that no method serves.
         combines: its layers may stand beside those of another method for this kind of attention, or of another config.
             It is told all it needs by each call, and its config is a ``RectifyConfig``. See `alone`, too.
-        parts: the methods of a ``Composite``, which has one for each layer; nothing else has any.
-        names: what these are called.
         more_counts: names of what it counts on the device itself, in ``BatchView.method_stats``.
         config: the configuration.
-        crossover_tokens: the config's number, or what "auto" stands for; a server that starts puts here what was
-            measured for its GPU and its model.
     """
 
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
@@ -125,13 +121,9 @@ class DecodeMethod:
     flag_limits: tuple[FlagLimit, ...] = ()
     combines: ClassVar[bool] = False
     more_counts: tuple[str, ...] = ()
-    parts: tuple[DecodeMethod, ...] = ()
-    names: tuple[str, ...] = ()
 
     def __init__(self, config: MethodConfig):
         self.config = config
-        asked = config.crossover_tokens
-        self.crossover_tokens = DEFAULT_CROSSOVER if asked == "auto" else asked
 
     def kind_of(self, model_config: Any) -> str:
         """The kind of attention as which it serves a model.
@@ -142,18 +134,8 @@ class DecodeMethod:
         return "MLA" if self.latents and model_config.attention_arch.name == "MLA" else self.attention
 
     @property
-    def configs(self) -> tuple[MethodConfig, ...]:
-        """The configurations that a request's fields may change."""
-        return (self.config,)
-
-    @property
     def block_size(self) -> int:
         """Tokens of a block, the unit of the selection; a power of two, at most a KV page."""
-        return self.config.page_size
-
-    @property
-    def entry_tokens(self) -> int:
-        """Tokens whose keys an entry of the buffers summarises: the unit of ``AuxSpec.refresh``'s ``last_slots``."""
         return self.config.page_size
 
     @property
@@ -165,11 +147,6 @@ class DecodeMethod:
     def alone(self) -> str | None:
         """Why a method that ``combines`` stands beside dense layers alone with this config, or None."""
         return None
-
-    @property
-    def has_crossover(self) -> bool:
-        """Whether small batches run dense, so that a measured number takes the place of "auto"."""
-        return "crossover_tokens" in self.config.limits
 
     def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers that run sparse in a model of so many, ascending.
@@ -225,8 +202,9 @@ class DecodeMethod:
         return None
 
     def decode_alone(self) -> DecodeMethod:
-        """Return the method for a model that its own prefill method does not serve: one without `prefill_fields`."""
-        return self
+        """Return the method without `prefill_fields`: in its `phase_fields` prefill has 0."""
+        fields = {name: {**getattr(self.config, name), "prefill": 0.0} for name in self.config.phase_fields}
+        return type(self)(self.config.model_copy(update=fields))
 
     def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
         """Return the buffers to keep beside the KV pool; none where nothing but the KV itself is read."""

@@ -1,219 +1,180 @@
-"""Several methods, or configs of one, in one model: each has layers of its own.
-
-Everything that asks a method about memory, limits and refusals asks a ``Composite``; a plan, a view and a decode path
-have a part for each of its methods. Page table, lengths and scratch of a view are the same for all parts whose blocks
-have one size, which take turns in them as the layers of one method do; how much a row attends to, what it runs with and
-what is counted are each part's own.
-"""
+"""The methods of one phase by layer: mostly one, and by rules several, or several configs of one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any, ClassVar, Generic, TypeVar
 
 from sglang_sparse.methods.base import AuxSpec, DecodeMethod, ModelShape
-from sglang_sparse.methods.config import SHARED, MethodConfig, RectifyConfig
-from sglang_sparse.methods.layers import names_layer, parse_layers
-from sglang_sparse.methods.prefill import PrefillConfig, PrefillInputs, PrefillMethod, PrefillSpan
+from sglang_sparse.methods.config import DEFAULT_CROSSOVER, MethodConfig, RectifyConfig, SparseConfig
+from sglang_sparse.methods.prefill import PrefillConfig, PrefillMethod
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from sglang_sparse.methods.base import ModelShape
-    from sglang_sparse.methods.views import BatchView
+M = TypeVar("M", DecodeMethod, PrefillMethod)
 
 
-class Composite(DecodeMethod):
-    """Methods by layer.
-
-    Its ``config`` has what they share, and its blocks are those of the first part. A batch runs sparse or dense as a
-    whole; a row attends densely where all parts let it attend to everything.
+class LayerGroups(Generic[M]):
+    """Methods of one phase, in the order of their rules; a method's config says which layers it has.
 
     Args:
-        names: what the parts are called in the registry.
-        parts: methods that ``combine``, of one kind of attention and no common layer, whose configs agree in
-            ``SHARED``.
+        names: what the methods are called in the registry.
+        methods: at least one. Several have no common layer, and their configs agree in the fields of ``shared``.
+
+    Attributes:
+        config: the method's; of several the fields of ``shared``, and the layers of all.
+        more_counts: names of what the methods count on the device themselves.
     """
 
-    combines = True
+    shared: ClassVar[type[SparseConfig]]
+    config: Any
 
-    def __init__(self, names: Sequence[str], parts: Sequence[DecodeMethod]):
-        shared: dict[str, Any] = {field: getattr(parts[0].config, field) for field in SHARED}
-        layers = ",".join(str(part.config.layers) for part in parts)
-        super().__init__(RectifyConfig.model_validate({**shared, "layers": layers}))
-        self.names = tuple(names)
-        self.parts = tuple(parts)
-        self.more_counts = tuple(dict.fromkeys(name for part in parts for name in part.more_counts))
-        self.attention = next((part for part in parts if not part.latents), parts[0]).attention
-        self.latents = all(part.latents for part in parts)
-        self.fp8_kv = all(part.fp8_kv for part in parts)
-        self.needs_float8 = any(part.needs_float8 for part in parts)
-        self.flag_limits = tuple(dict.fromkeys(limit for part in parts for limit in part.flag_limits))
+    def __init__(self, names: Sequence[str], methods: Sequence[M]):
+        self.names, self.methods = tuple(names), tuple(methods)
+        self.config = methods[0].config
+        if len(methods) > 1:
+            fields = {field: getattr(self.config, field) for field in self.shared.model_fields}
+            fields["layers"] = ",".join(str(config.layers) for config in self.configs)
+            self.config = self.shared.model_validate(fields)
+        self.more_counts = tuple(dict.fromkeys(name for method in methods for name in method.more_counts))
 
     @property
-    def configs(self) -> tuple[MethodConfig, ...]:
-        """Those of the parts."""
-        return tuple(part.config for part in self.parts)
+    def configs(self) -> tuple[Any, ...]:
+        """The configurations that a request's fields may change, one for each method."""
+        return tuple(method.config for method in self.methods)
 
     @property
-    def block_size(self) -> int:
-        """That of the first part."""
-        return self.parts[0].block_size
+    def described(self) -> str:
+        """The method's name, or where each of several has its layers."""
+        if len(self.methods) == 1:
+            return self.names[0]
+        return ", ".join(f"{name} in layers {own.layers}" for name, own in zip(self.names, self.configs, strict=True))
 
-    def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Those of the parts, which may have fewer than their configs name."""
-        return tuple(sorted(layer for part in self.parts for layer in part.sparse_layers(num_layers)))
-
-    def refuse(self, model_config: object) -> str | None:
-        """What a part refuses."""
-        return next((reason for part in self.parts if (reason := part.refuse(model_config))), None)
-
-    def refuse_weights(self, model_config: object) -> str | None:
-        """What a part refuses."""
-        return next((reason for part in self.parts if (reason := part.refuse_weights(model_config))), None)
-
-    def adopt(self, model_config: object) -> None:
-        """Tell the parts."""
-        for part in self.parts:
-            part.adopt(model_config)
-
-    def kernels(self, usual: str) -> str:
-        """Those of the parts."""
-        return ", ".join(dict.fromkeys(part.kernels(usual) for part in self.parts))
-
-    def warnings(self) -> tuple[str, ...]:
-        """Those of the parts; and that what has both phases alone is of decode here."""
-        both = [name for name, part in zip(self.names, self.parts, strict=True) if part.config.phase_fields]
-        said = [f"{name} decodes in layers of its own; prefill is what --sparse-prefill-method says" for name in both]
-        return tuple(dict.fromkeys((*said, *(text for part in self.parts for text in part.warnings()))))
-
-    def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
-        """Those of the parts, each for its part's layers."""
-        return tuple(
-            replace(spec, layers=part.sparse_layers(model.num_layers), entry_tokens=part.entry_tokens)
-            for part in self.parts
-            for spec in part.aux_specs(model)
-        )
-
-    def n_select(self, n_pages: torch.Tensor) -> torch.Tensor:
-        """What the first part attends to, in its layers."""
-        return self.parts[0].n_select(n_pages)
-
-    def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
-        """The most of the parts: layers run one after the other on one stream, and each gives back what it took."""
-        parts = zip(self.parts, view.parts, strict=True)
-        return max(part.scratch_bytes(model, own, dtype, device) for part, own in parts)
-
-
-# What is said once for all layers of a server, whatever prefill methods they have.
-SHARED_BY_PREFILL = tuple(field for field in PrefillConfig.model_fields if field != "layers")
-
-
-class LayeredPrefill(PrefillMethod):
-    """Prefill methods by layer.
-
-    A token's KV depends on what all layers below did, so that its groups are whole ones of each part: KV is a function
-    of the tokens before it where it is in every layer. All parts begin to be sparse at one position.
-
-    Args:
-        config: what the parts share.
-        names: what the parts are called in the registry.
-        parts: methods of no common layer, whose configs agree in ``SHARED_BY_PREFILL`` but for ``crossover_tokens``.
-
-    Raises:
-        ValueError: a part begins elsewhere than it is told to, or has a rule of its own of what may be shared.
-    """
-
-    def __init__(self, config: PrefillConfig, names: Sequence[str], parts: Sequence[PrefillMethod]):
-        super().__init__(config)
-        self.names = tuple(names)
-        group = math.lcm(*(part.group_tokens for part in parts))
-        begin = -(-max(part.dense_below for part in parts) // group) * group
-        self.parts = tuple(
-            part.with_configs([part.config.model_copy(update={"crossover_tokens": begin})]) for part in parts
-        )
-        for name, part in zip(names, self.parts, strict=True):
-            own = [
-                rule for rule in ("boundary", "dense_from") if getattr(type(part), rule) != getattr(PrefillMethod, rule)
-            ]
-            if part.dense_below != begin or own:
-                found = f"has {own[0]}() of its own" if own else f"begins at {part.dense_below} where {begin} is asked"
-                raise ValueError(f"{name} {found}; allowed: all sparse layers for it alone")
-        self.more_counts = tuple(dict.fromkeys(name for part in parts for name in part.more_counts))
-        self._group = group
-
-    @property
-    def configs(self) -> tuple[PrefillConfig, ...]:
-        """Those of the parts."""
-        return tuple(part.config for part in self.parts)
-
-    def warnings(self) -> tuple[str, ...]:
-        """Those of the parts."""
-        return tuple(dict.fromkeys(text for part in self.parts for text in part.warnings()))
-
-    def with_configs(self, configs: Sequence[PrefillConfig]) -> LayeredPrefill:
-        """See ``PrefillMethod.with_configs``; one for each part."""
-        parts = [part.with_configs([config]) for part, config in zip(self.parts, configs, strict=True)]
-        return LayeredPrefill(self.config, self.names, parts)
-
-    @property
-    def group_tokens(self) -> int:
-        """Whole groups of each part."""
-        return self._group
-
-    @property
-    def dense_below(self) -> int:
-        """Where the last part begins, at the end of a group of all."""
-        return self.parts[0].dense_below
+    def with_configs(self, configs: Sequence[SparseConfig]) -> Any:
+        """Return the same methods with other configs, one for each; a method whose config is the same stays."""
+        pairs = zip(self.methods, configs, strict=True)
+        methods = [one if config is one.config else type(one)(config) for one, config in pairs]  # type: ignore[arg-type]
+        return type(self)(self.names, methods)  # type: ignore[arg-type]
 
     def refuse(self, model_config: Any) -> str | None:
-        """What a part refuses, and groups that no prompt of the model has."""
-        context = getattr(model_config, "context_len", None)
-        if context and self._group > context:
-            sizes = ", ".join(
-                f"{part.group_tokens} of {name}" for name, part in zip(self.names, self.parts, strict=True)
-            )
-            return f"groups of all layers have {self._group} tokens ({sizes}), and the context has {context}"
-        return next((reason for part in self.parts if (reason := part.refuse(model_config))), None)
+        """Say why a method cannot serve a model, SGLang's ``ModelConfig``; None where all can."""
+        return next((reason for method in self.methods if (reason := method.refuse(model_config))), None)
 
     def refuse_weights(self, model_config: Any) -> str | None:
-        """What a part refuses."""
-        return next((reason for part in self.parts if (reason := part.refuse_weights(model_config))), None)
+        """Say why a config is not for a model's weights, or None; asked only where these are at hand."""
+        return next((reason for method in self.methods if (reason := method.refuse_weights(model_config))), None)
 
-    def refuse_page_size(self, page_size: int) -> str | None:
-        """What a part refuses."""
-        return next((reason for part in self.parts if (reason := part.refuse_page_size(page_size))), None)
+    def warnings(self) -> tuple[str, ...]:
+        """What to tell the user at start."""
+        return tuple(dict.fromkeys(text for method in self.methods for text in method.warnings()))
 
-    def scratch_bytes(self, model: ModelShape, max_tokens: int, max_context: int) -> int:
-        """The most of the parts: layers run one after the other, and each gives back what it took."""
-        return max(part.scratch_bytes(model, max_tokens, max_context) for part in self.parts)
 
-    def kept_bytes(self, model: ModelShape, layers: int, dtype: torch.dtype) -> int:
-        """Those of the parts, each for its own of the layers."""
-        return sum(
-            part.kept_bytes(model, len(parse_layers(part.config.layers, model.num_layers)), dtype)
-            for part in self.parts
-        )
+class DecodeGroups(LayerGroups[DecodeMethod]):
+    """Decode methods by layer. A batch runs sparse or dense as a whole.
 
-    def plan(self, spans: Sequence[PrefillSpan], device: torch.device) -> tuple[Any, ...]:
-        """A plan of each part, for which a request's method is that part of it."""
+    Args:
+        names: see ``LayerGroups``.
+        methods: likewise; several ``combine`` and are of one kind of attention.
+
+    Attributes:
+        crossover_tokens: the config's number, or what "auto" stands for; a server that starts puts here what was
+            measured for its GPU and its model.
+    """
+
+    shared = RectifyConfig
+    config: MethodConfig
+
+    def __init__(self, names: Sequence[str], methods: Sequence[DecodeMethod]):
+        super().__init__(names, methods)
+        asked = self.config.crossover_tokens
+        self.crossover_tokens = DEFAULT_CROSSOVER if asked == "auto" else asked
+
+    @property
+    def attention(self) -> str:
+        """The kind of attention that all serve: that of a method which serves no other, if there is one."""
+        return next((method for method in self.methods if not method.latents), self.methods[0]).attention
+
+    def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers that run sparse in a model of so many, ascending.
+
+        Raises:
+            ValueError: a config names layers that the model does not have.
+        """
+        return tuple(sorted(layer for method in self.methods for layer in method.sparse_layers(num_layers)))
+
+    def aux_specs(self, model: ModelShape) -> tuple[AuxSpec, ...]:
+        """Return the buffers of all methods, each for its method's layers."""
         return tuple(
-            part.plan([replace(span, method=span.method and span.method.parts[place]) for span in spans], device)
-            for place, part in enumerate(self.parts)
+            replace(spec, layers=frozenset(method.sparse_layers(model.num_layers)))
+            for method in self.methods
+            for spec in method.aux_specs(model)
         )
 
-    def attend(self, plan: tuple[Any, ...], layer_id: int, inputs: PrefillInputs) -> None:
-        """Attend by the part that has the layer, and put what it counts where all parts are counted."""
-        place = next(i for i, part in enumerate(self.parts) if names_layer(part.config.layers, layer_id))
-        part = self.parts[place]
-        counts = inputs.pairs.new_zeros(2 + len(part.more_counts))
-        part.attend(plan[place], layer_id, replace(inputs, pairs=counts))
-        inputs.pairs[:2] += counts[:2]
-        for name, count in zip(part.more_counts, counts[2:], strict=True):
-            inputs.pairs[2 + self.more_counts.index(name)] += count
+    def prefill_fields(self) -> dict[str, Any] | None:
+        """See ``DecodeMethod.prefill_fields``; beside rules of several methods prefill has a flag of its own."""
+        return self.methods[0].prefill_fields() if len(self.methods) == 1 else None
+
+    def warnings(self) -> tuple[str, ...]:
+        """What to tell the user at start; among it that methods of both phases only decode in layers of their own."""
+        several = zip(self.names, self.configs, strict=True) if len(self.methods) > 1 else ()
+        both = [name for name, config in several if config.phase_fields]
+        said = [f"{name} decodes in layers of its own; prefill is what --sparse-prefill-method says" for name in both]
+        return tuple(dict.fromkeys((*said, *super().warnings())))
+
+
+class PrefillGroups(LayerGroups[PrefillMethod]):
+    """Prefill methods by layer.
+
+    A token's KV depends on what all layers below did, so KV is a function of the tokens before it only at the end of a
+    group of every method. All methods begin to be sparse at one position.
+
+    Args:
+        names: see ``LayerGroups``.
+        methods: likewise; several may differ in ``crossover_tokens``.
+
+    Attributes:
+        group_tokens: tokens of whole groups of each method.
+        dense_below: where all methods begin, at the end of a group of all.
+
+    Raises:
+        ValueError: one of several begins elsewhere than it is told to, or has a rule of its own of what may be shared.
+    """
+
+    shared = PrefillConfig
+    config: PrefillConfig
+
+    def __init__(self, names: Sequence[str], methods: Sequence[PrefillMethod]):
+        super().__init__(names, methods)
+        self.group_tokens = math.lcm(*(method.group_tokens for method in methods))
+        if len(methods) > 1:
+            begin = -(-max(method.dense_below for method in methods) // self.group_tokens) * self.group_tokens
+            update = {"crossover_tokens": begin}
+            self.methods = tuple(type(one)(one.config.model_copy(update=update)) for one in methods)
+            for name, method in zip(names, self.methods, strict=True):
+                _require_begin(name, method, begin)
+        self.dense_below = self.methods[0].dense_below
+
+    def boundary(self, position: int) -> int:
+        """Return the last position, up to ``position``, that is one of ``PrefillMethod.boundary`` for all methods."""
+        found = min(method.boundary(position) for method in self.methods)
+        return found if found == position else self.boundary(found)
+
+    def dense_from(self, prompt: int) -> int:
+        """See ``PrefillMethod.dense_from``."""
+        return self.methods[0].dense_from(prompt)
+
+    def refuse(self, model_config: Any) -> str | None:
+        """Say what a method refuses, or that no prompt of the model has a group of all."""
+        context = getattr(model_config, "context_len", None)
+        if len(self.methods) > 1 and context and self.group_tokens > context:
+            pairs = zip(self.names, self.methods, strict=True)
+            sizes = ", ".join(f"{method.group_tokens} of {name}" for name, method in pairs)
+            return f"groups of all layers have {self.group_tokens} tokens ({sizes}), and the context has {context}"
+        return super().refuse(model_config)
+
+
+def _require_begin(name: str, method: PrefillMethod, begin: int) -> None:
+    own = [rule for rule in ("boundary", "dense_from") if getattr(type(method), rule) != getattr(PrefillMethod, rule)]
+    if method.dense_below != begin or own:
+        found = f"has {own[0]}() of its own" if own else f"begins at {method.dense_below} where {begin} is asked"
+        raise ValueError(f"{name} {found}; allowed: all sparse layers for it alone")

@@ -79,7 +79,7 @@ class PrefillSpan:
         row: row of the batch, which is the row of its page table.
         start: position of the first query token.
         end: position behind the last.
-        method: the method with this request's config; None attends densely.
+        method: the method with this request's config, of the scheduler's spans ``PrefillGroups``; None attends densely.
         decodes: the one token of a row that decodes within a mixed batch. It is no prefill's, and is not counted.
         before: what earlier passes have left of the prompt for the span to go on with, if they have.
         after: what it leaves for the next, if it does; what is kept of it goes where ``before`` keeps it.
@@ -89,7 +89,7 @@ class PrefillSpan:
     row: int
     start: int
     end: int
-    method: PrefillMethod | None
+    method: Any
     decodes: bool = False
     before: CutPrompt | None = None
     after: CutPrompt | None = None
@@ -143,34 +143,20 @@ class PrefillMethod(ABC):
     groups of ``group_tokens``, aligned to absolute positions: within a group a token's output may depend on later
     tokens of the group. Prefixes are therefore matched, cached and cut into chunks at these ends alone, see
     ``scheduler/prefill_chunks.py``. Positions below ``dense_below`` are dense for every prompt, and there any page end
-    will do. To have layers beside other methods (``LayeredPrefill``) a method begins where ``crossover_tokens`` says if
+    will do. To have layers beside other methods (``PrefillGroups``) a method begins where ``crossover_tokens`` says if
     that is the end of a group, and leaves ``boundary`` and ``dense_from`` as they are.
 
     Attributes:
         config: the configuration.
         more_counts: names of what ``attend`` counts beside pairs, for the server info; what attends densely adds
             nothing to it.
-        names: of the parts, in the registry; empty for a method without any.
-        parts: methods that have layers of their own each, see ``LayeredPrefill``; empty for any other.
     """
 
     config_class: ClassVar[type[PrefillConfig]] = PrefillConfig
     more_counts: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    parts: tuple[PrefillMethod, ...] = ()
 
     def __init__(self, config: PrefillConfig):
         self.config = config
-
-    @property
-    def configs(self) -> tuple[PrefillConfig, ...]:
-        """Its own, or those of its parts."""
-        return (self.config,)
-
-    def with_configs(self, configs: Sequence[PrefillConfig]) -> PrefillMethod:
-        """Return the method with others in the place of its ``configs``."""
-        (config,) = configs
-        return type(self)(config)
 
     @property
     @abstractmethod

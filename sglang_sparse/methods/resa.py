@@ -52,7 +52,7 @@ class ResaConfig(RectifyConfig):
         ge=1,
         le=MAX_CENTROIDS,
         description="With summary centroids, means of a page, at most page_size; by default 6, or 2 with an fp8 KV "
-        "cache, which takes fewer bytes than minmax in the KV cache's dtype.",
+        "cache, which takes no more bytes than minmax in the KV cache's dtype.",
     )
     group: Literal["mean_query", "vote"] = Field(
         "vote",
@@ -134,26 +134,22 @@ class Resa(DecodeMethod):
 
     def select(self, view: BatchView, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         """One selection a KV head."""
-        summary = pools.buffer(SUMMARY, layer_id)
-        scores = self._scores(view, query, summary)
-        pages = (view.page_table, view.n_pages, view.n_select, view.max_select)
-        indices, counts = page_topk(scores, *pages, view.selected, view.stats, tables_ready=True)
-        return SparseIndices(indices, counts)
+        summary, local = pools.buffer(SUMMARY, layer_id), self.config.local_pages
+        tables, wanted = (view.page_table, view.n_pages), (view.n_select, view.max_select)
+        # The view is filled before the model runs, after the summaries of the passes before, and what looks up its
+        # embeddings waits for that; so would have to what comes first on a later stage of pipeline parallelism.
+        if not self._by_votes:
+            scores = page_score(query, summary, *tables, view.scores, local, summaries_ready=True)
+            return SparseIndices(*page_topk(scores, *tables, *wanted, view.selected, view.stats, tables_ready=True))
+        if self.config.group == "mean_query":
+            query = query.unflatten(1, (summary.shape[1], -1)).mean(2, dtype=torch.float32)
+        rest = (view.logit_scale, view.scores, view.selected, view.stats, local)
+        return SparseIndices(*votes.select_by_votes(query, summary, *tables, *wanted, *rest, tables_ready=True))
 
     @property
     def _by_votes(self) -> bool:
         """Whether ``page_vote`` scores; a mean query is then a group's only voter."""
         return self.config.group == "vote" or self.config.summary == "centroids"
-
-    def _scores(self, view: BatchView, query: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
-        tables, local = (view.page_table, view.n_pages), self.config.local_pages
-        # The view is filled before the model runs, after the summaries of the passes before, and what looks up its
-        # embeddings waits for that; so would have to what comes first on a later stage of pipeline parallelism.
-        if self._by_votes:
-            if self.config.group == "mean_query":
-                query = query.unflatten(1, (summary.shape[1], -1)).mean(2, dtype=torch.float32)
-            return votes.page_vote(query, summary, *tables, view.logit_scale, view.scores, local, summaries_ready=True)
-        return page_score(query, summary, *tables, view.scores, local, summaries_ready=True)
 
     def scratch_bytes(self, model: ModelShape, view: BatchView, dtype: torch.dtype, device: torch.device) -> int:
         """The more of the votes' and the attention's: scores and selection are in the view.

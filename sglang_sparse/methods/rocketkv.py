@@ -123,11 +123,6 @@ class Rocketkv(PromptSelector):
         return self.config.kt_page_size
 
     @property
-    def entry_tokens(self) -> int:
-        """One entry a KT page."""
-        return self.config.kt_page_size
-
-    @property
     def window_tokens(self) -> int:
         """``window_size``."""
         return self.config.window_size
@@ -187,7 +182,11 @@ class Rocketkv(PromptSelector):
         blocks = self.config.page_size // self.block_size
         shape, dtype = (blocks, model.num_kv_heads, 2, model.head_dim), KT_DTYPES[self.config.kt_cache_dtype]
         remedy = '{"kt_cache_dtype": "bfloat16"}'
-        return (AuxSpec(KT_CACHE, shape, dtype, self._refresh, before_select=True, remedy=remedy),)
+        return (
+            AuxSpec(
+                KT_CACHE, shape, dtype, self._refresh, before_select=True, remedy=remedy, entry_tokens=self.block_size
+            ),
+        )
 
     def _refresh(
         self,

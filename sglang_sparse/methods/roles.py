@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from sglang_sparse.methods.base import DecodeMethod, ModelShape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from sglang_sparse.methods.base import ModelShape
@@ -56,9 +58,9 @@ class Kept:
     first_visible: torch.Tensor
 
 
-def prompt_selectors(method: DecodeMethod) -> tuple[PromptSelector, ...]:
-    """Return those of a method's parts that have a first stage, in their order; of one without parts itself or none."""
-    return tuple(one for one in method.parts or (method,) if isinstance(one, PromptSelector))
+def prompt_selectors(methods: Sequence[DecodeMethod]) -> tuple[PromptSelector, ...]:
+    """Return those of the methods that have a first stage, in their order."""
+    return tuple(method for method in methods if isinstance(method, PromptSelector))
 
 
 class PromptSelector(DecodeMethod, ABC):

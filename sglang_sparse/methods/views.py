@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 # Counts of the selection in ``BatchView.stats``.
@@ -66,8 +66,6 @@ class BatchView:
         logit_scale: of the layer that selects, what its products of query and stored key are multiplied with.
         last_slots: ``[rows]`` int64 while a layer selects, the slot of each row's newest token. What lies behind it in
             its page is not the row's, which a method whose unit is the token has to leave out.
-        parts: of a method with parts the view of each, see ``attention/batch.py``. Those whose blocks have one size
-            share their buffers but for ``n_select``, ``row_thresholds`` and ``stats``, also with the whole view.
     """
 
     page_table: torch.Tensor
@@ -84,7 +82,6 @@ class BatchView:
     page_size: int
     logit_scale: float = 1.0
     last_slots: torch.Tensor | None = None
-    parts: tuple[BatchView, ...] = ()
 
     def rows(self, count: int) -> BatchView:
         """Return the view of the first ``count`` rows; the memory is the same."""
@@ -99,7 +96,6 @@ class BatchView:
             requests=self.requests[:count],
             visible=(self.visible[0][:count], self.visible[1][:count], self.visible[2][:count]),
             arrivals=self.arrivals[:count],
-            parts=tuple(part.rows(count) for part in self.parts),
         )
 
     @property
@@ -113,17 +109,7 @@ class BatchView:
         return self.stats[SELECT_STATS:]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        views = (self, *self.parts)
-        owners = (self, *(part for part, owns in self.owners() if owns))
-        shared = [(x.page_table, x.n_pages, x.requests, x.arrivals, x.scores, *x.selected, *x.visible) for x in owners]
-        own = [(x.n_select, x.row_thresholds) for x in views]
-        return sum(buffer.nbytes for buffers in (*shared, *own) for buffer in buffers)
-
-    def owners(self) -> Iterator[tuple[BatchView, bool]]:
-        """Yield the parts, and of each whether it is the first with blocks of its size, unlike the whole view."""
-        seen = {self.page_size}
-        for part in self.parts:
-            yield part, part.page_size not in seen
-            seen.add(part.page_size)
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """All that it takes memory for."""
+        small = (self.n_pages, self.n_select, self.row_thresholds, self.requests, self.arrivals)
+        return (self.page_table, self.scores, *self.selected, *self.visible, *small)

@@ -206,7 +206,7 @@ def compact_running(running: Any, scheduler: Any, *_: Any) -> None:
     if settings is None or not (isinstance(settings.method, PromptSelector) and settings.method.compacts):
         return
     backend, tree = scheduler.tp_worker.model_runner.attn_backend, scheduler.tree_cache
-    compaction: Compaction = backend.keeps.compaction
+    compaction: Compaction = backend.keeps[0].compaction
     states = [ensure_state(settings, backend.counters.rectify, request) for request in running.reqs]
     ready = {
         row: span
@@ -216,13 +216,13 @@ def compact_running(running: Any, scheduler: Any, *_: Any) -> None:
     if not ready:
         return
     forced = any(state.compacted for state in states)
-    plan = plan_decode(backend.method, running.seq_lens_cpu, [state.options for state in states], forced)
+    plan = plan_decode(backend.groups, running.seq_lens_cpu, [state.options for state in states], forced)
     if not plan.sparse:
         return
     reserve = len(states) * tree.page_size
     holders = None
     for row, span in ready.items():
-        if plan.n_select[row] >= plan.n_pages[row]:
+        if not plan.selective[row]:
             continue
         holders = holders or _holders([*running.reqs, *filter(None, [scheduler.chunked_req])], tree)
         if not _frees_memory(running.reqs[row], span, holders, tree):

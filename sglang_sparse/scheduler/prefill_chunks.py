@@ -29,7 +29,7 @@ from sglang_sparse.scheduler.request_state import options_of, state_of
 if TYPE_CHECKING:
     from sglang_sparse.config.arguments import Arguments
     from sglang_sparse.config.settings import Settings
-    from sglang_sparse.methods.prefill import PrefillMethod
+    from sglang_sparse.methods.groups import PrefillGroups
     from sglang_sparse.scheduler.request_state import RequestState
 
 
@@ -44,7 +44,7 @@ def current_settings() -> Settings | None:
     return settings_of(cast("Arguments", server_args))
 
 
-def method_of(request: Any) -> PrefillMethod | None:
+def method_of(request: Any) -> PrefillGroups | None:
     """Return the prefill method of SGLang's ``Req`` with its own config, or None where its prefill is dense."""
     state = state_of(request)
     if state is not None:
@@ -55,13 +55,13 @@ def method_of(request: Any) -> PrefillMethod | None:
     return options_of(settings, request).prefill
 
 
-def sharing_method(request: Any) -> PrefillMethod | None:
+def sharing_method(request: Any) -> PrefillGroups | None:
     """The same, where sharing is restricted."""
     method = method_of(request)
     return None if method is None or method.config.share_partial_groups else method
 
 
-def share_limit(request: Any, method: PrefillMethod) -> int:
+def share_limit(request: Any, method: PrefillGroups) -> int:
     """Return how many leading tokens of a request have KV that others may share."""
     limit = max(method.boundary(method.dense_from(len(request.origin_input_ids))), method.dense_below)
     state = state_of(request)
@@ -74,7 +74,7 @@ def split_prompt(
     start: int,
     end: int,
     prompt: int,
-    method: PrefillMethod | None,
+    method: PrefillGroups | None,
     cuts: tuple[CutPrompt | None, CutPrompt | None] = (None, None),
 ) -> Iterator[PrefillSpan]:
     """Split a row's query tokens: those of the prompt are the method's, its tail and generated tokens are dense.
@@ -100,7 +100,7 @@ def note_chunk_end(request: Any, end: int) -> None:
 
 
 def follow_cuts(
-    state: RequestState, start: int, end: int, prompt: int, method: PrefillMethod | None
+    state: RequestState, start: int, end: int, prompt: int, method: PrefillGroups | None
 ) -> tuple[CutPrompt | None, CutPrompt | None]:
     """Return what earlier passes left of a prompt, and what this one leaves, which is in ``state`` then.
 

@@ -22,7 +22,7 @@ from sglang_sparse.scheduler.inserted_keys import InexactTreeError
 from sglang_sparse.scheduler.prefill_chunks import current_settings
 
 if TYPE_CHECKING:
-    from sglang_sparse.methods.prefill import PrefillMethod
+    from sglang_sparse.methods.groups import PrefillGroups
 
 # A token id and a digest of 40 bits share 63.
 TOKEN_BITS = 22
@@ -32,7 +32,7 @@ _TOKEN = (1 << TOKEN_BITS) - 1
 ATTRIBUTE = "sglang_sparse_marked"
 
 
-def with_group_digest(tokens: Sequence[int], method: PrefillMethod, before: array[int] | None = None) -> array[int]:
+def with_group_digest(tokens: Sequence[int], method: PrefillGroups, before: array[int] | None = None) -> array[int]:
     """Return a copy of token ids, those of sparse groups with the digest of their group.
 
     Args:
@@ -64,7 +64,7 @@ def token_ids(tokens: array[int]) -> list[int]:
     return [token & _TOKEN for token in tokens]
 
 
-def require_whole_groups(method: PrefillMethod | None, ends: Sequence[int]) -> None:
+def require_whole_groups(method: PrefillGroups | None, ends: Sequence[int]) -> None:
     """Prove that nodes of the tree end where KV is a function of its tokens.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.attention.prompt_selection import KeepPath, PartsKeepPath, PromptEnd
+from sglang_sparse.attention.prompt_selection import KeepPath, PromptEnd
 from sglang_sparse.methods.roles import PromptSelector, prompt_selectors
 from sglang_sparse.scheduler.request_state import options_of, state_of
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def choosing(options: RequestOptions) -> tuple[PromptSelector, ...]:
     """Return the methods that choose for a request, each for its layers; none where it sees all of its prompt."""
-    return prompt_selectors(options.method) if options.sparse else ()
+    return prompt_selectors(options.decode.methods) if options.sparse else ()
 
 
 def window_start(settings: Settings | None, request: Any) -> int | None:
@@ -31,7 +31,7 @@ def window_start(settings: Settings | None, request: Any) -> int | None:
         settings: the server's.
         request: SGLang's ``Req``.
     """
-    if settings is None or not prompt_selectors(settings.method):
+    if settings is None or not prompt_selectors(settings.decode.methods):
         return None
     state = state_of(request)
     options = options_of(settings, request) if state is None else state.options
@@ -62,13 +62,10 @@ def begin(backend: Any, forward_batch: Any, batch: Any) -> None:
         forward_batch: SGLang's ``ForwardBatch``.
         batch: the ``ScheduleBatch`` that it was made from.
     """
-    keeps: KeepPath | PartsKeepPath | None = backend.keeps
-    if keeps is None:
-        return
-    if keeps.compaction is not None:
-        keeps.compaction.run()
     prefills = batch.forward_mode.is_extend() and not getattr(batch, "dense_pass", False)
-    for path in keeps.paths:
+    for path in backend.keeps:
+        if path.compaction is not None:
+            path.compaction.run()
         path.begin(list(_prompt_ends(path, batch)) if prefills else [], forward_batch.req_pool_indices)
 
 

@@ -146,6 +146,7 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     """
     step = None
     if settings_of(runner.server_args) is not None and not runner.is_draft_worker:
+        runner.attn_backend.begin(forward_batch)
         step = runner.attn_backend.rectifying
     if step is None:
         return original(runner, forward_batch, *args, **kwargs)
@@ -171,6 +172,7 @@ def run_passes(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
             capture_hidden_mode=forward_batch.capture_hidden_mode,
             return_hidden_states_before_norm=False,
         )
+        runner.attn_backend.begin(inner)
         # An event of the pass before says nothing of what this one reads, which may publish none.
         runner.shared_read_done_event = None
         output = original(runner, inner, *args, **kwargs)

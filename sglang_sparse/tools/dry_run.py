@@ -76,7 +76,7 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
             args.page_size = args.page_size or settings.config.page_size
             if args.attention_backend is None:
                 # One that goes with the method on such a machine: which one SGLang takes by itself depends on the GPU.
-                args.attention_backend = dense_backends(settings.method.attention, gpu)[-1]
+                args.attention_backend = dense_backends(settings.decode.attention, gpu)[-1]
             return refusals.refusal(args, settings, gpu, stand_in)
     except ValueError as error:
         # A config that cannot be read, or what SGLang says of the model.

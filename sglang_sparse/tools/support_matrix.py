@@ -191,7 +191,7 @@ def _asked(method: Method, place: Place, changes: Mapping[str, Any]) -> tuple[Ar
     if args.page_size is None:
         args.page_size = settings.config.page_size
     if args.attention_backend is None:
-        args.attention_backend = dense_backends(settings.method.attention, bool(place.gpu))[-1]
+        args.attention_backend = dense_backends(settings.decode.attention, bool(place.gpu))[-1]
     return args, settings
 
 

@@ -48,11 +48,11 @@ def test_slots_of_the_dummy_page_are_skipped() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected", "of_float8"),
     [
-        ({}, 120, 56),
+        ({}, 128, 64),
         ({"summary": "minmax"}, 128, 64),
         ({"summary_dtype": "bf16"}, 128, 128),
         ({"summary_dtype": "fp8"}, 64, 64),
-        ({"centroids": 3}, 72, 72),
+        ({"centroids": 3}, 80, 80),
     ],
 )
 def test_bytes_per_token(fields: dict[str, Any], expected: int, of_float8: int) -> None:
@@ -72,7 +72,7 @@ def test_what_a_token_takes_in_sglangs_pool() -> None:
 
 
 def test_dense_layers_are_not_charged() -> None:
-    assert memory.aux_bytes_per_token(build("resa", {"layers": "2-"}), SHAPE) == 60
+    assert memory.aux_bytes_per_token(build("resa", {"layers": "2-"}), SHAPE) == 64
 
 
 def test_a_dense_server_is_charged_nothing() -> None:

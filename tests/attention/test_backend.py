@@ -8,9 +8,12 @@ import torch
 from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
 
 from sglang_sparse.attention import cuda_graphs
-from sglang_sparse.attention.backend import SparseAttentionBackend
-from sglang_sparse.attention.batch import allocate_view
+from sglang_sparse.attention.backend import DelegatingBackend, SparseAttentionBackend
+from sglang_sparse.attention.batch import allocate_view, views_nbytes
 from sglang_sparse.attention.decode import DecodePath
+from sglang_sparse.attention.plan import plan_decode
+from sglang_sparse.config.request_options import parse_options
+from sglang_sparse.config.settings import build
 from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import VIEW_BUFFERS, AuxSpec, ModelShape, SparseIndices, ViewBuffer
 
@@ -28,10 +31,12 @@ def last_key(k_caches: Any, buffers: Any, last_slots: torch.Tensor, page_size: i
 class Keep:
     """Attends to one page, and keeps what it saw in its buffers."""
 
-    selects_in_model, view_buffers, entry_tokens, parts = False, VIEW_BUFFERS, PAGE, ()
+    selects_in_model, block_size, more_counts = False, PAGE, ()
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self.sparse_layers = lambda num_layers: LAYERS
+        self.n_select = torch.ones_like
 
     def select(self, view: Any, layer_id: int, query: torch.Tensor, pools: AuxBuffers) -> SparseIndices:
         early, late = (pools.buffer(name, layer_id)[SLOT // PAGE].clone() for name in ("early", "late"))
@@ -77,11 +82,12 @@ def make_backend() -> SparseAttentionBackend:
     specs = [AuxSpec(name, (DIM,), torch.float32, last_key, name == "early") for name in ("early", "late")]
     backend._pools = AuxBuffers(tuple(specs), LAYERS, SLOTS // PAGE, PAGE, "cpu")
     method: Any = Keep()
-    backend.method = method
+    backend.method, backend.groups = method, SimpleNamespace(methods=(method,))  # pyright: ignore
     model = ModelShape(5, 1, HEADS, DIM, torch.float32)
-    backend._decoding = DecodePath(method, backend._pools, dense.token_to_kv_pool, model)
-    backend.prefill = backend.keeps = backend._captured_rows = None
-    backend._view = allocate_view(1, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64))
+    backend._decoding = DecodePath([method], backend._pools, dense.token_to_kv_pool, model)
+    backend.prefill = backend._captured_rows = None
+    backend.keeps = ()
+    backend._views = (allocate_view(1, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64)),)
     return backend
 
 
@@ -103,7 +109,7 @@ def forward(backend: SparseAttentionBackend, layer_id: int) -> torch.Tensor:
 def test_buffers_are_refreshed_when_their_spec_says(sparse: bool) -> None:
     backend = make_backend()
     if not sparse:
-        backend._view = None
+        backend._views = None
     keys = {layer: forward(backend, layer) for layer in range(4)}
     for layer in LAYERS:
         for name in ("early", "late"):
@@ -118,7 +124,7 @@ def test_buffers_are_refreshed_when_their_spec_says(sparse: bool) -> None:
 
 def test_a_sparse_layer_must_be_plain_in_every_pass() -> None:
     backend = make_backend()
-    backend._view = None
+    backend._views = None
     mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False, is_extend=lambda: True)
     batch = SimpleNamespace(forward_mode=mode, out_cache_loc=torch.tensor([SLOT]))
     key = torch.ones(1, HEADS, DIM)
@@ -141,12 +147,13 @@ def test_decode_graphs_have_buffers_of_their_own_wherever_a_layer_is_sparse(
     backend = make_backend()
     backend.dense.init_cuda_graph_state = lambda *_: None
     backend._pools = AuxBuffers((), layers, SLOTS // PAGE, PAGE, "cpu")
-    backend._limits, backend._buffers, backend._graph_view = (HEADS, 4, 2, PAGE), {PAGE: VIEW_BUFFERS}, None
+    backend._kv_heads, backend._tokens, backend._graph_views = HEADS, 4 * PAGE, None
+    backend._buffers = {PAGE: VIEW_BUFFERS}
     backend.counters = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         select_stats=torch.zeros(4, dtype=torch.int64)
     )
     backend.init_cuda_graph_state(2, 2)
-    assert (backend._graph_view is not None) == static
+    assert (backend._graph_views is not None) == static
 
 
 @pytest.mark.parametrize("buffers", [VIEW_BUFFERS, ("page_table",), ()])
@@ -157,25 +164,28 @@ def test_what_a_method_does_not_use_is_neither_allocated_nor_reported(
     backend = make_backend()
     backend._buffers = {PAGE: buffers}
     backend.dense.init_cuda_graph_state = lambda *_: None
-    backend._limits, backend._graph_view, backend._eager_view = (HEADS, 2**19, 2, PAGE), None, None
+    backend._kv_heads, backend._tokens = HEADS, 2**19 * PAGE
+    backend._graph_views = backend._eager_views = None
     backend.counters = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         select_stats=torch.zeros(4, dtype=torch.int64)
     )
     with caplog.at_level("INFO"):
         backend.init_cuda_graph_state(3, 3)
     assert f"{2 * 3 * len(buffers)}.0 MiB of static buffers" in caplog.text
-    view = backend._graph_view
-    assert view is not None and view.nbytes == 3 * (len(buffers) * 2**21 + 20 + 16)
+    assert backend._graph_views is not None
+    assert views_nbytes(backend._graph_views) == 3 * (len(buffers) * 2**21 + 20 + 16)
     # A batch that no graph holds is no larger.
-    assert backend._rows(5).nbytes == 5 * (len(buffers) * 2**21 + 20 + 16)
+    assert views_nbytes(backend._rows(5)) == 5 * (len(buffers) * 2**21 + 20 + 16)
 
 
 def test_a_selection_in_the_model_leaves_every_layer_to_the_dense_backend() -> None:
     """Whatever it is asked for: what is refused elsewhere is the dense backend's to judge."""
     backend = make_backend()
-    backend.method.selects_in_model = True  # pyright: ignore[reportAttributeAccessIssue]
     backend._pools = AuxBuffers((), LAYERS, SLOTS // PAGE, PAGE, "cpu")
-    dense: Any = backend.dense
+    dense, method = backend.dense, backend.method
+    method.selects_in_model = True  # pyright: ignore[reportAttributeAccessIssue]
+    model = ModelShape(5, 1, HEADS, DIM, torch.float32)
+    backend._decoding = DecodePath([method], backend._pools, dense.token_to_kv_pool, model)
     dense.forward = lambda q, k, v, layer, batch, save, **chosen: (layer.layer_id, chosen)
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True))
     query = torch.ones(1, DIM)
@@ -188,7 +198,7 @@ def test_a_selection_in_the_model_leaves_every_layer_to_the_dense_backend() -> N
 
 def test_an_mla_layer_may_come_in_two_parts() -> None:
     backend = make_backend()
-    backend._view = None
+    backend._views = None
     backend.prefill = None
     dense: Any = backend.dense
     dense.forward = lambda q, k, v, layer, batch, save, **parts: sorted(parts)
@@ -222,7 +232,7 @@ def test_both_graphs_of_a_size_are_captured_over_what_the_dense_backend_prepared
 
     vars(backend.dense).update(init_forward_metadata_out_graph=prepare, req_to_token_pool=SimpleNamespace())
     backend.dense.req_to_token_pool.req_to_token = torch.zeros(1, SLOTS, dtype=torch.int32)
-    backend._graph_view = allocate_view(2, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64))
+    backend._graph_views = (allocate_view(2, HEADS, SLOTS // PAGE, 1, PAGE, torch.zeros(4, dtype=torch.int64)),)
     settings: Any = SimpleNamespace(name="resa", config=SimpleNamespace(dense_fallback="auto"))
     variants = cuda_graphs.GraphVariants(backend, settings)
     try:
@@ -256,3 +266,32 @@ def test_variants_are_those_of_the_model_that_they_were_offered_for() -> None:
     cuda_graphs.offer(model, variants)
     assert cuda_graphs.add_variants(None, model) is variants
     assert cuda_graphs.add_variants(None, draft) is None
+
+
+def test_a_pass_runs_by_the_plan_of_its_own_batch() -> None:
+    """Two batches may have equal lengths and ask for other things."""
+    settings = build("resa", {"crossover_tokens": 0, "min_seq_len": 0})
+    backend, lengths = make_backend(), torch.tensor([4000])
+    backend.groups = settings.decode
+    first, second, made_up = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
+    for batch, sparse in ((first, False), (second, True)):
+        batch.sparse_plan = plan_decode(settings.decode, lengths, [parse_options(settings, {"sparse": sparse})])
+    for batch, sparse in ((first, False), (second, True), (first, False), (made_up, True)):
+        backend.begin(batch)
+        assert backend.plan(lengths).sparse is sparse
+    assert backend.plan(lengths) is not second.sparse_plan
+
+
+def test_what_a_wrapper_sets_while_it_is_made_is_its_own() -> None:
+    class Wrapper(SparseAttentionBackend):
+        def __init__(self, dense: Any):
+            DelegatingBackend.__init__(self, dense)
+            self.added = 1
+            self.seal()
+
+    dense: Any = SimpleNamespace(added=0, tables=None)
+    wrapper: Any = Wrapper(dense)
+    wrapper.added, wrapper.tables, wrapper.fresh = 2, 3, 4
+    assert vars(dense) == {"added": 0, "tables": 3, "fresh": 4} and (wrapper.added, wrapper.tables) == (2, 3)
+    with pytest.raises(AttributeError):
+        _ = object.__new__(Wrapper).added

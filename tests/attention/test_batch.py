@@ -7,8 +7,8 @@ import pytest
 import torch
 from plain_rocketkv import BLOCK, HEADS, SMALL, Rows, rocketkv
 
-from sglang_sparse.attention.batch import allocate_view, clear_view, load_view
-from sglang_sparse.attention.plan import DecodePlan
+from sglang_sparse.attention.batch import allocate_view, clear_views, load_views
+from sglang_sparse.attention.plan import DecodePlan, GroupPlan
 from sglang_sparse.methods.base import VIEW_BUFFERS, ModelShape, ViewBuffer
 from sglang_sparse.methods.views import BatchView
 from sglang_sparse_kernels.common import nvrtc
@@ -18,10 +18,11 @@ REQUESTS, CONTEXT = 6, 70
 
 def load(view: BatchView, n_pages: list[int], n_select: list[int], requests: list[int], table: torch.Tensor) -> None:
     held, attended = (torch.tensor(sizes, dtype=torch.int32) for sizes in (n_pages, n_select))
-    plan = DecodePlan(True, held, attended, held == attended, held / 8)
+    covered = held == attended
+    plan = DecodePlan(covered, ~covered, (GroupPlan(held, attended, covered, held / 8),))
     # SGLang pads the indices of a graph's rows.
     padded = requests + [0] * (view.n_pages.shape[0] - len(requests))
-    load_view(view, plan, SimpleNamespace(req_pool_indices=torch.tensor(padded)), table)
+    load_views((view,), plan, SimpleNamespace(req_pool_indices=torch.tensor(padded)), table)
 
 
 def make_view(rows: int, page_size: int) -> BatchView:
@@ -79,7 +80,7 @@ def test_buffers_that_a_method_does_not_use_have_no_columns(used: ViewBuffer) ->
     assert {name: buffer.shape[-1] for name, buffer in widths.items()} == {name: 80 * (name == used) for name in widths}
     assert view.page_table[0, :6].tolist() == ([70, 71, 72, 73, 74, 0] if used == "page_table" else [])
     assert view.rows(3).scores.shape == (3, 2, 80 * (used == "scores"))
-    clear_view(view, torch.zeros(REQUESTS, CONTEXT, dtype=torch.int32))
+    clear_views((view,), torch.zeros(REQUESTS, CONTEXT, dtype=torch.int32))
     assert view.n_pages.tolist() == [0] * 4
 
 
@@ -89,12 +90,12 @@ def test_a_step_allocates_nothing_on_the_device() -> None:
     table = torch.arange(REQUESTS * CONTEXT, dtype=torch.int32, device="cuda").view(REQUESTS, CONTEXT)
     view = allocate_view(4, 2, CONTEXT, 3, 1, torch.zeros(4, dtype=torch.int64, device="cuda"))
     sizes = torch.tensor([5, 4, 3], dtype=torch.int32)
-    plan = DecodePlan(True, sizes, sizes - 1, sizes < 0, sizes / 8)
+    plan = DecodePlan(sizes < 0, sizes > 0, (GroupPlan(sizes, sizes - 1, sizes < 0, sizes / 8),))
     batch = SimpleNamespace(req_pool_indices=torch.tensor([3, 1, 0, 0], device="cuda"))
-    load_view(view, plan, batch, table)
+    load_views((view,), plan, batch, table)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     for _ in range(3):
-        load_view(view, plan, batch, table)
+        load_views((view,), plan, batch, table)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 

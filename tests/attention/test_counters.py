@@ -6,7 +6,7 @@ from dataclasses import fields
 import torch
 
 from sglang_sparse.attention.counters import Counters, RectifyCounts
-from sglang_sparse.attention.plan import DecodePlan
+from sglang_sparse.attention.plan import DecodePlan, GroupPlan
 from sglang_sparse.config.settings import build
 from sglang_sparse.config.versions import SUPPORTED_SGLANG
 from sglang_sparse.methods.aux_buffers import AuxBuffers
@@ -34,7 +34,9 @@ def counters() -> Counters:
 
 
 def plan(pages: list[int], selected: list[int], dense: list[bool], sparse: bool = True) -> DecodePlan:
-    return DecodePlan(sparse, torch.tensor(pages), torch.tensor(selected), torch.tensor(dense), torch.zeros(len(pages)))
+    held, attended, covered = torch.tensor(pages), torch.tensor(selected), torch.tensor(dense)
+    own = GroupPlan(held, attended, covered, torch.zeros(len(pages)))
+    return DecodePlan(covered, attended < held, (own,) if sparse else ())
 
 
 def test_a_new_server_counts_nothing() -> None:

@@ -26,6 +26,8 @@ ROWS = (((3, 1, 6), 6 * BLOCK + 4), ((5,), 5 * BLOCK))
 class Chooses:
     """Selects the blocks of `ROWS` and keeps what it was asked."""
 
+    selects_in_model, sparse_layers = False, staticmethod(lambda num_layers: (LAYER,))
+
     def select(self, view: Any, layer_id: int, query: LatentQuery, pools: AuxBuffers) -> SparseIndices:
         self.asked, self.layer_id = query, layer_id
         indices = torch.zeros(len(ROWS), 1, 8, dtype=torch.int32)
@@ -81,17 +83,17 @@ def test_an_mla_layer(split: bool, save: bool, monkeypatch: pytest.MonkeyPatch) 
     method: Any = Chooses()
     pool, slots = Pool(), torch.tensor([slot for _, slot in ROWS])
     aux = AuxBuffers((), (LAYER,), SLOTS // BLOCK, BLOCK, "cpu")
-    path = DecodePath(method, aux, pool, ModelShape(4, HEADS, 1, LATENT + ROPE, torch.float32, ROPE))
+    path = DecodePath([method], aux, pool, ModelShape(4, HEADS, 1, LATENT + ROPE, torch.float32, ROPE))
     query, key = torch.randn(2, HEADS, LATENT + ROPE), torch.randn(2, 1, LATENT + ROPE)
     before = pool.buffer.clone()
     layer = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, scaling=SCALING)
-    view = batch()
+    views = (batch(),)
     latent = key[..., :LATENT]
     if split:
         rotated = {"q_rope": query[..., LATENT:].contiguous(), "k_rope": key[..., LATENT:].contiguous()}
-        output = path.attend(query[..., :LATENT].flatten(1), latent, latent, layer, slots, view, save, rotated)
+        output = path.attend(query[..., :LATENT].flatten(1), latent, latent, layer, slots, views, save, rotated)
     else:
-        output = path.attend(query.flatten(1), key, latent, layer, slots, view, save, {})
+        output = path.attend(query.flatten(1), key, latent, layer, slots, views, save, {})
     expected = before.clone()
     if save:
         expected[slots] = key
@@ -109,6 +111,8 @@ def test_an_mla_layer(split: bool, save: bool, monkeypatch: pytest.MonkeyPatch) 
 
 class ChoosesTokens:
     """Selects `slots` for all KV heads, and keeps which slots it was told the rows end in."""
+
+    selects_in_model, sparse_layers = False, staticmethod(lambda num_layers: (LAYER,))
 
     slots = ((4, 60, 61, 99), (81,))
 
@@ -147,8 +151,8 @@ def test_tokens_are_attended_to_one_by_one(latent: bool, monkeypatch: pytest.Mon
     layer = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, scaling=SCALING, qk_head_dim=LATENT + ROPE)
     layer.k_scale_float = layer.v_scale_float = None
     query, key = torch.randn(2, HEADS, LATENT + ROPE), torch.randn(2, 1, LATENT + ROPE)
-    path = DecodePath(method, aux, pool, shape)
-    output = path.attend(query.flatten(1), key, key, layer, slots, batch(), False, {})
+    path = DecodePath([method], aux, pool, shape)
+    output = path.attend(query.flatten(1), key, key, layer, slots, (batch(),), False, {})
     assert torch.equal(method.asked, slots) and told == [(1, 4 * BLOCK)]
     for row, chosen in enumerate(method.slots):
         expected = attention(query[row], pool.buffer[list(chosen), 0])

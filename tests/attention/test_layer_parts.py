@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from sglang_sparse.attention import crossover, memory, prompt_selection
-from sglang_sparse.attention.batch import allocate_view, clear_view, count_sizes, load_view, view_buffers, with_parts
+from sglang_sparse.attention.batch import (
+    allocate_view,
+    allocate_views,
+    clear_views,
+    count_sizes,
+    load_views,
+    view_buffers,
+    views_nbytes,
+)
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.plan import DecodePlan, plan_decode
 from sglang_sparse.config.request_options import parse_options
@@ -17,7 +25,6 @@ from sglang_sparse.hooks import prometheus
 from sglang_sparse.methods import roles
 from sglang_sparse.methods.aux_buffers import AuxBuffers, page_ends
 from sglang_sparse.methods.base import ModelShape
-from sglang_sparse.methods.groups import Composite
 from sglang_sparse.scheduler import prompt_windows
 from sglang_sparse.scheduler.request_state import RequestState
 from sglang_sparse_kernels.page_centroids import record_bytes
@@ -30,28 +37,28 @@ BOTH = {"layers": {"0": "dense", "1": {}, "2-": SKIP}, **SHARED}
 
 def test_two_parts_of_a_method_run_with_factors_of_their_own() -> None:
     other = {**SKIP, "threshold_scale_factor": {"decode": 10}}
-    method = build("skip_softmax", {"layers": {"0": other, "1-": SKIP}, **SHARED}).method
-    counts = torch.zeros(sum(count_sizes(method)), dtype=torch.int64)
-    view = with_parts(allocate_view(2, 2, 64, 64, 16, counts), method, 64)
+    method = build("skip_softmax", {"layers": {"0": other, "1-": SKIP}, **SHARED}).decode
+    counts = torch.zeros(sum(count_sizes(method.methods)), dtype=torch.int64)
+    views = allocate_views(method.methods, 2, 2, 1024, counts)
     table = torch.arange(2 * 1024, dtype=torch.int32).reshape(2, 1024)
     batch: Any = type("Batch", (), {"req_pool_indices": torch.tensor([1])})
-    load_view(view, plan_decode(method, torch.tensor([640])), batch, table)
-    assert [part.row_thresholds.tolist() for part in view.parts] == [[10, 0], [40, 0]]
+    load_views(views, plan_decode(method, torch.tensor([640])), batch, table)
+    assert [part.row_thresholds.tolist() for part in views] == [[10, 0], [40, 0]]
     assert any("prefill is what --sparse-prefill-method says" in text for text in method.warnings())
 
 
 def test_a_part_refuses_weights_for_all() -> None:
-    method = build("resa", BOTH).method
-    assert isinstance(method, Composite) and method.refuse_weights(None) is None
-    method.parts[1].refuse_weights = lambda model_config: "of another model"  # type: ignore[method-assign]
+    method = build("resa", BOTH).decode
+    assert method.refuse_weights(None) is None
+    method.methods[1].refuse_weights = lambda model_config: "of another model"  # type: ignore[method-assign]
     assert method.refuse_weights(None) == "of another model"
 
 
 def test_what_both_kinds_of_parts_count_is_reported_together(caplog: Any) -> None:
     settings = build("resa", BOTH)
-    method = settings.method
+    method = settings.decode
     pools = AuxBuffers(method.aux_specs(SHAPE), (1, 2, 3), 8, 16, "cpu")
-    counted = Counters(settings, pools, SHAPE, torch.zeros(sum(count_sizes(method)), dtype=torch.int64), None)
+    counted = Counters(settings, pools, SHAPE, torch.zeros(sum(count_sizes(method.methods)), dtype=torch.int64), None)
     report = prometheus.IntervalReport(counted, prometheus.DeviceCopy(counted.device_stats), None, logs=False, time=0.0)
     published: list[prometheus.Interval] = []
     report._metrics = type("Metrics", (), {"publish": staticmethod(published.append)})  # type: ignore[assignment]
@@ -66,14 +73,14 @@ def test_what_both_kinds_of_parts_count_is_reported_together(caplog: Any) -> Non
 
 def test_the_crossover_is_that_of_the_part_that_pays_last() -> None:
     method = build("resa", {"layers": {"0": {}, "1": {"active_ratio": 0.5}}})
-    entry = crossover.setup("resa", method.method.parts[0].config, SHAPE, "cpu")
+    entry = crossover.setup("resa", method.decode.methods[0].config, SHAPE, "cpu")
     table = [{**entry, "active_ratio": ratio, "crossover_tokens": tokens} for ratio, tokens in ((0.1, 20), (0.5, 70))]
     assert crossover.find(method, SHAPE, torch.device("cpu"), table).tokens == 70
 
 
-def test_a_dense_plan_has_no_parts() -> None:
-    plan = plan_decode(build("resa", {**BOTH, "min_seq_len": 4096}).method, torch.tensor([10]))
-    assert not plan.sparse and isinstance(plan, DecodePlan) and plan.parts == ()
+def test_a_dense_plan_has_no_groups() -> None:
+    plan = plan_decode(build("resa", {**BOTH, "min_seq_len": 4096}).decode, torch.tensor([10]))
+    assert not plan.sparse and isinstance(plan, DecodePlan) and plan.groups == ()
 
 
 KEEP = {"method": "rocketkv", "window_size": 8, "prompt_budget": 24, "topk": 4}
@@ -109,21 +116,22 @@ def test_each_part_keeps_what_it_would_keep_alone() -> None:
     places = torch.tensor([3, 1])
 
     def run(method: Any, layers: tuple[int, ...], known: Settings) -> Any:
-        aux = AuxBuffers(method.aux_specs(SHAPE), method.sparse_layers(4), 64, 16, "cpu", method.entry_tokens)
-        path: Any = prompt_selection.make_path(method, aux, runner, SHAPE)
+        aux = AuxBuffers(method.aux_specs(SHAPE), method.sparse_layers(4), 64, 16, "cpu")
+        paths = prompt_selection.make_paths(method.methods, aux, runner, SHAPE)
         mode = SimpleNamespace(is_extend=lambda: True)
         batch = SimpleNamespace(forward_mode=mode, prefix_lens=[0, 0], extend_lens=[30, 140])
         batch.reqs = [request(known, 30), request(known, 140)]
-        prompt_windows.begin(SimpleNamespace(keeps=path), SimpleNamespace(req_pool_indices=places), batch)
+        prompt_windows.begin(SimpleNamespace(keeps=paths), SimpleNamespace(req_pool_indices=places), batch)
         for layer in layers:
             names = {"layer_id": layer, "tp_q_head_num": 8, "qk_head_dim": 64, "scaling": 0.125}
-            path.keep(queries[layer], SimpleNamespace(**names, k_scale_float=None))
-        return aux, path
+            for path in paths:
+                path.keep(queries[layer], SimpleNamespace(**names, k_scale_float=None))
+        return aux, paths
 
-    aux, path = run(settings.method, (0, 2, 3), settings)
-    assert [one.snapshot()["prompts"] for one in path.paths] == [2, 1] and path.snapshot()["prompts"] == 3
-    assert path.snapshot()["bytes"] == sum(
-        prompt_selection.kept_bytes(part, SHAPE, 4) for part in roles.prompt_selectors(settings.method)
+    aux, paths = run(settings.decode, (0, 2, 3), settings)
+    assert [one.snapshot()["prompts"] for one in paths] == [2, 1]
+    assert sum(one.snapshot()["bytes"] for one in paths) == sum(
+        prompt_selection.kept_bytes(part, SHAPE, 4) for part in roles.prompt_selectors(settings.decode.methods)
     )
     assert [sorted(kept.blocks) for kept in aux.kept] == [[0], [2, 3]]
     with pytest.raises(RuntimeError, match="in layer 1"):
@@ -131,7 +139,7 @@ def test_each_part_keeps_what_it_would_keep_alone() -> None:
     for fields, layers in ((KEEP, (0,)), (WIDER, (2, 3))):
         single = {name: value for name, value in fields.items() if name != "method"}
         known = build("rocketkv", {**single, **SHARED, "layers": list(layers)})
-        alone = run(known.method, layers, known)[0]
+        alone = run(known.decode, layers, known)[0]
         for layer in layers:
             mine, other = aux.require_kept(layer), alone.require_kept(layer)
             assert mine.counts.equal(other.counts) and mine.first_visible.equal(other.first_visible)
@@ -150,7 +158,7 @@ def test_memory_of_what_parts_keep_is_added_up_and_a_choice_is_the_largest() -> 
         kept = sum(prompt_selection.kept_bytes(method, SHAPE, 6) for method in methods)
         return kept, memory.of_prompts(methods, "", kvc, SHAPE).nbytes - kept
 
-    first, second = roles.prompt_selectors(settings.method)
+    first, second = roles.prompt_selectors(settings.decode.methods)
     assert needed(first, second)[0] == needed(first)[0] + needed(second)[0] > 0
     assert needed(first, second)[1] == max(needed(first)[1], needed(second)[1]) > 0
     # Of one, two and one layers: bounds of blocks of four and eight tokens in float8, and centroids of pages.
@@ -161,8 +169,8 @@ def test_memory_of_what_parts_keep_is_added_up_and_a_choice_is_the_largest() -> 
 def test_entries_of_two_sizes_are_refreshed_each_where_it_ends() -> None:
     """What a pass leaves half written, and then a step's token."""
     settings = build("rocketkv", KEPT)
-    method = settings.method
-    aux = AuxBuffers(method.aux_specs(SHAPE), method.sparse_layers(4), 8, 16, "cpu", method.entry_tokens)
+    method = settings.decode
+    aux = AuxBuffers(method.aux_specs(SHAPE), method.sparse_layers(4), 8, 16, "cpu")
     keys = {layer: torch.randn(128, 2, 64).bfloat16() for layer in range(4)}
     pool = SimpleNamespace(get_key_buffer=keys.__getitem__)
     setattr(pool, memory.ATTRIBUTE, aux)
@@ -183,37 +191,37 @@ def test_entries_of_two_sizes_are_refreshed_each_where_it_ends() -> None:
 
 
 def test_a_view_has_a_page_table_for_each_size_of_blocks() -> None:
-    method = build("rocketkv", KEPT).method
-    counts = torch.zeros(sum(count_sizes(method)), dtype=torch.int64)
+    method = build("rocketkv", KEPT).decode
+    counts = torch.zeros(sum(count_sizes(method.methods)), dtype=torch.int64)
     device = torch.device("cpu")
-    used = view_buffers(method, SHAPE, 256, torch.bfloat16, device)
+    used = view_buffers(method.methods, SHAPE, 1024, torch.bfloat16, device)
     assert used.keys() == {4, 8, 16} and used[16] == ("page_table", "scores", "selected")
-    view = with_parts(allocate_view(3, 2, 256, 4, 4, counts, used[4]), method, 256, used)
-    apart = [allocate_view(3, 2, 1024 // size, 1, size, counts, used[size]).nbytes for size in (4, 16, 8)]
-    # The whole view has numbers of its own, which are the first part's.
-    assert view.nbytes == sum(apart) + 3 * 8
-    first, resa, wider = view.parts
-    assert first.page_table is view.page_table and (first.page_size, resa.page_size, wider.page_size) == (4, 16, 8)
+    views = allocate_views(method.methods, 3, 2, 1024, counts, used)
+    assert views_nbytes(views) == views_nbytes(
+        tuple(allocate_view(3, 2, 1024 // size, 1, size, counts, used[size]) for size in (4, 16, 8))
+    )
+    first, resa, wider = views
+    assert (first.page_size, resa.page_size, wider.page_size) == (4, 16, 8)
     table = torch.arange(3 * 1024, dtype=torch.int32).reshape(3, 1024)
     batch: Any = type("Batch", (), {"req_pool_indices": torch.tensor([2, 1])})
     # As a graph is replayed: fewer rows than it has.
-    load_view(view, plan_decode(method, torch.tensor([641, 30])), batch, table)
-    assert [part.n_pages.tolist() for part in view.parts] == [[161, 8, 0], [41, 2, 0], [81, 4, 0]]
-    assert [part.n_select.tolist() for part in view.parts] == [[4, 4, 0], [16, 2, 0], [8, 4, 0]]
-    assert [part.requests.tolist()[:2] for part in view.parts] == [[2, 1]] * 3
-    for part in view.parts:
+    load_views(views, plan_decode(method, torch.tensor([641, 30])), batch, table)
+    assert [part.n_pages.tolist() for part in views] == [[161, 8, 0], [41, 2, 0], [81, 4, 0]]
+    assert [part.n_select.tolist() for part in views] == [[4, 4, 0], [16, 2, 0], [8, 4, 0]]
+    assert [part.requests.tolist()[:2] for part in views] == [[2, 1]] * 3
+    for part in views:
         pages = int(part.n_pages[0])
         assert part.page_table[0, :pages].tolist() == [2048 // part.page_size + i for i in range(pages)]
-    clear_view(view, table)
-    assert not any(part.n_pages.any() or part.n_select.any() for part in view.rows(2).parts)
+    clear_views(views, table)
+    assert not any(part.n_pages.any() or part.n_select.any() for part in (view.rows(2) for view in views))
 
 
 def test_shares_are_of_rows_that_some_part_leaves_something_out_for() -> None:
     """A part that lets such a row attend to everything attends to all of it; sums are of the smallest blocks."""
     settings = build("rocketkv", KEPT)
-    method = settings.method
+    method = settings.decode
     aux = AuxBuffers(method.aux_specs(SHAPE), (0, 1, 2, 3), 8, 16, "cpu")
-    counters = Counters(settings, aux, SHAPE, torch.zeros(sum(count_sizes(method)), dtype=torch.int64))
+    counters = Counters(settings, aux, SHAPE, torch.zeros(sum(count_sizes(method.methods)), dtype=torch.int64))
     # ReSA attends to sixteen pages at least: all of 160 tokens.
     counters.add_decode(plan_decode(method, torch.tensor([160, 10**5]), [parse_options(settings, {})] * 2))
     shares = [part["max_active_fraction"] for part in counters.snapshot()["parts"]]

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.settings import build
 from sglang_sparse.methods.anchor import Anchor, AnchorConfig
-from sglang_sparse.methods.groups import LayeredPrefill
-from sglang_sparse.methods.prefill import PrefillConfig, PrefillMethod
+from sglang_sparse.methods.groups import PrefillGroups
 from sglang_sparse.scheduler import prefill_chunks
 
 TOKENS, HEADS, DIM, PAGE, LAYERS = 600, 2, 16, 16, 4
@@ -33,7 +32,7 @@ RULES = {
 }
 
 
-def run(method: PrefillMethod, layers: list[int], ends: list[int]) -> tuple[dict[int, torch.Tensor], list[int]]:
+def run(method: PrefillGroups, layers: list[int], ends: list[int]) -> tuple[dict[int, torch.Tensor], list[int]]:
     """A prompt in passes that end there: outputs by layer, NaN where the dense backend attends, and pairs."""
     pool = SimpleNamespace(get_key_buffer=lambda _: CACHE, get_value_buffer=lambda _: CACHE)
     path = PrefillPath(method, layers, pool, torch.arange(TOKENS).view(1, TOKENS), PAGE, HEADS)
@@ -50,7 +49,7 @@ def run(method: PrefillMethod, layers: list[int], ends: list[int]) -> tuple[dict
             query = QUERIES[layer_id, start:end]
             found[layer_id][start:end] = path.attend(query, query, query, layer, torch.arange(end - start), False)
         start = end
-    return found, path.pairs.tolist()[:2]
+    return found, [*path.device_totals(path.pairs.tolist()).values()][:2]
 
 
 @settings(max_examples=12, deadline=None)
@@ -65,10 +64,10 @@ def test_layers_of_a_cut_prompt_are_those_of_their_part_alone(
 ) -> None:
     fields = {"crossover_tokens": crossover, "dense_tail": tail, "share_partial_groups": partial}
     method = build(None, {}, "anchor", {"layers": RULES, **fields}).prefill
-    assert isinstance(method, LayeredPrefill) and method.group_tokens == 256
+    assert method is not None and method.group_tokens == 256
     ends = [*sorted(ends), TOKENS]
     found, pairs = run(method, [*range(LAYERS)], ends)
-    alone = [run(part, [layer], ends) for layer, part in enumerate(method.parts)]
+    alone = [run(PrefillGroups(["one"], [part]), [layer], ends) for layer, part in enumerate(method.methods)]
     for layer, (own, _) in enumerate(alone):
         torch.testing.assert_close(found[layer], own[layer], equal_nan=True)
     assert pairs == [sum(counted) for counted in zip(*(own for _, own in alone), strict=True)]
@@ -95,7 +94,7 @@ class Sharing(Anchor):
 def test_methods_that_begin_or_share_by_rules_of_their_own_stand_alone(other: type[Anchor], said: str) -> None:
     parts = [other(AnchorConfig(layers="0")), Anchor(AnchorConfig(layers="1"))]
     with pytest.raises(ValueError, match=said):
-        LayeredPrefill(PrefillConfig(layers="0,1"), ["late", "anchor"], parts)
+        PrefillGroups(["late", "anchor"], parts)
 
 
 def test_groups_that_no_prompt_has_are_refused() -> None:

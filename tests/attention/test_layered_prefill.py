@@ -13,13 +13,14 @@ load_plugins()
 
 from resolved import ServerArgs
 
+from sglang_sparse.attention import memory
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.request_options import NAMESPACE, namespaced, parse_options, prefill_of_namespace
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build
 from sglang_sparse.methods.anchor import Anchor
 from sglang_sparse.methods.base import ModelShape
-from sglang_sparse.methods.groups import LayeredPrefill
-from sglang_sparse.methods.prefill import PrefillMethod, PrefillSpan
+from sglang_sparse.methods.groups import PrefillGroups
+from sglang_sparse.methods.prefill import PrefillSpan
 from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
 from sglang_sparse.methods.skip_softmax.prefill import SkipSoftmax
 from sglang_sparse.tools.calibration.anchor import base_method
@@ -41,7 +42,7 @@ def settings_of_rules(layers: Any, name: str = "anchor", **beside: Any) -> Setti
     return build(None, {}, name, {"layers": layers, **beside})
 
 
-def prefill(layers: Any = "all", name: str = "anchor", **beside: Any) -> PrefillMethod:
+def prefill(layers: Any = "all", name: str = "anchor", **beside: Any) -> PrefillGroups:
     method = settings_of_rules(layers, name, **beside).prefill
     assert method is not None
     return method
@@ -58,8 +59,9 @@ def prefill(layers: Any = "all", name: str = "anchor", **beside: Any) -> Prefill
 )
 def test_dense_rules_and_one_method_are_its_text_form(rules: Any, beside: dict[str, Any], text: dict[str, Any]) -> None:
     found, other = settings_of_rules(rules, **beside), prefill(**text)
-    assert type(found.prefill) is type(other) and found.prefill is not None and found.prefill.configs == other.configs
-    assert found.prefill_described == found.prefill_name == beside.get("name", "anchor")
+    assert found.prefill is not None and found.prefill.configs == other.configs
+    assert [*map(type, found.prefill.methods)] == [*map(type, other.methods)]
+    assert found.prefill.described == found.prefill_name == beside.get("name", "anchor")
 
 
 @pytest.mark.parametrize(
@@ -77,8 +79,8 @@ def test_dense_rules_and_one_method_are_its_text_form(rules: Any, beside: dict[s
 def test_what_is_resolved_resolves_to_itself(rules: dict[str, Any], beside: dict[str, Any]) -> None:
     found = build(None, {}, "anchor", {"layers": rules, **beside}, checkpoint=lambda: STAND_IN)
     again = build(None, {}, "anchor", json.loads(json.dumps(found.prefill_resolved)))
-    assert again.prefill_resolved == found.prefill_resolved and again.prefill_described == found.prefill_described
     assert found.prefill is not None and again.prefill is not None
+    assert again.prefill_resolved == found.prefill_resolved and again.prefill.described == found.prefill.described
     assert again.prefill.configs == found.prefill.configs and again.prefill.config == found.prefill.config
     assert list(found.prefill_resolved["layers"]) == list(rules)
     assert not any("dense_tail" in rule for rule in found.prefill_resolved["layers"].values())
@@ -131,8 +133,8 @@ def test_rules_must_fit_the_model_and_are_handed_on_in_full(tmp_path_factory: py
 )
 def test_all_parts_begin_at_one_end_of_whole_groups(step: int, crossover: Any, group: int, begin: int) -> None:
     method = prefill({"0": {"block_size": 16, "step": step}, "1": SKIP}, crossover_tokens=crossover)
-    assert method.group_tokens == group and all(group % part.group_tokens == 0 for part in method.parts)
-    assert {method.dense_below, *(part.dense_below for part in method.parts)} == {begin}
+    assert method.group_tokens == group and all(group % part.group_tokens == 0 for part in method.methods)
+    assert {method.dense_below, *(part.dense_below for part in method.methods)} == {begin}
     assert method.boundary(begin + 2 * group - 1) == begin + group and method.boundary(begin - 1) == begin - 1
 
 
@@ -152,19 +154,25 @@ def test_the_dense_tail_is_the_longest_by_default_unless_it_is_said(fields: dict
 
 
 def test_sizes_are_the_most_of_a_layer_and_all_that_layers_keep() -> None:
-    short, usual = prefill(step=8), prefill()
-    method = prefill({"0": {"step": 8}, "1-2": {}, "3-": SKIP})
-    of_layer, of_both = usual.scratch_bytes(SHAPE, 4096, 32768), method.scratch_bytes(SHAPE, 4096, 32768)
-    assert of_both == max(of_layer, short.scratch_bytes(SHAPE, 4096, 32768)) > 0
+    args = SimpleNamespace(chunked_prefill_size=4096, enable_mixed_chunk=False)
+    model = SimpleNamespace(context_len=32768)
+    kvc = SimpleNamespace(model_config=model, server_args=args, model_dtype=torch.bfloat16)
+
+    def needed(**fields: Any) -> int:
+        return memory.of_prefill(settings_of_rules(**fields), kvc, SHAPE).nbytes
+
+    (short,), (usual,) = prefill(step=8).methods, prefill().methods
+    scratch = [one.scratch_bytes(SHAPE, 4096, 32768) for one in (short, usual)]
     kept = short.kept_bytes(SHAPE, 1, torch.bfloat16) + usual.kept_bytes(SHAPE, 2, torch.bfloat16)
-    assert method.kept_bytes(SHAPE, 4, torch.bfloat16) == kept > 0
+    layers = {"0": {"step": 8}, "1-2": {}, "3-": SKIP}
+    assert kept > 0 < max(scratch) and needed(layers=layers) == max(scratch) + 2 * kept
 
 
 def test_fields_of_a_request_go_to_the_parts_that_have_them() -> None:
     settings = settings_of_rules(RULES)
     asked = parse_options(settings, {"threshold_scale_factor": {"prefill": 9}, "theta": 3}).prefill
-    assert isinstance(asked, LayeredPrefill) and settings.prefill is not None and asked.names == settings.prefill.names
-    assert settings.prefill_described == "anchor in layers 1, anchor in layers 2, skip_softmax in layers 3"
+    assert asked is not None and settings.prefill is not None and asked.names == settings.prefill.names
+    assert settings.prefill.described == "anchor in layers 1, anchor in layers 2, skip_softmax in layers 3"
     assert [config.model_dump().get("theta") for config in asked.configs] == [3, 3, None]
     assert [config.model_dump().get("threshold_scale_factor") for config in asked.configs] == [None, None, 9]
     assert [config.layers for config in asked.configs] == ["1", "2", "3"]
@@ -207,7 +215,7 @@ def test_a_request_may_have_dense_prefill(exact: bool) -> None:
     assert held.configs == sparse.prefill.configs and not any(config.exact_prefix for config in held.configs)
 
 
-def path(method: PrefillMethod, layers: tuple[int, ...] = (0, 2)) -> PrefillPath:
+def path(method: PrefillGroups, layers: tuple[int, ...] = (0, 2)) -> PrefillPath:
     slots = torch.arange(2 * TOKENS).view(2, TOKENS)
     cache = torch.randn(2 * TOKENS, 1, DIM, generator=torch.Generator().manual_seed(0))
     # So that what follows the first keys of each row can be left out.
@@ -228,7 +236,11 @@ def run(at_work: PrefillPath, spans: list[PrefillSpan]) -> list[torch.Tensor]:
     return found
 
 
-def spans_of(method: PrefillMethod) -> list[PrefillSpan]:
+def counts_of(at_work: PrefillPath) -> dict[str, int]:
+    return at_work.device_totals(at_work.pairs.tolist())
+
+
+def spans_of(method: PrefillGroups) -> list[PrefillSpan]:
     return [PrefillSpan(0, GROUP, 3 * GROUP, method), PrefillSpan(1, 50, 60, None)]
 
 
@@ -236,14 +248,16 @@ def test_a_pass_counts_the_pairs_of_all_parts_and_the_blocks_of_one() -> None:
     method = prefill(PARTS, crossover_tokens=100)
     found, skip = path(method), prefill(name="skip_softmax", threshold_scale_factor=0, crossover_tokens=GROUP)
     dense = [PrefillSpan(0, 0, GROUP, method)]
-    assert not run(found, dense) and found.pairs.tolist() == [dense[0].causal_pairs * HEADS * 2] * 2 + [0, 0]
+    known = dense[0].causal_pairs * HEADS * 2
+    none = {"blocks_skipped": 0, "blocks_visited": 0}
+    assert not run(found, dense) and counts_of(found) == {"pairs_attended": known, "pairs_causal": known, **none}
     run(found, spans_of(method))
     alone = path(skip, (2,))
     run(alone, spans_of(skip))
     pairs = sum(span.causal_pairs for span in [*dense, *spans_of(method)]) * HEADS * 2
     skipped, visited = alone.pairs.tolist()[2:]
     assert method.more_counts == skip.more_counts == ("blocks_skipped", "blocks_visited")
-    assert visited > 0 == skipped and found.pairs.tolist() == [pairs, pairs, 0, visited]
+    assert visited > 0 == skipped and [*counts_of(found).values()] == [pairs, pairs, 0, visited]
     assert (found.sparse_tokens, found.dense_tokens) == (2 * GROUP, GROUP + 10)
 
 
@@ -260,7 +274,8 @@ def test_each_layer_attends_as_by_its_part_alone() -> None:
         assert torch.equal(layers[layer_id // 2], *run(at_work, spans_of(one)))
         alone.append(at_work.pairs.tolist())
     assert all(attended < pairs for attended, pairs, *_ in alone)
-    assert found.pairs.tolist() == [alone[0][0] + alone[1][0], alone[0][1] + alone[1][1], *alone[1][2:]]
+    sums = [alone[0][0] + alone[1][0], alone[0][1] + alone[1][1], *alone[1][2:]]
+    assert [*counts_of(found).values()] == sums
 
 
 def test_the_kernels_of_each_part_run_once_before_a_request_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +292,7 @@ def test_the_kernels_of_each_part_run_once_before_a_request_comes(monkeypatch: p
     assert ran == [(Anchor, 0, GROUP), (SkipSoftmax, 2, GROUP)]
     assert not found.pairs.any() and not found.takes(0) and (found.sparse_tokens, found.dense_tokens) == (0, 0)
     assert [(part["method"], part["layers"]) for part in found.parts()] == [("anchor", [0]), ("skip_softmax", [2])]
-    assert "2 of 3 layers, groups of 128 tokens, dense below position 128" in found.describe("both", 3)
+    assert "2 of 3 layers, groups of 128 tokens, dense below position 128" in found.describe(3)
 
 
 def test_calibration_refuses_rules_of_several_methods() -> None:

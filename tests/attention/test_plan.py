@@ -12,8 +12,7 @@ from sglang_sparse.methods.layers import parse_layers
 
 
 def decide(lengths: list[int], **fields: object):
-    method = build("resa", fields).method
-    return plan_decode(method, torch.tensor(lengths))
+    return plan_decode(build("resa", fields).decode, torch.tensor(lengths))
 
 
 def test_below_the_crossover_the_batch_is_dense() -> None:
@@ -24,15 +23,15 @@ def test_below_the_crossover_the_batch_is_dense() -> None:
 def test_short_rows_stay_dense_in_a_sparse_batch() -> None:
     plan = decide([20000, 1000, 4095, 4096])
     assert plan.sparse
-    assert plan.n_pages.tolist() == [1250, 63, 256, 256]
-    assert plan.n_select.tolist() == [125, 63, 256, 26]
+    assert plan.groups[0].n_pages.tolist() == [1250, 63, 256, 256]
+    assert plan.groups[0].n_select.tolist() == [125, 63, 256, 26]
     assert plan.covered.tolist() == [False, True, True, False]
 
 
 def test_never_is_sparse_even_when_every_page_is_selected() -> None:
     plan = decide([17, 300], dense_fallback="never")
     assert plan.sparse
-    assert plan.n_select.tolist() == [2, 16]
+    assert plan.groups[0].n_select.tolist() == [2, 16]
     assert not plan.covered.any()
 
 
@@ -40,8 +39,8 @@ def test_rows_run_as_their_requests_asked() -> None:
     settings = build("resa", {})
     asked = [{}, {"active_ratio": 0.5}, {"sparse": False}, {"active_ratio": 0.5, "rectify_interval": 4}]
     rows = [parse_options(settings, params) for params in asked]
-    plan = plan_decode(settings.method, torch.tensor([16000] * 4), rows)
-    assert plan.n_select.tolist() == [100, 500, 1000, 500]
+    plan = plan_decode(settings.decode, torch.tensor([16000] * 4), rows)
+    assert plan.groups[0].n_select.tolist() == [100, 500, 1000, 500]
     assert plan.covered.tolist() == [False, False, True, False]
 
 
@@ -73,7 +72,7 @@ def test_layers(spec: object, expected: tuple[int, ...]) -> None:
 @given(st.sampled_from([1, 4, 16, 64]), st.floats(0.01, 1.0), st.integers(1, 40))
 def test_no_sparse_row_selects_more_than_the_usual_selection(page: int, ratio: float, least: int) -> None:
     fields = {"min_seq_len": 0, "crossover_tokens": 0, "page_size": page, "active_ratio": ratio, "min_pages": least}
-    method = build("resa", fields).method
-    plan = plan_decode(method, torch.arange(1, 4001))
-    widest = int(plan.n_select[~plan.covered].max()) if not plan.covered.all() else 0
-    assert widest <= usual_selection(method, -(-4000 // page))
+    settings = build("resa", fields)
+    plan = plan_decode(settings.decode, torch.arange(1, 4001))
+    widest = int(plan.groups[0].n_select[~plan.covered].max()) if not plan.covered.all() else 0
+    assert widest <= usual_selection(settings.method, -(-4000 // page))

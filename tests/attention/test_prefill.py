@@ -9,12 +9,13 @@ from sglang.srt import runtime_context
 
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.methods.anchor import Anchor, AnchorConfig
+from sglang_sparse.methods.groups import PrefillGroups
 from sglang_sparse.methods.prefill import PrefillSpan
 from sglang_sparse.scheduler import prefill_chunks
 
 GROUP, HEADS, DIM, LAYERS, PAGE = 32, 2, 16, (0, 2), 16
 FIELDS = {"block_size": 16, "step": 2, "theta": 1e9, "crossover_tokens": GROUP}
-ANCHOR = Anchor(AnchorConfig.model_validate(FIELDS))
+ANCHOR = PrefillGroups(["anchor"], [Anchor(AnchorConfig.model_validate(FIELDS))])
 
 
 def causal(start: int, end: int) -> int:

@@ -16,7 +16,16 @@ from resolved import ServerArgs
 
 from sglang_sparse.attention import memory
 from sglang_sparse.attention.backend import SparseAttentionBackend
-from sglang_sparse.attention.batch import allocate_view, clear_view, count_sizes, load_view, view_buffers, with_parts
+from sglang_sparse.attention.batch import (
+    Views,
+    allocate_view,
+    allocate_views,
+    clear_views,
+    count_sizes,
+    load_views,
+    view_buffers,
+    views_nbytes,
+)
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.cuda_graphs import SPARSE
 from sglang_sparse.attention.plan import plan_decode
@@ -25,9 +34,7 @@ from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import Settings, SparseArgumentError, build
 from sglang_sparse.methods import aux_buffers
 from sglang_sparse.methods.base import ModelShape
-from sglang_sparse.methods.groups import Composite
 from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
-from sglang_sparse.methods.views import BatchView
 
 SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=torch.bfloat16)
 SKIP = {"method": "skip_softmax", "threshold_scale_factor": {"decode": 40}}
@@ -72,14 +79,14 @@ def test_what_is_resolved_resolves_to_itself(rules: dict[str, Any]) -> None:
     again = build("resa", json.loads(json.dumps(found.resolved)))
     assert again.resolved == found.resolved and again.config == found.config
     assert set(found.resolved["layers"]) == set(rules)
-    assert again.method.configs == found.method.configs
+    assert again.decode.configs == found.decode.configs
 
 
 def test_each_part_has_its_layers_its_fields_and_what_stands_beside_them() -> None:
     settings = build("resa", {"layers": {"0": "dense", "1": {"min_pages": 4}, "2-": SKIP}, **SHARED, "min_pages": 8})
-    method = settings.method
-    assert isinstance(method, Composite) and method.names == ("resa", "skip_softmax")
-    assert [part.sparse_layers(4) for part in method.parts] == [(1,), (2, 3)] and method.sparse_layers(4) == (1, 2, 3)
+    method = settings.decode
+    assert method.names == ("resa", "skip_softmax")
+    assert [part.sparse_layers(4) for part in method.methods] == [(1,), (2, 3)] and method.sparse_layers(4) == (1, 2, 3)
     resa, skip = (config.model_dump() for config in method.configs)
     assert resa["min_pages"] == 4 and skip["threshold_scale_factor"] == {"prefill": 0, "decode": 40}
     assert resa["crossover_tokens"] == skip["crossover_tokens"] == method.crossover_tokens == 0
@@ -168,26 +175,27 @@ def test_a_row_is_covered_where_all_parts_attend_to_everything() -> None:
     settings = three()
     asked = [{}, {"sparse": False}, {"active_ratio": 1.0}, {"active_ratio": 1.0, "threshold_scale_factor": 0}, {}]
     rows = [parse_options(settings, params) for params in asked]
-    plan = plan_decode(settings.method, torch.tensor([16000] * 4 + [100]), rows)
+    plan = plan_decode(settings.decode, torch.tensor([16000] * 4 + [100]), rows)
     assert plan.sparse and plan.covered.tolist() == [False, True, False, True, True]
-    tenth, half, skip = plan.parts
+    tenth, half, skip = plan.groups
     assert tenth.n_select.tolist() == [100, 1000, 1000, 1000, 7]
     assert half.n_select.tolist() == [500, 1000, 1000, 1000, 7]
     assert skip.n_select.tolist() == [1000, 1000, 1000, 1000, 7] and skip.row_thresholds.tolist() == [40, 0, 40, 0, 0]
-    own = plan_decode(settings.method, torch.tensor([16000]))
-    assert [part.n_select.tolist() for part in own.parts] == [[100], [500], [1000]]
-    assert not plan_decode(settings.method, torch.tensor([16000] * 2), rows[1:4:2]).sparse
-    late = build("resa", {"layers": RULES, "rectify_interval": 0, "crossover_tokens": 20000}).method
+    own = plan_decode(settings.decode, torch.tensor([16000]))
+    assert [part.n_select.tolist() for part in own.groups] == [[100], [500], [1000]]
+    assert not plan_decode(settings.decode, torch.tensor([16000] * 2), rows[1:4:2]).sparse
+    late = build("resa", {"layers": RULES, "rectify_interval": 0, "crossover_tokens": 20000}).decode
     assert not plan_decode(late, torch.tensor([16000])).sparse and plan_decode(late, torch.tensor([20001])).sparse
 
 
 def test_fields_go_to_the_parts_that_have_them_once() -> None:
     settings = three()
     one, two = (parse_options(settings, {"threshold_scale_factor": 3}) for _ in range(2))
-    assert one.method is two.method is not settings.method
-    assert one.method.parts[:2] == settings.method.parts[:2] and one.method.parts[2] is not settings.method.parts[2]
+    assert one.decode is two.decode is not settings.decode
+    ours, theirs = one.decode.methods, settings.decode.methods
+    assert ours[:2] == theirs[:2] and ours[2] is not theirs[2]
     rectified = parse_options(settings, {"rectify_interval": 8})
-    assert rectified.rectify_interval == 8 == rectified.method.config.model_dump()["rectify_interval"]
+    assert rectified.rectify_interval == 8 == rectified.decode.config.model_dump()["rectify_interval"]
     with pytest.raises(ValueError, match="theta: --sparse-method resa has no such field"):
         parse_options(settings, {"theta": 1})
 
@@ -195,19 +203,19 @@ def test_fields_go_to_the_parts_that_have_them_once() -> None:
 def test_a_factor_of_each_phase_beside_a_prefill_method() -> None:
     settings = build("resa", {"layers": RULES, **SHARED}, "skip_softmax", {"threshold_scale_factor": 90})
     both, prefill = (parse_options(settings, {"threshold_scale_factor": value}) for value in (3, {"prefill": 7}))
-    assert both.method.parts[2].row_threshold == 3 and both.prefill is not None
+    assert both.decode.methods[2].row_threshold == 3 and both.prefill is not None
     assert both.prefill.config.model_dump()["threshold_scale_factor"] == 3
-    assert prefill.method is settings.method and prefill.prefill is not None and prefill.namespace != both.namespace
+    assert prefill.decode is settings.decode and prefill.prefill is not None and prefill.namespace != both.namespace
     assert prefill.prefill.config.model_dump()["threshold_scale_factor"] == 7
 
 
 def test_a_share_to_skip_is_resolved_by_the_checkpoint() -> None:
     rules = {"0": {}, "1-": {"method": "skip_softmax", "target_sparsity": {"decode": 0.5}}}
     settings = build("resa", {"layers": rules, **SHARED}, checkpoint=lambda: STAND_IN)
-    found = settings.method.configs[1].model_dump()
+    found = settings.decode.configs[1].model_dump()
     assert found["threshold_scale_factor"]["decode"] > 1 and found["threshold_scale_factor"]["prefill"] == 0
     again = build("resa", json.loads(json.dumps(settings.resolved)))
-    assert again.method.configs == settings.method.configs
+    assert again.decode.configs == settings.decode.configs
     with pytest.raises(
         SparseArgumentError, match=r'rule "1-": target_sparsity: got .*; is resolved when a server starts'
     ):
@@ -216,8 +224,8 @@ def test_a_share_to_skip_is_resolved_by_the_checkpoint() -> None:
 
 def test_buffers_are_those_of_the_layers_that_have_them() -> None:
     settings = build("resa", {"layers": RULES, "summary": "minmax", **SHARED})
-    specs = settings.method.aux_specs(SHAPE)
-    aux = aux_buffers.AuxBuffers(specs, settings.method.sparse_layers(4), 8, 16, "cpu")
+    specs = settings.decode.aux_specs(SHAPE)
+    aux = aux_buffers.AuxBuffers(specs, settings.decode.sparse_layers(4), 8, 16, "cpu")
     assert [aux.buffer("page_summary", layer).dtype for layer in (1, 2)] == [torch.bfloat16, torch.float8_e4m3fn]
     assert [len(aux.specs_of(layer)) for layer in range(4)] == [0, 1, 1, 0]
     assert memory.aux_bytes_per_token(settings, SHAPE) * 16 * 8 == aux.nbytes == 8 * 2 * 2 * 64 * 3
@@ -228,59 +236,61 @@ def test_buffers_are_those_of_the_layers_that_have_them() -> None:
         assert (aux.buffer("page_summary", layer)[0].float() == 0).all()
 
 
-def view_of(settings: Settings, rows: int) -> BatchView:
-    counts = torch.zeros(sum(count_sizes(settings.method)), dtype=torch.int64)
-    return with_parts(allocate_view(rows, 2, 64, 32, 16, counts), settings.method, 64)
+def views_of(settings: Settings, rows: int) -> Views:
+    counts = torch.zeros(sum(count_sizes(settings.decode.methods)), dtype=torch.int64)
+    return allocate_views(settings.decode.methods, rows, 2, 64 * 16, counts)
 
 
 def test_parts_of_a_view_share_all_but_what_is_their_own() -> None:
     settings = three()
-    view = view_of(settings, 3)
-    assert view.nbytes - allocate_view(3, 2, 64, 32, 16, torch.zeros(4)).nbytes == 3 * 3 * 8
-    assert [part.usual_select for part in view.parts] == [16, 32, 64]
-    assert [part.stats.shape[0] for part in view.parts] == [4, 4, 6]
-    for place, part in enumerate(view.parts):
+    views = views_of(settings, 3)
+    one = (allocate_view(3, 2, 64, 32, 16, torch.zeros(4)),)
+    assert views_nbytes(views) - views_nbytes(one) == 2 * 3 * 8
+    assert [part.usual_select for part in views] == [16, 32, 64]
+    assert [part.stats.shape[0] for part in views] == [4, 4, 6]
+    for place, part in enumerate(views):
         part.stats.add_(place + 1)
-        assert part.page_table is view.page_table and part.n_pages is view.n_pages and part.scores is view.scores
-    assert view.stats.tolist() == [1] * 4 + [2] * 4 + [3] * 6
-    plan = plan_decode(build("resa", {"layers": RULES, **SHARED, "min_seq_len": 0}).method, torch.tensor([640, 320]))
+        assert part.page_table is views[0].page_table and part.n_pages is views[0].n_pages
+        assert part.scores is views[0].scores
+    assert torch.cat([part.stats for part in views]).tolist() == [1] * 4 + [2] * 4 + [3] * 6
+    plan = plan_decode(build("resa", {"layers": RULES, **SHARED, "min_seq_len": 0}).decode, torch.tensor([640, 320]))
     table = torch.arange(3 * 1024, dtype=torch.int32).reshape(3, 1024)
     batch: Any = type("Batch", (), {"req_pool_indices": torch.tensor([2, 1])})
     # As a graph is replayed: fewer rows than it has.
-    load_view(view, plan, batch, table)
-    assert view.n_pages.tolist() == [40, 20, 0]
-    assert [part.n_select.tolist() for part in view.parts] == [[16, 16, 0], [20, 16, 0], [40, 20, 0]]
-    assert view.parts[2].row_thresholds.tolist() == [40, 40, 0] and view.rows(1).parts[1].n_select.tolist() == [20]
-    clear_view(view, table)
-    assert not any(part.n_select.any() or part.row_thresholds.any() for part in view.parts)
+    load_views(views, plan, batch, table)
+    assert views[0].n_pages.tolist() == [40, 20, 0]
+    assert [part.n_select.tolist() for part in views] == [[16, 16, 0], [20, 16, 0], [40, 20, 0]]
+    assert views[2].row_thresholds.tolist() == [40, 40, 0] and views[1].rows(1).n_select.tolist() == [20]
+    clear_views(views, table)
+    assert not any(part.n_select.any() or part.row_thresholds.any() for part in views)
 
 
 def test_a_graph_of_a_batch_is_replayed_over_the_buffers_it_was_captured_with(monkeypatch) -> None:
-    method = build("resa", {"layers": RULES, **SHARED, "min_seq_len": 0}).method
+    method = build("resa", {"layers": RULES, **SHARED, "min_seq_len": 0}).decode
     table = torch.arange(3 * 1024, dtype=torch.int32).reshape(3, 1024)
     backend = object.__new__(SparseAttentionBackend)
     dense = SimpleNamespace(init_cuda_graph_state=lambda *_: None)
     dense.req_to_token_pool = SimpleNamespace(req_to_token=table)
     object.__setattr__(backend, "dense", dense)
-    backend.method = method
+    backend.groups = method
     backend._pools = aux_buffers.AuxBuffers(method.aux_specs(SHAPE), (1, 2, 3), 8, 16, "cpu")
-    backend._limits, backend._graph_view, backend._planned = (2, 64, 64, 16), None, None
-    backend._buffers = view_buffers(method, SHAPE, 64, torch.bfloat16, torch.device("cpu"))
-    counts = torch.zeros(sum(count_sizes(method)), dtype=torch.int64)
+    backend._kv_heads, backend._tokens, backend._graph_views, backend._planned = 2, 1024, None, None
+    backend._buffers = view_buffers(method.methods, SHAPE, 1024, torch.bfloat16, torch.device("cpu"))
+    counts = torch.zeros(sum(count_sizes(method.methods)), dtype=torch.int64)
     backend.counters = Counters(three(), backend._pools, SHAPE, counts)
     backend.init_cuda_graph_state(4, 4)
     monkeypatch.setattr("sglang_sparse.attention.backend.get_capture_attention_variant", lambda: SPARSE)
     backend._begin_capture(2)
-    captured = backend.view
-    assert captured is not None and not captured.n_pages.any() and len(captured.parts) == 3
+    captured = backend._views
+    assert captured is not None and not captured[0].n_pages.any() and len(captured) == 3
     mode = SimpleNamespace(is_decode=lambda: True)
     batch = SimpleNamespace(forward_mode=mode, batch_size=2, num_padding=1, seq_lens_cpu=torch.tensor([640, 1]))
     batch.req_pool_indices = torch.tensor([2, 0])
     backend._prepare(batch)
     # What the graph reads is what was filled now.
-    assert captured.n_pages.tolist() == [40, 0] and captured.page_table[0, :40].tolist() == list(range(128, 168))
-    assert [part.n_select.tolist() for part in captured.parts] == [[16, 0], [20, 0], [40, 0]]
-    assert captured.parts[2].row_thresholds.tolist() == [40, 0]
+    assert captured[0].n_pages.tolist() == [40, 0] and captured[0].page_table[0, :40].tolist() == [*range(128, 168)]
+    assert [part.n_select.tolist() for part in captured] == [[16, 0], [20, 0], [40, 0]]
+    assert captured[2].row_thresholds.tolist() == [40, 0]
     parts = backend.counters.snapshot()["parts"]
     assert [part["max_active_fraction"] for part in parts] == [pytest.approx(0.4), 0.5, None]
     assert [part["pages_held"] for part in parts] == [0, 0, 2 * 40]

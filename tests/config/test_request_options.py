@@ -7,6 +7,7 @@ from sglang_sparse.config.settings import build
 from sglang_sparse.methods import registry
 from sglang_sparse.methods.base import DecodeMethod
 from sglang_sparse.methods.config import MethodConfig
+from sglang_sparse.methods.groups import DecodeGroups
 
 RESA = build("resa", {"rectify_on_finish": True})
 
@@ -27,15 +28,15 @@ class Plain(DecodeMethod):
 def test_nothing_asked_is_the_servers_own() -> None:
     for params in (None, {}, {"thinking_budget": 5, "__req__": object()}):
         options = parse_options(RESA, params)
-        assert options.method is RESA.method and options.sparse
+        assert options.decode is RESA.decode and options.sparse
         assert (options.rectify_interval, options.forced_tokens) == (32, ())
 
 
 def test_overrides_are_validated_together_and_shared() -> None:
     one = parse_options(RESA, {"active_ratio": 0.5, "rectify_interval": 0})
     two = parse_options(RESA, {"active_ratio": 0.5, "rectify_interval": 0})
-    assert one.method is two.method is not RESA.method
-    assert (one.method.config.active_ratio, one.rectify_interval) == (0.5, 0)
+    assert one.decode is two.decode is not RESA.decode
+    assert (one.decode.config.active_ratio, one.rectify_interval) == (0.5, 0)
     assert RESA.config.active_ratio == 0.1
 
 
@@ -70,7 +71,7 @@ def test_refused(params: dict[str, object], expected: str) -> None:
 def test_a_method_without_rectification_has_no_interval() -> None:
     from sglang_sparse.config.settings import Settings
 
-    plain = Settings("plain", Plain(MethodConfig()))
+    plain = Settings("plain", DecodeGroups(["plain"], [Plain(MethodConfig())]))
     with pytest.raises(ValueError, match="rectify_interval: --sparse-method plain has no such field"):
         parse_options(plain, {"rectify_interval": 8})
     assert parse_options(plain, {"sparse": False}).rectify_interval == 0
@@ -99,12 +100,12 @@ def test_fields_of_other_methods_are_refused_and_names_of_nobody_are_not(method:
         ):
             parse_options(settings, {field: 3})
     options = parse_options(settings, {"thinking_budget": 3, "__req__": object(), "logit_bias_file": "x"})
-    assert options.method is settings.method
+    assert options.decode is settings.decode
 
 
 def test_fields_of_third_parties_are_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"pages_at_random": 3}
-    assert parse_options(RESA, params).method is RESA.method
+    assert parse_options(RESA, params).decode is RESA.decode
     monkeypatch.setattr(registry, "known_fields", lambda: frozenset(params))
     with pytest.raises(ValueError, match="pages_at_random: --sparse-method resa has no such field"):
         parse_options(RESA, params)

@@ -61,16 +61,16 @@ def skipping() -> Counters:
     settings = build("skip_softmax", {})
     assert settings.prefill is not None
     path = PrefillPath(settings.prefill, range(1), None, torch.zeros(2, 64, dtype=torch.int32), 16, SHAPE.num_q_heads)
-    stats = torch.zeros(SELECT_STATS + len(settings.method.more_counts), dtype=torch.int64)
+    stats = torch.zeros(SELECT_STATS + len(settings.decode.more_counts), dtype=torch.int64)
     return Counters(settings, AuxBuffers((), (0,), 8, 16, "cpu"), SHAPE, stats, path)
 
 
 def compacting() -> Counters:
     """Of a server whose requests let go of their prompts."""
     settings = build("rocketkv", {"eviction": "compact"})
-    pools = AuxBuffers(settings.method.aux_specs(SHAPE), (0,), 8, 16, "cpu")
+    pools = AuxBuffers(settings.decode.aux_specs(SHAPE), (0,), 8, 16, "cpu")
     keeps: Any = Mock(totals=lambda: {name.removeprefix("kept_"): 0 for name in KEPT_COUNTERS})
-    return Counters(settings, pools, SHAPE, torch.zeros(SELECT_STATS, dtype=torch.int64), keeps=keeps)
+    return Counters(settings, pools, SHAPE, torch.zeros(SELECT_STATS, dtype=torch.int64), keeps=(keeps,))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_sparse.attention.counters import PREFILL_TOTALS, Counters
-from sglang_sparse.attention.plan import DecodePlan
+from sglang_sparse.attention.plan import DecodePlan, GroupPlan
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.settings import build
 from sglang_sparse.hooks import prometheus
@@ -27,7 +27,7 @@ SHAPE = ModelShape(num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_
 
 def counters(method: str | None = "resa", prefill: PrefillPath | None = None) -> Counters:
     settings = build(method, {}, "anchor" if prefill else None, {})
-    pools = AuxBuffers(settings.method.aux_specs(SHAPE), (0, 1), 8, 16, "cpu")
+    pools = AuxBuffers(settings.decode.aux_specs(SHAPE), (0, 1), 8, 16, "cpu")
     return Counters(settings, pools, SHAPE, torch.zeros(4, dtype=torch.int64), prefill)
 
 
@@ -49,7 +49,8 @@ def work(counted: Counters) -> None:
     """One rectifying step: a row of 12 pages decodes sparse, another is dense."""
     pages = torch.tensor([12, 3], dtype=torch.int32)
     selected = torch.tensor([4, 3], dtype=torch.int32)
-    counted.add_decode(DecodePlan(True, pages, selected, selected == pages, torch.zeros(2)))
+    covered = selected == pages
+    counted.add_decode(DecodePlan(covered, ~covered, (GroupPlan(pages, selected, covered, torch.zeros(2)),)))
     counted.select_stats += torch.tensor([4, 14, 30, 0])
     counted.rectify.passes += 1
     counted.rectify.requests += 2
@@ -191,7 +192,9 @@ def test_blocks_that_both_phases_skip(registry: CollectorRegistry, caplog: pytes
     pages, values = torch.tensor([12, 3], dtype=torch.int32), torch.tensor([25.0, 0.0])
     reports = publishing(counted, registry), reporting(counted)
     for reported in (1.0, 2.0):
-        counted.add_decode(DecodePlan(True, pages, pages, values == 0, values))
+        covered = values == 0
+        plan = DecodePlan(covered, ~covered, (GroupPlan(pages, pages, covered, values),))
+        counted.add_decode(plan)
         counted.select_stats += torch.tensor([0, 0, 0, 0, 12, 5])
         path.pairs += torch.tensor([300, 1200, 40, 90])
         for report in reports:

@@ -21,25 +21,29 @@ from sglang_sparse_kernels.page_topk.cuda import Shape
 
 # All hold rows of 2,048 pages, but the last one. Short rows leave most blocks of a large cluster with nothing.
 SHAPES = [Shape(*shape) for shape in ((1, 64, 32), (2, 64, 16), (4, 64, 8), (8, 32, 8), (16, 32, 4), (1, 512, 4))]
+VOTES = [Shape(*shape) for shape in ((1, 64, 32, 4), (4, 64, 8, 7), (1, 512, 4, 1), (8, 32, 8, 8))]
 CLUSTERS = pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda shape: f"cluster{shape.cluster}")
 KERNEL = """
 #define CLUSTER {cluster}
 #define THREADS {threads}
 #define ITEMS {items}
-#define page_topk kernel_{cluster}_{threads}
-namespace shape_{cluster}_{threads} {{
+#define VOTERS {voters}
+#define page_topk kernel_{cluster}_{threads}_{voters}
+namespace shape_{cluster}_{threads}_{voters} {{
 #include "{source}"
 }}
-extern "C" void run_{cluster}_{threads}(
+extern "C" void run_{cluster}_{threads}_{voters}(
     unsigned heads, unsigned rows, const float* scores, const int* table, const int* n_pages, const int* n_select,
-    int* indices, int* counts, unsigned long long* stats, long long stride, long long width, long long max_select,
-    long long aligned, long long tables_ready) {{
+    int* indices, int* counts, unsigned long long* stats, const float* parts, long long stride, long long width,
+    long long max_select, long long aligned, long long tables_ready, long long num_parts, long long local) {{
     launch(CLUSTER * heads, rows, THREADS, CLUSTER, [=] {{
-        shape_{cluster}_{threads}::page_topk(scores, table, n_pages, n_select, indices, counts, stats, stride, width,
-                                             max_select, aligned, tables_ready);
+        shape_{cluster}_{threads}_{voters}::page_topk(scores, table, n_pages, n_select, indices, counts, stats, parts,
+                                                      stride, width, max_select, aligned, tables_ready, num_parts,
+                                                      local);
     }});
 }}
 #undef page_topk
+#undef VOTERS
 #undef CLUSTER
 #undef THREADS
 #undef ITEMS
@@ -49,24 +53,30 @@ extern "C" void run_{cluster}_{threads}(
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel of every shape."""
-    kernels = (KERNEL.format(source=cuda.SOURCE, **dataclasses.asdict(shape)) for shape in SHAPES)
+    kernels = (KERNEL.format(source=cuda.SOURCE, **dataclasses.asdict(shape)) for shape in SHAPES + VOTES)
     return build(tmp_path_factory.mktemp("cuda"), kernels)
 
 
 def on_cpu(
-    library: ctypes.CDLL, arguments: dict[str, Any], shape: Shape, stats: torch.Tensor | None = None
+    library: ctypes.CDLL,
+    arguments: dict[str, Any],
+    shape: Shape,
+    stats: torch.Tensor | None = None,
+    parts: torch.Tensor | None = None,
+    local_pages: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel selects; places that it leaves unwritten hold -1."""
     scores, table = arguments["scores"], arguments["page_table"]
-    rows, heads, width = scores.shape
+    rows, heads, width = len(scores), scores.shape[1] // (shape.voters or 1), scores.shape[2]
     indices = torch.full((rows, heads, arguments["max_select"]), -1, dtype=torch.int32)
     counts = torch.full((rows, heads), -7, dtype=torch.int32)
     tensors = (scores, table, arguments["n_pages"], arguments["n_select"], indices, counts)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-    pointers.append(ctypes.c_void_p(stats.data_ptr() if stats is not None else 0))
+    pointers += [ctypes.c_void_p(tensor.data_ptr() if tensor is not None else 0) for tensor in (stats, parts)]
     sizes = (table.stride(0), width, arguments["max_select"], int(cuda.aligned(scores, table)), 0)
+    sizes = (*sizes, 0 if parts is None else parts.shape[2], local_pages)
     numbers = [ctypes.c_longlong(value) for value in sizes]
-    library[f"run_{shape.cluster}_{shape.threads}"](heads, rows, *pointers, *numbers)
+    library[f"run_{shape.cluster}_{shape.threads}_{shape.voters}"](heads, rows, *pointers, *numbers)
     return indices, counts
 
 
@@ -123,6 +133,32 @@ def test_any_row(seed: int, shape: Shape, library: ctypes.CDLL) -> None:
 
 def test_a_block_of_the_size_that_gpus_get(library: ctypes.CDLL) -> None:
     check(library, make(Case((1100,), (110,), 110, heads=1), "cpu"), SHAPES[-1])
+
+
+@pytest.mark.parametrize("local", [0, 2])
+@pytest.mark.parametrize("shape", VOTES, ids=str)
+def test_votes_are_counted(shape: Shape, local: int, library: ctypes.CDLL) -> None:
+    """Of logits and of the sums of some pages each, also where a page's are NaN and where a head's parts are empty."""
+    arguments = make(Case((1900, 7, 1, 0), (190, 3, 1, 0), 200, heads=2, width=1901), "cpu")
+    generator = seeded("cpu", shape.cluster)
+    logits = 30.0 * torch.randn(4, 2 * shape.voters, 1901, generator=generator)
+    logits[0, 0, 40] = math.nan
+    voting = torch.arange(1901) < arguments["n_pages"][:, None, None] - 1
+    given = logits.masked_fill(~voting | logits.isnan(), -math.inf)
+    given = torch.nn.functional.pad(given, (0, 19), value=-math.inf).unflatten(2, (-1, 64))
+    most = given.amax(3)
+    sums = (given - most.nan_to_num(neginf=0.0)[..., None]).exp2().sum(3)
+    parts = torch.stack((most, sums), 3).contiguous()
+    whole = given.flatten(2).double().mul(math.log(2)).logsumexp(2).div(math.log(2)).nan_to_num(neginf=0.0)
+    votes = (logits.double() - whole[..., None]).unflatten(1, (2, -1)).mul(math.log(2)).logsumexp(2)
+    votes = votes.nan_to_num(nan=torch.finfo(torch.float32).max)
+    newest = torch.arange(1901) >= arguments["n_pages"][:, None, None] - local
+    expected = arguments | {"scores": votes.masked_fill(newest, math.inf).float().contiguous()}
+    out = torch.empty(4, 2, 200, dtype=torch.int32), torch.empty(4, 2, dtype=torch.int32)
+    pages, counts = reference.page_topk(**expected, out=out)
+    got = on_cpu(library, arguments | {"scores": logits}, shape, None, parts, local)
+    assert torch.equal(got[1], counts)
+    assert torch.equal(got[0], pages)
 
 
 @CLUSTERS

@@ -7,7 +7,7 @@ import torch
 
 from sglang_sparse_kernels.page_centroids import HEADER
 from sglang_sparse_kernels.page_centroids.reference import pack, unpack
-from sglang_sparse_kernels.page_vote import cuda, page_vote, reference, scratch_bytes
+from sglang_sparse_kernels.page_vote import cuda, page_vote, reference, scratch_bytes, select_by_votes
 from sglang_sparse_kernels.page_vote.cases import BF16, CASES, FP8, Case, make
 
 
@@ -56,6 +56,33 @@ def test_kernels_equal_the_reference(case: Case, device: str) -> None:
     got = page_vote(**arguments, out=torch.full_like(expected, torch.nan))
     assert_same(got, expected, arguments["n_pages"])
     assert torch.equal(got.nan_to_num(), page_vote(**arguments, out=torch.full_like(expected, torch.nan)).nan_to_num())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_selected_are_the_pages_with_the_most_votes(case: Case, device: str) -> None:
+    """As good as those of the reference's scores, in logical order, the same ones each time."""
+    arguments, generator = make(case, device), torch.Generator(device).manual_seed(0)
+    n_pages, scores = arguments["n_pages"], run_reference(arguments)
+    wanted = (n_pages * torch.rand(len(n_pages), generator=generator, device=device)).ceil().int()
+    most, local = max(1, int(wanted.max())), arguments.pop("local_pages")
+    found = []
+    for ready in (False, True):
+        stats = torch.zeros(3, dtype=torch.int64, device=device)
+        given = {"n_select": wanted, "max_select": most, "scores": torch.full_like(scores, torch.nan), "stats": stats}
+        pages, counts = select_by_votes(**arguments, **given, local_pages=local, tables_ready=ready)
+        assert torch.equal(counts, wanted[:, None].expand_as(counts))
+        assert stats[1] == wanted.sum() * counts.shape[1]
+        for row, count in enumerate(wanted.tolist()):
+            order = torch.full((int(arguments["page_table"].max()) + 1,), -1, device=device)
+            order[arguments["page_table"][row, : n_pages[row]].long()] = torch.arange(int(n_pages[row]), device=device)
+            logical = order[pages[row, :, :count].long()]
+            assert (logical >= 0).all() and (logical.diff() > 0).all()
+            if count:
+                least = scores[row].gather(1, logical).amin(1)
+                assert (least >= scores[row].topk(count).values[:, -1] - 0.01).all()
+        beyond = torch.arange(most, device=device) >= wanted[:, None, None]
+        found.append(pages.masked_fill(beyond, 0))
+    assert torch.equal(*found)
 
 
 @pytest.mark.gpu
@@ -127,7 +154,7 @@ def test_the_page_that_one_head_looks_for_beats_what_all_like_a_little(device: s
 
 def test_what_is_allocated_is_counted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And bounded: rows beyond it wait for those before."""
-    row = 4 * 8 * (720 + 2 * 45)
+    row = 4 * 8 * (720 + 2 * 4 * 12)
     assert scratch_bytes(3, 8, 720) == 3 * row
     arguments = make(CASES[0], device)
     whole = page_vote(**arguments)

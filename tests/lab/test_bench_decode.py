@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from eval.lab import bench_decode
-from eval.lab.bench_decode import random_prompts, request_of, require_capacity
-from eval.lab.servers.decode_arguments import parse
+from eval.lab.bench_decode import parse, random_prompts, request_of, require_capacity
 from eval.lab.servers.decode_peers import Peer, bound_ratio, summarise
 from eval.live.client import Chunk, Stream, parse_stream
 from eval.live.counters import EvaluationError, allocated

@@ -16,7 +16,8 @@ from eval.lab import bench_dsa
 from eval.lab.bench_dsa import measure, parse
 from eval.lab.kernels.dsa import ATTEND, AUTO, DECODE, DECODE_TOPK, NATIVE, OPS, PORTABLE, PREFILL, PREFILL_TOPK
 from eval.lab.kernels.dsa_inputs import FP8, Shape, Step
-from eval.lab.kernels.dsa_table import failed, floor, summarise, with_ratios
+from eval.lab.kernels.dsa_table import failed, floor, with_ratios
+from eval.lab.kernels.harness import ours
 from eval.lab.tables import files, goals
 from eval.live.record import read_rows
 from sglang_sparse.attention.dsa import native_indexer
@@ -116,7 +117,7 @@ def test_floors_and_ratios() -> None:
     found = with_ratios(rows)
     beside = {"native": NATIVE, "native_us": 30, "native_over_floor": 1.2, "native_repeatable": False}
     assert found[3] == {**rows[3], **beside, "native_ratio": 1.5} and found[0] == rows[0] and found[5] == rows[5]
-    assert [row["implementation"] for row in summarise(found)] == [AUTO, PORTABLE, PORTABLE]
+    assert [row["implementation"] for row in ours(found)] == [AUTO, PORTABLE, PORTABLE]
     # Without SGLang's logits there is nothing to choose behind.
     gone = [{**row, "unavailable": "ModuleNotFoundError: No module named 'deep_gemm'"} for row in rows[:3]]
     gone = [{name: value for name, value in row.items() if name != "us"} for row in gone]
@@ -173,36 +174,6 @@ def test_the_file_its_table_and_the_goals(tmp_path: Path, capsys: pytest.Capture
         missing = dict.fromkeys(bound)
         assert "| not measured |" in goal("K7", DECODE, "32x128k", 0, native_ratio=2.1, **far, **missing)
     assert "| not measured |" in goal("K13", DECODE_TOPK, "32x128k", 0, native_ratio=2.1, implementation=PORTABLE)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--shapes 8y64k", "--shapes: a shape is batch x tokens"),
-        ("--shapes 1024x8k", "--shapes: 1024x8k attends to 2097152 tokens with --topk 2048, and the cache has 2097088"),
-        ("--prefill 2x32k", "--prefill must be one row of at least the 8192 tokens of --chunk, got 2x32k"),
-        ("--prefill 1x4k", "--prefill must be one row of at least the 8192 tokens of --chunk, got 1x4k"),
-        ("--shapes= --prefill=", "--shapes and --prefill are both empty; allowed: one shape at least"),
-        ("--peers trtllm", "--peers: there is no 'trtllm', there are native, native-v1, native-flashmla-sparse"),
-        ("--ops topk", "--ops: there is no 'topk', there are dsa_decode_selection, dsa_prefill_selection"),
-        ("--topk 0", "--topk must be 1 or more, got 0"),
-        ("--latent 100", "--latent must be 64, 128, 256 or 512, got 100"),
-        ("--rope 20", "--rope must be 16, 32 or 64, got 20"),
-        ("--heads 0", "--heads must be 1 or more, got 0"),
-        ("--index-heads 65", "--index-heads must be 1 to 64, got 65"),
-        ("--rounds 1", "--rounds must be 2 or more, got 1"),
-        ("--replays 1", "--replays must be 2 or more, got 1"),
-        ("--seed 1", "measured on a CUDA device, and torch finds none"),
-    ],
-)
-def test_bad_input(
-    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "dsa.jsonl"
-    assert bench_dsa.main(["--out", str(out), *options.split()]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("eval.lab.bench_dsa: ") and message in line and not out.exists()
 
 
 @pytest.mark.gpu

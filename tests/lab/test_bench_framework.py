@@ -1,22 +1,21 @@
 """The benchmark of RocketKV's and Skip-Softmax's decode steps: inputs, quality, rows, and what is refused."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from kernel_layers import machine
 
 from eval.lab import bench_framework
 from eval.lab.bench_framework import COMMAND, OWN, RECIPE, measure, parse, quality
 from eval.lab.kernels.framework_inputs import OPS, PREDICT, ROCKET, SKIP, FrameworkStep, Settings
+from eval.lab.kernels.harness import Implementation
 from eval.lab.kernels.kernel_inputs import Shape
-from eval.lab.kernels.kernel_machine import Machine
-from eval.lab.kernels.kernel_table import Implementation
 from eval.lab.structured.generator import read_recipe
 from eval.lab.tables import files
 from eval.live.record import read_rows
-from sglang_sparse_kernels.common.timing import Replay, Run
+from sglang_sparse_kernels.common.timing import Run
 
 # The newest page, and the newest block of four tokens, are partly filled.
 SHAPE = Shape(2, 2027, q_heads=4, kv_heads=2, dim=64)
@@ -27,17 +26,6 @@ STRIPES = read_recipe({**RECIPE, "stripe_ratio": 0.004})
 @pytest.fixture(scope="module")
 def step() -> FrameworkStep:
     return FrameworkStep(SHAPE, "cpu", 1, STRIPES, SETTINGS)
-
-
-def machine(*micros: float) -> Machine:
-    """A machine on which the n-th graph that is captured takes so many microseconds; five where nothing is said."""
-    times = iter(micros)
-
-    def capture(runs: Sequence[Run]) -> Replay:
-        one = next(times, 5.0)
-        return lambda: one
-
-    return Machine("a test", "cpu", 0, capture, lambda: True)
 
 
 def dense(step: FrameworkStep) -> list[Run]:
@@ -112,22 +100,6 @@ def test_the_file_and_its_table(tmp_path: Path) -> None:
     assert [(row["kind"], row["op"]) for row in rows] == [("item", ROCKET), ("item", SKIP), ("summary", ROCKET)]
     assert "no factor skips 0.95" in rows[1]["unavailable"]
     assert "| rocketkv_predict+attend | sglang_sparse |" in files.any_table(args.out)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ops", "page_topk"], "--ops: there is no 'page_topk', there are dense_decode, rocketkv_predict"),
-        (["--page-size", "2"], "--page-size must be 4, 8, 16, 32 or 64, got 2"),
-        (["--prompt-budget", "35"], "--prompt-budget must be 36 or more, got 35"),
-        (["--topr", "129"], "--topr must be 1 to 128, got 129"),
-        (["--skipped", "1"], "--skipped must be between 0 and 1, got 1.0"),
-        (["--recipe", '{"stripe": 1}'], "--recipe: recipe: stripe: Extra inputs are not permitted"),
-    ],
-)
-def test_bad_arguments(tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_framework.main(["--out", str(tmp_path / "out.jsonl"), *arguments]) == 1
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu

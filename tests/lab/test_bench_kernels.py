@@ -11,9 +11,9 @@ from kernel_layers import OWN, SHAPE, exact, machine, missing, refusing
 from eval.lab import bench_kernels
 from eval.lab.bench_kernels import measure, parse, parse_shape
 from eval.lab.kernels import kernel_selection
+from eval.lab.kernels.harness import OURS, Implementation, chosen, reason, timing
 from eval.lab.kernels.kernel_inputs import OPS, WHOLE, Shape, num_layers
-from eval.lab.kernels.kernel_rows import summarise, timing
-from eval.lab.kernels.kernel_table import OURS, TABLE, Implementation, chosen, reason
+from eval.lab.kernels.kernel_table import TABLE, summarise
 from eval.lab.tables import files
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
@@ -132,14 +132,14 @@ def test_inputs_with_a_structure(tmp_path: Path) -> None:
 
 def test_what_is_measured() -> None:
     everyone = [one.name for one in TABLE]
-    assert [one.op for one in chosen(OPS, [], TABLE)] == [
+    assert [one.op for one in chosen(OPS, [], TABLE, OPS)] == [
         *["page_summary"] * 2,
         *["page_score"] * 5,
         "page_topk",
         "sparse_decode",
         *[WHOLE] * 4,
     ]
-    assert {one.name for one in chosen(["sparse_decode"], ["fa3", "torch"])} == {OURS, "fa3"}
+    assert {one.name for one in chosen(["sparse_decode"], ["fa3", "torch"], TABLE, OPS)} == {OURS, "fa3"}
     assert len({(one.op, one.name) for one in TABLE}) == len(everyone)
     for ops, peers, message in (
         (["dense"], [], "--ops: there is no 'dense', there are dense_decode, page_summary"),
@@ -147,37 +147,7 @@ def test_what_is_measured() -> None:
         (["dense_decode"], ["torch"], "none of the peers torch does dense_decode"),
     ):
         with pytest.raises(EvaluationError, match=message):
-            chosen(ops, peers)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--shapes 8y64k", "--shapes: a shape is batch x tokens, such as 8x64k or 1x100, got '8y64k'"),
-        ("--shapes ,", "--shapes must be one at least, got []"),
-        ("--ops page_top", "--ops: there is no 'page_top'"),
-        ("--peers fa2", "--peers: there is no 'fa2'"),
-        ("--page-size 12", "--page-size must be one of 1, 2, 4, 8, 16, 32, 64, got 12"),
-        ("--active-ratio 0", "--active-ratio must be more than 0 and at most 1, got 0.0"),
-        ("--n-min 0", "--n-min must be 1 or more, got 0"),
-        ("--rounds 1", "--rounds must be 2 or more, got 1"),
-        ("--context-length 64k", "--context-length must be 131072 or more, got 65536"),
-        ("--topk-shapes 2x500", "--topk-shapes: a shape is blocks of a cluster (1, 2, 4, 8) x threads of a block"),
-        (
-            '--recipe {"sinks":1}',
-            "--recipe: recipe: sinks: Extra inputs are not permitted, got 1; its fields are sink,",
-        ),
-        ("", "measured on a CUDA device, and torch finds none"),
-    ],
-)
-def test_bad_input(
-    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "kernels.jsonl"
-    assert bench_kernels.main(["--out", str(out), *options.split()]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("eval.lab.bench_kernels: ") and message in line and not out.exists()
+            chosen(ops, peers, TABLE, OPS)
 
 
 def test_the_file_and_its_table(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from mla_layers import BASE, OWN, SHAPE, TINY, dense, exact, machine, missing, wrong
+from kernel_layers import machine
+from mla_layers import BASE, OWN, SHAPE, TINY, dense, exact, missing, wrong
 from triton_interpreter import INTERPRETED
 
 from eval.lab import bench_mla
@@ -133,32 +134,6 @@ def test_an_operation_of_our_own_that_is_refused_is_a_failure(tmp_path: Path) ->
     assert bench_mla.run(args, machine, lambda _: broken) == 1
     rows = read_rows(args.out)
     assert TOPP not in {row["op"] for row in rows if row["kind"] == "summary"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--shapes 8y64k", "--shapes: a shape is batch x tokens"),
-        ("--shapes 8x16k", "--active: of 8x16k with blocks of 16 at theta1 0.9 the paper does not say"),
-        ("--peers fa2", "--peers: there is no 'fa2', there are flashmla, fa3, flashinfer, triton, flashmla-fp8"),
-        ("--ops dense", "--ops: there is no 'dense', there are dense_mla, block_mass"),
-        ("--latent 100", "--latent must be 64, 128, 256 or 512, got 100"),
-        ("--rope 16", "--rope must be 32 or 64, got 16"),
-        ("--block-size 32 --page-size 16", "--block-size must be 16, 32 or 64, at most a page, got 32"),
-        ("--theta1 0", "--theta1 must be more than 0 and at most 1, got 0.0"),
-        ("--rounds 1", "--rounds must be 2 or more, got 1"),
-        ("--recipe {}", "measured on a CUDA device, and torch finds none"),
-        ('--recipe {"sink":0.5}', "--recipe: recipe: shares: Value error, sink, band, stripes and background must add"),
-    ],
-)
-def test_bad_input(
-    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "mla.jsonl"
-    assert bench_mla.main(["--out", str(out), *options.split()]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("eval.lab.bench_mla: ") and message in line and not out.exists()
 
 
 def test_no_share_of_blocks(capsys: pytest.CaptureFixture[str]) -> None:

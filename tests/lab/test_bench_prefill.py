@@ -21,6 +21,7 @@ from eval.lab.tables import files
 from eval.lab.tables.goals import goals_table
 from eval.live.counters import EvaluationError
 from eval.live.record import read_rows
+from sglang_sparse_kernels.common.timing import capture
 
 # A group of 2,048 tokens, and chunks that end within the next one.
 SHAPE = Shape(2700, 2304, q_heads=2, kv_heads=1, dim=64)
@@ -52,7 +53,8 @@ def machine(*micros: float) -> Machine:
     def time(call: Callable[[], torch.Tensor]) -> float:
         return next(times, 5.0)
 
-    return Machine("a test", "cpu", time, lambda call: {"_identify_kernel": 1.0, "_sparse_kernel": 3.0}, lambda: True)
+    parts = {"_identify_kernel": 1.0, "_sparse_kernel": 3.0}
+    return Machine("a test", "cpu", 0, capture, lambda: True, time=time, profile=lambda call: parts)
 
 
 def test_the_first_value_tells_the_mass_kept(prompt: Prompt) -> None:
@@ -178,23 +180,6 @@ def test_peers_that_are_not_installed(prompt: Prompt) -> None:
     peers = [one for one in TABLE if one.peer]
     rows = measure(prompt, plans([one.name for one in peers], (), peers), machine(), 2)
     assert len(rows) == 15 and all("Error" in row["unavailable"] for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--peers", "fa9"], "--peers: there is no 'fa9', there are fa3, fa3-contiguous, flashinfer, flexprefill"),
-        (["--dense-below", "4k"], "--dense-below must be a multiple of --chunk, which is 8192, got 4096"),
-        (["--lengths", "4k,8k", "--positions", "4k"], "--positions must be as many as a prompt has, got 4096"),
-        (["--heads", "32,8"], "--heads must be three numbers"),
-        (["--lengths", "100"], "--lengths must be lengths above 128"),
-        (["--rounds", "1"], "--rounds must be 2 or more, got 1"),
-        (["--method", "skip_softmax", "--values", "0,1"], "--values must be one at least, above 0, got [0.0, 1.0]"),
-    ],
-)
-def test_bad_arguments(tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_prefill.main(["--out", str(tmp_path / "out.jsonl"), *arguments]) == 1
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -89,7 +89,7 @@ def test_controls_of_robsa_read_the_share_that_a_request_asks_for(controls) -> N
     torch.manual_seed(0)
     found = {}
     for name, kind in (("random_blocks", "RandomBlocks"), ("sink_window", "SinkWindow")):
-        method = getattr(controls(name), kind)(config)
+        method = getattr(controls("robsa_controls"), kind)(config)
         # Neither looks at the query or at any key.
         mass = method.mass(view, 0, None, None)
         torch.testing.assert_close(mass.sum(-1), torch.tensor([1.0, 1.0, 0.0]))
@@ -115,15 +115,10 @@ def found_keys() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "function", "first", "last"),
-    [
-        ("random_stripes", "redraw", FIRST, LAST),
-        ("random_keys", "redraw_all", 0, 0),
-        ("newest_stripes", "newest", FIRST, LAST),
-    ],
+    ("function", "first", "last"), [("redraw", FIRST, LAST), ("redraw_all", 0, 0), ("newest", FIRST, LAST)]
 )
-def test_other_keys_are_as_many_as_were_found(controls, name: str, function: str, first: int, last: int) -> None:
-    choose, active = getattr(controls(name), function), found_keys()
+def test_other_keys_are_as_many_as_were_found(controls, function: str, first: int, last: int) -> None:
+    choose, active = getattr(controls("anchor_controls"), function), found_keys()
     chosen = choose(active, FIRST, LAST)
     assert chosen.sum(-1).equal(active.sum(-1)) and chosen.shape == active.shape
     assert chosen[..., :first].all() and chosen[..., chosen.shape[2] - last :].all()
@@ -133,31 +128,31 @@ def test_other_keys_are_as_many_as_were_found(controls, name: str, function: str
     assert choose(nearest, FIRST, 0).equal(nearest)
 
 
-@pytest.mark.parametrize(("name", "function"), [("random_stripes", "redraw"), ("random_keys", "redraw_all")])
-def test_random_keys_are_drawn_anew(controls, name: str, function: str) -> None:
-    choose, active = getattr(controls(name), function), found_keys()
+@pytest.mark.parametrize("function", ["redraw", "redraw_all"])
+def test_random_keys_are_drawn_anew(controls, function: str) -> None:
+    choose, active = getattr(controls("anchor_controls"), function), found_keys()
     chosen = choose(active, FIRST, LAST)
     assert not chosen[:, 1].equal(choose(active, FIRST, LAST)[:, 1])
     # The head that finds nothing has the first block, or as many keys from anywhere.
-    assert chosen[:, 0, :FIRST].all() == (name == "random_stripes")
+    assert chosen[:, 0, :FIRST].all() == (function == "redraw")
 
 
 def test_newest_stripes_stand_together(controls) -> None:
-    taken = controls("newest_stripes").newest(found_keys(), FIRST, LAST)[..., FIRST:]
+    taken = controls("anchor_controls").newest(found_keys(), FIRST, LAST)[..., FIRST:]
     # Once a key is taken, all newer ones are.
     assert not (taken[..., :-1] & ~taken[..., 1:]).any()
 
 
-@pytest.mark.parametrize("name", ["random_stripes", "random_keys", "newest_stripes"])
-def test_other_keys_leave_out_what_anchor_leaves_out_elsewhere(controls, name: str) -> None:
+@pytest.mark.parametrize("kind", ["RandomStripes", "RandomKeys", "NewestStripes"])
+def test_other_keys_leave_out_what_anchor_leaves_out_elsewhere(controls, kind: str) -> None:
     config = AnchorConfig(theta=0.5, step=2, block_size=16, crossover_tokens=0, dense_tail=0)
     torch.manual_seed(0)
     tokens, heads, kv_heads, dim = 256, 4, 2, 8
     query, pages = torch.randn(tokens, heads, dim), torch.arange(16, dtype=torch.int32)[None]
     caches = torch.randn(tokens, kv_heads, dim), torch.randn(tokens, kv_heads, dim)
     outs, counts = [], []
-    for kind in (Anchor, getattr(controls(name), name.title().replace("_", ""))):
-        method = kind(config)
+    for made in (Anchor, getattr(controls("anchor_controls"), kind)):
+        method = made(config)
         out, pairs = torch.empty(tokens, heads, dim), torch.zeros(2, dtype=torch.int64)
         plan = method.plan([PrefillSpan(0, 0, tokens, method)], torch.device("cpu"))
         method.attend(plan, 0, PrefillInputs(query, *caches, pages, 16, dim**-0.5, 1.0, 1.0, out, pairs))

@@ -25,7 +25,6 @@ def test_a_document_that_disagrees_is_found(
     wrong = tmp_path / "performance.md"
     wrong.write_text(right.replace(figure[0], "| 123456.78 |"))
     monkeypatch.setattr(documents, "DOCUMENTS", (wrong,))
-    monkeypatch.setattr(documents, "CARDS", ())
     monkeypatch.setattr(documents, "ROOT", tmp_path)
     assert documents.main(["--check"]) == 1
     shown = capsys.readouterr().err

@@ -12,9 +12,9 @@ from mla_layers import missing
 from eval.lab.bench_dsa import measure
 from eval.lab.kernels.dsa import AUTO, DECODE, DECODE_TOPK, PORTABLE, PREFILL, PREFILL_TOPK
 from eval.lab.kernels.dsa_inputs import Layer, Shape, Step
-from eval.lab.kernels.dsa_quality import Judge, kept, samples
+from eval.lab.kernels.dsa_quality import Judge, clear, samples
 from eval.lab.kernels.dsa_table import TABLE, failed
-from eval.lab.kernels.kernel_machine import Machine, gpu
+from eval.lab.kernels.harness import Machine, gpu, kept
 from sglang_sparse_kernels.common.timing import Run
 
 
@@ -109,7 +109,7 @@ def agreement(shape: Shape, op: str, found: Machine, most: int, replays: int) ->
     judge = Judge(step, samples(step, most), replays)
     rows = {}
     for one in of(op):
-        runs = kept(one).prepare(step)
+        runs = kept(one, clear).prepare(step)
         rows[one.name] = judge.quality(one, runs[0]())
         judge.capture(found.repeat if shape.chunk else found.capture, runs)
         rows[one.name]["repeatable"] = judge.repeatable[one.name]

@@ -6,7 +6,7 @@ import pytest
 
 from eval.lab.documents import RESULTS
 from eval.lab.kernels import framework
-from eval.lab.legs.reproduce_framework import FRAMEWORK, SKIP_FACTORS
+from eval.lab.legs.leg import LEGS
 from eval.lab.tables import kept
 from eval.lab.tables.needles import needles
 from eval.live.record import result_files
@@ -47,8 +47,10 @@ def test_needles_say_what_decode_skipped() -> None:
 
 
 def test_legs_of_skip_softmax_ask_both_phases_and_name_their_factors() -> None:
-    factors = "-".join(f"{phase}-{factor}" for phase, factor in SKIP_FACTORS.items())
-    commands = [one for leg in FRAMEWORK if leg.name.startswith("needles-skip_softmax") for one in leg.commands]
+    factors, names = "prefill-350-decode-1000", [f"needles-skip_softmax{leg}" for leg in ("", "-tasks", "-fp8")]
+    commands = [one for leg in LEGS if leg.name in names for one in leg.commands]
+    asked = '{"threshold_scale_factor": {"prefill": 350, "decode": 1000}}'
+    assert all(asked in one.arguments for one in commands)
     assert len(commands) == 5 and all(factors in one.file for one in commands)
     gates = [one for one in commands if "--least-skipped" in one.arguments]
     assert [one.module for one in gates] == ["eval.niah"] * 2

@@ -8,7 +8,7 @@ from generated_stubs import goals_of, install_client
 from serving_stubs import FakeServer
 
 from eval.lab import bench_serving
-from eval.lab.legs.reproduce_legs import LEGS
+from eval.lab.legs.leg import LEGS
 from eval.lab.tables import files
 from eval.live.record import read_rows
 

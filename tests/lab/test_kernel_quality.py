@@ -8,9 +8,9 @@ import torch
 from kernel_layers import OWN, SHAPE, exact
 
 from eval.lab.kernels import kernel_inputs
+from eval.lab.kernels.harness import Implementation
 from eval.lab.kernels.kernel_inputs import WHOLE, Step, View
 from eval.lab.kernels.kernel_quality import quality, samples
-from eval.lab.kernels.kernel_table import Implementation
 from sglang_sparse.attention.batch import allocate_view
 from sglang_sparse.attention.plan import usual_selection
 from sglang_sparse.methods.resa import Resa, ResaConfig

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from eval.lab.kernels import mla_peers
-from eval.lab.kernels.mla_inputs import Shape, Step
+from eval.lab.kernels.mla_inputs import RECIPE, Shape, Step
 from eval.lab.kernels.mla_quality import quality, samples
-from eval.lab.kernels.mla_recipe import RECIPE
 from eval.lab.kernels.mla_table import table
 from eval.lab.structured.generator import read_recipe
 

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mla_layers import BASE, OWN, SHAPE, dense, exact, machine, wrong
+from kernel_layers import machine
+from mla_layers import BASE, OWN, SHAPE, dense, exact, wrong
 
 from eval.lab.bench_mla import measure
-from eval.lab.kernels.kernel_machine import Bench
-from eval.lab.kernels.kernel_table import Implementation
+from eval.lab.kernels import harness
+from eval.lab.kernels.harness import Implementation, kept
 from eval.lab.kernels.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
-from eval.lab.kernels.mla_inputs import Shape, Step
+from eval.lab.kernels.mla_inputs import RECIPE, Shape, Step, recipe_for, target_share
 from eval.lab.kernels.mla_quality import active, quality, samples
-from eval.lab.kernels.mla_recipe import RECIPE, recipe_for, target_share
 from eval.lab.structured.generator import near_active, read_recipe
 from eval.lab.structured.structure import Recipe
 from eval.live.counters import EvaluationError
@@ -144,17 +144,16 @@ def test_a_failure_leaves_the_inputs_of_others_as_they_were(step: Step, capsys: 
         return replace(one, prepare=prepare)
 
     plan = [breaking(one) if one.op in (MASS, WHOLE) else one for one in OWN]
-    rows = Bench("a test", "2x1500", machine(), 2).measure(
-        plan,
-        step,
+    rows = harness.measure(
+        *("a test", "2x1500", machine(), 2, [kept(one, Step.clear) for one in plan], step),
         lambda one: {"op": one.op},
         lambda one, output: quality(step, samples(step), one, output),
         lambda _: 1,
     )
     assert [row["op"] for row in rows if "us" in row] == [TOPP, ATTEND]
     assert all("out of registers" in row["unavailable"] for row in rows if "us" not in row)
-    for (_, chosen), kept in zip(given, before, strict=True):
-        assert all(map(torch.equal, (chosen.mass, chosen.indices, chosen.counts), kept))
+    for (_, chosen), earlier in zip(given, before, strict=True):
+        assert all(map(torch.equal, (chosen.mass, chosen.indices, chosen.counts), earlier))
     capsys.readouterr()
 
 

@@ -15,6 +15,7 @@ from eval.live.counters import EvaluationError
 from sglang_sparse.config.settings import Settings
 from sglang_sparse.methods.base import DecodeMethod, SparseIndices
 from sglang_sparse.methods.config import MethodConfig
+from sglang_sparse.methods.groups import DecodeGroups
 from sglang_sparse.tools.calibration.similarity import select as rope_selection
 
 PAGE, KV_HEADS, GROUP, DIM = 16, 2, 4, 64
@@ -50,7 +51,7 @@ class Named(DecodeMethod):
 
 
 def chosen_by(method: DecodeMethod, data: Captured) -> Selection:
-    return select(Settings("named", method), data, Facts())
+    return select(Settings("named", DecodeGroups(["named"], [method])), data, Facts())
 
 
 def test_resa_selects_as_its_paper_says() -> None:
@@ -182,7 +183,7 @@ def test_refused_models() -> None:
     with pytest.raises(EvaluationError, match="does not fit TheModel: resa needs an MHA or GQA model"):
         require_served(settings, mla)
     with pytest.raises(EvaluationError, match="of MLA models recall is measured for robsa alone"):
-        require_served(Settings("named", Named(lambda held: [0])), mla)
+        require_served(Settings("named", DecodeGroups(["named"], [Named(lambda held: [0])])), mla)
     calibrated = {"calibration": calibration([0.999, 0.5, 0.999, 0.5])}
     mla = Facts(kv_lora_rank=512, qk_rope_head_dim=64)
     assert require_served(method_settings("robsa", json.dumps(calibrated)), mla) == (0, 2)
@@ -199,4 +200,4 @@ def test_methods_that_ask_for_more_than_is_known() -> None:
             return "no quantisation" if model_config.quantization else None
 
     with pytest.raises(EvaluationError, match=r"what only a server knows: .*quantization"):
-        require_served(Settings("named", Curious(lambda held: [0])), Facts())
+        require_served(Settings("named", DecodeGroups(["named"], [Curious(lambda held: [0])])), Facts())

@@ -1,6 +1,7 @@
 """The legs of everything at once: what commands and goals want of them; how they run is in test_reproduce_run."""
 
 import argparse
+import itertools
 import json
 import re
 import shlex
@@ -27,10 +28,7 @@ from eval.lab import (
     variables,
 )
 from eval.lab.kernels.kernel_inputs import Shape
-from eval.lab.legs.reproduce_leg import URL, URLS_BESIDE, Command, Leg
-from eval.lab.legs.reproduce_legs import LEGS
-from eval.lab.legs.reproduce_needles import BOOKS
-from eval.lab.servers import decode_arguments
+from eval.lab.legs.leg import LEGS, URL, URLS_BESIDE, Command, Leg
 from eval.lab.servers.model_shapes import SHAPES
 from eval.lab.tables.goals import Goal, read_goals
 from eval.live.record import command_name
@@ -47,7 +45,7 @@ from sglang_sparse.config.settings import build
 OUTCOMES = {"command", "task", "arm", "implementation", "sparse_layers", "dense_decode_graphs", "dense_prefill_graphs"}
 PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "eval.lab.agree_dsa": agree_dsa.parse,
-    "eval.lab.bench_decode": decode_arguments.parse,
+    "eval.lab.bench_decode": bench_decode.parse,
     "eval.lab.bench_dsa": bench_dsa.parse,
     "eval.lab.bench_framework": bench_framework.parse,
     "eval.lab.bench_kernels": bench_kernels.parse,
@@ -139,7 +137,7 @@ def test_command_lines_are_what_their_commands_take(leg: Leg, command: Command, 
 @pytest.mark.parametrize("goal", read_goals(), ids=lambda goal: f"{goal.id}-{goal.part}")
 def test_every_goal_has_its_leg(goal: Goal, tmp_path: Path) -> None:
     claimed = [(leg, command) for leg, command in COMMANDS if command.claims(goal)]
-    assert len(claimed) == 1, f"{goal.id}, {goal.part}: give it a leg in eval/lab/legs/reproduce_legs.py"
+    assert len(claimed) == 1, f"{goal.id}, {goal.part}: give it a leg in eval/lab/legs/legs.toml"
     ((leg, command),) = claimed
     assert command_name(command.module) == goal.row["command"]
     given = asked(leg, command, tmp_path)
@@ -293,5 +291,7 @@ def test_a_leg_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_books_of_the_legs_are_five() -> None:
-    books = read_tokens([Path(word) for word in BOOKS if word != "--book"], lambda text: [len(text)])
+    (asked,) = [one.arguments for _, one in COMMANDS if one.file == "ppl-rectify-mla.jsonl"]
+    given = [Path(word) for before, word in itertools.pairwise(asked) if before == "--book"]
+    books = read_tokens(given, lambda text: [len(text)])
     assert len(books) == 5 and all(size > 10**5 for (size,) in books.values())

@@ -14,8 +14,8 @@ import torch
 from reproduce_stubs import SERVER, STUB, StubServer
 
 from eval.lab import reproduce
-from eval.lab.legs import reproduce_run
-from eval.lab.legs.reproduce_leg import FOLDER, URL, URLS_BESIDE, Command, Leg, Server
+from eval.lab.legs import runner
+from eval.lab.legs.leg import FOLDER, URL, URLS_BESIDE, Command, Leg, Server
 from eval.live.record import read_rows
 
 
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "stub_server.py").write_text(SERVER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(reproduce_run, "ServerProcess", StubServer)
+    monkeypatch.setattr(runner, "ServerProcess", StubServer)
     monkeypatch.setattr(StubServer, "started", [])
     return tmp_path / "results"
 
@@ -163,8 +163,9 @@ def test_files_of_other_legs(folder: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_budget(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     legs = [Leg(name, (stub(f"{name}.jsonl"),)) for name in ("one", "two", "three")]
     assert run(folder, legs, "three") == 0
-    times = iter([0.0, 9.0, 10.0])
-    monkeypatch.setattr(reproduce, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    # The first before all legs, two around the command.
+    times = iter([0.0, 9.0, 9.0, 9.0, 10.0])
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: next(times)))
     capsys.readouterr()
     assert run(folder, legs, "--budget-seconds", "10") == 0
     assert outcomes(capsys.readouterr().out) == [
@@ -225,7 +226,7 @@ def test_interrupted_commands_may_end_their_servers(tmp_path: Path, monkeypatch:
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
         with (tmp_path / "log").open("w") as log, pytest.raises(KeyboardInterrupt):
-            reproduce_run.call([sys.executable, "-c", script], log.fileno())
+            runner.call([sys.executable, "-c", script], log.fileno())
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert (tmp_path / "log").read_text() == "cleaned up\n"

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from generated_stubs import goals_of, install_client, parse
-from mla_layers import machine
+from kernel_layers import machine
 from serving_stubs import FakeServer, after
 
 from eval.lab import bench_mla, bench_serving, documents
-from eval.lab.kernels.mla_inputs import SM_SCALE, Shape, Step
-from eval.lab.kernels.mla_recipe import PAPER_BLOCKS, RECIPE, recipe_for
+from eval.lab.kernels.mla_inputs import PAPER_BLOCKS, RECIPE, SM_SCALE, Shape, Step, recipe_for
 from eval.lab.kernels.mla_table import table
 from eval.lab.structured.generator import mla_structure, read_recipe
 from eval.lab.structured.structure import block_mass

@@ -11,7 +11,8 @@ import torch
 from tiny_models import write_books
 from tokenizers import Tokenizer
 
-from eval.lab.train import accuracy, card, gqa
+from eval.lab.tables import cards
+from eval.lab.train import accuracy, gqa
 from eval.lab.train.checkpoint import load, save
 from eval.lab.train.model import dense
 from eval.lab.train.ragged import VALUE_ROLE, Ragged, compact, concat
@@ -134,8 +135,12 @@ def test_accuracy_and_card(checkpoint: Path, data: Path) -> None:
     task = accuracy.TASKS[0]
     lines = [accuracy.measure(model, sampler, task, 256, 2, rows) for rows in (None, ("quest", 0.1))]
     assert [line["selector"] for line in lines] == ["dense", "quest"]
-    made = card.card(lines, card.read(checkpoint / "training.jsonl"))
-    assert "| needle | 0.000 |" in made and "{" not in made.replace("boxed{", "")
+    measured = checkpoint / "accuracy.jsonl"
+    measured.write_text("\n".join(map(json.dumps, lines)))
+    assert cards.as_served(measured).endswith("| needle | 0.000 |")
+    assert cards.chosen(measured) == "| task | quest 0.1 |\n| --- | --- |\n| needle | 0.00 |"
+    stages = [line.split(" | ")[0] for line in cards.training(checkpoint / "training.jsonl").splitlines()[2:]]
+    assert stages == [f"| {stage.name}" for stage in (gqa.STAGES[0], gqa.STAGES[-1])]
 
 
 @pytest.mark.skipif(not (MODEL / "model.safetensors").exists(), reason="the checkpoint is not there")

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from tiny_models import lively
 from tokenizers import Tokenizer
 
-from eval.lab.train import accuracy, card, dsa, run, trainer
+from eval.lab.tables import cards
+from eval.lab.train import accuracy, dsa, run, trainer
 from eval.lab.train.batches import Batch
 from eval.lab.train.checkpoint import INDEX, INDEXER, TRUNK, link_trunk, load, load_trunk, save
 from eval.lab.train.dsa_model import TinyDSA
@@ -176,14 +177,13 @@ def test_training_goes_through_both_stages(monkeypatch: pytest.MonkeyPatch, data
     log = command(monkeypatch, data, trunk, "--budget-seconds", "1e6")
     assert [line["stage"] for line in log[1:]] == ["warm-up", "sparse"]
     assert log[0]["model"] == "tiny-dsa" and log[0]["parameters"] == 7_214_080 + 4 * 827_648
-    lines = card.read(data / "out" / run.ACCURACY)
+    lines = cards.read(data / "out" / run.ACCURACY)
     assert [(line["selector"], line["ratio"]) for line in lines] == [
         ("indexer", 0.25),
         ("dense", 1.0),
         ("random", 0.25),
     ]
-    made = card.card(lines, log)
-    assert made.startswith("# tiny-dsa") and "| indexer 0.25 | dense 1.0 | random 0.25 |" in made
+    assert "| indexer 0.25 | dense 1.0 | random 0.25 |" in cards.chosen(data / "out" / run.ACCURACY, "indexer")
     assert all(torch.equal(w, before[name]) for name, w in load_file(data / "out" / TRUNK).items())
     again = command(
         monkeypatch, data, trunk, "--budget-seconds", "1e6", "--evaluate-seconds", "0", "--resume", str(data / "out")

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from suites import TOKENS, suite_of
 
-from eval.lab.variables import ASKS, CHAINS, SPLITS, VariableSuite
+from eval.lab.variables import CHAINS, SPLITS, VariableSuite
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt
 from eval.texts.text import words
@@ -26,12 +26,8 @@ def oracle(prompt: Prompt) -> str:
     return f"VAR {key} = VAR {assigned[key]} = {assigned[assigned[key]]}"
 
 
-ASKED = [
-    (task, form) for task in SPLITS for form in ("chat", "ruler", "second_turn") if task not in ASKS or form != "ruler"
-]
-
-
-@pytest.mark.parametrize(("task", "form"), ASKED)
+@pytest.mark.parametrize("task", SPLITS)
+@pytest.mark.parametrize("form", ["chat", "ruler", "second_turn"])
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_prompts(task: str, form: str, depth: float) -> None:
     suite, length = make("--form", form), 4096
@@ -54,14 +50,6 @@ def test_prompts(task: str, form: str, depth: float) -> None:
         assert suite.score(case, prompt, oracle(prompt)) == {"score": 1.0, "contains": 1.0}
 
 
-def test_the_number_alone_is_not_asked_for_in_raw_prompts() -> None:
-    with pytest.raises(EvaluationError, match="--form ruler: --tasks variables_value are asked in chat or in a second"):
-        make("--form", "ruler", "--tasks", "variables_value,variables").cases()
-    assert {case.task for case in make("--form", "ruler").cases()} == {"variables", "variables_known"}
-    prompt = make().build(Case("variables_value", 1024, 0.5, 0))
-    assert f"Which number does VAR {prompt.facts['keys'][0]} stand for in the end?" in TOKENS.decode(prompt.tokens)
-
-
 def test_the_value_of_another_chain_is_wrong() -> None:
     suite, case = make(), Case("variables", 1024, 0.5, 0)
     prompt = suite.build(case)
@@ -76,11 +64,8 @@ def test_the_value_of_another_chain_is_wrong() -> None:
 
 def test_cases_are_of_its_own_tasks() -> None:
     counts = Counter(case.task for case in make("--lengths", "1k", "--n", "2").cases())
-    # The third one is not for all models.
     assert counts == dict.fromkeys(("variables", "variables_known"), 10)
-    with pytest.raises(
-        EvaluationError, match="--tasks single: allowed are variables, variables_known, variables_value"
-    ):
+    with pytest.raises(EvaluationError, match="--tasks single: allowed are variables, variables_known"):
         make("--tasks", "single").cases()
     with pytest.raises(EvaluationError, match="--form prefilled: allowed are chat, ruler, second_turn"):
         make("--form", "prefilled").cases()

@@ -211,13 +211,14 @@ def test_a_cache_that_a_method_does_not_take_is_refused_by_its_contract() -> Non
 
 
 def test_what_a_model_decides_is_taken_when_a_scheduler_starts() -> None:
-    method = build("dsa", {}).method
-    assert not method.has_crossover and build("resa", {}).method.has_crossover
+    settings = build("dsa", {})
+    assert "crossover_tokens" not in settings.config.limits and "crossover_tokens" in build("resa", {}).config.limits
     text: Any = SimpleNamespace(hf_text_config=SimpleNamespace(index_topk=48))
-    method.adopt(text)
-    plan = plan_decode(method, torch.tensor([100, 48, 49]))
-    assert plan.sparse and plan.n_select.tolist() == [48, 48, 48] and plan.covered.tolist() == [False, True, False]
-    assert not plan_decode(method, torch.tensor([48, 3])).sparse
+    settings.method.adopt(text)
+    plan = plan_decode(settings.decode, torch.tensor([100, 48, 49]))
+    assert plan.sparse and plan.groups[0].n_select.tolist() == [48, 48, 48]
+    assert plan.covered.tolist() == [False, True, False]
+    assert not plan_decode(settings.decode, torch.tensor([48, 3])).sparse
 
 
 @pytest.mark.parametrize("params", [{"sparse": False}, {"rectify_interval": 8}, {"min_seq_len": 1}])

@@ -18,6 +18,7 @@ from sglang_sparse.config.settings import SparseArgumentError, build
 from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
 from sglang_sparse.methods.fingerprint import fingerprint
+from sglang_sparse.methods.groups import DecodeGroups
 from sglang_sparse.methods.robsa.calibration_file import RopeCalibration
 from sglang_sparse.methods.robsa.decode import Robsa
 from sglang_sparse.methods.views import LatentQuery
@@ -122,9 +123,9 @@ def test_refused_models() -> None:
 def test_a_request_has_a_theta_of_its_own() -> None:
     settings = build("robsa", {**UNCALIBRATED, "min_seq_len": 0, "crossover_tokens": 0})
     rows = [parse_options(settings, params) for params in ({}, {"theta1": 0.5}, {"theta1": 1.0}, {"sparse": False})]
-    plan = plan_decode(settings.method, torch.tensor([1600] * 4), rows)
-    assert plan.row_thresholds.tolist() == pytest.approx([0.9, 0.5, 1.0, 0.9])
-    assert plan.n_pages.tolist() == [100] * 4 and plan.n_select.tolist() == [50, 50, 100, 100]
+    plan = plan_decode(settings.decode, torch.tensor([1600] * 4), rows)
+    assert plan.groups[0].row_thresholds.tolist() == pytest.approx([0.9, 0.5, 1.0, 0.9])
+    assert plan.groups[0].n_pages.tolist() == [100] * 4 and plan.groups[0].n_select.tolist() == [50, 50, 100, 100]
     with pytest.raises(ValueError, match=r"theta1: got 2\.0"):
         parse_options(settings, {"theta1": 2.0})
     with pytest.raises(ValueError, match="active_ratio: --sparse-method robsa has no such field"):
@@ -133,8 +134,8 @@ def test_a_request_has_a_theta_of_its_own() -> None:
 
 def test_blocks_are_smaller_than_pages() -> None:
     method = robsa(page_size=64, block_size=16, min_seq_len=0, crossover_tokens=0, **UNCALIBRATED)
-    plan = plan_decode(method, torch.tensor([1, 16, 17, 1600]))
-    assert plan.n_pages.tolist() == [1, 1, 2, 100] and plan.n_select.tolist() == [1, 1, 1, 50]
+    plan = plan_decode(DecodeGroups(["robsa"], [method]), torch.tensor([1, 16, 17, 1600]))
+    assert plan.groups[0].n_pages.tolist() == [1, 1, 2, 100] and plan.groups[0].n_select.tolist() == [1, 1, 1, 50]
 
 
 def naive(query: torch.Tensor, keys: torch.Tensor, scaling: float, theta1: float) -> list[int]:

@@ -85,8 +85,8 @@ def test_refused_models() -> None:
 def test_a_request_has_a_topk_of_its_own() -> None:
     settings = build("rocketkv", {"min_seq_len": 0, "crossover_tokens": 0})
     rows = [parse_options(settings, params) for params in ({}, {"topk": 5}, {"topk": 10**6}, {"sparse": False})]
-    plan = plan_decode(settings.method, torch.tensor([1602] * 4), rows)
-    assert plan.n_pages.tolist() == [401] * 4 and plan.n_select.tolist() == [64, 5, 401, 401]
+    plan = plan_decode(settings.decode, torch.tensor([1602] * 4), rows)
+    assert plan.groups[0].n_pages.tolist() == [401] * 4 and plan.groups[0].n_select.tolist() == [64, 5, 401, 401]
     assert plan.covered.tolist() == [False, False, True, True]
     for field, value in (("prompt_budget", 64), ("window_size", 8), ("topr", 16), ("kt_page_size", 4)):
         with pytest.raises(ValueError, match=f"{field}: belongs to the server's config"):
@@ -189,7 +189,7 @@ def test_an_entry_is_that_of_its_block_alone() -> None:
     keys = exact_keys(8 * PAGE, HEADS, DIM)
     first = 3 * PAGE
     for slots in ([*range(first, first + 6)], [first + 6], [first + 7, first + 8]):
-        aux.refresh({0: keys}, page_ends(torch.tensor(slots), method.entry_tokens))
+        aux.refresh({0: keys}, page_ends(torch.tensor(slots), method.block_size))
     entry = aux.buffer(KT_CACHE, 0)[3].float()
     for block, (start, end) in enumerate([(0, 4), (4, 8), (8, 9)]):
         held = keys[first + start : first + end]
@@ -200,10 +200,10 @@ def test_an_entry_is_that_of_its_block_alone() -> None:
 
 def test_the_check_of_entries_takes_those_of_a_page_that_was_just_written() -> None:
     method = rocketkv()
-    aux = AuxBuffers(method.aux_specs(MODEL), (0,), 4, PAGE, "cpu", method.entry_tokens)
+    aux = AuxBuffers(method.aux_specs(MODEL), (0,), 4, PAGE, "cpu")
     keys = exact_keys(4 * PAGE, HEADS, DIM)
     slots = torch.arange(PAGE, 3 * PAGE - 2)
-    aux.refresh({0: keys}, page_ends(slots, method.entry_tokens))
+    aux.refresh({0: keys}, page_ends(slots, method.block_size))
     pool = SimpleNamespace(get_key_buffer=lambda layer: keys)
     setattr(pool, memory.ATTRIBUTE, aux)
     ends = torch.tensor([2 * PAGE - 1, int(slots[-1])])
@@ -239,7 +239,7 @@ def test_memory_of_the_kt_cache_and_of_what_is_kept() -> None:
         aux.require_kept(1)
     table = torch.zeros(13, 64, dtype=torch.int32)
     runner: Any = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=None)
-    assert prompt_selection.make_path(method, aux, runner, shape) is not None
+    assert prompt_selection.make_paths([method], aux, runner, shape)
     kept = aux.require_kept(1)
     assert sorted(kept.blocks) == [1, 2, 3] and kept.blocks[1].shape == (13, HEADS, 4)
     taken = sum(x.nbytes for x in (*kept.blocks.values(), kept.counts, kept.first_visible))

@@ -21,6 +21,7 @@ from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import SparseArgumentError, build
 from sglang_sparse.methods.aux_buffers import AuxBuffers
 from sglang_sparse.methods.base import ModelShape
+from sglang_sparse.methods.groups import PrefillGroups
 from sglang_sparse.methods.prefill import PrefillSpan
 from sglang_sparse.methods.skip_softmax.prefill import SkipSoftmax
 from sglang_sparse_kernels.skip_softmax_prefill import BLOCK_KEYS, TILE_QUERIES, Span, make_plan, skip_softmax_prefill
@@ -31,9 +32,9 @@ CPU = torch.device("cpu")
 
 
 def skip_softmax(**fields: Any) -> SkipSoftmax:
-    method = build(None, {}, "skip_softmax", fields).prefill
-    assert isinstance(method, SkipSoftmax)
-    return method
+    prefill = build(None, {}, "skip_softmax", fields).prefill
+    assert prefill is not None and isinstance(prefill.methods[0], SkipSoftmax)
+    return prefill.methods[0]
 
 
 @pytest.fixture(scope="session")
@@ -136,16 +137,16 @@ def test_spans_become_tiles_with_the_thresholds_of_their_rows() -> None:
 
 def test_passes_are_the_op_and_are_counted() -> None:
     torch.manual_seed(0)
-    method = skip_softmax(dense_fallback="never", threshold_scale_factor=300.0)
+    groups = PrefillGroups(["skip"], [skip_softmax(dense_fallback="never", threshold_scale_factor=300.0)])
     keys, values = torch.randn(2, 2 * TOKENS, 1, DIM)
     pool: Any = SimpleNamespace(get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values)
-    path = PrefillPath(method, LAYERS, pool, torch.arange(2 * TOKENS).view(2, TOKENS), PAGE, HEADS)
+    path = PrefillPath(groups, LAYERS, pool, torch.arange(2 * TOKENS).view(2, TOKENS), PAGE, HEADS)
     query = torch.randn(300, HEADS * DIM)
     # All queries look for the first token of row 1.
     query[:, ::DIM], keys[TOKENS, 0, 0] = 4.0, 20.0
     layer: Any = SimpleNamespace(layer_id=2, tp_q_head_num=HEADS, qk_head_dim=DIM, v_head_dim=DIM, scaling=0.25)
     layer.k_scale_float = layer.v_scale_float = None
-    path.begin([PrefillSpan(1, 200, 500, method)], torch.tensor([0, 1]))
+    path.begin([PrefillSpan(1, 200, 500, groups)], torch.tensor([0, 1]))
     got = path.attend(query, keys[:300], values[:300], layer, torch.arange(300), save_kv_cache=False)
     table = torch.arange(2 * TOKENS // PAGE, dtype=torch.int32).view(2, -1)
     arguments = (query.view(300, HEADS, DIM), keys, values, table, make_plan([Span(1, 200, 500)], 2, CPU))

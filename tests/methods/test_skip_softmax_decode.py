@@ -13,7 +13,7 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse.attention.batch import allocate_view, load_view
+from sglang_sparse.attention.batch import allocate_view, load_views, views_nbytes
 from sglang_sparse.attention.counters import Counters
 from sglang_sparse.attention.decode import DecodePath
 from sglang_sparse.attention.plan import plan_decode, usual_selection
@@ -150,7 +150,7 @@ def test_what_the_prefill_that_comes_along_needs_is_asked(qwen3: str) -> None:
 )
 def test_a_request_may_set_each_phase(asked: Any, prefill: float, decode: float, shared: bool) -> None:
     options = parse_options(build("skip_softmax", {}), {FACTOR: asked})
-    assert options.method.row_threshold == decode and options.prefill is not None
+    assert options.decode.methods[0].row_threshold == decode and options.prefill is not None
     assert options.prefill.config.model_dump()[FACTOR] == prefill
     assert (options.namespace == "") == shared
 
@@ -192,13 +192,13 @@ def test_bad_wishes(server: dict[str, Any], params: dict[str, Any], said: str) -
 
 def test_a_number_is_for_the_phases_that_there_are() -> None:
     exact = parse_options(build("skip_softmax", {}), {FACTOR: 5, "exact_prefix": True})
-    assert exact.method.row_threshold == 5 and exact.prefill is None
+    assert exact.decode.methods[0].row_threshold == 5 and exact.prefill is None
     alone = parse_options(build("skip_softmax", {FACTOR: {"decode": 9}}), {FACTOR: 5})
-    assert alone.method.row_threshold == 5 and (alone.prefill, alone.namespace) == (None, "")
+    assert alone.decode.methods[0].row_threshold == 5 and (alone.prefill, alone.namespace) == (None, "")
     beside = build("resa", {}, "skip_softmax", {})
     for asked in (5, {"prefill": 5}):
         options = parse_options(beside, {FACTOR: asked})
-        assert options.method is beside.method and options.prefill is not None and "5" in options.namespace
+        assert options.decode is beside.decode and options.prefill is not None and "5" in options.namespace
     with pytest.raises(ValueError, match="a mapping with prefill"):
         parse_options(beside, {FACTOR: {"decode": 5}})
     with pytest.raises(ValueError, match="a mapping with decode"):
@@ -211,16 +211,18 @@ def test_a_row_is_dense_by_its_factor() -> None:
     asked = [{}, {FACTOR: {"decode": 3}}, {"sparse": False}, {FACTOR: 0}, {FACTOR: {"prefill": 3}}, {}]
     rows = [parse_options(settings, params) for params in asked]
     lengths = torch.tensor([9000] * 5 + [4095])
-    plan = plan_decode(settings.method, lengths, rows)
-    assert plan.sparse and plan.row_thresholds.tolist() == [8.0, 3.0, 0.0, 0.0, 8.0, 0.0]
+    plan = plan_decode(settings.decode, lengths, rows)
+    assert plan.sparse and plan.groups[0].row_thresholds.tolist() == [8.0, 3.0, 0.0, 0.0, 8.0, 0.0]
     assert plan.covered.tolist() == [False, False, True, True, False, True]
-    assert plan.n_select.tolist() == plan.n_pages.tolist()
+    assert plan.groups[0].n_select.tolist() == plan.groups[0].n_pages.tolist()
     # Two sparse rows are below the crossover, whatever the others hold.
-    assert not plan_decode(settings.method, lengths[1:4], rows[1:4]).sparse
-    assert not plan_decode(build("skip_softmax", {FACTOR: 0}).method, torch.tensor([10**6])).sparse
+    assert not plan_decode(settings.decode, lengths[1:4], rows[1:4]).sparse
+    assert not plan_decode(build("skip_softmax", {FACTOR: 0}).decode, torch.tensor([10**6])).sparse
     never = build("skip_softmax", {FACTOR: 0, "dense_fallback": "never"})
-    plan = plan_decode(never.method, torch.tensor([40, 50]), [parse_options(never, p) for p in ({}, {"sparse": False})])
-    assert plan.sparse and plan.covered.tolist() == [False, True] and plan.row_thresholds.tolist() == [0.0, 0.0]
+    plan = plan_decode(never.decode, torch.tensor([40, 50]), [parse_options(never, p) for p in ({}, {"sparse": False})])
+    assert (
+        plan.sparse and plan.covered.tolist() == [False, True] and plan.groups[0].row_thresholds.tolist() == [0.0, 0.0]
+    )
 
 
 def filled(settings: Settings, lengths: list[int], stats: torch.Tensor, rows: int) -> tuple[Any, BatchView]:
@@ -228,9 +230,9 @@ def filled(settings: Settings, lengths: list[int], stats: torch.Tensor, rows: in
     pages = CONTEXT // PAGE
     usual = usual_selection(settings.method, pages)
     view = allocate_view(rows, KV_HEADS, pages, usual, PAGE, stats, settings.method.view_buffers)
-    plan = plan_decode(settings.method, torch.tensor(lengths))
+    plan = plan_decode(settings.decode, torch.tensor(lengths))
     table = torch.arange(len(lengths) * CONTEXT, dtype=torch.int32).view(len(lengths), CONTEXT)
-    load_view(view, plan, SimpleNamespace(req_pool_indices=torch.arange(rows).clamp(max=len(lengths) - 1)), table)
+    load_views((view,), plan, SimpleNamespace(req_pool_indices=torch.arange(rows).clamp(max=len(lengths) - 1)), table)
     return plan, view
 
 
@@ -247,11 +249,11 @@ def test_a_layer_is_the_op_and_is_counted() -> None:
     newest = torch.tensor([row * CONTEXT + length - 1 for row, length in enumerate(lengths)] + [0])
     pool: Any = SimpleNamespace(get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values)
     aux = AuxBuffers(settings.method.aux_specs(SHAPE), (LAYER, 3), 2 * CONTEXT // PAGE, PAGE, "cpu")
-    path = DecodePath(settings.method, aux, pool, SHAPE)
+    path = DecodePath(settings.decode.methods, aux, pool, SHAPE)
     assert path.last_layer == -1
     layer: Any = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, qk_head_dim=DIM, scaling=0.25)
     layer.k_scale_float = layer.v_scale_float = None
-    got = path.attend(query.flatten(1), query, query, layer, newest, view, False, {})
+    got = path.attend(query.flatten(1), query, query, layer, newest, (view,), False, {})
     table = torch.arange(len(lengths) * CONTEXT // PAGE, dtype=torch.int32).view(len(lengths), -1)
     counted = torch.zeros(2, dtype=torch.int64)
     arguments = (
@@ -259,7 +261,7 @@ def test_a_layer_is_the_op_and_is_counted() -> None:
         keys,
         values,
         table,
-        plan.n_pages,
+        plan.groups[0].n_pages,
         newest[:3],
         torch.tensor([200.0, 0.0, 200.0]),
         PAGE,
@@ -274,7 +276,7 @@ def test_a_layer_is_the_op_and_is_counted() -> None:
     counters.add_decode(plan)
     shown = counters.snapshot()
     assert (shown["blocks_visited"], shown["blocks_skipped"]) == tuple(counted.tolist())
-    pages = 2 * KV_HEADS * sum(plan.n_pages.tolist())
+    pages = 2 * KV_HEADS * sum(plan.groups[0].n_pages.tolist())
     assert (shown["sparse_layer_rows"], shown["pages_attended"], shown["pages_held"]) == (2 * 3, pages, pages)
     assert (shown["dense_fallback_rows"], shown["active_fraction"], shown["max_active_fraction"]) == (1, 1.0, None)
 
@@ -282,7 +284,7 @@ def test_a_layer_is_the_op_and_is_counted() -> None:
 def test_only_the_page_table_is_allocated_and_the_op_is_charged() -> None:
     method = build("skip_softmax", {}).method
     view = allocate_view(6, KV_HEADS, 4096, 4000, PAGE, torch.zeros(6, dtype=torch.int64), method.view_buffers)
-    assert view.page_table.shape == (6, 4096) and view.nbytes < 6 * (4 * 4096 + 64)
+    assert view.page_table.shape == (6, 4096) and views_nbytes((view,)) < 6 * (4 * 4096 + 64)
     shape = ModelShape(4, 4, 1, 128, torch.bfloat16)
     expected = scratch_bytes(1, 4, 1, 128, 128, 4000, PAGE, torch.bfloat16, CPU)
     assert method.scratch_bytes(shape, view.rows(1), torch.bfloat16, CPU) == expected > 0

@@ -14,7 +14,7 @@ load_plugins()
 
 from resolved import ServerArgs
 
-from sglang_sparse.attention.batch import allocate_view, load_view
+from sglang_sparse.attention.batch import allocate_view, load_views
 from sglang_sparse.attention.decode import DecodePath
 from sglang_sparse.attention.plan import plan_decode, usual_selection
 from sglang_sparse.config import settings as config
@@ -65,25 +65,26 @@ def test_other_latents_are_refused(tmp_path: Path) -> None:
 def test_a_layer_is_the_op(fused: bool) -> None:
     """With the query in one tensor or in two, a short row that is dense, and one that pads a graph."""
     torch.manual_seed(0)
-    method = build("skip_softmax", {FACTOR: {"decode": 200.0}, "min_seq_len": 100, "crossover_tokens": 0}).method
+    settings = build("skip_softmax", {FACTOR: {"decode": 200.0}, "min_seq_len": 100, "crossover_tokens": 0})
+    method = settings.method
     lengths, pages = [500, 99], CONTEXT // PAGE
     stats = torch.zeros(SELECT_STATS + 2, dtype=torch.int64)
     view = allocate_view(3, 1, pages, usual_selection(method, pages), PAGE, stats, method.view_buffers)
-    plan = plan_decode(method, torch.tensor(lengths))
+    plan = plan_decode(settings.decode, torch.tensor(lengths))
     table = torch.arange(2 * CONTEXT, dtype=torch.int32).view(2, CONTEXT)
-    load_view(view, plan, SimpleNamespace(req_pool_indices=torch.tensor([0, 1, 1])), table)
+    load_views((view,), plan, SimpleNamespace(req_pool_indices=torch.tensor([0, 1, 1])), table)
     cache, query = torch.randn(2 * CONTEXT, 1, LATENT + ROPE), torch.randn(3, HEADS, LATENT + ROPE)
     # Rows look for their first token.
     query[:, :, 0], cache[::CONTEXT, :, 0] = 4.0, 20.0
     newest = torch.tensor([499, CONTEXT + 98, 0])
     pool: Any = SimpleNamespace(get_key_buffer=lambda _: cache)
-    path = DecodePath(method, AuxBuffers((), (1,), 2 * pages, PAGE, "cpu"), pool, SHAPE)
+    path = DecodePath([method], AuxBuffers((), (1,), 2 * pages, PAGE, "cpu"), pool, SHAPE)
     layer: Any = SimpleNamespace(layer_id=1, tp_q_head_num=HEADS, scaling=0.25)
     nope, rope = query[..., :LATENT], query[..., LATENT:]
     asked = query if fused else nope
-    got = path.attend(asked.flatten(1), asked, asked, layer, newest, view, False, {} if fused else {"q_rope": rope})
+    got = path.attend(asked.flatten(1), asked, asked, layer, newest, (view,), False, {} if fused else {"q_rope": rope})
     counted, factors = torch.zeros(2, dtype=torch.int64), torch.tensor([200.0, 0.0])
-    rows = (torch.arange(2 * pages, dtype=torch.int32).view(2, -1), plan.n_pages, newest[:2], factors)
+    rows = (torch.arange(2 * pages, dtype=torch.int32).view(2, -1), plan.groups[0].n_pages, newest[:2], factors)
     expected = skip_softmax_mla_decode(nope[:2], rope[:2], cache[:, 0], *rows, PAGE, 0.25, stats=counted)
     assert torch.equal(got[:2], expected.flatten(1)) and not got[2].any()
     # Two groups of heads.

@@ -143,10 +143,10 @@ def test_a_batch_that_is_dense_lets_go_of_nothing_and_one_with_a_compacted_row_i
     # Its neighbour has left.
     rows = [parse_options(server.settings, {})] * 2
     lengths = torch.tensor([209, 61])
-    assert not plan_decode(server.method, lengths, rows).sparse
-    plan = plan_decode(server.method, lengths, rows, compacted=True)
+    assert not plan_decode(server.settings.decode, lengths, rows).sparse
+    plan = plan_decode(server.settings.decode, lengths, rows, compacted=True)
     assert plan.sparse and plan.covered.tolist() == [False, True]
-    assert plan.n_select.tolist() == [6, 16]
+    assert plan.groups[0].n_select.tolist() == [6, 16]
 
 
 def test_what_does_not_go_with_it() -> None:
@@ -157,7 +157,7 @@ def test_what_does_not_go_with_it() -> None:
         config.build("rocketkv", {"eviction": "compact", "rectify_interval": 16})
     assert said.format(16) in str(caught.value)
     settings = config.build("rocketkv", {"eviction": "compact"})
-    assert parse_options(settings, {"topk": 5, "rectify_interval": 0}).method.config == settings.config.model_copy(
+    assert parse_options(settings, {"topk": 5, "rectify_interval": 0}).decode.config == settings.config.model_copy(
         update={"topk": 5}
     )
     with pytest.raises(ValueError, match="eviction: got 'compact'") as caught:

@@ -14,7 +14,7 @@ from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.attention.prefill import PrefillPath
 from sglang_sparse.config.request_options import parse_options
 from sglang_sparse.config.settings import build
-from sglang_sparse.methods.anchor import Anchor
+from sglang_sparse.methods.groups import PrefillGroups
 from sglang_sparse.scheduler import exact_kv, prefill_chunks
 from sglang_sparse.scheduler.request_state import ATTRIBUTE, RequestState
 
@@ -35,7 +35,7 @@ class Server:
         )
         self.query = 1.5 * blocks.repeat_interleave(BLOCK, 0)
         pool = SimpleNamespace(get_key_buffer=lambda _: cache, get_value_buffer=lambda _: cache)
-        assert isinstance(SETTINGS.prefill, Anchor)
+        assert SETTINGS.prefill is not None
         self.path = PrefillPath(SETTINGS.prefill, LAYERS, pool, slots, BLOCK, HEADS)
 
     def run(self, *passed: tuple[Any, int, int]) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ def test_each_chunk_sees_the_group_so_far_whatever_runs_between() -> None:
 
 def test_a_part_goes_by_what_its_group_will_have() -> None:
     """Three eighths of four blocks are two, one more than such a part knows; of two blocks it is one, which it has."""
-    method = Anchor(replace_config())
+    (method,) = anchor().methods
     for prompt, means in ((TOKENS, 2), (192, 2), (160, 1), (150, 1)):
         request, plans = make_request(0, prompt), []
         for start, end in ((0, 96), (96, 140)):
@@ -183,14 +183,14 @@ def test_a_prompt_that_another_method_prefills_keeps_nothing() -> None:
     )
     assert state.cut is None
     # Nor does one whose dense tail has begun.
-    method = Anchor(replace_config(dense_tail=20))
+    method = anchor(dense_tail=20)
     state.options = replace(state.options, prefill=method)
     assert prefill_chunks.follow_cuts(state, 0, 237, TOKENS, method) == (None, None)
     assert prefill_chunks.follow_cuts(state, 0, 235, TOKENS, method)[1] is state.cut is not None
 
 
 def test_a_prompt_that_goes_on_in_whole_groups_keeps_nothing() -> None:
-    request, method = make_request(0), Anchor(replace_config(share_partial_groups=False))
+    request, method = make_request(0), anchor(share_partial_groups=False)
     state = getattr(request, ATTRIBUTE)
     assert prefill_chunks.follow_cuts(state, 0, 128, TOKENS, method) == (None, None)
     # For want of memory one may be cut.
@@ -198,12 +198,12 @@ def test_a_prompt_that_goes_on_in_whole_groups_keeps_nothing() -> None:
     assert cut is not None and (cut.start, cut.end) == (128, 150)
     assert prefill_chunks.follow_cuts(state, 150, 192, TOKENS, method) == (cut, None)
     # The first group is dense.
-    assert prefill_chunks.follow_cuts(state, 0, 40, TOKENS, Anchor(replace_config())) == (None, None)
+    assert prefill_chunks.follow_cuts(state, 0, 40, TOKENS, anchor()) == (None, None)
 
 
-def replace_config(**fields: Any) -> Any:
+def anchor(**fields: Any) -> PrefillGroups:
     assert SETTINGS.prefill is not None
-    return SETTINGS.prefill.config.model_copy(update=fields)
+    return SETTINGS.prefill.with_configs([SETTINGS.prefill.config.model_copy(update=fields)])
 
 
 def test_the_memory_is_that_of_the_means() -> None:
@@ -211,5 +211,5 @@ def test_the_memory_is_that_of_the_means() -> None:
     server.run((request, 0, 150))
     kept = [tensor for means in cut_of(request).kept.values() for tensor in (means.queries, means.anchors)]
     shape: Any = SimpleNamespace(num_q_heads=HEADS, head_dim=DIM)
-    assert SETTINGS.prefill is not None
-    assert sum(tensor.nbytes for tensor in kept) == SETTINGS.prefill.kept_bytes(shape, len(LAYERS), torch.float32)
+    (method,) = anchor().methods
+    assert sum(tensor.nbytes for tensor in kept) == method.kept_bytes(shape, len(LAYERS), torch.float32)

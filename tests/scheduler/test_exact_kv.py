@@ -9,7 +9,6 @@ from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 from sglang_sparse.attention.counters import RectifyCounts
-from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config import settings as config
 from sglang_sparse.methods.resa import Resa
 from sglang_sparse.scheduler import exact_kv, request_state
@@ -31,11 +30,11 @@ def follow(
     args = SimpleNamespace(sparse_method="resa", sparse_config=json.dumps(fields))
     settings = config.settings_of(args)
     backend = SimpleNamespace(
-        plan_rows=lambda *rows: plan_decode(settings.method, *rows),
+        groups=settings.decode,
         counters=SimpleNamespace(rectify=RectifyCounts()),
         rectifying=None,
         prefill=None,
-        keeps=None,
+        keeps=(),
     )
     runner = SimpleNamespace(server_args=args, is_draft_worker=False, attn_backend=backend)
     batch = SimpleNamespace(
@@ -45,7 +44,7 @@ def follow(
         prefix_lens=prefixes,
         extend_lens=[n - p for n, p in zip(lengths, prefixes, strict=True)] if prefixes else None,
     )
-    exact_kv.begin_pass(None, type(None), batch, runner)
+    exact_kv.begin_pass(SimpleNamespace(), type(None), batch, runner)
 
 
 def exact(request: SimpleNamespace, committed: int) -> int:

@@ -30,7 +30,7 @@ class Compactions:
     def __init__(self, runner: Any):
         self._pool, self._table = runner.token_to_kv_pool, runner.req_to_token_pool
         self._kept = getattr(self._pool, memory.ATTRIBUTE).require_kept(0)
-        self._path = runner.attn_backend.keeps.compaction
+        self._path = runner.attn_backend.keeps[0].compaction
         self._backend = runner.attn_backend
         self._block = self._backend.method.block_size
         # By request: the position of the first block, the blocks, and K and V of each layer.
@@ -44,7 +44,7 @@ class Compactions:
     def of(cls, runner: Any) -> Compactions | None:
         """Return what follows a runner; None where its method does not compact."""
         keeps = runner.attn_backend.keeps
-        return cls(runner) if keeps and keeps.compaction else None
+        return cls(runner) if keeps and keeps[0].compaction else None
 
     def _note(self, request: Any, span: Any, tree: Any, reserve: int) -> bool:
         place = pool_row(request)
@@ -78,7 +78,7 @@ class Compactions:
         """
         plan = self._backend.plan(batch.seq_lens_cpu)
         for row, request in enumerate(batch.reqs):
-            if request.sglang_sparse.compacted and not (plan.sparse and plan.n_select[row] < plan.n_pages[row]):
+            if request.sglang_sparse.compacted and not (plan.sparse and plan.selective[row]):
                 raise DamagedCopyError(f"{request.rid} has let go of its prompt and attended to all of it")
 
     def count_evicted(self, requests: Sequence[Any], tree: Any) -> None:

@@ -11,9 +11,8 @@ from engine import Engine
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_sparse.attention import memory
-from sglang_sparse.attention.backend import SparseAttentionBackend
 from sglang_sparse.methods.prefill import PrefillMethod, PrefillSpan
-from sglang_sparse.scheduler import prefill_chunks, prefix_keys, rectification
+from sglang_sparse.scheduler import exact_kv, prefill_chunks, prefix_keys, rectification
 
 
 def let_approximate_kv_in(engine: Engine) -> None:
@@ -100,7 +99,7 @@ def prefill_decoding_rows(engine: Engine) -> None:
     original = path.begin
 
     def begin(spans: list[PrefillSpan], *args: Any, **kwargs: Any) -> None:
-        routed = [replace(span, method=path.method) if span.decodes else span for span in spans]
+        routed = [replace(span, method=path.groups) if span.decodes else span for span in spans]
         original(routed, *args, **kwargs)
 
     path.begin = begin
@@ -108,13 +107,13 @@ def prefill_decoding_rows(engine: Engine) -> None:
 
 def forget_a_copy(engine: Engine) -> None:
     """Leave the values of one layer where they were, though a request has let go of them."""
-    path = engine.runner.attn_backend.keeps.compaction
+    path = engine.runner.attn_backend.keeps[0].compaction
     path._values[1] = path._keys[1]
 
 
 def hide_a_kept_block(engine: Engine) -> None:
     """Make requests that have let go of their prompts overlook the last block of what they kept, which they hold."""
-    path = engine.runner.attn_backend.keeps.compaction
+    path = engine.runner.attn_backend.keeps[0].compaction
     original = path.run
 
     def run() -> None:
@@ -132,8 +131,8 @@ def share_compacted_rows(engine: Engine) -> None:
 
 def let_compacted_rows_run_dense(engine: Engine) -> None:
     """Forget that a batch below the crossover has rows that hold a part of their KV only."""
-    original = SparseAttentionBackend.plan_rows
-    SparseAttentionBackend.plan_rows = lambda self, seq_lens, rows, compacted=False: original(self, seq_lens, rows)
+    original = exact_kv.plan_decode
+    exact_kv.plan_decode = lambda groups, seq_lens, rows, compacted: original(groups, seq_lens, rows)
 
 
 SABOTAGES: dict[str, Callable[[Engine], None]] = {

@@ -139,7 +139,7 @@ class Schedule:
 
     def _counted(self) -> dict[str, int]:
         backend = self.engine.runner.attn_backend
-        counts, keeps = backend.counters.rectify, backend.keeps.snapshot() if backend.keeps else {}
+        counts, keeps = backend.counters.rectify, backend.keeps[0].snapshot() if backend.keeps else {}
         compacted = {name: keeps.get(name, 0) for name in ("compacted", "compact_waits")}
         compaction = self.engine.compaction
         compacted["prompts_evicted"] = compaction.prompts_evicted if compaction else 0

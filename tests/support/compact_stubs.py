@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_sparse.attention import memory
-from sglang_sparse.attention.batch import allocate_view, load_view
+from sglang_sparse.attention.batch import allocate_view, load_views
 from sglang_sparse.attention.counters import RectifyCounts
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config import settings as config
@@ -68,9 +68,7 @@ class Server:
         method = self.settings.method
         assert isinstance(method, Rocketkv)
         self.method, self.pages = method, pages
-        self.aux = aux_buffers.AuxBuffers(
-            method.aux_specs(MODEL), tuple(range(LAYERS)), pages + 1, PAGE, "cpu", method.entry_tokens
-        )
+        self.aux = aux_buffers.AuxBuffers(method.aux_specs(MODEL), tuple(range(LAYERS)), pages + 1, PAGE, "cpu")
         self.keys = [torch.randn((pages + 1) * PAGE, HEADS, DIM).bfloat16().float() for _ in range(LAYERS)]
         self.values = [torch.randn_like(keys) for keys in self.keys]
         self.kv_pool = SimpleNamespace(get_key_buffer=self.keys.__getitem__, get_value_buffer=self.values.__getitem__)
@@ -83,7 +81,8 @@ class Server:
         self.tree = make_tree(tree, self.allocator, self.table, PAGE)
         self.compaction = compaction.Compaction(method, self.aux, self.kv_pool)
         counters = SimpleNamespace(rectify=RectifyCounts())
-        backend = SimpleNamespace(method=method, keeps=SimpleNamespace(compaction=self.compaction), counters=counters)
+        keeps = (SimpleNamespace(compaction=self.compaction),)
+        backend = SimpleNamespace(groups=self.settings.decode, keeps=keeps, counters=counters)
         runner = SimpleNamespace(attn_backend=backend)
         self.scheduler: Any = SimpleNamespace(
             server_args=self.args,
@@ -124,7 +123,7 @@ class Server:
             for head in range(HEADS):
                 blocks[place, head, :count] = torch.randperm(max(1, first_visible))[:count].sort().values
         slots = self.row(request)
-        self.aux.refresh(dict(enumerate(self.keys)), aux_buffers.page_ends(slots, self.method.entry_tokens))
+        self.aux.refresh(dict(enumerate(self.keys)), aux_buffers.page_ends(slots, self.method.block_size))
 
     def cached(self, *requests: Any) -> None:
         """Let SGLang process the results of their prefill."""
@@ -153,11 +152,11 @@ class Server:
         """What a decode step of its newest token attends to in each layer, as its output."""
         state, slots = state_of(request), self.row(request)
         assert state is not None
-        plan = plan_decode(self.method, torch.tensor([len(slots)]), [state.options])
+        plan = plan_decode(self.settings.decode, torch.tensor([len(slots)]), [state.options])
         stats = torch.zeros(4, dtype=torch.int64)
         view = allocate_view(1, HEADS, WIDTH // self.method.block_size, 6, self.method.block_size, stats)
         batch = SimpleNamespace(req_pool_indices=torch.tensor([request.kv.req_pool_idx]))
-        load_view(view, plan, batch, self.table.req_to_token)
+        load_views((view,), plan, batch, self.table.req_to_token)
         query = torch.randn(1, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(3))
         found = []
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse.attention.batch import allocate_view, load_view
+from sglang_sparse.attention.batch import allocate_view, load_views
 from sglang_sparse.attention.dsa import indexer, latents
 from sglang_sparse.attention.plan import plan_decode
 from sglang_sparse.config.settings import build
@@ -67,15 +67,16 @@ class Rows:
         return int(self.page_table[row, position // PAGE]) * PAGE + position % PAGE
 
     def _view(self, lengths: list[int]) -> BatchView | None:
-        method: Any = build("dsa", {}).method
+        settings = build("dsa", {})
+        method: Any = settings.method
         method.index_topk = TOPK
-        plan = plan_decode(method, torch.tensor(lengths))
+        plan = plan_decode(settings.decode, torch.tensor(lengths))
         if not plan.sparse:
             return None
         stats = torch.zeros(4, dtype=torch.int64)
         view = allocate_view(self.tokens, 1, PAGES * PAGE, TOPK, 1, stats, method.view_buffers)
         requests = SimpleNamespace(req_pool_indices=torch.arange(self.tokens))
-        load_view(view, plan, requests, torch.zeros(self.tokens, 1, dtype=torch.int32))
+        load_views((view,), plan, requests, torch.zeros(self.tokens, 1, dtype=torch.int32))
         return view
 
     def backend(self, config: dict[str, Any] | None = None, fused: bool = False) -> Any:

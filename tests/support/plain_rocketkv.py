@@ -108,7 +108,7 @@ class Rows:
                 known.blocks[0][slot, head, :kept] = some.int()
             if tokens:
                 self.last_slots[row] = slots[-1]
-                self.aux.refresh({0: self.cache}, page_ends(slots, self.method.entry_tokens))
+                self.aux.refresh({0: self.cache}, page_ends(slots, self.method.block_size))
 
     def select(self, logit_scale: float = SCALE) -> list[list[list[int]]]:
         """The logical blocks that each KV head of each row selects."""

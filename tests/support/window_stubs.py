@@ -80,8 +80,7 @@ class Pass:
         runner.kv_index_translator = KVIndexTranslator(
             req_to_token=rows, token_to_kv_pool_allocator=None, token_to_kv_pool=pool, page_size=PAGE, device="cpu"
         )
-        path = prompt_selection.make_path(method, self.aux, runner, MODEL)
-        assert isinstance(path, prompt_selection.KeepPath)
+        (path,) = prompt_selection.make_paths([method], self.aux, runner, MODEL)
         self.path, self.kept, self.runner = path, self.aux.require_kept(0), runner
         # What each place's request asks at each of its positions.
         self.queries = torch.randn(self.PLACES, 320, HEADS * GROUP * DIM)
@@ -96,7 +95,7 @@ class Pass:
             dense_pass=dense,
         )
         places = torch.tensor([row[3] for row in rows])
-        prompt_windows.begin(SimpleNamespace(keeps=self.path), SimpleNamespace(req_pool_indices=places), batch)
+        prompt_windows.begin(SimpleNamespace(keeps=(self.path,)), SimpleNamespace(req_pool_indices=places), batch)
 
     def run(self, rows: list[tuple[Any, int, int, int]], padding: int = 0, **kwargs: Any) -> None:
         """Begin the pass and run its layer; ``padding`` tokens follow, as in a graph."""

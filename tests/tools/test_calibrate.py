@@ -164,7 +164,9 @@ def test_the_file_is_a_config(text: Path, tmp_path: Path, capsys: pytest.Capture
         assert calibrate.main(command(out, "--target-recall", "0.9")) == 0
     assert one.read_text() == two.read_text()
     assert f"--sparse-prefill-config {one}" in capsys.readouterr().out
-    method = build(None, {}, "anchor", read_config(str(one), "--sparse-prefill-config")).prefill
+    prefill = build(None, {}, "anchor", read_config(str(one), "--sparse-prefill-config")).prefill
+    assert prefill is not None
+    (method,) = prefill.methods
     assert isinstance(method, Anchor) and method.group_tokens == method.dense_below == GROUP
     calibration = method.config.calibration
     assert calibration is not None and calibration["target_recall"] == 0.9 and calibration["head_floor"] == 0.7
@@ -242,9 +244,9 @@ def test_prompts_are_needed_and_mla_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def anchor(theta: Any) -> Anchor:
-    method = build(None, {}, "anchor", {**SIZES, "theta": theta}).prefill
-    assert isinstance(method, Anchor)
-    return method
+    prefill = build(None, {}, "anchor", {**SIZES, "theta": theta}).prefill
+    assert prefill is not None and isinstance(prefill.methods[0], Anchor)
+    return prefill.methods[0]
 
 
 def test_each_layer_and_each_row_has_its_theta(captured: Captured) -> None:

@@ -67,12 +67,12 @@ def test_what_serves_both_kinds_stands_beside_either() -> None:
     skip = {"method": "skip_softmax", "threshold_scale_factor": {"decode": 5}}
     robsa, resa = {"method": "robsa", "allow_uncalibrated": True}, {"method": "resa", "rectify_interval": 0}
     for name, rules, kind in (("robsa", (robsa, skip), "MLA"), ("skip_softmax", (skip, robsa), "MLA")):
-        method = build(name, {"layers": dict(zip("01", rules, strict=True))}).method
-        assert method.attention == kind and not method.latents
-    method = build("resa", {"layers": {"0": resa, "1": skip}}).method
-    assert method.attention == "MHA" and not method.latents
-    both = build("skip_softmax", {"layers": {"0": skip, "1": {"threshold_scale_factor": {"decode": 9}}}}).method
-    assert both.attention == "MHA" and both.latents
+        method = build(name, {"layers": dict(zip("01", rules, strict=True))}).decode
+        assert method.attention == kind and not all(one.latents for one in method.methods)
+    method = build("resa", {"layers": {"0": resa, "1": skip}}).decode
+    assert method.attention == "MHA" and not all(one.latents for one in method.methods)
+    both = build("skip_softmax", {"layers": {"0": skip, "1": {"threshold_scale_factor": {"decode": 9}}}}).decode
+    assert both.attention == "MHA" and all(one.latents for one in both.methods)
     message = refused({"0": skip, "1": resa, "2": robsa}, "skip_softmax")
     assert 'rule "2": robsa serves MLA models, and resa of rule "1" MHA and GQA' in message
 
@@ -90,13 +90,13 @@ def test_parts_have_the_sensitive_layers_among_theirs() -> None:
     """A part that none is left to does not start."""
     known = calibration([0.9, 1.0, 1.0, 0.9], "weights")
     settings = build("robsa", {"calibration": known, "layers": {"0-1": {"theta1": 0.8}, "2-": {"theta1": 0.7}}})
-    assert [part.sparse_layers(4) for part in settings.method.parts] == [(1,), (2,)]
-    assert settings.method.sparse_layers(4) == (1, 2) and settings.method.attention == "MLA"
+    assert [part.sparse_layers(4) for part in settings.decode.methods] == [(1,), (2,)]
+    assert settings.decode.sparse_layers(4) == (1, 2) and settings.decode.attention == "MLA"
     again = build("robsa", json.loads(json.dumps(settings.resolved)))
-    assert again.method.configs == settings.method.configs
+    assert again.decode.configs == settings.decode.configs
     model: Any = SimpleNamespace(attention_arch=SimpleNamespace(name="MLA"), num_hidden_layers=4)
     model.hf_text_config = SimpleNamespace(qk_rope_head_dim=64, kv_lora_rank=512)
     model.hf_config, model.model_override_args = model.hf_text_config, {}
-    assert settings.method.refuse(model) is None
+    assert settings.decode.refuse(model) is None
     other = build("robsa", {"calibration": known, "layers": {"0-1": {"theta1": 0.8}, "3": {"theta1": 0.7}}})
-    assert "no layer is left to run sparse" in str(other.method.refuse(model))
+    assert "no layer is left to run sparse" in str(other.decode.refuse(model))

@@ -200,7 +200,7 @@ def test_the_packaged_table_is_one() -> None:
 
 
 def test_the_plan_follows_what_was_found() -> None:
-    method = build("resa", {}).method
+    method = build("resa", {}).decode
     assert not plan_decode(method, torch.tensor([10000])).sparse
     method.crossover_tokens = 7168
     assert plan_decode(method, torch.tensor([10000])).sparse

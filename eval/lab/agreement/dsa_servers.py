@@ -18,7 +18,6 @@ import httpx
 
 from eval.lab.agreement.agreement import NATIVE
 from eval.lab.agreement.dsa_sets import WATCH, WATCH_REPLAYS
-from eval.lab.legs.reproduce_needles import BY_INDEX
 from eval.live.client import LiveServer, generate
 from eval.live.counters import EvaluationError, moved, require_sparse
 from eval.live.forced import forced_logprobs, forced_request
@@ -28,6 +27,8 @@ from launch.server import ServerProcess
 
 ROOT = Path(__file__).parents[3]
 WATCHING = ROOT / "eval" / "lab" / "agreement" / "server"
+# SGLang prefills short prompts dense with FA3 otherwise, which takes no values of 64 beside queries of 128.
+BY_INDEX = {"SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
 PAGE = 64
 NO_GRAPHS = ("--disable-decode-cuda-graph", "--disable-prefill-cuda-graph")
 
@@ -129,7 +130,7 @@ def serve(
         EvaluationError: it does not start, or runs something else.
     """
     flags, log = server_flags(args, implementation), args.out.with_suffix(f".{arm}.log")
-    env = {**dict(BY_INDEX), **more}
+    env = {**BY_INDEX, **more}
     if more:
         paths = [str(WATCHING), str(ROOT), os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
 from eval.lab.kernels.dsa import ATTEND, NATIVE
 from eval.lab.kernels.dsa_inputs import LOGITS, Layer, Step
+from eval.lab.kernels.harness import First, Implementation
 from eval.lab.kernels.kernel_quality import require_near
-from eval.lab.kernels.kernel_table import Implementation
 from eval.lab.kernels.mla_inputs import SM_SCALE
 from eval.lab.kernels.mla_quality import SAMPLED
 from sglang_sparse_kernels.common.timing import Replay, Run
@@ -138,7 +137,7 @@ class Judge:
             found |= {f"native_{name}": value for name, value in self._compared(chosen, self.native).items()}
         return found
 
-    def _anew(self, first: Kept, again: Callable[[], object]) -> Any:
+    def _anew(self, first: First[Step], again: Callable[[], object]) -> Any:
         """What is made again. Nothing of before can pass for it."""
         _empty(self.step.layers[0], first.output)
         again()
@@ -149,7 +148,7 @@ class Judge:
         return {"overlap": min(overlap for overlap, _ in pairs), "off_by": max(off_by for _, off_by in pairs)}
 
     def capture(self, capture: Callable[[Sequence[Run]], Replay], runs: Sequence[Run]) -> Replay:
-        """Capture runs of which the first is `Kept`; its output is emptied, made again and judged, and a selection then
+        """Capture runs; the output of the `First` of them is emptied, made again and judged, and a selection then
         compared with itself, emptied again before each time.
 
         Raises:
@@ -157,7 +156,7 @@ class Judge:
                 `capture` raises.
         """
         replay, first = capture(runs), runs[0]
-        if not isinstance(first, Kept):
+        if not isinstance(first, First):
             return replay
         # What is called without a graph is so one by one: the other layers say nothing of the first.
         again = first if self.step.shape.chunk else replay
@@ -173,41 +172,10 @@ class Judge:
         return replay
 
 
-@dataclass
-class Kept:
-    """The call for the first layer, with what it wrote last: a graph writes there again.
-
-    Attributes:
-        run: the call.
-        one: whose it is.
-        output: of the last time.
-    """
-
-    run: Run
-    one: Implementation[Step]
-    output: torch.Tensor | None = None
-
-    def __call__(self) -> torch.Tensor | None:
-        """Do it."""
-        self.output = self.run()
-        return self.output
-
-
-def kept(one: Implementation[Step]) -> Implementation[Step]:
-    """An implementation for `Judge.capture`."""
-
-    def prepare(step: Step) -> list[Run]:
-        first, *rest = one.prepare(step)
-        return [Kept(first, one), *rest]
-
-    return Implementation(one.op, one.name, partial(_emptied, prepare), one.peer, one.kv_dtype)
-
-
-def _emptied(prepare: Callable[[Step], list[Run]], step: Step) -> list[Run]:
-    """What another one has left in the buffers is no output of this one."""
+def clear(step: Step) -> None:
+    """What another implementation has left in the buffers is no output of the next."""
     for layer in step.layers:
         _empty(layer)
-    return prepare(step)
 
 
 def _empty(layer: Layer, output: torch.Tensor | None = None) -> None:

@@ -12,8 +12,7 @@ import torch
 from eval.lab.kernels import dsa_native
 from eval.lab.kernels.dsa import ATTEND, AUTO, DECODE, DECODE_TOPK, NATIVE, PORTABLE, PREFILL, PREFILL_TOPK
 from eval.lab.kernels.dsa_inputs import FP8, LOGITS, Layer, Shape, Step
-from eval.lab.kernels.kernel_rows import Row
-from eval.lab.kernels.kernel_table import Implementation
+from eval.lab.kernels.harness import Implementation, Row
 from sglang_sparse_kernels.common.timing import Run
 from sglang_sparse_kernels.latent_rows import LATENT_DIMS, row_bytes, write_latents
 
@@ -80,14 +79,8 @@ def identity(shape: Shape, one: Implementation[Step]) -> Row:
     """What a row is about; ``kv_dtype`` is of the cache that attention reads."""
     sizes = f"h{shape.heads}/l{shape.latent}/r{shape.rope}/i{shape.index_heads}/k{shape.topk}"
     chunk = f"/c{shape.chunk}" if shape.chunk else ""
-    row = {
-        **shape.facts(),
-        "id": f"dsa/{shape.name}{chunk}/{sizes}/{one.op}/{one.name}",
-        "op": one.op,
-        "implementation": one.name,
-        "peer": one.peer,
-    }
-    return row | ({"kv_dtype": str(one.kv_dtype).removeprefix("torch.")} if one.op == ATTEND else {})
+    row = {**shape.facts(), "id": f"dsa/{shape.name}{chunk}/{sizes}/{one.op}/{one.name}", **one.facts()}
+    return row if one.op == ATTEND else {name: value for name, value in row.items() if name != "kv_dtype"}
 
 
 def floor(shape: Shape, one: Implementation[Step], row: Mapping[str, Any], header: Mapping[str, Any]) -> Row:
@@ -128,11 +121,6 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
 
 def _kind(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["op"], row.get("kv_dtype")
-
-
-def summarise(rows: Sequence[Row]) -> list[Row]:
-    """This project's implementations, of which a goal names one; what could not be done is left out."""
-    return [row for row in rows if "us" in row and not row["peer"]]
 
 
 def failed(rows: Sequence[Row]) -> bool:

@@ -300,13 +300,14 @@ class Step:
 
     def attend(self, layer: Layer) -> torch.Tensor:
         """Attend to the given pages; the result is ``[B, Hq, d]``."""
-        return self._attend(layer, (layer.indices, layer.counts))
+        return self.attend_to(layer, (layer.indices, layer.counts))
 
-    def _attend(self, layer: Layer, selected: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def attend_to(self, layer: Layer, selected: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Attend to what was selected, ``(indices, counts)``; the result is ``[B, Hq, d]``."""
         pages = (*selected, self.batch.last_slots, self.shape.page_size)
         scratch = {"usual_pages": self.shape.usual_select, "arrivals": self.view.arrivals}
         return sparse_decode(layer.q, layer.k_cache, layer.v_cache, *pages, self.sm_scale, out=layer.out, **scratch)
 
     def whole(self, layer: Layer, scoring: Scoring = page_score, selecting: Selecting = page_topk) -> torch.Tensor:
         """Score, select and attend; the selection is in the view then."""
-        return self._attend(layer, self._select(self.score(layer, scoring), selecting))
+        return self.attend_to(layer, self._select(self.score(layer, scoring), selecting))

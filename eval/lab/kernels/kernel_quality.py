@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from eval.lab.kernels import kernel_votes
+from eval.lab.kernels.harness import Implementation
 from eval.lab.kernels.kernel_inputs import WHOLE, Shape, Step
-from eval.lab.kernels.kernel_table import Implementation
 
 SAMPLED = 8
 # Relative L2 by the element type of the cache: of float8 kernels some round queries and weights to it, too.

@@ -1,4 +1,4 @@
-"""The table of ``eval.lab.bench_kernels``: who does which operation, this project and its peers.
+"""The table of ``eval.lab.bench_kernels``: who does which operation, this project and its peers; and its rows.
 
 To add a peer: a function that gets the `Step` and returns a call for each of its layers, and a line in `TABLE`. What
 is not installed, or does not take the shape, raises there or at its first call and is reported. What a server does
@@ -11,21 +11,15 @@ picks one.
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
-from tqdm import tqdm
-from triton.errors import TritonError
 
 from eval.lab.kernels import kernel_attention, kernel_selection, kernel_votes
-from eval.lab.kernels.kernel_inputs import OPS, WHOLE, Layer, Scoring, Step
-from eval.live.counters import EvaluationError
+from eval.lab.kernels.harness import OURS, Implementation, Row, strongest
+from eval.lab.kernels.kernel_inputs import WHOLE, Layer, Scoring, Shape, Step
 from sglang_sparse_kernels.common.checks import use_reference
 from sglang_sparse_kernels.common.launch import dependent_launch
 from sglang_sparse_kernels.common.timing import Run
@@ -33,42 +27,11 @@ from sglang_sparse_kernels.page_score import cuda as score_cuda
 from sglang_sparse_kernels.page_score import triton as score_triton
 from sglang_sparse_kernels.page_topk import cuda as topk_cuda
 
-StepT = TypeVar("StepT")
-# What a server of this project runs: the public entry of an operation, which picks the kernel.
-OURS = "sglang_sparse"
-# All that a library that is absent, too old, not made for a shape, or not able to build its kernels was seen to raise.
-UNAVAILABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    TritonError,
-    subprocess.SubprocessError,
-)
-
-
-@dataclass(frozen=True)
-class Implementation(Generic[StepT]):
-    """One way to do an operation.
-
-    Attributes:
-        op: which.
-        name: `OURS`, that of one of this project's kernels for it, or the peer's.
-        prepare: makes the calls, one a layer, from the inputs.
-        peer: whether it is somebody else's.
-        kv_dtype: element type of the KV cache that it reads.
-    """
-
-    op: str
-    name: str
-    prepare: Callable[[StepT], list[Run]]
-    peer: bool = True
-    kv_dtype: torch.dtype = torch.bfloat16
+DENSE = "dense_decode"
+# What replaces dense attention, so that a ratio to it means something.
+AGAINST_DENSE = (DENSE, "sparse_decode", WHOLE)
+SHAPE_FIELDS = tuple(Shape(1, 1).facts())
+QUALITY = ("relative_l2", "dense_l2", "recall", "agreement", "score_error")
 
 
 def _calls(step: Step, method: Callable[[Step, Layer], torch.Tensor | None]) -> list[Run]:
@@ -152,59 +115,54 @@ TABLE = (
 )
 
 
-def chosen(
-    ops: Sequence[str],
-    peers: Sequence[str],
-    table: Sequence[Implementation[StepT]] = TABLE,
-    known_ops: Sequence[str] = OPS,
-) -> list[Implementation[StepT]]:
-    """What to measure: some operations, by this project and by some peers.
+def identity(shape: Shape, one: Implementation) -> Row:
+    """What a row is about."""
+    facts = shape.facts()
+    settings = f"{shape.name}/p{shape.page_size}/r{shape.active_ratio}/{facts['summary_dtype']}"
+    return {"id": f"kernels/{settings}/{one.op}/{one.name}", **one.facts(), **facts}
 
-    Args:
-        ops: of `known_ops`.
-        peers: names of the table.
-        table: all there is.
-        known_ops: operations that the command has.
 
-    Raises:
-        EvaluationError: an operation or a peer is unknown, or nothing is left to measure.
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """The rows of one shape with ``dense_ratio``: the time of the strongest dense peer over theirs.
+
+    The strongest is the fastest over the same bfloat16 cache; dense attention over an fp8 cache stands beside.
     """
-    known = list(dict.fromkeys(one.name for one in table if one.peer))
-    for option, names, allowed in (("--ops", ops, known_ops), ("--peers", peers, known)):
-        for name in names:
-            if name not in allowed:
-                raise EvaluationError(f"{option}: there is no {name!r}, there are {', '.join(allowed)}")
-    found = [one for one in table if one.op in ops and (not one.peer or one.name in peers)]
-    if not found:
-        raise EvaluationError(f"none of the peers {', '.join(peers)} does {', '.join(ops)}")
-    return found
+    dense = strongest(row for row in rows if row["op"] == DENSE)
+    if dense is None:
+        return list(rows)
+    return [
+        {**row, "dense_ratio": dense["us"] / row["us"]} if "us" in row and row["op"] in AGAINST_DENSE else row
+        for row in rows
+    ]
 
 
-def report_unavailable(command: str, what: str, error: BaseException, usable: Callable[[], bool]) -> str:
-    """Say on stderr that an implementation is not there, and why.
+def summarise(items: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """For each shape and operation what a server of this project runs, and who it is compared with.
 
     Args:
-        command: that says it.
-        what: is missing, such as "1x128k, page_topk: no flashinfer".
-        error: of `UNAVAILABLE`.
-        usable: whether the machine can go on.
+        items: rows of kind ``item``.
 
     Returns:
-        The reason.
-
-    Raises:
-        EvaluationError: the machine cannot go on.
+        Rows with the settings of the shape, ``op``, ``implementation``, its figures and quality; ``dense``,
+        ``dense_us`` and ``dense_ratio`` for the strongest dense peer, and ``best_peer``, ``best_peer_us`` and
+        ``best_peer_ratio`` for the fastest peer at the same operation. For dense attention the implementation is the
+        strongest peer itself. What this project could not do is left out.
     """
-    why = reason(error)
-    if not usable():
-        raise EvaluationError(
-            f"{what}: {why}; nothing can be measured after it in this process: leave it out with --peers"
-        ) from error
-    tqdm.write(f"{command}: {what}: {why}", file=sys.stderr)
-    return why
-
-
-def reason(error: BaseException) -> str:
-    """Why an implementation is not there, on one line and without the paths of the machine."""
-    first = next((line for line in str(error).splitlines() if line.strip()), "").strip()
-    return re.sub(r"(?<![\w.:/])/(?:[^\s/:'\"]+/)+", "", ": ".join(filter(None, (type(error).__name__, first)))[:300])
+    found = []
+    for shape in dict.fromkeys(row["shape"] for row in items):
+        rows = [dict(row) for row in items if row["shape"] == shape]
+        dense = strongest(row for row in rows if row["op"] == DENSE)
+        for op in dict.fromkeys(row["op"] for row in rows):
+            best = strongest(row for row in rows if row["op"] == op and (op == DENSE or row["implementation"] == OURS))
+            peer = strongest(row for row in rows if row["op"] == op and op != DENSE and row["peer"])
+            if best is None:
+                continue
+            kept = ("op", "implementation", *SHAPE_FIELDS, "us", "spread", "gbps", "dense_ratio", *QUALITY)
+            line = {name: best[name] for name in kept if name in best}
+            if dense is not None:
+                line |= {"dense": dense["implementation"], "dense_us": dense["us"]}
+            if peer is not None:
+                line |= {"best_peer": peer["implementation"], "best_peer_us": peer["us"]}
+                line["best_peer_ratio"] = peer["us"] / best["us"]
+            found.append(line)
+    return found

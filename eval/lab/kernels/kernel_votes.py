@@ -1,7 +1,6 @@
 """Pages chosen by votes for ``bench_kernels``, beside those of the paper's scores: by bounds, and by centroids.
 
-Records of centroids take a tenth fewer bytes than two bfloat16 bounds; the bandwidth of their rows is by the bytes of
-bounds.
+Records of centroids take as many bytes as two bfloat16 bounds.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from eval.lab.kernels.kernel_inputs import NUM_CENTROIDS, Layer, Step
 from sglang_sparse_kernels.common.timing import Run
 from sglang_sparse_kernels.page_centroids import update_page_centroids
-from sglang_sparse_kernels.page_vote import page_vote, reference
+from sglang_sparse_kernels.page_vote import page_vote, reference, select_by_votes
 
 # Names of implementations: ReSA with ``group: vote``, and with ``summary: centroids`` as well.
 VOTES, CENTROIDS = "vote", f"{NUM_CENTROIDS} centroids+vote"
@@ -44,8 +43,12 @@ def vote_calls(name: str, step: Step) -> list[Run]:
 def chain_calls(name: str, step: Step) -> list[Run]:
     """Score, select and attend, each layer; the selection is in the view then."""
 
+    view, local = step.view, step.shape.local_pages
+    pages = (view.page_table, view.n_pages, view.n_select, view.max_select)
+    rest = (step.sm_scale, view.scores, view.selected, view.stats, local)
+
     def whole(layer: Layer, summary: torch.Tensor) -> torch.Tensor:
-        return step.whole(layer, lambda *_, **__: _vote(summary, step, layer))
+        return step.attend_to(layer, select_by_votes(layer.q, summary, *pages, *rest, tables_ready=True))
 
     summaries = _summaries(name, step)
     step.forget()

@@ -11,17 +11,19 @@ for.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from eval.lab.kernels.harness import First, Implementation
 from eval.lab.kernels.kernel_quality import require, require_near
-from eval.lab.kernels.kernel_table import Implementation
 from eval.lab.kernels.mla import DENSE, FULL, MASS, ROPE, SCORES, TOPP, WHOLE
 from eval.lab.kernels.mla_inputs import SM_SCALE, Selection, Step, by
 from eval.lab.structured.generator import ACTIVE_TOLERANCE, SPARSITY_TOLERANCE, near_active
 from eval.lab.structured.structure import block_mass
+from sglang_sparse_kernels.common.timing import Replay, Run
 
 SAMPLED = 4
 LARGEST_MASS_ERROR = 1e-3
@@ -126,6 +128,25 @@ def quality(step: Step, over: list[Sample], one: Implementation[Step], output: t
     found |= {"relative_l2": require_near(_relative_l2(output, over, sparse), one.kv_dtype)}
     found |= {"dense_l2": _relative_l2(output, over, [s.dense for s in over])}
     return found | {"similarity": sum(s.similarity for s in over) / len(over)}
+
+
+def judged_capture(
+    step: Step,
+    judge: Callable[[Implementation[Step], torch.Tensor | None], object],
+    capture: Callable[[Sequence[Run]], Replay],
+    runs: Sequence[Run],
+) -> Replay:
+    """Capture runs, replay them once, and judge what the `First` of them wrote.
+
+    Raises:
+        ValueError: it is wrong, or whatever `capture` raises.
+    """
+    replay, first = capture(runs), runs[0]
+    step.clear()
+    replay()
+    if isinstance(first, First):
+        judge(first.one, first.output)
+    return replay
 
 
 def _sized(step: Step, score: str) -> dict[str, Any]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from eval.lab.kernels import mla_peers
-from eval.lab.kernels.kernel_rows import Row
-from eval.lab.kernels.kernel_table import Implementation
+from eval.lab.kernels.harness import Implementation, Row
 from eval.lab.kernels.mla import ATTEND, COPY, DENSE, FULL, MASS, ROPE, TOPP, WHOLE
 from eval.lab.kernels.mla_inputs import Shape, Step
-from sglang_sparse_kernels.common.timing import Replay, Run
+from sglang_sparse_kernels.common.timing import Run
 
 FLASHMLA = "flashmla"
 # SGLang's Triton decode stands beside: a ratio to it says nothing.
@@ -55,75 +53,15 @@ def table(kv_dtype: torch.dtype = torch.bfloat16) -> list[Implementation[Step]]:
         fp8_tokens = mla_peers.flashmla_fp8_tokens
         found.append(Implementation(ATTEND, "flashmla-fp8-tokens", fp8_tokens, kv_dtype=mla_peers.FP8))
     found += [_ours(WHOLE, score, kv_dtype) for score in (ROPE, COPY, FULL)]
-    return [replace(one, prepare=partial(_emptied, one.prepare)) for one in found]
-
-
-@dataclass
-class Judged:
-    """The call for the first layer, which can be judged again when a graph of it was replayed.
-
-    Attributes:
-        run: the call.
-        judge: raises where its output is wrong.
-        output: of the last time.
-    """
-
-    run: Run
-    judge: Callable[[torch.Tensor | None], object]
-    output: torch.Tensor | None = None
-
-    def __call__(self) -> torch.Tensor | None:
-        """Do it."""
-        self.output = self.run()
-        return self.output
-
-
-def judged(one: Implementation[Step], judge: Callable[[torch.Tensor | None], object]) -> Implementation[Step]:
-    """An implementation for `judged_capture`."""
-
-    def prepare(step: Step) -> list[Run]:
-        first, *rest = one.prepare(step)
-        return [Judged(first, judge), *rest]
-
-    return replace(one, prepare=prepare)
-
-
-def judged_capture(step: Step, capture: Callable[[Sequence[Run]], Replay], runs: Sequence[Run]) -> Replay:
-    """Capture runs of which the first is `Judged`, replay them once, and judge what that wrote.
-
-    Raises:
-        ValueError: it is wrong, or whatever `capture` raises.
-    """
-    replay, first = capture(runs), runs[0]
-    for layer in step.layers:
-        layer.clear()
-    replay()
-    if isinstance(first, Judged):
-        first.judge(first.output)
-    return replay
-
-
-def _emptied(prepare: Callable[[Step], list[Run]], step: Step) -> list[Run]:
-    """What another one has left in the buffers is no output of this one."""
-    for layer in step.layers:
-        layer.clear()
-    return prepare(step)
+    return found
 
 
 def identity(shape: Shape, one: Implementation[Step]) -> Row:
     """What a row is about."""
     facts = shape.facts()
-    kv_dtype = str(one.kv_dtype).removeprefix("torch.")
     sizes = f"h{shape.heads}/l{shape.latent}/r{shape.rope}/p{shape.page_size}/b{shape.block_size}"
     settings = f"{shape.name}/{sizes}/t{shape.theta1}/m{shape.max_active_ratio}/{facts['kv_dtype']}"
-    return {
-        **facts,
-        "id": f"mla/{settings}/{one.op}/{one.name}",
-        "op": one.op,
-        "implementation": one.name,
-        "peer": one.peer,
-        "kv_dtype": kv_dtype,
-    }
+    return {**facts, "id": f"mla/{settings}/{one.op}/{one.name}", **one.facts()}
 
 
 def strongest(rows: Iterable[Row]) -> Row | None:

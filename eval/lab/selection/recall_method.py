@@ -38,7 +38,7 @@ def method_settings(method: str, config: str | None) -> Settings:
         settings = build(method, {**read_config(config), "dense_fallback": "never"})
     except SparseArgumentError as error:
         raise EvaluationError(str(error)) from error
-    if settings.method.parts:
+    if len(settings.decode.methods) > 1:
         raise EvaluationError("--sparse-config: layers has rules of several methods or fields; recall is of one")
     return settings
 
@@ -85,7 +85,7 @@ def _unknown_latents(settings: Settings) -> str | None:
 
 def selected_share(settings: Settings, tokens: int) -> float:
     """The share of its pages that a row of so many tokens attends to."""
-    plan = plan_decode(settings.method, torch.tensor([tokens]))
+    (plan,) = plan_decode(settings.decode, torch.tensor([tokens])).groups
     return float(plan.n_select / plan.n_pages)
 
 
@@ -130,7 +130,7 @@ def select(settings: Settings, captured: Captured, model: ModelFacts) -> Selecti
     for row, position in enumerate(captured.positions.tolist()):
         written = torch.tensor([page + position], device=device)
         pools.refresh({layer: rows.cache}, written, before_select=True)
-        plan = plan_decode(method, torch.tensor([position + 1]))
+        (plan,) = plan_decode(settings.decode, torch.tensor([position + 1])).groups
         view.n_pages.copy_(plan.n_pages)
         view.n_select.copy_(plan.n_select)
         view.row_thresholds.copy_(plan.row_thresholds)

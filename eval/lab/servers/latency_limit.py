@@ -1,7 +1,7 @@
 """Time per output token of dummy weights over the context, beside the least it could be.
 
 The limit is what is left when the attention of a sparse step costs nothing but its bytes, read once each at the rate
-``W`` of the chip's memory (`eval.lab.kernels.kernel_machine`). For a batch of ``rows`` rows of ``context`` tokens:
+``W`` of the chip's memory (`eval.lab.kernels.harness`). For a batch of ``rows`` rows of ``context`` tokens:
 
     limit = T0 - B0 / W  +  share * B / W
     B     = rows * context * layers * KV heads * 2 * head dimension * bytes of an element of the KV cache
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.lab.kernels.kernel_machine import CEILING_GBPS
+from eval.lab.kernels.harness import CEILINGS
 from eval.lab.servers.model_shapes import SHAPES
 from eval.serving import latency, report
 from eval.serving.grid import DENSE
@@ -116,7 +116,7 @@ def limit_of(rows: Sequence[Row]) -> Limit | None:
         GPUs.
     """
     header = rows[0]
-    shape, gbps = SHAPES.get(header["arguments"].get("shape") or ""), CEILING_GBPS.get(header["device"])
+    shape, gbps = SHAPES.get(header["arguments"].get("shape") or ""), CEILINGS["gbps"].get(header["device"])
     servers = {row["arm"]: row for row in rows if row["kind"] == "server"}
     if shape is None or "head_dim" not in shape or gbps is None or not {DENSE, SPARSE} <= servers.keys():
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -179,13 +179,12 @@ def of_profile(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def compare(before: Path, after: Path, kernels: bool = False) -> str:
+def compare(before: Path, after: Path) -> str:
     """A decode step before and after a change, side by side as one Markdown table; the revisions are in its first line.
 
     Args:
         before: a file of ``eval.lab.profile_decode``.
         after: another one.
-        kernels: a line for every kernel below its part, not for the parts alone.
 
     Raises:
         EvaluationError: as `of_profile`, or the files profile different batches or contexts.
@@ -195,28 +194,20 @@ def compare(before: Path, after: Path, kernels: bool = False) -> str:
     if shapes[0] != shapes[1]:
         names = [" x ".join(map(str, shape)) for shape in shapes]
         raise EvaluationError(f"{before} profiles {names[0]} tokens, {after} {names[1]}: there is nothing to compare")
-    sides = [{(row["part"], row.get("id")): row for row in rows if row["kind"] in {"item", "summary"}} for rows in both]
-    order = {part: place for place, part in enumerate([*(part for part, _ in PARTS), REST, *MEASURED])}
-    keys = [key for key in {**sides[0], **sides[1]} if kernels or key[1] is None]
-
-    def place(key: tuple[str, str | None]) -> tuple[int, bool, float]:
-        return order[key[0]], key[1] is not None, -max(side[key]["us"] for side in sides if key in side)
+    sides = [{row["part"]: row for row in rows if row["kind"] == "summary"} for rows in both]
 
     def of(side: int, write: Callable[[Row], str]) -> Callable[[Row], str]:
-        return lambda row: write(sides[side][row["key"]]) if row["key"] in sides[side] else ""
+        return lambda row: write(sides[side][row["part"]]) if row["part"] in sides[side] else ""
 
-    def name(row: Mapping[str, Any]) -> str:
-        part, kernel = row["key"]
-        return part if kernel is None else f"· `{short(kernel)}`"
-
-    columns: list[Column] = [("part of a step", name)]
+    columns: list[Column] = [("part of a step", text("part"))]
     for side, when in enumerate(("before", "after")):
         columns += [
             (f"{when} ({both[side][0]['revision']}), µs", of(side, number("us", 1))),
             ("of the steps", of(side, spread)),
             ("calls", of(side, calls)),
         ]
-    return table([{"key": key} for key in sorted(keys, key=place)], columns)
+    order = [*(part for part, _ in PARTS), REST, *MEASURED]
+    return table([{"part": part} for part in sorted({*sides[0], *sides[1]}, key=order.index)], columns)
 
 
 def before_and_after(before: Path, after: Path) -> str:

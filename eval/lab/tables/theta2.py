@@ -53,27 +53,6 @@ def theta2(paths: Sequence[Path]) -> str:
     return table(points(paths), columns)
 
 
-def times_as_many(paths: Sequence[Path]) -> str:
-    """By how much more the layers read by rotary scores alone, over ``theta1`` and tasks, as a sentence."""
-    rows = {(row["layers"], row["theta1"], row["task"]): row for row in points(paths)}
-    wholes, others = [], []
-    for layers, theta1, task in rows:
-        if layers == "rotary" and ("full", theta1, task) in rows:
-            full, rotary, calibrated = (rows[name, theta1, task] for name in ("full", "rotary", "calibrated"))
-            wholes.append(rotary["density"] / full["density"])
-            others.append(_others(rotary, calibrated) / _others(full, calibrated))
-    return (
-        f"At the same `theta1` all layers together read {min(wholes):.1f} to {max(wholes):.1f} times as many blocks by "
-        f"rotary scores alone as with full scores in the last one, which itself reads {min(others):.1f} to "
-        f"{max(others):.1f} times as many."
-    )
-
-
-def _others(all_layers: Mapping[str, Any], calibrated: Mapping[str, Any]) -> float:
-    """Share of the blocks that the layers read which the calibration does not trust, times their number."""
-    return all_layers["selecting"] * all_layers["density"] - calibrated["selecting"] * calibrated["density"]
-
-
 def plot(paths: Sequence[Path], stem: Path) -> list[Path]:
     """Exact match, and under it the share of the blocks that the selecting layers read, over theta1; then over it.
 

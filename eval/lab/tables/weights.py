@@ -13,15 +13,16 @@ LABEL = "weights "
 SHIPPED, OLDER, UNKNOWN = "as shipped", "earlier ones", "not in the file"
 
 
+def calibration(model: str) -> dict[str, Any]:
+    """What is in a model's calibration file; nothing where it has none."""
+    path = MODELS / model / CALIBRATION
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def shipped(model: str) -> str | None:
     """The fingerprint of a model's shipped weights, as its calibration has it; None where it has none."""
-    path = MODELS / model / CALIBRATION
-    return json.loads(path.read_text())["calibration"]["fingerprint"] if path.exists() else None
-
-
-def label(model: str) -> str:
-    """What a file of a stock server, which knows no fingerprint, is labelled with."""
-    return f"{LABEL}{shipped(model)}"
+    found = calibration(model)
+    return found["calibration"]["fingerprint"] if found else None
 
 
 def weights(header: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -82,7 +82,8 @@ def _page_topk(gpu: Properties) -> Iterator[Build]:
     processors = gpu.processors if gpu.capability >= CLUSTERS else 0
     found = {page_topk.shape_of(width, rows, processors) for width in (2048, 8192, 32768) for rows in (8, 256)}
     for shape in sorted(found, key=str):
-        yield Build(page_topk.SOURCE, shape.defines)
+        for voters in (0, 4, 7):
+            yield Build(page_topk.SOURCE, replace(shape, voters=voters).defines)
 
 
 def _skip_softmax_decode(_: Properties) -> Iterator[Build]:

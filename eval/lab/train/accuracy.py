@@ -82,11 +82,6 @@ TASKS = (
     Task("json_95%", FORMS["json"], 0.95, 2),
     Task("json_95%_completion", FORMS["json_completion"], 0.95, 2),
 )
-# Of tiny-chains alone.
-CHAIN_TASKS = (
-    Task("var_2hop_2%_value", FORMS["var_value"], 0.02, 2, hops=2),
-    Task("var_2hop_2%_value_known_words", FORMS["var_value"], 0.02, 2, hops=2, split="train"),
-)
 SPARSE_TASKS = ("needle", "multikey_2%", "multikey_2%_ruler", "multikey_60%", "passkey", "var_2hop_2%", "json_95%")
 BRIEF_TASKS = (*SPARSE_TASKS, "needle_ruler", "records_60%")
 BRIEF_RATIO = 0.1
@@ -276,7 +271,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = load(args.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     sampler = Sampler(Tokenizer.from_file(str(args.model / "tokenizer.json")), read_books(args.books), args.seed)
-    named = [task for task in (*TASKS, *CHAIN_TASKS) if task.name in args.tasks]
+    named = [task for task in TASKS if task.name in args.tasks]
     lengths = [length for length in LENGTHS if length <= args.max_length]
     wanted: Sequence[Job] = [(task, length, None) for length in lengths for task in named]
     if named == list(TASKS):

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eval.lab.train.mixes import FULL
 from eval.lab.train.ragged import (
     ANSWER_ROLE,
     BOOK_ROLE,
@@ -25,6 +24,7 @@ from eval.lab.train.ragged import (
     flatten,
     render,
 )
+from eval.lab.train.schedule import FULL
 from eval.texts.text import FORMS, IM_END, IM_START, NOISE, RULER_INTROS, Form
 
 FILLS = (0.0, 0.02, 0.1, 0.3, 0.6, 0.95)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eval.lab.train.batches import Batch
 from eval.lab.train.checkpoint import link_trunk, load_trunk
@@ -21,7 +21,7 @@ from eval.lab.train.mla_model import NOPE, ROPE, VALUE
 from eval.lab.train.run import arguments, train
 from eval.lab.train.schedule import Stage
 from eval.lab.train.sparse import Rows
-from eval.lab.train.trainer import WARM_UP, Trainer
+from eval.lab.train.trainer import Trainer
 
 STAGES = (
     Stage("warm-up", 8192, 400, 0.4),
@@ -34,7 +34,7 @@ FEWER = 4
 
 
 class DSATrainer(Trainer):
-    """Trains the indexers alone, with AdamW."""
+    """Trains the indexers alone."""
 
     model: TinyDSA
     stages = STAGES
@@ -48,10 +48,9 @@ class DSATrainer(Trainer):
         load_trunk(model, self.args.trunk)
         return model
 
-    def new_optimizers(self, fused: bool) -> list[torch.optim.Optimizer]:
+    def learned(self) -> list[list[nn.Parameter]]:
         """See Trainer."""
-        weights = self.model.indexers.parameters()
-        return [torch.optim.AdamW(weights, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)]
+        return [list(self.model.indexers.parameters())]
 
     def draw_rows(self, positions: Tensor) -> Rows:
         """See Trainer."""
@@ -74,14 +73,7 @@ class DSATrainer(Trainer):
         batch = self.pool.next(length, most_turns=8)
         lessons = self.model.lessons(batch.tokens, self.sample(batch), stage.sparse)
         divergence, mass = lessons[:, 0].sum(), lessons[:, 1].mean()
-        divergence.backward()
-        (optimizer,) = self.optimizers
-        torch.nn.utils.clip_grad_norm_(self.model.indexers.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = self.base[0] * rate * min(1.0, (self.steps + 1) / WARM_UP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
+        self.update(divergence, rate)
         return torch.stack([divergence, mass]).detach()
 
     def measure(self, length: int, forms: tuple[str, ...], rows: int = 16, fill: float = 0.6) -> dict[str, float]:

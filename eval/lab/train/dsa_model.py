@@ -18,8 +18,8 @@ from eval.lab.train.indexer import (
     index_scores,
     lesson,
 )
-from eval.lab.train.layers import HIDDEN, LAYERS, MLP_SHAPES, ROPE_THETA, rms_norm
-from eval.lab.train.mla_model import Q_RANK, ROPE, TinyMLA, project
+from eval.lab.train.layers import HIDDEN, LAYERS, ROPE_THETA, Heads, rms_norm
+from eval.lab.train.mla_model import Q_RANK, ROPE, TinyMLA
 from eval.lab.train.sparse import Rows
 
 SELECTORS = ("dense", "random")
@@ -74,7 +74,7 @@ class TinyDSA(TinyMLA):
         latent = rms_norm(F.linear(h, wq_a.to(self.compute)), q_norm)
         return h.view(b, -1, HIDDEN), latent.view(b, -1, Q_RANK)
 
-    def _sparse(self, i: int, inputs: tuple[Tensor, Tensor], qkv: list[Tensor], random: bool) -> Tensor:
+    def _sparse(self, i: int, inputs: tuple[Tensor, Tensor], qkv: Heads, random: bool) -> Tensor:
         """Attention of all rows to their `topk` tokens; q, k, v (B, T, heads, d) -> (B, T, heads, value d)."""
         (h, latent), (b, t) = inputs, qkv[0].shape[:2]
         cos, sin = self._angles(t)
@@ -97,9 +97,7 @@ class TinyDSA(TinyMLA):
                 pieces.append(F.scaled_dot_product_attention(q[:, :, part], k[:, :, :end], v[:, :, :end], mask))
         return torch.cat(pieces, 2).transpose(1, 2)
 
-    def _teach(
-        self, i: int, inputs: tuple[Tensor, Tensor], qkv: list[Tensor], positions: Tensor, restrict: bool
-    ) -> Tensor:
+    def _teach(self, i: int, inputs: tuple[Tensor, Tensor], qkv: Heads, positions: Tensor, restrict: bool) -> Tensor:
         """`lesson` (2,) of layer `i` for the rows at positions (B, R)."""
         (h, latent), (q, k, _) = inputs, qkv
         t, heads, d = q.shape[1:]
@@ -121,20 +119,16 @@ class TinyDSA(TinyMLA):
     def _layers(self, tokens: Tensor, selector: str, lessons: list[Tensor], positions: Tensor | None = None) -> Tensor:
         """See `forward`; with positions (B, R) the lesson of each layer is appended to `lessons`."""
         b, t = tokens.shape
-        cos, sin = self._rope(b, t)
-        split = len(self.shapes) - len(MLP_SHAPES) - 1
-        x = F.embedding(tokens.flatten(), self.embed)
         sparse = selector != "dense" and t > self.topk
-        for i in range(LAYERS):
-            w = list(self.layer_weights(i).values())
-            qkv = [y.view(b, t, *y.shape[1:]) for y in project(x, w[:split], cos, sin, self.compute)]
+
+        def attend(i: int, x: Tensor, w: list[Tensor], qkv: Heads) -> Tensor:
             inputs = self._inputs(x, w, b)
             if positions is not None:
                 with torch.enable_grad():
                     lessons.append(self._teach(i, inputs, qkv, positions, restrict=selector != "dense"))
-            out = self._sparse(i, inputs, qkv, selector == "random") if sparse else self.attend(*qkv, None)
-            x = self.plain[1](x, out.reshape(b * t, -1), w[split:], self.compute)
-        return x
+            return self._sparse(i, inputs, qkv, selector == "random") if sparse else self.attend(*qkv, None)
+
+        return self.through(tokens, attend, plain=True)
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, rows: Rows | None = None, plain: bool = True) -> Tensor:

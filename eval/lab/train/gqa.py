@@ -11,10 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from eval.lab.train.mixes import FULL, LINKS, SHORT
 from eval.lab.train.model import HEAD_DIM, TinyGQA
 from eval.lab.train.run import arguments, train
-from eval.lab.train.schedule import Stage
+from eval.lab.train.schedule import FULL, LINKS, SHORT, Stage
 from eval.lab.train.sparse import Rows
 from eval.lab.train.trainer import GATE_FORMS, Trainer
 
@@ -40,11 +39,6 @@ class GQATrainer(Trainer):
     def new_model(self, compute: torch.dtype, compiled: bool) -> TinyGQA:
         """See Trainer."""
         return TinyGQA(compute, compiled)
-
-    def new_optimizers(self, fused: bool) -> list[torch.optim.Optimizer]:
-        """See Trainer. Muon at 0.02 formed lookups by words after about as many steps of the short stage."""
-        options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": fused}
-        return [torch.optim.AdamW(w, **options) for w in (self.model.matrices(), self.model.others())]
 
     def draw_rows(self, positions: Tensor) -> Rows:
         """See Trainer."""

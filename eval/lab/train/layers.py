@@ -21,7 +21,8 @@ MLP_SHAPES = {
     "mlp.up_proj": (MLP, HIDDEN),
     "mlp.down_proj": (HIDDEN, MLP),
 }
-Project = Callable[[Tensor, list[Tensor], Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor, Tensor]]
+Heads = tuple[Tensor, Tensor, Tensor]
+Project = Callable[[Tensor, list[Tensor], Tensor, Tensor, torch.dtype], Heads]
 
 
 def initial(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -66,7 +67,6 @@ class TinyModel(nn.Module, ABC):
         neox: whether the halves are rotated against each other rather than neighbours.
         selectors: what `Rows.selector` may be besides `native`, which is what all rows do without `Rows`.
         name, architecture: of the checkpoint.
-        kept_layer: the layer whose output (B * T, HIDDEN) the last pass left in ``kept``; none by default.
     """
 
     shapes: ClassVar[dict[str, tuple[int, ...]]]
@@ -76,8 +76,6 @@ class TinyModel(nn.Module, ABC):
     native: ClassVar[str] = "dense"
     name: ClassVar[str]
     architecture: ClassVar[str]
-    kept_layer: ClassVar[int | None] = None
-    kept: Tensor | None = None
 
     def __init__(self, project: Project, compute: torch.dtype = torch.float32, compiled: bool = False) -> None:
         """Random weights in float32.
@@ -138,6 +136,18 @@ class TinyModel(nn.Module, ABC):
             rows: queries that attend to chosen blocks only; all others attend densely.
             plain: with the functions as they are rather than compiled.
         """
+        return self.through(tokens, lambda i, x, w, qkv: self.attend(*qkv, rows), plain)
+
+    def through(
+        self, tokens: Tensor, attend: Callable[[int, Tensor, list[Tensor], Heads], Tensor], plain: bool
+    ) -> Tensor:
+        """`forward` with an attention of each layer's own.
+
+        Args:
+            tokens: (B, T).
+            attend: layer, its input (B * T, HIDDEN), its weights, and q, k, v (B, T, heads, d) -> (B, T, heads, d_v).
+            plain: see `forward`.
+        """
         b, t = tokens.shape
         cos, sin = self._rope(b, t)
         project, finish, _ = self.plain if plain else self.functions
@@ -146,9 +156,7 @@ class TinyModel(nn.Module, ABC):
         for i in range(LAYERS):
             w = list(self.layer_weights(i).values())
             q, k, v = (y.view(b, t, *y.shape[1:]) for y in project(x, w[:split], cos, sin, self.compute))
-            x = finish(x, self.attend(q, k, v, rows).reshape(b * t, -1), w[split:], self.compute)
-            if i == self.kept_layer:
-                self.kept = x
+            x = finish(x, attend(i, x, w, (q, k, v)).reshape(b * t, -1), w[split:], self.compute)
         return x
 
     def loss(

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from eval.lab.train.batches import Batch
-from eval.lab.train.mixes import FULL, LINKS, SHORT
 from eval.lab.train.mla_model import NOPE, ROPE, VALUE, TinyMLA
 from eval.lab.train.run import arguments, train
-from eval.lab.train.schedule import Stage
+from eval.lab.train.schedule import FULL, LINKS, SHORT, Stage
 from eval.lab.train.sparse import Rows
 from eval.lab.train.trainer import Trainer
 
@@ -65,11 +64,6 @@ class MLATrainer(Trainer):
     def new_model(self, compute: torch.dtype, compiled: bool) -> TinyMLA:
         """See Trainer."""
         return TinyMLA(compute, compiled)
-
-    def new_optimizers(self, fused: bool) -> list[torch.optim.Optimizer]:
-        """See Trainer."""
-        options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": fused}
-        return [torch.optim.AdamW(w, **options) for w in (self.model.matrices(), self.model.others())]
 
     def draw_rows(self, positions: Tensor) -> Rows:
         """See Trainer."""

@@ -8,12 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 SELECTORS = ("quest", "quest_scores", "mass", "random")
-WINDOW, NEIGHBOURS = 32, 2
-"""Last tokens of a question that choose for its answer, as RocketKV's; blocks on each side that share a score."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +20,10 @@ class Rows:
     Attributes:
         positions: (B, R) int64; repetitions are harmless.
         selector: "quest" (bound for the mean query), "quest_scores" (mean of the heads' bounds), "mass" (true
-            attention mass), "random" or, in `sparse_rows`, "window" (see `window_scores`).
+            attention mass) or "random".
         ratio: share of the blocks seen so far.
         least: lower limit of the number of blocks.
         divergence: a model with RoPE-only scores appends one number per layer here (see `latent`).
-        ends: (B, Q) int64, in order, of "window": the last tokens of the questions.
         extra: (B, E) int64, further queries that count for the divergence alone; they attend as they would without.
     """
 
@@ -38,7 +34,6 @@ class Rows:
     block: int = 16
     divergence: list[Tensor] | None = None
     extra: Tensor | None = None
-    ends: Tensor | None = None
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
@@ -76,27 +71,6 @@ def block_scores(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
 
 
 @torch.no_grad()
-def window_scores(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
-    """Scores (B, Hkv, R, M): the mass that the last tokens of the question before each row leave in a block.
-
-    The best of a block and its neighbours, as RocketKV shares scores within its kernel; what stands behind the first of
-    these tokens is always chosen.
-
-    Args:
-        q: (B, T, Hq, d); k: (B, Hkv, T, d), T a multiple of the block.
-    """
-    assert rows.ends is not None
-    h, t = k.shape[1:3]
-    start = (rows.ends - WINDOW + 1).clamp(min=0)
-    places = (start[..., None] + torch.arange(WINDOW, device=k.device)).clamp(max=t - 1).flatten(1)
-    mass = _mass(_pick(q, places, h), k, places, rows.block).unflatten(2, (-1, WINDOW)).sum(3)
-    mass = F.max_pool1d(mass.flatten(1, 2), 2 * NEIGHBOURS + 1, 1, NEIGHBOURS).view_as(mass)
-    mass = mass.masked_fill(torch.arange(mass.shape[-1], device=k.device) >= start[:, None, :, None] // rows.block, 1e9)
-    question = (torch.searchsorted(rows.ends, rows.positions.contiguous(), right=True) - 1).clamp(min=0)
-    return mass.gather(2, question[:, None, :, None].expand(-1, h, -1, mass.shape[-1]))
-
-
-@torch.no_grad()
 def select(q: Tensor, k: Tensor, rows: Rows) -> Tensor:
     """Mask (B, Hkv, R, M) of the chosen blocks; q (B, Hkv, G, R, d), k (B, Hkv, T, d)."""
     return choose(block_scores(q, k, rows), rows)
@@ -127,8 +101,7 @@ def sparse_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Ten
     index = rows.positions[:, :, None, None].expand(-1, -1, hq, d)
     picked = _pick(q, rows.positions, hkv)
     keys, values = k.transpose(1, 2).float(), v.transpose(1, 2).float()
-    found = choose(window_scores(q, keys, rows), rows) if rows.selector == "window" else select(picked, keys, rows)
-    chosen = found.repeat_interleave(rows.block, -1)
+    chosen = select(picked, keys, rows).repeat_interleave(rows.block, -1)
     seen = chosen & (torch.arange(t, device=q.device) <= rows.positions[:, None, :, None])
     weights = (_products(picked, keys) * d**-0.5).masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
     new = (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])

@@ -17,8 +17,8 @@ MAX_CENTROIDS = 8
 LEAST_DIM = 32
 # Bytes of a record before the first centroid: up to seven steps, one for each other centroid, then the scale.
 HEADER, SCALE = 16, MAX_CENTROIDS - 1
-# Records begin at multiples of it.
-_ALIGNMENT = 16
+# Records begin at multiples of it, two sectors of memory, where so much padding is less than a centroid.
+_ALIGNMENT = 64
 
 
 def record_bytes(count: int, dim: int) -> int:
@@ -30,7 +30,8 @@ def record_bytes(count: int, dim: int) -> int:
     first, in steps: four bits an element, 8 more than the level, of which a byte has the one of element ``i`` below the
     one of ``i + dim / 2``.
     """
-    return -(-(HEADER + dim + (count - 1) * dim // 2) // _ALIGNMENT) * _ALIGNMENT
+    alignment = min(_ALIGNMENT, 1 << (dim // 2).bit_length() - 1)
+    return -(-(HEADER + dim + (count - 1) * dim // 2) // alignment) * alignment
 
 
 def count_of(num_bytes: int, dim: int) -> int:

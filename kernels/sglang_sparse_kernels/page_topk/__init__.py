@@ -62,13 +62,7 @@ def page_topk(
         >>> indices[0, 0, : counts[0, 0]].tolist()
         [7, 5, 8]
     """
-    _check_arguments(scores, page_table, n_pages, n_select, max_select, stats)
-    shape = (*scores.shape[:2], max_select)
-    indices, counts = out or (None, None)
-    out = (
-        checks.result("indices", indices, shape, torch.int32, scores.device),
-        checks.result("counts", counts, shape[:2], torch.int32, scores.device),
-    )
+    out = check_selection(scores, page_table, n_pages, n_select, max_select, out, stats)
     if checks.use_reference(scores):
         return reference.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats)
     from . import cuda, triton
@@ -78,14 +72,16 @@ def page_topk(
     return triton.page_topk(scores, page_table, n_pages, n_select, max_select, out, stats)
 
 
-def _check_arguments(
+def check_selection(
     scores: torch.Tensor,
     page_table: torch.Tensor,
     n_pages: torch.Tensor,
     n_select: torch.Tensor,
     max_select: int,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
     stats: torch.Tensor | None,
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out``, made if it is None; raises ValueError unless these are arguments of ``page_topk``."""
     checks.check_tensor("scores", scores, 3, (torch.float32,))
     checks.check_tensor("page_table", page_table, 2, (torch.int32,))
     batch, _, width = scores.shape
@@ -100,3 +96,8 @@ def _check_arguments(
         raise ValueError(f"max_select must be at least 1, got {max_select}")
     if stats is not None:
         checks.check_stats(stats)
+    shape, (indices, counts) = (*scores.shape[:2], max_select), out or (None, None)
+    return (
+        checks.result("indices", indices, shape, torch.int32, scores.device),
+        checks.result("counts", counts, shape[:2], torch.int32, scores.device),
+    )

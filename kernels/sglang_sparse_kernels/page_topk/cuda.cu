@@ -1,13 +1,15 @@
 // Page selection for one row and KV head per cluster of blocks; see cuda.py for the method and the launch.
 //
 // Compile-time: CLUSTER (blocks of a cluster; a power of two, 1 before Hopper), THREADS (of a block; a power of two, at
-// least 32), ITEMS (scores a thread holds in registers, multiple of 4). A block is bound by the instructions that it
-// issues for each score, so these are what the code saves, and what a cluster divides.
+// least 32), ITEMS (scores a thread holds in registers, multiple of 4), VOTERS (query heads whose votes make a score, at
+// most 8, or 0 where scores are given). A block is bound by the instructions that it issues for each score, so these are
+// what the code saves, and what a cluster divides.
 //
 // A cluster's blocks hold consecutive parts of a row. All take the same decisions from the same numbers, so that they
 // meet at the same barriers. They only read from one another, and none ends before all have read.
 
 #include "hopper.cuh"
+#include "ampere.cuh"
 #include "block.cuh"
 
 #define BINS 2048
@@ -18,9 +20,11 @@
 // Pages that are loaded together where they are not held.
 #define GROUP (PAGES_HELD ? 4 : 8)
 #define PAGES_SIZE (PAGES_HELD ? ITEMS : 4)
+// Pages whose logits are on their way before the sums of all votes are known.
+#define AHEAD (ITEMS <= 8 && ITEMS * VOTERS * THREADS <= 32768 ? ITEMS : 4)
 #define NOT_A_NUMBER __uint_as_float(0x7FC00000u)
-#define INFINITE __uint_as_float(0x7F800000u)
-#define LARGEST 3.402823466e38f
+
+#include "votes.cuh"
 
 // See hopper.cuh.
 #ifdef __CUDACC__
@@ -68,6 +72,7 @@ struct Shared {
     unsigned list[LIST], merged[CLUSTER == 1 ? 1 : LIST];
     unsigned listed, threshold, low, high;
     Bin bin;
+    Wholes wholes;
 };
 
 // What is selected: all scores from the threshold on or, of those equal to it, the first `ties` only. The blocks before
@@ -376,13 +381,36 @@ __device__ void load_part(const Number* source, const Part& part, bool aligned, 
     }
 }
 
+// A thread's scores, and four of the row's sample from `start` on; what lies beyond the row is left as it is.
+__device__ void load_scores(const Scores& scores, const Part& part, int start, int n_pages, float (&held)[ITEMS],
+                            float (&sample)[4], Shared& shared) {
+#if VOTERS
+    float logits[AHEAD / 4][VOTERS][4], sampled[VOTERS][4];
+#pragma unroll
+    for (int group = 0; group < AHEAD; group += 4)
+        load_logits(scores, part.first + group, part.left - group, logits[group / 4]);
+    if (CLUSTER > 1) load_logits(scores, start, n_pages - start, sampled);
+    sum_votes(scores, shared.wholes);
+#pragma unroll
+    for (int group = 0; group < ITEMS; group += 4) {
+        if (group >= part.items) break;
+        int page = part.first + group;
+        if (group >= AHEAD) load_logits(scores, page, part.left - group, logits[0]);
+        tally(logits[group < AHEAD ? group / 4 : 0], scores, page, shared.wholes, held + group);
+    }
+    if (CLUSTER > 1) tally(sampled, scores, start, shared.wholes, sample);
+#else
+    load_part<float4>(scores.first, part, scores.aligned, held);
+    if (CLUSTER > 1) load_some<float4>(scores.first + start, n_pages - start, scores.aligned, sample);
+#endif
+}
+
 // Selects `wanted` of `n_pages` pages.
-__device__ void select(const float* scores, const int* page_table, const int (&pages)[PAGES_SIZE], Part part,
-                       int n_pages, int wanted, int* indices, bool aligned, Shared& shared) {
+__device__ void select(const Scores& scores, const int* page_table, const int (&pages)[PAGES_SIZE], Part part,
+                       int n_pages, int wanted, int* indices, Shared& shared) {
     float held[ITEMS], sample[4];
-    load_part<float4>(scores, part, aligned, held);
     int start = threadIdx.x * ((n_pages + 4 * THREADS - 1u) / (4 * THREADS) * 4);
-    if (CLUSTER > 1) load_some<float4>(scores + start, n_pages - start, aligned, sample);
+    load_scores(scores, part, start, n_pages, held, sample, shared);
 #pragma unroll
     for (int group = 0; group < ITEMS; group += GROUP) {
         if (group >= part.items) break;
@@ -405,8 +433,8 @@ __device__ void select(const float* scores, const int* page_table, const int (&p
 // With `tables_ready` the page table and the numbers of pages are older, and read while that kernel still runs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 page_topk(const float* scores, const int* page_table, const int* n_pages_ptr, const int* n_select_ptr, int* indices,
-          int* counts, unsigned long long* stats, long long table_stride, long long width, long long max_select_wide,
-          long long aligned, long long tables_ready) {
+          int* counts, unsigned long long* stats, const float* parts, long long table_stride, long long width,
+          long long max_select_wide, long long aligned, long long tables_ready, long long num_parts, long long local) {
     SHARED(Shared, shared);
     launch_dependents();
     clear(shared);
@@ -439,5 +467,11 @@ page_topk(const float* scores, const int* page_table, const int* n_pages_ptr, co
         for (int i = start; i < n_pages; i += CLUSTER * THREADS) indices[i] = page_table[i];
         return;
     }
-    select(scores + pair * width, page_table, pages, part, n_pages, wanted, indices, aligned, shared);
+#if VOTERS
+    const float2* sums = (const float2*)parts + pair * VOTERS * num_parts;
+    Scores source = {scores + pair * VOTERS * width, aligned != 0, sums, width, (int)num_parts, n_pages - (int)local};
+#else
+    Scores source = {scores + pair * width, aligned != 0};
+#endif
+    select(source, page_table, pages, part, n_pages, wanted, indices, shared);
 }

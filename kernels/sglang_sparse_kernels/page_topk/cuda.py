@@ -13,7 +13,7 @@ older than the kernel before this one, all that depends on them alone runs besid
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,16 +36,20 @@ _FEW_PAGES = 4096
 
 @dataclass(frozen=True)
 class Shape:
-    """``threads`` of a block, a power of two of at least 32; ``items`` is how many scores a thread holds at most."""
+    """``threads`` of a block, a power of two of at least 32; ``items`` is how many scores a thread holds at most.
+
+    Of votes, ``voters`` heads make a score.
+    """
 
     cluster: int
     threads: int
     items: int
+    voters: int = 0
 
     @property
     def defines(self) -> dict[str, int]:
         """What the source is compiled with."""
-        return {"CLUSTER": self.cluster, "THREADS": self.threads, "ITEMS": self.items}
+        return {"CLUSTER": self.cluster, "THREADS": self.threads, "ITEMS": self.items, "VOTERS": self.voters}
 
 
 def max_pages(clusters: bool) -> int:
@@ -109,17 +113,28 @@ def page_topk(
     stats: torch.Tensor | None = None,
     tables_ready: bool = False,
     shape: Shape | None = None,
+    parts: torch.Tensor | None = None,
+    local_pages: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``page_topk.page_topk``; for what ``takes`` allows."""
+    """See ``page_topk.page_topk``; for what ``takes`` allows.
+
+    With ``parts``, ``[B, Hq, P, 2]`` float32, the scores are the logits ``[B, Hq, M]`` of all query heads, as
+    ``page_vote.cuda.leave_logits`` leaves both: votes are then counted here, and the newest ``local_pages`` selected.
+    """
     indices, counts = out
-    batch, heads, width = scores.shape
+    batch, _, width = scores.shape
+    heads = counts.shape[1]
     if batch == 0:
         return out
     if shape is None:
         processors = num_processors(scores.device) if dependent_launch(scores.device) else 0
         shape = shape_of(width, batch * heads, processors)
-    tensors = (scores, page_table, n_pages, n_select, indices, counts, stats)
+    num_parts = 0
+    if parts is not None:
+        num_parts, shape = parts.shape[2], replace(shape, voters=scores.shape[1] // heads)
+    tensors = (scores, page_table, n_pages, n_select, indices, counts, stats, parts)
     sizes = (page_table.stride(0), width, max_select, int(aligned(scores, page_table)), int(tables_ready))
+    sizes = (*sizes, num_parts, local_pages)
     _kernel(scores.device, shape)((shape.cluster * heads, batch), shape.threads, *tensors, *sizes)
     return out
 

@@ -11,10 +11,11 @@ import torch
 from ..common import checks
 from ..page_centroids import check_records
 from ..page_score import check_bounds, check_rows
+from ..page_topk import check_selection, page_topk
 from . import reference
 
-# Pages of a program of Triton's kernel, and of a warp of the one in CUDA C++.
-BLOCK, _LEAST_BLOCK = 64, 16
+# Pages of a program of Triton's kernel, and of the smallest block of the one in CUDA C++, which has four warps.
+BLOCK, _WARPS = 64, 4
 # Bytes of scratch above which rows wait for one another.
 MOST_SCRATCH = 1 << 28
 
@@ -70,14 +71,7 @@ def page_vote(
         >>> page_vote(q, bounds, page_table, n_pages, 1.0).exp().round(decimals=2)
         tensor([[[1.0100, 0.9900,    inf]]])
     """
-    checks.check_tensor("q", q, 3, checks.QUERY_DTYPES)
-    if summary.dtype == torch.uint8:
-        check_records("summary", summary, q.shape[2])
-    else:
-        check_bounds(q, summary)
-    check_rows(q, summary, page_table, n_pages, local_pages)
-    if sm_scale <= 0:
-        raise ValueError(f"sm_scale must be above 0, got {sm_scale}")
+    _check_arguments(q, summary, page_table, n_pages, sm_scale, local_pages)
     shape = q.shape[0], summary.shape[1], page_table.shape[1]
     out = checks.result("out", out, shape, torch.float32, q.device)
     if checks.use_reference(q):
@@ -85,6 +79,58 @@ def page_vote(
     from . import triton
 
     return triton.page_vote(q, summary, page_table, n_pages, sm_scale, out, local_pages, summaries_ready)
+
+
+def select_by_votes(
+    q: torch.Tensor,
+    summary: torch.Tensor,
+    page_table: torch.Tensor,
+    n_pages: torch.Tensor,
+    n_select: torch.Tensor,
+    max_select: int,
+    sm_scale: float,
+    scores: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    stats: torch.Tensor | None = None,
+    local_pages: int = 1,
+    tables_ready: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the pages with the most votes: ``page_topk`` of what ``page_vote`` says.
+
+    Where the kernels in CUDA C++ take both, the selection counts the votes, which saves a launch and a pass. Rounding
+    then differs, and so may the choice between pages whose votes are as good as equal.
+
+    Args:
+        q: see ``page_vote``, and so for all but what follows.
+        summary: likewise.
+        page_table: likewise.
+        n_pages: likewise.
+        n_select: see ``page_topk``.
+        max_select: likewise.
+        sm_scale: see ``page_vote``.
+        scores: ``[B, Hkv, M]`` float32, contiguous: room for the votes, which not every implementation uses.
+        out: see ``page_topk``.
+        stats: likewise.
+        local_pages: see ``page_vote``.
+        tables_ready: ``summaries_ready`` of ``page_vote`` and ``tables_ready`` of ``page_topk``.
+
+    Returns:
+        ``(indices, counts)``, see ``page_topk``.
+
+    Raises:
+        ValueError: a wrong dimension, dtype, device, head count, size or number of vectors.
+    """
+    _check_arguments(q, summary, page_table, n_pages, sm_scale, local_pages)
+    checks.check_shape("scores", scores, (q.shape[0], summary.shape[1], page_table.shape[1]))
+    out = check_selection(scores, page_table, n_pages, n_select, max_select, out, stats)
+    if not checks.use_reference(q):
+        from . import cuda
+
+        if cuda.selects(q, summary, scores):
+            rest = (n_select, max_select, sm_scale, out, stats, local_pages, tables_ready)
+            return cuda.select_by_votes(q, summary, page_table, n_pages, *rest)
+    page_vote(q, summary, page_table, n_pages, sm_scale, scores, local_pages, tables_ready)
+    return page_topk(scores, page_table, n_pages, n_select, max_select, out, stats, tables_ready)
 
 
 def scratch_bytes(batch: int, num_q_heads: int, max_pages: int) -> int:
@@ -103,5 +149,23 @@ def rows_at_once(num_q_heads: int, max_pages: int) -> int:
     return max(1, MOST_SCRATCH // max(1, _row_bytes(num_q_heads, max_pages)))
 
 
+def _check_arguments(
+    q: torch.Tensor,
+    summary: torch.Tensor,
+    page_table: torch.Tensor,
+    n_pages: torch.Tensor,
+    sm_scale: float,
+    local_pages: int,
+) -> None:
+    checks.check_tensor("q", q, 3, checks.QUERY_DTYPES)
+    if summary.dtype == torch.uint8:
+        check_records("summary", summary, q.shape[2])
+    else:
+        check_bounds(q, summary)
+    check_rows(q, summary, page_table, n_pages, local_pages)
+    if sm_scale <= 0:
+        raise ValueError(f"sm_scale must be above 0, got {sm_scale}")
+
+
 def _row_bytes(num_q_heads: int, max_pages: int) -> int:
-    return 4 * num_q_heads * (max_pages + 2 * -(-max_pages // _LEAST_BLOCK))
+    return 4 * num_q_heads * (max_pages + 2 * _WARPS * -(-max_pages // BLOCK))

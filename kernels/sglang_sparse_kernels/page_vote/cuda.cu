@@ -1,7 +1,7 @@
 // Votes by centroids on tensor cores: see cuda.py for the method and the launch.
 //
-// Compile-time: DIM (64 or 128), GROUP (query heads of a KV head, at most 8), COUNT (centroids of a page), QUERY (of the
-// queries: BFLOAT16 or FLOAT16), RESIDENT (blocks that a multiprocessor is to run at once), DEPTH (pieces of a warp that
+// Compile-time: DIM (64 or 128), GROUP (query heads of a KV head, at most 8), COUNT (centroids of a page), RECORD (bytes of
+// a page's record), QUERY (of the queries: BFLOAT16 or FLOAT16), RESIDENT (blocks that a multiprocessor is to run at once), DEPTH (pieces of a warp that
 // are on their way).
 //
 // A warp takes 16 pages at a time, the rows of its products; the query heads are the columns. Records come by copies to
@@ -24,7 +24,6 @@
 #define PAGES 16
 #define HEADER 16                        // bytes of a record before its first centroid
 #define OTHERS (COUNT - 1)
-#define RECORD (HEADER + DIM + OTHERS * DIM / 2)
 #define QUARTER (DIM / 8)                // numbers of a lane in each half of a vector
 #define WORDS (DIM / 32)                 // bytes of as many, by fours
 #define CHUNKS (RECORD / 16)             // of a record
@@ -220,21 +219,36 @@ __device__ void masses_of(const unsigned char (&records)[PAGES][RECORD], const Q
     }
 }
 
-// Of 16 pages: the largest mass and the sum of all, relative to it, in every lane that has the head.
-__device__ void sum_votes(const float (&masses)[2], const bool (&votes)[2], float& most, float& total) {
-    most = -INFINITE;
+// The sum of what some lanes, or pages, have for a head, relative to the largest mass of them.
+struct Votes {
+    float most = -INFINITE, total = 0.0f;
+    __device__ void rescale(float highest) {
+        // Zero times anything where there has been nothing.
+        total *= exp2_of(most - (highest == -INFINITE ? 0.0f : highest));
+        most = highest;
+    }
+};
+
+// Adds two pages, of which either may take no votes.
+__device__ void add_pages(Votes& votes, const float (&masses)[2], const bool (&taken)[2]) {
+    float highest = votes.most;
 #pragma unroll
-    for (int row = 0; row < 2; row++)
-        if (votes[row]) most = max(most, masses[row]);
+    for (int i = 0; i < 2; i++)
+        if (taken[i]) highest = max(highest, masses[i]);
+    votes.rescale(highest);
 #pragma unroll
-    for (int mask = 4; mask < 32; mask *= 2) most = max(most, of_other(most, mask));
-    float base = most == -INFINITE ? 0.0f : most;
-    total = 0.0f;
+    for (int i = 0; i < 2; i++)
+        if (taken[i]) votes.total += exp2_of(masses[i] - highest);
+}
+
+// The sum of a warp, in every lane that has the head.
+__device__ void add_lanes(Votes& votes) {
+    float highest = votes.most;
 #pragma unroll
-    for (int row = 0; row < 2; row++)
-        if (votes[row]) total += exp2_of(masses[row] - base);
+    for (int mask = 4; mask < 32; mask *= 2) highest = max(highest, of_other(highest, mask));
+    votes.rescale(highest);
 #pragma unroll
-    for (int mask = 4; mask < 32; mask *= 2) total += of_other(total, mask);
+    for (int mask = 4; mask < 32; mask *= 2) votes.total += of_other(votes.total, mask);
 }
 
 // No pointer is __restrict__: what the kernel before this one wrote must not be read as constant, or before the wait.
@@ -243,7 +257,7 @@ __device__ void sum_votes(const float (&masses)[2], const bool (&votes)[2], floa
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
 page_vote(const unsigned short* q, const unsigned char* records, const int* page_table, const int* n_pages_ptr,
           float* logits, float* parts, long long q_stride_row, long long q_stride_head, long long table_stride,
-          long long width, long long tiles, long long heads, long long factor_bits, long long summaries_ready) {
+          long long width, long long warps, long long heads, long long factor_bits, long long summaries_ready) {
     launch_dependents();
     if (!summaries_ready) await_inputs();
     DYNAMIC_SHARED(Shared, shared);
@@ -275,6 +289,7 @@ page_vote(const unsigned short* q, const unsigned char* records, const int* page
     if (summaries_ready) await_inputs();
     Query query;
     prepare_query(q, q_stride_head, query);
+    Votes votes[2];
     for (int stage = 0; first < n_pages; first += stride, stage = stage == DEPTH - 1 ? 0 : stage + 1) {
         auto& mine = shared.records[warp][stage];
         await_copies<DEPTH - 1>();
@@ -289,22 +304,26 @@ page_vote(const unsigned short* q, const unsigned char* records, const int* page
 #pragma unroll
         for (int column = 0; column < 2; column++) {
             int member = lane % 4 * 2 + column;
-            float masses[2], most, total;
-            bool votes[2];
+            float masses[2];
+            bool taken[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 int logical = first + place + 8 * i;
                 masses[i] = all[2 * i + column];
                 // Neither the newest page, whose record may be of another's keys, nor one with NaN takes votes.
-                votes[i] = logical < n_pages - 1 && masses[i] == masses[i];
+                taken[i] = logical < n_pages - 1 && masses[i] == masses[i];
                 if (member < GROUP && logical < n_pages) logits[(at + member) * width + logical] = masses[i];
             }
-            sum_votes(masses, votes, most, total);
-            if (place == 0 && member < GROUP) {
-                float* part = parts + ((at + member) * tiles + first / PAGES) * 2;
-                part[0] = most;
-                part[1] = total;
-            }
+            add_pages(votes[column], masses, taken);
         }
+    }
+#pragma unroll
+    for (int column = 0; column < 2; column++) {
+        int member = lane % 4 * 2 + column;
+        add_lanes(votes[column]);
+        if (place != 0 || member >= GROUP) continue;
+        float* part = parts + ((at + member) * warps + blockIdx.x / (int)heads * WARPS + warp) * 2;
+        part[0] = votes[column].most;
+        part[1] = votes[column].total;
     }
 }

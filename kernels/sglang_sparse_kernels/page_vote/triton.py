@@ -191,7 +191,7 @@ def _page_vote_kernel(
         members = tl.arange(0, BLOCK_GROUP)
         in_group = (members < GROUP)[:, None]
         at = ((row * HEADS + head) * GROUP + members).to(tl.int64)[:, None]
-        known = in_group & (parts * PAGES < n_pages)[None, :]
+        known = in_group & ((parts < blocks) & (parts * PAGES < n_pages))[None, :]
         pointers = sums_ptr + (at * blocks + parts[None, :]) * 2
         maxima = tl.load(pointers, mask=known, other=float("-inf"))
         sums = tl.load(pointers + 1, mask=known, other=0.0)
@@ -228,9 +228,11 @@ def page_vote(
     if batch == 0 or width == 0:
         return out
     rows, by_cuda = min(batch, rows_at_once(num_q_heads, width)), cuda.takes(q, summary)
-    pages = cuda.PAGES if by_cuda else BLOCK
-    logits = torch.empty(rows, num_q_heads, width, dtype=torch.float32, device=q.device)
-    parts = torch.empty(rows, num_q_heads, triton.cdiv(width, pages), 2, dtype=torch.float32, device=q.device)
+    if by_cuda:
+        logits, parts = cuda.scratch(q, summary, width, rows)
+    else:
+        logits = torch.empty(rows, num_q_heads, width, dtype=torch.float32, device=q.device)
+        parts = torch.empty(rows, num_q_heads, triton.cdiv(width, BLOCK), 2, dtype=torch.float32, device=q.device)
     for first in range(0, batch, rows):
         part = slice(first, first + rows)
         given = q[part], summary, page_table[part], n_pages[part], sm_scale, logits, parts
@@ -238,7 +240,8 @@ def page_vote(
             cuda.leave_logits(*given, summaries_ready)
         else:
             _leave_logits(*given)
-        _votes(n_pages[part], logits, parts, out[part], local_pages, pages)
+        # Those of warps are all written, those of pages as far as there are pages.
+        _votes(n_pages[part], logits, parts, out[part], local_pages, 0 if by_cuda else BLOCK)
     return out
 
 

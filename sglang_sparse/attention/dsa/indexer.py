@@ -104,14 +104,19 @@ def begin_pass(backend: SparseAttentionBackend, forward_batch: Any, tokens: int,
                 at_once = queries_at_once(width, table.device)
         else:
             _require_short(forward_batch, topk)
-    chosen = torch.where(numbers[:topk] < wanted[:, None], numbers[:topk], -1)
-    last_slots = torch.zeros(tokens, dtype=torch.int64, device=table.device)
-    counts = wanted[:, None].clone()
     # SGLang wants slots where its own selection would give them.
-    slots = torch.empty_like(chosen) if backend.dense.use_fused_topk else None
+    slots = torch.empty(tokens, topk, dtype=torch.int32, device=table.device) if backend.dense.use_fused_topk else None
     offsets = metadata.topk_indices_offset if slots is not None else None
     batch = IndexerBatch(
-        *(table, rows, lengths, wanted, counts, chosen, last_slots, at_once, stats),
+        page_table=table,
+        rows=rows,
+        lengths=lengths,
+        wanted=wanted,
+        counts=wanted[:, None].clone(),
+        chosen=torch.where(numbers[:topk] < wanted[:, None], numbers[:topk], -1),
+        last_slots=torch.zeros(tokens, dtype=torch.int64, device=table.device),
+        at_once=at_once,
+        stats=stats,
         slots=slots,
         offsets=offsets if offsets is None else _padded(offsets, tokens).int(),
     )

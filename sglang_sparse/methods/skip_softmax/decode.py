@@ -100,11 +100,6 @@ class SkipSoftmaxDecode(AttendsItself):
         shared = {name: getattr(self.config, name) for name in SparseConfig.model_fields}
         return {"threshold_scale_factor": factor, "calibration": self.config.calibration, **shared} if factor else None
 
-    def decode_alone(self) -> SkipSoftmaxDecode:
-        """Without a factor of prefill."""
-        factors = {**self.config.threshold_scale_factor, "prefill": 0.0}
-        return SkipSoftmaxDecode(self.config.model_copy(update={"threshold_scale_factor": factors}))
-
     def refuse(self, model_config: Any) -> str | None:
         """Refuse latents of sizes that the op lacks."""
         sizes = {"qk_rope_head_dim": ROPE_DIMS, "kv_lora_rank": LATENT_DIMS}

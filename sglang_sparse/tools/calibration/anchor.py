@@ -92,8 +92,9 @@ def base_method(config: str | None) -> Anchor:
     """
     given = read_config(config, CONFIG_FLAG)
     fields = {name: value for name, value in given.items() if name not in ("theta", "calibration")}
-    method = build(None, {}, "anchor", fields).prefill
-    if not isinstance(method, Anchor):
+    prefill = build(None, {}, "anchor", fields).prefill
+    method, *others = prefill.methods if prefill else [None]
+    if others or not isinstance(method, Anchor):
         raise CalibrationError(f'{CONFIG_FLAG}: layers has several rules; allowed: those of anchor, as "2-"')
     return method
 

@@ -34,8 +34,8 @@ from tqdm import tqdm
 from sglang_sparse.config.files import read_config
 from sglang_sparse.config.settings import Settings, build
 from sglang_sparse.methods.fingerprint import fingerprint
+from sglang_sparse.methods.groups import PrefillGroups
 from sglang_sparse.methods.layers import parse_layers
-from sglang_sparse.methods.prefill import PrefillMethod
 from sglang_sparse.methods.skip_softmax.calibration_file import FORMULA, PHASES, TABLE, Point, SkipCalibration, fit
 from sglang_sparse.tools.calibration.capture import (
     CalibrationError,
@@ -158,9 +158,9 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def _layers(settings: Settings, facts: ModelFacts) -> dict[str, list[int]]:
     assert settings.prefill is not None
-    if settings.method.parts or settings.prefill.parts:
+    if len(settings.decode.methods) > 1 or len(settings.prefill.methods) > 1:
         raise CalibrationError('layers has several rules; allowed: those of skip_softmax, as "2-"')
-    if reason := settings.prefill.refuse(facts) or settings.method.refuse(facts):
+    if reason := settings.prefill.refuse(facts) or settings.decode.refuse(facts):
         raise CalibrationError(f"--method skip_softmax does not fit {facts.architecture}: {reason}")
     found = {}
     for phase, config, flag in zip(
@@ -207,7 +207,7 @@ def measure(
     prompts: Sequence[Sequence[int]],
     layers: Mapping[str, Sequence[int]],
     partial: Partial,
-    prefill: PrefillMethod,
+    prefill: PrefillGroups,
     queries: int,
 ) -> None:
     """Run the prompts that are not in `partial` yet.

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from mla_layers import machine as fake
+from kernel_layers import machine as fake
 
 from eval.lab.kernels.dsa_inputs import FP8, Shape, Step
 from eval.lab.kernels.dsa_table import TABLE
-from eval.lab.kernels.kernel_machine import Machine
-from eval.lab.kernels.kernel_table import Implementation
+from eval.lab.kernels.harness import Implementation, Machine
 from eval.lab.kernels.mla_peers import FLASHMLA
 from sglang_sparse_kernels.index_keys.reference import parts
 

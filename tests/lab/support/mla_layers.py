@@ -1,42 +1,22 @@
 """Small MLA layers and stand-ins of implementations, for the tests of their benchmark."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from eval.lab.kernels.kernel_machine import Machine
-from eval.lab.kernels.kernel_table import Implementation
+from eval.lab.kernels.harness import Implementation
 from eval.lab.kernels.mla import DENSE
-from eval.lab.kernels.mla_inputs import SM_SCALE, Shape, Step
-from eval.lab.kernels.mla_recipe import RECIPE
+from eval.lab.kernels.mla_inputs import RECIPE, SM_SCALE, Shape, Step
 from eval.lab.kernels.mla_table import table
 from eval.lab.structured.generator import read_recipe
-from sglang_sparse_kernels.common.timing import Replay, Run
+from sglang_sparse_kernels.common.timing import Run
 
 # The newest page and block are partly filled, and no two sizes are equal.
 SHAPE = Shape(2, 1500, heads=6, latent=64, rope=32, page_size=32, block_size=16, target_share=0.2)
 BASE = read_recipe({**RECIPE, "band_tokens": 64})
 OWN = [one for one in table() if not one.peer]
 TINY = ["--heads", "6", "--latent", "64", "--rope", "32", "--rounds", "2", "--recipe", '{"band_tokens": 64}']
-
-
-def machine(*micros: float) -> Machine:
-    """A machine on which the n-th graph that is captured takes so many microseconds; five where nothing is said."""
-    times = iter(micros)
-
-    def capture(runs: Sequence[Run]) -> Replay:
-        one, pending = next(times, 5.0), list(runs)
-
-        def replay() -> float:
-            # What a second replay would write is what the first did.
-            while pending:
-                pending.pop(0)()
-            return one
-
-        return replay
-
-    return Machine("a test", "cpu", 0, capture, lambda: True, capture)
 
 
 def exact(step: Step, scale: float = SM_SCALE) -> list[Run]:

@@ -1,10 +1,14 @@
-"""What a leg of ``eval.lab.reproduce`` is made of."""
+"""What ``eval.lab.reproduce`` measures, leg by leg, read from ``legs.toml``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
+from typing import Any
 
 from eval.lab.servers.model_shapes import SHAPES
 from eval.lab.tables.goals import Goal
@@ -114,3 +118,38 @@ class Leg:
         return (
             "servers of its own" if any(one.module == "eval.lab.bench_serving" for one in self.commands) else "nothing"
         )
+
+
+def read_legs(path: Path) -> Iterator[Leg]:
+    """The legs of a TOML file, which says itself how it is read.
+
+    Raises:
+        KeyError: a ``$name`` that is no word of its leg.
+    """
+    data = tomllib.loads(path.read_text())
+    for leg in data["legs"]:
+        for one in leg.get("each", [{}]):
+            made = {**data["words"], **leg, **one}
+            servers = [_server(_words(line, made)) for line in made.get("servers", [])]
+            lines = [_words(line, {**made, **again}) for again in made.get("repeat", [{}]) for line in made["commands"]]
+            commands = [
+                Command(module, file, tuple(arguments), tuple(data["goals"].get(file, [])))
+                for module, file, *arguments in lines
+            ]
+            yield Leg(" ".join(_words(made["name"], made)), tuple(commands), *servers[:1], beside=tuple(servers[1:]))
+
+
+def _words(line: str, known: Mapping[str, Any]) -> list[str]:
+    """A line as a shell splits it, with what its ``$name`` stand for."""
+    while "$" in line:
+        line = Template(line).substitute(known)
+    return shlex.split(line)
+
+
+def _server(words: Sequence[str]) -> Server:
+    place = next(place for place, word in enumerate(words) if "=" not in word)
+    environment = [tuple(word.split("=", 1)) for word in words[:place]]
+    return Server(words[place], tuple(words[place + 1 :]), tuple((name, value) for name, value in environment))
+
+
+LEGS = tuple(read_legs(Path(__file__).with_name("legs.toml")))

@@ -1,4 +1,4 @@
-"""Runs the legs of ``eval.lab.reproduce``, and knows which of them are done."""
+"""Runs legs, those of ``eval.lab.reproduce`` and of ``eval.lab.quality``, and knows which of them are done."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from eval.lab.legs.reproduce_leg import MODELS, Command, Leg, Server
+from eval.lab.legs.leg import MODELS, Command, Leg, Server
 from eval.lab.servers import model_shapes
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, read_rows, summarised
@@ -190,15 +190,6 @@ def call(line: Sequence[str], output: int) -> int:
         raise
 
 
-def open_record(folder: Path, revision: str) -> Record:
-    """The runs of a folder, made if need be.
-
-    Raises:
-        EvaluationError: the file is there and is another one.
-    """
-    return Record(folder / RUNS, "eval.lab.reproduce", revision, resume=True)
-
-
 def refuse_folder(folder: Path) -> None:
     """Refuse what cannot become a folder.
 
@@ -208,3 +199,71 @@ def refuse_folder(folder: Path) -> None:
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir():
         raise EvaluationError(f"--out {folder}: {above} is a file, wanted is a folder")
+
+
+def run_legs(
+    command: str,
+    folder: Path,
+    revision: str,
+    wanted: Sequence[Leg],
+    legs: Sequence[Leg],
+    tables: Callable[[Path], str],
+    resume: bool = True,
+    budget: float | None = None,
+    tokens: Callable[[Command], int] | None = None,
+) -> int:
+    """Run what is left of legs, then print what came out, what the budget left and what failed.
+
+    Args:
+        command: whose legs they are.
+        folder: of the results.
+        revision: of the code.
+        wanted: the legs to run.
+        legs: all that there are.
+        tables: of the results, from their folder.
+        resume: whether files of the same revision count as done.
+        budget: seconds after which no leg begins.
+        tokens: what a command reads; after each leg it is said how long the rest will take at the pace so far.
+
+    Returns:
+        The exit status: 1 where a leg failed.
+
+    Raises:
+        EvaluationError: a file in the folder is none of results.
+    """
+    failed, left = [], []
+    with Record(folder / RUNS, "eval.lab.reproduce", revision, resume=True) as record:
+        runner = Runner(folder, revision, record, resume, legs)
+        # All at once: a file that cannot be read is found before hours are spent.
+        plan = [(leg, [one for one in leg.commands if not runner.finished(one)]) for leg in wanted]
+        began, read = time.monotonic(), 0
+        to_read = sum(tokens(one) for _, todo in plan for one in todo) if tokens else 0
+        if tokens:
+            print(f"{len(plan)} arms, {to_read / 1e6:.1f} M tokens of prompts to read", flush=True)
+        for leg, todo in plan:
+            if todo and budget is not None and time.monotonic() - began >= budget:
+                left.append(leg.name)
+            elif not runner.run(leg, todo):
+                failed.append(leg.name)
+            read += sum(map(tokens, todo)) if tokens else 0
+            if 0 < read < to_read:
+                rest = (time.monotonic() - began) / read * (to_read - read) / 60
+                print(f"{read / to_read:.0%} read, about {rest:.0f} minutes to go", flush=True)
+    if left:
+        print(f"the budget of {budget:g} s is spent, left are: {', '.join(left)}")
+    print(f"\n{tables(folder)}")
+    if failed:
+        print(f"{command}: failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def ended(command: str, folder: Path | None, action: Callable[[], int]) -> int:
+    """The exit status of what a command does: 1 where it is refused, 130 where it is interrupted, which say so."""
+    try:
+        return action()
+    except (EvaluationError, OSError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted; the same command goes on with {folder}", file=sys.stderr)
+        return 130

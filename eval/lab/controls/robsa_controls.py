@@ -1,4 +1,4 @@
-"""A negative control of RoBSA: blocks chosen at random, ``theta1`` of all that a row holds."""
+"""Negative controls of RoBSA: ``theta1`` of the blocks that a row holds, at random, or the first and the newest."""
 
 import torch
 
@@ -20,6 +20,20 @@ class RandomBlocks(Robsa):
     def mass(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxBuffers) -> torch.Tensor:
         """Even masses."""
         return even(torch.rand_like(view.scores[:, 0]), view.n_pages)
+
+
+class SinkWindow(RandomBlocks):
+    """The first block and the newest ones.
+
+    Source: StreamingLLM (arXiv:2309.17453), whose sinks are the first four tokens; here they are a block.
+    """
+
+    def mass(self, view: BatchView, layer_id: int, query: LatentQuery, pools: AuxBuffers) -> torch.Tensor:
+        """Even masses, the first block's the highest, then the newest ones'."""
+        scores = view.scores[:, 0]
+        place = torch.arange(scores.shape[1], device=scores.device)
+        order = (place / scores.shape[1]).masked_fill(place == 0, 1.0)
+        return even(order.expand(scores.shape), view.n_pages)
 
 
 def even(order: torch.Tensor, n_blocks: torch.Tensor) -> torch.Tensor:
