@@ -52,7 +52,7 @@ SERVERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("robsa", "tiny-mla", decode("robsa", str(MODELS / "tiny-mla" / "robsa.json"))),
     ("dsa", "tiny-dsa", decode("dsa", {})),
 )
-FLAGS = ("--page-size", "16", "--chunked-prefill-size", "1024", "--enable-metrics", "--random-seed", "0")
+FLAGS = ("--page-size", "16", "--chunked-prefill-size", "2048", "--enable-metrics", "--random-seed", "0")
 
 
 def prompts() -> list[list[int]]:
@@ -111,7 +111,11 @@ def main() -> int:
     parser.add_argument("--only", help="of these names, with commas")
     args = parser.parse_args()
     wanted = args.only.split(",") if args.only else [name for name, *_ in SERVERS]
-    found = {name: record(name, model, flags, args.out.parent) for name, model, flags in SERVERS if name in wanted}
+    found: dict[str, Any] = {}
+    for name, model, flags in SERVERS:
+        if name in wanted:
+            found[name] = record(name, model, flags, args.out.parent)
+            print(f"{name}: recorded", flush=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     if args.against is None:
         return 0
