@@ -1,4 +1,4 @@
-"""From ``--sparse-method`` and ``--sparse-config`` to one validated object."""
+"""Turn ``--sparse-method``, ``--sparse-config`` and those of prefill into one validated object."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for, validated: one instance a process.
+    """The validated methods and configs of a server, one instance per process.
 
     Attributes:
         name: the decode method's; None for dense decode.
         method: the decode method; a plain ``DecodeMethod`` for dense decode.
         prefill_name: the prefill method's; None for dense prefill.
         prefill: the prefill method.
-        rules: the config's ``layers`` in full where it is a mapping, see ``config/layer_rules.py``.
+        rules: the config's ``layers`` in full if it is a mapping, see ``config/layer_rules.py``.
         prefill_rules: the same of the prefill method's.
     """
 
@@ -49,14 +49,14 @@ class Settings:
 
     @property
     def flag(self) -> str:
-        """What of the command line asked for sparsity."""
+        """The flag and its value that asked for sparsity."""
         if self.name is None:
             return f"--sparse-prefill-method {self.prefill_name}"
         return f"--sparse-method {self.name}"
 
     @property
     def comes_along(self) -> bool:
-        """Whether the prefill method is the one that the decode method brings, which no flag of its own asked for."""
+        """Whether the prefill method came with the decode method, without a separate flag."""
         own = self.method.prefill_fields() if self.name == self.prefill_name else None
         if own is None or self.prefill is None or self.prefill_rules:
             return False
@@ -64,7 +64,7 @@ class Settings:
 
     @property
     def prefill_flag(self) -> str:
-        """What of the command line asked for the prefill method."""
+        """The flag and its value that asked for the prefill method."""
         return self.flag if self.comes_along else f"--sparse-prefill-method {self.prefill_name}"
 
     @property
@@ -74,7 +74,7 @@ class Settings:
 
     @property
     def described(self) -> str:
-        """The decode method's name, or where each of several has its layers."""
+        """The decode method's name, or the names of several with their layers."""
         return _by_layers(self.method) or str(self.name)
 
     @property
@@ -84,22 +84,22 @@ class Settings:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """The decode method's configuration in full, as ``--sparse-config`` says it."""
+        """The decode method's configuration in full, in the form of ``--sparse-config``."""
         return _resolved(self.config, self.rules)
 
     @property
     def prefill_resolved(self) -> dict[str, Any]:
-        """The same of the prefill method, as ``--sparse-prefill-config`` says it; empty without one."""
+        """The same of the prefill method, in the form of ``--sparse-prefill-config``; empty without one."""
         return _resolved(self.prefill.config, self.prefill_rules) if self.prefill else {}
 
     @property
     def check_exactness(self) -> bool:
-        """Whether an idle server proves what its prefix cache holds."""
+        """Whether an idle server proves that its prefix cache is exact."""
         return self.config.check_exactness or (self.prefill is not None and self.prefill.config.check_exactness)
 
     @property
     def rectify(self) -> RectifyConfig | None:
-        """The same, of a method that rectification can make exact; None for others."""
+        """The configuration of a method with rectification; None for others."""
         config = self.method.config
         return config if isinstance(config, RectifyConfig) else None
 
@@ -125,13 +125,13 @@ def build(
     Args:
         name: the decode method's; None for dense decode.
         fields: its config.
-        prefill_name: the prefill method's; None for the one that comes with the decode method, or dense prefill.
+        prefill_name: the prefill method's; None for the decode method's own prefill method, or dense prefill.
         prefill_fields: its config.
-        checkpoint: reads the model's config.json, which a config may ask for; None where no model is at hand.
+        checkpoint: reads the model's config.json, which a config may need; None without a model.
 
     Raises:
-        SparseArgumentError: a method is unknown, or fields are unknown, mistyped or out of range; each is named with
-            what was got and what is allowed.
+        SparseArgumentError: a method is unknown, or fields are unknown, mistyped or out of range; names each with its
+            value and the allowed ones.
     """
     try:
         method_class = registry.load_decode_method(name) if name else DecodeMethod
@@ -147,7 +147,7 @@ def build(
         method, rules = build_rules(name, fields, checkpoint)
     else:
         method = method_class(validated(f"--sparse-config of {name}", method_class.config_class, fields, checkpoint))
-    # Asked for by its name and without a config of its own, it is the one that comes along all the same.
+    # The same name without a separate config also means the decode method's own prefill method.
     comes_along = name and (prefill_name is None or (prefill_name == name and not prefill_fields))
     if name and comes_along and (own := method.prefill_fields()) is not None:
         prefill_name, prefill_fields, prefill_class = name, own, registry.load_prefill_method(name)
@@ -170,35 +170,35 @@ def _as_ours(origin: str, name: str | None, fields: dict[str, Any]) -> dict[str,
 
 
 def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, prefill: PrefillMethod) -> None:
-    """Refuse a config that does not repeat what the decode method's says of prefill: nothing is taken over."""
+    """Refuse a prefill config without the decode config's field of prefill, since nothing is inherited."""
     for field in decode.phase_fields:
         said = getattr(decode, field).get("prefill")
         own = all(field in config.model_fields_set for config in prefill.configs if field in type(config).model_fields)
         if said and field in decode.model_fields_set and not own:
             raise SparseArgumentError(
-                f"{origin}: got {json.dumps(fields)}, which does not say its {field}, and --sparse-config has {said:g} "
-                "for prefill, of which a config of its own takes over nothing; allowed: repeat here the share or "
-                'factor of prefill, or leave it out there: {"decode": …}'
+                f"{origin}: got {json.dumps(fields)} without {field}, and --sparse-config has {said:g} for prefill, "
+                "which a separate prefill config does not inherit; allowed: repeat the share or factor of prefill "
+                'here, or leave it out of --sparse-config: {"decode": …}'
             )
 
 
 def prefill_chunk(server_args: Any) -> int | None:
-    """Return the most tokens of a chunk of prefill; None where prompts are not cut."""
+    """Return the largest chunk of prefill in tokens; None if prompts are not cut."""
     chunk = arguments.of(server_args).chunked_prefill_size or -1
     return chunk if chunk > 0 else None
 
 
 def settings_of(server_args: Any) -> Settings | None:
-    """Return the settings of a server, or None where no sparse method was asked for.
+    """Return the settings of a server, or None without a sparse method.
 
-    The main process has replaced the configs by the resolved fields as JSON, so a scheduler sees what was validated
-    even if a config file changed meanwhile.
+    The main process has replaced the configs by the resolved fields as JSON, so a scheduler sees the validated fields
+    even if a config file has changed.
     """
     record, settings = _LAST
     if server_args is not record:
         settings = _read(arguments.of(server_args))
         if getattr(server_args, "_resolution_finished", False):
-            # It changes no more, and is asked for several times a step.
+            # Resolved arguments never change, and are read several times a step.
             _LAST[:] = server_args, settings
     return settings
 
@@ -219,11 +219,11 @@ def _read(server_args: Arguments) -> Settings | None:
 
 
 def page_size_fields(server_args: Arguments) -> dict[str, Any]:
-    """Config of dense decode: the pages are the server's. A size that nobody serves is refused elsewhere."""
+    """Return the config of dense decode: the server's page size. Unsupported sizes are refused elsewhere."""
     return {"page_size": server_args.page_size} if server_args.page_size in PAGE_SIZES else {}
 
 
-# Of every server that this process has heard of: methods keep what they are told of the model.
+# Cached for every server of this process, because methods store facts about the model.
 @cache
 def _settings(name: str | None, resolved: str, prefill_name: str | None, prefill_resolved: str) -> Settings:
     prefill_fields = json.loads(prefill_resolved) if prefill_name else None
