@@ -1,10 +1,10 @@
 """``python -m launch.demo``: sparse decode and the prefix cache, both on, on a real SGLang server.
 
-Starts the server with the tiny model that ships with the repository, hides three numbers in a book, asks for each
-through the OpenAI API, and prints what was answered, what the prefix cache had, and what decode attended to, beside
-a dense server. With ``--model-path``, a checkpoint of yours, it asks for three constants of this package's own sources
-instead. Ends with status 0 only when all answers are right, the second and the third question hit the prefix cache, and
-no sparse decode step attended to more than 15 % of the pages held.
+Starts the server with the tiny model of this repository, hides three numbers in a book, asks for each through the
+OpenAI API, and prints the answers, the prefix cache's hits and the pages that decode read, and the answers of a dense
+server. With ``--model-path`` and your checkpoint, it asks for three constants of this package's sources instead.
+Ends with status 0 only when all answers are right, the second and the third question hit the prefix cache, and no
+sparse decode step attended to more than 15 % of the pages held.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ BOOKS = ROOT / "eval" / "data"
 CODE = ROOT / "sglang_sparse"
 CONSTANT = re.compile(r'^([A-Z][A-Z_]{3,}) = (?:"([^"\n]{4,})"|(\d[\d_.]+))$', re.MULTILINE)
 MAX_ACTIVE = 0.15
-# The demo's text is shorter than where sparsity starts to pay, so the crossover is lowered.
+# The demo's text is below the length at which sparsity saves time, so the crossover is lowered.
 CONFIG = {"active_ratio": 0.1, "min_seq_len": 0, "crossover_tokens": 0}
-# The paper's selection, which finds all numbers in the book, misses some of what a pretrained model looks for in code.
+# The paper's selection finds all numbers in the book, but misses some constants in code.
 CODE_CONFIG = CONFIG | {"summary": "centroids", "group": "vote"}
-# Where in the text the questions' answers stand.
+# Positions of the answers in the text, as shares of its length.
 DEPTHS = (0.15, 0.5, 0.85)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and the answer: all that is to be said, or what an answer in words must contain."""
+    """A question and its answer, which must be equal, or be contained in an answer in words."""
 
     text: str
     truth: str

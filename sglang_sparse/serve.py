@@ -1,6 +1,6 @@
 """``python -m sglang_sparse.serve --recipe NAME [flags of SGLang, which win]``: start a server as a recipe says.
 
-``--list`` prints the recipes, and ``--dry-run`` the command in place of running it. Both ask what a server with a GPU
+``--list`` prints the recipes, and ``--dry-run`` the command instead of running it. Both ask what a server with a GPU
 would answer; a start asks for the machine that it is on. What this plugin would refuse is not started: it is said why.
 A path that ends in ``.toml`` is a recipe of one's own.
 
@@ -60,7 +60,7 @@ def describe(recipe: Recipe) -> str:
 
 
 def serve(name: str, further: Sequence[str], dry_run: bool) -> int:
-    """Start a recipe's server in the place of this process, or print its command.
+    """Replace this process by a recipe's server, or print its command.
 
     Args:
         name: of the recipe, or the path of one.
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.list:
             if further:
-                raise ValueError(f"--list: got {' '.join(further)}, allowed: nothing beside it")
+                raise ValueError(f"--list: got {' '.join(further)}, allowed: nothing else")
             print(_table([_listed(name) for name in recipes.names()]))
             return 0
         return serve(args.recipe, further, args.dry_run)

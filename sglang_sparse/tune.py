@@ -1,13 +1,13 @@
-"""``python -m sglang_sparse.tune``: from how many KV tokens on a sparse decode step is faster than a dense one, here.
+"""``python -m sglang_sparse.tune``: measure the KV tokens from which sparse decode is faster on this GPU.
 
 For every batch size and context it times the attention of one decode step in CUDA graphs, replayed in turn: dense, by
 the faster of FA3 and FlashInfer (whichever are installed), and sparse: selection, attention over the selected pages,
-and one refresh of the newest pages' summaries in all layers that are timed. Each layer has caches of its own, so that
+and one refresh of the newest pages' summaries in all layers that are timed. Each layer has its own caches, so that
 none finds its inputs in the L2 cache. The answer is the least number of KV tokens in a batch from which on the sparse
-step was faster at every batch size, between two contexts by linear interpolation. ``--overhead-us`` is what a sparse
-step has beside: its share of rectification, loading the page table, and the gaps around it.
+step was faster at every batch size, between two contexts by linear interpolation. ``--overhead-us`` is the
+additional time of a sparse step: its share of rectification, loading the page table, and the gaps around it.
 
-``--out FILE`` gets an entry for each shape and share of the pages, in place of an older one. A server looks into the
+``--out FILE`` gets an entry for each shape and share of the pages, and replaces an older one. A server looks into the
 ``crossover.json`` of this package; elsewhere the printed number goes into its ``--sparse-config``.
 """
 
@@ -127,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
         # On an H200 a Qwen3-1.7B server's sparse step took 1.5 more, and its share of a pass every 32 steps 6.4: few
         # tokens are rectified in the time in which the weights are read, or the kernels launched.
         default=8.0,
-        help="microseconds a layer that a sparse step costs beside its attention; its share of rectification too",
+        help="microseconds per layer of a sparse step outside its attention, with its share of rectification",
     )
     return found
 

@@ -1,6 +1,6 @@
-"""SGLang's arguments as its resolution has left them so far, and the place where this plugin writes them.
+"""Read SGLang's arguments as resolved so far, and write this plugin's changes to them.
 
-From 0.5.20 on the record keeps what was given: what SGLang decides is declared beside it, and so is what we decide
+From 0.5.20 on the record keeps the given values. SGLang declares resolved values separately, and so does this plugin
 once resolution has begun.
 """
 
@@ -12,7 +12,7 @@ SOURCE = "sglang_sparse"
 
 
 class Arguments:
-    """Reads like the resolved record, and writes declarations.
+    """A view of the arguments that reads resolved values and writes declarations.
 
     Args:
         record: SGLang's ``ServerArgs``.
@@ -40,13 +40,13 @@ class Arguments:
             setattr(self.record, name, value)
 
     def get_model_config(self) -> Any:
-        """Return SGLang's ``ModelConfig``, which it keeps from now on."""
+        """Return SGLang's ``ModelConfig``, which SGLang caches from now on."""
         from sglang.srt.arg_groups.model_override_base import model_config_of
 
         return model_config_of(self.record)
 
     def new_model_config(self) -> Any:
-        """Return a ``ModelConfig`` that SGLang does not keep."""
+        """Return a ``ModelConfig`` that SGLang does not cache."""
         from sglang.srt.configs.model_config import ModelConfig
 
         return ModelConfig.from_server_args(self.record)
@@ -59,7 +59,7 @@ class Arguments:
 
 
 def of(server_args: Any) -> Any:
-    """Return SGLang's arguments as they are resolved; stand-ins of tests are what they are."""
+    """Return a view of SGLang's arguments; test doubles are returned as they are."""
     if hasattr(type(server_args), "resolve_once"):
         return Arguments(server_args)
     return server_args

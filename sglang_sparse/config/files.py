@@ -1,4 +1,4 @@
-"""What ``--sparse-config`` and ``--sparse-prefill-config`` are given: inline JSON, a file, or a mapping."""
+"""Read the values of ``--sparse-config`` and ``--sparse-prefill-config``: inline JSON, a file, or a mapping."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from sglang_sparse.methods.config import SparseArgumentError
 
 
 class _Twice(ValueError):
-    """A mapping says a name twice; Python would keep the last."""
+    """A mapping has a name twice; Python would keep the last."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _Twice(f"it says {next(name for name in names if names.count(name) > 1)!r} twice")
+        raise _Twice(f"it has {next(name for name in names if names.count(name) > 1)!r} twice")
     return found
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """YAML whose mappings say a name once, and in which a number that is a name is one as it is written."""
+    """YAML that refuses a name twice in a mapping, and keeps numeric names as they are written."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
@@ -49,7 +49,7 @@ def read_config(value: str | dict[str, Any] | None, flag: str = "--sparse-config
     """Read the value of ``--sparse-config`` or ``--sparse-prefill-config``.
 
     Args:
-        flag: which of the two.
+        flag: the flag, for errors.
         value: inline JSON (it starts with ``{``), a path to a .json, .toml, .yaml or .yml file, a mapping (from
             ``sglang.Engine``), or None.
 

@@ -1,6 +1,6 @@
-"""The mapping form of the config field ``layers``: each rule says which layers run dense, or by which method.
+"""Read the mapping form of the config field ``layers``: each rule makes some layers dense or gives them a method.
 
-Rules of one method and one config are that method on those layers, as the text form would say it.
+Rules with one method and one config become that method on those layers, like the text form.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Checkpoint = Callable[[], Mapping[str, Any]] | None
 
 
 class Phase(NamedTuple):
-    """Of decode or prefill: the flags, what a rule may look like, and the methods that there are."""
+    """Decode or prefill: the flags, an example of a rule, and the available methods."""
 
     word: str
     flag: str
@@ -36,7 +36,7 @@ class Phase(NamedTuple):
 
     @property
     def form(self) -> str:
-        """What a rule may be."""
+        """The allowed forms of a rule, for errors."""
         return (
             f'"{DENSE}", or a mapping of a method\'s fields, with "{METHOD}" unless it is that of {self.flag}, such as '
             f'{{"0-1": "{DENSE}", "2-": {{"{METHOD}": {self.example}}}}}'
@@ -66,10 +66,10 @@ class _Rule:
     """A rule that names a method.
 
     Attributes:
-        name: of the method.
+        name: the method's name.
         method: its class.
-        fields: what its config is made of.
-        origin: what an error begins with.
+        fields: the fields of its config.
+        origin: the beginning of an error.
     """
 
     name: str
@@ -78,13 +78,13 @@ class _Rule:
     origin: str
 
     def config(self, layers: str, checkpoint: Checkpoint) -> SparseConfig:
-        """Validate."""
+        """Validate the fields and return the config."""
         return validated(self.origin, self.method.config_class, {**self.fields, LAYERS: layers}, checkpoint)
 
 
 @dataclass(frozen=True)
 class RuleMethods:
-    """The methods that rules give layers: their names, and the rules of each.
+    """The methods of rules: their names, and the rules of each.
 
     ``given`` has the rules by their layers.
     """
@@ -96,11 +96,11 @@ class RuleMethods:
 
     @property
     def first_specs(self) -> list[str]:
-        """A rule of each method, for errors."""
+        """The first rule of each method, for errors."""
         return [specs[0] for specs in self.specs]
 
     def as_dict(self, methods: Sequence[Any], shared: Collection[str]) -> dict[str, Any]:
-        """The rules in full, without the fields that stand beside them."""
+        """Return the rules in full, without the fields next to them."""
         found: dict[str, Any] = dict.fromkeys(self.given, DENSE)
         for name, method, specs in zip(self.names, methods, self.specs, strict=True):
             own = method.config.model_dump(mode="json", exclude={*shared, LAYERS})
@@ -109,23 +109,23 @@ class RuleMethods:
 
 
 def methods_of_rules(phase: Phase, name: str, fields: Mapping[str, Any], checkpoint: Checkpoint) -> RuleMethods:
-    """Read and validate rules, and put those together that say the same of one method.
+    """Read and validate rules, and merge those with the same method and config.
 
     Args:
-        phase: of the rules.
-        name: of the method that the phase's flag names, which some rule must run.
-        fields: the config. What stands beside ``layers`` is for every rule whose method has it and does not give it.
-        checkpoint: reads the model's config.json; None where no model is at hand.
+        phase: decode or prefill.
+        name: the method of the phase's flag, which some rule must run.
+        fields: the config. Fields next to ``layers`` apply to rules that do not set them, if their methods have them.
+        checkpoint: reads the model's config.json; None without a model.
 
     Raises:
         SparseArgumentError: rules are malformed or overlap, or their fields are wrong.
     """
     origin = f"{phase.config} of {name}: {LAYERS}"
     given = _read(phase, origin, fields[LAYERS])
-    beside = {field: value for field, value in fields.items() if field != LAYERS}
-    rules = {spec: _rule(phase, name, spec, rule, beside) for spec, rule in given.items() if rule != DENSE}
+    shared = {field: value for field, value in fields.items() if field != LAYERS}
+    rules = {spec: _rule(phase, name, spec, rule, shared) for spec, rule in given.items() if rule != DENSE}
     _require_all(rules, given)
-    _require_had(f"{phase.config} of {name}", beside, list(rules.values()))
+    _require_had(f"{phase.config} of {name}", shared, list(rules.values()))
     if name not in {rule.name for rule in rules.values()}:
         raise SparseArgumentError(
             f"{origin}: no rule runs {name}; allowed: a rule that does, another {phase.flag}, or none at all for "
@@ -144,14 +144,14 @@ def methods_of_rules(phase: Phase, name: str, fields: Mapping[str, Any], checkpo
 
 
 def require_range(rules: Mapping[str, Any], num_layers: int) -> None:
-    """Refuse rules, also dense ones, for layers that a model does not have.
+    """Refuse rules, dense ones too, for layers that a model does not have.
 
     Args:
-        rules: by their layers.
-        num_layers: of the model.
+        rules: the rules by their layers.
+        num_layers: layers of the model.
 
     Raises:
-        ValueError: names the rule and the layers that there are.
+        ValueError: names the rule and the existing layers.
     """
     for spec in rules:
         try:
@@ -183,7 +183,7 @@ def _read(phase: Phase, origin: str, given: Mapping[Any, Any]) -> dict[str, Any]
     return rules
 
 
-def _rule(phase: Phase, name: str, spec: str, given: Mapping[str, Any], beside: Mapping[str, Any]) -> _Rule:
+def _rule(phase: Phase, name: str, spec: str, given: Mapping[str, Any], shared: Mapping[str, Any]) -> _Rule:
     fields = {field: value for field, value in given.items() if field != METHOD}
     origin = f'{phase.config} of {name}: {LAYERS}: rule "{spec}"'
     asked = given.get(METHOD, name)
@@ -197,30 +197,30 @@ def _rule(phase: Phase, name: str, spec: str, given: Mapping[str, Any], beside: 
     if LAYERS in fields:
         raise SparseArgumentError(f'{origin}: got a field "{LAYERS}"; allowed: the layers as the name of the rule')
     known = method.config_class.model_fields
-    return _Rule(asked, method, {field: beside[field] for field in beside if field in known} | fields, origin)
+    return _Rule(asked, method, {field: shared[field] for field in shared if field in known} | fields, origin)
 
 
-def _require_had(origin: str, beside: Mapping[str, Any], rules: Sequence[_Rule]) -> None:
+def _require_had(origin: str, shared: Mapping[str, Any], rules: Sequence[_Rule]) -> None:
     known = dict.fromkeys(field for rule in rules for field in rule.method.config_class.model_fields)
-    for field in beside:
+    for field in shared:
         if field not in known:
             raise SparseArgumentError(
-                f'{origin}: unknown field {field!r} beside "{LAYERS}", which no rule\'s method has; '
+                f'{origin}: unknown field {field!r} next to "{LAYERS}", which no rule\'s method has; '
                 f"allowed: {', '.join(known)}"
             )
 
 
 def _require_all(rules: Mapping[str, _Rule], given: Mapping[str, Any]) -> None:
-    """Refuse a part of the layers for a method whose model chooses in all of them."""
+    """Refuse rules for some layers if the model itself chooses tokens in all layers."""
     for rule in rules.values():
         if getattr(rule.method, "selects_in_model", False) and list(given) != ["all"]:
             raise SparseArgumentError(
-                f"{rule.origin}: {rule.name} has all layers: its model was trained to choose in each by an indexer of "
-                'its own, and none was trained to attend to everything or by another method; allowed: one rule, "all"'
+                f"{rule.origin}: {rule.name} needs all layers: its model was trained to choose in each by an indexer, "
+                'and in none to attend to everything or by another method; allowed: one rule, "all"'
             )
 
 
-# Kinds of attention as users know them.
+# Names of the kinds of attention for users.
 KINDS = {"MHA": "MHA and GQA", "MLA": "MLA", "DSA": "DSA"}
 
 
@@ -230,9 +230,9 @@ def build_rules(
     """Build the decode methods of a config whose ``layers`` is a mapping.
 
     Args:
-        name: of ``--sparse-method``, which some rule must run.
-        fields: the config. What stands beside ``layers`` is for every rule whose method has it and does not give it.
-        checkpoint: reads the model's config.json; None where no model is at hand.
+        name: the method of ``--sparse-method``, which some rule must run.
+        fields: the config. Fields next to ``layers`` apply to rules that do not set them, if their methods have them.
+        checkpoint: reads the model's config.json; None without a model.
 
     Returns:
         The methods, and the rules in full: by their layers "dense" or the fields of a method.
@@ -255,8 +255,8 @@ def build_prefill_rules(
 ) -> tuple[PrefillGroups, dict[str, Any]]:
     """Build the prefill methods of a config whose ``layers`` is a mapping; see ``build_rules``.
 
-    What all layers share is said once, beside the rules; where nobody says how long the dense tail is, it is the
-    longest that one of the methods has by default.
+    Fields that all layers share are set once, next to the rules. Without a ``dense_tail``, it is the longest default of
+    the methods.
     """
     from sglang_sparse.methods.groups import PrefillGroups
     from sglang_sparse.methods.prefill import PrefillConfig
@@ -297,19 +297,19 @@ def _check_compatible(origin: str, found: RuleMethods) -> list[DecodeMethod]:
     for place, (name, method, spec) in enumerate(zip(names, methods, specs, strict=True)):
         if not method.combines:
             raise SparseArgumentError(
-                f'{origin}: rule "{spec}": {name} runs beside dense layers alone, and other rules name another method '
-                f"or other fields; allowed beside each other: {_combining(_kinds(methods[0]))}"
+                f'{origin}: rule "{spec}": {name} can be combined with dense layers only, and other rules have '
+                f"another method or other fields; these can be combined: {_combining(_kinds(methods[0]))}"
             )
         if method.alone:
             raise SparseArgumentError(
-                f'{origin}: rule "{spec}": {name} runs beside no other method and no other fields with this config: '
-                f"{method.alone}"
+                f'{origin}: rule "{spec}": {name} cannot be combined with another method or other fields with this '
+                f"config: {method.alone}"
             )
         for other, first, where in zip(methods[:place], names, specs, strict=False):
             if not _kinds(method) & _kinds(other):
                 raise SparseArgumentError(
                     f'{origin}: rule "{spec}": {name} serves {KINDS[method.attention]} models, and {first} of rule '
-                    f'"{where}" {KINDS[other.attention]} models; allowed beside {first}: {_combining(_kinds(other))}'
+                    f'"{where}" {KINDS[other.attention]} models; allowed with {first}: {_combining(_kinds(other))}'
                 )
     _shared_fields(origin, found, SHARED)
     return [_of_decode_alone(f'{origin}: rule "{spec}"', method) for method, spec in zip(methods, specs, strict=True)]
@@ -330,7 +330,7 @@ def _of_decode_alone(origin: str, method: DecodeMethod) -> DecodeMethod:
         value = getattr(config, field)
         if value["prefill"] and field in config.model_fields_set:
             raise SparseArgumentError(
-                f"{origin}: {field} has {value['prefill']:g} for prefill, and beside rules of other methods prefill is "
-                f'what --sparse-prefill-method says; allowed: {{"{field}": {{"decode": …}}}}'
+                f"{origin}: {field} has {value['prefill']:g} for prefill, and with rules of other methods only "
+                f'--sparse-prefill-method decides prefill; allowed: {{"{field}": {{"decode": …}}}}'
             )
     return method.decode_alone() if config.phase_fields else method

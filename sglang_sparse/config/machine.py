@@ -1,4 +1,4 @@
-"""The machine that a server runs on, or is asked about: its GPU, and the versions of what is installed."""
+"""The machine of a server: its GPU, and the versions of installed packages."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# What a measured figure depends on.
+# Packages that a measured figure depends on.
 PACKAGES = ("sglang-sparse", "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
-# A server's GPU: whether there is one, or its compute capability; None: this machine says.
+# A server's GPU: whether there is one, or its compute capability; None for this machine's.
 Gpu = bool | tuple[int, int] | None
 
 
 def on_gpu(asked: Gpu = None) -> bool:
-    """Whether a server has a GPU: as asked about, or as this machine says."""
+    """Whether a server has a GPU: the given one, or this machine's."""
     import torch
 
     return torch.cuda.is_available() if asked is None else bool(asked)
 
 
 def capability(asked: Gpu = None) -> tuple[int, int] | None:
-    """Compute capability of a server's GPU: as asked about, or this machine's; None where nothing is known of it."""
+    """Return the compute capability of a server's GPU: the given one, or this machine's; None if unknown."""
     import torch
 
     if asked is None and torch.cuda.is_available():
@@ -32,7 +32,7 @@ def capability(asked: Gpu = None) -> tuple[int, int] | None:
 
 
 def gpu_name(device: torch.device) -> str:
-    """What the driver calls a device; "cpu" for the CPU."""
+    """Return the driver's name of a device; "cpu" for the CPU."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

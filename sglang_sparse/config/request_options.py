@@ -1,4 +1,4 @@
-"""What a single request may ask for through ``custom_params``."""
+"""The options that a single request may set through ``custom_params``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_sparse.methods.groups import DecodeGroups, PrefillGroups
 SPARSE = "sparse"
 FORCED_TOKENS = "forced_tokens"
 DECODE, PREFILL = "decode", "prefill"
-# Begins the part of a radix namespace (SGLang's extra_key) that names how a request overrides its prefill.
+# Begins the part of a radix namespace (SGLang's extra_key) with a request's overrides of prefill.
 NAMESPACE = "sglang_sparse:"
 
 
@@ -45,7 +45,7 @@ class RequestOptions:
 
 
 def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> RequestOptions:
-    """Read a request's ``custom_params``. Keys that no method has belong to custom logit processors.
+    """Read a request's ``custom_params``; unknown keys are left to custom logit processors.
 
     Args:
         settings: the server's.
@@ -69,7 +69,7 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
             raise ValueError(f"{key}: belongs to the server's config; allowed in a request: {', '.join(names)}")
         if key in registry.known_fields():
             raise ValueError(f"{key}: {settings.flag} has no such field; allowed: {', '.join(names)}")
-        # A short name such as "sparse" is close to too many that mean something else.
+        # A short name such as "sparse" resembles too many names with another meaning.
         nearest = difflib.get_close_matches(str(key), [*overridable, FORCED_TOKENS], n=1, cutoff=0.85)
         if nearest:
             raise ValueError(f"custom_params: unknown field {key!r}; did you mean {nearest[0]!r}?")
@@ -88,7 +88,7 @@ def parse_options(settings: Settings, params: Mapping[str, Any] | None) -> Reque
     interval = getattr(decode.config, "rectify_interval", 0) if sparse else 0
     if params.get("exact_prefix") is True:
         for name, *_ in of_prompt:
-            # What is said for both phases at once has one in decode.
+            # A value for both phases still has a meaning in decode.
             if name != "exact_prefix" and (name not in of_decode or isinstance(params[name], dict)):
                 raise ValueError(f"{name}: has no meaning for a request with exact_prefix: true")
     prefill, namespace = _prefill_with(settings.prefill, of_prompt, sparse) if settings.prefill else (None, "")
@@ -101,7 +101,7 @@ def _configs(settings: Settings) -> dict[str, Sequence[SparseConfig]]:
 
 
 def _by_phase(settings: Settings, params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The params as each phase reads them: of a field that both may have, its own part of a mapping of phases."""
+    """Return the params of each phase: a field of both phases may map each phase to a value."""
     found = {phase: dict(params) for phase in (DECODE, PREFILL)}
     for name, value in params.items():
         having = [
@@ -135,7 +135,7 @@ C = TypeVar("C", bound=SparseConfig)
 
 
 def _overrides(params: Mapping[str, Any], names: Sequence[str]) -> Overrides:
-    # The types are part of the key: True equals 1, and only one of them is an interval.
+    # The types are part of the cache key: True equals 1, but only 1 is an interval.
     return tuple((name, type(params[name]), params[name]) for name in names if name in params)
 
 
@@ -165,7 +165,7 @@ def _prefill_with(server: PrefillGroups, overrides: Overrides, sparse: bool) -> 
     for own in server.configs:
         config = _config_with(own, overrides)
         configs.append(config)
-        # Nothing else: what a server alone may be given, such as a list, is no key of a cache.
+        # Only request fields: values that only a server may have, such as a list, cannot be keys of a cache.
         asked = {name: getattr(config, name) for name in config.request_fields}
         fields |= {name: value for name, value in asked.items() if value != getattr(own, name)}
     if any(config.exact_prefix for config in configs) or not sparse:

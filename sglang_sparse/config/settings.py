@@ -1,4 +1,4 @@
-"""From ``--sparse-method`` and ``--sparse-config`` to one validated object."""
+"""Turn ``--sparse-method``, ``--sparse-config`` and those of prefill into one validated object."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for, validated: one instance a process.
+    """The validated methods and configs of a server, one instance per process.
 
     Attributes:
         name: the decode method's; None for dense decode.
@@ -49,7 +49,7 @@ class Settings:
 
     @property
     def flag(self) -> str:
-        """What of the command line asked for sparsity."""
+        """The flag and its value that asked for sparsity."""
         if self.name is None:
             return f"--sparse-prefill-method {self.prefill_name}"
         return f"--sparse-method {self.name}"
@@ -64,7 +64,7 @@ class Settings:
 
     @property
     def prefill_flag(self) -> str:
-        """What of the command line asked for the prefill method."""
+        """The flag and its value that asked for the prefill method."""
         return self.flag if self.comes_along else f"--sparse-prefill-method {self.prefill_name}"
 
     @property
@@ -79,17 +79,17 @@ class Settings:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """The decode method's configuration in full, as ``--sparse-config`` says it."""
+        """The decode method's configuration in full, in the form of ``--sparse-config``."""
         return _resolved(self.config, self.rules)
 
     @property
     def prefill_resolved(self) -> dict[str, Any]:
-        """The same of the prefill method, as ``--sparse-prefill-config`` says it; empty without one."""
+        """The same of the prefill method, in the form of ``--sparse-prefill-config``; empty without one."""
         return _resolved(self.prefill.config, self.prefill_rules) if self.prefill else {}
 
     @property
     def check_exactness(self) -> bool:
-        """Whether an idle server proves what its prefix cache holds."""
+        """Whether an idle server proves that its prefix cache is exact."""
         return self.config.check_exactness or (self.prefill is not None and self.prefill.config.check_exactness)
 
     @property
@@ -115,13 +115,13 @@ def build(
     Args:
         name: the decode method's; None for dense decode.
         fields: its config.
-        prefill_name: the prefill method's; None for the one that comes with the decode method, or dense prefill.
+        prefill_name: the prefill method's; None for the decode method's own prefill method, or dense prefill.
         prefill_fields: its config.
-        checkpoint: reads the model's config.json, which a config may ask for; None where no model is at hand.
+        checkpoint: reads the model's config.json, which a config may need; None without a model.
 
     Raises:
-        SparseArgumentError: a method is unknown, or fields are unknown, mistyped or out of range; each is named with
-            what was got and what is allowed.
+        SparseArgumentError: a method is unknown, or fields are unknown, mistyped or out of range; names each with its
+            value and the allowed ones.
     """
     try:
         method_class = registry.load_decode_method(name) if name else DecodeMethod
@@ -168,29 +168,29 @@ def _require_own(origin: str, fields: Mapping[str, Any], decode: SparseConfig, p
         own = all(field in config.model_fields_set for config in prefill.configs if field in type(config).model_fields)
         if said and field in decode.model_fields_set and not own:
             raise SparseArgumentError(
-                f"{origin}: got {json.dumps(fields)}, which does not say its {field}, and --sparse-config has {said:g} "
-                "for prefill, of which a config of its own takes over nothing; allowed: repeat here the share or "
-                'factor of prefill, or leave it out there: {"decode": …}'
+                f"{origin}: got {json.dumps(fields)} without {field}, and --sparse-config has {said:g} for prefill, "
+                "which a separate prefill config does not inherit; allowed: repeat the share or factor of prefill "
+                'here, or leave it out of --sparse-config: {"decode": …}'
             )
 
 
 def prefill_chunk(server_args: Any) -> int | None:
-    """Return the most tokens of a chunk of prefill; None where prompts are not cut."""
+    """Return the largest chunk of prefill in tokens; None if prompts are not cut."""
     chunk = arguments.of(server_args).chunked_prefill_size or -1
     return chunk if chunk > 0 else None
 
 
 def settings_of(server_args: Any) -> Settings | None:
-    """Return the settings of a server, or None where no sparse method was asked for.
+    """Return the settings of a server, or None without a sparse method.
 
-    The main process has replaced the configs by the resolved fields as JSON, so a scheduler sees what was validated
-    even if a config file changed meanwhile.
+    The main process has replaced the configs by the resolved fields as JSON, so a scheduler sees the validated fields
+    even if a config file has changed.
     """
     record, settings = _LAST
     if server_args is not record:
         settings = _read(arguments.of(server_args))
         if getattr(server_args, "_resolution_finished", False):
-            # It changes no more, and is asked for several times a step.
+            # Resolved arguments never change, and are read several times a step.
             _LAST[:] = server_args, settings
     return settings
 
@@ -211,11 +211,11 @@ def _read(server_args: Arguments) -> Settings | None:
 
 
 def page_size_fields(server_args: Arguments) -> dict[str, Any]:
-    """Config of dense decode: the pages are the server's. A size that nobody serves is refused elsewhere."""
+    """Return the config of dense decode: the server's page size. Unsupported sizes are refused elsewhere."""
     return {"page_size": server_args.page_size} if server_args.page_size in PAGE_SIZES else {}
 
 
-# Of every server that this process has heard of: methods keep what they are told of the model.
+# Cached for every server of this process, because methods store facts about the model.
 @cache
 def _settings(name: str | None, resolved: str, prefill_name: str | None, prefill_resolved: str) -> Settings:
     prefill_fields = json.loads(prefill_resolved) if prefill_name else None

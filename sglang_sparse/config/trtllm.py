@@ -18,14 +18,14 @@ SPARSE, ALGORITHM = "sparse_attention_config", "algorithm"
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How a config of TensorRT-LLM is read. A field that is not named here is one of the method's.
+    """How a config of TensorRT-LLM is read. Fields that are not listed here keep their names.
 
     Attributes:
         method: name of the decode method in the registry.
         renamed: fields that have another name there.
         whole: numbers that may be written as floats, such as 128.0.
-        usual: fields with the one value that changes nothing here.
-        refused: fields that have no counterpart, and why; those of ``usual`` too.
+        usual: fields with the one value that is allowed, as it changes nothing here.
+        refused: fields without a counterpart, with the reasons; those of ``usual`` too.
     """
 
     method: str
@@ -36,7 +36,7 @@ class Algorithm:
 
 
 _SHORT = (
-    "it separates CUDA graphs there, and none from sparse attention; here a row of fewer tokens than min_seq_len "
+    "it only separates CUDA graphs there; here a row of fewer tokens than min_seq_len "
     "attends to all of them, and so does a batch of fewer than crossover_tokens"
 )
 _OF_THE_MODEL = ("index_n_heads", "index_head_dim", "index_topk", "indexer_rope_interleave")
@@ -48,7 +48,7 @@ _OF_KERNELS = (
     "use_gvr_emission",
 )
 ALGORITHMS: Mapping[str, Algorithm] = {
-    # Its pages are those of the KT cache; ``page_size`` of a config here is that of the KV cache.
+    # Its ``page_size`` is that of the KT cache; here ``page_size`` is that of the KV cache.
     "rocket": Algorithm(
         "rocketkv", renamed={"page_size": "kt_page_size"}, whole=("topr",), refused={"seq_len_threshold": _SHORT}
     ),
@@ -59,7 +59,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
             **dict.fromkeys(_OF_THE_MODEL, "the model's own config.json decides"),
             **dict.fromkeys(_OF_KERNELS, "it chooses among TensorRT-LLM's kernels"),
             "seq_len_threshold": "the model's index_topk decides it, as there",
-            "indexer_max_chunk_size": "how many queries the indexer takes at a time goes by the memory here",
+            "indexer_max_chunk_size": "memory decides here how many queries the indexer takes at a time",
             "q_split_threshold": "each rank's indexer takes all queries",
             "skip_indexer_for_short_seqs": "rows of at most index_topk tokens attend to all",
             "indexer_k_dtype": "the indexer's keys are float8",
@@ -70,18 +70,18 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 
 
 def as_ours(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a method's config where a user gave those of TensorRT-LLM.
+    """Translate fields of TensorRT-LLM into those of a method's config.
 
-    Those that have no other meaning here are read as they are. With an ``algorithm`` all of them are TensorRT-LLM's:
-    ``page_size`` of its "rocket" is that of the KT cache then, and null is the default. Of all options of
-    ``trtllm-serve`` those of ``sparse_attention_config`` are read, and a warning names the others.
+    Fields with the same meaning are read as they are. With an ``algorithm`` all fields are TensorRT-LLM's:
+    ``page_size`` of "rocket" is then that of the KT cache, and null is the default. Of the options of ``trtllm-serve``
+    only ``sparse_attention_config`` is read; a warning names the others.
 
     Args:
         name: the method's.
-        fields: what the user gave.
+        fields: the user's fields.
 
     Raises:
-        ValueError: ``algorithm`` is another method's, or a field has no counterpart; names it, and why.
+        ValueError: ``algorithm`` is another method's, or a field has no counterpart; names it and the reason.
     """
     found = {theirs: one for theirs, one in ALGORITHMS.items() if one.method == name}
     theirs, algorithm = next(iter(found.items()), ("", None))
@@ -102,7 +102,7 @@ def as_ours(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{given}: got {value!r}, which has no counterpart here: {algorithm.refused[given]}")
         mine = algorithm.renamed.get(given, given) if asked is not None else given
         if mine in ours:
-            raise ValueError(f"{mine}: got it by TensorRT-LLM's name, too; allowed: one of both")
+            raise ValueError(f"{mine}: got it by TensorRT-LLM's name, too; allowed: one of the two")
         whole = given in algorithm.whole and isinstance(value, float) and value % 1 == 0
         ours[mine] = int(value) if whole else value
     return ours
@@ -114,7 +114,7 @@ def _of_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"{SPARSE}: got {fields!r}, allowed: a table with an algorithm, {', '.join(ALGORITHMS)}")
     if others := [name for name in options if name != SPARSE]:
         logger.warning(
-            "sglang_sparse: of TensorRT-LLM's options %s alone is read; give SGLang's own flags for %s",
+            "sglang_sparse: only %s of TensorRT-LLM's options is read; use SGLang's own flags for %s",
             SPARSE,
             ", ".join(others),
         )

@@ -10,10 +10,10 @@ SUPPORTED_SGLANG = ("0.5.23",)
 
 
 class UnsupportedSGLangError(RuntimeError, ValueError):
-    """The installed SGLang is not one that this release works with; says which is, and what to install.
+    """This release does not work with the installed SGLang; the message has the version to install.
 
-    A RuntimeError, for it is about the world; and a ValueError, for ``sglang.Engine`` promises that for all that is
-    refused at start.
+    A RuntimeError, since the environment is wrong, and a ValueError, since ``sglang.Engine`` promises that for every
+    refusal at start.
     """
 
     def __init__(self, reason: str):
@@ -32,10 +32,10 @@ def installed_sglang() -> str:
 
 
 def require_supported_sglang(installed: str | None = None) -> None:
-    """Refuse an SGLang whose internals this release was not written for.
+    """Refuse an SGLang version that this release does not support.
 
     Args:
-        installed: the version to judge; the installed one by default.
+        installed: the version to check; the installed one by default.
 
     Raises:
         UnsupportedSGLangError: the version is not one of ``SUPPORTED_SGLANG``.

@@ -1,4 +1,4 @@
-"""What the exactness checks compare: page summaries with their keys, stored KV with recomputed KV."""
+"""Comparisons of the exactness checks: page summaries with their keys, stored KV with recomputed KV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_sparse.scheduler.inserted_keys import InexactTreeError
 
 # Bounds the temporary copies of a layer's KV: 64 MiB for pages of 16 tokens and 8 bf16 heads of 128.
 PAGES_AT_ONCE = 1024
-# Bounds what of a buffer is on the device twice: 32 MiB in fp32 for 8 heads of 128.
+# Bounds the part of a buffer that is on the device twice: 32 MiB in fp32 for 8 heads of 128.
 ROWS_AT_ONCE = 8192
 # See ``default_tolerance``.
 TOLERANCE = 1e-4
@@ -40,7 +40,7 @@ def default_tolerance(dtype: torch.dtype, magnitude: float) -> float:
 
 
 def stale_summaries(kv_pool: Any, last_slots: torch.Tensor) -> torch.Tensor:
-    """Find page summaries that are not what their keys give.
+    """Find page summaries that do not match their keys.
 
     Args:
         kv_pool: SGLang's KV pool.
@@ -68,7 +68,7 @@ def stale_summaries(kv_pool: Any, last_slots: torch.Tensor) -> torch.Tensor:
 
 
 def _written_entries(last: torch.Tensor, entry_tokens: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the entries of pages that somebody has written: others are not compared.
+    """Find the entries of pages that were written; others are not compared.
 
     Args:
         last: ``[pages]`` int64, the last written token of each page.
@@ -108,7 +108,7 @@ def checksums(kv_pool: Any, pages: list[int]) -> list[int]:
 def borrowed(kv_pool: Any, slots: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     """Lend slots that are in use, zeroed, to a pass that writes them; K, V and summaries come back bit for bit.
 
-    The copy is in host memory, because SGLang leaves little on the device beside its pool: as many bytes as the pool
+    The copy is in host memory, because SGLang leaves little on the device outside its pool: as many bytes as the pool
     has for these tokens. On the device there are ``ROWS_AT_ONCE`` rows of a layer at a time.
 
     Args:

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The attribute of SGLang's radix cache that holds what was proven about it.
+# The attribute of SGLang's radix cache with its proven pages.
 ATTRIBUTE = "sglang_sparse_tree_check"
 FORWARD_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class TreeReport:
-    """What a check did.
+    """The result of a check.
 
     Attributes:
         pages_checked: pages whose KV was recomputed by this check.
@@ -44,7 +44,7 @@ class TreeReport:
 
 @dataclass
 class _Memory:
-    """What is known about a tree.
+    """The proven pages of a tree.
 
     ``proven`` maps a page to the hash of the tokens up to its end and the checksum of its contents when it was proven.
     Both must still hold, so neither splits, evictions, reuse of the page nor overwriting make it stale.

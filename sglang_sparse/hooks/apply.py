@@ -1,4 +1,4 @@
-"""Hands the table of seams to SGLang, and proves that each change took hold."""
+"""Hand the hook table to SGLang, and verify that each hook is applied."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _lazy(function: str) -> Callable[..., Any]:
 
 
 def here(seam: Seam) -> bool:
-    """Whether a seam acts on this machine."""
+    """Whether a hook is for this machine."""
     import torch
 
     return seam.gpu is None or seam.gpu == torch.cuda.is_available()
@@ -36,10 +36,10 @@ def here(seam: Seam) -> bool:
 
 @cache
 def active() -> tuple[Seam, ...]:
-    """The seams that are hooked on this machine when plugins are loaded.
+    """Return the hooks that this machine applies when plugins are loaded.
 
-    Where there is a GPU, not those of a single method. What they are in would be imported by every server: for DSA that
-    is SGLang's backend for it, with DeepGEMM. See ``hook_method``.
+    On a GPU, hooks of a single method are left out, since every server would import their modules: for DSA, SGLang's
+    backend with DeepGEMM. See ``hook_method``.
     """
     import torch
 
@@ -48,10 +48,10 @@ def active() -> tuple[Seam, ...]:
 
 
 def register(seams: Sequence[Seam] | None = None) -> None:
-    """Hand seams to SGLang, which applies them when all plugins are loaded.
+    """Register hooks with SGLang, which applies them when all plugins are loaded.
 
     Args:
-        seams: which; ``active()`` if not given.
+        seams: the hooks; ``active()`` if not given.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -73,15 +73,15 @@ def parameters_of(target: str) -> str:
 
 
 def verify(seams: Sequence[Seam] | None = None) -> None:
-    """Prove that seams are hooked in this process, and that their functions take what they took.
+    """Verify that hooks are applied in this process, and that their functions have the expected parameters.
 
     SGLang only logs a hook that it cannot apply, and a server would then run dense or, worse, half sparse.
 
     Args:
-        seams: which; ``active()`` if not given.
+        seams: the hooks; ``active()`` if not given.
 
     Raises:
-        UnsupportedSGLangError: a seam is missing or its parameters have changed; names it and the SGLang version.
+        UnsupportedSGLangError: a hook is missing or its parameters have changed; names it and the SGLang version.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -1,4 +1,4 @@
-"""SGLang's own arguments beside DSA: those that would go unheeded are refused, and those that follow are set."""
+"""SGLang's own arguments in a DSA server: refuse those without effect, and set those that follow from the config."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The backend of SGLang in whose place the portable attention stands.
+# SGLang's backend that the portable attention replaces.
 SLOT = "tilelang"
-# What chooses among SGLang's own kernels for a stage.
+# Flags that choose among SGLang's own kernels for a stage.
 STAGE_FLAGS: Mapping[str, str] = {"dsa_topk_backend": "topk", "dsa_paged_mqa_logits_backend": "indexer"}
 
 
 def require_dtype(args: Arguments, settings: Settings, dtype: Any, gpu: bool) -> None:
-    """Refuse a model that next to a GPU would not run in bfloat16, as its checkpoint or ``--dtype`` has it.
+    """Refuse a model that would not run in bfloat16 on a GPU, by its checkpoint or ``--dtype``.
 
     Args:
         args: the server's.
         settings: the methods.
         dtype: the model's.
-        gpu: whether the server has a GPU; elsewhere the platform decides.
+        gpu: whether the server has a GPU; without one the platform decides.
 
     Raises:
         SparseArgumentError: names the dtype.
@@ -47,16 +47,16 @@ def require_dtype(args: Arguments, settings: Settings, dtype: Any, gpu: bool) ->
 
 
 def require_stages(args: Arguments, settings: Settings, found: Mapping[str, str], gpu: bool) -> None:
-    """Refuse what chooses among kernels of SGLang's that do not run.
+    """Refuse flags and variables that choose among SGLang's kernels for a stage that does not use them.
 
     Args:
         args: the server's, as they were given.
         settings: the methods.
-        found: what runs each stage.
+        found: by stage, whose kernels run it.
         gpu: whether the server has a GPU.
 
     Raises:
-        SparseArgumentError: names the flag or variable, and what is allowed.
+        SparseArgumentError: names the flag or variable and the allowed values.
     """
     import msgspec
     from sglang.srt.environ import envs
@@ -73,13 +73,13 @@ def require_stages(args: Arguments, settings: Settings, found: Mapping[str, str]
         if got != default and found[stage] != NATIVE:
             native = ', or {"implementation": "native"}' if gpu else ""
             raise SparseArgumentError(
-                f"{settings.flag}: {name} is {got} and the {stage} is {found[stage]}, which does not heed it; "
+                f"{settings.flag}: {name} is {got} and the {stage} is {found[stage]}, which ignores it; "
                 f"allowed: {default}{native}"
             )
 
 
 def replace_tilelang_backend(args: Any, settings: Settings) -> None:
-    """Put the portable attention in the place of one of its backends.
+    """Let the portable attention replace SGLang's tilelang backend.
 
     Args:
         args: the server's; changed.
@@ -101,16 +101,16 @@ def replace_tilelang_backend(args: Any, settings: Settings) -> None:
 
 
 def keep_replaced_backend(original: Callable[..., dict[str, Any]], args: Any) -> dict[str, Any]:
-    """Around ``_dsa_split_backend_resolution``: nothing where ``replace_tilelang_backend`` has put the attention there.
+    """Around ``_dsa_split_backend_resolution``: declare nothing if the portable attention has replaced the backend.
 
-    SGLang would leave it there, but for float8 latents, which its own backend there reads on some GPUs alone.
+    SGLang would change it for float8 latents, which its own tilelang backend reads on some GPUs only.
 
     Args:
         original: SGLang's function.
-        args: the server's, as SGLang's view of what is resolved so far.
+        args: the server's, as SGLang's view of the arguments resolved so far.
 
     Returns:
-        What SGLang declares of its backends.
+        SGLang's declarations of its backends.
     """
     settings = settings_of(args)
     if settings is None or not isinstance(settings.method, Dsa) or settings.method.native("attention"):
@@ -119,14 +119,14 @@ def keep_replaced_backend(original: Callable[..., dict[str, Any]], args: Any) ->
 
 
 def disable_prefill_graphs(args: Arguments, settings: Settings) -> None:
-    """Switch off those CUDA graphs of prefill that the indexer cannot be in.
+    """Switch off CUDA graphs of prefill that cannot contain the indexer.
 
-    A breakable one runs SGLang's own indexer eagerly, between its pieces; the portable indexer has no such place, and
-    what counts beside the native one cannot be compiled.
+    A breakable graph runs SGLang's own indexer eagerly, between its pieces. It has no such gap for the portable
+    indexer, and the counters of the native one cannot be compiled.
 
     Args:
         args: the server's, resolved.
-        settings: the methods, as ``kernel_choice.choose_kernels`` left them.
+        settings: the methods after ``choose_kernels``.
     """
     graphs = args.cuda_graph_config
     if not isinstance(settings.method, Dsa) or graphs is None or graphs.prefill.backend == "disabled":
@@ -142,18 +142,18 @@ def disable_prefill_graphs(args: Arguments, settings: Settings) -> None:
 
 
 def choose_kernels(args: Arguments, settings: Settings, gpu: Gpu = None) -> Settings:
-    """Put the choice into a server's config, and into those arguments of SGLang's that follow from it.
+    """Choose the kernels of each stage, and write the choice to the config and to SGLang's arguments.
 
     Args:
-        args: the server's, before SGLang resolves what depends on the model.
+        args: the server's, before SGLang resolves arguments that depend on the model.
         settings: the methods; not changed.
-        gpu: of the server's machine; None: it is this one.
+        gpu: the server machine's GPU; None for this machine's.
 
     Returns:
         The methods with the choice.
 
     Raises:
-        SparseArgumentError: the choice that was asked for cannot be made, or an argument contradicts it.
+        SparseArgumentError: the requested choice is impossible, or an argument contradicts it.
     """
     config = settings.config
     if not isinstance(config, DsaConfig):
@@ -184,7 +184,7 @@ def choose_kernels(args: Arguments, settings: Settings, gpu: Gpu = None) -> Sett
 
 
 def _facts(args: Any, asked: Gpu) -> kernel_choice.Facts:
-    """Those of this machine. A GPU that is asked about and not here is the best one: what it refuses, all others do."""
+    """Return this machine's facts. For a GPU elsewhere assume the best one: all others refuse what it refuses."""
     import torch
 
     gpu, here = on_gpu(asked), torch.cuda.is_available()
@@ -204,5 +204,5 @@ def _facts(args: Any, asked: Gpu) -> kernel_choice.Facts:
 
 
 def _model(args: Arguments) -> Any:
-    # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
+    # SGLang caches the result of ``get_model_config``, and its own arguments are not resolved yet.
     return args.new_model_config()

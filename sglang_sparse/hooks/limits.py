@@ -1,4 +1,4 @@
-"""The one table of what a sparse server refuses, and why."""
+"""The table of everything that a sparse server refuses, with reasons."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from sglang_sparse.methods.support import FlagLimit
 
-# By the kind of attention that a method serves. The other MLA backends of SGLang rotate queries and keys themselves, or
-# write the latents within their own kernels.
+# By the method's kind of attention. SGLang's other MLA backends rotate queries and keys themselves, or write the
+# latents within their own kernels.
 DENSE_BACKENDS = {
     "MHA": ("torch_native", "triton", "flashinfer", "fa3"),
     "MLA": ("torch_native", "triton", "flashinfer", "flashmla", "fa3"),
     "DSA": ("dsa",),
 }
 GPU_ONLY_BACKENDS = {name for names in DENSE_BACKENDS.values() for name in names} - {"torch_native", "dsa"}
-# SGLang's torch_native reads a prompt's keys from the pool, where an MLA model has one latent for all heads: the first
-# request ends the server, but on the CPU platform, which sends prompts another way.
+# SGLang's torch_native reads a prompt's keys from the pool, which has one latent for all heads of an MLA model: the
+# first request ends the server. The CPU platform sends prompts another way.
 _CPU_ONLY_BACKENDS = {"MLA": ("torch_native",)}
 FLOAT16 = ("half", "float16")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
@@ -29,9 +29,9 @@ class ModelLimit:
 
     Attributes:
         name: the kind.
-        applies: judges SGLang's ``ModelConfig``.
-        reason: why not.
-        own_selection: it is what a method for trained indexers is there for.
+        applies: whether SGLang's ``ModelConfig`` is of this kind.
+        reason: why it is refused.
+        own_selection: whether methods for trained indexers serve it.
     """
 
     name: str
@@ -178,13 +178,13 @@ COMPACT_LIMITS = (
     FlagLimit(
         "returned routed experts",
         _set("enable_return_routed_experts"),
-        "they are found by the slots of a prompt, which is gone",
+        "they are found by the slots of a prompt, which compaction has freed",
     ),
 )
 
 
 PREFILL_LIMITS = (
-    FlagLimit("KV cache events", _set("kv_events_config"), "groups have keys of their own in the radix tree"),
+    FlagLimit("KV cache events", _set("kv_events_config"), "groups have separate keys in the radix tree"),
     FlagLimit("multi-item scoring", _set("enable_mis"), "sparse prefill would let an item attend to other items"),
 )
 
@@ -201,7 +201,7 @@ def _own_sparse_attention(model: Any) -> bool:
 
     config = model.hf_config
     known = (is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse, is_qwen_qsa)
-    # MiniCPM's class says so itself.
+    # MiniCPM's class has a flag for it.
     own = getattr(config, "has_minicpm_sparse_attention", False) or config.model_type == "dots3_note"
     return own or any(asks(config) for asks in known)
 
@@ -216,7 +216,7 @@ def _repeated_layers(model: Any) -> bool:
 
 MODEL_LIMITS = (
     ModelLimit("encoder-only or embedding model", lambda m: not m.is_generation, "nothing is decoded"),
-    ModelLimit("encoder-decoder model", lambda m: m.is_encoder_decoder, "cross attention has no pages of its own"),
+    ModelLimit("encoder-decoder model", lambda m: m.is_encoder_decoder, "cross attention has no separate pages"),
     ModelLimit("multimodal model", lambda m: m.is_multimodal, "its towers and M-RoPE positions are not proven yet"),
     ModelLimit("hybrid SSM or linear-attention model", _mamba_like, "its state layers have no KV pages"),
     ModelLimit(
@@ -228,7 +228,7 @@ MODEL_LIMITS = (
     ModelLimit(
         "model with its own sparse attention", _own_sparse_attention, "it selects by itself; DSA: see dsa", True
     ),
-    ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted otherwise"),
+    ModelLimit("model with several attentions a layer", _repeated_layers, "its layers are counted differently"),
     ModelLimit("model with attention sinks", lambda m: bool(m._detect_attention_sinks()), "not in the kernels yet"),
     ModelLimit("model with a soft cap on attention logits", _soft_cap, "not in the kernels yet"),
 )
@@ -240,10 +240,10 @@ def _windowed(model: Any) -> bool:
 
 
 def dense_backends(kind: str, gpu: bool) -> tuple[str, ...]:
-    """The attention backends beside which methods run.
+    """Return the dense attention backends that methods support.
 
     Args:
-        kind: of attention, of `DENSE_BACKENDS`.
+        kind: kind of attention, a key of `DENSE_BACKENDS`.
         gpu: whether the server has a GPU.
     """
     others = _CPU_ONLY_BACKENDS.get(kind, ()) if gpu else GPU_ONLY_BACKENDS

@@ -1,4 +1,4 @@
-"""Hooks where SGLang builds a model runner: its attention backend, and the seams of a single method."""
+"""Hooks of SGLang's model runner: its attention backend, and the hooks of a single method."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, den
     """Around ``attn_backend_wrapper``: wrap the dense backend of a sparse server.
 
     Raises:
-        RuntimeError: a seam is not hooked in this process, or the page summaries were never allocated.
+        RuntimeError: a hook is not applied in this process, or the page summaries were never allocated.
     """
     backend = original(runner, dense)
     settings = settings_of(runner.server_args)
@@ -42,13 +42,13 @@ def wrap_attention_backend(original: Callable[[Any, Any], Any], runner: Any, den
 
 
 def hook_method(original: Callable[[Any], None], runner: Any) -> None:
-    """Around ``ModelRunner.load_model``: hook the seams of the server's method, before its model binds what they are.
+    """Around ``ModelRunner.load_model``: apply the hooks of the server's method before its model binds the functions.
 
-    What SGLang has downloaded meanwhile is judged then: the main process could not.
+    Weights that SGLang has downloaded by then are checked afterwards, since the main process could not read them.
 
     Raises:
         SparseArgumentError: the weights do not fit the method.
-        UnsupportedSGLangError: a seam is missing; names it and the SGLang version.
+        UnsupportedSGLangError: a hook is missing; names it and the SGLang version.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -1,9 +1,9 @@
-"""What the method did, as Prometheus metrics and as one log line for each interval of SGLang's decode reports.
+"""Prometheus metrics and one log line for each interval of SGLang's decode reports.
 
-The device's counters are never waited for: a copy of them starts when SGLang reports, behind the passes already
-launched, and the interval is published with the first decode step that finds it arrived, as a rule the next one. So the
-figures lag SGLang's own by a step, and what a server did between its last report and going idle waits for its next
-report; ``/server_info`` is always up to date.
+Nothing waits for the device's counters. A copy of them starts when SGLang reports, behind the passes already launched.
+The first decode step after its arrival, usually the next one, publishes the interval. So the figures lag SGLang's own
+by a step, and the work between the last report and an idle server is published with the next report. ``/server_info``
+is always up to date.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # The attribute of SGLang's metrics reporter that holds the IntervalReport; a rank that reports nothing has none.
 ATTRIBUTE = "sglang_sparse_report"
 
-# Published as sglang:sparse_<name>_total: the totals of Counters under their names there.
+# Published as sglang:sparse_<name>_total, with the names in Counters.
 COUNTERS = {
     "decode_rows": "Requests decoded, counted once in every decode pass they were part of.",
     "dense_fallback_rows": "Of the decoded rows, those that ran dense: too short, in too small a batch, or on request.",
@@ -52,9 +52,9 @@ GAUGES = {
     "over the last report interval; 0 if no row was rectified.",
     "rectify_max_delay_steps": "The most decode steps that a rectified row had waited beyond its rectification "
     "interval, over the last report interval; 0 if no row was rectified.",
-    "aux_bytes": "Bytes of the page summaries beside the KV pool of this rank.",
+    "aux_bytes": "Bytes of the page summaries of this rank, outside its KV pool.",
 }
-# The same of a prefill method, published only where there is one.
+# Those of a prefill method, published only if there is one.
 PREFILL_COUNTERS = {
     "prefill_sparse_tokens": "Prompt tokens prefilled sparse: those between the crossover and the prompt's tail.",
     "prefill_dense_tokens": "Prompt tokens prefilled dense: before the crossover, in a prompt's tail, on request, or "
@@ -71,11 +71,11 @@ PREFILL_GAUGES = {
 
 @dataclass(frozen=True)
 class Interval:
-    """What happened between two reports.
+    """Counts between two reports.
 
     Attributes:
-        counts: by how much each of ``COUNTERS`` grew, each of ``PREFILL_COUNTERS`` with a prefill method, and those of
-            ``method_counters`` that the methods have.
+        counts: increase of each of ``COUNTERS``, of ``PREFILL_COUNTERS`` with a prefill method, and of the methods'
+            ``method_counters``.
         max_delay_steps: the longest wait of a row that was rectified, in decode steps beyond its interval.
     """
 
@@ -100,10 +100,10 @@ class Interval:
         return 1 - self.counts["prefill_pairs_attended"] / causal if causal else math.nan
 
     def line(self, decodes: bool = True) -> str:
-        """Say it in one line for the log.
+        """Return the log line.
 
         Args:
-            decodes: whether a decode method is at work.
+            decodes: whether a decode method runs.
         """
         sentences = [f"Sparse decode, {', '.join(self._of_decode())}"] if decodes else []
         if "prefill_pairs_causal" in self.counts:
@@ -137,12 +137,12 @@ def _share(value: float) -> str:
 
 
 class DeviceCopy:
-    """A few small tensors of a device, brought to the host without waiting for the device.
+    """Copy a few small tensors to the host without waiting for the device.
 
     Args:
         sources: the tensors, int64 of one dimension.
-        stream: the CUDA stream of whatever writes to them; None for the current stream. The copy goes there too, so it
-            sees whole passes only.
+        stream: the CUDA stream that writes them; None for the current stream. The copy runs there too, so it sees
+            whole passes only.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], stream: Any = None):
@@ -166,18 +166,18 @@ class DeviceCopy:
             host.copy_(source, non_blocking=True)
 
     def arrived(self) -> bool:
-        """Whether the last copy is here."""
+        """Whether the last copy has arrived."""
         return self._event is None or self._event.query()
 
     def read(self) -> list[int]:
-        """Return what the last copy brought, one tensor behind the other; waits unless it has arrived."""
+        """Return the values of the last copy, one tensor after the other; waits until it has arrived."""
         if self._event is not None:
             self._event.synchronize()
         return [value for host in self._host for value in host.tolist()]
 
 
 class Metrics:
-    """The Prometheus metrics, with the labels of SGLang's own and beside them from the start.
+    """The Prometheus metrics, with the labels of SGLang's own, present from the start.
 
     Args:
         collector: SGLang's ``SchedulerMetricsCollector``, which exists only after SGLang has set Prometheus up.
@@ -185,11 +185,11 @@ class Metrics:
     """
 
     def __init__(self, collector: Any, counters: Counters):
-        # It reads where its files go when it is imported, and only SGLang knows where.
+        # Its import reads the folder of its files, which only SGLang knows.
         from prometheus_client import Counter, Gauge
 
         labels = collector.labels
-        # A collector that reports elsewhere names its own classes.
+        # A collector with another destination has its own classes.
         counter_class = collector._counter_cls or Counter
         gauge_class = collector._gauge_cls or Gauge
         self._counters = {
@@ -202,7 +202,7 @@ class Metrics:
             ).labels(**labels)
             for name, text in _with_prefill(GAUGES, PREFILL_GAUGES, counters).items()
         }
-        # A gauge shows up once it is set.
+        # A gauge appears once it is set.
         self.publish(Interval(dict.fromkeys(self._counters, 0), 0))
         self._gauges["aux_bytes"].set(counters.aux_bytes)
 
@@ -226,12 +226,12 @@ def _counters(counters: Counters) -> dict[str, str]:
 
 
 class IntervalReport:
-    """Publishes what happened in each interval of SGLang's decode reports.
+    """Publish the counts of each interval of SGLang's decode reports.
 
     Args:
         counters: this rank's.
         copy: of ``counters.device_stats``.
-        metrics: what to publish to, or None without ``--enable-metrics``.
+        metrics: the metrics, or None without ``--enable-metrics``.
         logs: whether this rank logs.
         time: when SGLang last reported, any clock.
     """
@@ -242,18 +242,18 @@ class IntervalReport:
         self._metrics = metrics
         self._logs = logs
         self._time = time
-        # What the host counted when the copy began, until that is published.
+        # The host's counts when the copy began, until they are published.
         self._pending: tuple[dict[str, int], int] | None = None
         self._published = dict.fromkeys(_counters(counters), 0)
 
     def step(self, time: float) -> None:
-        """Notice a decode step.
+        """Handle a decode step.
 
         Args:
-            time: when SGLang last reported; another one than before means that it just did.
+            time: when SGLang last reported; a new value means that it just did.
         """
         if time != self._time:
-            # The results of the passes before that copy are here already, so this waits for none.
+            # The results of the passes before that copy have arrived, so this waits for nothing.
             self._publish()
             self._time = time
             host = self._counters.host_totals() | kept_totals(self._counters)
@@ -292,35 +292,35 @@ def start(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
 
 
 def follow(_: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
-    """After ``SchedulerMetricsReporter.report_decode_stats``, which runs after every decode step and seldom reports."""
+    """After ``SchedulerMetricsReporter.report_decode_stats``, which runs after every decode step but reports rarely."""
     report: IntervalReport | None = getattr(reporter, ATTRIBUTE, None)
     if report is not None:
         report.step(reporter.last_decode_stats_tic)
 
 
-# Published as sglang:sparse_<name>_total by servers whose methods count it.
+# Published as sglang:sparse_<name>_total if a method of the server counts them.
 METHOD_COUNTERS = {
-    "blocks_visited": "Blocks of keys that sparse decode passes looked at, per row, sparse layer and KV head of this "
+    "blocks_visited": "Blocks of keys that sparse decode passes scored, per row, sparse layer and KV head of this "
     "rank; those of rows that attend densely are left out.",
-    "blocks_skipped": "Of the blocks that sparse decode passes looked at, those whose values were not attended to.",
-    "prefill_blocks_visited": "Blocks of keys that sparse prefill looked at, per sparse tile of queries, sparse layer "
+    "blocks_skipped": "Of the blocks that sparse decode passes scored, those with values that were skipped.",
+    "prefill_blocks_visited": "Blocks of keys that sparse prefill scored, per sparse tile of queries, sparse layer "
     "and query head of this rank.",
-    "prefill_blocks_skipped": "Of the blocks that sparse prefill looked at, those whose values were not attended to.",
+    "prefill_blocks_skipped": "Of the blocks that sparse prefill scored, those with values that were skipped.",
 }
-# The same of methods that choose where a prompt ends, by their names there.
+# Those of methods with a selection at a prompt's end, by their names there.
 KEPT_COUNTERS = {
-    "kept_prompts": "Prompts of which a request sees a part only, chosen where they end.",
-    "kept_whole_prompts": "Prompts that would have been cut but stay visible throughout: their last tokens came "
-    "in two passes for want of memory.",
-    "kept_compacted": "Requests that have let go of their prompt (eviction: compact).",
-    "kept_freed_tokens": "KV tokens that requests which let go of their prompt no longer hold (eviction: compact).",
-    "kept_compact_waits": "Decode steps at which a request had no room to let go of its prompt, summed over requests "
+    "kept_prompts": "Prompts that their request sees in part only, chosen at the prompt's end.",
+    "kept_whole_prompts": "Prompts that stay visible as a whole, against the config: their last tokens came "
+    "in two passes because memory was lacking.",
+    "kept_compacted": "Requests that have released their prompt (eviction: compact).",
+    "kept_freed_tokens": "KV tokens of prompts that requests have released (eviction: compact).",
+    "kept_compact_waits": "Decode steps at which a request lacked memory to release its prompt, summed over requests "
     "(eviction: compact).",
 }
 
 
 def method_counters(counters: Counters) -> dict[str, str]:
-    """Return those of the above that a server has. What else a method counts is in the server info alone."""
+    """Return those of the above that a server has; other counters of a method are in the server info only."""
     own = {*counters.more_counts, *(f"prefill_{name}" for name in counters.prefill_more_counts), *kept_totals(counters)}
     return {name: text for name, text in (METHOD_COUNTERS | KEPT_COUNTERS).items() if name in own}
 

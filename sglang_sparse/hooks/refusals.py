@@ -1,4 +1,4 @@
-"""Refuse what cannot be served, with one message, before memory is taken."""
+"""Refuse servers that cannot run, with one message, before memory is taken."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 def refusal(args: Arguments, settings: Settings, gpu: Gpu, stand_in: bool = False) -> str | None:
-    """Say why a server would not start, or None: all that a start asks, in its order.
+    """Return why a server would not start, or None: all checks of a start, in its order.
 
     Args:
         args: its arguments as SGLang would resolve them.
         settings: the methods.
         gpu: its machine's GPU.
-        stand_in: whether the model's folder stands for one that is not at hand, and has no weights.
+        stand_in: whether the model's folder is a sample config without weights.
     """
     try:
         require_before(args, settings, gpu)
@@ -55,15 +55,15 @@ def refusal(args: Arguments, settings: Settings, gpu: Gpu, stand_in: bool = Fals
 
 
 def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
-    """Refuse what can be seen before SGLang resolves its arguments.
+    """Refuse arguments that are wrong before SGLang resolves them.
 
     Args:
         args: the server's arguments.
         settings: the methods.
-        gpu: the machine's GPU; None looks.
+        gpu: the machine's GPU; None for this machine's.
 
     Raises:
-        SparseArgumentError: names every refused flag, what was got and why not.
+        SparseArgumentError: names every refused flag, its value and the reason.
     """
     has_gpu = on_gpu(gpu)
     methods = settings.decode.methods
@@ -109,7 +109,7 @@ def require_before(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
 
 
 def require_interval(interval: int, args: Arguments, model: Any) -> None:
-    """Refuse an interval that this server cannot serve, whoever asks for it.
+    """Refuse an interval that this server cannot serve, from its config or from a request.
 
     Args:
         interval: tokens between rectifications; 0 is always served.
@@ -117,8 +117,8 @@ def require_interval(interval: int, args: Arguments, model: Any) -> None:
         model: SGLang's ``ModelConfig``.
 
     Raises:
-        ValueError: it is longer than the context or a chunk of prefill, for which memory is kept, or the server has a
-            flag that excludes rectification.
+        ValueError: it is longer than the context or a chunk of prefill, which bound the reserved memory, or the server
+            has a flag that excludes rectification.
     """
     if not interval:
         return
@@ -135,15 +135,15 @@ def _found(args: Arguments, limits: Iterable[FlagLimit]) -> str:
 
 
 def require_after(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
-    """Refuse what SGLang's resolved arguments show.
+    """Refuse resolved arguments of SGLang.
 
     Args:
         args: the server's, resolved.
         settings: the methods.
-        gpu: the machine's GPU; None looks.
+        gpu: the machine's GPU; None for this machine's.
 
     Raises:
-        SparseArgumentError: says what was got and what is allowed.
+        SparseArgumentError: has the value and the allowed ones.
     """
     _require_prefill(args, settings)
     _require_window(args, settings)
@@ -184,7 +184,7 @@ def _require_prefill(args: Arguments, settings: Settings) -> None:
     chunk = prefill_chunk(args)
     if chunk is not None and chunk % group and not config.share_partial_groups:
         own = f"--sparse-prefill-method {settings.prefill_name} with a --sparse-prefill-config of "
-        # Such a config takes nothing over from that of decode.
+        # Such a config inherits nothing from that of decode.
         kept = {field: getattr(config, field) for field in config.phase_fields if settings.comes_along}
         raise SparseArgumentError(
             f"{settings.prefill_flag}: the chunked prefill size is {chunk}; allowed: multiples of {group} tokens, the "
@@ -193,7 +193,7 @@ def _require_prefill(args: Arguments, settings: Settings) -> None:
         )
     if config.share_partial_groups and settings.check_exactness:
         raise SparseArgumentError(
-            f"{settings.flag}: check_exactness cannot prove what share_partial_groups puts into the prefix cache"
+            f"{settings.flag}: check_exactness cannot prove KV that share_partial_groups puts into the prefix cache"
         )
 
 
@@ -203,7 +203,7 @@ def _require_window(args: Arguments, settings: Settings) -> None:
     page = settings.config.page_size
     if not window or (chunk := prefill_chunk(args)) is None:
         return
-    # The last chunk begins at a page's or a group's end, at the window's first token at the latest.
+    # The last chunk begins at the end of a page or a group, not after the window's first token.
     unit = max(page, settings.prefill.group_tokens if settings.prefill else 1)
     needed = -(-(window - 1 + unit) // unit) * unit
     if chunk < needed:
@@ -214,15 +214,15 @@ def _require_window(args: Arguments, settings: Settings) -> None:
 
 
 def excludes(limit: ModelLimit, method: DecodeMethod | type[DecodeMethod]) -> bool:
-    """Whether a decode method does not serve the kind of model that a limit is about."""
+    """Whether a limit's kind of model excludes a decode method."""
     return not (limit.own_selection and method.selects_in_model)
 
 
 def fit_prefill(args: Arguments, settings: Settings) -> Settings:
-    """Leave out the prefill method that came along where it does not fit the model; one that was asked for stays.
+    """Drop a prefill method that came with the decode method if it does not fit the model; a requested one stays.
 
     Args:
-        args: the server's; its ``sparse_config`` then says so, too.
+        args: the server's; its ``sparse_config`` is changed to match.
         settings: the methods; not changed.
     """
     if args.sparse_prefill_method or not settings.comes_along or settings.prefill is None:
@@ -236,13 +236,13 @@ def fit_prefill(args: Arguments, settings: Settings) -> Settings:
 
 
 def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -> None:
-    """Refuse what the model's config shows, and its weights unless it is a stand-in.
+    """Refuse a model by its config, and by its weights unless it is a stand-in.
 
     Raises:
-        SparseArgumentError: names the architecture and why it is not served, by each kind of model that it is, or the
-            layers that do not exist.
+        SparseArgumentError: names the architecture and the reason for each kind of model that it is, or the layers that
+            do not exist.
     """
-    # SGLang caches what ``get_model_config`` returns, and its own arguments are not resolved yet.
+    # SGLang caches the result of ``get_model_config``, and its own arguments are not resolved yet.
     model = args.new_model_config()
     architecture = (model.hf_config.architectures or ["unknown"])[0]
     kinds = [limit for limit in MODEL_LIMITS if excludes(limit, settings.method) and limit.applies(model)]
@@ -265,17 +265,17 @@ def require_model(args: Arguments, settings: Settings, stand_in: bool = False) -
     if not stand_in:
         require_weights(args, settings, model)
     prefill = settings.prefill
-    # Weights that the decode method has judged are not read once more.
+    # Weights that the decode method has checked are not read again.
     judged = weightless or settings.comes_along
     reason = prefill and (prefill.refuse(model) or (None if judged else prefill.refuse_weights(model)))
     if reason:
-        # By its own flag, if that was given.
+        # Name its own flag, if that was given.
         asked = f"--sparse-prefill-method {settings.prefill_name}" if args.sparse_prefill_method else settings.flag
         raise SparseArgumentError(f"{asked} does not fit {architecture}: {reason}")
 
 
 def require_weights(args: Arguments, settings: Settings, model: Any) -> None:
-    """Refuse weights that do not fit the decode method, as far as they are at hand.
+    """Refuse weights that do not fit the decode method, as far as they are local.
 
     Args:
         args: the server's.
@@ -283,7 +283,7 @@ def require_weights(args: Arguments, settings: Settings, model: Any) -> None:
         model: SGLang's ``ModelConfig``.
 
     Raises:
-        SparseArgumentError: names the architecture, and why not.
+        SparseArgumentError: names the architecture and the reason.
     """
     # Of a model that gets others at random its own say nothing.
     if args.load_format != "dummy" and (reason := settings.decode.refuse_weights(model)):
@@ -291,12 +291,12 @@ def require_weights(args: Arguments, settings: Settings, model: Any) -> None:
         raise SparseArgumentError(f"{settings.flag} does not fit {architecture}: {reason}")
 
 
-# NVIDIA's number of the first GPUs on which kernels read float8.
+# Compute capability of the first GPUs on which kernels read float8.
 FLOAT8 = (8, 9)
 
 
 def require_dtypes(args: Arguments, settings: Settings, gpu: Gpu = None) -> None:
-    """Refuse KV caches that a method's kernels do not read, or read wrongly.
+    """Refuse KV caches that a method's kernels cannot read correctly.
 
     Args:
         args: the server's.
@@ -304,7 +304,7 @@ def require_dtypes(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
         gpu: its GPU; None for this machine's.
 
     Raises:
-        SparseArgumentError: names the dtypes, and what is allowed.
+        SparseArgumentError: names the dtypes and the allowed ones.
     """
     dtype = str(args.get_model_config().dtype).removeprefix("torch.")
     quantized = args.kv_cache_dtype == "auto" and any(map(_makes_float8, _quantizations(args)))
@@ -343,25 +343,24 @@ def require_dtypes(args: Arguments, settings: Settings, gpu: Gpu = None) -> None
 
 
 def _has_scales(args: Arguments) -> bool:
-    """Whether scales of the KV are given, or a checkpoint's quantization says that it has some."""
+    """Whether scales of the KV are given, or a checkpoint's quantization has some."""
     if args.quantization_param_path is not None:
         return True
     return any(each.get(name) for each in _quantizations(args) for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
 
 
 def _quantizations(args: Arguments) -> list[Mapping[str, Any]]:
-    """What a checkpoint says of its quantization, in its config and beside it."""
+    """Return a checkpoint's quantizations, from its config and from ModelOpt's file."""
     config = getattr(args.get_model_config(), "hf_config", None)
     found = [getattr(config, name, None) for name in ("quantization_config", "compression_config")]
-    # Where ModelOpt keeps it.
-    beside = Path(args.model_path) / "hf_quant_config.json"
-    if beside.is_file():
-        found.append(json.loads(beside.read_text()).get("quantization"))
+    modelopt = Path(args.model_path) / "hf_quant_config.json"
+    if modelopt.is_file():
+        found.append(json.loads(modelopt.read_text()).get("quantization"))
     return [each if isinstance(each, Mapping) else each.to_dict() for each in found if each]
 
 
 def _makes_float8(quantization: Mapping[str, Any]) -> bool:
-    """Whether SGLang makes a KV cache of dtype auto float8: for ModelOpt's quantization alone, which names an algo."""
+    """Whether SGLang makes a KV cache of dtype auto float8: only for ModelOpt's quantization, which names an algo."""
     if "quant_algo" not in quantization:
         return False
     scheme = quantization.get("kv_cache_scheme")
@@ -371,7 +370,7 @@ def _makes_float8(quantization: Mapping[str, Any]) -> bool:
 
 
 def _require_float8(settings: Settings, found: tuple[int, int] | None, plain: str) -> None:
-    """Refuse fp8 KV on a GPU for which Triton does not compile it: the first request would end the server."""
+    """Refuse fp8 KV on a GPU without Triton support for it: the first request would end the server."""
     if found is not None and found < FLOAT8:
         raise SparseArgumentError(
             f"{settings.flag}: fp8 KV needs a GPU of compute capability {FLOAT8[0]}.{FLOAT8[1]} or later, and this one "

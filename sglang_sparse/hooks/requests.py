@@ -1,4 +1,4 @@
-"""A request's options at the HTTP border."""
+"""Validate a request's options when it arrives."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sglang_sparse.hooks import refusals
 
 
 def refuse_bad_options(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``TokenizerManager._create_tokenized_object``: a bad field ends the request with HTTP status 400.
+    """Around ``TokenizerManager._create_tokenized_object``: end a request with a bad field with HTTP status 400.
 
     Raises:
-        ValueError: names the field, what was got and what is allowed.
+        ValueError: names the field, its value and the allowed ones.
     """
     settings = settings_of(manager.server_args)
     if settings is not None:

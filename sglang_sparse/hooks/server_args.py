@@ -1,4 +1,4 @@
-"""The flags on SGLang's ``ServerArgs``, and their validation before anything is built."""
+"""Add the flags to SGLang's ``ServerArgs``, and validate them before anything is built."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONFIG = "inline JSON, or a .json, .toml or .yaml file"
 
 
 class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
-    """SGLang's record of arguments with the four fields of this plugin; it replaces the record."""
+    """SGLang's ``ServerArgs`` with four more fields, which replaces it."""
 
     sparse_method: A[str | None, Arg(help=f"Sparse decode method: {', '.join(registry.decode_methods())}.")] = None
     sparse_prefill_method: A[
@@ -35,7 +35,7 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     sparse_prefill_config: A[str | None, Arg(help=f"Config of the prefill method: {_CONFIG}.")] = None
 
     def resolve_once(self) -> None:
-        """Resolve SGLang's arguments, and refuse what cannot be served before and after.
+        """Resolve SGLang's arguments, and check the sparse flags before and after.
 
         Raises:
             SparseArgumentError: a sparse flag, config field or combination cannot be served.
@@ -50,7 +50,7 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         require_supported_sglang()
         apply.verify()
         settings = resolve(args)
-        # Asked now: the configs that are put into the arguments below name every field.
+        # Before the configs below name every field, so that only the user's own fields cause warnings.
         of_prefill = settings.prefill.warnings() if settings.prefill else ()
         if settings.name:
             args.sparse_config = json.dumps(settings.resolved)
@@ -61,7 +61,7 @@ class SparseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         refusals.require_before(args, settings)
         super().resolve_once()
         if args.model_path.lower() not in ("none", "dummy"):
-            # What the model decides is in it by now.
+            # Now includes settings that depend on the model.
             settings = settings_of(args) or settings
             refusals.require_after(args, settings)
             dsa_flags.disable_prefill_graphs(args, settings)
@@ -73,7 +73,7 @@ def add_fields() -> None:
     """Replace SGLang's ``ServerArgs`` by `SparseServerArgs`.
 
     Raises:
-        RuntimeError: SGLang has fields of these names itself.
+        RuntimeError: SGLang already has fields of these names.
     """
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -83,7 +83,7 @@ def add_fields() -> None:
         raise RuntimeError(f"SGLang's ServerArgs already has {', '.join(taken)}")
     register_resolution_hook("handle_model_source_paths")(refuse_model)
     HookRegistry.register("sglang.srt.server_args.ServerArgs", SparseServerArgs, HookType.REPLACE)
-    # A class attribute, which SGLang's propagation does not reach.
+    # SGLang does not propagate a replacement to class attributes.
     engine: Any = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None and engine.Engine.server_args_class is ServerArgs:
         engine.Engine.server_args_class = SparseServerArgs
@@ -96,7 +96,7 @@ def _publish_prefill_config(server_args: Arguments, settings: Settings) -> None:
 
 
 def refuse_model(record: Any, previous: Callable[[Any], None]) -> None:
-    """Around SGLang's step ``handle_model_source_paths``: judge the model before SGLang resolves arguments for it.
+    """Around SGLang's step ``handle_model_source_paths``: check the model before SGLang resolves arguments for it.
 
     Raises:
         SparseArgumentError: the method does not fit the model.
@@ -110,13 +110,13 @@ def refuse_model(record: Any, previous: Callable[[Any], None]) -> None:
             logger.info("sglang_sparse: %s sets decode alone; prefill of this model is dense", settings.flag)
         settings = fitted
         refusals.require_model(self, settings)
-        # It may have come with the decode method.
+        # The prefill method may have come with the decode method.
         _publish_prefill_config(self, settings)
         dsa_flags.choose_kernels(self, settings)
 
 
 def resolve(server_args: Arguments) -> Settings:
-    """Read and validate the configs that a user gave, with the model's config.json where they ask for it.
+    """Read and validate the user's configs, with the model's config.json if they need it.
 
     Raises:
         SparseArgumentError: see ``config.build``.

@@ -1,4 +1,4 @@
-"""What a start and /server_info say of a sparse server."""
+"""Report the sparse backend at start, and its counters in /server_info."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from sglang_sparse.config.versions import UnsupportedSGLangError, installed_sgla
 
 
 def report_active(info: dict[str, Any], scheduler: Any, *_: Any) -> None:
-    """After ``Scheduler.get_init_info``: name the backend that really runs.
+    """After ``Scheduler.get_init_info``: report the methods if the sparse backend runs.
 
     Raises:
-        UnsupportedSGLangError: SGLang has made another prefix cache than the one that is hooked.
+        UnsupportedSGLangError: SGLang has built a prefix cache other than the hooked one.
     """
     if settings_of(scheduler.server_args) is not None:
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
         tree = scheduler.tree_cache
         if not isinstance(tree, UnifiedRadixCache):
-            raise UnsupportedSGLangError(f"got a {type(tree).__name__} as prefix cache, whose inserts are not hooked")
+            raise UnsupportedSGLangError(f"got a {type(tree).__name__} as prefix cache; its inserts are not hooked")
         backend = scheduler.tp_worker.model_runner.attn_backend
         if type(backend).__name__ == "SparseAttentionBackend":
             info["sparse_method"] = arguments.of(scheduler.server_args).sparse_method
@@ -47,6 +47,6 @@ def require_active_schedulers(result: Any, cls: type, server_args: Any, *_: Any,
 
 
 def add_internal_state(output: Any, scheduler: Any, *_: Any) -> None:
-    """After ``Scheduler.get_internal_state``: the counters under ``sparse``."""
+    """After ``Scheduler.get_internal_state``: add the counters under ``sparse``."""
     if settings_of(scheduler.server_args) is not None:
         output.internal_state[KEY] = scheduler.tp_worker.model_runner.attn_backend.counters.snapshot()

@@ -12,15 +12,15 @@ class Seam:
 
     Attributes:
         target: dotted path in SGLang.
-        parameters: the parameters of the function as it was when its hook was written.
+        parameters: the function's parameters when its hook was written.
         kind: SGLang's hook type.
         function: ``module:function`` of this package, imported at its first call: a server without a sparse flag
-            loads no more than this table and the flags.
-        process: where it acts.
-        purpose: what it is for.
-        method: the only method that it is for; None for several. Where there is a GPU it is hooked in the servers of
-            that method alone.
-        gpu: whether it acts where there is a GPU, or where there is none; None in both.
+            loads only this table and the flags.
+        process: the process that it changes.
+        purpose: its purpose, for ``patches/README.md``.
+        method: the only method that needs it; None for several. On a GPU it is hooked in servers of that method
+            alone.
+        gpu: True to act with a GPU only, False without one only, None in both cases.
     """
 
     target: str
@@ -40,7 +40,7 @@ SEAMS = (
         "AROUND",
         "hooks.server_args:prepare_server_args",
         "main",
-        "a refusal on the command line is one message and exit status 2",
+        "print a refusal on the command line as one message, with exit status 2",
     ),
     Seam(
         "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned",
@@ -48,7 +48,7 @@ SEAMS = (
         "AROUND",
         "attention.cuda_graphs:no_post_capture_sizing",
         "both",
-        "post-capture KV sizing would charge the page summaries twice",
+        "switch off post-capture KV sizing, which would charge the page summaries twice",
     ),
     Seam(
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
@@ -64,7 +64,7 @@ SEAMS = (
         "AFTER",
         "attention.kv_scales:complete_scales",
         "scheduler",
-        "scales of --quantization-param-path in both forms that attention reads",
+        "provide the scales of --quantization-param-path in both forms that attention reads",
     ),
     Seam(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
@@ -72,7 +72,7 @@ SEAMS = (
         "AFTER",
         "attention.memory:charge_scratch",
         "scheduler",
-        "leave memory free for the scratch of sparse passes",
+        "leave memory free for the temporary buffers of sparse passes",
     ),
     Seam(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
@@ -80,7 +80,7 @@ SEAMS = (
         "AFTER",
         "attention.memory:attach_aux_pools",
         "scheduler",
-        "allocate the page summaries beside the KV pool",
+        "allocate the page summaries next to the KV pool",
     ),
     Seam(
         "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
@@ -107,7 +107,7 @@ SEAMS = (
         "AFTER",
         "scheduler.exact_kv:begin_pass",
         "scheduler",
-        "decide which rows run sparse, and know how much of each request's KV is exact",
+        "decide which rows run sparse, and track how much of each request's KV is exact",
     ),
     Seam(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
@@ -115,7 +115,7 @@ SEAMS = (
         "AROUND",
         "hooks.requests:refuse_bad_options",
         "main",
-        "a bad field in a request's custom_params is HTTP status 400",
+        "answer a bad field in a request's custom_params with HTTP status 400",
     ),
     Seam(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
@@ -137,7 +137,7 @@ SEAMS = (
         "AROUND",
         "scheduler.rectification:run_passes",
         "scheduler",
-        "the dense extend pass over due rows, then the decode pass over the others",
+        "run the dense extend pass over due rows, then the decode pass over the others",
     ),
     Seam(
         "sglang.srt.model_executor.model_runner.ModelRunner.sample",
@@ -145,7 +145,7 @@ SEAMS = (
         "AROUND",
         "scheduler.forced_tokens:sample",
         "scheduler",
-        "forced decoding",
+        "force the output tokens that a request asks for",
     ),
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
@@ -153,7 +153,7 @@ SEAMS = (
         "AROUND",
         "scheduler.rectification:finish_exactly",
         "scheduler",
-        "rectify_on_finish: dense passes over the tails of finished requests",
+        "rectify_on_finish: run dense passes over the tails of finished requests",
     ),
     Seam(
         "sglang.srt.mem_cache.common.release_kv_cache",
@@ -169,7 +169,7 @@ SEAMS = (
         "AFTER",
         "scheduler.compaction:compact_running",
         "scheduler",
-        "rocketkv: a request lets go of its prompt and holds what it keeps of it",
+        "rocketkv: move the kept blocks of a prompt to private pages and release the prompt",
     ),
     Seam(
         "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
@@ -177,7 +177,7 @@ SEAMS = (
         "AFTER",
         "scheduler.exact_kv:forget_exact_length",
         "scheduler",
-        "a retracted request is prefilled again",
+        "forget the exact length of a retracted request, which is prefilled again",
     ),
     Seam(
         "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
@@ -185,7 +185,7 @@ SEAMS = (
         "AFTER",
         "scheduler.prefill_chunks:limit_match",
         "scheduler",
-        "sparse prefill, rocketkv: a cached prefix is used up to where the method allows",
+        "sparse prefill, rocketkv: end the cached prefix where the method allows it",
     ),
     Seam(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
@@ -193,7 +193,7 @@ SEAMS = (
         "AROUND",
         "scheduler.prefill_chunks:add_request",
         "scheduler",
-        "sparse prefill, rocketkv: a request's first chunk ends where the method allows",
+        "sparse prefill, rocketkv: end a request's first chunk where the method allows it",
     ),
     Seam(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
@@ -201,7 +201,7 @@ SEAMS = (
         "AROUND",
         "scheduler.prefill_chunks:add_chunk",
         "scheduler",
-        "sparse prefill, rocketkv: further chunks likewise",
+        "sparse prefill, rocketkv: the same for further chunks",
     ),
     Seam(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint",
@@ -209,7 +209,7 @@ SEAMS = (
         "AROUND",
         "scheduler.prefill_chunks:cache_whole_groups",
         "scheduler",
-        "sparse prefill: only complete groups enter the radix tree",
+        "sparse prefill: insert only complete groups into the radix tree",
     ),
     Seam(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix",
@@ -217,7 +217,7 @@ SEAMS = (
         "AROUND",
         "scheduler.prefix_keys:mark_lookup",
         "scheduler",
-        "sparse prefill: prompts that part within a group share nothing of it",
+        "sparse prefill: keep prompts that differ within a group from sharing any of it",
     ),
     Seam(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
@@ -225,7 +225,7 @@ SEAMS = (
         "AROUND",
         "scheduler.prefix_keys:mark_insert",
         "scheduler",
-        "the same, for what enters the tree; check_exactness: remember it",
+        "the same for inserts into the tree; check_exactness: record them",
     ),
     Seam(
         "sglang.srt.managers.schedule_batch.Req.owned_kv_len",
@@ -233,7 +233,7 @@ SEAMS = (
         "AROUND",
         "scheduler.exact_kv:exact_committed_len",
         "scheduler",
-        "only exact KV enters the radix tree",
+        "insert only exact KV into the radix tree",
     ),
     Seam(
         "sglang.srt.mem_cache.common._release_overallocated_kv_indices",
@@ -259,7 +259,7 @@ SEAMS = (
         "AROUND",
         "hooks.model_runner:hook_method",
         "scheduler",
-        "DSA: judge weights that were not at hand before; on a GPU hook the next ones first, in its servers only",
+        "DSA: check weights that SGLang has just downloaded; on a GPU first install the hooks below, for DSA only",
     ),
     Seam(
         "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda",
@@ -280,7 +280,7 @@ SEAMS = (
         "AROUND",
         "attention.dsa.native_indexer:choose",
         "scheduler",
-        "DSA on a GPU: the same tokens every time of SGLang's own logits",
+        "DSA on a GPU: always choose the same tokens from SGLang's own logits",
         "dsa",
         gpu=True,
     ),
@@ -290,7 +290,7 @@ SEAMS = (
         "AFTER",
         "attention.dsa.native_indexer:schedule",
         "scheduler",
-        "DSA on a GPU: no schedule of SGLang's logits, which GPUs that it does not serve refuse, where others are made",
+        "DSA on a GPU: skip the schedule of SGLang's logits if other logits are used; it fails on GPUs without them",
         "dsa",
         gpu=True,
     ),
@@ -300,7 +300,7 @@ SEAMS = (
         "AROUND",
         "attention.dsa.native_indexer:plan",
         "scheduler",
-        "DSA on a GPU: no plan of SGLang's selection where another one runs",
+        "DSA on a GPU: skip the plan of SGLang's selection if another one runs",
         "dsa",
         gpu=True,
     ),
@@ -310,7 +310,7 @@ SEAMS = (
         "AROUND",
         "attention.dsa.latents:attend",
         "scheduler",
-        "DSA: attend to them",
+        "DSA: attend to the chosen tokens",
         "dsa",
     ),
     Seam(
@@ -319,7 +319,7 @@ SEAMS = (
         "AROUND",
         "attention.dsa.latents:row_width",
         "scheduler",
-        "DSA: float8 latents have scales in the KV pool, too, where the portable attention has a place without",
+        "DSA: keep scales of float8 latents in the KV pool when the portable attention replaces a backend without them",
         "dsa",
     ),
     Seam(
@@ -337,7 +337,7 @@ SEAMS = (
         "AROUND",
         "hooks.dsa_flags:keep_replaced_backend",
         "main",
-        "DSA on a GPU: float8 latents go with the backend in whose place the portable attention stands",
+        "DSA on a GPU: allow float8 latents with the backend that the portable attention replaces",
         gpu=True,
     ),
     Seam(
@@ -381,7 +381,7 @@ SEAMS = (
         "AFTER",
         "hooks.prometheus:follow",
         "scheduler",
-        "a log line and metrics for each decode report",
+        "write a log line and metrics for each decode report",
     ),
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
@@ -389,6 +389,6 @@ SEAMS = (
         "AFTER",
         "hooks.server_info:add_internal_state",
         "scheduler",
-        "counters in /server_info",
+        "add counters to /server_info",
     ),
 )

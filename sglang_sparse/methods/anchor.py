@@ -1,12 +1,17 @@
 """AnchorAttention: sparse prefill by stripes, found from their difference to an anchor score.
 
-Source: "AnchorAttention: Difference-Aware Sparse Attention with Stripe Granularity", section 3 and appendix C; what its
-pseudo-code leaves open is settled in ``sglang_sparse_kernels.anchor_prefill``. Differences: groups are aligned to
-absolute positions of the sequence, cached prefix included; a group sees the block before it, without which a number
-that stands across its edge was read wrong; a part of a group that chunks cut finds keys with the queries up to its own
-last one, and where these are few with some of the group before; positions below ``crossover_tokens`` are dense, and so
-is the ``dense_tail`` of a prompt: the mean query of a block hides a question of a few words, and with it what it asks
-for.
+Source: "AnchorAttention: Difference-Aware Sparse Attention with Stripe Granularity", section 3 and appendix C;
+``sglang_sparse_kernels.anchor_prefill`` defines the points that its pseudo-code leaves open.
+
+Differences from the paper:
+
+- Groups are aligned to absolute positions of the sequence, cached prefix included.
+- A group sees the block before it, without which a number that crosses its edge was read wrong.
+- A part of a group that chunks cut finds keys with the queries up to its own last one. If these are few, some of the
+  group before help.
+- Positions below ``crossover_tokens`` are dense.
+- The ``dense_tail`` of a prompt is dense: the mean query of a block would hide a short question, and so the keys that
+  it needs.
 """
 
 from __future__ import annotations
@@ -51,13 +56,13 @@ class AnchorConfig(PrefillConfig):
 
     theta: Annotated[float | list[float], BeforeValidator(_theta_is_in_range)] = Field(
         12.0,
-        description="A key counts unless its score is this far below the anchor's (natural log); "
+        description="A key is kept unless its score is this far below the anchor's (natural log); "
         "a list has one for each layer of the model.",
     )
     step: int = Field(16, ge=1, le=64, description="Query blocks that share one set of keys: a group.")
     block_size: int = Field(128, description="Queries that are pooled, and keys of the initial block: 16, 32, 64, 128.")
     calibration: dict[str, Any] | None = Field(
-        None, description="Where theta comes from, as `sglang_sparse.calibrate` writes it; reported, and not used."
+        None, description="Origin of theta, as `sglang_sparse.calibrate` writes it; only reported."
     )
 
     @field_validator("block_size")

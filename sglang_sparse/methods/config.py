@@ -20,7 +20,7 @@ from pydantic import (
 from sglang_sparse.methods.layers import LAYERS_FORM, parse_layers
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
-# What "auto" means where no measurement of the GPU and the shape is at hand, see ``attention/crossover.py``.
+# The value of "auto" without a measurement of the GPU and the shape, see ``attention/crossover.py``.
 DEFAULT_CROSSOVER = 16384
 
 
@@ -50,7 +50,7 @@ class SparseConfig(BaseModel):
 
     layers: str | list[int] = Field("all", description='Layers that run sparse: "all", a range "2-", or a list.')
     dense_fallback: Literal["auto", "never"] = Field(
-        "auto", description='"never" is for tests: nothing runs dense for being short, as if every such limit were 0.'
+        "auto", description='"never" is for tests: short rows and batches run sparse too, as if every limit were 0.'
     )
     check_exactness: bool = Field(
         False, description="Debug: an idle server proves by recomputation that the prefix cache is exact."
@@ -99,7 +99,7 @@ class MethodConfig(SparseConfig):
     min_seq_len: int = Field(4096, ge=0, description="Rows with fewer KV tokens attend to all of them.")
     crossover_tokens: Crossover = Field(
         "auto",
-        description="A batch whose sparse rows hold fewer KV tokens in total runs dense; "
+        description="Batches with fewer KV tokens in all sparse rows run dense; "
         f"auto: as measured for this GPU, else {DEFAULT_CROSSOVER}.",
     )
 
@@ -122,10 +122,10 @@ class RectifyConfig(MethodConfig):
         "see docs/layers.md.",
     )
     rectify_interval: int = Field(
-        32, ge=0, description="A dense pass re-encodes a request's last tokens when they are this many; 0: never."
+        32, ge=0, description="Tokens between dense passes that re-encode a request's last tokens; 0: never."
     )
     rectify_max_batch: int = Field(
-        8, ge=1, description="Requests that one step rectifies; more only where this many could not keep up."
+        8, ge=1, description="Requests that one step rectifies; more only if this many cannot keep up."
     )
     rectify_on_finish: bool = Field(
         False, description="Rectify a finished request's last tokens too, so that all its pages can be shared."

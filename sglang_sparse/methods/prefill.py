@@ -37,16 +37,16 @@ class PrefillConfig(SparseConfig):
     dense_tail: int = Field(
         128,
         ge=0,
-        description="The last tokens of a prompt that attend densely: what is asked stands there, often in a few words "
-        "that the mean over a block of queries would hide.",
+        description="Last tokens of a prompt that attend densely: they often hold the question, in a few words that "
+        "the mean over a block of queries would hide.",
     )
     exact_prefix: bool = Field(
-        False, description="Prefill densely all the same; meant for single requests whose cached prefix must be exact."
+        False, description="Prefill densely; meant for single requests that need an exact cached prefix."
     )
     share_partial_groups: bool = Field(
         False,
-        description="Cache a prompt's incomplete last group too, and let chunks end anywhere. Its KV depends on where "
-        "the prompt, or the chunk, ended.",
+        description="Cache a prompt's incomplete last group too, and let chunks end anywhere. Its KV depends on the "
+        "end of the prompt or the chunk.",
     )
 
 

@@ -1,14 +1,14 @@
 """ReSA: group block sparse decode over page summaries, with dense rectification.
 
-Source: "Rectified Sparse Attention" (ReSA), sections 2.1 to 2.3; the score is Quest's upper bound. What the paper calls
-p for both the ratio and the sparsity is ``active_ratio`` here. Rectification is the scheduler's work, see
-``scheduler/rectification.py``; with ``rectify_interval`` 0 this is Quest with one selection a GQA group.
+Source: "Rectified Sparse Attention" (ReSA), sections 2.1 to 2.3; the score is Quest's upper bound. The paper's p, both
+the ratio and the sparsity, is ``active_ratio`` here. The scheduler rectifies, see ``scheduler/rectification.py``; with
+``rectify_interval`` 0 this is Quest with one selection per GQA group.
 
-Not in the paper, and the default: summaries of centroids (``page_centroids``), and heads that vote (``page_vote``)
-where its group has one mean query. The paper's own form is ``summary`` minmax with ``group`` mean_query.
+The default differs from the paper: summaries are centroids (``page_centroids``), and heads vote (``page_vote``) instead
+of sharing one mean query. The paper's own form is ``summary`` minmax with ``group`` mean_query.
 
-The paper keeps one newest page (n_local), here it is two: a page that has just begun holds one token, and then nothing
-would make sure that the words before it are attended to. Answers that cross the end of a page show it.
+The paper always attends to one newest page (n_local), this method to two. A page that has just begun holds one token,
+and nothing else would ensure that the words before it are attended to. Answers that cross the end of a page show it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class ResaConfig(RectifyConfig):
 
     active_ratio: float = Field(0.1, gt=0, le=1, description="Share of a row's pages that a decode step attends to.")
     min_pages: int = Field(16, ge=1, description="Attend to at least this many pages.")
-    local_pages: int = Field(2, ge=1, description="The newest pages that are always attended to; at most min_pages.")
+    local_pages: int = Field(2, ge=1, description="Newest pages that are always attended to; at most min_pages.")
     summary: Literal["minmax", "centroids"] = Field(
         "centroids",
-        description="Page summary: means of keys that lie together, or minimum and maximum of all keys (the paper's).",
+        description="Page summary: means of similar keys, or minimum and maximum of all keys (the paper's).",
     )
     centroids: int | None = Field(
         None,
@@ -61,7 +61,7 @@ class ResaConfig(RectifyConfig):
     )
     summary_dtype: Literal["auto", "bf16", "fp8"] = Field(
         "auto",
-        description="Element type of summary minmax; auto is the KV cache's. Centroids have a form of their own.",
+        description="Element type of summary minmax; auto is the KV cache's. Centroids have a fixed format.",
     )
 
     @model_validator(mode="before")

@@ -1,14 +1,18 @@
-"""RocketKV: what a prompt keeps is chosen once, by its last queries; what a step reads of it, by bounds on its keys.
+"""RocketKV: a prompt's last queries choose its kept blocks once; bounds on their keys choose those that a step reads.
 
-Source: RocketKV (arXiv:2502.14051) and TensorRT-LLM's ``RocketSparseAttentionConfig``, from which the names of the
-fields come, but for ``kt_page_size``, their ``page_size``. Its two stages are ``window_score`` and ``kt_select``.
+Source: RocketKV (arXiv:2502.14051) and TensorRT-LLM's ``RocketSparseAttentionConfig``, with its field names, except for
+``kt_page_size``, its ``page_size``. The two stages are ``window_score`` and ``kt_select``.
 
-Differences from the source. Where ``eviction`` is "visibility", what a prompt does not keep stays in the KV pool and in
-the radix tree, and is only invisible to the request's own decode steps; where it is "compact", the request lets go of
-it and the tree may evict it, see ``scheduler/compaction.py``. What is kept, and what a step reads, are blocks of
-``kt_page_size`` tokens, aligned to absolute positions, so that a KT page is a function of its keys and shared with its
-KV page: a block scores as its best token does. What stage 2 chooses from are the kept blocks and all that follow the
-window's first token; the newest block is always attended to. KT bounds are rounded outwards, so that they stay bounds.
+Differences from the source:
+
+- With ``eviction`` "visibility", the other blocks of a prompt stay in the KV pool and in the radix tree. They are only
+  invisible to the request's own decode steps. With "compact", the request releases the prompt and the tree may evict
+  it, see ``scheduler/compaction.py``.
+- Kept and read blocks have ``kt_page_size`` tokens and are aligned to absolute positions. So a KT page is a function of
+  its keys and shared with its KV page. A block scores as its best token does.
+- Stage 2 chooses from the kept blocks and all that follow the window's first token. The newest block is always attended
+  to.
+- KT bounds are rounded outwards, so that they stay bounds.
 """
 
 from __future__ import annotations
@@ -48,32 +52,32 @@ class RocketkvConfig(RectifyConfig):
     rectify_interval: int = Field(
         0,
         ge=0,
-        description="A dense pass re-encodes a request's last tokens when they are this many; 0: never, as the source.",
+        description="Tokens between dense passes that re-encode a request's last tokens; 0: never, as in the source.",
     )
     window_size: int = Field(
-        32, ge=1, le=1024, description="The last tokens of a prompt, whose queries choose what is kept."
+        32, ge=1, le=1024, description="Last tokens of a prompt; their queries choose the kept tokens."
     )
     kt_page_size: Literal[1, 2, 4, 8, 16, 32, 64] = Field(4, description="Tokens of a block, TensorRT-LLM's page_size.")
     prompt_budget: int = Field(
-        2048, ge=1, le=MOST_TOKENS, description="Tokens that each KV head keeps of a prompt, its window among them."
+        2048, ge=1, le=MOST_TOKENS, description="Tokens that each KV head keeps of a prompt, including its window."
     )
     kernel_size: int = Field(63, ge=1, le=32767, description="Tokens around one that share its importance; odd.")
     topk: int = Field(
         64,
         ge=1,
         le=MOST_TOKENS,
-        description="Blocks of kt_page_size tokens that a decode step attends to; a row of no more attends to all.",
+        description="Blocks of kt_page_size tokens that a decode step attends to; shorter rows attend to all.",
     )
     topr: int | None = Field(
-        None, ge=1, description="Dimensions of the query, the largest, that score a block; all where not given."
+        None, ge=1, description="Number of the query's largest dimensions that score a block; null: all."
     )
     kt_cache_dtype: Literal["bfloat16", "float8_e5m2"] = Field(
         "float8_e5m2", description="Element type of the bounds on the keys of a block."
     )
     eviction: Literal["visibility", "compact"] = Field(
         "visibility",
-        description="What becomes of tokens that are not kept: they stay, invisible to the request; or, with "
-        '"compact", it lets go of them, and they may be evicted.',
+        description='Tokens that are not kept: "visibility" only hides them from the request, "compact" releases '
+        "them, so that they may be evicted.",
     )
 
     @field_validator("prompt_budget")

@@ -1,4 +1,4 @@
-"""Markdown for README and the method pages: what a start answers, and each method's docstring and config."""
+"""Markdown for README and the method pages: answers of a start, and each method's docstring and config."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ GPUS = {
     (10, 0): "B200",
     (12, 0): "RTX 5090",
 }
-# The one for which everything has been measured.
+# All figures were measured on this one.
 MEASURED = (9, 0)
-# Features of SGLang that users ask about first.
+# The features of SGLang in the first table.
 GLANCE: Mapping[str, Mapping[str, object]] = {
     "tensor parallelism": {"tp_size": 2},
     "pipeline parallelism": {"pp_size": 2},
@@ -58,7 +58,7 @@ GLANCE: Mapping[str, Mapping[str, object]] = {
 # With scales and without.
 FLOAT8 = tuple(flag for flag in FLAGS if "kv_cache_dtype" in flag)
 
-# A refused thing, the methods that refuse it, and why.
+# A refused feature, the methods that refuse it, and the reason.
 Refused = tuple[str, Sequence[Method], str]
 
 
@@ -106,7 +106,7 @@ def _machine(method: Method) -> str:
 
 
 def properties() -> dict[str, Callable[[Method], str]]:
-    """Return what a method is asked besides the flags of a server, and what answers."""
+    """Return the questions about a method other than server flags, with functions that answer them."""
     return {
         "phase": _phase,
         "models": _kinds,
@@ -117,7 +117,7 @@ def properties() -> dict[str, Callable[[Method], str]]:
 
 
 def methods_table() -> str:
-    """Return what each method is, and which models, machines and methods of the other phase it goes with."""
+    """Return the table of methods: summary, models, machines and methods of the other phase."""
     asked = properties()
     rows = [[_what(m), f"`{m.flag}`", *(answer(m) for answer in asked.values())] for m in methods()]
     rows += [[why, f"`{m.flag}`", *[""] * len(asked)] for m, why in broken_methods().items()]
@@ -125,7 +125,7 @@ def methods_table() -> str:
 
 
 def features() -> dict[str, Callable[[Method], str]]:
-    """Return what flags of a server are called, and what says how a method goes with them."""
+    """Return the flags of a server, with functions that answer whether a method supports them."""
     return {
         "`--page-size`": lambda m: ", ".join(map(str, page_sizes(m))),
         "`--attention-backend` on a GPU": lambda m: ", ".join(backends(m, gpu=True)) or "none",
@@ -135,7 +135,7 @@ def features() -> dict[str, Callable[[Method], str]]:
 
 
 def features_table() -> str:
-    """Return which flags of a server each method goes with."""
+    """Return the table of server flags that each method supports."""
     asked = methods()
     rows = [[name, *(found(method) for method in asked)] for name, found in features().items()]
     return table(["", *(method.label for method in asked)], rows)
@@ -146,7 +146,7 @@ def _float8(method: Method, place: Place) -> bool:
 
 
 def on_gpu(method: Method, capability: tuple[int, int]) -> str:
-    """Say how a method runs on GPUs of a compute capability: "yes" or "no", and what is not as on the measured one."""
+    """Return "yes" or "no" for a method on a compute capability, with differences from the measured GPU."""
     place, best = (dataclasses.replace(place_of(method), gpu=gpu) for gpu in (capability, MEASURED))
     if not answer(method, place).served:
         return "no"
@@ -157,7 +157,7 @@ def on_gpu(method: Method, capability: tuple[int, int]) -> str:
 
 
 def gpus_table() -> str:
-    """Return what of the methods runs on which GPUs, and where that was seen."""
+    """Return the table of methods by GPU, with the GPUs that were measured."""
     asked = methods()
     rows = [
         [
@@ -171,7 +171,7 @@ def gpus_table() -> str:
 
 
 def glance_table() -> str:
-    """Return a mark for each method and what users ask about first."""
+    """Return the table of marks for each method and the most wanted features."""
     asked = methods()
     rows = [[f"{kind} models", *(_mark(answer(m, Place(kind, place_of(m).gpu))) for m in asked)] for kind in KINDS]
     for capability, names in GPUS.items():
@@ -195,7 +195,7 @@ def _of_tables() -> Iterator[Refused]:
         for limit in _decode_class(method).flag_limits:
             yield limit.name, [method], limit.reason
     for limit in limits.PREFILL_LIMITS:
-        # Some come with the decode method of the same name.
+        # Some prefill methods come with the decode method of the same name.
         refusing = [method for method in asked if method.prefill or method.name in registry.prefill_methods()]
         yield limit.name, refusing, limit.reason
     for limit in limits.RECTIFY_LIMITS:
@@ -220,12 +220,12 @@ def _of_answers() -> Iterator[Refused]:
         asked |= {f"`{flag_text(flag)}`": flag_answer(method, flag) for flag in FLAGS}
         for name, found in asked.items():
             if found.reason is not None and not any(reason in found.reason for reason in known):
-                # Before it stands what was asked.
+                # The part before the colon names the flag.
                 yield name, [method], found.reason.partition(": ")[2]
 
 
 def _refusing() -> dict[tuple[str, tuple[str, ...]], list[str]]:
-    """What is refused, by reason and the names of the methods that refuse it."""
+    """Return refused features by reason and names of the refusing methods."""
     refusing: dict[tuple[str, str], dict[str, None]] = {}
     for name, asked, reason in (*_of_answers(), *_of_tables()):
         refusing.setdefault((name, reason), {}).update(dict.fromkeys(method.label for method in asked))
@@ -240,7 +240,7 @@ def _everyone() -> tuple[str, ...]:
 
 
 def refusals_table() -> str:
-    """Return what is refused, by which methods, and why."""
+    """Return the table of refused features, with methods and reasons."""
     rows = [
         [", ".join(things), "all" if names == _everyone() else ", ".join(names), reason]
         for (reason, names), things in _refusing().items()
@@ -249,7 +249,7 @@ def refusals_table() -> str:
 
 
 def refused_by(method: Method) -> list[list[str]]:
-    """Return what a method refuses beside what all do, and why."""
+    """Return the features that a method refuses and some other method does not, with reasons."""
     return [
         [", ".join(things), reason]
         for (reason, names), things in _refusing().items()
@@ -258,13 +258,13 @@ def refused_by(method: Method) -> list[list[str]]:
 
 
 def name_of(method: Method) -> str:
-    """What a method is called where its page asks for it; a prefill method may have a decode method's name."""
+    """Return a method's name in the marks of its page; a prefill method may have a decode method's name."""
     twin = method.prefill and Method(method.name, False) in methods()
     return f"{method.name}-prefill" if twin else method.name
 
 
 def about(method: Method) -> str:
-    """Return what the method computes, its source and its differences: the docstring of its module, in Markdown."""
+    """Return the docstring of the method's module in Markdown: its computation, source and differences."""
     _, _, text = (inspect.getdoc(inspect.getmodule(load(method))) or "").partition("\n\n")
     return text.replace("``", "`")
 
@@ -277,13 +277,13 @@ def config(method: Method) -> str:
 
 
 def served(method: Method) -> str:
-    """Return what the method goes with."""
+    """Return the table of models, machines, methods and flags that a method supports."""
     answers = {**properties(), **features()}
     return table(["", "served"], [[name, answer(method)] for name, answer in answers.items()])
 
 
 def refused(method: Method) -> str:
-    """Return what is refused with the method beside what is refused with all, and why."""
+    """Return the table of `refused_by`."""
     return table(["refused", "why"], refused_by(method))
 
 
@@ -305,10 +305,10 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 
 
 def block(name: str) -> str:
-    """Return what stands between the marks of a name: one of ``BLOCKS``, or a part of a method's page.
+    """Return the text between the marks of a name: one of ``BLOCKS``, or a part of a method's page.
 
     Raises:
-        ValueError: nobody knows it.
+        ValueError: the name is unknown.
     """
     if name in BLOCKS:
         return BLOCKS[name]()
@@ -321,9 +321,9 @@ def block(name: str) -> str:
 
 
 def fill(document: str) -> str:
-    """Return a document with its tables made anew.
+    """Return a document with regenerated tables.
 
     Raises:
-        ValueError: a table has a name that nobody knows.
+        ValueError: a table has an unknown name.
     """
     return BLOCK.sub(lambda match: f"{match[1]}{block(match[2])}\n{match[4]}", document)

@@ -1,4 +1,4 @@
-"""What a start would say of a command line, without starting anything."""
+"""Check a server's command line like a start would, without starting anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what argparse would print below a hundred lines of usage."""
+    """A parser that raises its errors instead of printing them below a hundred lines of usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -31,10 +31,10 @@ def parse(arguments: Sequence[str]) -> Arguments:
     """Read a server's command line with SGLang's own parser, and resolve nothing.
 
     Args:
-        arguments: what stands behind ``python -m sglang.launch_server``.
+        arguments: the words after ``python -m sglang.launch_server``.
 
     Raises:
-        ValueError: a flag or its value is not SGLang's, or another file (``--config``) has more flags.
+        ValueError: SGLang does not know a flag or value, or ``--config`` names a file with more flags.
     """
     from sglang.srt.plugins import load_plugins
 
@@ -46,16 +46,16 @@ def parse(arguments: Sequence[str]) -> Arguments:
     given = parser.parse_args(arguments)
     if given.config is not None:
         raise ValueError("--config is not read here; allowed: its flags on the command line")
-    # Not resolved: for that SGLang would look at this machine.
+    # Not resolved, since that would inspect this machine.
     return server_arguments.of(ServerArgs.from_cli_args(given))
 
 
 def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
-    """Say why this plugin would refuse a server, or None, by what a start asks.
+    """Return why this plugin would refuse a server, or None, by the checks of a start.
 
     Args:
         arguments: its command line.
-        kind: of ``support.KINDS``: the model that is asked about, unless ``--model-path`` is a folder.
+        kind: the model's kind of attention in ``support.KINDS``, unless ``--model-path`` is a folder.
         gpu: whether its machine has a GPU.
 
     Raises:
@@ -79,5 +79,5 @@ def refusal(arguments: Sequence[str], kind: str, gpu: bool) -> str | None:
                 args.attention_backend = dense_backends(settings.decode.attention, gpu)[-1]
             return refusals.refusal(args, settings, gpu, stand_in)
     except ValueError as error:
-        # A config that cannot be read, or what SGLang says of the model.
+        # An unreadable config, or SGLang's error about the model.
         return str(error)

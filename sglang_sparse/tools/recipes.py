@@ -1,4 +1,4 @@
-"""Recipes: a model, a method and the flags of a server that go together, as TOML files in ``sglang_sparse/recipes``."""
+"""Read recipes, TOML files with a model, a method and matching server flags, from ``sglang_sparse/recipes``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_sparse.methods.skip_softmax.calibration_file import STAND_IN
 from sglang_sparse.methods.support import KINDS
 
 FOLDER = Path(__file__).parent.parent / "recipes"
-# SGLang's flags that have fields of their own in a recipe.
+# SGLang's flags that have their own fields in a recipe.
 _OWN_FLAGS = ("model-path", "tp-size", "context-length", "mem-fraction-static")
 
 
@@ -35,12 +35,12 @@ class Measured(_Table):
     """A figure that a command of ``eval`` measured.
 
     Attributes:
-        what: it is, and of what.
+        what: name and subject of the figure.
         value: the figure.
         unit: its unit.
         file: the result file, from the root of the repository.
-        row: fields of the row of that file.
-        field: the row's field that has the figure.
+        row: fields that identify the row in that file.
+        field: the row's field with the figure.
     """
 
     what: str
@@ -55,22 +55,22 @@ class Measured(_Table):
 
 
 class Recipe(_Table):
-    """What a recipe says.
+    """A recipe's content.
 
     Attributes:
-        title: what it is for.
+        title: its purpose.
         model_path: SGLang's ``--model-path``, as a rule a Hugging Face id.
         attention: kind of attention of the model, see ``support.KINDS``.
         gpu: the GPU it is for.
-        gpus: how many, which is ``--tp-size``.
+        gpus: their number, which is ``--tp-size``.
         context_length: tokens, ``--context-length``.
         mem_fraction_static: ``--mem-fraction-static``.
-        before: what has to be done once, before the first start.
-        notes: what a user should know.
+        before: steps before the first start.
+        notes: notes for the user.
         flags: further flags of SGLang without their dashes; true for one without a value, a table for JSON.
         decode: the decode method; none for dense decode.
         prefill: the prefill method; none for dense prefill.
-        measured: figures that were measured.
+        measured: measured figures.
     """
 
     title: str
@@ -99,13 +99,13 @@ class Recipe(_Table):
     def _flags_are_further_ones(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name, given in value.items():
             if name in _OWN_FLAGS or name.startswith("sparse-"):
-                raise ValueError(f"{name} has a field of its own; allowed: flags without one")
+                raise ValueError(f"{name} has its own field; allowed: flags without one")
             if given is False:
                 raise ValueError(f"{name} is false; allowed: true, or no such flag")
         return value
 
     def arguments(self) -> list[str]:
-        """The command line of a server, behind ``python -m sglang.launch_server``."""
+        """Return the words after ``python -m sglang.launch_server``."""
         own = (self.model_path, self.gpus, self.context_length, self.mem_fraction_static)
         sparse: dict[str, Any] = {}
         for name, asked in (("sparse", self.decode), ("sparse-prefill", self.prefill)):
@@ -151,7 +151,7 @@ def _explain(origin: str, error: ValidationError) -> str:
 
 
 def names() -> list[str]:
-    """The recipes that ship with this package."""
+    """Return the names of the recipes in this package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
@@ -159,11 +159,11 @@ def load(name: str) -> Recipe:
     """Read a recipe.
 
     Args:
-        name: of `names`, or the path of a ``.toml`` file.
+        name: one of `names`, or the path of a ``.toml`` file.
 
     Raises:
-        ValueError: no recipe has this name, the file cannot be read or is no TOML, or its keys or values are not those
-            of a recipe; the message says what was got and what is allowed.
+        ValueError: no recipe has this name, the file is unreadable or no TOML, or its keys or values are not those of a
+            recipe; names the value and the allowed ones.
     """
     own = name.endswith(".toml")
     if not own:

@@ -15,11 +15,11 @@ from sglang_sparse.hooks.limits import COMPACT_LIMITS, FLAG_LIMITS, PREFILL_LIMI
 from sglang_sparse.hooks.table import SEAMS
 from sglang_sparse.methods.dsa.decode import INDEXER_LIMITS
 
-# What looking a name up in another SGLang than this package was written for may raise.
+# Errors of looking a name up in an SGLang that this package was not written for.
 FOUND_OTHERWISE = (ImportError, AttributeError, TypeError, ValueError)
 PACKAGE = Path(__file__).parent.parent
 
-# Which of SGLang's classes a variable, an argument or an attribute of this name is, wherever this package has one.
+# SGLang's class of every variable, argument or attribute of this name in this package.
 CLASSES = {
     "adder": "sglang.srt.managers.schedule_policy.PrefillAdder",
     "allocator": "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
@@ -70,7 +70,7 @@ def attributes() -> dict[str, str]:
 
 
 def problems() -> list[tuple[str, str]]:
-    """Return what the installed SGLang lacks or has changed: a dotted name, and what is wrong with it."""
+    """Return what the installed SGLang lacks or has changed: dotted names with the problem."""
     found = []
     for seam in SEAMS:
         try:

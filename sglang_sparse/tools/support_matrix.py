@@ -1,6 +1,6 @@
-"""What each method goes with, found by asking what a server asks when it starts.
+"""Ask, with a start's checks, which flags, models and other methods each method can be combined with.
 
-Nothing here says what is served: it says what is asked about. The answers are those of ``hooks/refusals.py``.
+This module has only the questions; the answers are those of ``hooks/refusals.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang_sparse.methods.base import DecodeMethod
     from sglang_sparse.methods.prefill import PrefillMethod
 
-# What a server's command line may have that some methods go with; the other flags are in ``limits.FLAG_LIMITS``.
+# Flags of a server that some methods support; the others are in ``limits.FLAG_LIMITS``.
 FLAGS: tuple[Mapping[str, Any], ...] = (
     {"tp_size": 2},
     {"disable_radix_cache": True},
@@ -42,7 +42,7 @@ FLAGS: tuple[Mapping[str, Any], ...] = (
     {"kv_events_config": "{}"},
 )
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-# Fields that may make a method fit, with the words for an answer that needs them.
+# Fields that may make a method fit.
 UNCALIBRATED = {"allow_uncalibrated": True}
 UNRECTIFIED = {"rectify_interval": 0}
 
@@ -66,12 +66,12 @@ class Method:
 
     @property
     def flag(self) -> str:
-        """What of a command line asks for it."""
+        """The flag and value that ask for it."""
         return flag_text({self.option: self.name})
 
     @property
     def label(self) -> str:
-        """Its name in tables; a prefill method whose name is also that of a decode method says which one it is."""
+        """Its name in tables, with a suffix for a prefill method that shares a decode method's name."""
         return f"{self.name} (prefill)" if self.prefill and self.name in registry.decode_methods() else self.name
 
     def takes(self, fields: Mapping[str, Any]) -> bool:
@@ -81,12 +81,12 @@ class Method:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a method is asked about flags.
+    """The model and machine for which a method is asked about flags.
 
     Attributes:
-        kind: of attention, see ``KINDS``.
-        gpu: whether the machine has a GPU, or the compute capability of the one that it has.
-        fields: of the method's config.
+        kind: kind of attention, see ``KINDS``.
+        gpu: whether the machine has a GPU, or its compute capability.
+        fields: fields of the method's config.
     """
 
     kind: str
@@ -96,12 +96,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to "does it go with this?".
+    """An answer to "can these be combined?".
 
     Attributes:
-        served: whether it does.
-        fields: of the method's config that it needs for that.
-        reason: why not, or not without these fields.
+        served: whether they can.
+        fields: fields of the method's config that are needed for it.
+        reason: why not, or why not without these fields.
     """
 
     served: bool
@@ -116,13 +116,13 @@ def load(method: Method) -> type[DecodeMethod] | type[PrefillMethod]:
 
 
 def methods() -> tuple[Method, ...]:
-    """All that are registered and can be loaded, decode methods first."""
+    """Return all registered methods that load, decode methods first."""
     broken = broken_methods()
     return tuple(method for method in _registered() if method not in broken)
 
 
 def broken_methods() -> dict[Method, str]:
-    """Those that are registered and cannot be loaded, and why."""
+    """Return registered methods that fail to load, with the reasons."""
     found = {}
     for method in _registered():
         try:
@@ -140,7 +140,7 @@ def _registered() -> tuple[Method, ...]:
 
 
 def flag_text(changes: Mapping[str, Any]) -> str:
-    """Say fields of ``ServerArgs`` as a command line does."""
+    """Return fields of ``ServerArgs`` in the form of a command line."""
     return " ".join(
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in changes.items()
     )
@@ -154,20 +154,20 @@ def _checkpoint(kind: str) -> TemporaryDirectory[str]:
 
 
 def _server(kind: str, changes: Mapping[str, Any]) -> Arguments:
-    """SGLang's arguments as they are written: to resolve them it would look at this machine."""
+    """Return SGLang's arguments unresolved, since resolving would inspect this machine."""
     from sglang_sparse.hooks.server_args import SparseServerArgs
 
     return arguments.of(SparseServerArgs(**{"model_path": _checkpoint(kind).name, **changes}))
 
 
 def refusal(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> str | None:
-    """Say why a server would not start with a method, or None where it would.
+    """Return why a server would not start with a method, or None.
 
     Args:
         method: the method.
-        place: the rest of what is always asked.
+        place: the model and the machine.
         changes: fields of ``ServerArgs`` that differ from the defaults. A decode method is configured to the page size,
-            and the attention backend is one that the method has on such a machine.
+            and the attention backend is one that the method supports on such a machine.
     """
     try:
         args, settings = _asked(method, place, changes or {})
@@ -196,17 +196,17 @@ def _asked(method: Method, place: Place, changes: Mapping[str, Any]) -> tuple[Ar
 
 
 def stages(method: Method, place: Place) -> Mapping[str, str]:
-    """How each stage of a method runs where it is served, for one that has a choice; empty for others."""
+    """Return the kernels of each stage of a method with a choice; empty for others."""
     args, settings = _asked(method, place, {})
     return getattr(dsa_flags.choose_kernels(args, settings, place.gpu).method, "stages", {})
 
 
 def answer(method: Method, place: Place, changes: Mapping[str, Any] | None = None) -> Answer:
-    """Ask whether a method goes with something, and with what of its config it would.
+    """Ask whether a method supports some changes, and with which fields of its config.
 
     Args:
         method: the method.
-        place: where.
+        place: the model and the machine.
         changes: see ``refusal``.
     """
     first = None
@@ -222,35 +222,35 @@ def answer(method: Method, place: Place, changes: Mapping[str, Any] | None = Non
 
 @cache
 def place_of(method: Method) -> Place:
-    """Where a method is served: on a GPU if it is there, by the first kind of attention that it has."""
+    """Return a place that a method serves: with a GPU if possible, and its first kind of attention."""
     for gpu in (True, False):
         for kind in KINDS:
             found = answer(method, Place(kind, gpu))
             if found.served:
                 return Place(kind, gpu, found.fields)
-    # A third party's, of another kind: the answers say why not.
+    # A third party's method of another kind: the answers have the reason.
     return Place(next(iter(KINDS)), False)
 
 
 def flag_answer(method: Method, flag: Mapping[str, Any], place: Place | None = None) -> Answer:
-    """What a method says to a flag where it is served, if no other `place` is given."""
+    """Ask whether a method supports a flag, by default in ``place_of(method)``."""
     return answer(method, place or place_of(method), flag)
 
 
 def backends(method: Method, gpu: bool) -> tuple[str, ...]:
-    """The dense attention backends that a method goes with, on a GPU or without one."""
+    """Return the dense attention backends that a method supports, with or without a GPU."""
     place = dataclasses.replace(place_of(method), gpu=gpu)
     known = dict.fromkeys(name for names in DENSE_BACKENDS.values() for name in names)
     return tuple(name for name in known if refusal(method, place, {"attention_backend": name}) is None)
 
 
 def page_sizes(method: Method) -> tuple[int, ...]:
-    """The page sizes that a method goes with, in tokens."""
+    """Return the page sizes that a method supports, in tokens."""
     return tuple(size for size in PAGE_SIZES if refusal(method, place_of(method), {"page_size": size}) is None)
 
 
 def partners(method: Method) -> tuple[str, ...]:
-    """The methods of the other phase that a method goes with, on some machine."""
+    """Return the methods of the other phase that can be combined with a method on some machine."""
     place = place_of(method)
     return tuple(
         other.name
@@ -263,7 +263,7 @@ def partners(method: Method) -> tuple[str, ...]:
     )
 
 
-# By method, what a second rule of it says otherwise than the first one.
+# By method, the fields of a second rule that differs from the first one.
 OTHER_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "resa": {"active_ratio": 0.2},
     "robsa": {"theta1": 0.8},
@@ -278,7 +278,7 @@ OTHER_PREFILL_FIELDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def rule_partners(method: Method) -> tuple[str, ...]:
-    """What may have the other layers where rules give a method some; on some machine.
+    """Return the methods that can run in the other layers by rules, on some machine.
 
     Returns:
         "dense", "itself with other fields", or the name of another method of the phase.

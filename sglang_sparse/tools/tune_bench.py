@@ -33,19 +33,19 @@ Timer = Callable[[Mapping[str, Run], int], Mapping[str, float]]
 
 
 class TuneError(ValueError):
-    """What cannot be measured, or does not answer the question; the message is meant for the user."""
+    """A measurement is impossible or does not answer the question; the message is meant for the user."""
 
 
 class Step:
-    """The attention of one decode step, over `layers` layers with caches of their own.
+    """The attention of one decode step, over layers with separate caches.
 
     Args:
         method: ReSA with the page size and the share of the pages to measure.
-        model: the shape; ``num_layers`` is how many layers are made.
+        model: the shape; ``num_layers`` is the number of layers.
         batch: rows.
         context: KV tokens of each row, a multiple of the page size.
         longest: the server's context length, for which its buffers are made.
-        device: where.
+        device: the device.
 
     Raises:
         TuneError: the context is no such multiple, or so short that every page would be selected.
@@ -105,7 +105,7 @@ def flash_attention_3(step: Step) -> Run:
     """Dense decode by FA3.
 
     Raises:
-        ImportError: it is not installed, or does not read this KV dtype beside bfloat16 queries.
+        ImportError: it is not installed, or does not read this KV dtype with bfloat16 queries.
     """
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
@@ -259,7 +259,7 @@ def entry(method: Resa, model: ModelShape, points: Sequence[Point], device: str,
 
 
 def write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Put entries into a table, in place of those for the same GPU, shape and share of the pages.
+    """Put entries into a table, replacing those for the same GPU, shape and share of the pages.
 
     Raises:
         TuneError: the file is no such table.

@@ -109,22 +109,26 @@ def test_each_part_has_its_layers_its_fields_and_what_stands_beside_them() -> No
         ({"0": {"active_ration": 1}}, {}, ['rule "0": unknown field', "did you mean 'active_ratio'"]),
         ({"0": {"active_ratio": 2}}, {}, ['rule "0": active_ratio: got 2']),
         ({"0": {"layers": "1"}}, {}, ['rule "0": got a field "layers"']),
-        ({"0": {}}, {"theta1": 0.5}, ["unknown field 'theta1' beside \"layers\""]),
+        ({"0": {}}, {"theta1": 0.5}, ["unknown field 'theta1' next to \"layers\""]),
         ({"0": "dense"}, {}, ["no rule runs resa"]),
         ({"0": SKIP}, {}, ["no rule runs resa"]),
         (
             {"0": {}, "1": {"method": "rocketkv", "eviction": "compact"}},
             {"rectify_interval": 0},
-            ['rule "1": rocketkv runs beside no other', "for all layers at once", 'allowed: "visibility"'],
+            [
+                'rule "1": rocketkv cannot be combined with another method',
+                "for all layers at once",
+                'allowed: "visibility"',
+            ],
         ),
         ({"0": {}, "1": {"method": "rocketkv"}}, {}, ['rectify_interval is 32 for "0", 0 for "1"']),
-        ({"0": {}, "1": {"method": "dsa"}}, {}, ['rule "1": dsa has all layers', 'allowed: one rule, "all"']),
+        ({"0": {}, "1": {"method": "dsa"}}, {}, ['rule "1": dsa needs all layers', 'allowed: one rule, "all"']),
         (
             {"0": {}, "1": {"method": "robsa", "allow_uncalibrated": True}},
             {"rectify_interval": 0},
             ['rule "1": robsa serves MLA models, and resa of rule "0" MHA and GQA', "resa, rocketkv, skip_softmax"],
         ),
-        ({"0": {}, "1": SKIP}, {}, ['rectify_interval is 32 for "0", 0 for "1"', 'set it beside "layers"']),
+        ({"0": {}, "1": SKIP}, {}, ['rectify_interval is 32 for "0", 0 for "1"', 'set it next to "layers"']),
         ({"0": {"page_size": 32}, "1": {"active_ratio": 1.0}}, {}, ['page_size is 32 for "0", 16 for "1"']),
         (
             {"0": {}, "1": {"method": "skip_softmax", "threshold_scale_factor": 7}},
@@ -140,7 +144,7 @@ def test_bad_rules_are_refused(rules: dict[Any, Any], fields: dict[str, Any], sa
 
 
 def test_two_rules_of_one_name_are_refused() -> None:
-    with pytest.raises(SparseArgumentError, match="not valid JSON: it says '2-' twice"):
+    with pytest.raises(SparseArgumentError, match="not valid JSON: it has '2-' twice"):
         read_config('{"layers": {"2-": "dense", "2-": {}}}')
 
 
@@ -149,7 +153,7 @@ def test_yaml_names_layers_as_it_is_written(tmp_path: Path) -> None:
     path.write_text("layers:\n  0: dense\n  012: {active_ratio: 0.2}\n")
     assert list(read_config(str(path))["layers"]) == ["0", "012"]
     path.write_text("layers:\n  2-: dense\n  2-: {}\n")
-    with pytest.raises(SparseArgumentError, match="it says '2-' twice"):
+    with pytest.raises(SparseArgumentError, match="it has '2-' twice"):
         read_config(str(path))
 
 

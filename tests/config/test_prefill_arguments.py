@@ -102,7 +102,7 @@ def test_mixed_chunk_with_any_decode_that_does_not_rectify(qwen3: str, decode: d
         ({"sparse_config": "{}"}, "--sparse-config needs --sparse-method, which was not given"),
         (
             {"sparse_prefill_config": '{"share_partial_groups": true, "check_exactness": true}'},
-            "check_exactness cannot prove what share_partial_groups puts into the prefix cache",
+            "check_exactness cannot prove KV that share_partial_groups puts into the prefix cache",
         ),
     ],
 )
@@ -120,7 +120,7 @@ def test_prefill_config_without_method(qwen3: str) -> None:
     [
         ("mla", "MLA"),
         ("sliding_window", "sliding-window model"),
-        ("encoder_decoder", "encoder-decoder model: cross attention has no pages of its own"),
+        ("encoder_decoder", "encoder-decoder model: cross attention has no separate pages"),
     ],
 )
 def test_prefill_refuses_models(tmp_path: Path, name: str, expected: str) -> None:

@@ -61,7 +61,7 @@ def test_a_whole_file_of_options_is_a_config(tmp_path: Path, caplog: pytest.LogC
     assert not [line for line in caplog.messages if "TensorRT-LLM's options" in line]
     path.write_text(yaml.safe_dump({"sparse_attention_config": ROCKET, "max_batch_size": 8, "kv_cache_config": {}}))
     assert resolved(str(path)) == resolved(ROCKET)
-    assert "give SGLang's own flags for kv_cache_config, max_batch_size" in caplog.text
+    assert "use SGLang's own flags for kv_cache_config, max_batch_size" in caplog.text
 
 
 def test_without_an_algorithm_names_are_ours_and_a_small_page_is_warned_of() -> None:
@@ -86,7 +86,7 @@ def test_without_an_algorithm_names_are_ours_and_a_small_page_is_warned_of() -> 
         ("rocketkv", {"seq_len_threshold": 64}, "here a row of fewer tokens than min_seq_len attends to all of them"),
         ("skip_softmax", {**SKIP, "seq_len_threshold": 64}, "fewer tokens than min_seq_len"),
         ("dsa", {"seq_len_threshold": 64}, "the model's index_topk decides it"),
-        ("dsa", {"indexer_max_chunk_size": 64}, "how many queries the indexer takes at a time goes by the memory"),
+        ("dsa", {"indexer_max_chunk_size": 64}, "memory decides here how many queries the indexer takes at a time"),
         ("dsa", {"algorithm": "dsa", "indexer_k_dtype": "fp4"}, "the indexer's keys are float8"),
         (
             "dsa",

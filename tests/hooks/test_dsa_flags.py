@@ -1,4 +1,4 @@
-"""SGLang's own arguments beside DSA's stages: what would go unheeded is refused by name, and what follows is set."""
+"""SGLang's own arguments in a DSA server: those without effect are refused by name, and others are set."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -44,13 +44,13 @@ NATIVE, PORTABLE = STAGES["native"], STAGES["portable"]
         (
             {"dsa_topk_backend": "flashinfer"},
             "topk",
-            "--dsa-topk-backend is flashinfer and the topk is portable, which does not heed it; allowed: sgl-kernel, "
+            "--dsa-topk-backend is flashinfer and the topk is portable, which ignores it; allowed: sgl-kernel, "
             'or {"implementation": "native"}',
         ),
         (
             {"dsa_paged_mqa_logits_backend": "cutedsl"},
             "indexer",
-            "--dsa-paged-mqa-logits-backend is cutedsl and the indexer is portable, which does not heed it; allowed: "
+            "--dsa-paged-mqa-logits-backend is cutedsl and the indexer is portable, which ignores it; allowed: "
             'auto, or {"implementation": "native"}',
         ),
         ({}, "indexer", "SGLANG_DSA_TOPK_BROADCAST is True and the indexer is portable"),
@@ -62,7 +62,7 @@ def test_what_only_sglangs_own_stage_heeds(given: dict[str, str], stage: str, ex
         with pytest.raises(SparseArgumentError) as caught:
             dsa_flags.require_stages(args, DSA, {**NATIVE, stage: "portable"}, True)
         assert expected in str(caught.value)
-        with pytest.raises(SparseArgumentError, match=r"does not heed it; allowed: [a-zA-Z-]+$"):
+        with pytest.raises(SparseArgumentError, match=r"ignores it; allowed: [a-zA-Z-]+$"):
             dsa_flags.require_stages(args, DSA, PORTABLE, False)
         dsa_flags.require_stages(args, DSA, {**PORTABLE, stage: "native"}, True)
     defaults: Any = SimpleNamespace(**DEFAULTS)

@@ -50,7 +50,7 @@ SERVERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("--sparse-prefill-method", "skip_softmax", "--sparse-prefill-config", _SKIP),
     ),
     ("robsa", "tiny-mla", decode("robsa", str(MODELS / "tiny-mla" / "robsa.json"))),
-    ("dsa", "tiny-dsa", decode("dsa", {})),
+    ("dsa", "tiny-dsa", (*decode("dsa", {}), "--page-size", "64")),
 )
 FLAGS = ("--page-size", "16", "--chunked-prefill-size", "2048", "--enable-metrics", "--random-seed", "0")
 
@@ -116,7 +116,7 @@ def main() -> int:
         if name in wanted:
             found[name] = record(name, model, flags, args.out.parent)
             print(f"{name}: recorded", flush=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
     if args.against is None:
         return 0
     before = json.loads(args.against.read_text())

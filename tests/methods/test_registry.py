@@ -73,7 +73,7 @@ def test_a_third_party_that_cannot_be_loaded_is_no_matter_of_other_rules(
     install(tmp_path, monkeypatch, "import no_such_package")
     assert len(build("resa", {"layers": {"0": {}, "1-": {"active_ratio": 0.2}}}).decode.methods) == 2
     mixed = {"0": {}, "1": {"method": "robsa", "allow_uncalibrated": True}}
-    with pytest.raises(SparseArgumentError, match=r"allowed beside resa: resa, rocketkv, skip_softmax$"):
+    with pytest.raises(SparseArgumentError, match=r"allowed with resa: resa, rocketkv, skip_softmax$"):
         build("resa", {"layers": mixed, "rectify_interval": 0})
     with pytest.raises(SparseArgumentError, match='rule "1": --sparse-method broken: cannot load'):
         build("resa", {"layers": {"0": {}, "1": {"method": "broken"}}})

@@ -61,7 +61,7 @@ def test_prompts_of_lines_keep_their_beginning_and_end(tmp_path: Path) -> None:
     found = draw_files(source, 2, [50, 101], 0)
     assert {(one.kind, one.length) for one in found} == {("files", None)}
     assert sorted(one.tokens for one in found) == sorted([[*long[:51], *long[-50:]], middle])
-    message = "1 prompts of 50 tokens are needed and the files have 0 beside 2 lines of 32 tokens or more"
+    message = "1 prompts of 50 tokens are needed and the files have 0 in addition to 2 lines of 32 tokens or more"
     with pytest.raises(CalibrationError, match=message):
         draw_files(source, 3, [50, 101], 0)
     # What they lack comes from texts.

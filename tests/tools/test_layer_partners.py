@@ -41,7 +41,7 @@ def test_partners_are_those_that_start() -> None:
 )
 def test_dsa_has_all_layers(rules: dict[str, Any]) -> None:
     message = refused(rules, "dsa")
-    assert "dsa has all layers" in message and 'allowed: one rule, "all"' in message
+    assert "dsa needs all layers" in message and 'allowed: one rule, "all"' in message
     assert build("dsa", {"layers": {"all": {}}}).config == build("dsa", {}).config
 
 
@@ -51,7 +51,7 @@ def test_what_compacts_has_all_layers() -> None:
     place = support_matrix.Place("MHA/GQA", False, {"layers": {"0-1": "dense", "2-": compact}})
     found = support_matrix.refusal(support_matrix.Method("rocketkv", False), place)
     assert found is not None and "a dense layer would attend to what is gone" in found
-    assert 'rule "1-": rocketkv runs beside no other' in refused({"0": {}, "1-": compact}, "rocketkv")
+    assert 'rule "1-": rocketkv cannot be combined with another method' in refused({"0": {}, "1-": compact}, "rocketkv")
 
 
 @pytest.mark.parametrize("name", ["resa", "rocketkv"])
@@ -60,7 +60,7 @@ def test_no_model_has_two_kinds_of_attention(name: str) -> None:
     robsa, other = {"method": "robsa", "allow_uncalibrated": True}, {"method": name}
     assert 'rule "1": robsa serves MLA models' in refused({"0": other, "1": robsa}, name)
     message = refused({"0": robsa, "1": other}, "robsa")
-    assert f'rule "1": {name} serves MHA and GQA models' in message and "beside robsa: robsa, skip_softmax" in message
+    assert f'rule "1": {name} serves MHA and GQA models' in message and "with robsa: robsa, skip_softmax" in message
 
 
 def test_what_serves_both_kinds_stands_beside_either() -> None:

@@ -1,4 +1,4 @@
-"""The platform class: what SGLang asks a device for, answered for a plain CPU."""
+"""The platform class: SGLang's device interface for a plain CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_cpu_platform import patches
 
-# SGLang makes the platform while most of its modules are half imported: methods import what they use of those.
+# SGLang makes the platform while most of its modules are half imported, so methods import them when called.
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -28,7 +28,7 @@ MEM_FRACTION = 0.7
 MAX_RUNNING_REQUESTS = 32
 CHUNKED_PREFILL_SIZE = 2048
 
-# What selects a kernel for a stage of DeepSeek Sparse Attention, and which KV caches PyTorch reads there.
+# Flags that select a kernel for a stage of DeepSeek Sparse Attention, and the KV dtypes that PyTorch reads there.
 DSA_BACKENDS = (
     "dsa_prefill_backend",
     "dsa_decode_backend",
@@ -151,7 +151,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _use_torch_dsa(server_args: Any, model: PretrainedConfig) -> None:
-    """Let SGLang's backend for sparse MLA call what `sparse_mla` has put in place of its kernels.
+    """Let SGLang's backend for sparse MLA call the functions of `sparse_mla` instead of its kernels.
 
     Raises:
         ValueError: another kernel is asked for, a KV cache that only kernels read, or another kind of indexer.

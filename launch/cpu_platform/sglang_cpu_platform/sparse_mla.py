@@ -88,16 +88,16 @@ def indexer_forward(
     return_indices: bool = True,
     use_cuda_graph: bool = True,
 ) -> torch.Tensor | None:
-    """In place of SGLang's ``Indexer.forward_native``: store the keys of a batch, choose what each token attends to.
+    """Replace SGLang's ``Indexer.forward_native``: store the keys of a batch, choose the tokens that each attends to.
 
     Args:
         indexer, x, q_lora, positions, forward_batch, layer_id: as of ``Indexer.forward_cuda``.
         return_indices: whether the attention wants them.
-        use_cuda_graph: not looked at.
+        use_cuda_graph: ignored.
 
     Returns:
         ``[tokens, index_topk]`` int32, positions within the request in ascending order, -1 where there are fewer; ties
-        go to the lowest. None where the backend selects nothing, or nobody asks.
+        go to the lowest. None if the backend selects nothing, or the indices are not wanted.
     """
     from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
 
@@ -135,7 +135,7 @@ def choose(
     Args:
         query: ``[queries, heads, 128]`` float32.
         gates: ``[queries, heads]`` float32, weights of the heads with all scales of the query in them.
-        keys: ``[tokens, 128]`` float32; not looked at where no query has more than ``topk`` tokens.
+        keys: ``[tokens, 128]`` float32; unused if no query has more than ``topk`` tokens.
         lengths: ``[queries]`` int32, tokens that each query sees.
         topk: most tokens of a query.
 
@@ -149,7 +149,7 @@ def choose(
         logits = torch.einsum("qhl,qh->ql", (query @ keys.T).relu_(), gates)
         logits = logits.masked_fill(places >= lengths[:, None], float("-inf"))
         best = logits.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
-        # Queries that see fewer have chosen what they do not see as well: it goes to the end.
+        # Queries that see fewer tokens have also chosen invisible ones, which go to the end.
         kept = best.masked_fill(best >= lengths[:, None], len(keys)).sort(dim=-1).values
     return kept.masked_fill(kept >= lengths[:, None], -1).int()
 
@@ -157,10 +157,10 @@ def choose(
 def slots_of_extend(
     page_table: torch.Tensor, topk_indices: torch.Tensor, extend_lens_cpu: list[int], page_size: int, **_: Any
 ) -> torch.Tensor:
-    """In place of SGLang's ``transform_index_page_table_prefill``: token slots of chosen positions.
+    """Replace SGLang's ``transform_index_page_table_prefill``: token slots of chosen positions.
 
     Args:
-        page_table: ``[rows, tokens]`` int32, a slot a token.
+        page_table: ``[rows, tokens]`` int32, one slot per token.
         topk_indices: ``[new tokens, topk]`` int32, of all rows in turn.
         extend_lens_cpu: new tokens of each row.
         page_size: 1.
@@ -170,15 +170,15 @@ def slots_of_extend(
 
 
 def slots_of_decode(page_table: torch.Tensor, topk_indices: torch.Tensor, page_size: int = 1, **_: Any) -> torch.Tensor:
-    """In place of SGLang's ``transform_index_page_table_decode``: likewise with one new token a row."""
+    """Replace SGLang's ``transform_index_page_table_decode``: the same with one new token per row."""
     slots = page_table.gather(1, topk_indices.clamp(min=0).long())
     return slots.masked_fill(topk_indices < 0, -1).int()
 
 
 def row_width(original: Callable[..., int], *, model_config: Any, kv_cache_dtype: torch.dtype) -> int:
-    """Around SGLang's ``calculate_mla_kv_cache_dim``: numbers that the KV pool keeps of a token in a layer.
+    """Around SGLang's ``calculate_mla_kv_cache_dim``: the width of a token's row in the KV pool.
 
-    SGLang would keep float8 latents without scales, as its kernel in the place of `attend` reads them.
+    SGLang would store float8 latents without scales, as the kernel that `attend` replaces reads them.
     """
     from sglang.srt.configs.model_config import is_deepseek_dsa
 
@@ -188,7 +188,7 @@ def row_width(original: Callable[..., int], *, model_config: Any, kv_cache_dtype
 
 
 def quantize_latents(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of SGLang's ``quantize_k_cache_separate``: what a float8 cache keeps of some tokens.
+    """Replace SGLang's ``quantize_k_cache_separate``: quantise some tokens for a float8 cache.
 
     Args:
         latent: ``[tokens, 1, rank]``; rank is a multiple of 128.
@@ -221,13 +221,13 @@ def attend(
     page_table_1: torch.Tensor,
     sm_scale: float,
 ) -> torch.Tensor:
-    """In place of ``DeepseekSparseAttnBackend._forward_tilelang``: attention over some slots of the latent cache.
+    """Replace ``DeepseekSparseAttnBackend._forward_tilelang``: attention over some slots of the latent cache.
 
     Args:
         backend: SGLang's backend.
         q_all: ``[tokens, heads, rank + rope]``, absorbed.
         kv_cache: ``[slots, 1, rank + rope]``, or rows of bytes if it is float8.
-        v_head_dim: rank, of which the values are.
+        v_head_dim: the rank, which is the width of the values.
         page_table_1: ``[tokens, topk]`` int32 slots, -1 where there are fewer.
         sm_scale: of the logits.
 

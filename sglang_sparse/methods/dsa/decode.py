@@ -1,7 +1,7 @@
-"""DSA: each token attends to those tokens that the model's own trained indexer chooses.
+"""DSA: each token attends to the tokens that the model's own trained indexer chooses.
 
 Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention, section 2.1). SGLang's model, its indexer's weights and its KV
-pool are used as they are; what replaces its kernels is in ``attention/dsa/indexer.py``.
+pool are unchanged; ``attention/dsa/indexer.py`` replaces its kernels.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class DsaConfig(MethodConfig):
 
     limits: ClassVar[tuple[str, ...]] = ()
 
-    page_size: int = Field(INDEXER_PAGE, description="Tokens per KV page: 64, as the indexer's keys are laid out.")
-    min_seq_len: int = Field(0, description="0: rows of more tokens than the model's index_topk run sparse.")
-    crossover_tokens: Crossover = Field(0, description="0, likewise.")
+    page_size: int = Field(INDEXER_PAGE, description="Tokens per KV page: 64, by the layout of the indexer's keys.")
+    min_seq_len: int = Field(0, description="0: rows with more tokens than the model's index_topk run sparse.")
+    crossover_tokens: Crossover = Field(0, description="0, as min_seq_len.")
     implementation: Annotated[Literal["auto", "native", "portable"], BeforeValidator(_one_for_all_stages)] = Field(
         AUTO,
-        description='What runs: "native" (SGLang\'s own kernels), "portable" (this project\'s: in Triton, without a '
-        'GPU in PyTorch) or "auto" (SGLang\'s but for the selection where they run, else "portable").',
+        description='Kernels: "native" (SGLang\'s own), "portable" (this project\'s: in Triton, without a GPU in '
+        'PyTorch) or "auto" (SGLang\'s except for the selection if they run, else "portable").',
     )
 
     @field_validator("layers", "dense_fallback", "check_exactness", "page_size", "min_seq_len", "crossover_tokens")

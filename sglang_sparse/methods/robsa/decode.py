@@ -1,18 +1,18 @@
 """RoBSA: block-sparse decode for MLA models, by the attention scores of the rotary dimensions alone.
 
-Source: "RoPE-based Blockwise Sparse Multi-head Latent Attention" (RoBSA), sections 2.2.2 to 2.3.2 and algorithm 1: per
-head a softmax over the row's tokens, the mean over heads, the sum over each block's tokens; attended to, exactly, is
-the smallest set of the highest blocks that hold ``theta1`` of the mass.
+Source: "RoPE-based Blockwise Sparse Multi-head Latent Attention" (RoBSA), sections 2.2.2 to 2.3.2 and algorithm 1. It
+takes a softmax over the row's tokens per head, the mean over heads, and the sum over each block's tokens. It attends
+exactly to the smallest set of the highest blocks that hold ``theta1`` of the mass.
 
 Differences from the paper:
 
-- In its *insensitive* layers, whose rotary scores do not stand for the full ones, it selects by the full score. Here
+- In its *insensitive* layers, in which rotary scores do not represent the full ones, it selects by the full score. Here
   they are dense by default: a full score reads the whole cache as dense attention does, which is exact.
 - A layer is sensitive if its similarity is above ``theta2`` over all calibration prompts, and over the long ones too
-  (of at least ``min_seq_len`` tokens): these alone are decoded sparse, and short prompts raise the mean.
+  (of at least ``min_seq_len`` tokens). Only long rows are decoded sparse, and short prompts raise the mean.
 - The newest block is always attended to.
 - A row that needs more than ``max_active_ratio`` of its blocks attends to all of them.
-- Dense passes may make decode's KV exact again, as ReSA's do (``rectify_interval``); off by default.
+- Dense passes may make decode's KV exact again, as in ReSA (``rectify_interval``); off by default.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ class RobsaConfig(RectifyConfig):
     request_fields: ClassVar[tuple[str, ...]] = ("theta1", *RectifyConfig.request_fields)
 
     rectify_interval: int = Field(
-        0, ge=0, description="A dense pass re-encodes a request's last tokens when they are this many; 0: never."
+        0, ge=0, description="Tokens between dense passes that re-encode a request's last tokens; 0: never."
     )
     theta1: float = Field(0.9, gt=0, le=1, description="Share of the attention mass that the attended blocks hold.")
     block_size: int = Field(16, validate_default=True, description="Tokens of a block: 16, 32 or 64, at most a page.")
     calibration: RopeCalibration | PresetName | None = Field(
-        None, description="What `sglang_sparse.calibrate --method robsa` wrote for this model; or a preset's name."
+        None, description="Output of `sglang_sparse.calibrate --method robsa` for this model, or a preset's name."
     )
     theta2: float = Field(
-        0.99, ge=0, le=1, description="Layers whose calibrated similarity is above this select by rotary scores."
+        0.99, ge=0, le=1, description="Layers with a calibrated similarity above this select by rotary scores."
     )
     insensitive: Literal["dense", "full_score"] = Field(
-        "dense", description='What the other layers do; "full_score" selects by the scores of all dimensions.'
+        "dense", description='The other layers run dense, or with "full_score" select by the scores of all dimensions.'
     )
     allow_uncalibrated: bool = Field(
         False, description="Serve without a calibration, all layers by rotary scores: accuracy may collapse."
@@ -83,10 +83,10 @@ class RobsaConfig(RectifyConfig):
     )
     rope_copy: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Keep the rotary keys a second time, side by side, where scoring reads them faster; auto: off.",
+        description="Store a second, contiguous copy of the rotary keys, which scoring reads faster; auto: off.",
     )
     head_scope: Literal["global", "rank"] = Field(
-        "global", description='Mean over the heads of all tensor-parallel ranks, or of each "rank" for itself.'
+        "global", description='Mean over the heads of all tensor-parallel ranks, or of each "rank" alone.'
     )
 
     @field_validator("block_size")

@@ -1,11 +1,11 @@
-"""Skip-Softmax in both phases: attention that leaves out blocks of keys whose softmax weights would be small.
+"""Skip-Softmax in both phases: attention that leaves out blocks of keys with small softmax weights.
 
-Source: BLASST (arXiv:2512.12087) and the Skip Softmax Attention of TensorRT-LLM, from which the name of the field and
-its two forms come. What both leave to their kernels is settled in ``sglang_sparse_kernels.skip_softmax_decode``. In
+Source: BLASST (arXiv:2512.12087) and the Skip Softmax Attention of TensorRT-LLM, with its field name and the two forms
+of the field. ``sglang_sparse_kernels.skip_softmax_decode`` defines the points that both leave to their kernels. In
 decode the threshold is ``threshold_scale_factor`` divided by the row's length, as in the source, and at most 1. Prefill
-is that of ``methods/skip_softmax/prefill.py``, unless another method is asked for. MLA models are decoded alone, in the
-absorbed form (``sglang_sparse_kernels.skip_softmax_mla_decode``); their prefill, whose keys SGLang expands for each
-head, is dense.
+is that of ``methods/skip_softmax/prefill.py``, unless another method is asked for. MLA models are only decoded, in the
+absorbed form (``sglang_sparse_kernels.skip_softmax_mla_decode``). Their prefill is dense, as SGLang expands its keys
+for each head.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class SkipSoftmaxDecodeConfig(RectifyConfig):
     rectify_interval: int = Field(
         0,
         ge=0,
-        description="A dense pass re-encodes a request's last tokens when they are this many; 0: never, as the source.",
+        description="Tokens between dense passes that re-encode a request's last tokens; 0: never, as in the source.",
     )
     # Not measured on any model. A skipped key weighs less than factor / length of a row's heaviest one, and so all of
     # them together less than factor times that one.
     threshold_scale_factor: Annotated[dict[str, float], BeforeValidator(_factors)] = Field(
         {"prefill": 250.0, "decode": 25.0},
-        description="A block of keys is skipped where its softmax weights, relative to the largest so far, are below "
-        "this divided by the position (prefill) or the length (decode); a number is for both phases, and one that a "
-        "mapping leaves out, or 0, never skips.",
+        description="A block of keys is skipped if its softmax weights, relative to the largest so far, are below "
+        "this divided by the position (prefill) or the length (decode); a number applies to both phases; a phase "
+        "that is 0, or missing in a mapping, never skips.",
     )
     target_sparsity: Annotated[None, BeforeValidator(only_with_a_model)] = Field(
         None, description=TARGET.format(of=", for both phases or as a mapping")

@@ -1,15 +1,14 @@
-"""Skip-Softmax: prefill that leaves out blocks of keys whose softmax weights would be small.
+"""Skip-Softmax: prefill that leaves out blocks of keys with small softmax weights.
 
-Source: BLASST (arXiv:2512.12087) and the Skip Softmax Attention of TensorRT-LLM, from which the names of the fields
-come. What both leave to their kernels is settled in ``sglang_sparse_kernels.skip_softmax_prefill``. Difference: the
+Source: BLASST (arXiv:2512.12087) and the Skip Softmax Attention of TensorRT-LLM, with its field names.
+``sglang_sparse_kernels.skip_softmax_prefill`` defines the points that both leave to their kernels. Difference: the
 threshold is ``threshold_scale_factor`` divided by the position behind a tile of queries, not by the sequence's length.
 
-What may be shared: a block is skipped for a whole tile of 128 queries, so that a token's KV in the layers above depends
-on the rest of its tile. It depends on nothing else that follows: tiles are aligned to absolute positions, blocks are
-visited in a fixed order, and the threshold goes by the position. (Divided by the prompt's length, as in the source, it
-would make two prompts of one prefix differ from the first token on.) So a tile is the group of ``PrefillMethod``:
-prefixes are cached, matched and cut into chunks by whole tiles, and whoever shares one has the KV of a cold prefill in
-one piece.
+Sharing: a block is skipped for a whole tile of 128 queries, so a token's KV in the layers above depends on the rest of
+its tile. It depends on nothing else that follows: tiles are aligned to absolute positions, blocks are visited in a
+fixed order, and the position sets the threshold. (Divided by the prompt's length, as in the source, two prompts with
+one prefix would differ from the first token on.) So a tile is the group of ``PrefillMethod``: prefixes are cached,
+matched and cut into chunks by whole tiles, and all requests that share one have the KV of a cold prefill in one piece.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from sglang_sparse_kernels.skip_softmax_prefill import (
 PREFILL = ("prefill",)
 # What both configs say of the fields that they share.
 TARGET = (
-    "Share of the blocks to skip, from 0 to 1{of}, in the place of threshold_scale_factor: by calibration_file, or by "
-    "what NVIDIA Model Optimizer has left in the checkpoint's config.json."
+    "Share of the blocks to skip, from 0 to 1{of}, instead of threshold_scale_factor: by calibration_file, or by the "
+    "factors of NVIDIA Model Optimizer in the checkpoint's config.json."
 )
-FILE = "What `sglang_sparse.calibrate --method skip_softmax` wrote for this model; target_sparsity goes by it."
-CALIBRATION = "Where threshold_scale_factor comes from, if from target_sparsity; reported, and compared with the model."
+FILE = "Output of `sglang_sparse.calibrate --method skip_softmax` for this model, used by target_sparsity."
+CALIBRATION = "Origin of a threshold_scale_factor from target_sparsity; reported, and compared with the model."
 
 
 def _factor_of_prefill(value: Any) -> Any:
@@ -68,13 +67,13 @@ class SkipSoftmaxConfig(PrefillConfig):
     dense_tail: int = Field(
         0,
         ge=0,
-        description="The last tokens of a prompt that attend densely. None have to: a block is skipped only where no "
-        "query of a tile needs it.",
+        description="Last tokens of a prompt that attend densely. 0 is enough: a block is skipped only if no query of "
+        "a tile needs it.",
     )
     threshold_scale_factor: Annotated[float, BeforeValidator(_factor_of_prefill)] = Field(
         250.0,
-        description="A block of keys is skipped where its softmax weights, relative to the largest so far, are below "
-        'this divided by the position, for each query of a tile; 0: never. `{"prefill": 250}` is read, too.',
+        description="A block of keys is skipped if its softmax weights, relative to the largest so far, are below "
+        'this divided by the position, for each query of a tile; 0: never. `{"prefill": 250}` is allowed, too.',
     )
     target_sparsity: Annotated[None, BeforeValidator(only_with_a_model)] = Field(None, description=TARGET.format(of=""))
     calibration_file: Annotated[None, BeforeValidator(only_with_a_model)] = Field(None, description=FILE)

@@ -1,1 +1,1 @@
-"""What `sglang_sparse.calibrate` is made of: a model's attention, layer by layer, and what a method makes of it."""
+"""The parts of `sglang_sparse.calibrate`: a model's attention, layer by layer, and each method's measurements."""

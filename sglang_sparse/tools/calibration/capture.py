@@ -27,12 +27,12 @@ OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux")
 
 
 class CalibrationError(ValueError):
-    """Something that cannot be measured; the message is meant for the user."""
+    """A measurement is impossible; the message is meant for the user."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What one layer's attention was computed from, after RoPE.
+    """The inputs of one layer's attention, after RoPE.
 
     Attributes:
         layer: its id.
@@ -56,7 +56,7 @@ class Captured:
 
 
 class AttentionArch(Enum):
-    """What SGLang's enumeration of the same name tells apart."""
+    """The members of SGLang's enumeration of the same name that are needed here."""
 
     MHA = "MHA"
     MLA = "MLA"
@@ -120,7 +120,7 @@ def _loader(path: str, trust_remote_code: bool, revision: str | None) -> tuple[A
     config, _ = transformers.PretrainedConfig.get_config_dict(path, revision=revision)
     options: dict[str, Any] = {"revision": revision}
     own = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    # Kimi-K2 gives DeepSeek-V3's architecture a type of its own, by which it is not found.
+    # Kimi-K2 gives DeepSeek-V3's architecture another type, which transformers does not know.
     if own is not None and own.config_class.model_type != config.get("model_type"):
         return own.config_class, own, options
     options["trust_remote_code"] = trust_remote_code and own is None
@@ -154,7 +154,7 @@ def load_model(
         revision: of a name.
 
     Raises:
-        CalibrationError: it cannot be loaded, or computes attention in a way of its own.
+        CalibrationError: it cannot be loaded, or computes attention in its own way.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -174,7 +174,7 @@ def load_model(
             **options,
         )
     _complete_scale(model)
-    # What was spread must stay where it is.
+    # A model spread by accelerate must not be moved.
     return (model if spread else model.to(device)).eval()
 
 
@@ -239,8 +239,8 @@ def _attend(
 
     layer = int(getattr(module, "layer_idx"))  # noqa: B009
     odd = [name for name in OTHER_ATTENTION if options.get(name) is not None]
-    # All tokens up to one's own need no mask.
-    odd += ["a mask of its own"] if attention_mask is not None else []
+    # Attention to all earlier tokens needs no mask.
+    odd += ["a separate mask"] if attention_mask is not None else []
     if odd:
         raise CalibrationError(
             f"--model-path: the attention of layer {layer} has {odd[0]}, which no sparse server serves"

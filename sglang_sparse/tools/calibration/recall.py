@@ -1,7 +1,7 @@
-"""What AnchorAttention keeps of a layer's attention at any threshold.
+"""Measure the share of a layer's attention that AnchorAttention keeps at each threshold.
 
-A step group is looked at for one KV head at a time and some queries at a time, so that memory holds no matrix of all
-queries and keys.
+A step group is evaluated for one KV head and some queries at a time, so that memory never holds a matrix of all queries
+and keys.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def thetas() -> Tensor:
 
 @dataclass(frozen=True)
 class Kept:
-    """What each threshold of `thetas` keeps, by query head, both ``[q_heads, thresholds]`` float64.
+    """The shares that each threshold of `thetas` keeps, by query head, both ``[q_heads, thresholds]`` float64.
 
     Attributes:
         recall: share of the attention mass that falls on keys that are kept, mean over queries.

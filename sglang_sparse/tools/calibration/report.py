@@ -1,4 +1,4 @@
-"""What a calibration of AnchorAttention found: rows for its file, and a table to read."""
+"""Report the results of an AnchorAttention calibration: rows for its file, and a printed table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers of an MLA model RoBSA may select by the RoPE part of their scores, measured on your own checkpoint.
+"""Measure on your checkpoint in which layers of an MLA model RoBSA may select by the RoPE part of the scores.
 
 No server: the checkpoint runs in this process through transformers with dense attention, on the GPU in bfloat16 if
 there is one, and each layer's queries and keys are looked at before the next one runs. One GPU must hold the whole
@@ -11,7 +11,7 @@ Kimi-K2 that is the tokenizer. Looked at are
   2.2.3 and 2.3.1; see ``tools/calibration/similarity.py``), mean and deviation over prompts, at the last --queries
   positions of each (of a short one its last quarter): of a conversation the end of the last message and what the
   template opens the answer with, of a text the end of the stretch. They see as much as decode's first tokens do and
-  cost nothing beside the prompt;
+  cost nothing in addition to the prompt;
 - the share of the attention mass on the blocks that the RoPE part selects, at --theta1.
 
 Layers above --theta2 are then "sensitive", the paper's word for those whose RoPE part is a reliable proxy. Unlike there
@@ -24,7 +24,7 @@ Without --data it runs the default mix: made-up prompts in the domains and propo
 ones of --lengths tokens in turn; of the default lengths those that the model's context holds. With --data it runs
 prompts from your files: first the lines of .jsonl as they are (those of 32 tokens and more), of lines that are longer
 than the longest of --lengths the beginning and the end; then stretches of the .txt, as many of each of --lengths. It
-goes on where it was interrupted, from NAME.partial.jsonl beside --out, and leaves a plot there if matplotlib is
+goes on where it was interrupted, from NAME.partial.jsonl next to --out, and leaves a plot there if matplotlib is
 installed.
 """
 

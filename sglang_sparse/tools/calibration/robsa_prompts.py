@@ -53,9 +53,9 @@ def draw_files(source: Prompts, n: int, lengths: Sequence[int], seed: int) -> li
         wanted = (left + len(lengths) - 1 - i) // len(lengths)
         drawn = source.stretches(length, wanted, seed)
         if len(drawn) < wanted:
-            beside = f" beside {len(lines)} lines of {SHORTEST} tokens or more" if lines else ""
+            more = f" in addition to {len(lines)} lines of {SHORTEST} tokens or more" if lines else ""
             raise CalibrationError(
-                f"{FLAGS}: {wanted} prompts of {length} tokens are needed and the files have {len(drawn)}{beside}: "
+                f"{FLAGS}: {wanted} prompts of {length} tokens are needed and the files have {len(drawn)}{more}: "
                 "give more texts, shorter --lengths or a smaller --n"
             )
         found += [Prompt("files", tokens, length) for tokens in drawn]

@@ -1,4 +1,4 @@
-"""What a calibration of RoBSA found: a table to read, and a plot."""
+"""Print and plot the results of a RoBSA calibration."""
 
 from __future__ import annotations
 

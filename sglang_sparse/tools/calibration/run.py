@@ -1,4 +1,4 @@
-"""A calibration that takes long: its results, kept prompt by prompt until all are there, and its pictures."""
+"""Store the results of a long calibration prompt by prompt until it is complete, and write its plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def partial_path(out: Path) -> Path:
-    """Where the results of a run stand until all are there, beside the file that it is to write."""
+    """Return the file of a run's results until they are complete, next to its output file."""
     return out.with_suffix(".partial.jsonl")
 
 

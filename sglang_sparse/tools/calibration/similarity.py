@@ -6,8 +6,8 @@ with the model's own scale (RoBSA, equations 12 and 13). Their cosine similarity
 that over prompts (figure 5: "across different samples"). The paper does not say of which positions; here it is the last
 ones of a prompt, which see as much context as decode does.
 
-Decode has one latent key for all heads and transformers expands it, ``k_C = W_UK c_KV`` for each head, beside the one
-rotary key that all heads share. The scores are the same numbers.
+Decode has one latent key for all heads and transformers expands it, ``k_C = W_UK c_KV`` for each head, next to the
+one rotary key that all heads share. The scores are the same numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a calibration of Skip-Softmax found: a table to read, and a plot."""
+"""Print and plot the results of a Skip-Softmax calibration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_sparse.tools.calibration.run import new_figure, save
 
 
 def table(calibration: SkipCalibration, scale: Mapping[str, Any]) -> None:
-    """Print what each factor skips and keeps, beside what the formula says, for factors that change something."""
+    """Print the shares that each factor skips and keeps, and the formula's, for factors that change something."""
     print(
         f"{'phase':>7} {'length':>7} {'factor':>11} {'skipped':>8} {'formula':>8} {'mass kept':>9} {'worst layer':>11}"
     )

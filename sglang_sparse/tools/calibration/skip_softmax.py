@@ -8,14 +8,14 @@ the attention mass lies on the others,
 - in prefill for the tiles of queries from crossover_tokens on (up to 64 of a prompt, evenly spaced);
 - in decode for the last --queries positions of each prompt, each as the newest token of a row.
 
-Then threshold_scale_factor = a * exp(b * share) is fitted for each phase, over all lengths together. What it says is
-good for the shares that were measured, up to the error that is printed; a formula that is off by more than 15
-hundredths is refused. Its form is that of NVIDIA Model Optimizer, whose own factors go by other rules (see
-its page in docs). The factor that skips a share differs by kind of text: with --data it is measured on yours.
+Then threshold_scale_factor = a * exp(b * share) is fitted for each phase, over all lengths together. It is valid for
+the measured shares, up to the printed error; a formula that is off by more than 15 hundredths is refused. Its form is
+that of NVIDIA Model Optimizer; that tool's own factors follow other rules (see its page in docs). The factor that skips
+a share differs by kind of text: with --data it is measured on yours.
 
 Without --data it runs made-up prompts with something to be found in them, --n of each of --lengths; of the default
 lengths those that the model's context holds. With --data it runs beginnings of the lines of .jsonl and stretches of
-.txt. It goes on where it was interrupted, from NAME.partial.jsonl beside --out, and leaves a plot there if matplotlib
+.txt. It goes on where it was interrupted, from NAME.partial.jsonl next to --out, and leaves a plot there if matplotlib
 is installed.
 """
 
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, default=8, help="prompts of each length, if there are (default: %(default)s)")
     parser.add_argument("--queries", type=int, default=16, help="last positions for decode (default: %(default)s)")
     parser.add_argument(CONFIG_FLAG, help="the other fields, as for a server: JSON or a file")
-    parser.add_argument(PREFILL_FLAG, help="those of prefill, if it has a config of its own")
+    parser.add_argument(PREFILL_FLAG, help="those of prefill, if it has a separate config")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -88,7 +88,7 @@ def use(args: argparse.Namespace) -> str:
     shares = {phase: round((fit["lowest"] + fit["highest"]) / 2, 2) for phase, fit in phases.items()}
     fields, of_prefill = _given(args)
     file = {"calibration_file": str(args.out)}
-    # Of two configs each has the share of its own phase.
+    # Each of two configs has the share of its phase.
     target = {"decode": shares["decode"]} if of_prefill else shares
     words = ["--sparse-method", "skip_softmax", CONFIG_FLAG, json.dumps({**fields, **file, "target_sparsity": target})]
     if of_prefill:

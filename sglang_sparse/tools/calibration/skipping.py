@@ -1,6 +1,6 @@
-"""What Skip-Softmax skips of a layer's attention at some factors, and the attention mass that this leaves.
+"""Measure the blocks of a layer that Skip-Softmax skips at some factors, and the attention mass of the others.
 
-Which blocks that are is asked of the kernels' own definition (``reference``); there is none here.
+The kernels' own definition (``reference``) decides which blocks are skipped.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def skipped_in_prefill(captured: Captured, dense_below: int, dense_from: int, fa
 
 
 def skipped_in_decode(captured: Captured, queries: int, factors: Sequence[float]) -> Skipped:
-    """Judge a prompt's last positions as decode would have them: each as the newest token of a row of its own.
+    """Judge a prompt's last positions as decode would have them: each as the newest token of a separate row.
 
     Args:
         captured: of the layer, with at least ``queries`` queries.
