@@ -31,6 +31,7 @@ import torch
 from tqdm import tqdm
 
 from eval.lab.kernels.kernel_table import UNAVAILABLE, report_unavailable
+from eval.lab.kernels.length_shares import share_at
 from eval.lab.kernels.prefill import COMMAND
 from eval.lab.kernels.prefill_arguments import parse
 from eval.lab.kernels.prefill_inputs import Prompt, Shape
@@ -39,7 +40,6 @@ from eval.lab.structured.generator import SPARSITY_TOLERANCE, read_recipe
 from eval.lab.tables.files import measured
 from eval.live.counters import EvaluationError
 from eval.live.record import Record, versions
-from eval.texts.lengths import share_at
 from sglang_sparse_kernels.timing import Replay, in_turn, timed, usable
 
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "minference")

@@ -32,6 +32,7 @@ from eval.lab.tables import (
     batches,
     crossover,
     files,
+    first_tokens,
     goals,
     identities,
     kept,
@@ -152,11 +153,11 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "framework": lambda: files.kernels(_file("bench_framework")),
     "prefill-skip-softmax": lambda: prefill.prefill(_file(SKIP_PREFILL)),
     "prefill-skip-softmax-served": lambda: prefill.prefill(_file(SKIP_SERVED)),
-    "first-token-skip-softmax": lambda: serving.first_tokens([_file(SKIP_FIRST_TOKEN)]),
+    "first-token-skip-softmax": lambda: first_tokens.first_tokens([_file(SKIP_FIRST_TOKEN)]),
     "mla": lambda: mla.mla(_file("bench_mla")),
     "serving-v2-lite": lambda: serving.serving(_file("serving-v2-lite")),
     "throughput": lambda: throughput.throughput(_file(THROUGHPUT)),
-    "first-token": lambda: serving.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
+    "first-token": lambda: first_tokens.first_tokens([_file(name) for name in FIRST_TOKEN_FILES]),
     "dsa": lambda: _measured("bench_dsa", dsa.dsa),
     "dsa-attention": lambda: _measured("bench_dsa_attention", dsa.dsa),
     "dsa-agreement": lambda: _measured("dsa_agreement", agreement.agreement),
@@ -254,7 +255,7 @@ def draw_pictures() -> None:
     """Draw the pictures that documents show."""
     for name, file in PICTURES.items():
         files.draw(file(), (IMAGES if name in SHOWN else DOCS) / name)
-    serving.plot(serving.cells_of([_file(name) for name in FIRST_TOKEN_FILES]), DOCS / FIRST_TOKEN)
+    serving.plot(first_tokens.cells_of([_file(name) for name in FIRST_TOKEN_FILES]), DOCS / FIRST_TOKEN)
     theta2.plot(_starting(theta2.PREFIX), DOCS / "theta2")
     quality.plot(quality.read_folder(RESULTS / "real")[QUALITY], IMAGES / f"quality-{QUALITY.lower()}")
 

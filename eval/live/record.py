@@ -18,7 +18,7 @@ import importlib.metadata
 import json
 import lzma
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -148,13 +148,6 @@ def result_files(folder: Path) -> dict[str, Path]:
     """The JSONL files of a folder, compressed ones too, by their names without suffixes."""
     paths = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.xz")])
     return {path.name.split(".jsonl")[0]: path for path in paths}
-
-
-def sglang_of(found: Mapping[str, Any]) -> str:
-    """Return the SGLang version that a file's header, or a row with its fields, was measured with; empty if unknown."""
-    servers = [found.get("server"), *(found.get("servers") or {}).values()]
-    told = (found.get("versions") or {}).get("sglang")
-    return told or next((server["version"] for server in servers if server and server.get("version")), "")
 
 
 def read_finished(path: Path) -> list[dict[str, Any]]:

@@ -6,11 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
+from eval.lab.kernels.length_shares import shares
 from eval.lab.kernels.prefill import COMMAND
 from eval.lab.kernels.prefill_table import OWN, TABLE, Implementation
 from eval.live.client import list_of
 from eval.live.counters import EvaluationError
-from eval.texts.lengths import length, shares
+from eval.texts.lengths import length
 
 
 def parse(arguments: list[str] | None, description: str | None = None) -> argparse.Namespace:
