@@ -80,13 +80,7 @@ OF_PREFILL = re.compile(r"ttft|throughput|^(dense_)?(tpot|itl)_")
 
 
 class Bench:
-    """The run: what was measured so far, and where it is written.
-
-    Args:
-        inputs: what the servers attend with, and the command line.
-        record: the result file.
-        scratch: folder for the client's files.
-    """
+    """The run: what was measured so far, and where it is written."""
 
     def __init__(self, inputs: Inputs, record: Record, scratch: Path) -> None:
         self.inputs, self.args, self.record, self.scratch = inputs, inputs.args, record, scratch
@@ -186,9 +180,6 @@ def run(inputs: Inputs) -> tuple[list[dict[str, Any]], bool]:
 
     Returns:
         The summary, and whether a cell failed.
-
-    Raises:
-        EvaluationError: see the functions that this one calls.
     """
     args = inputs.args
     inputs.require()

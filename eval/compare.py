@@ -137,15 +137,9 @@ def run_part(
     reference: Sequence[object],
     controls: Sequence[tuple[str, str, str]] = (),
 ) -> None:
-    """Run one command of the set, and its questions on the controls.
+    """Run one command of the set on the server at `base`, and its questions on the `controls` of `require_controls`.
 
-    Args:
-        name: of ``PARTS``.
-        args: the command line.
-        config: of the sparse server's decode method.
-        base: URL of the sparse server.
-        reference: arguments that name the dense one.
-        controls: of `require_controls`.
+    The arguments `reference` name the dense server.
 
     Raises:
         EvaluationError: the command failed; it has said why.
@@ -199,11 +193,6 @@ def progress(folder: Path, names: Sequence[str]) -> str:
 
 def choose(wanted: Sequence[str] | None, decode: str | None, prefill: str | None) -> list[str]:
     """The parts to run: those asked for, by default all that judge the server's methods.
-
-    Args:
-        wanted: of the command line.
-        decode: the server's decode method.
-        prefill: its prefill method.
 
     Raises:
         EvaluationError: a part is asked for that judges decode, which is dense there.

@@ -74,14 +74,7 @@ Rows = list[dict[str, Any]]
 
 
 class Run:
-    """What the commands that ask a server share: the file, and proof that a sparse server decoded sparse.
-
-    Args:
-        args: the command line.
-        target: the server.
-        commands: the lines that will be run.
-        **header: further facts for the first line of the file.
-    """
+    """What the commands that ask a server share: the file, and proof that a sparse server decoded sparse."""
 
     def __init__(self, args: argparse.Namespace, target: Target, commands: Iterable[Sequence[str]], **header: Any):
         self.args, self.target = args, target

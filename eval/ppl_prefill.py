@@ -152,14 +152,7 @@ def rows_of(text: str, windows: Sequence[Window], nlls: dict[str, Floats], begin
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all texts, and write the file.
-
-    Returns:
-        The summary, see `eval.scores.prefill_ppl.summarise`.
-
-    Raises:
-        EvaluationError: see the functions that this one calls.
-    """
+    """Measure all texts, write the file, and return the summary of `eval.scores.prefill_ppl`."""
     with LiveServer(args.base_url, args.concurrency) as server:
         facts = server.facts()
         begins = begins_at(facts, args.length)

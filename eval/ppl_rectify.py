@@ -71,13 +71,9 @@ def make_cells(text: str, ratios: Sequence[float], intervals: Sequence[int], suf
 
 
 def require_settings(config: dict[str, Any], prompt: int, length: int, ratios: Sequence[float]) -> str:
-    """Refuse a server that would run these windows dense, or give two ratios the same pages where they are scored.
+    """Refuse a server that would run such windows dense, or give two ratios the same pages where they are scored.
 
-    Args:
-        config: of the sparse method, as the server tells it.
-        prompt: tokens of the prompts.
-        length: tokens of the windows.
-        ratios: wanted.
+    `prompt` and `length` are the tokens of prompts and whole windows.
 
     Returns:
         What a ratio is called in the requests of this method.
@@ -119,11 +115,7 @@ def make_text(text: str, plain: list[Window], prompt: int, seed: int, server: Li
 
 
 def check_forcing(server: LiveServer, record: Record, text: str, windows: Sequence[Window], suffix: int) -> None:
-    """Compare forced dense decode with prefill, and write a ``check`` row.
-
-    Raises:
-        EvaluationError: they differ.
-    """
+    """Compare forced dense decode with prefill, write a ``check`` row, and refuse a difference."""
     before = server.counters()
     checked = windows[:CHECKED_WINDOWS]
     prefilled = server.each(
@@ -150,10 +142,7 @@ def check_forcing(server: LiveServer, record: Record, text: str, windows: Sequen
 def measure(
     server: LiveServer, record: Record, cell: Cell, windows: Sequence[Window], suffix: int, field: str
 ) -> list[dict[str, Any]]:
-    """Measure one setting and write its rows.
-
-    Returns:
-        The rows.
+    """Measure one setting, and write and return its rows.
 
     Raises:
         EvaluationError: a request failed, or the counters do not show the setting.
@@ -178,14 +167,7 @@ def measure(
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all texts and settings, and write the file.
-
-    Returns:
-        The summary, see `eval.scores.ppl_summary.summarise`.
-
-    Raises:
-        EvaluationError: see the functions that this one calls.
-    """
+    """Measure all texts and settings, write the file, and return the summary of `eval.scores.ppl_summary`."""
     prompt = args.length - args.suffix
     with LiveServer(args.base_url, args.concurrency) as server:
         facts = server.facts()

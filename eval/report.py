@@ -59,11 +59,7 @@ def written_by(path: Path) -> str:
 
 
 def any_table(path: Path, tables: Tables = TABLES) -> str:
-    """The table of a file or a folder of results.
-
-    Raises:
-        EvaluationError: it is none.
-    """
+    """The table of a file or a folder of results."""
     if path.is_dir():
         return comparison_table(read_folder(path))
     return tables.get(written_by(path), questions)(path)
@@ -71,11 +67,6 @@ def any_table(path: Path, tables: Tables = TABLES) -> str:
 
 def draw(path: Path, stem: Path, pictures: Pictures = PICTURES) -> None:
     """Draw a result file as SVG, if there is a picture of its kind.
-
-    Args:
-        path: the file.
-        stem: path without a suffix.
-        pictures: by the name of the command.
 
     Raises:
         EvaluationError: it is no file of results, or there is nothing in it to draw.
@@ -86,11 +77,7 @@ def draw(path: Path, stem: Path, pictures: Pictures = PICTURES) -> None:
 
 
 def show(paths: Iterable[Path], out: Path | None, tables: Tables = TABLES, pictures: Pictures = PICTURES) -> None:
-    """Print the table of each file or folder, and draw the pictures into the folder `out`.
-
-    Raises:
-        EvaluationError: see `any_table` and `draw`.
-    """
+    """Print the table of each file or folder, and draw the pictures into the folder `out`."""
     for path in paths:
         print(f"**{path}**\n\n{any_table(path, tables)}\n")
         files = result_files(path) if path.is_dir() else {Path(path.name.removesuffix(".xz")).stem: path}

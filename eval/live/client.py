@@ -140,18 +140,9 @@ class LiveServer:
         items: Sequence[Item],
         label: str = "",
     ) -> list[Result]:
-        """Work on all items, at most ``concurrency`` at a time, started in order.
+        """Work on all items, at most ``concurrency`` at a time, started in order, with a progress bar for a `label`.
 
-        Args:
-            work: gets a client of the server and an item.
-            items: what to work on.
-            label: of the progress bar; none is shown without.
-
-        Returns:
-            The results in the order of the items.
-
-        Raises:
-            Whatever `work` raises first; nothing is left out.
+        The results are in the order of the items; whatever `work` raises first is raised, so that nothing is left out.
         """
         return asyncio.run(self._each(work, items, label))
 
@@ -241,10 +232,7 @@ async def stream(
 ) -> Stream:
     """POST ``/generate`` as a stream and time its chunks; never tried again.
 
-    Args:
-        client: of the server.
-        request: the body.
-        begun: called whenever a piece has come, so first when the answer begins.
+    `begun` is called whenever a piece has come, so first when the answer begins.
 
     Raises:
         EvaluationError: the request failed or was aborted or retracted.

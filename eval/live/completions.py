@@ -37,13 +37,6 @@ async def complete(
 ) -> Completion:
     """POST ``/v1/completions`` with a prompt of token ids, so that the server adds nothing to it.
 
-    Args:
-        client: of the server.
-        model: its name there.
-        tokens: ids of the prompt.
-        max_new_tokens: the most tokens of the answer.
-        options: further fields of the request, such as temperature or ``custom_params``.
-
     Raises:
         Unreachable: no attempt got an answer.
         EvaluationError: the server refused, or read another prompt than was sent.

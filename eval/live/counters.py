@@ -86,11 +86,7 @@ def read_shares(counts: dict[str, int]) -> dict[str, float | None]:
 
 
 def require_dense_prefill(label: str, counts: dict[str, int]) -> None:
-    """Refuse counts of requests that asked for dense prefill and got another.
-
-    Raises:
-        EvaluationError: as said.
-    """
+    """Refuse counts of requests that asked for dense prefill and got another."""
     if counts.get("prefill_sparse_tokens") or sparsity(counts):
         raise EvaluationError(
             f"{label}: the server prefilled {counts['prefill_sparse_tokens']} tokens sparse although the requests said "
@@ -102,9 +98,6 @@ def require_dense(label: str, counts: dict[str, int]) -> None:
     """Refuse counts of a dense setting in which a row left pages out or was rectified, or prefill was sparse.
 
     With ``dense_fallback: never`` a dense row goes through the sparse kernels, but selects every page.
-
-    Raises:
-        EvaluationError: as said.
     """
     if leaves_out(counts):
         blocks = f" and skipped {count} of their blocks" if (count := counts.get("blocks_skipped")) else ""
@@ -119,11 +112,6 @@ def require_dense(label: str, counts: dict[str, int]) -> None:
 
 def require_sparse(label: str, counts: dict[str, int], rectifying: bool) -> None:
     """Refuse counts of a sparse setting that do not show it.
-
-    Args:
-        label: the setting, for the message.
-        counts: what `moved` returned for it.
-        rectifying: whether it has a rectification interval.
 
     Raises:
         EvaluationError: nothing ran sparse, rows ran dense, or rectification is not as `rectifying` says.

@@ -226,16 +226,7 @@ class Record:
 
 
 def require_same(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Refuse to go on with a file that was made for something else.
-
-    Args:
-        path: of the file.
-        old: its header.
-        new: the header of this run.
-
-    Raises:
-        EvaluationError: names what differs.
-    """
+    """Refuse to go on with a file whose header shows other arguments or another server than this run has."""
     if old.get("kind") != "header":
         raise EvaluationError(f"{path} is no file of results: its first line is no header")
     differing = [("command", command_name(old.get("command")), command_name(new["command"]))]

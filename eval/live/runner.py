@@ -103,14 +103,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaults
 
 
 class Run:
-    """One run of a suite.
-
-    Args:
-        suite: the questions.
-        record: the file.
-        arms: the servers, the one under judgement first.
-        expect: see `parser_of`.
-    """
+    """One run of a suite."""
 
     def __init__(self, suite: Suite, record: Record, arms: Sequence[Arm], expect: str) -> None:
         self.suite, self.record, self.arms, self.expect = suite, record, arms, expect

@@ -123,9 +123,6 @@ def plot(summary: Sequence[Row], stem: Path) -> list[Path]:
     Args:
         summary: rows of `summarise`.
         stem: path without a suffix.
-
-    Returns:
-        The paths written.
     """
     from matplotlib.figure import Figure
 

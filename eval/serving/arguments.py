@@ -81,11 +81,7 @@ def _length_or_none(text: str) -> int:
 
 
 def named(text: str) -> tuple[str, str]:
-    """``NAME=ARGS`` of a server.
-
-    Raises:
-        argparse.ArgumentTypeError: it is something else.
-    """
+    """``NAME=ARGS`` of a server."""
     name, found, flags = text.partition("=")
     if not found or not name.replace("-", "").isalnum():
         raise argparse.ArgumentTypeError(f"must be NAME=ARGS, got {text!r}")

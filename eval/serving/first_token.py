@@ -34,11 +34,7 @@ def tokens(context: int) -> int:
 
 
 def flush(side: Side) -> None:
-    """Empty the server's prefix cache.
-
-    Raises:
-        EvaluationError: the server did not do it.
-    """
+    """Empty the server's prefix cache."""
     answer = side.server.ask(lambda http: http.post("/flush_cache"))
     if answer.is_error:
         raise EvaluationError(f"the {side.name} server did not flush its cache: {answer.status_code} {answer.text}")
@@ -58,17 +54,7 @@ def cold(side: Side, request: dict[str, Any]) -> float:
 
 
 def measure(args: argparse.Namespace, side: Side, context: int, run: int) -> dict[str, Any]:
-    """Measure one cold prefill; before the first one of a length comes another that does not count.
-
-    Args:
-        args: the command line.
-        side: the server.
-        context: tokens of the prompt.
-        run: number of this run.
-
-    Raises:
-        EvaluationError: see `cold`, `Inputs.of_prompt` and `Inputs.judge`.
-    """
+    """Measure one cold prefill; before the first one of a length comes another that does not count."""
     config = side.prefill_config
     quality = {} if config is None else side.inputs.of_prompt(context, config, side.made)
     (prompt,) = random_prompts(1, context, side.server.vocabulary_size(), args.seed)
@@ -129,9 +115,6 @@ def _pairs(runs: Sequence[Row]) -> dict[str, Any]:
 
 def below_crossover(summary: Sequence[Row]) -> list[dict[str, Any]]:
     """The least ratio at contexts of at most `SHORT` tokens that the server prefilled dense by itself.
-
-    Args:
-        summary: see `summarise`.
 
     Returns:
         A row for each server that has such contexts: the ratio, the cell it was found in, and ``ratios`` of all;

@@ -77,9 +77,7 @@ def batch_flags(most: int) -> list[str]:
 def server_flags(args: argparse.Namespace, chunk: int | None = None) -> list[str]:
     """What every server is started with: room for the largest cell, and no more.
 
-    Args:
-        args: the command line.
-        chunk: tokens that are prefilled at once; None for the server's own choice.
+    `chunk` tokens are prefilled at once; None leaves that to the server.
     """
     # Without a grid prompts come one by one.
     cells = grid(args) or [Cell(context, 1) for context in args.contexts]
@@ -195,9 +193,6 @@ def _figures(runs: Sequence[Row]) -> dict[str, Any]:
 
 def short_contexts(summary: Sequence[Row]) -> list[dict[str, Any]]:
     """The least ratio of dense to sparse time per output token at contexts of at most ``SHORT`` tokens.
-
-    Args:
-        summary: see `summarise`.
 
     Returns:
         A row for each server that has such cells: the ratio, the cell it was found in, and ``ratios`` of all of them;

@@ -56,9 +56,6 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
     Args:
         rows: of the file: header, and ``summary`` rows of task "first_token" (seconds).
         stem: path without a suffix.
-
-    Returns:
-        The paths written.
     """
     from matplotlib.figure import Figure
 
@@ -114,14 +111,6 @@ def _title(rows: Sequence[Row], cells: Sequence[Row]) -> str:
 
 def draw(path: Path, stem: Path, plot_times: Callable[[Sequence[Row], Path], list[Path]] = latency.plot) -> list[Path]:
     """What a file has: time per token or first tokens as ``stem``; of both, the latter with ``-first-token`` behind it.
-
-    Args:
-        path: the file.
-        stem: path without a suffix.
-        plot_times: draws the time per token.
-
-    Returns:
-        The paths written.
 
     Raises:
         EvaluationError: it cannot be read, another command wrote it, or there is neither.

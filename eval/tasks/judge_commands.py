@@ -49,12 +49,7 @@ class Target:
 
 
 def reach(args: argparse.Namespace, server: LiveServer, least: int) -> Target:
-    """Ask a server what it is.
-
-    Args:
-        args: the command line.
-        server: the server.
-        least: tokens that prompt and answer take.
+    """Ask a server what it is, and whether it has room for `least` tokens of prompt and answer.
 
     Raises:
         EvaluationError: nobody answers, it runs another method than expected, has no room, or no tokenizer is found.
@@ -191,8 +186,7 @@ def run_judge(command: Sequence[str], scratch: Path, log: Path) -> None:
 def _forked(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> int:
     """Run SGLang's client as a fork of a process that has imported it, which takes longer than a short benchmark.
 
-    Returns:
-        The exit status.
+    Its exit status is returned.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([CLIENT])

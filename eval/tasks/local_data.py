@@ -85,11 +85,7 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 def existing(path: Path) -> Path:
-    """The path, if it is a file.
-
-    Raises:
-        EvaluationError: it is not.
-    """
+    """The path, refused if it is no file."""
     if not path.is_file():
         raise EvaluationError(f"there is no file {path}")
     return path
@@ -143,11 +139,7 @@ def shown(value: Any) -> str:
 
 
 def read_array(path: Path, fields: Fields, limit: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a JSON file that holds one array of objects; they are counted from 1 in errors.
-
-    Raises:
-        EvaluationError: see `Rows`.
-    """
+    """The rows of a JSON file that holds one array of objects; they are counted from 1 in errors."""
     rows = parsed(existing(path).read_bytes(), str(path))
     if not isinstance(rows, list) or not rows:
         raise EvaluationError(f"{path}: wanted a JSON array of rows, got {type(rows).__name__} without any")

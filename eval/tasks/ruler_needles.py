@@ -164,13 +164,7 @@ def among(lines: Sequence[str], records: Sequence[str], places: Sequence[float])
 
 
 def track_question(rng: random.Random, wording: Wording, tokens: Tokens) -> Question:
-    """A question for the variables of one chain of four assignments, after a worked example with short names.
-
-    Args:
-        rng: draws names, values and places.
-        wording: how lines are joined, and a word.
-        tokens: the tokenizer.
-    """
+    """A question for the variables of one chain of four assignments, after a worked example with short names."""
     values = unique_keys(rng, 2, lambda rng: random_number(rng, 5))
     names = unique_keys(rng, HOPS + 1, lambda rng: "".join(rng.choices(string.ascii_uppercase, k=5)))
     short = unique_keys(rng, HOPS + 1, lambda rng: "".join(rng.choices(string.ascii_uppercase, k=3)))

@@ -106,12 +106,7 @@ READERS: dict[str, Callable[[str], QuestionSet]] = {"qa_1": read_squad, "qa_2": 
 def document_question(asked: Asked, found: QuestionSet, rng: random.Random, length: int, tokens: Tokens) -> Question:
     """A question after its documents and as many others as fit, those of the same article first, in random order.
 
-    Args:
-        asked: one of the questions.
-        found: gives the other documents.
-        rng: draws them and their order.
-        length: tokens for which there must be documents.
-        tokens: the tokenizer.
+    There must be documents of `length` tokens.
 
     Raises:
         EvaluationError: the file has not so many.

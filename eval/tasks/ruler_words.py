@@ -125,11 +125,6 @@ def coded_words_question(rng: random.Random, length: int, tokens: Tokens) -> Que
     """A question for the three most frequent words of random letters; the frequencies are those of a zeta distribution.
 
     Its exponent is 2. The most frequent word is noise, three dots. There are ``length // 50`` words, and at least five.
-
-    Args:
-        rng: draws the words and their order.
-        length: tokens of prompt and answer.
-        tokens: the tokenizer.
     """
 
     def coded(rng: random.Random) -> str:

@@ -46,14 +46,10 @@ class ExactHaystack(Haystack):
         return self.take(rng.randrange(len(self.sentences)), budget)
 
     def take(self, start: int, budget: int) -> list[str]:
-        """Consecutive sentences (the book is a ring), filled up to `budget` tokens.
+        """Consecutive sentences from number `start` on (the book is a ring), filled up to `budget` tokens.
 
         A sentence too long for what is left is passed over, and some sentences are exchanged for longer ones from
         elsewhere where that brings the sum closer to the budget.
-
-        Args:
-            start: number of the first sentence.
-            budget: tokens.
         """
         i, left, passed, taken = start, budget, 0, []
         while left >= self._sorted[0] and passed < len(self.sentences):
@@ -176,11 +172,7 @@ def add_arguments(parser: argparse.ArgumentParser, tasks: Sequence[str], lengths
 
 
 def check_arguments(args: argparse.Namespace, tasks: Sequence[str]) -> None:
-    """Refuse what `add_arguments` lets through.
-
-    Raises:
-        EvaluationError: an unknown task, no task or no length, or n below 1.
-    """
+    """Refuse what `add_arguments` lets through."""
     unknown = [task for task in args.tasks if task not in tasks]
     if unknown or not args.tasks:
         raise EvaluationError(f"--tasks {','.join(unknown)}: allowed are {', '.join(tasks)}")
