@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,7 @@ def judge(answer: str, output: str) -> tuple[bool, bool]:
     return verify(wanted, found), bool(found)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Ask the questions of `MathSuite`; see `eval.live.runner.main`."""
-    return runner.main(MathSuite, arguments)
-
+main = partial(runner.main, MathSuite)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -32,7 +32,7 @@ import numpy as np
 import pandas as pd
 
 from eval.live.arms import phases_of, require_least, require_sparse_prefill
-from eval.live.client import FAILURES, LiveServer, list_of
+from eval.live.client import FAILURES, LiveServer
 from eval.live.counters import EvaluationError, moved, require_dense_prefill, sparsity
 from eval.live.forced import prefilled_suffix
 from eval.live.record import Record, read_rows
@@ -44,13 +44,12 @@ from eval.texts.windows import (
     add_arguments,
     make_windows,
     read_tokens,
+    refuse_wrong,
     windows_anywhere,
     with_records,
     with_repetition,
-    wrong_arguments,
 )
 
-TEXTS = ("book", "repeat", "records")
 # A block of AnchorAttention: what stands in the first one is never left out.
 FIRST_RECORD = 128
 # The longest group of AnchorAttention by default, and the block before it, are never left out either.
@@ -79,7 +78,7 @@ def begins_at(facts: dict[str, Any], length: int) -> int:
 def make_text(
     text: str, args: argparse.Namespace, books: Mapping[str, Sequence[int]], encode: Callable[[str], Sequence[int]]
 ) -> list[Window]:
-    """The windows of one of ``TEXTS``, of the tokens of `books`; `encode` makes more of them.
+    """The windows of one of ``eval.texts.windows.TEXTS``, of the tokens of `books`; `encode` makes more of them.
 
     Raises:
         EvaluationError: the books hold fewer, or a window has no room.
@@ -127,7 +126,7 @@ def rows_of(text: str, windows: Sequence[Window], nlls: dict[str, Floats], begin
     """The rows that a text's figures are made of.
 
     Args:
-        text: of ``TEXTS``.
+        text: of ``eval.texts.windows.TEXTS``.
         windows: as they were asked.
         nlls: of `ask`, for each arm; a token's stands at the position of the query that predicts it.
         begins: of `begins_at`.
@@ -180,22 +179,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--base-url", required=True, help="the server, with a sparse prefill method")
     parser.add_argument("--out", required=True, type=Path, help="JSONL file to write")
-    add_arguments(parser, length=16384, concurrency=4)
-    parser.add_argument("--kind", type=list_of(str), default="book", help=f"of {', '.join(TEXTS)}")
+    add_arguments(parser, length=16384, concurrency=4, kind="book")
     parser.add_argument("--apart", type=int, default=APART, help="of records: tokens between the last one and the end")
     parser.add_argument("--custom-params", type=json.loads, default={}, help="JSON, sent with each sparse request")
     parser.add_argument("--least-sparsity", type=float, metavar="SHARE", help="of the pairs that must be left out")
     parser.add_argument("--bound", type=float, default=BOUND, help="largest share by which perplexity may grow")
     args = parser.parse_args(arguments)
-    for wrong, message in (
+    refuse_wrong(
+        parser,
+        args,
         (args.length < 2 * SCORED, f"--length must be at least {2 * SCORED}"),
-        (not args.kind or not set(args.kind) <= set(TEXTS), f"--kind must be of {', '.join(TEXTS)}"),
         (args.apart < 0, "--apart must be at least 0"),
         (args.bound <= 0, "--bound must be above 0"),
-        *wrong_arguments(args),
-    ):
-        if wrong:
-            parser.error(message)
+    )
     return args
 
 

@@ -46,12 +46,11 @@ from eval.texts.windows import (
     Window,
     add_arguments,
     read_windows,
+    refuse_wrong,
     with_records,
     with_repetition,
-    wrong_arguments,
 )
 
-TEXTS = ("book", "repeat", "records")
 MAX_DIFFERENCE = 0.01
 MAX_ABSOLUTE_DIFFERENCE = 0.03
 CHECKED_WINDOWS = 16
@@ -210,28 +209,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSONL file to write")
     parser.add_argument("--plot", type=Path, help="picture to draw, .png or .svg")
     parser.add_argument("--from", type=Path, dest="file", help="take the figures of this JSONL file, without a server")
-    add_arguments(parser, length=4096, concurrency=32)
+    add_arguments(parser, length=4096, concurrency=32, kind="book,repeat,records")
     parser.add_argument("--suffix", type=int, default=256, help="tokens of it forced through decode")
     parser.add_argument("--stride", type=int, help="tokens from one window's begin to the next's (default: --length)")
     parser.add_argument("--intervals", type=list_of(int), default="8,16,32,64,128,0", help="0 (never) is always run")
     parser.add_argument(
         "--ratios", type=list_of(float), default=".02,.05,.1", help="shares of the pages, or of the mass: theta1"
     )
-    parser.add_argument("--kind", type=list_of(str), default="book,repeat,records", help=f"of {', '.join(TEXTS)}")
     args = parser.parse_args(arguments)
-    if args.file is None and (args.base_url is None or args.out is None):
-        parser.error("--base-url and --out are needed, or --from")
-    for wrong, message in (
+    refuse_wrong(
+        parser,
+        args,
+        (
+            args.file is None and (args.base_url is None or args.out is None),
+            "--base-url and --out are needed, or --from",
+        ),
         (args.file is not None and args.plot is None, "--from needs --plot"),
         (not SCORED <= args.suffix < args.length, f"--suffix must be at least {SCORED} and below --length"),
         (args.stride is not None and args.stride < args.suffix, "--stride must be at least --suffix"),
         (min(args.intervals, default=0) < 0, "--intervals must be 0 or more"),
         (not args.ratios or not all(0 < r < 1 for r in args.ratios), "--ratios must be between 0 and 1"),
-        (not args.kind or not set(args.kind) <= set(TEXTS), f"--kind must be of {', '.join(TEXTS)}"),
-        *wrong_arguments(args),
-    ):
-        if wrong:
-            parser.error(message)
+    )
     return args
 
 

@@ -20,14 +20,12 @@ class Completion:
     Attributes:
         text: the output, special tokens left out.
         finish: why it ended: "stop" or "length".
-        prompt_tokens: as the server counts them.
-        completion_tokens: likewise.
+        completion_tokens: as the server counts them.
         seconds: from when the request was sent until the answer was there, on this client's clock.
     """
 
     text: str
     finish: str
-    prompt_tokens: int
     completion_tokens: int
     seconds: float
 
@@ -54,9 +52,7 @@ async def complete(
         raise EvaluationError(
             f"the server read a prompt of {usage['prompt_tokens']} tokens where {len(tokens)} were sent"
         )
-    return Completion(
-        choice["text"], choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"], seconds
-    )
+    return Completion(choice["text"], choice["finish_reason"], usage["completion_tokens"], seconds)
 
 
 def served_model(client: httpx.Client, wanted: str | None) -> tuple[str, int | None]:

@@ -53,7 +53,7 @@ NOT_ARGUMENTS = (
 def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
     """The command line of a suite: what every command takes, and the suite's own arguments."""
     parser = argparse.ArgumentParser(
-        prog=suite.command, description=sys.modules[suite.__module__].__doc__, formatter_class=_Formatter
+        prog=suite.command, description=sys.modules[suite.__module__].__doc__, formatter_class=HelpFormatter
     )
     common = parser.add_argument_group("every command of its kind")
     common.add_argument("--base-url", required=True, help="the server under judgement")
@@ -98,8 +98,8 @@ def parser_of(suite: type[Suite]) -> argparse.ArgumentParser:
     return parser
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keep the description as it is written, and say the defaults."""
 
 
 class Run:

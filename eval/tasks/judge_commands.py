@@ -24,7 +24,8 @@ from eval.live.arms import Arm, make_arm, require_method
 from eval.live.client import LiveServer
 from eval.live.counters import EvaluationError
 from eval.live.tokens import Tokens, tokens
-from eval.tasks.local_data import TEXT, Rows, chosen
+from eval.tasks.local_data import TEXT, Rows
+from eval.texts.haystacks import chosen
 
 LM_EVAL = "0.4.13"
 INSTALL = f'uv pip install "lm-eval[api,ruler]=={LM_EVAL}"'

@@ -12,7 +12,7 @@ from typing import Any
 
 from eval.live.counters import EvaluationError
 from eval.live.tokens import Tokens
-from eval.tasks.local_data import TEXT, Kind, existing, parsed, read_array, require
+from eval.tasks.local_data import TEXT, Kind, read_array, read_json, require
 from eval.texts.haystacks import ExactHaystack, Question, spaced
 
 SPARE_DOCUMENTS = 64
@@ -52,7 +52,7 @@ def read_squad(path: str) -> QuestionSet:
     Raises:
         EvaluationError: it is no such file; names the field that is missing.
     """
-    whole = parsed(existing(Path(path)).read_bytes(), path)
+    whole = read_json(Path(path))
     require(whole, {"data": _LIST}, path)
     questions, documents = [], set()
     for number, article in enumerate(whole["data"], 1):

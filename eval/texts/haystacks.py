@@ -7,7 +7,7 @@ import lzma
 import random
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,10 +16,12 @@ from eval.live.client import list_of
 from eval.live.counters import EvaluationError
 from eval.live.tokens import Tokens
 from eval.texts.lengths import length
-from eval.texts.text import NOISE, Haystack, read_book, sentences, words
+from eval.texts.text import NOISE, Haystack, read_book, sentences, unique_keys, words
 from eval.texts.windows import BOOK
 
 KINDS = ("books", "noise", "repeated")
+
+Make = Callable[[random.Random], str]
 
 
 class ExactHaystack(Haystack):
@@ -140,6 +142,18 @@ def book_text(path: str, option: str = "--book") -> str:
     return text
 
 
+def draw_apart(
+    rng: random.Random, keys: tuple[int, Make], values: tuple[int, Make], haystack: Container[str]
+) -> tuple[list[str], list[str]]:
+    """So many keys and values, made by a function each, that stand nowhere in the haystack, nor in each other."""
+    while True:
+        found = [unique_keys(rng, *part) for part in (keys, values)]
+        every = [*found[0], *found[1]]
+        apart = not any(a in b for a in every for b in every if a is not b)
+        if apart and not any(text in haystack for text in every):
+            return found[0], found[1]
+
+
 def join_names(names: Sequence[str]) -> str:
     """Such as "a, b, and c"."""
     return f"{', '.join(names[:-1])}, and {names[-1]}" if len(names) > 1 else names[0]
@@ -173,10 +187,22 @@ def add_arguments(parser: argparse.ArgumentParser, tasks: Sequence[str], lengths
 
 def check_arguments(args: argparse.Namespace, tasks: Sequence[str]) -> None:
     """Refuse what `add_arguments` lets through."""
-    unknown = [task for task in args.tasks if task not in tasks]
-    if unknown or not args.tasks:
-        raise EvaluationError(f"--tasks {','.join(unknown)}: allowed are {', '.join(tasks)}")
+    chosen(args.tasks, tasks)
     if not args.lengths:
         raise EvaluationError("--lengths: none given; allowed is a list such as 4k,8k")
     if args.n < 1:
         raise EvaluationError(f"--n {args.n}: allowed is 1 or more")
+
+
+def chosen(wanted: Sequence[str] | None, allowed: Sequence[str]) -> list[str]:
+    """The ``--tasks`` wanted, each once, or all of them.
+
+    Raises:
+        EvaluationError: one is not allowed, or the list is empty.
+    """
+    if wanted is None:
+        return list(allowed)
+    unknown = [name for name in wanted if name not in allowed]
+    if unknown or not wanted:
+        raise EvaluationError(f"--tasks {','.join(unknown)}: allowed are {', '.join(allowed)}")
+    return list(dict.fromkeys(wanted))
