@@ -93,11 +93,7 @@ class Bench:
         self.interval = 0
 
     def start(self, stack: contextlib.ExitStack, folder: Path, name: str, flags: Sequence[str]) -> Side:
-        """Start a server that ends with `stack`.
-
-        Raises:
-            EvaluationError: it does not start, is not what it should be, or its answers would be too short.
-        """
+        """Start a server that ends with `stack`, and refuse it where its answers would be too short."""
         args = self.args
         log = args.out.with_suffix(f".{short_length(self.chunk)}.{name}.log" if self.chunk else f".{name}.log")
         process = ServerProcess(folder, *flags, log_path=log, timeout=args.start_timeout, env=self.inputs.environment())

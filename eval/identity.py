@@ -89,11 +89,7 @@ def compare(dense: dict[str, Any], sparse: dict[str, Any]) -> dict[str, Any]:
 
 
 def noise_of(path: Path) -> float:
-    """The noise that a run with bfloat16 KV measured, in nats.
-
-    Raises:
-        EvaluationError: the file is of another command, has other KV, or is not complete.
-    """
+    """The noise in nats of a complete run of this command with bfloat16 KV; other files are refused."""
     header, *rows = read_finished(path)
     if header.get("command") != "eval.identity" or not rows[-1].get("noise"):
         raise EvaluationError(f"{path} has no noise: allowed is a file of eval.identity with --noise-url")

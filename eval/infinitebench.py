@@ -167,11 +167,7 @@ def flat(value: Any) -> list[str]:
 
 
 def answers(task: str, row: Mapping[str, Any], where: str = "") -> list[str]:
-    """The right answers of a row; of an option its text and its letter.
-
-    Raises:
-        EvaluationError: the right one is not among the options.
-    """
+    """The right answers of a row; of an option, which must be one of the row's, its text and its letter."""
     right = flat(row["answer"])
     if task not in WITH_OPTIONS or (len(right) == 2 and right[1] in LETTERS):
         return right

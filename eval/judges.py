@@ -90,11 +90,7 @@ class Run:
         self.counts = [row for row in self.record.earlier if row["kind"] == "counters"]
 
     def judge(self, command: Sequence[str], scratch: Path, task: str, length: int | None) -> None:
-        """Run a judge, and keep what the server counted meanwhile.
-
-        Raises:
-            EvaluationError: the judge failed, or a sparse server did not decode sparse.
-        """
+        """Run a judge, keep what the server counted, and refuse a sparse one that did not decode sparse."""
         arm = self.target.arm
         before = arm.server.counters() if arm.counted else None
         run_judge(command, scratch, self.args.out.with_suffix(".log"))

@@ -68,11 +68,7 @@ def require_forcing(server: LiveServer, url: str) -> dict[str, Any]:
 
 
 def distributions(answer: dict[str, Any], output: Output) -> Distributions:
-    """The best tokens at the scored positions of a forced output.
-
-    Raises:
-        EvaluationError: the output is another one, or the server left log-probabilities out.
-    """
+    """The best tokens at the scored positions of a forced output; refuses another output, and missing ones."""
     forced_logprobs(answer, output.tokens)
     found = answer["meta_info"].get("output_top_logprobs") or []
     if len(found) != len(output.tokens):
@@ -200,11 +196,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, checked as far as a server is not needed for it.
-
-    Raises:
-        EvaluationError: names the argument, what it was and what is allowed.
-    """
+    """The command line, checked as far as a server is not needed for it."""
     parser = argparse.ArgumentParser(
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

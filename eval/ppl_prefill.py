@@ -58,11 +58,7 @@ DENSE: dict[str, Any] = {"sparse": False}
 
 
 def begins_at(facts: dict[str, Any], length: int) -> int:
-    """The first position at which a server may prefill sparse.
-
-    Raises:
-        EvaluationError: it has no prefill method, or prefills windows of this length dense.
-    """
+    """The first position at which a server may prefill sparse; refuses one that prefills such windows dense."""
     if phases_of(facts)[1] is None:
         raise EvaluationError("the server runs no prefill method; eval.ppl_rectify judges decode")
     config = facts["sparse"]["prefill"]["config"]
@@ -78,11 +74,7 @@ def begins_at(facts: dict[str, Any], length: int) -> int:
 def make_text(
     text: str, args: argparse.Namespace, books: Mapping[str, Sequence[int]], encode: Callable[[str], Sequence[int]]
 ) -> list[Window]:
-    """The windows of one of ``eval.texts.windows.TEXTS``, of the tokens of `books`; `encode` makes more of them.
-
-    Raises:
-        EvaluationError: the books hold fewer, or a window has no room.
-    """
+    """The windows of one of ``eval.texts.windows.TEXTS``, of the tokens of `books`; `encode` makes more of them."""
     if text == "records":
         count = args.windows or len(make_windows(books, args.length, None, args.seed))
         plain = windows_anywhere(books, args.length, count, args.seed)
@@ -98,9 +90,6 @@ def ask(
 
     Of ``records`` they are those of the answers; else of all tokens but the first, so that nothing of a prompt is taken
     from the cache.
-
-    Raises:
-        EvaluationError: a request failed, or the counters do not show the arm.
     """
     params = DENSE if arm == "dense" else args.custom_params
     suffix = windows[0].scored if text == "records" else args.length - 1

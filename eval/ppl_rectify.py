@@ -141,11 +141,7 @@ def check_forcing(server: LiveServer, record: Record, text: str, windows: Sequen
 def measure(
     server: LiveServer, record: Record, cell: Cell, windows: Sequence[Window], suffix: int, field: str
 ) -> list[dict[str, Any]]:
-    """Measure one setting, and write and return its rows.
-
-    Raises:
-        EvaluationError: a request failed, or the counters do not show the setting.
-    """
+    """Measure one setting, and write and return its rows; refuses counters that do not show the setting."""
     label = " ".join(str(part) for part in cell if part is not None)
     before = server.counters()
     nlls = server.each(lambda client, window: mean_nll(client, window, suffix, cell, field), windows, label)

@@ -45,11 +45,7 @@ PICTURES: Pictures = {
 
 
 def written_by(path: Path) -> str:
-    """Name of the command that wrote a file: ``sglang_sparse.tune`` writes ``.json``.
-
-    Raises:
-        EvaluationError: it is no file of results.
-    """
+    """Name of the command that wrote a file of results: ``sglang_sparse.tune`` writes ``.json``."""
     if path.suffix == ".json":
         return "tune"
     rows = read_rows(path)
@@ -66,11 +62,7 @@ def any_table(path: Path, tables: Tables = TABLES) -> str:
 
 
 def draw(path: Path, stem: Path, pictures: Pictures = PICTURES) -> None:
-    """Draw a result file as SVG, if there is a picture of its kind.
-
-    Raises:
-        EvaluationError: it is no file of results, or there is nothing in it to draw.
-    """
+    """Draw a result file as SVG, if there is a picture of its kind, to a path without a suffix."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     if drawn := pictures.get(written_by(path)):
         drawn(path, stem)

@@ -69,11 +69,7 @@ OPTIONS = {"qa_1": "squad", "qa_2": "hotpot"}
 
 @cache
 def read_essays(path: str, tokens: Tokens) -> ExactHaystack:
-    """Essays from a text file, or from the JSON file that RULER's own script makes (``{"text": ...}``).
-
-    Raises:
-        EvaluationError: it is neither, or has no words.
-    """
+    """Essays from a text file, or from the JSON file that RULER's own script makes (``{"text": ...}``)."""
     if path.endswith(".json"):
         whole = read_json(Path(path))
         require(whole, {"text": WORDS}, path)
@@ -126,11 +122,7 @@ class RulerSuite(Suite):
         return cases
 
     def build(self, case: Case) -> Prompt:
-        """See `Suite.build`.
-
-        Raises:
-            EvaluationError: the length has no room for the task; names the least that has.
-        """
+        """See `Suite.build`; a length without room for the task is refused with the least that has."""
         assert case.length is not None
         room, question = ANSWER_TOKENS[case.task], self._question(case, case.length)
         self._require_room(case, question)

@@ -69,11 +69,7 @@ def make_arm(name: str, server: LiveServer, facts: dict[str, Any], model: str | 
 
 
 def decode_config(server: LiveServer) -> dict[str, Any]:
-    """The config of a server's decode method.
-
-    Raises:
-        EvaluationError: there is none, or one for each of several parts, or see `LiveServer.sparse_state`.
-    """
+    """The config of a server's decode method; refused without one, or with one for each of several parts."""
     state = server.sparse_state()
     if state.get("parts"):
         raise EvaluationError(
@@ -119,11 +115,7 @@ def require_method(expect: str, facts: dict[str, Any], compared: bool) -> None:
 
 
 def require_reference(expect: str, facts: Sequence[dict[str, Any]], params: dict[str, Any]) -> None:
-    """Refuse a server to compare with that is no reference.
-
-    Raises:
-        EvaluationError: it runs a sparse method and is not asked to run dense, or has another model.
-    """
+    """Refuse a server to compare with that is not asked to run dense, or has another model."""
     method = methods_of(facts[1])
     if method and params.get("sparse") is not False and expect != "any":
         raise EvaluationError(

@@ -94,8 +94,7 @@ class LiveServer:
     def counters(self, patience: float = 30.0) -> dict[str, Any]:
         """`sparse_state` once it stands still: the server may run a step that no request waits for any more.
 
-        Raises:
-            EvaluationError: it still counts after `patience` seconds.
+        A server that still counts after `patience` seconds is refused.
         """
         deadline = time.monotonic() + patience
         state = self.sparse_state()
@@ -211,11 +210,7 @@ async def post(client: httpx.AsyncClient, path: str, request: dict[str, Any], pa
 
 
 def checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer, if it is whole and was decoded in one go.
-
-    Raises:
-        EvaluationError: it is an error, or was aborted or retracted.
-    """
+    """The answer, if it is whole and was decoded in one go; refuses errors, aborts and retractions."""
     if "error" in answer:
         raise EvaluationError(f"the server refused a request: {answer['error']}")
     meta = answer["meta_info"]

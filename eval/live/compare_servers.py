@@ -18,11 +18,7 @@ from launch.server import ServerProcess
 
 @contextlib.contextmanager
 def servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
-    """URLs of the sparse and of the dense server (None: the sparse one itself), started if need be.
-
-    Raises:
-        EvaluationError: a server that was started does not run the methods that it was started with.
-    """
+    """URLs of the sparse and of the dense server (None: the sparse one itself), started if need be."""
     if args.base_url:
         yield args.base_url, args.compare_url
         return

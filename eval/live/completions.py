@@ -56,11 +56,7 @@ async def complete(
 
 
 def served_model(client: httpx.Client, wanted: str | None) -> tuple[str, int | None]:
-    """Name and context length, in tokens, of the model to ask; the length is None where the server does not say.
-
-    Raises:
-        EvaluationError: the server does not have the wanted model.
-    """
+    """Name and context length, in tokens, of the model to ask, which must be there; None where it is not said."""
     models = {model["id"]: model.get("max_model_len") for model in client.get("/v1/models").json()["data"]}
     name = wanted or next(iter(models))
     if name not in models:

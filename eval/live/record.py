@@ -151,11 +151,7 @@ def result_files(folder: Path) -> dict[str, Path]:
 
 
 def read_finished(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file whose run came to its end: the summary is written last.
-
-    Raises:
-        EvaluationError: it did not, or see `read_rows`.
-    """
+    """The rows of a file whose run came to its end, refused otherwise: the summary is written last."""
     rows = read_rows(path)
     if not any(row["kind"] == "summary" for row in rows):
         raise EvaluationError(f"{path} has no summary: its run was refused or interrupted; run the same command again")
@@ -163,11 +159,7 @@ def read_finished(path: Path) -> list[dict[str, Any]]:
 
 
 def summarised(path: Path) -> bool:
-    """Whether a result file is there and complete.
-
-    Raises:
-        EvaluationError: it is no file of results.
-    """
+    """Whether a result file is there and complete."""
     return path.exists() and any(row.get("kind") == "summary" for row in read_rows(path))
 
 

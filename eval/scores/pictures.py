@@ -28,11 +28,7 @@ def add_file_arguments(parser: argparse.ArgumentParser, without: str) -> None:
 
 
 def rows_of(path: Path, command: str) -> list[dict[str, Any]]:
-    """The rows of a file that a command wrote.
-
-    Raises:
-        EvaluationError: it cannot be read, or another command wrote it.
-    """
+    """The rows of a file that a command wrote; refuses one of another command."""
     rows = read_rows(path)
     writer = rows[0].get("command") if rows else None
     if command_name(writer) != command_name(command):

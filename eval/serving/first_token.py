@@ -41,11 +41,7 @@ def flush(side: Side) -> None:
 
 
 def cold(side: Side, request: dict[str, Any]) -> float:
-    """Seconds until the first token of a prompt of which nothing is cached.
-
-    Raises:
-        EvaluationError: the request failed, or some of it was cached all the same.
-    """
+    """Seconds until the first token of a prompt; refuses one of which anything was cached."""
     flush(side)
     (answer,) = side.server.each(stream, [request])
     if answer.cached_tokens:

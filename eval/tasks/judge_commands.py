@@ -70,11 +70,7 @@ def reach(args: argparse.Namespace, server: LiveServer, least: int) -> Target:
 
 
 def require_lm_eval() -> None:
-    """Refuse to begin without the judge.
-
-    Raises:
-        EvaluationError: lm-eval or what it needs is missing, or is another version; says how to install it.
-    """
+    """Refuse to begin without the judge in the version wanted, and say how to install it."""
     missing = [name for name in ("lm_eval", "nltk", "wonderwords", "tenacity") if find_spec(name) is None]
     if missing:
         raise EvaluationError(f"{', '.join(missing)} not installed: {INSTALL}")
@@ -122,11 +118,7 @@ def lm_eval_command(target: Target, args: argparse.Namespace, task: str, length:
 
 
 def gsm8k_task(data: Path, train: Path | None) -> dict[str, Any]:
-    """lm-eval's task gsm8k with the questions of local files, as the content of its YAML file.
-
-    Raises:
-        EvaluationError: a file is missing, or has no such questions; see `eval.tasks.local_data.Rows`.
-    """
+    """lm-eval's task gsm8k with the questions of local files, as the content of its YAML file."""
     for path in (data, train):
         if path is not None:
             Rows(path, {"question": TEXT, "answer": TEXT})
@@ -163,8 +155,7 @@ def serving_command(target: Target, args: argparse.Namespace, length: int, path:
 def run_judge(command: Sequence[str], scratch: Path, log: Path) -> None:
     """Run a judge without any network but the server's, everything that it prints going to the end of `log`.
 
-    Raises:
-        EvaluationError: it failed; has the last line of what it printed.
+    One that fails is refused with the last line of what it printed.
     """
     # Importing the tasks looks for these sentence rules and would download them; no task here splits sentences.
     (scratch / "nltk" / "tokenizers" / "punkt_tab").mkdir(parents=True, exist_ok=True)

@@ -91,11 +91,7 @@ def existing(path: Path) -> Path:
 
 
 def placed(folder: Path | None, option: str, *places: str) -> Path:
-    """The first of the places in a folder at which there is a file.
-
-    Raises:
-        EvaluationError: the option was not given, or the folder has none of them.
-    """
+    """The first of the places in a folder at which there is a file; refused without the folder, or any place."""
     if folder is None:
         raise EvaluationError(f"{option} is missing: give the folder with {places[0]}")
     for place in places:
@@ -110,11 +106,7 @@ def read_json(path: Path) -> Any:
 
 
 def parsed(data: bytes, where: str) -> Any:
-    """The value that JSON text stands for.
-
-    Raises:
-        EvaluationError: it is not JSON in UTF-8; begins with `where`.
-    """
+    """The value that JSON text in UTF-8 stands for; another text is refused, by what `where` calls it."""
     try:
         return json.loads(data)
     except ValueError as error:
@@ -181,11 +173,7 @@ def literal(path: Path, name: str, kind: type[T]) -> T:
 
 
 def entry(found: Mapping[str, Any], task: str, kind: type[T], where: str) -> T:
-    """What a benchmark's table says of a task, such as its template.
-
-    Raises:
-        EvaluationError: nothing of this type.
-    """
+    """What a benchmark's table says of a task, such as its template; refused where it is not of the type."""
     value = found.get(task)
     if not isinstance(value, kind):
         raise EvaluationError(f"{where}: for {task!r} it has {shown(value)}, wanted a {kind.__name__}")
@@ -193,11 +181,7 @@ def entry(found: Mapping[str, Any], task: str, kind: type[T], where: str) -> T:
 
 
 def fill(template: str, values: Mapping[str, Any], where: str) -> str:
-    """A template with its fields filled in.
-
-    Raises:
-        EvaluationError: it is no template, or names a field that there is not.
-    """
+    """A template with its fields filled in; refused if it is none, or names a field that there is not."""
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:

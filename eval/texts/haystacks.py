@@ -128,11 +128,7 @@ def haystack(kind: str, books: tuple[str, ...], tokens: Tokens) -> ExactHaystack
 
 
 def book_text(path: str, option: str = "--book") -> str:
-    """Text of a file that an option names.
-
-    Raises:
-        EvaluationError: it cannot be read, or has no words.
-    """
+    """Text of a file that an option names; refused if it cannot be read or has no words."""
     try:
         text = read_book(Path(path))
     except (OSError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
@@ -195,11 +191,7 @@ def check_arguments(args: argparse.Namespace, tasks: Sequence[str]) -> None:
 
 
 def chosen(wanted: Sequence[str] | None, allowed: Sequence[str]) -> list[str]:
-    """The ``--tasks`` wanted, each once, or all of them.
-
-    Raises:
-        EvaluationError: one is not allowed, or the list is empty.
-    """
+    """The ``--tasks`` wanted, each once, or all of them; refuses unknown ones and an empty list."""
     if wanted is None:
         return list(allowed)
     unknown = [name for name in wanted if name not in allowed]
