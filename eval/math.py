@@ -22,7 +22,6 @@ from typing import Any
 from eval.live import runner
 from eval.live.counters import EvaluationError
 from eval.live.suite import Case, Prompt, Suite
-from eval.live.tokens import Tokens
 from eval.tasks.local_data import Rows
 from eval.tasks.local_suite import ask
 
@@ -36,9 +35,7 @@ class MathSuite(Suite):
 
     command = "eval.math"
 
-    def __init__(self, args: argparse.Namespace, tokens: Tokens) -> None:
-        super().__init__(args, tokens)
-        self._rows: dict[str, Rows] = {}
+    _rows: dict[str, Rows]
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:

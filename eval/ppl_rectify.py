@@ -45,7 +45,8 @@ from eval.texts.windows import (
     SCORED,
     Window,
     add_arguments,
-    read_windows,
+    make_windows,
+    read_tokens,
     refuse_wrong,
     with_records,
     with_repetition,
@@ -167,7 +168,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     with LiveServer(args.base_url, args.concurrency) as server:
         facts = server.facts()
         field = require_settings(decode_config(server), prompt, args.length, args.ratios)
-        plain = read_windows(args, server.tokenize)
+        books = read_tokens(args.book, server.tokenize)
+        plain = make_windows(books, args.length, args.windows, args.seed, args.stride)
         texts = {text: make_text(text, plain, prompt, args.seed, server) for text in args.kind}
         names = ("length", "suffix", "stride", "intervals", "ratios", "kind", "seed")
         settings = {

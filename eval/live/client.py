@@ -143,40 +143,36 @@ class LiveServer:
 
         The results are in the order of the items; whatever `work` raises first is raised, so that nothing is left out.
         """
-        return asyncio.run(self._each(work, items, label))
 
-    async def _each(
-        self,
-        work: Callable[[httpx.AsyncClient, Item], Awaitable[Result]],
-        items: Sequence[Item],
-        label: str,
-    ) -> list[Result]:
-        gate = asyncio.Semaphore(self.concurrency)
-        limits = httpx.Limits(max_connections=self.concurrency)
-        with tqdm(total=len(items), desc=label, disable=not label) as bar:
-            async with httpx.AsyncClient(**self._options, limits=limits) as client:
+        async def work_on_all() -> list[Result]:
+            gate = asyncio.Semaphore(self.concurrency)
+            limits = httpx.Limits(max_connections=self.concurrency)
+            with tqdm(total=len(items), desc=label, disable=not label) as bar:
+                async with httpx.AsyncClient(**self._options, limits=limits) as client:
 
-                async def one(item: Item) -> Result:
-                    async with gate:
-                        result = await work(client, item)
-                    bar.update()
-                    return result
+                    async def one(item: Item) -> Result:
+                        async with gate:
+                            result = await work(client, item)
+                        bar.update()
+                        return result
 
-                return await asyncio.gather(*map(one, items))
+                    return await asyncio.gather(*map(one, items))
+
+        return asyncio.run(work_on_all())
 
 
 def _summed(states: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, int]:
     return {name: sum(state[name] for state in states) for name in names}
 
 
-async def generate(client: httpx.AsyncClient, request: dict[str, Any], pause: float = 0.5) -> dict[str, Any]:
+async def generate(client: httpx.AsyncClient, request: dict[str, Any]) -> dict[str, Any]:
     """POST ``/generate``, see `post`.
 
     Raises:
         EvaluationError: as `post`, or the request was aborted or retracted. A retracted request prefills its output
             again, which is a rectification that nobody asked for.
     """
-    return checked(await post(client, "/generate", request, pause))
+    return checked(await post(client, "/generate", request))
 
 
 async def post(client: httpx.AsyncClient, path: str, request: dict[str, Any], pause: float = 0.5) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from eval.live.client import request_of, stream
 from eval.live.counters import EvaluationError, moved, sparsity, sum_of
 from eval.live.tokens import random_prompts
-from eval.serving.grid import DENSE, ROOM, SHORT, Cell
+from eval.serving.grid import DENSE, ROOM, Cell, least_ratio
 from eval.serving.measurement import Side, require_sparse_prefill
 from eval.texts.lengths import short_length
 
@@ -110,22 +110,15 @@ def _pairs(runs: Sequence[Row]) -> dict[str, Any]:
 
 
 def below_crossover(summary: Sequence[Row]) -> list[dict[str, Any]]:
-    """The least ratio at contexts of at most `SHORT` tokens that the server prefilled dense by itself.
+    """The least ratio at contexts of at most ``SHORT`` tokens that the server prefilled dense by itself.
 
     Returns:
-        A row for each server that has such contexts: the ratio, the cell it was found in, and ``ratios`` of all;
-        ``context`` is the longest.
+        For each server that has such contexts `least_ratio`; ``context`` is the longest.
     """
-    found = []
-    for arm in dict.fromkeys(row["arm"] for row in summary):
-        # Of another dense server nothing is counted.
-        cells = [row for row in summary if row["arm"] == arm and row["context"] <= SHORT and row["sparse_tokens"] == 0]
-        if cells:
-            least = min(cells, key=lambda row: row["ttft_ratio"])
-            row = {"id": f"{arm}/{TASK_BELOW}", "task": TASK_BELOW, "arm": arm}
-            row["context"] = max(cell["context"] for cell in cells)
-            row |= {"ttft_ratio": least["ttft_ratio"], "cell": least["id"], "sparsity": least["sparsity"]}
-            row |= {f"dense_{name}": least[f"dense_{name}"] for name in SERVED}
-            row["ratios"] = {short_length(cell["context"]): cell["ttft_ratio"] for cell in cells}
-            found.append(row)
-    return found
+    # Of another dense server nothing is counted.
+    dense = [row for row in summary if row["sparse_tokens"] == 0]
+    names = ("sparsity", *(f"dense_{name}" for name in SERVED))
+    return [
+        row | {"context": max(cell["context"] for cell in cells)} | {name: least[name] for name in names}
+        for row, least, cells in least_ratio(TASK_BELOW, "ttft_ratio", dense)
+    ]

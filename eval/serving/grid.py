@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -195,17 +195,23 @@ def short_contexts(summary: Sequence[Row]) -> list[dict[str, Any]]:
     """The least ratio of dense to sparse time per output token at contexts of at most ``SHORT`` tokens.
 
     Returns:
-        A row for each server that has such cells: the ratio, the cell it was found in, and ``ratios`` of all of them;
-        ``dense_rows``: the share of that cell's rows that were decoded dense.
+        For each server that has such cells `least_ratio`; ``dense_rows``: the share of that cell's rows that were
+        decoded dense.
     """
-    found = []
+    return [
+        row | {"context": SHORT} | {name: least[name] for name in ("decode_tpot_ratio_interval", "dense_rows")}
+        for row, least, _ in least_ratio("short_contexts", "decode_tpot_ratio", summary)
+    ]
+
+
+def least_ratio(task: str, ratio: str, summary: Sequence[Row]) -> Iterator[tuple[dict[str, Any], Row, Sequence[Row]]]:
+    """Of each server that has cells of at most ``SHORT`` tokens the least ratio, the cell it was found in, and all.
+
+    The ratio is in a row of a task, with the cell's id and the ``ratios`` of all.
+    """
     for arm in dict.fromkeys(row["arm"] for row in summary):
-        cells = [row for row in summary if row["arm"] == arm and row["context"] <= SHORT]
-        if cells:
-            least = min(cells, key=lambda row: row["decode_tpot_ratio"])
-            ratios = {Cell(row["context"], row["batch"]).name: row["decode_tpot_ratio"] for row in cells}
-            row = {"id": f"{arm}/short_contexts", "task": "short_contexts", "arm": arm, "context": SHORT}
-            row |= {"decode_tpot_ratio": least["decode_tpot_ratio"], "cell": least["id"], "ratios": ratios}
-            row["decode_tpot_ratio_interval"] = least["decode_tpot_ratio_interval"]
-            found.append(row | {"dense_rows": least["dense_rows"]})
-    return found
+        if cells := [row for row in summary if row["arm"] == arm and row["context"] <= SHORT]:
+            least = min(cells, key=lambda row: row[ratio])
+            ratios = {row["id"].rpartition("/")[2]: row[ratio] for row in cells}
+            row = {"id": f"{arm}/{task}", "task": task, "arm": arm, ratio: least[ratio], "cell": least["id"]}
+            yield row | {"ratios": ratios}, least, cells

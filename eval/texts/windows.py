@@ -70,11 +70,6 @@ def refuse_wrong(parser: argparse.ArgumentParser, args: argparse.Namespace, *fur
             parser.error(message)
 
 
-def read_windows(args: argparse.Namespace, encode: Callable[[str], Sequence[int]]) -> list[Window]:
-    """The windows that a command line asks for, by the tokenizer `encode`; see `make_windows`."""
-    return make_windows(read_tokens(args.book, encode), args.length, args.windows, args.seed, args.stride)
-
-
 def read_tokens(books: Sequence[Path], encode: Callable[[str], Sequence[int]]) -> dict[str, Sequence[int]]:
     """The token ids of each book, or of all of a folder, by its name."""
     texts: dict[str, str] = {}
