@@ -191,9 +191,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "theta-selectors": lambda: theta_summary.selectors([_file(SELECTORS)]),
     "theta-planted": lambda: theta_summary.planted_keys([_file(SELECTORS)]),
     "theta-anchors": lambda: theta_summary.anchors([_file(name) for name in EVEN]),
-    "rectification": lambda: tables.rectification(_file("ppl-rectify-records"), said=weights.said),
-    "rectification-mla": lambda: tables.rectification(*_starting("ppl-rectify-mla"), judged=32, said=weights.said),
-    "rectification-books": lambda: tables.rectification(_file("ppl-rectify-book"), said=weights.said),
+    "rectification": lambda: weights.rectification(_file("ppl-rectify-records")),
+    "rectification-mla": lambda: weights.rectification(*_starting("ppl-rectify-mla"), judged=32),
+    "rectification-books": lambda: weights.rectification(_file("ppl-rectify-book")),
 }
 PICTURES: Mapping[str, Callable[[], Path]] = {
     **{name: partial(_file, name) for name in ("ppl-rectify-records", *THETA)},

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.lab.tables.weights import sensitive
-from eval.scores.tables import rectification
+from eval.lab.tables.weights import rectification, sensitive
 
 
 def written(path: Path, *rows: dict[str, Any]) -> Path:
