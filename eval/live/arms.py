@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.live.client import LiveServer
-from eval.live.completions import served_model
+from eval.live.client import LiveServer, served_model
 from eval.live.counters import (
     EvaluationError,
     dense_rows,

@@ -31,8 +31,7 @@ from eval.live.arms import (
     require_reference,
     require_room,
 )
-from eval.live.client import FAILURES, LiveServer
-from eval.live.completions import complete
+from eval.live.client import FAILURES, LiveServer, complete
 from eval.live.counters import EvaluationError, Unreachable, moved, read_shares
 from eval.live.forced import prefilled_answer
 from eval.live.record import Record

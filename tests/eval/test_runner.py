@@ -48,7 +48,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     found = Server()
     threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True).start()
     original = client.post
-    monkeypatch.setattr("eval.live.completions.post", lambda c, p, r: original(c, p, r, pause=0.01))
+    monkeypatch.setattr("eval.live.client.post", lambda c, p, r: original(c, p, r, pause=0.01))
     yield found
     found.shutdown()
 
