@@ -47,16 +47,6 @@ class Arm:
     decodes: bool = True
     prefills: bool = False
 
-    @property
-    def asks_dense(self) -> bool:
-        """Whether its requests ask a sparse server to run dense."""
-        return self.options.get("custom_params", {}).get("sparse") is False
-
-    @property
-    def asks_dense_prefill(self) -> bool:
-        """Whether its requests ask a server to prefill dense."""
-        return self.options.get("custom_params", {}).get("exact_prefix") is True
-
 
 def make_arm(name: str, server: LiveServer, facts: dict[str, Any], model: str | None, params: dict[str, Any]) -> Arm:
     """Describe a server, of which `facts` is what it says about itself."""
@@ -131,15 +121,15 @@ def require_proof(label: str, arm: Arm, expect: str, counts: Sequence[dict[str, 
 
     Each phase that has a method must have run by it; where only one has, the other is dense.
     """
-    total = sum_of(counts)
-    if arm.asks_dense:
+    total, params = sum_of(counts), arm.options.get("custom_params", {})
+    if params.get("sparse") is False:
         require_dense(f"{label} {arm.name}", total)
         return
     if expect in ("any", "dense"):
         return
     if arm.decodes:
         _require_sparse_decode(label, total)
-    if arm.prefills and arm.asks_dense_prefill:
+    if arm.prefills and params.get("exact_prefix") is True:
         require_dense_prefill(f"{label} {arm.name}", total)
     elif arm.prefills:
         require_sparse_prefill(label, total, ", or say --expect any")

@@ -59,7 +59,8 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
     """
     from matplotlib.figure import Figure
 
-    cells = sorted((row for row in rows if _is_cell(row)), key=lambda row: row["context"])
+    cells = [row for row in rows if row["kind"] == "summary" and row["task"] == TASK]
+    cells.sort(key=lambda row: row["context"])
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     times, ratios = figure.subplots(1, 2)
     sizes = list(dict.fromkeys(row["chunked_prefill_size"] for row in cells))
@@ -86,10 +87,6 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
     times.set_yscale("log")
     figure.suptitle(_title(rows, cells))
     return save(figure, stem)
-
-
-def _is_cell(row: Row) -> bool:
-    return row["kind"] == "summary" and row["task"] == TASK
 
 
 def _bars(line: Sequence[Row], name: str) -> tuple[list[float], tuple[list[float], list[float]]]:

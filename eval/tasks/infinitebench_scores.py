@@ -28,11 +28,6 @@ def any_word(answers: Sequence[str], output: str) -> float:
     return float(answers[0] in spaced(output, "\n:\"'.,?!{}").split())
 
 
-def any_name(answers: Sequence[str], output: str) -> float:
-    """Whether the first answer, a name in capitals, is one of the words, whatever their case: longdialogue_qa_eng."""
-    return float(answers[0] in spaced(output, "\n:\"'.,?!{}").upper().split())
-
-
 def last_integer(answers: Sequence[str], output: str) -> float:
     """Whether the last word is the right integer: code_run."""
     words = spaced(output, "\n.`'\":").split()
@@ -136,7 +131,8 @@ SCORES: dict[str, Score] = {
     "passkey": first_integer,
     "number_string": first_integer,
     "kv_retrieval": any_word,
-    "longdialogue_qa_eng": any_name,
+    # A name in capitals, whatever the case of the words.
+    "longdialogue_qa_eng": lambda answers, output: any_word(answers, output.upper()),
     "longbook_sum_eng": summary_rouge,
     "longbook_choice_eng": chosen_option,
     "longbook_qa_eng": best_f1,
