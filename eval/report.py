@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from eval import ppl_prefill
 from eval.live.counters import EvaluationError
 from eval.live.record import command_name, read_rows, result_files
-from eval.scores import heatmap, long_summary, ppl_summary, prefill_ppl
+from eval.scores import heatmap, long_summary, ppl_summary
 from eval.scores.tables import comparison_table, drift, questions, rectification
 from eval.scores.verdicts import read_folder
 from eval.serving import report as serving
@@ -31,7 +32,7 @@ def _needles(path: Path, stem: Path) -> None:
 # By the name of the command that wrote the file; others have the table of a suite of questions, and no picture.
 TABLES: Tables = {
     "ppl_rectify": rectification,
-    "ppl_prefill": lambda path: prefill_ppl.perplexities([path]),
+    "ppl_prefill": lambda path: ppl_prefill.perplexities([path]),
     "long_generation": drift,
     "bench_serving": serving.serving,
 }

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from eval import report
+from eval import ppl_prefill, report
 from eval.lab.agreement import agreement
 from eval.lab.kernels import dsa, mla, prefill
 from eval.lab.selection import recall_table, theta_summary
@@ -46,7 +46,7 @@ from eval.lab.toolchain import compiled, sanitizer
 from eval.lab.train import card
 from eval.live.counters import EvaluationError
 from eval.live.record import result_files
-from eval.scores import prefill_ppl, tables
+from eval.scores import tables
 from eval.scores.verdicts import read_folder
 from eval.serving import report as serving
 
@@ -181,8 +181,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "theta2-blocks": lambda: theta2.times_as_many(_starting(theta2.PREFIX)),
     "needles-tail": lambda: needles.needles([path for path in _starting("niah-tiny-gqa") if TAILS in path.name]),
     "identity": lambda: identities.identities(sorted(RESULTS.glob("identity-*"))),
-    "prefill-perplexity": lambda: prefill_ppl.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
-    "prefill-records": lambda: prefill_ppl.perplexities(_starting("ppl-records-")),
+    "prefill-perplexity": lambda: ppl_prefill.perplexities(sorted(RESULTS.glob("ppl-prefill-*"))),
+    "prefill-records": lambda: ppl_prefill.perplexities(_starting("ppl-records-")),
     "prefill-gate": lambda: prefill_controls.gates(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "prefill-control": lambda: prefill_controls.controls(*(_file(f"ppl-prefill-{name}") for name in PREFILL_CONTROL)),
     "theta": lambda: theta_summary.theta([_file(name) for name in THETA]),

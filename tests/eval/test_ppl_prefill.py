@@ -10,7 +10,7 @@ from suites import LENGTH, WINDOWS, perplexity_rows
 
 from eval import ppl_prefill
 from eval.live.counters import EvaluationError
-from eval.scores.prefill_ppl import edges, summarise
+from eval.ppl_prefill import edges, summarise
 from eval.texts.windows import BOOK, SCORED, Window
 
 
