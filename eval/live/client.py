@@ -195,11 +195,7 @@ async def generate(client: httpx.AsyncClient, request: dict[str, Any]) -> dict[s
 async def post(client: httpx.AsyncClient, path: str, request: dict[str, Any], pause: float = 0.5) -> dict[str, Any]:
     """POST a request; tried again a few times where the connection broke or the server was not available.
 
-    Args:
-        client: of the server.
-        path: such as ``/generate``.
-        request: the body.
-        pause: seconds before the second attempt, doubled for each further one.
+    The second attempt follows after `pause` seconds, and each further one after twice as many.
 
     Raises:
         Unreachable: no attempt got an answer.

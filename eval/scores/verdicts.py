@@ -34,10 +34,6 @@ def read_folder(folder: Path, suites: Sequence[str] | None = None) -> list[dict[
     A file ``SUITE.jsonl`` has the two servers, ``SUITE--CONTROL.jsonl`` the same questions put to a control; either may
     be compressed, as ``.jsonl.xz``.
 
-    Args:
-        folder: where the files are.
-        suites: which of them; all by default.
-
     Raises:
         EvaluationError: there are none, or one is no file of results.
     """

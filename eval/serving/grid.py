@@ -120,10 +120,7 @@ def unfit(facts: Row, needed: int) -> str | None:
 
 
 def streams(result: Row) -> list[Stream]:
-    """The answers of a run of SGLang's benchmark client, which sends all requests of a batch at once.
-
-    Args:
-        result: its file, with ``--output-details``.
+    """The answers in a result, with ``--output-details``, of SGLang's client, which sends a batch at once.
 
     Raises:
         EvaluationError: a request failed, or brought fewer tokens than asked for.

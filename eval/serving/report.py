@@ -52,10 +52,6 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
     """Seconds to the first token of a cold prompt over its length, and times faster than dense.
 
     A line for each server and size of the prefill's chunks; bars are the range of the runs.
-
-    Args:
-        rows: of the file: header, and ``summary`` rows of task "first_token" (seconds).
-        stem: path without a suffix.
     """
     from matplotlib.figure import Figure
 

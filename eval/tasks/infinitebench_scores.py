@@ -63,9 +63,7 @@ def leading_share_after_first(answers: Sequence[str], output: str) -> float:
 def buggy_option(answers: Sequence[str], output: str) -> float:
     """Whether the output begins with the right letter, or says it, or the function's name, in a known form: code_debug.
 
-    Args:
-        answers: the name of the function, and its letter.
-        output: of the model.
+    The answers are that name and that letter.
     """
     name, letter = answers[:2]
     text = output.strip()
@@ -79,9 +77,7 @@ def buggy_option(answers: Sequence[str], output: str) -> float:
 def chosen_option(answers: Sequence[str], output: str) -> float:
     """Whether the right letter, or the option's text, is what the output says in a known form: longbook_choice_eng.
 
-    Args:
-        answers: the option's text, and its letter.
-        output: of the model.
+    The answers are that text and that letter.
     """
     text = output.strip()
     if text[:1] in tuple(LETTERS):

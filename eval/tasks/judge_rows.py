@@ -98,9 +98,6 @@ def _items(
 def serving_rows(result: Row) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Item rows and the summary of a run of SGLang's benchmark client; seconds, and tokens a second.
 
-    Args:
-        result: a line of its file.
-
     Returns:
         For each request its time to the first token, its mean time for each further one, and its tokens; where it
         failed or no text of it came, why. Of the run what the client computed: mean, median and 99th percentile of the

@@ -119,16 +119,7 @@ def count(output: str, answer: str) -> float:
 
 
 def retrieval(output: str, answer: str, language: str) -> float:
-    """Share of the numbers in an output that are that of the paragraph.
-
-    Args:
-        output: of the model.
-        answer: such as "Paragraph 12".
-        language: "en" or "zh".
-
-    Raises:
-        EvaluationError: the answer names no paragraph.
-    """
+    """Share of the numbers in an output that are that of the paragraph in the answer, such as "Paragraph 12"."""
     wanted = RETRIEVED[language].search(answer)
     if wanted is None:
         raise EvaluationError(f"the right answer {answer!r} names no paragraph")

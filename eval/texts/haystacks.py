@@ -158,8 +158,7 @@ def join_names(names: Sequence[str]) -> str:
 def share(parts: Sequence[str], depth: float) -> float:
     """The share of the parts after which `depth` of their text is over, for `eval.texts.text.hide`.
 
-    Args:
-        depth: 0 to 1, measured in characters.
+    The depth is from 0 to 1, measured in characters.
     """
     wanted, passed = depth * sum(map(len, parts)), 0
     for i, part in enumerate(parts):
